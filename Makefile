@@ -1,0 +1,61 @@
+PYTHON ?= python3
+BIN    := .venv/bin
+STAMP  := .venv/.setup-stamp
+
+# A laptop whose host name does not resolve works too.
+SPARK_LOCAL_IP ?= 127.0.0.1
+export SPARK_LOCAL_IP
+# Everything runs in .venv, whatever Spark or Python the calling shell prefers.
+export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
+unexport SPARK_HOME SPARK_CONF_DIR PYSPARK_DRIVER_PYTHON PYTHONPATH VIRTUAL_ENV
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test check bench format clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+setup: $(STAMP)  ## build .venv, with Spark set up in it
+	@:
+
+train: $(STAMP)  ## train the example job
+	@$(BIN)/spark-submit jobs/train.py --config conf/digits.yaml
+
+test: $(STAMP)  ## run the tests
+	@$(BIN)/python -m pytest
+
+check: $(STAMP)  ## what CI runs: format, lint, types, rooms, tests
+	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy --no-error-summary sparkdl
+	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/python -m pytest
+
+bench: $(STAMP)  ## measure one iteration
+	@$(BIN)/python benchmarks/iteration.py
+
+format: $(STAMP)  ## format the code and fix what ruff can fix
+	@$(BIN)/ruff check --quiet --fix-only .
+	@$(BIN)/ruff format --quiet .
+
+clean:  ## remove caches and build products; keeps .venv and runs/
+	@rm -rf build dist spark-warehouse artifacts metastore_db derby.log .pytest_cache \
+	  .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt conf/spark-defaults.conf conf/log4j2.properties
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "sparkdl needs Python 3.11 or newer: make setup PYTHON=/path/to/python3" >&2; exit 1; }
+	@v=$$("$${JAVA_HOME:+$$JAVA_HOME/bin/}java" -version 2>&1 | \
+	  sed -n 's/.* version "\([0-9]*\).*/\1/p'); [ "$${v:-0}" -ge 17 ] || \
+	  { echo "Spark needs Java 17 or newer, on PATH or in JAVA_HOME" >&2; exit 1; }
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+# Spark reads its settings from the conf directory of the pip-installed pyspark. The link is where
+# .venv/bin/spark-submit looks first, so it finds this Spark under any python3 on PATH.
+	@home=$$($(BIN)/python -c 'import os, pyspark; print(os.path.dirname(pyspark.__file__))') && \
+	  ln -sfn "$$home" $(BIN)/spark-distribution && mkdir -p "$$home/conf" && \
+	  cp conf/log4j2.properties "$$home/conf/" && \
+	  { cat conf/spark-defaults.conf; printf '\n# Added by make setup.\n%s %s\n' \
+	    spark.pyspark.python '$(CURDIR)/$(BIN)/python'; } > "$$home/conf/spark-defaults.conf"
+	@touch $@

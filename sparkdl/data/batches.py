@@ -1,0 +1,82 @@
+"""Which rows make mini-batch t: pure arithmetic on (seed, epoch, iteration, counts).
+
+An epoch is a traverse: every sample exactly once, in an order drawn anew each epoch from the seed.
+Iteration i of an epoch takes global batch i; replica m gives a share of it that follows the sizes of
+the partitions, by the Sainte-Laguë method (the divisor method of Webster), which is monotone in the
+number of seats: the shares of successive iterations are exact, disjoint, and cover each partition.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+def derive_seed(seed: int, purpose: str, *position: int) -> int:
+    """A 63-bit seed for one purpose at one position, such as ``("forward", iteration, replica)``.
+
+    Independent of attempts, executors and the order of tasks.
+    """
+    text = "/".join([str(seed), purpose, *map(str, position)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+@functools.lru_cache(maxsize=8)
+def permutation(seed: int, epoch: int, replica: int, num_rows: int) -> np.ndarray:
+    """The order in which ``replica`` visits its ``num_rows`` rows in ``epoch`` (int64)."""
+    generator = np.random.Generator(np.random.PCG64(derive_seed(seed, "shuffle", epoch, replica)))
+    order = generator.permutation(num_rows)
+    order.flags.writeable = False
+    return order
+
+
+def seats(counts: Sequence[int], position: int) -> np.ndarray:
+    """How many of the first ``position`` samples of an epoch each replica gives (int64, shape (M,)).
+
+    Sums to ``position`` (at most ``sum(counts)``), never exceeds ``counts``, and grows with
+    ``position`` in every component.
+    """
+    sizes = np.asarray(counts, dtype=np.int64)
+    total, replicas = int(sizes.sum()), len(sizes)
+    if position >= total:
+        return sizes.copy()
+    # A start that is below the final seats everywhere, then the few that are missing, by key.
+    start = np.floor(sizes * ((position - replicas / 2) / total) - 0.5).astype(np.int64)
+    taken = np.clip(start, 0, sizes)
+    missing = position - int(taken.sum())
+    while missing > 0:
+        keys = np.full(replicas, np.inf)
+        left = taken < sizes
+        keys[left] = (taken[left] + 0.5) / sizes[left]
+        taken[int(np.argmin(keys))] += 1
+        missing -= 1
+    return taken
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """How an epoch over partitions of ``counts`` rows is cut into global batches of ``batch_size``."""
+
+    counts: tuple[int, ...]
+    batch_size: int
+
+    @property
+    def num_samples(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def num_iterations(self) -> int:
+        """Iterations an epoch; the last batch may be short."""
+        return -(-self.num_samples // self.batch_size)
+
+    def rows(self, index: int) -> tuple[tuple[int, int], ...]:
+        """For each replica, the range of its permutation that global batch ``index`` takes."""
+        if not 0 <= index < self.num_iterations:
+            raise IndexError(f"batch {index} of an epoch of {self.num_iterations}")
+        start = seats(self.counts, index * self.batch_size)
+        stop = seats(self.counts, (index + 1) * self.batch_size)
+        return tuple(zip(start.tolist(), stop.tolist(), strict=True))

@@ -1,0 +1,69 @@
+"""Every exception sparkdl raises on purpose: one small tree.
+
+A *user error* (:class:`UserError` and below) is a mistake in what was given: the data, the model,
+a parameter. It is found before the first training task, names the place and the remedy, and is
+never retried. Everything else is a *fault* of the run, which Spark retries first.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class SparkdlError(Exception):
+    """The root: ``except sparkdl.SparkdlError`` catches all that sparkdl raises on purpose."""
+
+
+class UserError(SparkdlError, ValueError):
+    """A mistake in what the user gave; the message says what, where, and what to do."""
+
+
+class ParameterError(UserError):
+    """A parameter of the trainer, of a job, or a setting has a value that cannot work."""
+
+
+class DataError(UserError):
+    """A column, a row or a sample cannot become a tensor."""
+
+
+class ModelError(UserError):
+    """The model, the loss or the optimizer cannot be used as given."""
+
+
+class SessionError(UserError):
+    """This kind of Spark session cannot train (Spark Connect, for one)."""
+
+
+class TrustError(UserError):
+    """A saved model holds a pickle (or names a function nobody vouched for) and was not trusted."""
+
+
+class TrainingError(SparkdlError, RuntimeError):
+    """An iteration failed for good, after Spark's retries; says where and why."""
+
+
+class StateLostError(TrainingError):
+    """The state of a slice is out of reach: its node died or its slab was deleted."""
+
+
+class StaleReferenceError(SparkdlError, RuntimeError):
+    """A slab reference names a write that is no longer there (a late attempt of a past iteration)."""
+
+
+class SlabFullError(SparkdlError, OSError):
+    """No slab directory of this node has room for a buffer."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``' Did you mean "label"?'`` where a known name is close to ``name``, else an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f' Did you mean "{close[0]}"?' if close else ""
+
+
+def raise_all(kind: type[UserError], problems: Sequence[str]) -> None:
+    """Raise one ``kind`` that lists every problem, or return where there is none."""
+    if len(problems) == 1:
+        raise kind(problems[0])
+    if problems:
+        raise kind("\n".join([f"{len(problems)} problems:", *(f"  - {p}" for p in problems)]))

@@ -1,0 +1,71 @@
+"""RDDs of raw byte frames: map, zip and shuffle with no pickling of the payload.
+
+PySpark pickles what crosses between Python and the JVM. The records of a training iteration are
+bytes already, so these few functions hand them over as they are. They use the same JVM classes that
+``RDD.partitionBy`` and ``RDD.zip`` use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from pyspark import SparkContext
+from pyspark.core.rdd import RDD, PipelinedRDD
+from pyspark.serializers import NoOpSerializer, PairDeserializer, pack_long
+
+Frames = Iterable[bytes]
+_PARTITIONER_ID = 0x5DA7  # any constant: equal partitioners compare equal across our RDDs
+
+
+def map_frames(rdd: RDD, task: Callable[[int, Any], Frames]) -> RDD:
+    """``task(partition, records) -> frames`` over ``rdd``; the result is an RDD of raw frames."""
+    mapped = PipelinedRDD(rdd, task)
+    mapped._bypass_serializer = True
+    mapped._jrdd_deserializer = NoOpSerializer()
+    return mapped
+
+
+def zip_frames(left: RDD, right: RDD) -> RDD:
+    """Pairs of frames of two RDDs of frames with equal partitions and equal records in each."""
+    return RDD(
+        left._jrdd.zip(right._jrdd),
+        left.ctx,
+        PairDeserializer(NoOpSerializer(), NoOpSerializer()),
+    )
+
+
+def shuffle_frames(keyed: RDD, num_partitions: int) -> RDD:
+    """Send frames to partitions through a Spark shuffle.
+
+    ``keyed`` comes from :func:`map_frames` with a task that yields :func:`send` pairs.
+    """
+    jvm = keyed.ctx._jvm
+    assert jvm is not None
+    pairs = jvm.PairwiseRDD(keyed._jrdd.rdd()).asJavaPairRDD()
+    partitioner = jvm.PythonPartitioner(num_partitions, _PARTITIONER_ID)
+    return RDD(
+        jvm.PythonRDD.valueOfPair(pairs.partitionBy(partitioner)), keyed.ctx, NoOpSerializer()
+    )
+
+
+def send(partition: int, frame: bytes) -> Iterator[bytes]:
+    """Address ``frame`` to ``partition`` of the coming :func:`shuffle_frames`."""
+    yield pack_long(partition)
+    yield frame
+
+
+def forget_shuffles(rdd: RDD) -> None:
+    """Delete the shuffle files behind ``rdd`` now, instead of at a garbage collection."""
+    rdd._jrdd.rdd().cleanShuffleDependencies(False)
+
+
+@contextlib.contextmanager
+def stage_name(context: SparkContext, name: str) -> Iterator[None]:
+    """Name, in the Spark UI, the stages of RDDs made (and jobs run) inside the block."""
+    context.setLocalProperty("callSite.short", name)
+    try:
+        yield
+    finally:
+        context.setLocalProperty("callSite.short", None)  # type: ignore[arg-type]

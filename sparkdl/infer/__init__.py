@@ -1,0 +1,1 @@
+"""Using a trained module: predictions on DataFrames and RDDs, and metrics."""

@@ -1,0 +1,65 @@
+"""What a model puts out for one sample, and how Spark sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+_SQL = {
+    "float32": "float",
+    "float64": "double",
+    "float16": "float",
+    "bfloat16": "float",
+    "int64": "bigint",
+    "int32": "int",
+    "int16": "smallint",
+    "int8": "tinyint",
+    "uint8": "smallint",
+    "bool": "boolean",
+}
+
+
+@dataclass(frozen=True)
+class Output:
+    """``shape`` of the output for one sample (as seen once; lengths may vary), and its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @staticmethod
+    def of(output: torch.Tensor) -> Output:
+        """Of a batch's output, first dimension the rows."""
+        return Output(tuple(output.shape[1:]), str(output.dtype).removeprefix("torch."))
+
+    @property
+    def sql_type(self) -> str:
+        """The type of the prediction column: ``float``, ``array<float>``, ..."""
+        kind = _SQL[self.dtype]
+        for _ in self.shape:
+            kind = f"array<{kind}>"
+        return kind
+
+
+def to_arrow(batch: np.ndarray) -> pa.Array:
+    """Shape (rows, ...) -> a column: numbers, or nested lists of them."""
+    if batch.dtype == np.uint8:
+        batch = batch.astype(np.int16)
+    array: pa.Array = pa.array(np.ascontiguousarray(batch).reshape(-1))
+    for length in reversed(batch.shape[1:]):
+        offsets = pa.array(np.arange(0, len(array) + 1, length, dtype=np.int32))
+        array = pa.ListArray.from_arrays(offsets, array)
+    return array
+
+
+def as_numpy(output: Any) -> np.ndarray:
+    """A model's output as NumPy; half precisions become float32. Raises TypeError for a non-tensor."""
+    if not isinstance(output, torch.Tensor):
+        raise TypeError(f"the model returned a {type(output).__name__}, not a tensor")
+    tensor = output.detach().cpu()
+    if tensor.dtype in (torch.bfloat16, torch.float16):
+        tensor = tensor.float()
+    return tensor.numpy()

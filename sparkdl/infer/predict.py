@@ -1,0 +1,151 @@
+"""Predictions: a column on a DataFrame, or an RDD beside an RDD."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pyspark.core.rdd import RDD
+from pyspark.sql import DataFrame, functions
+
+from sparkdl.data.samples import Sample, record_array
+from sparkdl.data.schema import Column, RowProblem, columns_of, to_numpy
+from sparkdl.errors import DataError
+from sparkdl.infer.output import Output, as_numpy, to_arrow
+from sparkdl.infer.predictor import ShippedModule, run_batches
+
+Finish = Callable[[torch.Tensor], torch.Tensor] | None
+
+
+@dataclass(frozen=True)
+class PredictColumn:
+    """Body of the Arrow UDF: feature columns in, the prediction column out."""
+
+    module: ShippedModule
+    columns: tuple[Column, ...]
+    batch_size: int
+    finish: Finish
+
+    def __call__(self, batches: Iterator[tuple[pa.Array, ...] | pa.Array]) -> Iterator[pa.Array]:
+        module = self.module.load()
+        seen = 0
+        for batch in batches:
+            columns = batch if isinstance(batch, tuple) else (batch,)
+            yield self._predict(module, columns, seen)
+            seen += len(columns[0])
+
+    def _predict(self, module: Any, columns: Sequence[pa.Array], seen: int) -> pa.Array:
+        try:
+            arrays = [
+                to_numpy(array, column, seen)
+                for array, column in zip(columns, self.columns, strict=True)
+            ]
+        except RowProblem as error:
+            problem = error.problem
+            raise DataError(
+                f'column "{problem.column}", row {problem.row} of the partition: {problem.text}.'
+            ) from None
+        outputs = run_batches(module, arrays, self.batch_size, self.finish)
+        return to_arrow(np.concatenate([as_numpy(output) for output, _ in outputs]))
+
+
+@dataclass(frozen=True)
+class PredictRecords:
+    """Task over an RDD: one prediction a record, in order."""
+
+    module: ShippedModule
+    num_features: int
+    float_dtype: str
+    batch_size: int
+    finish: Finish
+
+    def __call__(self, records: Iterable[Any]) -> Iterator[Any]:
+        module = self.module.load()
+        waiting: list[list[np.ndarray]] = []
+        row = 0
+        for record in records:
+            waiting.append(self._inputs(record, row))
+            row += 1
+            if len(waiting) == self.batch_size:
+                yield from self._predict(module, waiting)
+                waiting = []
+        if waiting:
+            yield from self._predict(module, waiting)
+
+    def _inputs(self, record: Any, row: int) -> list[np.ndarray]:
+        features = record.features if isinstance(record, Sample) else record
+        if isinstance(features, tuple) and len(features) == 2 and not isinstance(record, Sample):
+            pair = self.num_features == 1 or isinstance(features[0], tuple)
+            features = features[0] if pair else features
+        values = features if isinstance(features, tuple) else (features,)
+        try:
+            return [
+                record_array(value, f"features[{i}]", row, self.float_dtype)
+                for i, value in enumerate(values)
+            ]
+        except RowProblem as error:
+            raise DataError(f"record {row} of the partition: {error.problem.text}.") from None
+
+    def _predict(self, module: Any, waiting: list[list[np.ndarray]]) -> Iterator[Any]:
+        arrays = [np.stack(values) for values in zip(*waiting, strict=True)]
+        for output, _ in run_batches(module, arrays, self.batch_size, self.finish):
+            for value in as_numpy(output):
+                yield value if value.ndim else value.item()
+
+
+def predict_dataframe(
+    data: DataFrame,
+    module: ShippedModule,
+    features: Sequence[str],
+    output: Output,
+    float_dtype: str,
+    prediction_col: str,
+    batch_size: int,
+    finish: Finish,
+) -> DataFrame:
+    """``data`` with the column ``prediction_col``; lazy, and on a streaming DataFrame too."""
+    inputs, _ = columns_of(data.schema, features, (), float_dtype)
+    if prediction_col in data.columns:
+        raise DataError(
+            f'the DataFrame already has a column "{prediction_col}": drop it, or choose another '
+            "name with prediction_col=."
+        )
+    body = PredictColumn(module, inputs, batch_size, finish)
+    many = len(inputs) > 1
+    udf = functions.arrow_udf(
+        _over_columns(body) if many else _over_column(body), returnType=output.sql_type
+    )
+    return data.withColumn(prediction_col, udf(*[functions.col(f"`{c.name}`") for c in inputs]))
+
+
+def _over_column(body: PredictColumn) -> Callable[[Iterator[pa.Array]], Iterator[pa.Array]]:
+    def predict(batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
+        return body(batches)
+
+    return predict
+
+
+def _over_columns(
+    body: PredictColumn,
+) -> Callable[[Iterator[tuple[pa.Array, ...]]], Iterator[pa.Array]]:
+    def predict(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
+        return body(batches)
+
+    return predict
+
+
+def predict_rdd(
+    records: RDD,
+    module: ShippedModule,
+    num_features: int,
+    float_dtype: str,
+    batch_size: int,
+    finish: Finish,
+) -> RDD:
+    """One prediction (a number, or an array) for each record, in order."""
+    task = PredictRecords(module, num_features, float_dtype, batch_size, finish)
+    return records.mapPartitions(task)

@@ -1,0 +1,83 @@
+"""The module in a worker: shipped once, loaded once a process, run in batches."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from sparkdl.step.compute import to_tensors
+
+INLINE_BYTES = 1 << 20
+MAX_LOADED = 2
+
+
+@dataclass(frozen=True)
+class ShippedModule:
+    """A pickled module on its way to the workers: in the task, or in a broadcast where large."""
+
+    digest: str
+    inline: bytes | None
+    broadcast: Any = None
+
+    @staticmethod
+    def of(module: nn.Module, context: Any) -> ShippedModule:
+        """``context``: the SparkContext, or None where there is none (Spark Connect)."""
+        from pyspark import cloudpickle
+
+        data = cloudpickle.dumps(module)
+        digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+        if context is None or len(data) <= INLINE_BYTES:
+            return ShippedModule(digest, data)
+        return ShippedModule(digest, None, context.broadcast(data))
+
+    def load(self) -> nn.Module:
+        """The module in evaluation mode, from this process's cache where it is there."""
+        module = _loaded.get(self.digest)
+        if module is None:
+            data = self.inline if self.inline is not None else self.broadcast.value
+            module = _loaded[self.digest] = pickle.loads(data).eval()
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+            while len(_loaded) > MAX_LOADED:
+                _loaded.popitem(last=False)
+        _loaded.move_to_end(self.digest)
+        return module
+
+
+_loaded: OrderedDict[str, nn.Module] = OrderedDict()
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[nn.Module]:
+    """The module in evaluation mode and without gradients inside the block."""
+    was_training = module.training
+    module.eval()
+    try:
+        with torch.inference_mode():
+            yield module
+    finally:
+        module.train(was_training)
+
+
+def run_batches(
+    module: nn.Module,
+    arrays: Sequence[np.ndarray],
+    batch_size: int,
+    finish: Callable[[Any], Any] | None = None,
+) -> Iterator[tuple[Any, slice]]:
+    """The module's output, and which rows it is for, batch by batch. ``arrays``: one an input."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    for start in range(0, len(arrays[0]), batch_size):
+        rows = slice(start, start + batch_size)
+        with evaluating(module):
+            output = module(*to_tensors([array[rows] for array in arrays], device))
+            yield (finish(output) if finish else output), rows

@@ -1,0 +1,157 @@
+"""A module and its flat vector.
+
+The flat vector is all that changes in training, in one contiguous tensor: trainable parameters
+first, then buffers. Slices of it are owned, sent, summed and published. Its dtype is float64 where
+the model has float64 parameters, else float32; parameters of lower precision have their master copy
+in it. Buffers are of two kinds: floating ones are averaged over the replicas by sample count,
+others (counters, masks) keep their exact bits and come from the first replica that has samples.
+Frozen parameters are no part of it: every process has them from the recipe.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from sparkdl.errors import ModelError
+
+ALIGNMENT = 64
+"""Segments start at multiples of this many bytes, as separately allocated tensors do."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One tensor's place in the flat vector.
+
+    ``kind``: "parameter", "average" or "exact". ``start`` and ``length`` count elements of the flat
+    vector (an "exact" tensor's bytes are counted in elements, rounded up).
+    """
+
+    name: str
+    kind: str
+    start: int
+    length: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything lies in the flat vector of ``size`` elements of ``dtype``."""
+
+    segments: tuple[Segment, ...]
+    dtype: torch.dtype
+    size: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable parameters, the padding between them not counted."""
+        return sum(s.length for s in self.segments if s.kind == "parameter")
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+
+def layout_of(module: nn.Module) -> Layout:
+    """Lay out ``module``. Raises :class:`sparkdl.errors.ModelError` for what cannot be trained."""
+    trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    if not trainable:
+        raise ModelError("the model has no trainable parameter (all have requires_grad=False).")
+    memory: dict[int, str] = {}
+    for name, parameter in trainable:
+        if parameter.is_complex() or not parameter.is_floating_point():
+            raise ModelError(f'parameter "{name}" is {parameter.dtype}: only real floats train.')
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ModelError(
+                f'parameter "{name}" is lazy and has no shape yet: run the model once in model().'
+            )
+        first = memory.setdefault(parameter.untyped_storage().data_ptr(), name)
+        if first != name and parameter.numel():
+            raise ModelError(
+                f'parameters "{first}" and "{name}" share memory but are two objects: tie them by '
+                "assigning one nn.Parameter to both places."
+            )
+    wide = any(p.dtype == torch.float64 for _, p in trainable)
+    dtype = torch.float64 if wide else torch.float32
+    step = ALIGNMENT // dtype.itemsize
+    segments: list[Segment] = []
+    position = 0
+
+    def place(name: str, kind: str, tensor: torch.Tensor, length: int) -> None:
+        nonlocal position
+        segments.append(Segment(name, kind, position, length, tuple(tensor.shape), tensor.dtype))
+        position += math.ceil(length / step) * step
+
+    for name, parameter in trainable:
+        place(name, "parameter", parameter, parameter.numel())
+    for name, buffer in module.named_buffers():
+        if buffer.is_floating_point():
+            place(name, "average", buffer, buffer.numel())
+        else:
+            nbytes = buffer.numel() * buffer.element_size()
+            place(name, "exact", buffer, math.ceil(nbytes / dtype.itemsize))
+    return Layout(tuple(segments), dtype, position)
+
+
+class FlatModule:
+    """A module whose trainable parameters are views of one flat tensor, ``flat``."""
+
+    def __init__(self, module: nn.Module, device: torch.device | str = "cpu") -> None:
+        self.layout = layout_of(module)
+        self.module = module.to(device)
+        self.flat = torch.zeros(self.layout.size, dtype=self.layout.dtype, device=device)
+        parameters = dict(module.named_parameters())
+        self.parameters: list[tuple[Segment, nn.Parameter]] = []
+        self._buffers: list[tuple[Segment, nn.Module, str]] = []
+        for segment in self.layout.segments:
+            if segment.kind == "parameter":
+                parameter = parameters[segment.name]
+                view = self._view(segment)
+                view.copy_(parameter.detach())
+                if parameter.dtype == self.layout.dtype:
+                    parameter.data = view
+                self.parameters.append((segment, parameter))
+            else:
+                path, _, attribute = segment.name.rpartition(".")
+                self._buffers.append((segment, module.get_submodule(path), attribute))
+        self.save_buffers(self.flat)
+
+    def _view(self, segment: Segment) -> torch.Tensor:
+        return self.flat[segment.start : segment.stop].view(segment.shape)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Make the module follow ``flat`` where it is no view of it: buffers, other dtypes."""
+        for segment, parameter in self.parameters:
+            if parameter.dtype != self.layout.dtype:
+                parameter.copy_(self._view(segment))
+        for segment, owner, attribute in self._buffers:
+            buffer = owner._buffers[attribute]
+            assert buffer is not None
+            if segment.kind == "average":
+                buffer.copy_(self._view(segment))
+            else:
+                raw = self.flat[segment.start : segment.stop].view(torch.uint8)
+                nbytes = buffer.numel() * buffer.element_size()
+                buffer.copy_(raw[:nbytes].view(segment.dtype).view(segment.shape))
+
+    @torch.no_grad()
+    def save_buffers(self, out: torch.Tensor) -> None:
+        """Write the buffers as they are now into their places in ``out`` (a flat vector)."""
+        for segment, owner, attribute in self._buffers:
+            buffer = owner._buffers[attribute]
+            assert buffer is not None
+            place = out[segment.start : segment.stop]
+            if segment.kind == "average":
+                place.view(segment.shape).copy_(buffer)
+            else:
+                raw = buffer.contiguous().reshape(-1).view(torch.uint8)
+                place.view(torch.uint8)[: raw.numel()].copy_(raw)

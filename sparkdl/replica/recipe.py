@@ -1,0 +1,90 @@
+"""The recipe: what every process needs to build the same model, loss and optimizer.
+
+A recipe is pickled by value (cloudpickle, as Spark does with any function), shipped once, and lives
+as long as the job; it is never a format on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from sparkdl.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the user gave: model (callable or module), loss and optimizer, and the seed."""
+
+    model: Callable[[], nn.Module] | nn.Module
+    loss: Callable[..., torch.Tensor]
+    optimizer: Callable[..., torch.optim.Optimizer]
+    seed: int
+
+    def build(self) -> nn.Module:
+        """The module with its initial weights, the same in every process.
+
+        A callable runs with ``torch``, ``numpy`` and ``random`` seeded; this process's own random
+        states are left as they were. Raises :class:`sparkdl.errors.ModelError`.
+        """
+        if isinstance(self.model, nn.Module):
+            return self.model
+        with seeded(self.seed):
+            module = self.model()
+        if not isinstance(module, nn.Module):
+            raise ModelError(
+                f"model() returned a {type(module).__name__}: it must return a torch.nn.Module."
+            )
+        return module
+
+    def build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer as the user wrote it.
+
+        A ``torch.optim`` class (or a partial of one) is given the trainable parameters, any other
+        callable the module, so that it can form parameter groups.
+        """
+        trainable = [p for p in module.parameters() if p.requires_grad]
+        if optimizer_class(self.optimizer) is not None:
+            return self.optimizer(trainable)
+        return self.optimizer(module)
+
+
+def optimizer_class(factory: Any) -> type[torch.optim.Optimizer] | None:
+    """The ``torch.optim.Optimizer`` class that ``factory`` is, or is a partial of; else None."""
+    while hasattr(factory, "func"):
+        factory = factory.func
+    if isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer):
+        return factory
+    return None
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed ``torch`` (CPU), ``numpy`` and ``random`` inside the block; restore them after it."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def weights_digest(module: nn.Module) -> str:
+    """A digest of every parameter and buffer, by which processes compare their initial weights."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,69 @@
+"""A run as its tasks see it: the constants of a fit, and the way to the live replica."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sparkdl.errors import StaleReferenceError
+from sparkdl.replica.cache import LiveReplica, live_replica
+from sparkdl.replica.recipe import Recipe
+from sparkdl.slab.root import SlabConfig, open_root
+
+
+@dataclass(frozen=True)
+class Run:
+    """The constants of a fit: slabs, seed, M replicas, N slices, how many fields of a sample are
+    model inputs, and torch's threads in a task (they change the bits, so they are fixed)."""
+
+    slab: SlabConfig
+    seed: int
+    replicas: int
+    slices: int
+    num_features: int
+    threads: int
+
+    @property
+    def key(self) -> str:
+        return self.slab.name
+
+
+@dataclass(frozen=True)
+class ReplicaHandle:
+    """What the replica RDD holds for replica ``index``: its run and the checksum of its samples."""
+
+    run: Run
+    index: int
+    checksum: int
+
+
+def install_recipe(run: Run, payload: bytes) -> None:
+    """Put the pickled recipe into this node's slab root, unless it is there."""
+    root = open_root(run.slab, create=True)
+    assert root is not None
+    path = root.directories[0] / "recipe"
+    if not path.exists():
+        draft = Path(f"{path}.{secrets.token_hex(8)}")
+        draft.write_bytes(payload)
+        os.replace(draft, path)
+
+
+def open_replica(run: Run) -> LiveReplica:
+    """The live replica of this process, built from the node's recipe where it is not cached."""
+    if torch.get_num_threads() != run.threads:
+        torch.set_num_threads(run.threads)
+    return live_replica(run.key, lambda: _load_recipe(run))
+
+
+def _load_recipe(run: Run) -> Recipe:
+    root = open_root(run.slab)
+    if root is None:
+        raise StaleReferenceError(f"this node has no slab root {run.slab.name}")
+    recipe = pickle.loads((root.directories[0] / "recipe").read_bytes())
+    assert isinstance(recipe, Recipe)
+    return recipe

@@ -1,0 +1,93 @@
+"""Spark sessions: one that is set up for training, and checks on any other."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from sparkdl.errors import SessionError
+from sparkdl.settings import NEEDED_FOR_SPEED, PREFIX, SPARK_SETTINGS, Settings
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+logger = logging.getLogger("sparkdl")
+_told: set[str] = set()
+
+
+def session(master: str | None = None, **settings: Any) -> SparkSession:
+    """A SparkSession with the settings of ``conf/spark-defaults.conf``.
+
+    ``master`` is a Spark master URL; None leaves it to ``spark-submit`` (or ``local[*]``).
+    ``settings`` are Spark settings: ``session("local[2]", **{"spark.ui.enabled": "false"})``; an
+    underscore stands for a dot, so ``spark_driver_memory="4g"`` works too. What ``spark-submit``
+    or its properties file already set is kept. Workers run this Python interpreter unless
+    ``PYSPARK_PYTHON`` or ``spark.pyspark.python`` says otherwise.
+    """
+    from pyspark import SparkConf
+    from pyspark.sql import SparkSession
+
+    given = {
+        (key if "." in key else key.replace("_", ".")): str(value).lower()
+        if isinstance(value, bool)
+        else str(value)
+        for key, value in settings.items()
+    }
+    conf = SparkConf()
+    if "spark.pyspark.python" not in given and not conf.contains("spark.pyspark.python"):
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    builder = SparkSession.builder
+    for key, (value, _) in SPARK_SETTINGS.items():
+        if not conf.contains(key):
+            builder = builder.config(key, value)
+    for key, value in given.items():
+        builder = builder.config(key, value)
+    if master is not None:
+        builder = builder.master(master)
+    elif not conf.contains("spark.master"):
+        builder = builder.master("local[*]")
+    spark = builder.getOrCreate()
+    spark.sparkContext.setLogLevel(
+        given.get("spark.log.level", conf.get("spark.log.level") or "ERROR")
+    )
+    return spark
+
+
+def context_of(data: Any) -> SparkContext:
+    """The SparkContext behind a DataFrame or an RDD; a clear error for Spark Connect."""
+    found = getattr(data, "context", None) or getattr(
+        getattr(data, "sparkSession", None), "_sc", None
+    )
+    if found is not None:
+        return found
+    if type(data).__module__.startswith("pyspark.sql.connect"):
+        raise SessionError(
+            "this DataFrame belongs to a Spark Connect session, which has no RDDs, and training "
+            "needs them. Start a classic session on the cluster: sparkdl.session(master), or "
+            "spark-submit your script; do not set spark.remote or SPARK_REMOTE."
+        )
+    raise SessionError(
+        f"fit takes a DataFrame or an RDD, not {type(data).__module__}.{type(data).__qualname__}."
+    )
+
+
+def settings_of(context: SparkContext) -> Settings:
+    """The ``spark.sparkdl.*`` settings of a session, checked."""
+    conf = context.getConf()
+    keys = [key for key, _ in conf.getAll() if key.startswith(PREFIX)]
+    return Settings.read(lambda key, default: conf.get(key, default) or default, keys)
+
+
+def tell_what_costs_speed(context: SparkContext) -> list[str]:
+    """Log, once per application, each Spark setting whose absence slows training; return the keys."""
+    conf = context.getConf()
+    missing = [key for key in NEEDED_FOR_SPEED if conf.get(key, "") != SPARK_SETTINGS[key][0]]
+    if missing and context.applicationId not in _told:
+        _told.add(context.applicationId)
+        for key in missing:
+            value, reason = SPARK_SETTINGS[key]
+            logger.warning("slower than need be: set %s=%s (%s)", key, value, reason)
+    return missing

@@ -1,0 +1,223 @@
+"""Buffers of a slab root: pooled, stamped, memory-mapped files.
+
+[Note: who may write a buffer] A buffer is a file of fixed size with a one-page header. To write,
+an attempt *claims* a buffer: it takes the file's lock without waiting, and only if the stamp in the
+header says that no iteration needs the content any more; else it tries the next file, and makes a
+new one where none is free. The stamp holds the *tick* (a number that grows with every submitted
+iteration) and a random nonce of this very claim. A reference carries the nonce, and its reader
+checks it before and after reading. So
+
+* a live reader is safe: buffers of its tick are not free for anyone;
+* a zombie attempt that still writes holds the lock, so nobody claims its buffer;
+* a zombie reader finds another nonce and fails, and nobody waits for it;
+* a dead process holds no lock.
+
+The number of files of a node is bounded by the buffers that one iteration needs there, twice for
+state (version t is read while t+1 is written), plus one per attempt that failed or was speculated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparkdl.errors import SlabFullError, StaleReferenceError
+from sparkdl.slab.root import Root, SlabConfig, open_root
+
+HEADER_BYTES = 4096
+_STAMP = struct.Struct("<8sq16s")
+_MAGIC = b"sparkdl1"
+_NO_NONCE = bytes(16)
+MAX_OPEN_BUFFERS = 256
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Bytes of one write in a slab of one node.
+
+    ``nonce`` (hex) names the write; ``token`` the node; ``offset`` and ``nbytes`` count in bytes
+    from the start of the payload.
+    """
+
+    path: str
+    nonce: str
+    token: str
+    offset: int
+    nbytes: int
+
+    def part(self, offset: int, nbytes: int) -> Reference:
+        """The reference to ``nbytes`` bytes of this one, ``offset`` bytes in."""
+        return Reference(self.path, self.nonce, self.token, self.offset + offset, nbytes)
+
+
+class _Mapped:
+    """One mapped file, kept open by this process so that its pages stay mapped."""
+
+    def __init__(self, path: str) -> None:
+        self.fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self.map = mmap.mmap(self.fd, 0)
+        self.bytes = np.frombuffer(self.map, dtype=np.uint8)
+
+    def stamp(self) -> tuple[int, bytes]:
+        magic, tick, nonce = _STAMP.unpack_from(self.map, 0)
+        return (tick, nonce) if magic == _MAGIC else (-1, _NO_NONCE)
+
+    def close(self) -> None:
+        os.close(self.fd)  # the map goes with the last array that views it
+
+
+class Claim:
+    """A buffer held for writing until the ``with`` block ends."""
+
+    def __init__(self, path: str, mapped: _Mapped, nonce: bytes, token: str, nbytes: int) -> None:
+        self.reference = Reference(path, nonce.hex(), token, 0, nbytes)
+        self.bytes = mapped.bytes[HEADER_BYTES : HEADER_BYTES + nbytes]
+        """The payload, uint8, writable, page-aligned; content undefined until written."""
+
+
+class Pool:
+    """This process's view of the buffers of one slab root."""
+
+    def __init__(self, config: SlabConfig) -> None:
+        self.config = config
+        self._mapped: OrderedDict[str, _Mapped] = OrderedDict()
+
+    @property
+    def token(self) -> str:
+        """The node's token; empty where this node has no slab root of the run."""
+        root = open_root(self.config)
+        return root.token if root else ""
+
+    @contextlib.contextmanager
+    def claim(self, role: str, nbytes: int, tick: int, floor: int) -> Iterator[Claim]:
+        """Hold a buffer of ``nbytes`` for writing in ``tick``.
+
+        Buffers of this role stamped below ``floor`` are free. See [Note: who may write a buffer].
+        Raises :class:`sparkdl.errors.SlabFullError` where no directory has room.
+        """
+        root = open_root(self.config)
+        if root is None:
+            raise StaleReferenceError(f"the slab root {self.config.name} was deleted")
+        prefix = f"{role}-{nbytes}-"
+        path, mapped = self._free(root, prefix, floor) or self._create(root, prefix, nbytes)
+        nonce = secrets.token_bytes(16)
+        try:
+            _STAMP.pack_into(mapped.map, 0, _MAGIC, tick, nonce)
+            yield Claim(path, mapped, nonce, root.token, nbytes)
+        finally:
+            fcntl.flock(mapped.fd, fcntl.LOCK_UN)
+
+    def read(self, reference: Reference) -> np.ndarray:
+        """The referenced bytes (uint8, a view of the map). Call :meth:`check` when done with them."""
+        mapped = self.check(reference)
+        start = HEADER_BYTES + reference.offset
+        return mapped.bytes[start : start + reference.nbytes]
+
+    def check(self, reference: Reference) -> _Mapped:
+        """Raise :class:`StaleReferenceError` unless the buffer still holds the referenced write."""
+        try:
+            mapped = self._open(reference.path)
+        except FileNotFoundError:
+            raise StaleReferenceError(f"slab {reference.path} was deleted") from None
+        if mapped.stamp()[1].hex() != reference.nonce:
+            raise StaleReferenceError(f"slab {reference.path} was written again since")
+        return mapped
+
+    def _free(self, root: Root, prefix: str, floor: int) -> tuple[str, _Mapped] | None:
+        names = [
+            str(directory / name)
+            for directory in root.directories
+            for name in os.listdir(directory)
+            if name.startswith(prefix)
+        ]
+        for path in sorted(names, key=lambda p: (p not in self._mapped, p)):
+            mapped = self._open(path)
+            if mapped.stamp()[0] >= floor:
+                continue
+            try:
+                fcntl.flock(mapped.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            if mapped.stamp()[0] < floor:
+                return path, mapped
+            fcntl.flock(mapped.fd, fcntl.LOCK_UN)
+        return None
+
+    def _create(self, root: Root, prefix: str, nbytes: int) -> tuple[str, _Mapped]:
+        """Make a locked file; it gets its name only when it has its size and its lock."""
+        for directory in root.directories:
+            path = str(directory / (prefix + secrets.token_hex(8)))
+            if not _reserve(path + ".new", HEADER_BYTES + nbytes):
+                continue
+            mapped = _Mapped(path + ".new")
+            fcntl.flock(mapped.fd, fcntl.LOCK_EX)
+            os.rename(path + ".new", path)
+            self._keep(path, mapped)
+            return path, mapped
+        raise SlabFullError(
+            f"no room for a slab of {nbytes:,} bytes in {', '.join(map(str, root.directories))}. "
+            "Free space there, or point spark.sparkdl.slab.dir at a larger directory."
+        )
+
+    def _open(self, path: str) -> _Mapped:
+        mapped = self._mapped.get(path)
+        if mapped is None:
+            mapped = _Mapped(path)
+            self._keep(path, mapped)
+        self._mapped.move_to_end(path)
+        return mapped
+
+    def _keep(self, path: str, mapped: _Mapped) -> None:
+        self._mapped[path] = mapped
+        while len(self._mapped) > MAX_OPEN_BUFFERS:
+            self._mapped.popitem(last=False)[1].close()
+
+    def close(self) -> None:
+        """Let go of every mapping."""
+        while self._mapped:
+            self._mapped.popitem()[1].close()
+
+
+_pools: dict[str, Pool] = {}
+
+
+def open_pool(config: SlabConfig) -> Pool:
+    """This process's pool of ``config``. Pools of runs that have ended here are closed on the way."""
+    pool = _pools.get(config.name)
+    if pool is None:
+        for name in [n for n, p in _pools.items() if open_root(p.config) is None]:
+            _pools.pop(name).close()
+        pool = _pools[config.name] = Pool(config)
+    return pool
+
+
+def close_pool(config: SlabConfig) -> None:
+    """Close this process's pool of ``config``, if it has one."""
+    pool = _pools.pop(config.name, None)
+    if pool is not None:
+        pool.close()
+
+
+def _reserve(path: str, nbytes: int) -> bool:
+    """Make a file with its blocks allocated (a sparse one would die by SIGBUS later)."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        os.unlink(path)
+        if error.errno == errno.ENOSPC:
+            return False
+        raise
+    finally:
+        os.close(fd)
+    return True

@@ -1,0 +1,169 @@
+"""The slab root of a run on this node: directories, the token, and sweeping.
+
+Two processes share a node exactly if they read the same random token file in the root; host names
+are not trusted, because containers share or duplicate them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import stat
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+MARK = "sparkdl-"
+SWEEP_AFTER_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class SlabConfig:
+    """Where a run's slabs lie; travels with its tasks.
+
+    ``directory`` is ``spark.sparkdl.slab.dir``; ``name`` the run's unpredictable root name.
+    """
+
+    directory: str
+    name: str
+
+    @staticmethod
+    def new(directory: str, application_id: str) -> SlabConfig:
+        return SlabConfig(directory, f"{MARK}{application_id}-{secrets.token_hex(8)}")
+
+
+@dataclass(frozen=True)
+class Root:
+    """The open root: where to put buffers (first choice first), and the node's token."""
+
+    directories: tuple[Path, ...]
+    token: str
+
+
+_open_roots: dict[str, Root] = {}
+
+
+def open_root(config: SlabConfig, create: bool = False) -> Root | None:
+    """This process's root of ``config``, or None where this node has none.
+
+    ``create`` makes it (mode 0700), and sweeps roots whose application is dead on the way. Raises
+    OSError where a directory cannot be written, and PermissionError where the root is not this
+    user's own 0700 directory.
+    """
+    root = _open_roots.get(config.name)
+    if root is not None and (root.directories[0] / "token").exists():
+        return root
+    _open_roots.pop(config.name, None)
+    bases = _bases(config.directory)
+    first = bases[0] / config.name
+    if not (first / "token").exists():
+        if not create:
+            return None
+        _sweep(bases[0])
+    directories = tuple(_private_directory(base / config.name) for base in bases)
+    _mark_alive(first)
+    root = Root(directories, _token(first))
+    _open_roots[config.name] = root
+    return root
+
+
+def remove_root(config: SlabConfig) -> None:
+    """Remove the root from this node. Mappings that other processes still hold stay valid."""
+    root = _open_roots.pop(config.name, None)
+    directories = root.directories if root else [b / config.name for b in _bases(config.directory)]
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _bases(directory: str) -> list[Path]:
+    if directory != "auto":
+        base = Path(directory).absolute()
+        base.mkdir(parents=True, exist_ok=True)
+        return [base]
+    local = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or os.environ.get("TMPDIR", "/tmp")
+    bases = [Path(local)]
+    if os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
+        bases.insert(0, SHARED_MEMORY)
+    bases[-1].mkdir(parents=True, exist_ok=True)
+    return bases
+
+
+def _private_directory(path: Path) -> Path:
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        status = path.lstat()
+        if (
+            not stat.S_ISDIR(status.st_mode)
+            or status.st_uid != os.getuid()
+            or status.st_mode & 0o077
+        ):
+            raise PermissionError(
+                f"slab root {path} is not a directory of this user with mode 0700"
+            ) from None
+    return path
+
+
+def _token(root: Path) -> str:
+    """Read the token, or be the one process that makes it (link is atomic, the first wins)."""
+    draft = root / f"token.{secrets.token_hex(8)}"
+    draft.write_text(secrets.token_hex(16))
+    try:
+        os.link(draft, root / "token")
+    except FileExistsError:
+        pass
+    finally:
+        draft.unlink()
+    return (root / "token").read_text()
+
+
+def _mark_alive(root: Path) -> None:
+    """Leave the identity of the process that outlives workers: the JVM above the worker daemon."""
+    holder = os.getpid()
+    if "SPARK_PYTHON_RUNTIME" in os.environ or "PYTHON_WORKER_FACTORY_SOCK_DIR" in os.environ:
+        holder = _parent(os.getppid()) or os.getppid()
+    (root / f"alive.{_namespace()}.{holder}.{_start_time(holder)}").touch()
+
+
+def _sweep(base: Path) -> None:
+    """Remove roots of this user that no living process of this PID namespace holds."""
+    for path in base.glob(MARK + "*"):
+        try:
+            status = path.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+                continue
+            holders = [mark.name.split(".")[1:] for mark in path.glob("alive.*")]
+            young = time.time() - status.st_mtime < SWEEP_AFTER_SECONDS
+            if (not holders and young) or any(
+                namespace != _namespace() or _start_time(int(pid)) == started
+                for namespace, pid, started in holders
+            ):
+                continue
+        except (FileNotFoundError, ValueError):
+            continue
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _namespace() -> str:
+    return str(os.stat("/proc/self/ns/pid").st_ino)
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the third on; empty where there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return text.rpartition(")")[2].split()
+
+
+def _start_time(pid: int) -> str:
+    fields = _stat_fields(pid)
+    return fields[19] if fields and fields[0] != "Z" else ""
+
+
+def _parent(pid: int) -> int | None:
+    fields = _stat_fields(pid)
+    return int(fields[1]) if fields else None

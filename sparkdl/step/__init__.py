@@ -1,0 +1,1 @@
+"""The forward-backward job: replica and mini-batch to gradient."""

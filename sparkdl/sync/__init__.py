@@ -1,0 +1,1 @@
+"""The parameter-synchronization job: reduce-scatter, update, publish, slice by slice."""

@@ -1,0 +1,1 @@
+"""The training run: trainer, loop, triggers, callbacks, history, engines."""

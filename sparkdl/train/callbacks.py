@@ -1,0 +1,96 @@
+"""Callbacks: what may happen around the loop, as documented no-ops, and the progress bar."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from sparkdl.train.state import TrainState
+
+if TYPE_CHECKING:
+    from sparkdl.train.trainer import Trainer
+
+
+class Callback:
+    """Override what you need. Each hook is given the trainer and an immutable state."""
+
+    def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
+        """Samples, replicas and state are in place; no iteration has run."""
+
+    def on_epoch_start(self, trainer: Trainer, state: TrainState) -> None:
+        """Before the first iteration of an epoch."""
+
+    def on_iteration_start(self, trainer: Trainer, state: TrainState) -> None:
+        """Before the jobs of an iteration are submitted."""
+
+    def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:
+        """An iteration is committed; ``state`` counts it."""
+
+    def on_epoch_end(self, trainer: Trainer, state: TrainState) -> None:
+        """After the last iteration of an epoch."""
+
+    def on_validation_end(self, trainer: Trainer, state: TrainState) -> None:
+        """Metrics of a validation are in the state."""
+
+    def on_checkpoint(self, trainer: Trainer, state: TrainState) -> None:
+        """A checkpoint is committed."""
+
+    def on_recovery(self, trainer: Trainer, state: TrainState) -> None:
+        """The run goes on from ``state`` after a loss."""
+
+    def on_fit_end(self, trainer: Trainer, state: TrainState) -> None:
+        """The last iteration is committed; not called where the fit fails or is interrupted."""
+
+
+class ProgressBar(Callback):
+    """A tqdm bar with epoch, loss and samples/s.
+
+    ``mode`` is ``spark.sparkdl.progress``: "true", "false", or "auto" (terminals and notebooks).
+    """
+
+    _REFRESH_SECONDS = 0.2
+
+    def __init__(self, mode: str = "auto") -> None:
+        self._shown = mode == "true" or (mode == "auto" and (sys.stderr.isatty() or _in_notebook()))
+        self._bar: Any = None
+        self._refreshed = 0.0
+
+    def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
+        if not self._shown:
+            return
+        from tqdm.auto import tqdm
+
+        total = trainer.stop.limit(state.iterations_per_epoch)
+        self._bar = tqdm(total=total, unit="it", dynamic_ncols=True, desc="epoch 1")
+
+    def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:
+        if self._bar is None:
+            return
+        self._bar.update()
+        now = time.perf_counter()
+        if now - self._refreshed > self._REFRESH_SECONDS:
+            self._refreshed = now
+            self._show(state)
+
+    def on_fit_end(self, trainer: Trainer, state: TrainState) -> None:
+        if self._bar is not None:
+            self._show(state)
+        self.close()
+
+    def close(self) -> None:
+        """Leave the terminal's line; also called where the fit fails."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _show(self, state: TrainState) -> None:
+        running = state.iteration % state.iterations_per_epoch != 0
+        self._bar.set_description(f"epoch {state.epoch + running}", refresh=False)
+        rate = state.samples / max(state.seconds, 1e-9)
+        self._bar.set_postfix_str(f"loss {state.loss:.4g}, {rate:,.0f} samples/s")
+
+
+def _in_notebook() -> bool:
+    shell = sys.modules.get("IPython")
+    return shell is not None and type(shell.get_ipython()).__name__ == "ZMQInteractiveShell"

@@ -1,0 +1,186 @@
+"""A trained model on disk: safetensors, JSON, and how to build the module again.
+
+A folder with ``model.safetensors`` (the plain state_dict), ``model.json`` (the recipe by name, the
+columns, the output) and ``history.json``. Where the recipe is importable by name, no pickle is
+written; else ``recipe.pkl`` holds it, which :func:`load` opens only with ``trust=True``.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import pickle
+import types
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import nn
+
+from sparkdl.data.partition import Field
+from sparkdl.errors import ModelError, TrustError
+from sparkdl.infer.output import Output
+from sparkdl.train.history import History
+from sparkdl.train.trained import TrainedModel
+
+FORMAT = "sparkdl-model"
+VERSION = 1
+
+
+def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
+    """Write ``trained`` into the folder ``path``. Raises FileExistsError unless ``overwrite``."""
+    folder = Path(path)
+    if (folder / "model.json").exists() and not overwrite:
+        raise FileExistsError(f"{folder} holds a model already: pass overwrite=True to replace it.")
+    folder.mkdir(parents=True, exist_ok=True)
+    recipe = _by_name(trained.model) or _by_pickle(trained.model, folder)
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "recipe": recipe,
+        "features": list(trained.features),
+        "label": list(trained.label),
+        "fields": [asdict(field) for field in trained.fields],
+        "num_features": trained.num_features,
+        "float_dtype": trained.float_dtype,
+        "output": asdict(trained.output) if trained.output else None,
+    }
+    if recipe["kind"] == "name":
+        (folder / "recipe.pkl").unlink(missing_ok=True)
+    safetensors.torch.save_model(trained.module, str(folder / "model.safetensors"))
+    trained.history.save(folder / "history.json")
+    (folder / "model.json").write_text(json.dumps(content, indent=1) + "\n")
+    return folder
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: Callable[[], nn.Module] | nn.Module | None = None,
+    loss: Callable[..., Any] | None = None,
+    trust: bool = False,
+) -> TrainedModel:
+    """Read what :func:`save` wrote.
+
+    ``model``: the module or the callable that builds it, instead of the saved recipe. ``loss``: for
+    ``evaluate``, which a saved model does not hold. ``trust``: allow the folder to run code of its
+    own choice (its pickle, or any function that it names). Without it only ``torch.nn.Module``
+    classes and functions annotated ``-> torch.nn.Module`` are called. Raises
+    :class:`sparkdl.TrustError`, :class:`sparkdl.ModelError`, FileNotFoundError.
+    """
+    folder = Path(path)
+    if not (folder / "model.json").is_file():
+        raise FileNotFoundError(f"{folder} holds no sparkdl model (no model.json in it).")
+    content = json.loads((folder / "model.json").read_text())
+    if content.get("format") != FORMAT or content.get("version") != VERSION:
+        raise ModelError(
+            f"{folder}/model.json is not a {FORMAT} of version {VERSION} "
+            f"(format {content.get('format')!r}, version {content.get('version')!r})."
+        )
+    build = model if model is not None else _recipe(content["recipe"], folder, trust)
+    module = build if isinstance(build, nn.Module) else build()
+    try:
+        safetensors.torch.load_model(module, str(folder / "model.safetensors"))
+    except (RuntimeError, safetensors.SafetensorError) as error:
+        raise ModelError(f"the weights in {folder} do not fit the model: {error}") from error
+    return TrainedModel(
+        module=module.eval(),
+        model=build,
+        loss=loss,
+        features=tuple(content["features"]),
+        label=tuple(content["label"]),
+        fields=tuple(Field(f["name"], f["dtype"], tuple(f["shape"])) for f in content["fields"]),
+        num_features=content["num_features"],
+        float_dtype=content["float_dtype"],
+        output=Output(tuple(content["output"]["shape"]), content["output"]["dtype"])
+        if content["output"]
+        else None,
+        history=History.load(folder / "history.json"),
+    )
+
+
+def _by_name(model: Any) -> dict[str, Any] | None:
+    """The recipe as an import path and JSON arguments, or None where it has none."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    while isinstance(model, functools.partial):
+        args, kwargs, model = [*model.args, *args], {**model.keywords, **kwargs}, model.func
+    module, name = getattr(model, "__module__", None), getattr(model, "__qualname__", "")
+    if (
+        not module
+        or module == "__main__"
+        or "<" in name
+        or not isinstance(model, (type, types.FunctionType))
+    ):
+        return None
+    try:
+        if _resolve(module, name) is not model or json.loads(json.dumps([args, kwargs])) != [
+            args,
+            kwargs,
+        ]:
+            return None
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return None
+    return {"kind": "name", "name": f"{module}:{name}", "args": args, "kwargs": kwargs}
+
+
+def _by_pickle(model: Any, folder: Path) -> dict[str, Any]:
+    from pyspark import cloudpickle
+
+    data = cloudpickle.dumps(model)
+    (folder / "recipe.pkl").write_bytes(data)
+    return {"kind": "pickle", "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _recipe(recipe: dict[str, Any], folder: Path, trust: bool) -> Any:
+    if recipe["kind"] == "pickle":
+        if not trust:
+            raise TrustError(
+                f"{folder} holds its model as a pickle, which can run any code when opened. Pass "
+                "model=make_model to build the module yourself, or trust=True if you trust the file."
+            )
+        data = (folder / "recipe.pkl").read_bytes()
+        if hashlib.sha256(data).hexdigest() != recipe["sha256"]:
+            raise ModelError(
+                f"{folder}/recipe.pkl is not the file that was saved (checksum differs)."
+            )
+        return pickle.loads(data)
+    module, _, name = recipe["name"].partition(":")
+    try:
+        found = _resolve(module, name)
+    except (ImportError, AttributeError) as error:
+        raise ModelError(
+            f'{folder} names the model "{recipe["name"]}", which cannot be imported ({error}). Put '
+            "it on the Python path, or pass model=make_model."
+        ) from None
+    if not trust and not _vouched_for(found):
+        raise TrustError(
+            f'{folder} names the function "{recipe["name"]}", which is not annotated '
+            '"-> torch.nn.Module". Annotate it, pass model=make_model, or pass trust=True.'
+        )
+    return functools.partial(found, *recipe["args"], **recipe["kwargs"])
+
+
+def _vouched_for(found: Any) -> bool:
+    """A module class, or a function that says of itself that it makes one."""
+    if isinstance(found, type):
+        return issubclass(found, nn.Module)
+    if not isinstance(found, types.FunctionType):
+        return False
+    try:
+        returned = inspect.signature(found, eval_str=True).return_annotation
+    except (NameError, TypeError, ValueError):
+        return False
+    return isinstance(returned, type) and issubclass(returned, nn.Module)
+
+
+def _resolve(module: str, name: str) -> Any:
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found

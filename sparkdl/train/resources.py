@@ -1,0 +1,128 @@
+"""What a fit holds in Spark, and how all of it is given back, however the fit ends."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from py4j.protocol import Py4JError
+from pyspark import SparkContext, StorageLevel
+from pyspark.core.rdd import RDD
+
+from sparkdl.data.partition import close_partitions
+from sparkdl.frames import stage_name
+from sparkdl.replica.cache import forget
+from sparkdl.slab.pool import close_pool
+from sparkdl.slab.root import SlabConfig, remove_root
+
+CANCEL_SECONDS = 10.0
+
+
+class Resources:
+    """Persisted RDDs, broadcasts, and slabs of one fit; its Spark jobs are one job group.
+
+    A context manager: on leaving, what still runs is cancelled, the slabs are deleted on every node
+    that holds a persisted partition, RDDs are unpersisted and broadcasts destroyed. What a killed
+    node kept is swept there when the next fit begins, see :mod:`sparkdl.slab.root`.
+    """
+
+    _LOCAL_PROPERTIES = (
+        "spark.jobGroup.id",
+        "spark.job.description",
+        "spark.job.interruptOnCancel",
+    )
+
+    def __init__(self, context: SparkContext, slab: SlabConfig) -> None:
+        self.context, self.slab = context, slab
+        self._rdds: list[RDD] = []
+        self._broadcasts: list[Any] = []
+        self._before: dict[str, str | None] = {}
+
+    def __enter__(self) -> Resources:
+        self._before = {key: self.context.getLocalProperty(key) for key in self._LOCAL_PROPERTIES}
+        self.context.setJobGroup(self.slab.name, "sparkdl: reading the samples")
+        return self
+
+    def persist(self, rdd: RDD) -> RDD:
+        """Persist ``rdd`` (memory, then disk: a lost block would move its task) until the end."""
+        self._rdds.append(rdd.persist(StorageLevel.MEMORY_AND_DISK))
+        return rdd
+
+    def broadcast(self, value: Any) -> Any:
+        """Broadcast ``value`` until the end."""
+        self._broadcasts.append(self.context.broadcast(value))
+        return self._broadcasts[-1]
+
+    def __exit__(self, *exc_info: object) -> None:
+        alive = self.context._jsc is not None and not self.context._jsc.sc().isStopped()
+        if alive:
+            with contextlib.suppress(Py4JError):
+                self._cancel()
+            with contextlib.suppress(Py4JError):
+                self._clean_nodes()
+        _clean_here(self.slab)
+        if alive:
+            for rdd in self._rdds:
+                with contextlib.suppress(Py4JError):
+                    rdd.unpersist()
+            for broadcast in self._broadcasts:
+                with contextlib.suppress(Py4JError):
+                    broadcast.destroy()
+            for key, value in self._before.items():
+                self.context.setLocalProperty(key, value)  # type: ignore[arg-type]
+
+    def _cancel(self) -> None:
+        """Cancel the fit's jobs and wait until their tasks are gone, so that none makes a slab."""
+        tracker = self.context.statusTracker()
+        if not tracker.getActiveJobsIds():
+            return
+        self.context.cancelJobGroup(self.slab.name)
+        deadline = time.monotonic() + CANCEL_SECONDS
+        while tracker.getActiveStageIds() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _clean_nodes(self) -> None:
+        """Run :class:`CleanNode` once on each executor that holds a persisted partition."""
+        self.context.setJobDescription("sparkdl: removing the slabs")
+        cleaned: set[str] = set()
+        task = CleanNode(self.slab)
+        for rdd in self._rdds:
+            partitions = []
+            for partition in range(rdd.getNumPartitions()):
+                executor = _cached_on(rdd, partition)
+                if executor and executor not in cleaned:
+                    cleaned.add(executor)
+                    partitions.append(partition)
+            if partitions:
+                with stage_name(self.context, "remove the slabs"):
+                    self.context.runJob(rdd, task, partitions)
+
+
+class CleanNode:
+    """Task that removes a run's slabs from its node and lets go of them in its process."""
+
+    def __init__(self, slab: SlabConfig) -> None:
+        self.slab = slab
+
+    def __call__(self, frames: Iterable[bytes]) -> Iterator[bytes]:
+        for _ in frames:
+            pass
+        _clean_here(self.slab)
+        return iter(())
+
+
+def _clean_here(slab: SlabConfig) -> None:
+    forget(slab.name)
+    close_partitions()
+    close_pool(slab)
+    remove_root(slab)
+
+
+def _cached_on(rdd: RDD, partition: int) -> str:
+    """The executor that holds the persisted partition; empty where none does."""
+    context = rdd.ctx._jsc.sc()
+    locations = context.getPreferredLocs(rdd._jrdd.rdd(), partition)
+    names = [locations.apply(i).toString() for i in range(locations.size())]
+    return next((name for name in names if name.startswith("executor_")), "")

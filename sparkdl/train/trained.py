@@ -1,0 +1,149 @@
+"""What ``fit`` returns: the module, and ways to use it on DataFrames and RDDs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pyspark.core.rdd import RDD
+from pyspark.sql import DataFrame
+from torch import nn
+
+from sparkdl.data.partition import Field
+from sparkdl.errors import ModelError, ParameterError
+from sparkdl.infer.evaluate import Evaluation, evaluate
+from sparkdl.infer.metrics import MeanMetric, resolve
+from sparkdl.infer.output import Output
+from sparkdl.infer.predict import Finish, predict_dataframe, predict_rdd
+from sparkdl.infer.predictor import ShippedModule
+from sparkdl.train.history import History
+
+
+class TrainedModel:
+    """A trained module with the columns it was trained on.
+
+    ``module`` is a plain ``torch.nn.Module`` on the CPU, in evaluation mode; ``history`` the
+    training's :class:`sparkdl.History`.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: nn.Module,
+        model: Any,
+        loss: Callable[..., Any] | None,
+        features: tuple[str, ...],
+        label: tuple[str, ...],
+        fields: tuple[Field, ...],
+        num_features: int,
+        float_dtype: str,
+        output: Output | None,
+        history: History,
+    ) -> None:
+        self.module = module
+        self.model = model
+        self.loss = loss
+        self.features = features
+        self.label = label
+        self.fields = fields
+        self.num_features = num_features
+        self.float_dtype = float_dtype
+        self.output = output
+        self.history = history
+
+    def transform(
+        self,
+        data: DataFrame,
+        prediction_col: str = "prediction",
+        batch_size: int = 1024,
+        postprocess: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> DataFrame:
+        """``data`` with the model's output as a column: a number, or (nested) arrays of numbers.
+
+        Lazy; only the feature columns travel to Python, as Arrow batches; works on a streaming
+        DataFrame. ``postprocess`` maps a batch's output (rows, ...) to what the column shall hold,
+        such as ``partial(torch.argmax, dim=1)``. ``batch_size``: rows a forward pass.
+        """
+        output = self._output(postprocess)
+        return predict_dataframe(
+            data,
+            self._ship(getattr(data.sparkSession, "_sc", None)),
+            self.features,
+            output,
+            self.float_dtype,
+            prediction_col,
+            _batch_size(batch_size),
+            postprocess,
+        )
+
+    def predict(self, records: RDD, batch_size: int = 1024, postprocess: Finish = None) -> RDD:
+        """An RDD with one prediction (a number or an array) for each record, in the same order.
+
+        Records are features, ``(features, label)`` pairs or :class:`sparkdl.Sample`; a tuple of as
+        many values as the model has inputs is features.
+        """
+        self._output(postprocess)
+        return predict_rdd(
+            records,
+            self._ship(records.ctx),
+            self.num_features,
+            self.float_dtype,
+            _batch_size(batch_size),
+            postprocess,
+        )
+
+    def evaluate(
+        self,
+        data: DataFrame | RDD,
+        metrics: Sequence[str | MeanMetric] = (),
+        batch_size: int = 1024,
+    ) -> dict[str, float]:
+        """Means over all samples: ``loss`` and each of ``metrics`` ("accuracy", "mae", "mse", or a
+        :class:`sparkdl.MeanMetric`), computed on the executors in evaluation mode."""
+        resolved = tuple(resolve(metrics))
+        if self.loss is None and not resolved:
+            raise ParameterError(
+                "nothing to evaluate: a loaded model has no loss. Name metrics, or load it with "
+                "sparkdl.load(path, loss=...)."
+            )
+        if resolved and len(self.label) != 1:
+            raise ParameterError(f"metrics need one label; the model has {len(self.label)}.")
+        context = data.ctx if isinstance(data, RDD) else getattr(data.sparkSession, "_sc", None)
+        evaluation = Evaluation(
+            self._ship(context), self.loss, resolved, self.num_features, _batch_size(batch_size)
+        )
+        return evaluate(data, evaluation, self.features, self.label, self.float_dtype)
+
+    def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
+        """Write the model into the folder ``path``: safetensors, JSON, and the recipe."""
+        from sparkdl.train.persistence import save
+
+        return save(self, path, overwrite)
+
+    def _ship(self, context: Any) -> ShippedModule:
+        return ShippedModule.of(self.module, context)
+
+    def _output(self, postprocess: Finish) -> Output:
+        if self.output is None:
+            raise ModelError(
+                "this model's output is not one tensor with a row for each sample, so there is no "
+                "column to make of it. Use trained.module directly."
+            )
+        if postprocess is None:
+            return self.output
+        example = torch.zeros(2, *self.output.shape, dtype=getattr(torch, self.output.dtype))
+        finished = postprocess(example)
+        if not isinstance(finished, torch.Tensor) or finished.ndim == 0 or len(finished) != 2:
+            raise ParameterError(
+                "postprocess must map a tensor of shape (rows, ...) to one with as many rows."
+            )
+        return Output.of(finished)
+
+
+def _batch_size(value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ParameterError(f"batch_size={value!r}: give a whole number of at least 1.")
+    return value

@@ -1,0 +1,196 @@
+"""The trainer: what to train, and ``fit``."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyspark.core.rdd import RDD
+from pyspark.sql import DataFrame
+from torch import nn
+
+from sparkdl.data.samples import Source, materialize, materialize_here
+from sparkdl.errors import ParameterError, nearest, raise_all
+from sparkdl.replica.flat import FlatModule, layout_of
+from sparkdl.replica.recipe import Recipe
+from sparkdl.replica.run import Run
+from sparkdl.session import context_of, settings_of, tell_what_costs_speed
+from sparkdl.slab.root import SlabConfig
+from sparkdl.sync.optimizer import OptimizerPlan
+from sparkdl.train.callbacks import Callback, ProgressBar
+from sparkdl.train.engine import Engine
+from sparkdl.train.local import LocalEngine
+from sparkdl.train.loop import train
+from sparkdl.train.probe import pickled, try_model
+from sparkdl.train.resources import Resources
+from sparkdl.train.schedule import Schedule
+from sparkdl.train.shuffle import ShuffleEngine
+from sparkdl.train.trained import TrainedModel
+from sparkdl.train.triggers import MaxEpoch, Trigger
+
+ENGINES = ("local", "shuffle")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """What to train and how; :meth:`fit` trains. Mistakes raise :class:`sparkdl.ParameterError`.
+
+    The result is a function of these values and of the data: the same on any number of executors,
+    bit for bit on CPUs.
+    """
+
+    model: Callable[[], nn.Module] | nn.Module
+    """A callable that builds the module (called with seeded random numbers), or a module, which is
+    copied and not changed."""
+    loss: Callable[..., torch.Tensor]
+    """``loss(output, target)`` -> mean over the batch. ``loss(output)`` without a label; with
+    several labels ``target`` is a tuple."""
+    optimizer: Callable[..., torch.optim.Optimizer]
+    """A ``torch.optim`` class or a partial of one, given the trainable parameters; or any callable
+    of the module that returns an optimizer (for parameter groups)."""
+    schedule: Callable[[torch.optim.Optimizer], Any] | None = None
+    """A partial of a ``torch.optim.lr_scheduler`` class; stepped once an iteration."""
+    features: str | Sequence[str] = "features"
+    """Feature column, or a list of columns: each is an input of its own, ``model(a, b)``."""
+    label: str | Sequence[str] | None = "label"
+    """Label column, a list of columns, or None."""
+    batch_size: int = 256
+    """The global batch: samples of all replicas together. The last batch of an epoch may be short."""
+    replicas: int | None = None
+    """M; None: the cluster's task slots (``spark.default.parallelism``)."""
+    slices: int | None = None
+    """N; None: M."""
+    engine: str = "shuffle"
+    """"local" (this process, for debugging) or "shuffle"."""
+    stop: Trigger = MaxEpoch(10)
+    """When to stop; triggers combine with ``&`` and ``|``."""
+    callbacks: Sequence[Callback] = ()
+    """Called in order around the loop."""
+    seed: int = 0
+    """Of the initial weights, the shuffling and every random draw inside the model."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name in ("batch_size", "replicas", "slices"):
+            value = getattr(self, name)
+            if value is None and name != "batch_size":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                problems.append(f"{name}={value!r}: give a whole number of at least 1.")
+        if self.engine not in ENGINES:
+            problems.append(
+                f'engine="{self.engine}": use one of {", ".join(ENGINES)}.'
+                f"{nearest(str(self.engine), ENGINES)}"
+            )
+        for name in ("model", "loss", "optimizer", "stop"):
+            if not callable(getattr(self, name)):
+                given = type(getattr(self, name)).__name__
+                problems.append(f"{name} is a {given}, which is not callable.{_REMEDY[name]}")
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            problems.append(
+                "optimizer is already built; give its recipe: "
+                f"partial(torch.optim.{type(self.optimizer).__name__}, lr=...)."
+            )
+        if self.schedule is not None and not callable(self.schedule):
+            problems.append(
+                "schedule is not callable: give a partial of a torch lr_scheduler class."
+            )
+        if isinstance(self.loss, type):
+            problems.append(
+                f"loss is the class {self.loss.__name__}: give an instance, {self.loss.__name__}()."
+            )
+        if not self.feature_columns:
+            problems.append("features is empty: name at least one column.")
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                problems.append(f"callback {callback!r} is not a sparkdl.Callback.")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            problems.append(f"seed={self.seed!r}: give a whole number.")
+        raise_all(ParameterError, problems)
+
+    @property
+    def feature_columns(self) -> tuple[str, ...]:
+        return (self.features,) if isinstance(self.features, str) else tuple(self.features)
+
+    @property
+    def label_columns(self) -> tuple[str, ...]:
+        if self.label is None:
+            return ()
+        return (self.label,) if isinstance(self.label, str) else tuple(self.label)
+
+    def fit(self, data: DataFrame | RDD) -> TrainedModel:
+        """Train on ``data``: a DataFrame, or an RDD of ``(features, label)`` or ``Sample``.
+
+        Raises :class:`sparkdl.UserError` before anything trains where the data, the model or a
+        parameter cannot work, and :class:`sparkdl.TrainingError` where an iteration fails for good.
+        """
+        context = context_of(data)
+        settings = settings_of(context)
+        tell_what_costs_speed(context)
+        recipe = Recipe(self.model, self.loss, self.optimizer, self.seed)
+        payload = pickled(recipe)
+        module = pickle.loads(payload).build()
+        layout = layout_of(module)
+        float_dtype = str(layout.dtype).removeprefix("torch.")
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        optimizer = OptimizerPlan.of(recipe, parameters, module)
+        optimizer.check_elementwise()
+        schedule = Schedule(optimizer, self.schedule)
+        replicas = self.replicas or context.defaultParallelism
+        slab = SlabConfig.new(settings.slab_dir, context.applicationId)
+        source = Source(data, self.feature_columns, self.label_columns, replicas, float_dtype, slab)
+        bar = ProgressBar(settings.progress)
+        with Resources(context, slab) as resources, contextlib.closing(bar):
+            here = self.engine == "local"
+            samples = materialize_here(source) if here else materialize(source, resources.persist)
+            output = try_model(
+                module, self.loss, samples.preview, samples.fields, samples.num_features, self.seed
+            )
+            run = Run(
+                slab,
+                self.seed,
+                replicas,
+                self.slices or replicas,
+                samples.num_features,
+                int(context.getConf().get("spark.task.cpus", "1") or 1),
+            )
+            if here:
+                engine: Engine = LocalEngine(samples.handles, run, payload, self.batch_size)
+            else:
+                engine = ShuffleEngine(samples, layout, run, payload, self.batch_size, resources)
+            history = train(self, engine, schedule, [*self.callbacks, bar])
+            weights = engine.weights()
+        return TrainedModel(
+            module=_with_weights(pickle.loads(payload), weights),
+            model=self.model,
+            loss=self.loss,
+            features=self.feature_columns,
+            label=self.label_columns,
+            fields=samples.fields,
+            num_features=samples.num_features,
+            float_dtype=float_dtype,
+            output=output,
+            history=history,
+        )
+
+
+_REMEDY = {
+    "model": " Give a function that builds a torch.nn.Module, or a module.",
+    "loss": " Give a function of (output, target), such as torch.nn.CrossEntropyLoss().",
+    "optimizer": " Give a torch.optim class, or partial(torch.optim.Adam, lr=1e-3).",
+    "stop": " Give a trigger such as sparkdl.max_epoch(10).",
+}
+
+
+def _with_weights(recipe: Recipe, weights: torch.Tensor) -> nn.Module:
+    """The recipe's module with ``weights`` (a flat vector) in it, each tensor its own memory."""
+    flat = FlatModule(recipe.build())
+    flat.flat.copy_(weights)
+    flat.refresh()
+    for _, parameter in flat.parameters:
+        parameter.data = parameter.data.clone()
+    return flat.module.eval()
