@@ -1,8 +1,8 @@
 """Which rows make mini-batch t: pure arithmetic on (seed, epoch, iteration, counts).
 
 An epoch is a traverse: every sample exactly once, in an order drawn anew each epoch from the seed.
-Iteration i of an epoch takes global batch i; replica m gives a share of it that follows the sizes of
-the partitions, by the Sainte-Laguë method (the divisor method of Webster), which is monotone in the
+Iteration i of an epoch takes global batch i; replica m gives a share of it that follows the sizes
+of the partitions, by the Sainte-Laguë method (the divisor method of Webster), which is monotone in the
 number of seats: the shares of successive iterations are exact, disjoint, and cover each partition.
 """
 
@@ -35,7 +35,7 @@ def permutation(seed: int, epoch: int, replica: int, num_rows: int) -> np.ndarra
 
 
 def seats(counts: Sequence[int], position: int) -> np.ndarray:
-    """How many of the first ``position`` samples of an epoch each replica gives (int64, shape (M,)).
+    """How many of the first ``position`` samples of an epoch each replica gives (int64, (M,)).
 
     Sums to ``position`` (at most ``sum(counts)``), never exceeds ``counts``, and grows with
     ``position`` in every component.
@@ -59,7 +59,7 @@ def seats(counts: Sequence[int], position: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How an epoch over partitions of ``counts`` rows is cut into global batches of ``batch_size``."""
+    """An epoch over partitions of ``counts`` rows, cut into global batches of ``batch_size``."""
 
     counts: tuple[int, ...]
     batch_size: int

@@ -14,11 +14,11 @@ import numpy as np
 
 
 def row_hashes(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """CRC-32 of each row over all columns (arrays of equal first dimension); uint32, shape (rows,)."""
+    """CRC-32 of each row over all columns (arrays of equal first dimension); uint32, (rows,)."""
     num_rows = len(columns[0])
     hashes = [0] * num_rows
     for column in columns:
-        data = memoryview(np.ascontiguousarray(column)).cast("B") if column.size else b""
+        data = np.ascontiguousarray(column).reshape(-1).view(np.uint8).data
         width = len(data) // num_rows if num_rows else 0
         hashes = [
             zlib.crc32(data[i * width : (i + 1) * width], crc) for i, crc in enumerate(hashes)

@@ -1,4 +1,4 @@
-"""One partition of samples as Arrow IPC files in slabs: the writer, the handle, the mapped reader."""
+"""A partition of samples as Arrow IPC files in slabs: the writer, the handle, the mapped reader."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class MappedPartition:
         return MappedPartition(chunks, np.cumsum([0, *rows])[:-1], order, fields)
 
     def gather(self, rows: np.ndarray) -> list[np.ndarray]:
-        """The rows (numbers in canonical order), one new array of shape (len(rows), *shape) a field."""
+        """The rows (numbers in canonical order): a new array of shape (len(rows), *shape) a field."""
         return self._take(self.order[rows])
 
     def row_bytes(self, row: int) -> bytes:

@@ -258,6 +258,7 @@ def _sample_set(
 def _chosen(source: Source) -> tuple[DataFrame, tuple[Column, ...]]:
     """The input and label columns, in M partitions."""
     data = source.data
+    assert isinstance(data, DataFrame)
     inputs, labels = columns_of(data.schema, source.features, source.label, source.float_dtype)
     columns = (*inputs, *labels)
     chosen = data.select(*[functions.col(f"`{c.name}`") for c in columns])

@@ -66,10 +66,8 @@ class PredictRecords:
     def __call__(self, records: Iterable[Any]) -> Iterator[Any]:
         module = self.module.load()
         waiting: list[list[np.ndarray]] = []
-        row = 0
-        for record in records:
+        for row, record in enumerate(records):
             waiting.append(self._inputs(record, row))
-            row += 1
             if len(waiting) == self.batch_size:
                 yield from self._predict(module, waiting)
                 waiting = []
@@ -115,9 +113,9 @@ def predict_dataframe(
             "name with prediction_col=."
         )
     body = PredictColumn(module, inputs, batch_size, finish)
-    many = len(inputs) > 1
     udf = functions.arrow_udf(
-        _over_columns(body) if many else _over_column(body), returnType=output.sql_type
+        _over_columns(body) if len(inputs) > 1 else _over_column(body),  # type: ignore[call-overload]
+        returnType=output.sql_type,
     )
     return data.withColumn(prediction_col, udf(*[functions.col(f"`{c.name}`") for c in inputs]))
 

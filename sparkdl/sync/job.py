@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -88,10 +89,10 @@ class RecipeSource:
     """The pickled recipe: in the task itself where it is small, else in a broadcast."""
 
     inline: bytes | None
-    broadcast: object | None = None
+    broadcast: Any = None
 
     def payload(self) -> bytes:
-        return self.inline if self.inline is not None else self.broadcast.value  # type: ignore[union-attr]
+        return self.broadcast.value if self.inline is None else self.inline
 
 
 def initial_state(partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from sparkdl.replica.flat import ALIGNMENT, Layout
@@ -54,7 +55,7 @@ def slice_plans(layout: Layout, slices: int) -> list[SlicePlan]:
     """Cut ``layout`` into ``slices`` contiguous slices of nearly equal length (some may be empty)."""
     cuts = boundaries(layout.size, slices, ALIGNMENT // layout.dtype.itemsize)
     plans = []
-    for index, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for index, (start, stop) in enumerate(itertools.pairwise(cuts)):
         pieces = []
         for number, segment in enumerate(layout.segments):
             low, high = max(start, segment.start), min(stop, segment.stop)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ class Engine(Protocol):
         epoch: int,
         batch: int,
         hyperparameters: tuple[Mapping[str, Any], ...] | None,
-        description: Callable[[], str],
+        description: str,
     ) -> StepResult:
         """Run and commit iteration ``index``: global batch ``batch`` of ``epoch`` (both from 0)."""
 

@@ -4,7 +4,7 @@ reference that the shuffle engine is held against: the same M and N give the sam
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class LocalEngine:
         epoch: int,
         batch: int,
         hyperparameters: tuple[Mapping[str, Any], ...] | None,
-        description: Callable[[], str],
+        description: str,
     ) -> StepResult:
         threads = torch.get_num_threads()
         torch.set_num_threads(self._run.threads)

@@ -36,9 +36,7 @@ def train(
             tell("on_epoch_start")
         tell("on_iteration_start")
         rates = schedule.learning_rates
-        result = engine.step(
-            state.iteration, epoch, batch, schedule.changes(), lambda: describe(state)
-        )
+        result = engine.step(state.iteration, epoch, batch, schedule.changes(), describe(state))
         schedule.step()
         previous, state = (
             state,

@@ -6,7 +6,7 @@ import contextlib
 import pickle
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -111,7 +111,7 @@ class ShuffleEngine:
                 "torch, numpy or random only (all three are seeded), or pass a module instance."
             )
         reports = sorted((pickle.loads(f) for f in frames), key=lambda r: r.index)
-        return tokens, tuple(report.state for report in reports)
+        return tokens, tuple(report.state for report in reports if report.state)
 
     def step(
         self,
@@ -119,9 +119,9 @@ class ShuffleEngine:
         epoch: int,
         batch: int,
         hyperparameters: tuple[Mapping[str, Any], ...] | None,
-        description: Callable[[], str],
+        description: str,
     ) -> StepResult:
-        self._context.setJobDescription(description())
+        self._context.setJobDescription(description)
         step = Step(index, epoch, 0, self._floor, self.plan.rows(batch), hyperparameters)
         for _ in range(MAX_SUBMISSIONS):
             self._tick += 1
@@ -166,7 +166,7 @@ class ShuffleEngine:
     ) -> StepResult:
         reports = sorted(reports, key=lambda report: report.index)
         replicas = sorted(reports[0].replicas, key=lambda report: report.replica)
-        self._states = tuple(report.state for report in reports)
+        self._states = tuple(report.state for report in reports if report.state)
         self._tokens = tuple(report.token for report in replicas)
         self._floor = self._tick
         seconds = {

@@ -33,6 +33,7 @@ from sparkdl.train.trained import TrainedModel
 from sparkdl.train.triggers import MaxEpoch, Trigger
 
 ENGINES = ("local", "shuffle")
+TEN_EPOCHS = MaxEpoch(10)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class Trainer:
     """N; None: M."""
     engine: str = "shuffle"
     """"local" (this process, for debugging) or "shuffle"."""
-    stop: Trigger = MaxEpoch(10)
+    stop: Trigger = TEN_EPOCHS
     """When to stop; triggers combine with ``&`` and ``|``."""
     callbacks: Sequence[Callback] = ()
     """Called in order around the loop."""

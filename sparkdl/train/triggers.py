@@ -62,6 +62,8 @@ class Either(Trigger):
 
 @dataclass(frozen=True)
 class MaxEpoch(Trigger):
+    """See :func:`max_epoch`."""
+
     epochs: int
 
     def __call__(self, previous: TrainState, current: TrainState) -> bool:
@@ -73,6 +75,8 @@ class MaxEpoch(Trigger):
 
 @dataclass(frozen=True)
 class MaxIteration(Trigger):
+    """See :func:`max_iteration`."""
+
     iterations: int
 
     def __call__(self, previous: TrainState, current: TrainState) -> bool:
@@ -84,12 +88,16 @@ class MaxIteration(Trigger):
 
 @dataclass(frozen=True)
 class EveryEpoch(Trigger):
+    """See :func:`every_epoch`."""
+
     def __call__(self, previous: TrainState, current: TrainState) -> bool:
         return current.epoch > previous.epoch
 
 
 @dataclass(frozen=True)
 class Every(Trigger):
+    """See :func:`every`."""
+
     iterations: int
 
     def __call__(self, previous: TrainState, current: TrainState) -> bool:
