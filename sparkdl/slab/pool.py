@@ -156,12 +156,13 @@ class Pool:
     def _create(self, root: Root, prefix: str, nbytes: int) -> tuple[str, _Mapped]:
         """Make a locked file; it gets its name only when it has its size and its lock."""
         for directory in root.directories:
-            path = str(directory / (prefix + secrets.token_hex(8)))
-            if not _reserve(path + ".new", HEADER_BYTES + nbytes):
+            name = prefix + secrets.token_hex(8)
+            path, draft = str(directory / name), str(directory / f"new-{name}")
+            if not _reserve(draft, HEADER_BYTES + nbytes):
                 continue
-            mapped = _Mapped(path + ".new")
+            mapped = _Mapped(draft)
             fcntl.flock(mapped.fd, fcntl.LOCK_EX)
-            os.rename(path + ".new", path)
+            os.rename(draft, path)
             self._keep(path, mapped)
             return path, mapped
         raise SlabFullError(
