@@ -14,6 +14,7 @@ from typing import Any
 from pyspark import SparkContext
 from pyspark.core.rdd import RDD, PipelinedRDD
 from pyspark.serializers import NoOpSerializer, PairDeserializer, pack_long
+from pyspark.util import _load_from_socket
 
 Frames = Iterable[bytes]
 _PARTITIONER_ID = 0x5DA7  # any constant: equal partitioners compare equal across our RDDs
@@ -54,6 +55,17 @@ def send(partition: int, frame: bytes) -> Iterator[bytes]:
     """Address ``frame`` to ``partition`` of the coming :func:`shuffle_frames`."""
     yield pack_long(partition)
     yield frame
+
+
+def collect_frames(rdd: RDD) -> list[bytes]:
+    """All frames of ``rdd``. As ``RDD.collect``, which would name the stage after itself."""
+    jvm = rdd.ctx._jvm
+    assert jvm is not None
+    served = jvm.PythonRDD.collectAndServe(rdd._jrdd.rdd())
+    stream: Any = _load_from_socket(served, NoOpSerializer())
+    managed = stream if hasattr(stream, "__enter__") else contextlib.nullcontext(stream)  # < 4.3
+    with managed as frames:
+        return list(frames)
 
 
 def forget_shuffles(rdd: RDD) -> None:

@@ -11,7 +11,7 @@ from sparkdl.errors import SessionError
 from sparkdl.settings import NEEDED_FOR_SPEED, PREFIX, SPARK_SETTINGS, Settings
 
 if TYPE_CHECKING:
-    from pyspark import SparkContext
+    from pyspark import SparkConf, SparkContext
     from pyspark.sql import SparkSession
 
 logger = logging.getLogger("sparkdl")
@@ -27,7 +27,6 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
     or its properties file already set is kept. Workers run this Python interpreter unless
     ``PYSPARK_PYTHON`` or ``spark.pyspark.python`` says otherwise.
     """
-    from pyspark import SparkConf
     from pyspark.sql import SparkSession
 
     given = {
@@ -36,9 +35,9 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
         else str(value)
         for key, value in settings.items()
     }
-    conf = SparkConf()
-    if "spark.pyspark.python" not in given and not conf.contains("spark.pyspark.python"):
-        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    conf = _launched(given)
+    python = given.get("spark.pyspark.python") or conf.get("spark.pyspark.python")
+    os.environ.setdefault("PYSPARK_PYTHON", python or sys.executable)
     builder = SparkSession.builder
     for key, (value, _) in SPARK_SETTINGS.items():
         if not conf.contains(key):
@@ -54,6 +53,20 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
         given.get("spark.log.level", conf.get("spark.log.level") or "ERROR")
     )
     return spark
+
+
+def _launched(given: dict[str, str]) -> SparkConf:
+    """What ``spark-submit`` and Spark's properties file set, which only the JVM knows.
+
+    Starts the JVM where none runs, with ``given`` (such as its memory) for it.
+    """
+    from pyspark import SparkConf, SparkContext
+
+    launch = SparkConf()
+    for key, value in given.items():
+        launch.set(key, value)
+    SparkContext._ensure_initialized(conf=launch)
+    return SparkConf()
 
 
 def context_of(data: Any) -> SparkContext:

@@ -25,7 +25,7 @@ def derive_seed(seed: int, purpose: str, *position: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def permutation(seed: int, epoch: int, replica: int, num_rows: int) -> np.ndarray:
     """The order in which ``replica`` visits its ``num_rows`` rows in ``epoch`` (int64)."""
     generator = np.random.Generator(np.random.PCG64(derive_seed(seed, "shuffle", epoch, replica)))

@@ -7,7 +7,7 @@ import functools
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,11 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.data.order import canonical_order, checksum, row_hashes
-from sparkdl.data.schema import Problem, RowProblem
+from sparkdl.data.schema import SAME_SHAPE, Problem, RowProblem
 from sparkdl.errors import SlabFullError, StaleReferenceError
 from sparkdl.slab.root import SlabConfig, open_root
 
 CHUNK_BYTES = 64 << 20
-PREVIEW_ROWS = 2
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,26 @@ class Field:
 
 
 @dataclass(frozen=True)
+class Extreme:
+    """The smallest (``sign`` -1) or largest (1) ``value`` of an integer field, and a row with it."""
+
+    field: int
+    sign: int
+    value: int
+    row: int
+
+    def exceeds(self, value: int) -> bool:
+        """Whether this value is the more extreme one."""
+        return self.value * self.sign > value * self.sign
+
+
+@dataclass(frozen=True)
 class SampleHandle:
     """The small record that the sample RDD holds for one partition.
 
     ``paths`` are Arrow IPC files of this node (the one of ``token``), ``order_path`` the canonical
-    order of their rows. ``checksum`` covers the set of rows. A partition that could not be written
-    for a reason of the user's has a ``problem`` and no files.
+    order of their rows. ``checksum`` covers the set of rows; ``extremes`` are of its integer fields.
+    A partition that could not be written for a reason of the user's has a ``problem`` and no files.
     """
 
     token: str
@@ -50,6 +63,7 @@ class SampleHandle:
     num_rows: int
     checksum: int
     fields: tuple[Field, ...]
+    extremes: tuple[Extreme, ...] = ()
     problem: Problem | None = None
 
 
@@ -70,6 +84,7 @@ class PartitionWriter:
         self._waiting_bytes = 0
         self._hashes: list[np.ndarray] = []
         self._paths: list[str] = []
+        self._extremes: dict[tuple[int, int], Extreme] = {}
         self.num_rows = 0
 
     def add(self, names: Sequence[str], columns: list[np.ndarray]) -> None:
@@ -83,13 +98,27 @@ class PartitionWriter:
         self._fields = self._fields or fields
         for field, first in zip(fields, self._fields, strict=True):
             if field != first:
-                raise RowProblem(field.name, self.num_rows, f"is {field} where row 0 is {first}")
+                raise RowProblem(
+                    field.name, self.num_rows, f"is {field} where row 0 is {first}", SAME_SHAPE
+                )
+        for number, column in enumerate(columns):
+            if column.dtype.kind == "i":
+                self._note_extremes(number, column)
         self._hashes.append(row_hashes(columns))
         self._waiting.append(columns)
         self._waiting_bytes += sum(column.nbytes for column in columns)
         self.num_rows += len(columns[0])
         if self._waiting_bytes >= CHUNK_BYTES:
             self._flush()
+
+    def _note_extremes(self, field: int, column: np.ndarray) -> None:
+        values = column.reshape(-1)
+        width = len(values) // len(column)
+        for sign, place in ((-1, int(values.argmin())), (1, int(values.argmax()))):
+            found = Extreme(field, sign, int(values[place]), self.num_rows + place // width)
+            known = self._extremes.get((field, sign))
+            if known is None or found.exceeds(known.value):
+                self._extremes[field, sign] = found
 
     def finish(self) -> SampleHandle:
         """Write what is left and the canonical order; the partition's handle."""
@@ -99,15 +128,25 @@ class PartitionWriter:
         rows = MappedPartition.map(paths, "", self._fields) if paths else None
         order = canonical_order(hashes, rows.row_bytes if rows else None)
         order_path = self._write("order.npy", lambda path: np.save(path, order))
+        number_of = np.argsort(order)  # place in the files -> number in canonical order
         return SampleHandle(
-            self._root.token, paths, order_path, self.num_rows, checksum(hashes), self._fields
+            token=self._root.token,
+            paths=paths,
+            order_path=order_path,
+            num_rows=self.num_rows,
+            checksum=checksum(hashes),
+            fields=self._fields,
+            extremes=tuple(
+                replace(extreme, row=int(number_of[extreme.row]))
+                for extreme in self._extremes.values()
+            ),
         )
 
     def fail(self, problem: Problem) -> SampleHandle:
         """The handle of a partition with a mistake in it; what was written is removed."""
         for path in self._paths:
             os.unlink(path)
-        return SampleHandle(self._root.token, (), "", 0, 0, (), problem)
+        return SampleHandle(self._root.token, (), "", 0, 0, (), problem=problem)
 
     def _flush(self) -> None:
         if not self._waiting:
@@ -158,8 +197,9 @@ class MappedPartition:
         try:
             chunks = tuple(_map_chunk(path, fields) for path in paths)
             order = np.load(order_path, mmap_mode="r") if order_path else np.zeros(0, np.int64)
-        except FileNotFoundError as error:
-            raise StaleReferenceError(f"sample slab {error.filename} was deleted") from None
+        except FileNotFoundError:
+            gone = [path for path in (*paths, order_path) if path and not os.path.exists(path)]
+            raise StaleReferenceError(f"sample slab {', '.join(gone)} was deleted") from None
         rows = [len(chunk[0]) for chunk in chunks]
         return MappedPartition(chunks, np.cumsum([0, *rows])[:-1], order, fields)
 
@@ -184,7 +224,7 @@ class MappedPartition:
         return result
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=64)
 def _open(
     token: str, paths: tuple[str, ...], order_path: str, fields: tuple[Field, ...]
 ) -> MappedPartition:
@@ -199,12 +239,6 @@ def open_partition(handle: SampleHandle) -> MappedPartition:
 def close_partitions() -> None:
     """Let go of every mapping of this process."""
     _open.cache_clear()
-
-
-def preview(handle: SampleHandle) -> list[np.ndarray]:
-    """The first rows of the partition, to try the model on; needs at least one row."""
-    rows = np.arange(PREVIEW_ROWS) % handle.num_rows
-    return open_partition(handle).gather(rows)
 
 
 def _to_arrow(column: np.ndarray) -> pa.Array:

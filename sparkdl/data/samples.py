@@ -14,13 +14,22 @@ from pyspark import TaskContext
 from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame, functions
 
-from sparkdl.data.partition import Field, PartitionWriter, SampleHandle, preview
-from sparkdl.data.schema import Column, Problem, RowProblem, columns_of, to_numpy
+from sparkdl.data.partition import Field, PartitionWriter, SampleHandle
+from sparkdl.data.preview import Preview
+from sparkdl.data.schema import (
+    SAME_SHAPE,
+    Column,
+    RowProblem,
+    columns_of,
+    quoted,
+    to_numpy,
+)
 from sparkdl.errors import DataError
-from sparkdl.frames import map_frames, stage_name
+from sparkdl.frames import collect_frames, map_frames, stage_name
 from sparkdl.slab.root import SlabConfig
 
 _RDD_BATCH = 1024
+_MEND = "Filter such records out, or mend them with rdd.map."
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,7 @@ class SampleSet:
 
     ``rdd`` holds one frame a partition, a pickled :class:`SampleHandle`; None where the samples
     are in this process (``handles``). ``fields`` describes a sample: the ``num_features`` inputs
-    first, then the labels. ``preview`` holds the first rows, one array a field.
+    first, then the labels. ``preview`` holds a few rows to try the model on, one array a field.
     """
 
     rdd: RDD | None
@@ -113,14 +122,23 @@ class WriteRecords:
     def _parts(self, record: Any, row: int) -> list[tuple[str, np.ndarray]]:
         features, label = split_record(record, self.labelled, row)
         parts = []
-        for role, value in (("features", features), ("label", label)):
-            if value is None:
-                continue
+        for role, value in [("features", features), ("label", label)][: 1 + self.labelled]:
             values = value if isinstance(value, tuple) else (value,)
             for i, item in enumerate(values):
                 name = role if len(values) == 1 else f"{role}[{i}]"
                 parts.append((name, record_array(item, name, row, self.float_dtype)))
         return parts
+
+    def content_hash(self, record: Any) -> int:
+        """CRC-32 of the record's numbers. Its pickle would not do: a tensor's holds an address."""
+        try:
+            values = [value for _, value in self._parts(record, 0)]
+        except RowProblem:
+            return 0  # reported by the task that writes the record
+        crc = 0
+        for value in values:
+            crc = zlib.crc32(np.ascontiguousarray(value).tobytes(), crc)
+        return crc
 
     @staticmethod
     def _compare(
@@ -132,7 +150,8 @@ class WriteRecords:
         row = first_row + len(waiting)
         if [name for name, _ in parts] != names:
             found = ", ".join(name for name, _ in parts)
-            raise RowProblem(names[0], row, f"has {found} where row 0 has {', '.join(names)}")
+            text = f"has {found} where row 0 has {', '.join(names)}"
+            raise RowProblem(names[0], row, text, SAME_SHAPE)
         for (name, value), first in zip(parts, waiting[0] if waiting else (), strict=False):
             if (value.shape, value.dtype) != (first.shape, first.dtype):
                 raise RowProblem(
@@ -140,6 +159,7 @@ class WriteRecords:
                     row,
                     f"is {value.dtype}{list(value.shape)} where row {first_row} is "
                     f"{first.dtype}{list(first.shape)}",
+                    SAME_SHAPE,
                 )
 
 
@@ -147,16 +167,20 @@ def split_record(record: Any, labelled: bool, row: int) -> tuple[Any, Any]:
     """(features, label) of an RDD's record. Without a label a bare value is the features."""
     if isinstance(record, Sample):
         if labelled and record.label is None:
-            raise RowProblem("label", row, "is missing: give Sample(features, label)")
+            raise RowProblem(
+                "label", row, "is None", "Give Sample(features, label), or train with label=None."
+            )
         return record.features, record.label if labelled else None
     if not labelled:
         return record, None
     if isinstance(record, tuple) and len(record) == 2:
         return record
+    size = f" of {len(record)}" if isinstance(record, tuple) else ""
     raise RowProblem(
-        "features",
+        "record",
         row,
-        f"is a {type(record).__name__}: give (features, label) pairs or sparkdl.Sample",
+        f"is a {type(record).__name__}{size}",
+        "Give (features, label) pairs or sparkdl.Sample(features, label).",
     )
 
 
@@ -169,18 +193,18 @@ def record_array(value: Any, name: str, row: int, float_dtype: str) -> np.ndarra
     try:
         array = np.asarray(value)
     except ValueError:
-        raise RowProblem(name, row, "is ragged: its parts differ in length") from None
+        raise RowProblem(name, row, "is ragged: its parts differ in length", SAME_SHAPE) from None
     if array.dtype.kind == "f":
         array = array.astype(float_dtype, copy=False)
         if np.isnan(array).any():
-            raise RowProblem(name, row, "holds NaN")
+            raise RowProblem(name, row, "holds NaN", _MEND)
     elif array.dtype.kind in "iu" and array.dtype != np.uint64:
         array = array.astype(np.int64) if array.dtype.kind == "u" else array
     elif array.dtype.kind != "b":
         what = "is None" if value is None else f"is a {type(value).__name__}"
-        raise RowProblem(name, row, f"{what}, not a number or an array of numbers")
+        raise RowProblem(name, row, f"{what}, not a number or an array of numbers", _MEND)
     if array.size == 0:
-        raise RowProblem(name, row, "is an empty array")
+        raise RowProblem(name, row, "is an empty array", _MEND)
     return array
 
 
@@ -199,6 +223,11 @@ class Source:
     def records_task(self) -> WriteRecords:
         return WriteRecords(self.slab, bool(self.label), self.float_dtype)
 
+    @property
+    def noun(self) -> str:
+        """What messages call a part of a sample."""
+        return "column" if isinstance(self.data, DataFrame) else "field"
+
 
 def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
     """Write the data into slabs as ``source.replicas`` partitions, checking every row on the way.
@@ -214,14 +243,15 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
         rows = chosen.mapInArrow(task, "handle binary").rdd  # type: ignore[arg-type]
         rdd = map_frames(rows, _first_field)
     else:
-        rdd = map_frames(_redistribute(source.data, source.replicas), source.records_task)
+        rdd = map_frames(_redistribute(source), source.records_task)
     persist(rdd)
     with stage_name(rdd.ctx, "write samples into slabs"):
-        handles = [pickle.loads(frame) for frame in rdd.collect()]
-    filled = check_handles(handles)
+        handles = [pickle.loads(frame) for frame in collect_frames(rdd)]
+    check_handles(handles, source.noun)
+    preview = Preview.of(handles)
     with stage_name(rdd.ctx, "look at the first samples"):
-        first_rows = rdd.ctx.runJob(rdd, _preview_task, [filled])[0]
-    return _sample_set(source, rdd, handles, first_rows)
+        parts = rdd.ctx.runJob(rdd, preview, list(preview.rows))
+    return _sample_set(source, rdd, handles, Preview.join(parts))
 
 
 def materialize_here(source: Source) -> SampleSet:
@@ -237,11 +267,13 @@ def materialize_here(source: Source) -> SampleSet:
             pickle.loads(next(task(parts[m])).column(0)[0].as_py()) for m in range(source.replicas)
         ]
     else:
-        collected = _redistribute(source.data, source.replicas).glom().collect()
+        collected = _redistribute(source).glom().collect()
         task_of_records = source.records_task
         handles = [pickle.loads(next(task_of_records(m, part))) for m, part in enumerate(collected)]
-    filled = check_handles(handles)
-    return _sample_set(source, None, handles, preview(handles[filled]))
+    check_handles(handles, source.noun)
+    preview = Preview.of(handles)
+    first = [preview.read(partition, handles[partition]) for partition in preview.rows]
+    return _sample_set(source, None, handles, Preview.join(first))
 
 
 def _sample_set(
@@ -261,13 +293,22 @@ def _chosen(source: Source) -> tuple[DataFrame, tuple[Column, ...]]:
     assert isinstance(data, DataFrame)
     inputs, labels = columns_of(data.schema, source.features, source.label, source.float_dtype)
     columns = (*inputs, *labels)
-    chosen = data.select(*[functions.col(f"`{c.name}`") for c in columns])
+    chosen = select_columns(data, columns)
     if _partitions_without_running(chosen) != source.replicas:
-        content = functions.xxhash64(
-            *[functions.col(f"`{c.name}`") for c in dict.fromkeys(columns)]
-        )
-        chosen = chosen.repartition(source.replicas, content)
+        chosen = chosen.repartition(source.replicas, functions.xxhash64(*chosen.columns))
     return chosen, columns
+
+
+def select_columns(data: DataFrame, columns: Sequence[Column]) -> DataFrame:
+    """The columns in this order, under names of their own (one may be an input and a label)."""
+    if data.isStreaming:
+        raise DataError(
+            "the DataFrame is a stream, which has no end: write it to a table, and use that table. "
+            "trained.transform does work on a stream."
+        )
+    return data.select(
+        *[functions.col(quoted(c.name)).alias(f"c{i}") for i, c in enumerate(columns)]
+    )
 
 
 def _ship_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -295,14 +336,13 @@ def _partitions_without_running(data: DataFrame) -> int | None:
     return execution.toRdd().getNumPartitions()
 
 
-def _redistribute(records: RDD, replicas: int) -> RDD:
-    if records.getNumPartitions() == replicas:
+def _redistribute(source: Source) -> RDD:
+    records = source.data
+    assert isinstance(records, RDD)
+    if records.getNumPartitions() == source.replicas:
         return records
-    return records.keyBy(_content_hash).partitionBy(replicas, _identity).values()
-
-
-def _content_hash(record: Any) -> int:
-    return zlib.crc32(pickle.dumps(record, protocol=4))
+    keyed = records.keyBy(source.records_task.content_hash)
+    return keyed.partitionBy(source.replicas, _identity).values()
 
 
 def _identity(key: int) -> int:
@@ -314,41 +354,25 @@ def _first_field(partition: int, rows: Iterable[Any]) -> Iterator[bytes]:
         yield bytes(row[0])
 
 
-def _preview_task(frames: Iterable[bytes]) -> list[list[np.ndarray]]:
-    return [preview(pickle.loads(frame)) for frame in frames]
-
-
-def check_handles(handles: Sequence[SampleHandle]) -> int:
-    """Raise :class:`DataError` for what is wrong with a partition, or with all; the number of the
-    first partition that has rows."""
+def check_handles(handles: Sequence[SampleHandle], noun: str) -> None:
+    """Raise :class:`DataError` for what is wrong with a partition, or with all of them."""
     for partition, handle in enumerate(handles):
         if handle.problem is not None:
-            problem = handle.problem
-            raise DataError(
-                f'column "{problem.column}", row {problem.row} of partition {partition}: '
-                f"{problem.text}. {_remedy(problem)}"
-            )
+            raise DataError(handle.problem.message(f"partition {partition}", noun))
     filled = [(i, handle) for i, handle in enumerate(handles) if handle.num_rows]
     if not filled:
         raise DataError("the data is empty: there is no row to train on.")
     first_partition, first = filled[0]
     for partition, handle in filled[1:]:
-        if handle.fields != first.fields:
-            found, wanted = next(
-                (a, b) for a, b in zip(handle.fields, first.fields, strict=True) if a != b
-            )
+        names, wanted_names = ([field.name for field in h.fields] for h in (handle, first))
+        if names != wanted_names:
             raise DataError(
-                f'column "{found.name}", row 0 of partition {partition}: is {found} where row 0 of '
-                f"partition {first_partition} is {wanted}. Every row must have the same shape."
+                f"row 0 of partition {partition} has {', '.join(names)} where row 0 of partition "
+                f"{first_partition} has {', '.join(wanted_names)}. {SAME_SHAPE}"
             )
-    return first_partition
-
-
-def _remedy(problem: Problem) -> str:
-    if "null" in problem.text or "None" in problem.text:
-        return f'Drop such rows with df.dropna(subset=["{problem.column}"]), or fill them.'
-    if "NaN" in problem.text:
-        return (
-            "Drop such rows or fill them: df.na.drop() and df.na.fill() see NaN in plain columns."
-        )
-    return "Every row must have the same shape and type: filter, pad or cut such rows."
+        for found, wanted in zip(handle.fields, first.fields, strict=True):
+            if found != wanted:
+                raise DataError(
+                    f'{noun} "{found.name}", row 0 of partition {partition}: is {found} where row '
+                    f"0 of partition {first_partition} is {wanted}. {SAME_SHAPE}"
+                )

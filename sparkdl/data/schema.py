@@ -44,14 +44,40 @@ class Problem:
     column: str
     row: int
     text: str
+    remedy: str
+
+    def message(self, place: str, noun: str = "column") -> str:
+        """One line for the user; ``place`` is the partition, ``noun`` what ``column`` names."""
+        return f'{noun} "{self.column}", row {self.row} of {place}: {self.text}. {self.remedy}'
 
 
 class RowProblem(Exception):
     """Carries a :class:`Problem` out of a conversion."""
 
-    def __init__(self, column: str, row: int, text: str) -> None:
+    def __init__(self, column: str, row: int, text: str, remedy: str) -> None:
         super().__init__(text)
-        self.problem = Problem(column, row, text)
+        self.problem = Problem(column, row, text, remedy)
+
+
+SAME_SHAPE = "Every row must have the same shape: filter, pad or cut such rows."
+_NO_VALUES = "Filter such rows, or leave the column out."
+_INSIDE_ARRAYS = (
+    "dropna does not look into arrays: filter such rows with functions.exists, or fill them with "
+    "functions.transform."
+)
+_INSIDE_VECTORS = (
+    "dropna does not look into vectors: mend them where they are made, or turn them into arrays "
+    "with pyspark.ml.functions.vector_to_array and filter those with functions.exists."
+)
+
+
+def _drop(column: Column) -> str:
+    return f'Drop such rows with df.dropna(subset=["{column.name}"]), or fill them.'
+
+
+def quoted(name: str) -> str:
+    """A column's name as Spark reads it, whatever is in it."""
+    return "`" + name.replace("`", "``") + "`"
 
 
 def columns_of(
@@ -71,6 +97,7 @@ def columns_of(
                 problems.append(
                     f'{role} column "{name}" is missing.{nearest(name, schema.names)} '
                     f"The DataFrame has: {', '.join(schema.names) or 'no columns'}."
+                    + (" To train without a label, set label=None." if role == "label" else "")
                 )
                 continue
             column = _column(name, schema[name].dataType, float_dtype)
@@ -123,7 +150,10 @@ def to_numpy(array: pa.Array, column: Column, first_row: int = 0) -> np.ndarray:
         values = _nested(array, column, first_row)
     if values.dtype.kind == "f" and np.isnan(values).any():
         row = int(np.flatnonzero(np.isnan(values.reshape(len(values), -1)).any(axis=1))[0])
-        raise RowProblem(column.name, first_row + row, "holds NaN")
+        if values.ndim == 1:
+            raise RowProblem(column.name, first_row + row, "is NaN", _drop(column))
+        remedy = _INSIDE_VECTORS if column.vector else _INSIDE_ARRAYS
+        raise RowProblem(column.name, first_row + row, "holds NaN", remedy)
     return values
 
 
@@ -133,8 +163,10 @@ def _nested(array: pa.Array, column: Column, first_row: int) -> np.ndarray:
     for level in range(column.depth + 1):
         if array.null_count:
             item = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
-            what = "is null" if level == 0 else "holds a null"
-            raise RowProblem(column.name, first_row + item // rows_per_item, what)
+            row = first_row + item // rows_per_item
+            if level == 0:
+                raise RowProblem(column.name, row, "is null", _drop(column))
+            raise RowProblem(column.name, row, "holds a null", _INSIDE_ARRAYS)
         if level == column.depth:
             break
         lengths = array.value_lengths().to_numpy(zero_copy_only=False)
@@ -146,12 +178,13 @@ def _nested(array: pa.Array, column: Column, first_row: int) -> np.ndarray:
                 column.name,
                 first_row + item // rows_per_item,
                 f"has {int(lengths[item])} values where row {first_row} has {length}",
+                SAME_SHAPE,
             )
         shape.append(length)
         rows_per_item *= length
         array = array.flatten()
         if length == 0:
-            raise RowProblem(column.name, first_row, "is an empty array")
+            raise RowProblem(column.name, first_row, "is an empty array", _NO_VALUES)
     if pa.types.is_decimal(array.type):
         array = array.cast(pa.float64())
     flat = array.to_numpy(zero_copy_only=False)
@@ -162,7 +195,7 @@ def _vectors(array: pa.Array, column: Column, first_row: int) -> np.ndarray:
     """ml.linalg vectors, which arrive as struct<type, size, indices, values>; type 0 is sparse."""
     if array.null_count:
         row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
-        raise RowProblem(column.name, first_row + row, "is null")
+        raise RowProblem(column.name, first_row + row, "is null", _drop(column))
     kinds, sizes, indices, values = array.flatten()
     sparse = kinds.to_numpy(zero_copy_only=False) == 0
     counts = values.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
@@ -175,7 +208,10 @@ def _vectors(array: pa.Array, column: Column, first_row: int) -> np.ndarray:
             column.name,
             first_row + row,
             f"has {int(lengths[row])} values where row {first_row} has {width}",
+            SAME_SHAPE,
         )
+    if width == 0:
+        raise RowProblem(column.name, first_row, "is an empty vector", _NO_VALUES)
     flat = values.flatten().to_numpy(zero_copy_only=False)
     if not sparse.any():
         return np.ascontiguousarray(flat, dtype=column.dtype).reshape(-1, width)

@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 from pyspark.core.rdd import RDD
-from pyspark.sql import DataFrame, functions
+from pyspark.sql import DataFrame
 
-from sparkdl.data.samples import record_array, split_record
+from sparkdl.data.samples import record_array, select_columns, split_record
 from sparkdl.data.schema import Column, RowProblem, columns_of, to_numpy
 from sparkdl.errors import DataError
 from sparkdl.infer.metrics import MeanMetric
@@ -96,10 +96,10 @@ class EvaluateRecords:
     def _arrays(self, record: Any, row: int) -> list[np.ndarray]:
         try:
             features, label = split_record(record, self.labelled, row)
-            values = [*_tuple(features), *(() if label is None else _tuple(label))]
+            values = [*_tuple(features), *(_tuple(label) if self.labelled else ())]
             return [record_array(v, "record", row, self.float_dtype) for v in values]
         except RowProblem as error:
-            raise DataError(f"record {row} of the partition: {error.problem.text}.") from None
+            raise DataError(error.problem.message("the partition", "field")) from None
 
 
 def evaluate(
@@ -113,7 +113,7 @@ def evaluate(
     if isinstance(data, DataFrame):
         inputs, labels = columns_of(data.schema, features, label, float_dtype)
         columns = (*inputs, *labels)
-        chosen = data.select(*[functions.col(f"`{c.name}`") for c in columns])
+        chosen = select_columns(data, columns)
         task = EvaluateDataFrame(evaluation, columns)
         schema = "partition int, sums array<double>"
         rows = [tuple(row) for row in chosen.mapInArrow(task, schema).collect()]  # type: ignore[arg-type]
@@ -137,10 +137,7 @@ def _arrays(batch: pa.RecordBatch, columns: Sequence[Column], seen: int) -> list
     try:
         return [to_numpy(batch.column(i), column, seen) for i, column in enumerate(columns)]
     except RowProblem as error:
-        problem = error.problem
-        raise DataError(
-            f'column "{problem.column}", row {problem.row} of the partition: {problem.text}.'
-        ) from None
+        raise DataError(error.problem.message("the partition")) from None
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:

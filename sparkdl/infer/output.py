@@ -49,8 +49,9 @@ def to_arrow(batch: np.ndarray) -> pa.Array:
     if batch.dtype == np.uint8:
         batch = batch.astype(np.int16)
     array: pa.Array = pa.array(np.ascontiguousarray(batch).reshape(-1))
-    for length in reversed(batch.shape[1:]):
-        offsets = pa.array(np.arange(0, len(array) + 1, length, dtype=np.int32))
+    for axis in range(batch.ndim - 1, 0, -1):
+        lists, length = int(np.prod(batch.shape[:axis])), batch.shape[axis]
+        offsets = pa.array(np.arange(lists + 1, dtype=np.int32) * np.int32(length))
         array = pa.ListArray.from_arrays(offsets, array)
     return array
 

@@ -13,7 +13,7 @@ from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame, functions
 
 from sparkdl.data.samples import Sample, record_array
-from sparkdl.data.schema import Column, RowProblem, columns_of, to_numpy
+from sparkdl.data.schema import Column, RowProblem, columns_of, quoted, to_numpy
 from sparkdl.errors import DataError
 from sparkdl.infer.output import Output, as_numpy, to_arrow
 from sparkdl.infer.predictor import ShippedModule, run_batches
@@ -45,10 +45,7 @@ class PredictColumn:
                 for array, column in zip(columns, self.columns, strict=True)
             ]
         except RowProblem as error:
-            problem = error.problem
-            raise DataError(
-                f'column "{problem.column}", row {problem.row} of the partition: {problem.text}.'
-            ) from None
+            raise DataError(error.problem.message("the partition")) from None
         outputs = run_batches(module, arrays, self.batch_size, self.finish)
         return to_arrow(np.concatenate([as_numpy(output) for output, _ in outputs]))
 
@@ -86,7 +83,7 @@ class PredictRecords:
                 for i, value in enumerate(values)
             ]
         except RowProblem as error:
-            raise DataError(f"record {row} of the partition: {error.problem.text}.") from None
+            raise DataError(error.problem.message("the partition", "field")) from None
 
     def _predict(self, module: Any, waiting: list[list[np.ndarray]]) -> Iterator[Any]:
         arrays = [np.stack(values) for values in zip(*waiting, strict=True)]
@@ -117,7 +114,7 @@ def predict_dataframe(
         _over_columns(body) if len(inputs) > 1 else _over_column(body),  # type: ignore[call-overload]
         returnType=output.sql_type,
     )
-    return data.withColumn(prediction_col, udf(*[functions.col(f"`{c.name}`") for c in inputs]))
+    return data.withColumn(prediction_col, udf(*[functions.col(quoted(c.name)) for c in inputs]))
 
 
 def _over_column(body: PredictColumn) -> Callable[[Iterator[pa.Array]], Iterator[pa.Array]]:

@@ -93,6 +93,10 @@ def layout_of(module: nn.Module) -> Layout:
     for name, parameter in trainable:
         place(name, "parameter", parameter, parameter.numel())
     for name, buffer in module.named_buffers():
+        if isinstance(buffer, nn.parameter.UninitializedBuffer):
+            raise ModelError(
+                f'buffer "{name}" is lazy and has no shape yet: run the model once in model().'
+            )
         if buffer.is_floating_point():
             place(name, "average", buffer, buffer.numel())
         else:

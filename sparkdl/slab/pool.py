@@ -67,6 +67,7 @@ class _Mapped:
         self.fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         self.map = mmap.mmap(self.fd, 0)
         self.bytes = np.frombuffer(self.map, dtype=np.uint8)
+        self.claimed = False  # its lock is held through fd, which must then stay open
 
     def stamp(self) -> tuple[int, bytes]:
         magic, tick, nonce = _STAMP.unpack_from(self.map, 0)
@@ -111,10 +112,12 @@ class Pool:
         prefix = f"{role}-{nbytes}-"
         path, mapped = self._free(root, prefix, floor) or self._create(root, prefix, nbytes)
         nonce = secrets.token_bytes(16)
+        mapped.claimed = True
         try:
             _STAMP.pack_into(mapped.map, 0, _MAGIC, tick, nonce)
             yield Claim(path, mapped, nonce, root.token, nbytes)
         finally:
+            mapped.claimed = False
             fcntl.flock(mapped.fd, fcntl.LOCK_UN)
 
     def read(self, reference: Reference) -> np.ndarray:
@@ -180,8 +183,11 @@ class Pool:
 
     def _keep(self, path: str, mapped: _Mapped) -> None:
         self._mapped[path] = mapped
-        while len(self._mapped) > MAX_OPEN_BUFFERS:
-            self._mapped.popitem(last=False)[1].close()
+        excess = len(self._mapped) - MAX_OPEN_BUFFERS
+        if excess > 0:
+            idle = [p for p, m in self._mapped.items() if not (m.claimed or m is mapped)]
+            for oldest in idle[:excess]:
+                self._mapped.pop(oldest).close()
 
     def close(self) -> None:
         """Let go of every mapping."""

@@ -61,7 +61,7 @@ def open_root(config: SlabConfig, create: bool = False) -> Root | None:
     if not (first / "token").exists():
         if not create:
             return None
-        _sweep(bases[0])
+        _sweep(bases)
     directories = tuple(_private_directory(base / config.name) for base in bases)
     _mark_alive(first)
     root = Root(directories, _token(first))
@@ -127,9 +127,12 @@ def _mark_alive(root: Path) -> None:
     (root / f"alive.{_namespace()}.{holder}.{_start_time(holder)}").touch()
 
 
-def _sweep(base: Path) -> None:
-    """Remove roots of this user that no living process of this PID namespace holds."""
-    for path in base.glob(MARK + "*"):
+def _sweep(bases: list[Path]) -> None:
+    """Remove roots of this user that no living process of this PID namespace holds.
+
+    The first base has the marks; the parts of a dead root in the other bases go with it.
+    """
+    for path in bases[0].glob(MARK + "*"):
         try:
             status = path.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
@@ -143,7 +146,8 @@ def _sweep(base: Path) -> None:
                 continue
         except (FileNotFoundError, ValueError):
             continue
-        shutil.rmtree(path, ignore_errors=True)
+        for base in bases:
+            shutil.rmtree(base / path.name, ignore_errors=True)
 
 
 def _namespace() -> str:

@@ -76,7 +76,8 @@ def merge_buffers(
         if piece.kind == "average":
             for item in ordered[1:]:
                 values = item.values[piece.start : piece.stop]
-                difference = torch.where(values == first, 0.0, values - first)
+                # -0.0: adding it changes no bit, not even that of a -0.0
+                difference = torch.where(values == first, -0.0, values - first)
                 merged.add_(difference, alpha=item.count / total)
 
 

@@ -13,6 +13,19 @@ from sparkdl.sync.records import ReplicaReport
 
 
 @dataclass(frozen=True)
+class Iteration:
+    """What the loop asks of an engine: iteration ``index`` is global batch ``batch`` of ``epoch``
+    (all from 0). ``hyperparameters``: a schedule's values, one mapping a parameter group.
+    ``description``: for the Spark UI."""
+
+    index: int
+    epoch: int
+    batch: int
+    hyperparameters: tuple[Mapping[str, Any], ...] | None
+    description: str
+
+
+@dataclass(frozen=True)
 class StepResult:
     """``loss``: the mean over the global batch. ``seconds``: by activity, the slowest task's."""
 
@@ -26,15 +39,8 @@ class Engine(Protocol):
 
     plan: EpochPlan
 
-    def step(
-        self,
-        index: int,
-        epoch: int,
-        batch: int,
-        hyperparameters: tuple[Mapping[str, Any], ...] | None,
-        description: str,
-    ) -> StepResult:
-        """Run and commit iteration ``index``: global batch ``batch`` of ``epoch`` (both from 0)."""
+    def step(self, iteration: Iteration) -> StepResult:
+        """Run and commit an iteration."""
 
     def weights(self) -> torch.Tensor:
         """The flat vector as it stands, brought to the driver."""

@@ -4,8 +4,7 @@ reference that the shuffle engine is held against: the same M and N give the sam
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -25,7 +24,7 @@ from sparkdl.sync.update import (
     reduce_gradients,
     step_slice,
 )
-from sparkdl.train.engine import StepResult, summarize
+from sparkdl.train.engine import Iteration, StepResult, summarize
 
 
 class LocalEngine:
@@ -50,14 +49,8 @@ class LocalEngine:
         ]
         self._contributions = [torch.zeros_like(self._replica.flat) for _ in range(run.replicas)]
 
-    def step(
-        self,
-        index: int,
-        epoch: int,
-        batch: int,
-        hyperparameters: tuple[Mapping[str, Any], ...] | None,
-        description: str,
-    ) -> StepResult:
+    def step(self, iteration: Iteration) -> StepResult:
+        """Run every replica and every slice, here and now."""
         threads = torch.get_num_threads()
         torch.set_num_threads(self._run.threads)
         try:
@@ -65,9 +58,9 @@ class LocalEngine:
             for plan, state in zip(self._slices, self._states, strict=True):
                 flat[plan.start : plan.stop].copy_(state.weights)
             reports, absent = [], {}
-            for replica, (start, stop) in enumerate(self.plan.rows(batch)):
+            for replica, (start, stop) in enumerate(self.plan.rows(iteration.batch)):
                 if stop > start:
-                    loss, absent[replica] = self._replica_step(index, epoch, replica, start, stop)
+                    loss, absent[replica] = self._replica_step(iteration, replica, start, stop)
                     reports.append(ReplicaReport(replica, stop - start, loss, ""))
             for plan, state in zip(self._slices, self._states, strict=True):
                 contributions = [
@@ -82,18 +75,20 @@ class LocalEngine:
                 gradient = torch.empty(plan.trainable_length, dtype=flat.dtype)
                 missing = reduce_gradients(plan, contributions, gradient)
                 merge_buffers(plan, contributions, state.weights)
-                step_slice(plan, state, gradient, missing, self._optimizer, hyperparameters)
+                step_slice(
+                    plan, state, gradient, missing, self._optimizer, iteration.hyperparameters
+                )
             return summarize(reports, {})
         finally:
             torch.set_num_threads(threads)
 
     def _replica_step(
-        self, index: int, epoch: int, replica: int, start: int, stop: int
+        self, iteration: Iteration, replica: int, start: int, stop: int
     ) -> tuple[float, frozenset[int]]:
         """Forward and backward of one replica; its contribution stays in ``_contributions``."""
         partition = self._partitions[replica]
         assert partition is not None
-        order = permutation(self._run.seed, epoch, replica, len(partition.order))
+        order = permutation(self._run.seed, iteration.epoch, replica, len(partition.order))
         tensors = to_tensors(partition.gather(order[start:stop]), self._replica.flat.device)
         self._replica.refresh()
         loss, gradients = forward_backward(
@@ -101,7 +96,7 @@ class LocalEngine:
             self._loss,
             tensors[: self._run.num_features],
             tensors[self._run.num_features :],
-            derive_seed(self._run.seed, "forward", index, replica),
+            derive_seed(self._run.seed, "forward", iteration.index, replica),
         )
         written = write_contribution(self._replica, gradients, self._contributions[replica])
         return loss, frozenset(written)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sparkdl.train.callbacks import Callback
-from sparkdl.train.engine import Engine
+from sparkdl.train.engine import Engine, Iteration
 from sparkdl.train.history import History
 from sparkdl.train.schedule import Schedule
 from sparkdl.train.state import TrainState
@@ -36,7 +36,9 @@ def train(
             tell("on_epoch_start")
         tell("on_iteration_start")
         rates = schedule.learning_rates
-        result = engine.step(state.iteration, epoch, batch, schedule.changes(), describe(state))
+        result = engine.step(
+            Iteration(state.iteration, epoch, batch, schedule.changes(), describe(state))
+        )
         schedule.step()
         previous, state = (
             state,

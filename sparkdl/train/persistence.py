@@ -160,17 +160,21 @@ def _recipe(recipe: dict[str, Any], folder: Path, trust: bool) -> Any:
         ) from None
     if not trust and not _vouched_for(found):
         raise TrustError(
-            f'{folder} names the function "{recipe["name"]}", which is not annotated '
-            '"-> torch.nn.Module". Annotate it, pass model=make_model, or pass trust=True.'
+            f'{folder} names "{recipe["name"]}", which is no module class, nor a function of your '
+            'own that is annotated "-> torch.nn.Module". Annotate it, pass model=make_model, or '
+            "pass trust=True."
         )
     return functools.partial(found, *recipe["args"], **recipe["kwargs"])
 
 
 def _vouched_for(found: Any) -> bool:
-    """A module class, or a function that says of itself that it makes one."""
+    """A module class, or a function that says of itself that it makes one.
+
+    Not so torch's own functions: some (``torch.fx``) make a module from source code in arguments.
+    """
     if isinstance(found, type):
         return issubclass(found, nn.Module)
-    if not isinstance(found, types.FunctionType):
+    if not isinstance(found, types.FunctionType) or found.__module__.split(".")[0] == "torch":
         return False
     try:
         returned = inspect.signature(found, eval_str=True).return_annotation

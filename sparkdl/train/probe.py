@@ -11,11 +11,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from sparkdl.data.batches import EpochPlan
 from sparkdl.data.partition import Field
 from sparkdl.errors import ModelError
 from sparkdl.infer.output import Output
+from sparkdl.infer.predictor import evaluating
 from sparkdl.replica.recipe import Recipe, seeded
 from sparkdl.step.compute import call_loss, to_tensors
+from sparkdl.sync.optimizer import OptimizerPlan
 
 
 def pickled(recipe: Recipe) -> bytes:
@@ -40,6 +43,36 @@ def pickled(recipe: Recipe) -> bytes:
     return cloudpickle.dumps(recipe)
 
 
+def build_model(payload: bytes) -> nn.Module:
+    """The module of a pickled recipe. Raises :class:`ModelError` where the user's function fails."""
+    try:
+        return pickle.loads(payload).build()
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"model() raised {type(error).__name__}: {error}. It is called without arguments; the "
+            "traceback above shows where it failed."
+        ) from error
+
+
+def plan_optimizer(recipe: Recipe, module: nn.Module) -> OptimizerPlan:
+    """The recipe's optimizer on ``module``, found fit for slices. Raises :class:`ModelError`."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    try:
+        plan = OptimizerPlan.of(recipe, parameters, module)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"the optimizer cannot be built ({type(error).__name__}: {error}). Give a torch.optim "
+            "class, a partial of one such as partial(torch.optim.Adam, lr=1e-3), or a callable "
+            "that is given the module and returns an optimizer."
+        ) from error
+    plan.check_elementwise()
+    return plan
+
+
 def try_model(
     module: nn.Module,
     loss: Callable[..., torch.Tensor],
@@ -48,7 +81,7 @@ def try_model(
     num_features: int,
     seed: int,
 ) -> Output | None:
-    """One forward, loss and backward on a few real rows; what the model puts out for a sample.
+    """Forward, loss and backward on a few real rows; what the model puts out for a sample.
 
     ``module`` is a private copy: its running statistics may change. Returns None where the output
     is not a single tensor (it trains, but cannot be predicted with). Raises :class:`ModelError`.
@@ -66,7 +99,7 @@ def try_model(
         except Exception as error:
             raise ModelError(
                 f"the model fails on the first rows ({shown}; {_dtypes(inputs)}): "
-                f"{type(error).__name__}: {error}.{_input_hint(inputs, num_features)}"
+                f"{type(error).__name__}: {_text(error)}.{_input_hint(error, inputs, fields)}"
             ) from error
         _check_shapes(output, targets, len(inputs[0]), fields[num_features:])
         try:
@@ -75,7 +108,8 @@ def try_model(
             labels = ", ".join(f"{list(t.shape)} {_short(t)}" for t in targets) or "no label"
             raise ModelError(
                 f"the loss fails on output {_shape(output)} and label {labels}: "
-                f"{type(error).__name__}: {error}.{_label_hint(targets, fields[num_features:])}"
+                f"{type(error).__name__}: {_text(error)}."
+                f"{_label_hint(error, targets, fields[num_features:])}"
             ) from error
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             found = (
@@ -90,10 +124,49 @@ def try_model(
         try:
             value.backward()
         except RuntimeError as error:
+            hint = (
+                _label_hint(error, targets, fields[num_features:])
+                if "dtype" in str(error)
+                else " It must depend on the model's output through torch operations."
+            )
             raise ModelError(
-                f"the loss cannot be differentiated ({error}): it must depend on the model's "
-                "output through torch operations."
+                f"the loss cannot be differentiated: RuntimeError: {_text(error)}.{hint}"
             ) from error
+        return _output_in_use(module, inputs)
+
+
+def check_single_rows(
+    module: nn.Module, rows: Sequence[np.ndarray], plan: EpochPlan, iterations: int | None
+) -> None:
+    """Raise :class:`ModelError` where a mini-batch would have one row and the model needs more.
+
+    Batch norm does. ``rows`` are a sample's inputs; ``iterations`` is the last one of the run, as
+    far as it is known.
+    """
+    module.train()
+    try:
+        with seeded(0), torch.no_grad():
+            module(*to_tensors([array[:1] for array in rows], torch.device("cpu")))
+    except Exception as error:
+        last = plan.num_iterations - 1
+        for batch in (*range(min(last, _SEARCHED_BATCHES)), last):
+            single = any(stop - start == 1 for start, stop in plan.rows(batch))
+            if single and (iterations is None or batch < iterations):
+                raise ModelError(
+                    f"the model needs mini-batches of more than one row ({_text(error)}), and in "
+                    f"iteration {batch + 1} of each epoch a replica gets one: {plan.num_samples} "
+                    f"rows, batch_size={plan.batch_size}, replicas={len(plan.counts)}. Choose "
+                    "another batch_size or fewer replicas."
+                ) from error
+
+
+_SEARCHED_BATCHES = 1000
+
+
+def _output_in_use(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Output | None:
+    """The output in evaluation mode, which may differ from that in training (auxiliary heads)."""
+    with evaluating(module):
+        output = module(*inputs)
     if isinstance(output, torch.Tensor) and output.ndim and len(output) == len(inputs[0]):
         return Output.of(output)
     return None
@@ -132,32 +205,53 @@ def _dtypes(tensors: Sequence[torch.Tensor]) -> str:
     return ", ".join(_short(tensor) for tensor in tensors)
 
 
-def _input_hint(inputs: Sequence[torch.Tensor], num_features: int) -> str:
+def _text(error: Exception) -> str:
+    return str(error).rstrip(". ")
+
+
+def _range(tensor: torch.Tensor) -> str:
+    return f"from {int(tensor.min())} to {int(tensor.max())}"
+
+
+def _input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequence[Field]) -> str:
     hints = []
-    if any(not tensor.is_floating_point() for tensor in inputs):
+    integers = [
+        (field.name, tensor)
+        for field, tensor in zip(fields, inputs, strict=False)
+        if not tensor.is_floating_point()
+    ]
+    if integers and isinstance(error, IndexError):
+        ranges = ", ".join(f'"{name}" {_range(tensor)}' for name, tensor in integers)
+        hints.append(
+            f" The data goes in {ranges}: an embedding needs one row for each number from 0 on."
+        )
+    elif integers:
         hints.append(
             " Integer columns stay integers; cast a column that holds measurements: "
             'df.withColumn(name, df[name].cast("float")) or .cast("array<float>").'
         )
-    if num_features > 1:
+    if len(inputs) > 1:
         hints.append(
-            f" Each of the {num_features} feature columns is an input of its own, model(a, b, ...); "
+            f" Each of the {len(inputs)} feature columns is an input of its own, model(a, b, ...); "
             "for one input join them first: VectorAssembler, or functions.array(...)."
         )
     return "".join(hints)
 
 
-def _label_hint(targets: Sequence[torch.Tensor], labels: Sequence[Field]) -> str:
-    if len(targets) == 1 and targets[0].is_floating_point():
-        name = labels[0].name
+def _label_hint(error: Exception, targets: Sequence[torch.Tensor], labels: Sequence[Field]) -> str:
+    if len(targets) != 1:
+        return ""
+    name, target = labels[0].name, targets[0]
+    if target.is_floating_point():
+        what, kind = "class numbers", "long"
+    elif isinstance(error, IndexError):
         return (
-            f' If "{name}" holds class numbers, make them integers: '
-            f'df.withColumn("{name}", df["{name}"].cast("long")).'
+            f' "{name}" goes {_range(target)}: give the model an output for each class from 0 on, '
+            "or number the classes anew (pyspark.ml.feature.StringIndexer)."
         )
-    if len(targets) == 1:
-        name = labels[0].name
-        return (
-            f' If "{name}" holds measurements, make them floats: '
-            f'df.withColumn("{name}", df["{name}"].cast("float")).'
-        )
-    return ""
+    else:
+        what, kind = "measurements", "float"
+    kind = kind if target.ndim == 1 else f"array<{kind}>"
+    return (
+        f' If "{name}" holds {what}, cast it: df.withColumn("{name}", df["{name}"].cast("{kind}")).'
+    )

@@ -40,6 +40,12 @@ class Schedule:
                     f"schedule gave a {type(self._scheduler).__name__}, not a "
                     "torch.optim.lr_scheduler.LRScheduler."
                 )
+            if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                raise ModelError(
+                    "schedule ReduceLROnPlateau wants a metric at each step, and schedules here "
+                    "follow the iteration alone. Use another, such as "
+                    "partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100)."
+                )
 
     @property
     def learning_rates(self) -> tuple[float, ...]:

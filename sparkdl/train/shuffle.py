@@ -6,9 +6,7 @@ import contextlib
 import pickle
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 from py4j.protocol import Py4JError
@@ -18,7 +16,14 @@ from pyspark.core.rdd import RDD
 from sparkdl.data.batches import EpochPlan
 from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ModelError, StateLostError, TrainingError
-from sparkdl.frames import forget_shuffles, map_frames, shuffle_frames, stage_name, zip_frames
+from sparkdl.frames import (
+    collect_frames,
+    forget_shuffles,
+    map_frames,
+    shuffle_frames,
+    stage_name,
+    zip_frames,
+)
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.run import ReplicaHandle, Run
 from sparkdl.step.job import (
@@ -47,7 +52,7 @@ from sparkdl.sync.records import (
     SliceReport,
     Step,
 )
-from sparkdl.train.engine import StepResult, slowest, summarize
+from sparkdl.train.engine import Iteration, StepResult, slowest, summarize
 from sparkdl.train.resources import Resources
 
 INLINE_BYTES = 1 << 20
@@ -75,6 +80,7 @@ class ShuffleEngine:
         self._samples, self._handles = samples.rdd, samples.handles
         self._layout, self._run = layout, run
         self._context = resources.context
+        self._context.setJobDescription("sparkdl: setting up the replicas")
         self._tick = self._floor = 0
         self._replicas, self._owners = self._persist(recipe, resources)
         self._tokens, self._states = self._prepare()
@@ -101,9 +107,10 @@ class ShuffleEngine:
         with self._faults_explained("setting up the replicas"):
             with stage_name(self._context, "set up replicas"):
                 seats = zip_frames(self._replicas, self._samples)
-                checked = map_frames(map_frames(seats, _first_of_seat), check_replica).collect()
+                replicas = map_frames(seats, _first_of_seat)
+                checked = collect_frames(map_frames(replicas, check_replica))
             with stage_name(self._context, "write the initial state"):
-                frames = map_frames(self._owners, initial_state).collect()
+                frames = collect_frames(map_frames(self._owners, initial_state))
         tokens, digests = zip(*[pickle.loads(frame) for frame in checked], strict=True)
         if len(set(digests)) > 1:
             raise ModelError(
@@ -113,27 +120,30 @@ class ShuffleEngine:
         reports = sorted((pickle.loads(f) for f in frames), key=lambda r: r.index)
         return tokens, tuple(report.state for report in reports if report.state)
 
-    def step(
-        self,
-        index: int,
-        epoch: int,
-        batch: int,
-        hyperparameters: tuple[Mapping[str, Any], ...] | None,
-        description: str,
-    ) -> StepResult:
-        self._context.setJobDescription(description)
-        step = Step(index, epoch, 0, self._floor, self.plan.rows(batch), hyperparameters)
+    def step(self, iteration: Iteration) -> StepResult:
+        """Submit the iteration, again where tasks found themselves on another node, and commit."""
+        self._context.setJobDescription(iteration.description)
+        doing = f"iteration {iteration.index + 1}, epoch {iteration.epoch + 1}"
+        rows = self.plan.rows(iteration.batch)
         for _ in range(MAX_SUBMISSIONS):
             self._tick += 1
             started = time.perf_counter()
-            with self._faults_explained(f"iteration {index + 1}, epoch {epoch + 1}"):
-                reports, build_seconds = self._submit(replace(step, tick=self._tick))
+            step = Step(
+                iteration.index,
+                iteration.epoch,
+                self._tick,
+                self._floor,
+                rows,
+                iteration.hyperparameters,
+            )
+            with self._faults_explained(doing):
+                reports, build_seconds = self._submit(step)
             faults = [fault for report in reports for fault in report.faults]
             if not faults:
                 return self._commit(reports, build_seconds, time.perf_counter() - started)
-            self._resolve(faults, index)
+            self._resolve(faults, doing)
         raise TrainingError(
-            f"iteration {index + 1}: after {MAX_SUBMISSIONS} submissions tasks still find "
+            f"{doing}: after {MAX_SUBMISSIONS} submissions tasks still find "
             f"themselves on other nodes than their data: {sorted({f.kind for f in faults})}."
         )
 
@@ -157,7 +167,7 @@ class ShuffleEngine:
             updated = map_frames(zip_frames(received, self._owners), Synchronize(step))
             updated._jrdd  # noqa: B018 - building ends here
             built = time.perf_counter() - started
-            reports = [pickle.loads(frame) for frame in updated.collect()]
+            reports = [pickle.loads(frame) for frame in collect_frames(updated)]
         forget_shuffles(updated)
         return reports, built
 
@@ -177,17 +187,17 @@ class ShuffleEngine:
         }
         return summarize(replicas, seconds)
 
-    def _resolve(self, faults: list[Fault], index: int) -> None:
+    def _resolve(self, faults: list[Fault], doing: str) -> None:
         """Prepare the next submission after tasks reported faults, or give up."""
         for fault in faults:
             if fault.kind == STATE_FOREIGN:
                 raise StateLostError(
-                    f"iteration {index + 1}: the state of a slice is out of reach (its node or "
+                    f"{doing}: the state of a slice is out of reach (its node or "
                     "executor is gone). Fit again; training restarts from the initial weights."
                 )
             if fault.kind == SAMPLES_CHANGED:
                 raise TrainingError(
-                    f"iteration {index + 1}: partition {fault.partition} was computed again and "
+                    f"{doing}: partition {fault.partition} was computed again and "
                     "holds other rows: the source of the data is not deterministic. Write it out "
                     "(df.write.parquet) or checkpoint it, and fit on that."
                 )
@@ -198,13 +208,14 @@ class ShuffleEngine:
             self._samples.persist(StorageLevel.MEMORY_AND_DISK)
 
     def weights(self) -> torch.Tensor:
+        self._context.setJobDescription("sparkdl: collecting the weights")
         with (
             self._faults_explained("collecting the weights"),
             stage_name(self._context, "collect the weights"),
         ):
             rdd = map_frames(self._owners, CollectWeights(self._states))
             few = self._layout.nbytes <= COLLECT_BYTES
-            frames = rdd.collect() if few else rdd.toLocalIterator()
+            frames = collect_frames(rdd) if few else rdd.toLocalIterator()
             parts = {}
             for frame in frames:
                 (index, _), payload = decode(frame)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 from torch import nn
 
+from sparkdl.data.batches import EpochPlan
 from sparkdl.data.samples import Source, materialize, materialize_here
 from sparkdl.errors import ParameterError, nearest, raise_all
 from sparkdl.replica.flat import FlatModule, layout_of
@@ -20,12 +21,11 @@ from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.run import Run
 from sparkdl.session import context_of, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
-from sparkdl.sync.optimizer import OptimizerPlan
 from sparkdl.train.callbacks import Callback, ProgressBar
 from sparkdl.train.engine import Engine
 from sparkdl.train.local import LocalEngine
 from sparkdl.train.loop import train
-from sparkdl.train.probe import pickled, try_model
+from sparkdl.train.probe import build_model, check_single_rows, pickled, plan_optimizer, try_model
 from sparkdl.train.resources import Resources
 from sparkdl.train.schedule import Schedule
 from sparkdl.train.shuffle import ShuffleEngine
@@ -75,43 +75,7 @@ class Trainer:
     """Of the initial weights, the shuffling and every random draw inside the model."""
 
     def __post_init__(self) -> None:
-        problems = []
-        for name in ("batch_size", "replicas", "slices"):
-            value = getattr(self, name)
-            if value is None and name != "batch_size":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                problems.append(f"{name}={value!r}: give a whole number of at least 1.")
-        if self.engine not in ENGINES:
-            problems.append(
-                f'engine="{self.engine}": use one of {", ".join(ENGINES)}.'
-                f"{nearest(str(self.engine), ENGINES)}"
-            )
-        for name in ("model", "loss", "optimizer", "stop"):
-            if not callable(getattr(self, name)):
-                given = type(getattr(self, name)).__name__
-                problems.append(f"{name} is a {given}, which is not callable.{_REMEDY[name]}")
-        if isinstance(self.optimizer, torch.optim.Optimizer):
-            problems.append(
-                "optimizer is already built; give its recipe: "
-                f"partial(torch.optim.{type(self.optimizer).__name__}, lr=...)."
-            )
-        if self.schedule is not None and not callable(self.schedule):
-            problems.append(
-                "schedule is not callable: give a partial of a torch lr_scheduler class."
-            )
-        if isinstance(self.loss, type):
-            problems.append(
-                f"loss is the class {self.loss.__name__}: give an instance, {self.loss.__name__}()."
-            )
-        if not self.feature_columns:
-            problems.append("features is empty: name at least one column.")
-        for callback in self.callbacks:
-            if not isinstance(callback, Callback):
-                problems.append(f"callback {callback!r} is not a sparkdl.Callback.")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            problems.append(f"seed={self.seed!r}: give a whole number.")
-        raise_all(ParameterError, problems)
+        raise_all(ParameterError, list(_problems(self)))
 
     @property
     def feature_columns(self) -> tuple[str, ...]:
@@ -134,13 +98,10 @@ class Trainer:
         tell_what_costs_speed(context)
         recipe = Recipe(self.model, self.loss, self.optimizer, self.seed)
         payload = pickled(recipe)
-        module = pickle.loads(payload).build()
+        module = build_model(payload)
         layout = layout_of(module)
         float_dtype = str(layout.dtype).removeprefix("torch.")
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        optimizer = OptimizerPlan.of(recipe, parameters, module)
-        optimizer.check_elementwise()
-        schedule = Schedule(optimizer, self.schedule)
+        schedule = Schedule(plan_optimizer(recipe, module), self.schedule)
         replicas = self.replicas or context.defaultParallelism
         slab = SlabConfig.new(settings.slab_dir, context.applicationId)
         source = Source(data, self.feature_columns, self.label_columns, replicas, float_dtype, slab)
@@ -151,6 +112,9 @@ class Trainer:
             output = try_model(
                 module, self.loss, samples.preview, samples.fields, samples.num_features, self.seed
             )
+            plan = EpochPlan(samples.counts, self.batch_size)
+            limit = self.stop.limit(plan.num_iterations)
+            check_single_rows(module, samples.preview[: samples.num_features], plan, limit)
             run = Run(
                 slab,
                 self.seed,
@@ -179,12 +143,61 @@ class Trainer:
         )
 
 
-_REMEDY = {
-    "model": " Give a function that builds a torch.nn.Module, or a module.",
-    "loss": " Give a function of (output, target), such as torch.nn.CrossEntropyLoss().",
-    "optimizer": " Give a torch.optim class, or partial(torch.optim.Adam, lr=1e-3).",
-    "stop": " Give a trigger such as sparkdl.max_epoch(10).",
-}
+def _problems(trainer: Trainer) -> Iterator[str]:
+    """What is wrong with the parameters, one sentence each with its remedy."""
+    for name in ("batch_size", "replicas", "slices"):
+        value = getattr(trainer, name)
+        if value is None and name != "batch_size":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            yield f"{name}={value!r}: give a whole number of at least 1."
+    if trainer.engine not in ENGINES:
+        yield (
+            f'engine="{trainer.engine}": use one of {", ".join(ENGINES)}.'
+            f"{nearest(str(trainer.engine), ENGINES)}"
+        )
+    if isinstance(trainer.loss, type):
+        name = trainer.loss.__name__
+        yield f"loss is the class {name}: give an instance, {name}()."
+    if isinstance(trainer.optimizer, torch.optim.Optimizer):
+        name = type(trainer.optimizer).__name__
+        yield f"optimizer is already built; give its recipe: partial(torch.optim.{name}, lr=...)."
+    for name, kind, remedy in _KINDS:
+        value = getattr(trainer, name)
+        if not isinstance(value, kind):
+            yield f"{name} is a {type(value).__name__}: {remedy}."
+    for name, value in (("features", trainer.features), ("label", trainer.label or ())):
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
+            yield f"{name}={value!r}: give a column name, or a list of names."
+        elif name == "features" and not names:
+            yield "features is empty: name at least one column."
+    if isinstance(trainer.callbacks, (list, tuple)):
+        for callback in trainer.callbacks:
+            if isinstance(callback, type):
+                yield f"callback {callback.__name__} is a class: give an instance of it."
+            elif not isinstance(callback, Callback):
+                yield f"callback {callback!r} is not a sparkdl.Callback."
+    if isinstance(trainer.seed, bool) or not isinstance(trainer.seed, int):
+        yield f"seed={trainer.seed!r}: give a whole number."
+
+
+_KINDS: tuple[tuple[str, Any, str], ...] = (
+    ("model", Callable, "give a function that builds a torch.nn.Module, or a module"),
+    ("loss", Callable, "give a function of (output, target), such as torch.nn.MSELoss()"),
+    (
+        "optimizer",
+        (Callable, torch.optim.Optimizer),
+        "give a torch.optim class, or a partial of one such as partial(torch.optim.Adam, lr=1e-3)",
+    ),
+    (
+        "schedule",
+        (Callable, type(None)),
+        "give a partial of a torch.optim.lr_scheduler class, such as partial(StepLR, step_size=10)",
+    ),
+    ("stop", Trigger, "give a trigger, such as sparkdl.max_epoch(10)"),
+    ("callbacks", (list, tuple), "give a list of sparkdl.Callback objects"),
+)
 
 
 def _with_weights(recipe: Recipe, weights: torch.Tensor) -> nn.Module:

@@ -1,0 +1,1 @@
+"""Jobs for ``spark-submit``: train, evaluate and predict as a YAML file says."""

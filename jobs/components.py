@@ -1,0 +1,183 @@
+"""Models, losses, optimizers and schedules by name: ``module:name`` or ``path/to/file.py:name``."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import sys
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from sparkdl import ParameterError
+from sparkdl.errors import nearest
+
+
+@dataclass(frozen=True)
+class Component:
+    """Something callable by name, with keyword arguments for it."""
+
+    use: str
+    """``module:name`` or ``path/to/file.py:name``."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(value: Any) -> Component:
+        """From a name, or a mapping with the name under ``use`` and the arguments beside it."""
+        if isinstance(value, str):
+            return Component(value)
+        if isinstance(value, dict) and isinstance(value.get("use"), str):
+            return Component(value["use"], {k: v for k, v in value.items() if k != "use"})
+        raise ParameterError("give module:name, or a mapping with it under use.")
+
+    def content(self) -> dict[str, Any]:
+        """The mapping that :meth:`of` reads."""
+        return {"use": self.use, **self.arguments}
+
+    def resolve(self) -> Callable[..., Any]:
+        """What the name stands for, with the arguments bound to it. Raises ParameterError."""
+        found = find(self.use)
+        _check_arguments(self.use, found, self.arguments)
+        return functools.partial(found, **self.arguments) if self.arguments else found
+
+    def resolve_loss(self) -> Callable[..., Any]:
+        """Likewise; a class, such as ``torch.nn:CrossEntropyLoss``, becomes an instance."""
+        found = self.resolve()
+        inner = found.func if isinstance(found, functools.partial) else found
+        if not isinstance(inner, type):
+            return found
+        try:
+            return found()
+        except Exception as error:
+            raise ParameterError(
+                f'"{self.use}" cannot be made ({type(error).__name__}: {error}).'
+            ) from error
+
+    def is_torch_loss(self) -> bool:
+        """A loss of ``torch.nn``: naming it can run no other code."""
+        module, _, name = self.use.partition(":")
+        if module == "torch.nn":
+            from torch import nn
+
+            found = getattr(nn, name, None)
+            return isinstance(found, type) and issubclass(found, nn.Module)
+        if module == "torch.nn.functional":
+            from torch.nn import functional
+
+            return inspect.isfunction(found := getattr(functional, name, None)) and (
+                found.__module__ == module
+            )
+        return False
+
+
+def find(use: str) -> Any:
+    """The object that ``use`` names; its module is made ready to travel to the executors.
+
+    Raises :class:`sparkdl.ParameterError`.
+    """
+    place, _, name = use.rpartition(":")
+    if not place or not name:
+        module, _, last = use.rpartition(".")
+        hint = f' Did you mean "{module}:{last}"?' if module and not use.endswith(".py") else ""
+        raise ParameterError(f'"{use}" is not of the form module:name or file.py:name.{hint}')
+    module = _import_file(Path(place)) if place.endswith(".py") else _import(place)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ParameterError(f'"{place}" has no "{part}".{nearest(part, dir(found))}')
+        found = getattr(found, part)
+    if not callable(found):
+        raise ParameterError(f'"{use}" is a {type(found).__name__}, which cannot be called.')
+    ship(module.__name__)
+    return found
+
+
+def ship(module: str) -> None:
+    """Let functions and classes of ``module`` travel by value where it is not installed.
+
+    Executors have what is in site-packages; a module of this checkout they do not have.
+    """
+    from pyspark import cloudpickle
+
+    package = sys.modules.get(module.partition(".")[0])
+    if package is None or package.__name__ in ("__main__", "sparkdl"):
+        return
+    if (
+        not _installed(package)
+        and package.__name__ not in cloudpickle.list_registry_pickle_by_value()
+    ):
+        cloudpickle.register_pickle_by_value(package)
+
+
+def import_from_here() -> None:
+    """Let modules of the working directory be imported, after all others."""
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)
+
+
+def _installed(package: ModuleType) -> bool:
+    places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    files = (
+        [package.__file__]
+        if getattr(package, "__file__", None)
+        else getattr(package, "__path__", [])
+    )
+    return package.__name__ in sys.builtin_module_names or any(
+        Path(file).resolve().is_relative_to(Path(place).resolve())
+        for file in files
+        if file
+        for place in places
+    )
+
+
+def _import(name: str) -> ModuleType:
+    import_from_here()
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise ParameterError(
+            f'module "{name}" cannot be imported ({type(error).__name__}: {error}).'
+        ) from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import a file under a name by which it can be imported again from the same directory."""
+    path = path.resolve()
+    if not path.is_file():
+        raise ParameterError(f"there is no file {path}.")
+    here = Path.cwd().resolve()
+    parts = [path.stem]
+    if path.is_relative_to(here):
+        inside = path.relative_to(here).with_suffix("").parts
+        if all(part.isidentifier() for part in inside):
+            parts = list(inside)
+    if len(parts) == 1 and str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    module = _import(".".join(parts))
+    if not module.__file__ or Path(module.__file__).resolve() != path:
+        raise ParameterError(
+            f'{path} cannot be imported: another module is named "{module.__name__}". '
+            "Give the file another name."
+        )
+    return module
+
+
+def _check_arguments(use: str, found: Any, arguments: dict[str, Any]) -> None:
+    try:
+        parameters = inspect.signature(found).parameters
+    except (TypeError, ValueError):
+        return
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    for name in arguments:
+        if name not in parameters:
+            raise ParameterError(
+                f'"{use}" takes no argument "{name}".{nearest(name, parameters)} '
+                f"It takes: {', '.join(parameters) or 'none'}."
+            )

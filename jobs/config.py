@@ -1,0 +1,286 @@
+"""A job's configuration: YAML, ``--set key=value``, and every mistake in it told at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jobs.components import Component
+from sparkdl import ParameterError
+from sparkdl.errors import nearest, raise_all
+
+REDACTED = "[redacted]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparkSection:
+    """The session."""
+
+    master: str | None = None
+    """Used where ``spark-submit`` gives none; null: all cores of this machine."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Any Spark settings, also those of sparkdl."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """Where the samples are."""
+
+    train: str
+    """Path of the training data."""
+    test: str | None = None
+    """Path of held-out data, to evaluate on after training."""
+    format: str = "parquet"
+    """Any format that ``spark.read`` knows."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of ``spark.read``."""
+    prepare: str | None = None
+    """A known data set to write to ``train`` and ``test`` where these do not exist."""
+    features: str | list[str] = "features"
+    """Input column, or a list of them."""
+    label: str | list[str] | None = "label"
+    """Label column, a list of them, or null."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSection:
+    """How long, in what batches, by how many."""
+
+    epochs: int = 10
+    """Passes over the training data."""
+    max_iterations: int | None = None
+    """Stop after so many iterations, if that comes first."""
+    batch_size: int = 256
+    """The global batch: samples of all replicas together."""
+    replicas: int | None = None
+    """Copies of the model; null: the cluster's task slots."""
+    slices: int | None = None
+    """Parts of the parameter vector; null: as many as replicas."""
+    engine: str = "shuffle"
+    """shuffle, or local for debugging."""
+    seed: int = 0
+    """Of the weights, the shuffling and dropout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that a training job is told."""
+
+    name: str = "run"
+    """The run folder is ``<runs>/<name>-<time>``."""
+    runs: str = "runs"
+    """Where run folders go."""
+    data: DataSection
+    model: Component
+    loss: Component
+    optimizer: Component
+    schedule: Component | None = None
+    """Learning-rate schedule; an argument ``iterations`` stands for their number."""
+    training: TrainingSection = TrainingSection()
+    metrics: list[str] = field(default_factory=list)
+    """Computed on the test data, beside the loss."""
+    spark: SparkSection = SparkSection()
+
+    def content(self) -> dict[str, Any]:
+        """As plain values, defaults included: what :func:`parse` reads."""
+        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+
+def read_config(path: str | Path, changes: Sequence[str] = ()) -> Config:
+    """The configuration in the YAML file ``path`` with ``key=value`` changes made to it.
+
+    Raises :class:`sparkdl.ParameterError` that lists every mistake, and FileNotFoundError.
+    """
+    content = read_yaml(path)
+    problems = []
+    for change in changes:
+        try:
+            apply_change(content, change)
+        except ParameterError as error:
+            problems.append(str(error))
+    raise_all(ParameterError, problems)
+    try:
+        return parse(content)
+    except ParameterError as error:
+        raise ParameterError(f"{path}: {error}") from None
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises ParameterError, FileNotFoundError."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no configuration file {path}.")
+    content = _load(Path(path).read_text(), str(path))
+    if not isinstance(content, dict):
+        raise ParameterError(f"{path}: give a mapping of keys to values.")
+    return content
+
+
+def apply_change(content: dict[str, Any], change: str) -> None:
+    """``a.b=value`` -> ``content["a"]["b"] = value``, the value read as YAML."""
+    key, equals, text = change.partition("=")
+    if not equals or not key.strip():
+        raise ParameterError(f'--set "{change}": give key=value, such as training.epochs=5.')
+    value = _load(text, f"--set {key}")
+    parts = key.strip().split(".")
+    if tuple(parts[:2]) in _FLAT and len(parts) > 2:
+        parts = [*parts[:2], ".".join(parts[2:])]
+    for i, part in enumerate(parts[:-1]):
+        inner = content.get(part)
+        if isinstance(inner, str) and _is_component(parts[: i + 1]):
+            inner = content[part] = {"use": inner}
+        elif inner is None:
+            inner = content[part] = {}
+        if not isinstance(inner, dict):
+            raise ParameterError(f'--set "{key}": {".".join(parts[: i + 1])} has no keys below it.')
+        content = inner
+    content[parts[-1]] = value
+
+
+def parse(content: dict[str, Any]) -> Config:
+    """The configuration from plain values. Raises ParameterError that lists every mistake."""
+    problems = [
+        f"{key} was redacted when it was written: give it anew, with --set {key}=..."
+        for key, value in _leaves(content, "")
+        if value == REDACTED
+    ]
+    config = _section(Config, content, "", problems)
+    raise_all(ParameterError, problems)
+    return config
+
+
+# Mappings whose keys hold dots of their own.
+_FLAT = {("spark", "settings"), ("data", "options")}
+
+_WANTED = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
+
+
+def _section(kind: type[Any], content: Any, prefix: str, problems: list[str]) -> Any:
+    """A ``kind`` of dataclass from a mapping; what is wrong is added to ``problems``."""
+    hints = typing.get_type_hints(kind)
+    if not isinstance(content, dict):
+        problems.append(f"{prefix[:-1]}: give a mapping with {', '.join(hints)}.")
+        return None
+    for key in content:
+        if key not in hints:
+            near = nearest(str(key), hints).replace('"', f'"{prefix}', 1) or _elsewhere(str(key))
+            problems.append(f'unknown key "{prefix}{key}".{near} Known here: {", ".join(hints)}.')
+    values = {}
+    for f in dataclasses.fields(kind):
+        if f.name in content:
+            values[f.name] = _value(hints[f.name], content[f.name], prefix + f.name, problems)
+        elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            problems.append(f"{prefix}{f.name} is missing.")
+            values[f.name] = None
+    return kind(**values)
+
+
+def _value(hint: Any, value: Any, key: str, problems: list[str]) -> Any:
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    if Component in options:
+        try:
+            return Component.of(value)
+        except ParameterError as error:
+            problems.append(f"{key}: {error}")
+            return None
+    if dataclasses.is_dataclass(hint):
+        return _section(hint, {} if value is None else value, f"{key}.", problems)
+    for option in options:
+        origin = typing.get_origin(option) or option
+        if origin is dict and isinstance(value, (dict, type(None))):
+            return dict(value or {})
+        if origin is list and isinstance(value, list) and all(isinstance(v, str) for v in value):
+            return value
+        if isinstance(origin, type) and type(value) is origin and origin is not list:
+            return value
+    wanted = " or ".join(_shown(option) for option in options)
+    quote = f" (quote it: '{value}')" if str in options and isinstance(value, (int, float)) else ""
+    problems.append(f"{key}: give {wanted}, not {_shown(type(value))}{quote}.")
+    return None
+
+
+def _shown(kind: Any) -> str:
+    origin = typing.get_origin(kind) or kind
+    if origin is list:
+        return "a list of texts" if typing.get_args(kind) else "a list"
+    if origin is dict:
+        return "a mapping"
+    return _WANTED.get(origin, f"a {getattr(origin, '__name__', origin)}")
+
+
+def _elsewhere(key: str) -> str:
+    """Where a key would be right that stands in a wrong section."""
+    for name, hint in typing.get_type_hints(Config).items():
+        if dataclasses.is_dataclass(hint) and hint is not Component:
+            close = nearest(key, typing.get_type_hints(hint))
+            if close:
+                return close.replace('"', f'"{name}.', 1)
+    return ""
+
+
+def _is_component(path: Sequence[str]) -> bool:
+    hint = typing.get_type_hints(Config).get(path[0]) if len(path) == 1 else None
+    return Component in (hint, *typing.get_args(hint))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Component):
+        return value.content()
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return value
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML, where 1e-3 is a number and a key given twice is an error."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f'the key "{key}" is given twice', key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def _load(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ParameterError(f"{where}{line}: {error.problem or 'this is not YAML'}.") from None
+    except yaml.YAMLError as error:
+        raise ParameterError(f"{where}: this is not YAML ({error}).") from None

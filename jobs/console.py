@@ -1,0 +1,129 @@
+"""What the jobs share at the console: the session, exit statuses, tables, progress."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import sparkdl
+from sparkdl import Callback, Trainer, TrainState
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+def run(job: Callable[[], None]) -> NoReturn:
+    """Run ``job`` and leave: 0; 2 with ``error: ...`` for a mistake of the user; 1 for a fault."""
+    from pyspark.errors import PySparkException
+
+    try:
+        job()
+    except (sparkdl.UserError, OSError) as error:
+        status, message = 2, str(error)
+    except sparkdl.TrainingError as error:
+        status, message = 1, str(error)
+    except PySparkException as error:
+        status, message = _from_spark(error)
+        if message is None:
+            raise
+    except KeyboardInterrupt:
+        status, message = 130, "interrupted."
+    else:
+        sys.exit(0)
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+def _from_spark(error: Any) -> tuple[int, str | None]:
+    """A mistake that Spark found (a path, a column), or that an executor found in a row."""
+    from pyspark.errors import AnalysisException
+
+    text = str(error)
+    found = re.search(r"sparkdl\.errors\.\w*Error: (.*?)(?:\n\s*\n|\n\tat |\Z)", text, re.DOTALL)
+    if found:
+        return 2, found[1].strip()
+    if isinstance(error, AnalysisException):
+        line = text.split("\n", 1)[0]
+        return 2, re.sub(r"^\[[A-Z_.]+\] | SQLSTATE: \w+.*$", "", line)
+    return 1, None
+
+
+@contextlib.contextmanager
+def session(
+    app: str, master: str | None = None, settings: Mapping[str, Any] | None = None
+) -> Iterator[SparkSession]:
+    """A session, stopped in the end. A master given to ``spark-submit`` goes before ``master``."""
+    given = {k: v for k, v in (settings or {}).items() if v is not None}
+    given.setdefault("spark.app.name", app)
+    spark = sparkdl.session(None if _submitted_with_master() else master, **given)
+    try:
+        yield spark
+    finally:
+        spark.stop()
+
+
+def _submitted_with_master() -> bool:
+    """Whether ``spark-submit`` was told a master: its own default, local[*], does not count."""
+    if "PYSPARK_GATEWAY_PORT" not in os.environ:
+        return False
+    from pyspark import SparkConf, SparkContext
+
+    SparkContext._ensure_initialized()
+    if SparkConf().get("spark.master", "local[*]") != "local[*]":
+        return True
+    assert SparkContext._jvm is not None
+    command = SparkContext._jvm.System.getProperty("sun.java.command") or ""
+    return "local[*]" in command.split() or "spark.master=local[*]" in command
+
+
+def table(rows: Mapping[str, Any]) -> str:
+    """Names and values as two columns; numbers readable."""
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}   {_readable(value)}" for name, value in rows.items())
+
+
+def _readable(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+class EpochLines(Callback):
+    """About ten lines a run, for logs; nothing where the progress bar is drawn."""
+
+    def __init__(self, epochs: int, progress: str = "auto") -> None:
+        self._every = max(1, -(-epochs // 10))
+        self._epochs = epochs
+        self._shown = progress == "auto" and not sys.stderr.isatty()
+        self._losses: list[float] = []
+
+    def on_epoch_start(self, trainer: Trainer, state: TrainState) -> None:
+        self._losses = []
+
+    def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:
+        self._losses.append(state.loss)
+
+    def on_epoch_end(self, trainer: Trainer, state: TrainState) -> None:
+        if self._shown and (state.epoch % self._every == 0 or state.epoch == self._epochs):
+            loss = sum(self._losses) / len(self._losses)
+            rate = state.samples / state.seconds
+            print(
+                f"epoch {state.epoch:>3}/{self._epochs}   loss {loss:<8.4g}   "
+                f"{rate:,.0f} samples/s",
+                flush=True,
+            )
+
+
+def read_options(pairs: list[str]) -> dict[str, str]:
+    """``["key=value", ...]`` -> a mapping. Raises ParameterError."""
+    options = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise sparkdl.ParameterError(f'--option "{pair}": give key=value.')
+        options[key] = value
+    return options

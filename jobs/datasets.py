@@ -1,0 +1,68 @@
+"""Reading data for a job, and writing the data set of the example."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jobs.config import DataSection
+from sparkdl import ParameterError
+from sparkdl.errors import nearest
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_DEFAULTS = {"csv": {"header": "true", "inferSchema": "true"}}
+
+
+def read(spark: SparkSession, path: str, format: str, options: dict[str, Any]) -> DataFrame:
+    """The data at ``path``; a CSV has a header and typed columns unless ``options`` differ."""
+    options = {**_DEFAULTS.get(format, {}), **options}
+    return spark.read.format(format).options(**options).load(path)
+
+
+def prepare(data: DataSection) -> None:
+    """Write the data set ``data.prepare`` where its files do not exist. Raises ParameterError."""
+    if data.prepare is None:
+        return
+    if data.prepare not in _WRITERS:
+        raise ParameterError(
+            f'data.prepare: "{data.prepare}" is no known data set.'
+            f"{nearest(data.prepare, _WRITERS)} Known: {', '.join(_WRITERS)}."
+        )
+    if data.format != "parquet" or data.test is None:
+        raise ParameterError("data.prepare writes Parquet to data.train and data.test: give both.")
+    if not (Path(data.train).exists() and Path(data.test).exists()):
+        _WRITERS[data.prepare](Path(data.train), Path(data.test))
+
+
+def _write_digits(train: Path, test: Path) -> None:
+    """scikit-learn's 1,797 handwritten digits: features array<float> (64 pixels from 0 to 16, row
+    by row) and label bigint; four fifths to train on, the same ones each time."""
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ImportError:
+        raise ParameterError(
+            "data.prepare: digits come with scikit-learn: pip install scikit-learn."
+        ) from None
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    pixels, labels = load_digits(return_X_y=True)
+    parts = train_test_split(pixels, labels, test_size=0.2, random_state=0, stratify=labels)
+    for path, features, label in ((train, parts[0], parts[2]), (test, parts[1], parts[3])):
+        table = pa.table(
+            {
+                "features": pa.array(list(features.astype("float32"))),
+                "label": pa.array(label.astype("int64")),
+            }
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        parquet.write_table(table, unfinished)
+        unfinished.replace(path)
+
+
+_WRITERS = {"digits": _write_digits}

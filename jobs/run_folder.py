@@ -1,0 +1,152 @@
+"""The folder of a run: its configuration, history, loss curve and model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jobs.config import REDACTED, Config
+from sparkdl import History, ParameterError, TrainedModel, UserError, __version__
+
+# A key whose value is a secret; a number only where it is not a size, such as max_tokens.
+_KEY = r"(access|account|api|encryption|private|shared)[._-]?key|(^|[._-])(key|token)$"
+_SECRET_NUMBER = re.compile(rf"secret|passw|credential|{_KEY}", re.IGNORECASE)
+_SECRET = re.compile(rf"token|{_SECRET_NUMBER.pattern}", re.IGNORECASE)
+_PASSWORD_IN_URL = re.compile(r"(\w+://[^/\s:@]*):[^/\s@]+@")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A new folder ``<runs>/<name>-<YYYYmmdd-HHMMSS>``; an existing one is never written to."""
+
+    path: Path
+
+    @staticmethod
+    @contextlib.contextmanager
+    def create(runs: str, name: str) -> Iterator[RunFolder]:
+        """Make the folder; take it away again where a mistake of the user ends the block."""
+        if not re.fullmatch(r"[\w][\w.+-]*", name):
+            raise ParameterError(f'name: "{name}" cannot be part of a folder name.')
+        stamp = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        path, number = Path(runs) / stamp, 1
+        while True:
+            try:
+                path.mkdir(parents=True)
+                break
+            except FileExistsError:
+                if not Path(runs).is_dir():
+                    raise
+                number += 1
+                path = Path(runs) / f"{stamp}-{number}"
+        try:
+            yield RunFolder(path)
+        except UserError:
+            shutil.rmtree(path)
+            raise
+
+    def write_config(self, config: Config) -> None:
+        """``config.yaml``: every key with its value, secrets redacted; it can be run again."""
+        import pyspark
+        import torch
+
+        command = shlex.join(_without_secrets(sys.argv))
+        (self.path / "config.yaml").write_text(
+            f"# Written by {command}\n"
+            f"# sparkdl {__version__}, pyspark {pyspark.__version__}, torch {torch.__version__}, "
+            f"Python {platform.python_version()}\n"
+            + yaml.safe_dump(redacted(config.content()), sort_keys=False, allow_unicode=True)
+        )
+
+    def write_training(self, trained: TrainedModel, batch_size: int) -> None:
+        """``model/``, ``history.json`` and ``loss.png``."""
+        trained.save(self.path / "model")
+        trained.history.save(self.path / "history.json")
+        draw_losses(trained.history, self.path / "loss.png", batch_size)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """``summary.json``."""
+        (self.path / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+
+
+def redacted(value: Any, key: str = "") -> Any:
+    """``value`` with what stands under secret-looking keys, and passwords in URLs, replaced."""
+    if isinstance(value, dict):
+        return {k: redacted(v, f"{key}.{k}") for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redacted(v, key) for v in value]
+    if isinstance(value, str):
+        return REDACTED if _SECRET.search(key) else _PASSWORD_IN_URL.sub(rf"\1:{REDACTED}@", value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return REDACTED if _SECRET_NUMBER.search(key) else value
+    return value
+
+
+def _without_secrets(arguments: list[str]) -> list[str]:
+    shown = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals and _SECRET.search(key):
+            value = REDACTED
+        shown.append(redacted(f"{key}{equals}{value}"))
+    return shown
+
+
+def find_model(path: str | Path) -> tuple[Path, Path | None]:
+    """(model folder, run folder or None) of a run folder or a model folder."""
+    given = Path(path)
+    for model in (given, given / "model"):
+        if (model / "model.json").is_file():
+            run = Path(os.path.normpath(model / os.pardir))
+            return model, (run if (run / "config.yaml").is_file() else None)
+    if not given.exists():
+        raise FileNotFoundError(f"there is no folder {given}.")
+    raise FileNotFoundError(f"{given} is neither a run folder nor a model (no model.json in it).")
+
+
+def draw_losses(history: History, path: Path, batch_size: int) -> None:
+    """The loss of each iteration as a thin line, the mean of each epoch as a thick one."""
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
+
+    epochs = history.epochs()
+    ends = [sum(e["iterations"] for e in epochs[: i + 1]) for i in range(len(epochs))]
+    middles = [end - (e["iterations"] - 1) / 2 for end, e in zip(ends, epochs, strict=True)]
+    means = [e["loss"] for e in epochs]
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes.plot(
+        range(1, len(history) + 1), history.losses, lw=0.7, color="#a9c4de", label="iteration"
+    )
+    axes.plot(middles, means, lw=2.2, color="#1f4e79", marker="o", ms=4, label="mean of an epoch")
+    if min(history.losses) > 0 and max(means) > 20 * min(means):
+        axes.set_yscale("log")
+    axes.set_xlabel(f"iteration (batches of {batch_size} samples)")
+    axes.set_ylabel("training loss (mean per sample)")
+    axes.set_xlim(0, len(history) + 1)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    per_epoch = epochs[0]["iterations"]
+    above = axes.secondary_xaxis(
+        "top", functions=(lambda i: i / per_epoch, lambda e: e * per_epoch)
+    )
+    above.xaxis.set_major_locator(MaxNLocator(integer=True))
+    above.set_xlabel("epoch")
+    figure.savefig(path)
+    pyplot.close(figure)

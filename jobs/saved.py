@@ -1,0 +1,75 @@
+"""A saved model for a job: found in a run folder, loaded, ready to travel."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import sparkdl
+from jobs.components import Component, import_from_here, ship
+from jobs.config import read_yaml
+from jobs.run_folder import find_model
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A loaded model, the folder it is in, and the metrics of its run."""
+
+    trained: sparkdl.TrainedModel
+    folder: Path
+    metrics: list[str] = field(default_factory=list)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What evaluating and predicting have in common."""
+    parser.add_argument("--model", required=True, metavar="FOLDER", help="a run folder, or a model")
+    parser.add_argument("--data", required=True, metavar="PATH", help="what to read")
+    parser.add_argument("--format", default="parquet", metavar="NAME", help="default: parquet")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE",
+        help="an option of spark.read; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--master", default="local[2]", help="without spark-submit --master; default: local[2]"
+    )
+    parser.add_argument(
+        "--trust", action="store_true",
+        help="let the folder run code of its choice: its pickle, any function that it names",
+    )  # fmt: skip
+
+
+def load(
+    path: str, trust: bool = False, loss: str | None = None, needs_loss: bool = False
+) -> Saved:
+    """The model at ``path``. Without ``trust`` no code runs but that of modules of ``torch.nn`` and
+    of functions that say that they build a module. Raises :class:`sparkdl.UserError`."""
+    model, run = find_model(path)
+    config = read_yaml(run / "config.yaml") if run else {}
+    import_from_here()
+    if trust and config.get("model"):
+        Component.of(config["model"]).resolve()  # its file may be in a place only the run knows
+    trained = sparkdl.load(
+        model, loss=_loss(config, loss, trust, run) if needs_loss else None, trust=trust
+    )
+    for module in trained.module.modules():
+        ship(type(module).__module__)
+    return Saved(trained, run or model, config.get("metrics") or [])
+
+
+def _loss(
+    config: dict[str, Any], given: str | None, trust: bool, run: Path | None
+) -> Callable[..., Any] | None:
+    if given:
+        return Component(given).resolve_loss()
+    if not config.get("loss"):
+        return None
+    loss = Component.of(config["loss"])
+    if not trust and not loss.is_torch_loss():
+        raise sparkdl.TrustError(
+            f'{run}/config.yaml names the loss "{loss.use}", which is not of torch.nn. Pass '
+            f"--loss {loss.use} if that is yours, or --trust if you trust the folder."
+        )
+    return loss.resolve_loss()

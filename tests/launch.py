@@ -1,0 +1,95 @@
+"""Sessions of other masters: one SparkContext lives in a process, so each takes one of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULT = "RESULT "
+QUIET = {
+    "spark.ui.enabled": "false",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.host": "127.0.0.1",
+    "spark.sparkdl.progress": "false",
+    # All executors are there before the first task: else one of them could get every partition.
+    "spark.scheduler.minRegisteredResourcesRatio": "1.0",
+}
+
+
+def launch(script: Path, folder: Path, seconds: float = 120, **spec: Any) -> dict[str, Any]:
+    """Run ``script`` with ``spec`` in a fresh process whose working directory is ``folder``.
+
+    What the script hands to :func:`answer` comes back. It and all it started are gone afterwards.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parent),
+        "PYSPARK_PYTHON": sys.executable,
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "SPARK_LOCAL_DIRS": str(folder / "local"),
+        "SPARK_WORKER_DIR": str(folder / "work"),
+    }
+    process = subprocess.Popen(
+        [sys.executable, str(script), json.dumps(spec)],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"no end after {seconds} s:\n{output[-4000:]}") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    answers = [line for line in output.splitlines() if line.startswith(RESULT)]
+    assert process.returncode == 0, output[-4000:]
+    assert answers, output[-4000:]
+    return json.loads(answers[-1].removeprefix(RESULT))
+
+
+def spec() -> dict[str, Any]:
+    """In the script: what :func:`launch` was given."""
+    return json.loads(sys.argv[1])
+
+
+def answer(value: dict[str, Any]) -> None:
+    """In the script: hand ``value`` back."""
+    print(RESULT + json.dumps(value), flush=True)
+
+
+@contextlib.contextmanager
+def session(master: str, **settings: str) -> Iterator[Any]:
+    """A quiet session on ``master``; ``settings`` with dots in their names win."""
+    import sparkdl
+
+    spark = sparkdl.session(master, **{**QUIET, **settings})
+    try:
+        yield spark
+    finally:
+        spark.stop()
+
+
+def digest(module: torch.nn.Module) -> str:
+    """MD5 over the bytes of the state dict."""
+    md5 = hashlib.md5(usedforsecurity=False)
+    for name, tensor in module.state_dict().items():
+        md5.update(name.encode())
+        md5.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return md5.hexdigest()

@@ -1,0 +1,42 @@
+"""Fixtures of the tests that need Spark."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+@pytest.fixture
+def num_jobs(spark: SparkSession) -> Callable[[], int]:
+    """How many Spark jobs were submitted so far."""
+    scheduler = spark.sparkContext._jsc.sc().dagScheduler()
+    return lambda: scheduler.numTotalJobs()
+
+
+@pytest.fixture
+def nothing_left(
+    spark: SparkSession, slabs: Callable[..., list[str]]
+) -> Iterator[Callable[[], None]]:
+    """Asserts, when called and at the end, that no slab, persisted RDD or job of a fit is left."""
+    context = spark.sparkContext
+
+    def check() -> None:
+        assert slabs() == []
+        assert context._jsc.getPersistentRDDs().isEmpty()
+        assert list(context.statusTracker().getActiveJobsIds()) == []
+
+    yield check
+    check()
+
+
+@pytest.fixture
+def slabs(spark: SparkSession) -> Callable[..., list[str]]:
+    """The slab roots that this application has in a directory (a pattern)."""
+    name = f"sparkdl-{spark.sparkContext.applicationId}-*"
+    return lambda directory="/dev/shm": glob.glob(f"{directory}/{name}")

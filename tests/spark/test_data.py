@@ -1,0 +1,485 @@
+"""Every kind of data becomes the samples it should, however it is split and whatever is asked."""
+
+from __future__ import annotations
+
+import decimal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyspark import StorageLevel, cloudpickle
+from pyspark.core.rdd import RDD
+from pyspark.ml.linalg import Matrices, Vectors
+from pyspark.sql import functions
+from pyspark.sql.types import DoubleType, StructField, StructType, UserDefinedType
+from torch import nn
+
+import sparkdl
+from sparkdl.data.partition import close_partitions, open_partition
+from sparkdl.data.samples import (
+    Sample,
+    SampleSet,
+    Source,
+    check_handles,
+    materialize,
+    materialize_here,
+)
+from sparkdl.frames import map_frames
+from sparkdl.slab.pool import close_pool
+from sparkdl.slab.root import SlabConfig, remove_root
+
+pytestmark = pytest.mark.spark
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Reader:
+    """Makes sample sets and reads them back; the slabs of ``local[2]`` are on this machine."""
+
+    def __init__(self, spark: Any) -> None:
+        self.spark, self.context = spark, spark.sparkContext
+        self.slab = SlabConfig.new("/dev/shm", self.context.applicationId)
+        self.rdds: list[RDD] = []
+
+    def samples(
+        self,
+        data: Any,
+        features: Any = ("features",),
+        label: Any = ("label",),
+        replicas: int = 2,
+        dtype: str = "float32",
+        here: bool = False,
+    ) -> SampleSet:
+        source = Source(data, tuple(features), tuple(label), replicas, dtype, self.slab)
+        return materialize_here(source) if here else materialize(source, self.persist)
+
+    def persist(self, rdd: RDD) -> RDD:
+        self.rdds.append(rdd.persist(StorageLevel.MEMORY_AND_DISK))
+        return rdd
+
+    def rows(self, samples: SampleSet) -> list[np.ndarray]:
+        """One array a field: all partitions, each in canonical order."""
+        parts = [
+            open_partition(handle).gather(np.arange(handle.num_rows))
+            for handle in samples.handles
+            if handle.num_rows
+        ]
+        return [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
+
+    def close(self) -> None:
+        close_partitions()
+        close_pool(self.slab)
+        remove_root(self.slab)
+        for rdd in self.rdds:
+            rdd.unpersist()
+
+
+@pytest.fixture
+def reader(spark: Any) -> Iterator[Reader]:
+    reader = Reader(spark)
+    yield reader
+    reader.close()
+
+
+def sorted_rows(array: np.ndarray) -> list[Any]:
+    return sorted(array.tolist())
+
+
+def same(left: SampleSet, right: SampleSet) -> bool:
+    return (
+        left.counts == right.counts
+        and left.fields == right.fields
+        and [h.checksum for h in left.handles] == [h.checksum for h in right.handles]
+    )
+
+
+COLUMNS = [
+    ("tinyint", [1, -2, 3], "int8", ()),
+    ("smallint", [1, -2, 3], "int16", ()),
+    ("int", [1, -2, 3], "int32", ()),
+    ("bigint", [1, -2, 2**60], "int64", ()),
+    ("float", [0.5, -2.0, 3.0], "float32", ()),
+    ("double", [0.5, -2.0, 3.0], "float32", ()),
+    ("decimal(9,2)", [decimal.Decimal(v) for v in ("0.25", "-2.00", "3.50")], "float32", ()),
+    ("decimal(38,18)", [decimal.Decimal(v) for v in ("0.25", "-2.00", "3.50")], "float32", ()),
+    ("boolean", [True, False, True], "bool", ()),
+    ("array<double>", [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], "float32", (2,)),
+    ("array<bigint>", [[1, 2], [3, 4], [5, 6]], "int64", (2,)),
+    ("array<boolean>", [[True, False], [True, True], [False, False]], "bool", (2,)),
+    (
+        "array<decimal(9,2)>",
+        [[decimal.Decimal("0.25")], [decimal.Decimal("1")], [decimal.Decimal("2")]],
+        "float32",
+        (1,),
+    ),
+    ("array<array<float>>", [[[1.0, 2.0]], [[3.0, 4.0]], [[5.0, 6.0]]], "float32", (1, 2)),
+    (
+        "array<array<array<tinyint>>>",
+        [[[[i, 2], [3, 4]], [[5, 6], [7, 8]], [[9, 1], [2, 3]]] for i in range(3)],
+        "int8",
+        (3, 2, 2),
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "values", "dtype", "shape"), COLUMNS, ids=lambda v: str(v)[:30])
+def test_a_column_becomes_its_tensor(
+    reader: Reader, kind: str, values: list[Any], dtype: str, shape: tuple[int, ...]
+) -> None:
+    data = reader.spark.createDataFrame([(v, i) for i, v in enumerate(values)], f"x {kind}, i int")
+    samples = reader.samples(data, ["x"], ["i"], here=True)
+    assert [(f.name, f.dtype, f.shape) for f in samples.fields] == [
+        ("x", dtype, shape),
+        ("i", "int32", ()),
+    ]
+    x, i = reader.rows(samples)
+    np.testing.assert_array_equal(x[np.argsort(i)], np.array(values, dtype=dtype))
+
+
+def test_the_kinds_of_columns_in_tasks(reader: Reader) -> None:
+    """All of them at once through the executors, as several inputs and several labels."""
+    schema = ", ".join(f"c{n} {kind}" for n, (kind, *_) in enumerate(COLUMNS))
+    data = reader.spark.createDataFrame(
+        list(zip(*[values for _, values, _, _ in COLUMNS], strict=True)), schema
+    )
+    names = data.columns
+    samples = reader.samples(data, names[:9], names[9:])
+    assert samples.num_features == 9
+    assert samples.counts == (1, 2)
+    assert [(f.dtype, f.shape) for f in samples.fields] == [(d, s) for _, _, d, s in COLUMNS]
+    for (_, values, dtype, _), found in zip(COLUMNS, reader.rows(samples), strict=True):
+        assert sorted_rows(found) == sorted_rows(np.array(values, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "vectors",
+    [
+        [Vectors.dense([1.0, 0.0, 2.0]), Vectors.dense([0.0, 0.0, 3.0])],
+        [Vectors.sparse(3, {0: 1.0, 2: 2.0}), Vectors.sparse(3, {})],
+        [Vectors.dense([1.0, 0.0, 2.0]), Vectors.sparse(3, {1: 4.0}), Vectors.sparse(3, [], [])],
+        [Vectors.sparse(3, [2], [1.0])],
+    ],
+    ids=["dense", "sparse", "mixed", "one"],
+)
+def test_vectors(reader: Reader, vectors: list[Any]) -> None:
+    rows = [(vector, i) for i, vector in enumerate(vectors)]
+    data = reader.spark.createDataFrame(rows, ["v", "i"])
+    x, i = reader.rows(reader.samples(data, ["v"], ["i"], replicas=1))
+    np.testing.assert_array_equal(
+        x[np.argsort(i)], np.array([v.toArray() for v in vectors], dtype=np.float32)
+    )
+
+
+def test_float64_models_get_float64(reader: Reader) -> None:
+    data = reader.spark.createDataFrame([(1 / 3, Vectors.dense([1 / 3]))] * 2, ["x", "v"])
+    x, v = reader.rows(reader.samples(data, ["x"], ["v"], dtype="float64", here=True))
+    assert x.dtype == v.dtype == np.float64
+    assert (x == 1 / 3).all()
+    assert (v == 1 / 3).all()
+
+
+def test_no_label(reader: Reader) -> None:
+    data = reader.spark.createDataFrame([(1.0,), (2.0,)], "x double")
+    samples = reader.samples(data, ["x"], [])
+    assert (len(samples.fields), samples.num_features) == (1, 1)
+
+
+NAMES = ["a.b", "with space", "größe", "数", "a`b", "select", "c0", "a,b(c)"]
+
+
+def test_any_column_name(reader: Reader) -> None:
+    data = reader.spark.createDataFrame([(float(i),) * len(NAMES) for i in range(4)], NAMES)
+    samples = reader.samples(data, NAMES[:-1], NAMES[-1:], replicas=3)
+    assert [field.name for field in samples.fields] == NAMES
+    for column in reader.rows(samples):
+        assert sorted_rows(column) == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("here", [False, True], ids=["tasks", "here"])
+def test_one_column_as_input_and_label(reader: Reader, here: bool) -> None:
+    data = reader.spark.createDataFrame([([float(i), 1.0],) for i in range(5)], "x array<float>")
+    first, second, label = reader.rows(reader.samples(data, ["x", "x"], ["x"], 3, here=here))
+    np.testing.assert_array_equal(first, label)
+    np.testing.assert_array_equal(second, label)
+    assert len(label) == 5
+
+
+class Point:
+    def __init__(self, x: float, y: float) -> None:
+        self.x, self.y = x, y
+
+
+class PointUDT(UserDefinedType):
+    @classmethod
+    def sqlType(cls) -> StructType:
+        return StructType([StructField("x", DoubleType()), StructField("y", DoubleType())])
+
+    @classmethod
+    def module(cls) -> str:
+        return "test_data"
+
+    def serialize(self, obj: Point) -> tuple[float, float]:
+        return (obj.x, obj.y)
+
+    def deserialize(self, datum: Any) -> Point:
+        return Point(*datum)
+
+
+Point.__UDT__ = PointUDT()  # type: ignore[attr-defined]
+
+
+def test_a_udt_column_beside_and_a_udt_column_used(reader: Reader) -> None:
+    points = StructType([StructField("p", PointUDT()), StructField("x", DoubleType())])
+    data = reader.spark.createDataFrame([(Point(1.0, 2.0), 3.0)] * 2, points)
+    assert reader.rows(reader.samples(data, ["x"], []))[0].tolist() == [3.0, 3.0]
+    with pytest.raises(sparkdl.DataError, match='feature column "p" is of type'):
+        reader.samples(data, ["p"], [])
+
+
+# Partitions.
+
+
+def numbers(spark: Any, partitions: int = 2, count: int = 40) -> Any:
+    return spark.range(0, count, 1, partitions).selectExpr(
+        "array(cast(id as double), sin(id)) as features", "cast(id % 3 as int) as label"
+    )
+
+
+SPLITS: dict[str, Callable[[Any], Any]] = {
+    "one partition": lambda df: df.coalesce(1),
+    "seven partitions": lambda df: df.repartition(7),
+    "sorted backwards": lambda df: df.orderBy(functions.desc("features")),
+    "union of halves": lambda df: df.filter("label > 0").union(df.filter("label = 0")),
+    "cached": lambda df: df.repartition(5).cache(),
+    "an upstream shuffle": lambda df: df.groupBy("features").agg(
+        functions.max("label").alias("label")
+    ),
+    "through a join": lambda df: df.join(df.select("features").distinct(), "features"),
+    "other columns between": lambda df: df.select(
+        "label", functions.rand(1).alias("r"), "features"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def reference(spark: Any) -> Iterator[SampleSet]:
+    reader = Reader(spark)
+    yield reader.samples(numbers(spark, 5), replicas=3)
+    reader.close()
+
+
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_redistributed_rows_do_not_remember_their_split(
+    reader: Reader, reference: SampleSet, split: Callable[[Any], Any]
+) -> None:
+    data = split(numbers(reader.spark, 4))
+    samples = reader.samples(data, replicas=3)
+    data.unpersist()
+    assert same(samples, reference)
+    assert sum(samples.counts) == 40
+    for found, expected in zip(reader.rows(samples), reader.rows(reference), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_partitions_are_kept_where_their_number_fits(reader: Reader) -> None:
+    samples = reader.samples(numbers(reader.spark, 3), replicas=3)
+    kept = [
+        sorted_rows(open_partition(h).gather(np.arange(h.num_rows))[0][:, 0])
+        for h in samples.handles
+    ]
+    assert kept == [
+        [float(i) for i in range(start, stop)] for start, stop in ((0, 13), (13, 26), (26, 40))
+    ]
+
+
+def test_the_order_inside_a_partition_does_not_count(reader: Reader) -> None:
+    data = numbers(reader.spark, 2)
+    backwards = data.sortWithinPartitions(functions.desc("features"))
+    one, other = reader.samples(data), reader.samples(backwards)
+    assert same(one, other)
+    for left, right in zip(reader.rows(one), reader.rows(other), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_uneven_and_empty_partitions(reader: Reader) -> None:
+    data = numbers(reader.spark, 4).filter("features[0] < 12 or features[0] = 33")
+    samples = reader.samples(data, replicas=4)
+    assert samples.counts == (10, 2, 0, 1)
+    assert samples.handles[2].fields == ()
+    assert sorted_rows(reader.rows(samples)[0][:, 0]) == [*map(float, range(12)), 33.0]
+    trainer = sparkdl.Trainer(
+        model=lambda: nn.Linear(2, 3),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD,
+        replicas=4,
+        batch_size=5,
+        stop=sparkdl.max_epoch(1),
+    )
+    assert sum(e["samples"] for e in trainer.fit(data).history.epochs()) == 13
+
+
+def test_more_replicas_than_rows(reader: Reader) -> None:
+    samples = reader.samples(numbers(reader.spark, 2, count=2), replicas=5)
+    assert len(samples.counts) == 5
+    assert sum(samples.counts) == 2
+
+
+def test_duplicated_rows_are_all_there(reader: Reader) -> None:
+    data = numbers(reader.spark, 2, count=6)
+    samples = reader.samples(data.union(data).union(data), replicas=2)
+    assert sorted_rows(reader.rows(samples)[0][:, 0]) == sorted([*map(float, range(6))] * 3)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_the_local_engine_sees_the_same_partitions(reader: Reader, replicas: int) -> None:
+    data = numbers(reader.spark, 2)
+    there = reader.samples(data, replicas=replicas)
+    here = reader.samples(data, replicas=replicas, here=True)
+    assert same(there, here)
+    for left, right in zip(reader.rows(there), reader.rows(here), strict=True):
+        np.testing.assert_array_equal(left, right)
+    for left, right in zip(there.preview, here.preview, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.parametrize("kind", ["redistributed", "kept", "records", "upstream shuffle"])
+def test_a_lost_partition_is_computed_again(reader: Reader, kind: str) -> None:
+    data = {
+        "redistributed": lambda: numbers(reader.spark, 4),
+        "kept": lambda: numbers(reader.spark, 3),
+        "records": lambda: numbers(reader.spark, 4).rdd.map(lambda r: (list(r[0]), r[1])),
+        "upstream shuffle": lambda: (
+            numbers(reader.spark, 4)
+            .groupBy("features")
+            .max()
+            .select("features", functions.col("max(label)").alias("label"))
+        ),
+    }[kind]()
+    samples = reader.samples(data, replicas=3)
+    before = reader.rows(samples)
+    assert samples.rdd is not None
+    samples.rdd.unpersist(blocking=True)
+    samples.rdd.persist(StorageLevel.MEMORY_AND_DISK)
+    again = [handle_of(frame) for frame in samples.rdd.collect()]
+    check_handles(again, "column")
+    assert [h.checksum for h in again] == [h.checksum for h in samples.handles]
+    assert {p for h in again for p in h.paths}.isdisjoint(
+        p for h in samples.handles for p in h.paths
+    )
+    after = reader.rows(SampleSet(None, tuple(again), samples.fields, 1, []))
+    for left, right in zip(before, after, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def handle_of(frame: bytes) -> Any:
+    import pickle
+
+    return pickle.loads(frame)
+
+
+def test_the_rdd_holds_one_small_frame_a_partition(reader: Reader) -> None:
+    samples = reader.samples(numbers(reader.spark, 3, count=3000), replicas=3)
+    assert samples.rdd is not None
+    sizes = map_frames(samples.rdd, frame_sizes).collect()
+    assert len(sizes) == 3
+    assert max(int(size) for size in sizes) < 2000
+
+
+def frame_sizes(partition: int, frames: Any) -> Iterator[bytes]:
+    yield b",".join(str(len(frame)).encode() for frame in frames)
+
+
+# RDDs.
+
+
+def records(reader: Reader, values: list[Any], partitions: int = 2) -> Any:
+    return reader.context.parallelize(values, partitions)
+
+
+PAIRS = {
+    "lists": [([1.0, float(i)], i % 3) for i in range(20)],
+    "arrays": [(np.array([1.0, float(i)]), np.int64(i % 3)) for i in range(20)],
+    "float32 arrays": [(np.array([1.0, i], dtype=np.float32), i % 3) for i in range(20)],
+    "tensors": [(torch.tensor([1.0, float(i)]), torch.tensor(i % 3)) for i in range(20)],
+    "vectors": [(Vectors.dense([1.0, float(i)]), i % 3) for i in range(20)],
+    "samples": [Sample([1.0, float(i)], i % 3) for i in range(20)],
+    "samples of tensors": [Sample(torch.tensor([1.0, float(i)]), i % 3) for i in range(20)],
+}
+
+
+@pytest.mark.parametrize("values", PAIRS.values(), ids=PAIRS)
+def test_records_become_the_same_samples(reader: Reader, values: list[Any]) -> None:
+    expected = reader.samples(records(reader, PAIRS["lists"]), here=True)
+    samples = reader.samples(records(reader, values))
+    assert same(samples, expected)
+    assert [(f.name, f.dtype, f.shape) for f in samples.fields] == [
+        ("features", "float32", (2,)),
+        ("label", "int64", ()),
+    ]
+    for left, right in zip(reader.rows(samples), reader.rows(expected), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.parametrize("values", PAIRS.values(), ids=PAIRS)
+def test_redistributed_records_do_not_remember_their_split(
+    reader: Reader, values: list[Any]
+) -> None:
+    """Nor what they were made of: the content decides, not a pickle, which may hold an address."""
+    expected = reader.samples(records(reader, PAIRS["lists"], 1), replicas=3, here=True)
+    samples = reader.samples(records(reader, values[::-1], 4), replicas=3, here=True)
+    assert same(samples, expected)
+    assert min(samples.counts) > 0
+
+
+def test_records_with_several_inputs_and_labels(reader: Reader) -> None:
+    values = [
+        Sample(([float(i), 1.0], torch.tensor(i), Matrices.dense(1, 2, [1.0, 2.0])), (i % 2, 0.5))
+        for i in range(4)
+    ]
+    samples = reader.samples(records(reader, values))
+    assert samples.num_features == 3
+    assert [(f.name, f.dtype, f.shape) for f in samples.fields] == [
+        ("features[0]", "float32", (2,)),
+        ("features[1]", "int64", ()),
+        ("features[2]", "float32", (1, 2)),
+        ("label[0]", "int64", ()),
+        ("label[1]", "float32", ()),
+    ]
+
+
+def test_records_without_a_label(reader: Reader) -> None:
+    bare = reader.samples(records(reader, [[1.0, 2.0]] * 4), label=())
+    wrapped = reader.samples(records(reader, [Sample([1.0, 2.0])] * 4), label=())
+    assert same(bare, wrapped)
+    assert [field.name for field in bare.fields] == ["features"]
+
+
+def test_a_dataframe_and_its_records_agree(reader: Reader) -> None:
+    data = numbers(reader.spark, 2).withColumn("label", functions.col("label").cast("long"))
+    frame = reader.samples(data)
+    rdd = reader.samples(data.rdd.map(lambda row: (row.features, row.label)))
+    assert [h.checksum for h in frame.handles] == [h.checksum for h in rdd.handles]
+
+
+# What the model is tried on.
+
+
+def test_the_preview_has_the_extreme_integers(reader: Reader) -> None:
+    data = reader.spark.range(0, 1000, 1, 4).selectExpr(
+        "float(id) as x",
+        "array(int(0), int(id = 777) * 9 - int(id = 3) * 5) as words",
+        "int(id % 3) + int(id = 501) * 40 as label",
+    )
+    for here in (False, True):
+        samples = reader.samples(data, ["x", "words"], ["label"], replicas=4, here=here)
+        _, words, label = samples.preview
+        assert (words.min(), words.max()) == (-5, 9)
+        assert (label.min(), label.max()) == (0, 40)
+        assert len(label) <= 6
+
+
+def test_the_preview_of_one_row_repeats_it(reader: Reader) -> None:
+    samples = reader.samples(numbers(reader.spark, 1, count=1), replicas=1, here=True)
+    assert [len(array) for array in samples.preview] == [2, 2]

@@ -1,0 +1,504 @@
+"""What ``fit`` returns: predictions, metrics, and nothing of the user's touched."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyspark import cloudpickle
+from pyspark.ml.linalg import Vectors
+from pyspark.sql import functions
+from torch import nn
+
+import sparkdl
+from sparkdl.data.partition import Field
+from sparkdl.infer.output import Output
+from sparkdl.infer.predictor import INLINE_BYTES, ShippedModule
+
+pytestmark = pytest.mark.spark
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def trained(
+    module: nn.Module,
+    features: tuple[str, ...] = ("x",),
+    label: tuple[str, ...] = ("y",),
+    loss: Any = None,
+    example: tuple[torch.Tensor, ...] = (torch.zeros(1, 2),),
+    dtype: str = "float32",
+) -> sparkdl.TrainedModel:
+    """A model as if it had been trained, with no fit."""
+    module = module.eval()
+    return sparkdl.TrainedModel(
+        module=module,
+        model=module,
+        loss=loss,
+        features=features,
+        label=label,
+        fields=tuple(Field(name, dtype, ()) for name in (*features, *label)),
+        num_features=len(features),
+        float_dtype=dtype,
+        output=Output.of(module(*example)),
+        history=sparkdl.History(),
+    )
+
+
+def linear(inputs: int = 2, outputs: int = 3, dtype: Any = torch.float32) -> nn.Module:
+    torch.manual_seed(1)
+    layers = nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs)
+    return nn.Sequential(*layers).to(dtype)
+
+
+class Join(nn.Module):
+    """A number, an array and an index: several inputs, one output a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.table, self.linear = nn.Embedding(5, 2), nn.Linear(5, 1)
+
+    def forward(self, number: Any, values: Any, index: Any) -> torch.Tensor:
+        joined = torch.cat([number[:, None], values, self.table(index)], dim=1)
+        return self.linear(joined)[:, 0]
+
+
+@pytest.fixture(scope="module")
+def table(spark: Any) -> Any:
+    """20 rows in 4 partitions; ``i`` numbers them, ``x`` is two floats, ``y`` a class of three."""
+    return spark.range(0, 20, 1, 4).selectExpr(
+        "id as i",
+        "array(float(id / 10), float(sin(id))) as x",
+        "double(id / 7) as number",
+        "int(id % 5) as word",
+        "int(id % 3) as y",
+    )
+
+
+def predictions(frame: Any, column: str = "prediction") -> np.ndarray:
+    return np.array([row[column] for row in sorted(frame.collect(), key=lambda row: row.i)])
+
+
+def inputs_of(table: Any, column: str, dtype: Any = torch.float32) -> torch.Tensor:
+    rows = sorted(table.collect(), key=lambda row: row.i)
+    values = [row[column] for row in rows]
+    values = [v.toArray().tolist() if hasattr(v, "toArray") else v for v in values]
+    return torch.tensor(values, dtype=dtype)
+
+
+def close(found: Any, expected: torch.Tensor) -> None:
+    np.testing.assert_allclose(found, expected.detach().numpy(), rtol=1e-6, atol=1e-6)
+
+
+# transform
+
+
+def test_numbers(table: Any) -> None:
+    module = nn.Sequential(nn.Unflatten(0, (-1, 1)), linear(1, 1), nn.Flatten(0))
+    model = trained(module, ("number",), example=(torch.zeros(2),))
+    found = model.transform(table)
+    assert found.schema["prediction"].dataType.simpleString() == "float"
+    close(predictions(found), module(inputs_of(table, "number")))
+
+
+def test_arrays(table: Any) -> None:
+    model = trained(linear())
+    found = model.transform(table)
+    assert found.schema["prediction"].dataType.simpleString() == "array<float>"
+    close(predictions(found), model.module(inputs_of(table, "x")))
+
+
+def test_nested_arrays_in_and_out(table: Any) -> None:
+    data = table.withColumn("x", functions.expr("array(x, x, array(1f, 2f))"))
+    model = trained(nn.Linear(2, 4), example=(torch.zeros(1, 3, 2),))
+    found = model.transform(data)
+    assert found.schema["prediction"].dataType.simpleString() == "array<array<float>>"
+    close(predictions(found), model.module(inputs_of(data, "x")))
+
+
+def test_vectors(spark: Any) -> None:
+    rows = [(i, Vectors.sparse(2, {i % 2: float(i)})) for i in range(5)]
+    data = spark.createDataFrame([*rows, (5, Vectors.dense([1.0, 2.0]))], ["i", "x"])
+    model = trained(linear())
+    close(predictions(model.transform(data)), model.module(inputs_of(data, "x")))
+
+
+def test_several_inputs(table: Any) -> None:
+    example = (torch.zeros(1), torch.zeros(1, 2), torch.zeros(1, dtype=torch.long))
+    model = trained(Join(), ("number", "x", "word"), example=example)
+    expected = model.module(
+        inputs_of(table, "number"), inputs_of(table, "x"), inputs_of(table, "word", torch.long)
+    )
+    close(predictions(model.transform(table)), expected)
+
+
+def test_any_column_name(table: Any) -> None:
+    model = trained(linear(), ("a`b. c",))
+    found = model.transform(table.withColumnRenamed("x", "a`b. c"))
+    close(predictions(found), model.module(inputs_of(table, "x")))
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 1000])
+def test_the_batch_size_does_not_matter(table: Any, batch_size: int) -> None:
+    model = trained(linear())
+    found = model.transform(table, batch_size=batch_size)
+    close(predictions(found), model.module(inputs_of(table, "x")))
+
+
+def test_more_rows_than_an_arrow_batch(spark: Any) -> None:
+    data = spark.range(0, 25_000, 1, 2).selectExpr("id as i", "array(float(id), 1f) as x")
+    model = trained(nn.Linear(2, 1))
+    close(predictions(model.transform(data)), model.module(inputs_of(data, "x")))
+
+
+@pytest.mark.parametrize(
+    ("module", "finish", "kind", "dtype"),
+    [
+        (linear(), partial(torch.argmax, dim=1), "bigint", "float32"),
+        (linear(), partial(torch.softmax, dim=1), "array<float>", "float32"),
+        (linear(), lambda out: out[:, 0] > 0, "boolean", "float32"),
+        (linear(), lambda out: (out * 100).to(torch.uint8), "array<smallint>", "float32"),
+        (linear(), lambda out: (out * 100).int(), "array<int>", "float32"),
+        (linear(), lambda out: out[:, 0].half(), "float", "float32"),
+        (linear(), lambda out: out[:, :0], "array<float>", "float32"),
+        (linear(dtype=torch.float64), None, "array<double>", "float64"),
+        (linear(dtype=torch.float64), lambda out: out.bfloat16(), "array<float>", "float64"),
+    ],
+    ids=["argmax", "softmax", "bool", "uint8", "int", "half", "empty", "double", "bfloat16"],
+)
+def test_postprocess_and_output_types(
+    table: Any, module: nn.Module, finish: Any, kind: str, dtype: str
+) -> None:
+    torch_dtype = getattr(torch, dtype)
+    example = (torch.zeros(1, 2, dtype=torch_dtype),)
+    model = trained(module, example=example, dtype=dtype)
+    found = model.transform(table, postprocess=finish, prediction_col="p")
+    assert found.schema["p"].dataType.simpleString() == kind
+    with torch.no_grad():
+        expected = module(inputs_of(table, "x", torch_dtype))
+        expected = finish(expected) if finish else expected
+    close(predictions(found, "p"), expected.double() if expected.is_floating_point() else expected)
+
+
+def test_an_empty_dataframe(table: Any) -> None:
+    model = trained(linear())
+    found = model.transform(table.filter("i < 0"))
+    assert found.collect() == []
+    assert found.columns == [*table.columns, "prediction"]
+
+
+def test_empty_partitions(table: Any) -> None:
+    model = trained(linear())
+    data = table.filter("i in (3, 17)")
+    close(predictions(model.transform(data)), model.module(inputs_of(data, "x")))
+
+
+def test_other_columns_pass_through(spark: Any, table: Any) -> None:
+    vectors = spark.createDataFrame(
+        [(i, Vectors.sparse(3, {1: float(i)}) if i % 2 else None) for i in range(20)],
+        ["i", "v"],
+    )
+    data = table.join(vectors, "i").select(
+        "*",
+        functions.when(functions.col("i") > 5, functions.col("i").cast("string")).alias("s"),
+        functions.expr("if(i % 3 = 0, null, i / 3) as nulls"),
+        functions.expr("named_struct('a', i, 'b', array('x', null)) as nested"),
+        functions.expr("map(cast(i as string), null) as m"),
+        functions.expr("cast('héé' as binary) as bytes"),
+        functions.expr("timestamp_seconds(i) as at"),
+        functions.expr("cast(i as decimal(20, 3)) as d"),
+    )
+    found = trained(linear()).transform(data)
+    assert found.columns == [*data.columns, "prediction"]
+    assert found.drop("prediction").schema == data.schema
+    key = lambda row: row.i  # noqa: E731
+    before, after = sorted(data.collect(), key=key), sorted(found.collect(), key=key)
+    assert [row[:-1] for row in map(tuple, after)] == [tuple(row) for row in before]
+
+
+def test_transform_is_lazy(table: Any, num_jobs: Any) -> None:
+    before = num_jobs()
+    trained(linear()).transform(table)
+    assert num_jobs() == before
+
+
+def test_transform_after_transform_and_sql(spark: Any, table: Any) -> None:
+    model = trained(linear())
+    twice = model.transform(model.transform(table), "again")
+    twice.createOrReplaceTempView("predicted")
+    rows = spark.sql("select count(*) n from predicted where prediction = again").collect()
+    assert rows[0].n == 20
+
+
+# Structured Streaming
+
+
+@pytest.fixture
+def stream(spark: Any, table: Any, tmp_path: Path) -> Any:
+    path = str(tmp_path / "in")
+    table.coalesce(2).write.parquet(path)
+    return spark.readStream.schema(table.schema).parquet(path)
+
+
+def test_a_stream_into_a_table(spark: Any, table: Any, stream: Any, tmp_path: Path) -> None:
+    model = trained(linear())
+    query = (
+        model.transform(stream, postprocess=partial(torch.argmax, dim=1))
+        .writeStream.format("memory")
+        .queryName("classes")
+        .option("checkpointLocation", str(tmp_path / "checkpoint"))
+        .trigger(availableNow=True)
+        .start()
+    )
+    assert query.awaitTermination(60)
+    expected = model.module(inputs_of(table, "x")).argmax(dim=1)
+    close(predictions(spark.table("classes")), expected)
+
+
+def test_a_stream_batch_by_batch(table: Any, stream: Any, tmp_path: Path) -> None:
+    model, seen = trained(linear()), []
+    query = (
+        model.transform(stream)
+        .writeStream.foreachBatch(lambda batch, number: seen.extend(batch.collect()))
+        .option("checkpointLocation", str(tmp_path / "checkpoint"))
+        .trigger(availableNow=True)
+        .start()
+    )
+    assert query.awaitTermination(60)
+    found = np.array([row.prediction for row in sorted(seen, key=lambda row: row.i)])
+    close(found, model.module(inputs_of(table, "x")))
+
+
+# How the module travels
+
+
+class CountsItsLoads(nn.Linear):
+    """Writes its process into a file whenever it is unpickled."""
+
+    def __init__(self, log: str) -> None:
+        super().__init__(2, 1)
+        self.log = log
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        with open(self.log, "a") as log:
+            log.write(f"{os.getpid()}\n")
+
+
+def test_a_worker_loads_the_module_once(table: Any, tmp_path: Path) -> None:
+    log = tmp_path / "loads"
+    model = trained(CountsItsLoads(str(log)))
+    for _ in range(3):
+        assert len(model.transform(table.repartition(6)).collect()) == 20
+    loads = log.read_text().split()
+    assert str(os.getpid()) not in loads
+    assert len(loads) == len(set(loads))
+
+
+def test_a_large_module_is_broadcast(spark: Any, table: Any) -> None:
+    module = linear()
+    small = ShippedModule.of(module, spark.sparkContext)
+    assert small.broadcast is None
+    module.register_buffer("ballast", torch.zeros(INLINE_BYTES // 4))
+    assert ShippedModule.of(module, spark.sparkContext).inline is None
+    model = trained(module)
+    close(predictions(model.transform(table)), module(inputs_of(table, "x")))
+    records = spark.sparkContext.parallelize([[0.5, 1.0]], 1)
+    close(np.stack(model.predict(records).collect()), module(torch.tensor([[0.5, 1.0]])))
+
+
+# predict
+
+
+def test_predict_keeps_the_order(spark: Any) -> None:
+    model = trained(linear())
+    rows = [[float(i), float(-i)] for i in range(25)]
+    expected = model.module(torch.tensor(rows))
+    for records in (
+        rows,
+        [(row, 1) for row in rows],
+        [sparkdl.Sample(row) for row in rows],
+        [np.array(row) for row in rows],
+        [torch.tensor(row) for row in rows],
+        [Vectors.dense(row) for row in rows],
+    ):
+        rdd = spark.sparkContext.parallelize(records, 3)
+        found = model.predict(rdd, batch_size=4)
+        assert found.getNumPartitions() == 3
+        close(np.stack(found.collect()), expected)
+
+
+def test_predict_numbers_and_several_inputs(spark: Any) -> None:
+    example = (torch.zeros(1), torch.zeros(1, 2), torch.zeros(1, dtype=torch.long))
+    model = trained(Join(), ("number", "x", "word"), example=example)
+    inputs = [(float(i), [float(i), 1.0], i % 5) for i in range(9)]
+    expected = model.module(
+        *[torch.tensor(column) for column in map(list, zip(*inputs, strict=True))]
+    )
+    for records in (inputs, [(row, 0) for row in inputs], [sparkdl.Sample(r) for r in inputs]):
+        found = model.predict(spark.sparkContext.parallelize(records, 2)).collect()
+        assert all(type(value) is float for value in found)
+        close(found, expected)
+
+
+def test_predict_with_postprocess_and_empty_partitions(spark: Any) -> None:
+    model = trained(linear())
+    records = spark.sparkContext.parallelize([[1.0, 2.0]], 4)
+    found = model.predict(records, postprocess=partial(torch.argmax, dim=1)).collect()
+    assert found == [int(model.module(torch.tensor([[1.0, 2.0]])).argmax())]
+
+
+# evaluate
+
+
+def as_records(table: Any) -> Any:
+    return table.rdd.map(lambda row: (row.x, row.y))
+
+
+def per_row(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output.max(dim=1).values - target
+
+
+@pytest.mark.parametrize("batch_size", [3, 1024])
+@pytest.mark.parametrize("of", [lambda table: table, as_records], ids=["DataFrame", "RDD"])
+def test_evaluate_is_what_torch_says(table: Any, of: Callable[[Any], Any], batch_size: int) -> None:
+    model = trained(linear(), loss=nn.CrossEntropyLoss())
+    metrics = ["accuracy", sparkdl.MeanMetric("margin", per_row)]
+    found = model.evaluate(of(table.repartition(3)), metrics, batch_size=batch_size)
+    with torch.no_grad():
+        output, target = model.module(inputs_of(table, "x")), inputs_of(table, "y", torch.long)
+        expected = {
+            "loss": float(nn.functional.cross_entropy(output, target)),
+            "accuracy": float((output.argmax(dim=1) == target).float().mean()),
+            "margin": float((output.max(dim=1).values - target).mean()),
+        }
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert list(found) == ["loss", "accuracy", "margin"]
+
+
+@pytest.mark.parametrize("of", [lambda table: table, as_records], ids=["DataFrame", "RDD"])
+def test_evaluate_regression_with_empty_partitions(table: Any, of: Callable[[Any], Any]) -> None:
+    model = trained(nn.Sequential(linear(2, 1), nn.Flatten(0)), loss=nn.L1Loss())
+    data = table.filter("i < 7")
+    found = model.evaluate(of(data), ["mae", "mse"])
+    error = (model.module(inputs_of(data, "x")) - inputs_of(data, "y")).detach()
+    expected = {"loss": error.abs().mean(), "mae": error.abs().mean(), "mse": (error**2).mean()}
+    assert found == pytest.approx({k: float(v) for k, v in expected.items()}, rel=1e-6)
+
+
+def test_evaluate_an_autoencoder(table: Any) -> None:
+    model = trained(linear(2, 2), label=("x",), loss=nn.MSELoss())
+    inputs = inputs_of(table, "x")
+    expected = nn.functional.mse_loss(model.module(inputs), inputs).item()
+    assert model.evaluate(table) == pytest.approx({"loss": expected}, rel=1e-6)
+
+
+def test_evaluate_runs_in_evaluation_mode(table: Any) -> None:
+    module = nn.Sequential(nn.Dropout(0.9), linear(), nn.BatchNorm1d(3))
+    model = trained(module, loss=nn.CrossEntropyLoss())
+    module.train()
+    found = model.evaluate(table)
+    assert module.training
+    module.eval()
+    expected = nn.functional.cross_entropy(
+        module(inputs_of(table, "x")), inputs_of(table, "y", torch.long)
+    )
+    assert found["loss"] == pytest.approx(float(expected), rel=1e-6)
+
+
+# fit
+
+
+def trainer(**changes: Any) -> sparkdl.Trainer:
+    values: dict[str, Any] = {
+        "model": linear,
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "features": "x",
+        "label": "y",
+        "batch_size": 10,
+        "replicas": 2,
+        "stop": sparkdl.max_iteration(3),
+        **changes,
+    }
+    return sparkdl.Trainer(**values)
+
+
+def test_save_and_load(table: Any, tmp_path: Path, nothing_left: Any) -> None:
+    model = trainer().fit(table)
+    path = model.save(tmp_path / "model")
+    loaded = sparkdl.load(path, model=linear, loss=nn.CrossEntropyLoss())
+    expected = model.module(inputs_of(table, "x"))
+    close(predictions(model.transform(table)), expected)
+    close(predictions(loaded.transform(table)), expected)
+    assert loaded.evaluate(table, ["accuracy"]) == model.evaluate(table, ["accuracy"])
+    assert loaded.history.losses == model.history.losses
+    assert (loaded.features, loaded.label, loaded.output) == (("x",), ("y",), model.output)
+
+
+class AuxiliaryHead(nn.Module):
+    """Two outputs in training, one in use, as Inception has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(2, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.body(x)
+        return (self.head(hidden), hidden) if self.training else self.head(hidden)
+
+
+def both_heads(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return sum(nn.functional.cross_entropy(part, target) for part in output)  # type: ignore[return-value]
+
+
+def test_the_output_is_the_one_in_evaluation_mode(table: Any) -> None:
+    model = trainer(model=AuxiliaryHead, loss=both_heads, engine="local").fit(table)
+    assert model.output == Output((3,), "float32")
+    close(predictions(model.transform(table)), model.module(inputs_of(table, "x")))
+
+
+@pytest.mark.parametrize("engine", ["local", "shuffle"])
+def test_the_users_module_is_left_alone(table: Any, engine: str, nothing_left: Any) -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.5), linear())
+    module[2][0].weight.requires_grad_(False)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    result = trainer(model=module, engine=engine).fit(table)
+    assert module.training
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert [p.requires_grad for p in module.parameters()].count(False) == 1
+    assert all(p.grad is None for p in module.parameters())
+    assert result.module is not module
+    assert not result.module.training
+    assert not torch.equal(result.module[0].running_mean, module[0].running_mean)
+    shared = {p.data_ptr() for p in module.parameters()} & {
+        p.data_ptr() for p in result.module.parameters()
+    }
+    assert not shared
+
+
+@pytest.mark.parametrize("engine", ["local", "shuffle"])
+def test_the_users_random_states_are_left_alone(table: Any, engine: str) -> None:
+    def states() -> list[Any]:
+        return [
+            torch.get_rng_state().tolist(),
+            str(np.random.get_state()),
+            random.getstate(),
+            torch.get_num_threads(),
+            torch.is_grad_enabled(),
+        ]
+
+    torch.manual_seed(5)
+    model = lambda: nn.Sequential(nn.Dropout(0.5), linear())  # noqa: E731
+    before = states()
+    result = trainer(model=model, engine=engine).fit(table)
+    result.evaluate(table)
+    result.transform(table).collect()
+    assert states() == before

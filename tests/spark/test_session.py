@@ -1,0 +1,347 @@
+"""Sessions, what a fit shows while it runs, and what it leaves when it is stopped."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyspark import cloudpickle
+from torch import nn
+
+import sparkdl
+from sparkdl.session import settings_of, tell_what_costs_speed
+from sparkdl.settings import NEEDED_FOR_SPEED, SPARK_SETTINGS, Settings
+
+pytestmark = pytest.mark.spark
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 1), nn.Flatten(0))
+
+
+def trainer(**changes: Any) -> sparkdl.Trainer:
+    values: dict[str, Any] = {
+        "model": make_model,
+        "loss": nn.MSELoss(),
+        "optimizer": partial(torch.optim.SGD, lr=0.01),
+        "batch_size": 4,
+        "replicas": 2,
+        "stop": sparkdl.max_iteration(3),
+        **changes,
+    }
+    return sparkdl.Trainer(**values)
+
+
+@pytest.fixture(scope="module")
+def table(spark: Any) -> Any:
+    rows = [([float(i), 1.0], float(i)) for i in range(8)]
+    return spark.createDataFrame(rows, "features array<double>, label double")
+
+
+PROGRAM = """
+import json, logging, sys, time
+from functools import partial
+import sparkdl, torch
+from pyspark.sql import SparkSession
+from torch import nn
+
+QUIET = {"spark.ui.enabled": "false", "spark.driver.bindAddress": "127.0.0.1",
+         "spark.driver.host": "127.0.0.1"}
+
+def table(spark):
+    rows = [([float(i), 1.0], float(i)) for i in range(8)]
+    return spark.createDataFrame(rows, "features array<double>, label double")
+
+def trainer(**changes):
+    return sparkdl.Trainer(**{
+        "model": lambda: nn.Sequential(nn.Linear(2, 1), nn.Flatten(0)), "loss": nn.MSELoss(),
+        "optimizer": partial(torch.optim.SGD, lr=0.01), "batch_size": 4, "replicas": 2,
+        "stop": sparkdl.max_iteration(3), **changes})
+
+def say(**values):
+    print(json.dumps(values), flush=True)
+"""
+
+
+def program(body: str, folder: Path) -> list[Any]:
+    path = folder / "program.py"
+    path.write_text(PROGRAM + body)
+    return [sys.executable, str(path)]
+
+
+def run(body: str, folder: Path) -> tuple[list[dict[str, Any]], str]:
+    """Run a script of its own; the JSON lines it says, and its stderr."""
+    result = subprocess.run(
+        program(body, folder), cwd=folder, capture_output=True, text=True, timeout=200
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    return [json.loads(line) for line in result.stdout.splitlines()], result.stderr
+
+
+# Sessions
+
+
+def test_a_session_has_the_settings(spark: Any) -> None:
+    conf = spark.sparkContext.getConf()
+    assert {key: conf.get(key) for key in SPARK_SETTINGS} == {
+        key: value for key, (value, _) in SPARK_SETTINGS.items()
+    }
+    assert tell_what_costs_speed(spark.sparkContext) == []
+
+
+def test_the_users_settings_win(tmp_path: Path) -> None:
+    said, _ = run(
+        """
+spark = sparkdl.session("local[1]", spark_shuffle_compress=True, spark_app_name="mine",
+                        **{**QUIET, "spark.log.level": "FATAL", "spark.sql.shuffle.partitions": 3})
+conf = spark.sparkContext.getConf()
+say(**{key: conf.get(key) for key in (
+    "spark.master", "spark.shuffle.compress", "spark.app.name", "spark.sql.shuffle.partitions",
+    "spark.ui.showConsoleProgress", "spark.python.unix.domain.socket.enabled")})
+say(level=str(spark._jvm.org.apache.logging.log4j.LogManager.getRootLogger().getLevel()),
+    again=sparkdl.session().sparkContext is spark.sparkContext)
+""",
+        tmp_path,
+    )
+    assert said[0] == {
+        "spark.master": "local[1]",
+        "spark.shuffle.compress": "true",
+        "spark.app.name": "mine",
+        "spark.sql.shuffle.partitions": "3",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.python.unix.domain.socket.enabled": "true",
+    }
+    assert said[1] == {"level": "FATAL", "again": True}
+
+
+@pytest.mark.slow
+def test_a_plain_session_trains_and_is_told_what_costs_speed(table: Any, tmp_path: Path) -> None:
+    said, stderr = run(
+        """
+logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
+builder = SparkSession.builder.master("local[2]")
+for key, value in QUIET.items():
+    builder = builder.config(key, value)
+for key in sys.argv[1:]:
+    builder = builder.config(key, "false")
+spark = builder.getOrCreate()
+spark.conf.set("spark.sql.shuffle.partitions", "2")
+data = table(spark)
+conf = spark.sparkContext.getConf()
+say(losses=trainer().fit(data).history.losses, again=trainer().fit(data).history.losses,
+    missing=[k for k in NEEDED if conf.get(k, "") != NEEDED[k]])
+""".replace("NEEDED", repr({key: SPARK_SETTINGS[key][0] for key in NEEDED_FOR_SPEED})),
+        tmp_path,
+    )
+    expected = trainer().fit(table).history.losses
+    assert said[0]["losses"] == said[0]["again"] == expected
+    told = [line for line in stderr.splitlines() if line.startswith("sparkdl WARNING")]
+    assert told == [
+        f"sparkdl WARNING slower than need be: set {key}={value} ({reason})"
+        for key, (value, reason) in SPARK_SETTINGS.items()
+        if key in said[0]["missing"]
+    ]
+
+
+# What a fit shows
+
+
+class Watch(sparkdl.Callback):
+    """Notes the job group, and can go wrong."""
+
+    def __init__(self, context: Any, fail_at: int | None = None) -> None:
+        self.context, self.fail_at = context, fail_at
+        self.group, self.iterations = "", 0
+
+    def on_iteration_end(self, trainer: Any, state: Any) -> None:
+        self.group = self.context.getLocalProperty("spark.jobGroup.id")
+        self.iterations = state.iteration
+        if state.iteration == self.fail_at:
+            raise LookupError("a callback's own mistake")
+
+
+def jobs_of(context: Any, group: str) -> dict[str, list[str]]:
+    """Description of each job of a group, in order -> the names of its stages."""
+    context._jsc.sc().listenerBus().waitUntilEmpty()
+    tracker, store = context.statusTracker(), context._jsc.sc().statusStore()
+    jobs: dict[str, list[str]] = {}
+    for job in sorted(tracker.getJobIdsForGroup(group)):
+        stages = [tracker.getStageInfo(i) for i in sorted(tracker.getJobInfo(job).stageIds)]
+        description = store.job(job).description().get()
+        jobs.setdefault(description, []).extend(stage.name for stage in stages if stage)
+    return jobs
+
+
+def test_jobs_and_stages_have_names(spark: Any, table: Any) -> None:
+    watch = Watch(spark.sparkContext)
+    result = trainer(callbacks=[watch]).fit(table)
+    jobs = jobs_of(spark.sparkContext, watch.group)
+    two = ["forward-backward", "parameter synchronization"]
+    first, second, _ = (f"{loss:.4g}" for loss in result.history.losses)
+    assert jobs["sparkdl: epoch 1 · iteration 1"] == two
+    assert jobs[f"sparkdl: epoch 1 · iteration 2 · loss {first}"] == two
+    assert jobs[f"sparkdl: epoch 2 · iteration 3 · loss {second}"][:2] == two
+    assert "remove the slabs" in jobs["sparkdl: removing the slabs"]
+    names = [name for stages in jobs.values() for name in stages]
+    for name in ("write samples into slabs", "look at the first samples", "set up replicas"):
+        assert name in names
+    for name in ("write the initial state", "collect the weights"):
+        assert name in names
+    assert all(description.startswith("sparkdl: ") for description in jobs)
+
+
+def test_the_callers_job_group_is_restored(spark: Any, table: Any) -> None:
+    context = spark.sparkContext
+    context.setJobGroup("mine", "my own jobs", True)
+    keys = ("spark.jobGroup.id", "spark.job.description", "spark.job.interruptOnCancel")
+    before = [context.getLocalProperty(key) for key in keys]
+    assert before == ["mine", "my own jobs", "true"]
+    try:
+        trainer().fit(table)
+        assert [context.getLocalProperty(key) for key in keys] == before
+        with pytest.raises(LookupError):
+            trainer(callbacks=[Watch(context, fail_at=1)]).fit(table)
+        assert [context.getLocalProperty(key) for key in keys] == before
+        with pytest.raises(sparkdl.DataError):
+            trainer(label="none").fit(table)
+        assert [context.getLocalProperty(key) for key in keys] == before
+    finally:
+        for key in (*keys, "callSite.short"):
+            context.setLocalProperty(key, None)
+
+
+@pytest.mark.parametrize(("mode", "shown"), [("true", True), ("false", False), ("auto", False)])
+def test_the_progress_bar(
+    table: Any,
+    mode: str,
+    shown: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sparkdl.train.trainer.settings_of", lambda c: Settings(progress=mode))
+    losses = trainer(engine="local").fit(table).history.losses
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    if shown:
+        last = captured.err.replace("\n", "\r").strip("\r ").split("\r")[-1]
+        assert last.startswith("epoch 2: 100%")
+        assert "3/3" in last
+        assert f"loss {losses[-1]:.4g}, " in last
+        assert "samples/s" in last
+    else:
+        assert captured.err == ""
+
+
+def test_the_sessions_own_settings_are_read(spark: Any) -> None:
+    assert settings_of(spark.sparkContext) == Settings(progress="false")
+
+
+# Stopping
+
+
+def test_a_callbacks_mistake_ends_the_fit_cleanly(
+    spark: Any, table: Any, nothing_left: Any, slabs: Any
+) -> None:
+    watch = Watch(spark.sparkContext, fail_at=2)
+    with pytest.raises(LookupError, match="a callback's own mistake"):
+        trainer(callbacks=[watch], stop=sparkdl.max_iteration(100)).fit(table)
+    assert watch.iterations == 2
+    nothing_left()
+    assert slabs("/tmp/blockmgr-*") == []
+    assert len(trainer().fit(table).history) == 3
+
+
+def test_a_failing_task_ends_the_fit_cleanly(table: Any, nothing_left: Any, slabs: Any) -> None:
+    with pytest.raises(sparkdl.TrainingError) as caught:
+        trainer(model=FailsLate, stop=sparkdl.max_iteration(100)).fit(table)
+    first_line = str(caught.value).splitlines()[0]
+    assert first_line.startswith("iteration 1, epoch 1: partition ")
+    assert first_line.endswith(" failed once. ArithmeticError: only in tasks")
+    nothing_left()
+    assert slabs("/tmp/blockmgr-*") == []
+
+
+class FailsLate(nn.Linear):
+    """Works on the driver, fails in a task."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from pyspark import TaskContext
+
+        if TaskContext.get() is not None:
+            raise ArithmeticError("only in tasks")
+        return super().forward(x)[:, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+@pytest.mark.parametrize("place", ["between jobs", "within a job"])
+def test_ctrl_c(tmp_path: Path, place: str) -> None:
+    """SIGINT ends the fit within seconds, and nothing of it stays in the session."""
+    body = """
+import glob
+
+class Tell(sparkdl.Callback):
+    def on_iteration_end(self, trainer, state):
+        if state.iteration == 3:
+            say(training=True)
+        if state.iteration >= 3 and BETWEEN:
+            time.sleep(30)
+
+class Slow(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 1)
+
+    def forward(self, x):
+        if self.weight.grad is None and not BETWEEN:
+            time.sleep(0.05)
+        return super().forward(x)[:, 0]
+
+spark = sparkdl.session("local[2]", **QUIET)
+context = spark.sparkContext
+try:
+    trainer(model=Slow, callbacks=[Tell()], stop=sparkdl.max_iteration(100_000)).fit(table(spark))
+except KeyboardInterrupt:
+    stopped = time.time()
+    say(stopped=stopped, slabs=glob.glob(f"/dev/shm/sparkdl-{context.applicationId}-*"),
+        local=glob.glob(f"/tmp/blockmgr-*/sparkdl-{context.applicationId}-*"),
+        persisted=context._jsc.getPersistentRDDs().size(),
+        active=list(context.statusTracker().getActiveJobsIds()))
+    say(group=context.getLocalProperty("spark.jobGroup.id"),
+        again=len(trainer(model=Slow).fit(table(spark)).history))
+    sys.exit(0)
+""".replace("BETWEEN", str(place == "between jobs"))
+    process = subprocess.Popen(
+        program(body, tmp_path),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline()) == {"training": True}
+        time.sleep(1)
+        interrupted = time.time()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, err[-2000:]
+    end, after = (json.loads(line) for line in out.splitlines())
+    assert end.pop("stopped") - interrupted < 15
+    assert end == {"slabs": [], "local": [], "persisted": 0, "active": []}
+    assert after == {"group": None, "again": 3}

@@ -1,0 +1,67 @@
+"""Script: train on a Parquet file on some master; the digest of the model, and how bytes went.
+
+The model draws on everything that could depend on the place of execution: dropout's random numbers,
+batch norm's running statistics, Adam's state, the order of sums.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+
+import sparkdl
+from sparkdl.train.shuffle import ShuffleEngine
+
+WIDTH, CLASSES = 8, 4
+
+
+def model() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(WIDTH, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, CLASSES)
+    )
+
+
+def trainer(**changes) -> sparkdl.Trainer:
+    values = {
+        "model": model,
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": partial(torch.optim.Adam, lr=1e-2),
+        "batch_size": 32,
+        "replicas": 4,
+        "slices": 3,
+        "stop": sparkdl.max_iteration(12),
+        "seed": 11,
+    }
+    return sparkdl.Trainer(**{**values, **changes})
+
+
+def main() -> None:
+    from launch import answer, digest, session, spec
+
+    given = spec()
+    received, roots = [], set()
+    commit = ShuffleEngine._commit
+
+    def noted(self, reports, *rest):
+        received.append(sum(report.bytes_received for report in reports))
+        roots.update(report.token for report in reports)
+        roots.update(r.token for report in reports for r in report.replicas)
+        return commit(self, reports, *rest)
+
+    ShuffleEngine._commit = noted
+    with session(given["master"], **given["settings"]) as spark:
+        trained = trainer().fit(spark.read.parquet(given["parquet"]))
+    answer(
+        {
+            "digest": digest(trained.module),
+            "losses": trained.history.losses,
+            "bytes_received": received,
+            "roots": len(roots),
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The exception tree, and how a message is put together."""
+
+from __future__ import annotations
+
+import pytest
+
+import sparkdl
+from sparkdl import errors
+from sparkdl.errors import DataError, ParameterError, UserError, nearest, raise_all
+
+USER_ERRORS = ["ParameterError", "DataError", "ModelError", "SessionError", "TrustError"]
+FAULTS = ["TrainingError", "StateLostError", "StaleReferenceError", "SlabFullError"]
+
+
+@pytest.mark.parametrize("name", ["UserError", *USER_ERRORS])
+def test_a_mistake_of_the_user_is_a_value_error(name: str) -> None:
+    kind = getattr(errors, name)
+    assert issubclass(kind, UserError)
+    assert issubclass(kind, ValueError)
+    assert issubclass(kind, errors.SparkdlError)
+    assert not issubclass(kind, RuntimeError)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_no_user_error(name: str) -> None:
+    kind = getattr(errors, name)
+    assert issubclass(kind, errors.SparkdlError)
+    assert not issubclass(kind, UserError)
+
+
+def test_the_kinds_of_faults() -> None:
+    assert issubclass(errors.StateLostError, errors.TrainingError)
+    assert issubclass(errors.TrainingError, RuntimeError)
+    assert issubclass(errors.SlabFullError, OSError)
+
+
+def test_every_error_is_listed_here() -> None:
+    defined = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, Exception)
+    }
+    assert defined == {"SparkdlError", "UserError", *USER_ERRORS, *FAULTS}
+
+
+def test_errors_for_users_are_at_the_top() -> None:
+    for name in ("SparkdlError", "UserError", "TrainingError", "StateLostError", *USER_ERRORS):
+        assert getattr(sparkdl, name) is getattr(errors, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("lable", ' Did you mean "label"?'), ("label", ' Did you mean "label"?'), ("xyzzy", "")],
+)
+def test_nearest(name: str, hint: str) -> None:
+    assert nearest(name, ["features", "label", "weight"]) == hint
+
+
+def test_nearest_of_nothing() -> None:
+    assert nearest("label", iter(())) == ""
+
+
+def test_no_problem_raises_nothing() -> None:
+    raise_all(DataError, [])
+
+
+def test_one_problem_is_the_message() -> None:
+    with pytest.raises(DataError) as caught:
+        raise_all(DataError, ["the column is missing."])
+    assert str(caught.value) == "the column is missing."
+
+
+def test_several_problems_come_together() -> None:
+    with pytest.raises(ParameterError) as caught:
+        raise_all(ParameterError, ["one.", "two."])
+    assert str(caught.value) == "2 problems:\n  - one.\n  - two."

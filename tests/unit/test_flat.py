@@ -1,0 +1,302 @@
+"""A module and its flat vector: where everything lies, and that one follows the other."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from sparkdl.errors import ModelError
+from sparkdl.replica.flat import ALIGNMENT, FlatModule, Layout, Segment, layout_of
+
+
+def mistake(module: nn.Module) -> str:
+    with pytest.raises(ModelError) as caught:
+        layout_of(module)
+    return str(caught.value)
+
+
+def names(layout: Layout, kind: str) -> list[str]:
+    return [segment.name for segment in layout.segments if segment.kind == kind]
+
+
+class Buffers(nn.Module):
+    """One parameter and a buffer of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("mean", torch.tensor([0.5, -1.5, float("inf")]))
+        self.register_buffer("half", torch.tensor([0.5, 1.0], dtype=torch.bfloat16))
+        self.register_buffer("count", torch.tensor(2**53 + 1))
+        self.register_buffer("mask", torch.tensor([[True, False, True]]))
+        self.register_buffer("bytes", torch.arange(5, dtype=torch.uint8))
+        self.register_buffer("long", torch.tensor([-1, 2**62 + 3], dtype=torch.int64))
+        self.register_buffer("waves", torch.tensor([1.5 - 2.5j]))
+        self.register_buffer("empty", torch.zeros(0, dtype=torch.int64))
+        self.register_buffer("hidden", torch.tensor([7.0]), persistent=False)
+
+
+# The layout
+
+
+def test_parameters_come_first_then_buffers() -> None:
+    layout = layout_of(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    assert layout.segments == (
+        Segment("0.weight", "parameter", 0, 6, (2, 3), torch.float32),
+        Segment("0.bias", "parameter", 16, 2, (2,), torch.float32),
+        Segment("1.weight", "parameter", 32, 2, (2,), torch.float32),
+        Segment("1.bias", "parameter", 48, 2, (2,), torch.float32),
+        Segment("1.running_mean", "average", 64, 2, (2,), torch.float32),
+        Segment("1.running_var", "average", 80, 2, (2,), torch.float32),
+        Segment("1.num_batches_tracked", "exact", 96, 2, (), torch.int64),
+    )
+    assert (layout.dtype, layout.size, layout.nbytes) == (torch.float32, 112, 448)
+    assert layout.num_parameters == 12
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20)), min_size=1, max_size=6),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_segments_are_aligned_and_apart(shapes: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    module = nn.ParameterList([torch.zeros(shape, dtype=dtype) for shape in shapes])
+    layout = layout_of(module)
+    assert layout.dtype == dtype
+    assert [segment.shape for segment in layout.segments] == shapes
+    assert all(segment.length == segment.shape[0] * segment.shape[1] for segment in layout.segments)
+    assert all(segment.start * dtype.itemsize % ALIGNMENT == 0 for segment in layout.segments)
+    edges = [(segment.start, segment.stop) for segment in layout.segments]
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(edges))
+    assert edges[-1][1] <= layout.size
+    assert layout.size * dtype.itemsize % ALIGNMENT == 0
+
+
+def test_kinds_of_buffers() -> None:
+    layout = layout_of(Buffers())
+    assert names(layout, "average") == ["mean", "half", "hidden"]
+    assert names(layout, "exact") == ["count", "mask", "bytes", "long", "waves", "empty"]
+    lengths = {segment.name: segment.length for segment in layout.segments}
+    assert lengths == {
+        "weight": 3, "mean": 3, "half": 2, "hidden": 1,
+        "count": 2, "mask": 1, "bytes": 2, "long": 4, "waves": 2, "empty": 0,
+    }  # fmt: skip
+
+
+def test_tied_weights_appear_once() -> None:
+    module = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
+    module["head"].weight = module["embed"].weight
+    assert names(layout_of(module), "parameter") == ["embed.weight"]
+    flat = FlatModule(module)
+    flat.flat[0] = 42.0
+    assert module["head"].weight[0, 0] == module["embed"].weight[0, 0] == 42.0
+
+
+def test_frozen_parameters_are_no_part_of_it() -> None:
+    module = nn.Linear(3, 2)
+    module.weight.requires_grad_(False)
+    assert names(layout_of(module), "parameter") == ["bias"]
+    weight = module.weight.data_ptr()
+    FlatModule(module)
+    assert module.weight.data_ptr() == weight
+
+
+def test_no_trainable_parameter() -> None:
+    expected = "the model has no trainable parameter (all have requires_grad=False)."
+    assert mistake(nn.Linear(3, 2).requires_grad_(False)) == expected
+    assert mistake(nn.ReLU()) == expected
+
+
+def test_a_lazy_parameter() -> None:
+    assert mistake(nn.LazyLinear(3)) == (
+        'parameter "weight" is lazy and has no shape yet: run the model once in model().'
+    )
+
+
+def test_a_lazy_buffer() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d(affine=False))
+    assert mistake(module) == (
+        'buffer "1.running_mean" is lazy and has no shape yet: run the model once in model().'
+    )
+
+
+def test_a_lazy_module_that_ran_once() -> None:
+    module = nn.LazyLinear(3)
+    module(torch.zeros(1, 2))
+    assert layout_of(module).segments[0].shape == (3, 2)
+
+
+def test_a_complex_parameter() -> None:
+    module = nn.ParameterDict({"w": torch.zeros(2, dtype=torch.complex64)})
+    assert mistake(module) == 'parameter "w" is torch.complex64: only real floats train.'
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_parameters_that_share_memory(whole: bool) -> None:
+    memory = torch.zeros(6)
+    module = nn.ParameterDict(
+        {"a": nn.Parameter(memory if whole else memory[:3]), "b": nn.Parameter(memory[3:])}
+    )
+    assert mistake(module) == (
+        'parameters "a" and "b" share memory but are two objects: tie them by assigning one '
+        "nn.Parameter to both places."
+    )
+
+
+def test_empty_parameters_share_nothing() -> None:
+    module = nn.ParameterList([torch.zeros(0, 3), torch.zeros(0), torch.zeros(2)])
+    assert [segment.length for segment in layout_of(module).segments] == [0, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        ([torch.float32], torch.float32),
+        ([torch.float64, torch.float32], torch.float64),
+        ([torch.bfloat16], torch.float32),
+        ([torch.float16, torch.float32], torch.float32),
+    ],
+)
+def test_the_dtype_of_the_vector(dtypes: list[torch.dtype], expected: torch.dtype) -> None:
+    module = nn.ParameterList([torch.ones(2, dtype=dtype) for dtype in dtypes])
+    assert layout_of(module).dtype == expected
+    assert FlatModule(module).flat.dtype == expected
+
+
+# Views
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_vector_holds_the_weights(dtype: torch.dtype) -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).to(dtype)
+    before = copy.deepcopy(module.state_dict())
+    flat = FlatModule(module)
+    assert flat.flat.dtype == dtype
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name])
+    for segment, parameter in flat.parameters:
+        expected = before[segment.name].reshape(-1)
+        assert torch.equal(flat.flat[segment.start : segment.stop], expected)
+        assert parameter.data_ptr() == flat.flat[segment.start :].data_ptr()
+
+
+def test_padding_is_zero() -> None:
+    flat = FlatModule(nn.Linear(3, 1))
+    assert flat.flat[3:16].tolist() == [0.0] * 13
+
+
+def test_writing_the_vector_changes_the_module() -> None:
+    module = nn.Linear(3, 2)
+    flat = FlatModule(module)
+    flat.flat.fill_(1.0)
+    assert torch.equal(module(torch.ones(1, 3)), torch.full((1, 2), 4.0))
+
+
+def test_training_the_module_changes_the_vector() -> None:
+    module = nn.Linear(3, 2)
+    flat = FlatModule(module)
+    before = flat.flat.clone()
+    module(torch.ones(1, 3)).sum().backward()
+    torch.optim.SGD(module.parameters(), lr=0.5).step()
+    change = (before - flat.flat).tolist()
+    assert change[:6] == pytest.approx([0.5] * 6)
+    assert change[16:18] == pytest.approx([0.5] * 2)
+
+
+def test_weights_in_another_memory_order_keep_their_values() -> None:
+    module = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+    image = torch.randn(1, 2, 4, 4)
+    expected = module(image)
+    flat = FlatModule(module)
+    torch.testing.assert_close(module(image), expected)
+    flat.flat.zero_()
+    assert module.weight.abs().sum() == 0
+
+
+def test_a_parameter_of_lower_precision_has_a_master_copy() -> None:
+    module = nn.Linear(3, 1, bias=False).to(torch.bfloat16)
+    flat = FlatModule(module)
+    assert torch.equal(flat.flat[:3], module.weight.float().reshape(-1))
+    fine = torch.tensor([1.0 + 2**-12, 2.0, 3.0])  # not a bfloat16: its master keeps it
+    flat.flat[:3] = fine
+    flat.refresh()
+    assert module.weight.dtype == torch.bfloat16
+    assert torch.equal(module.weight.reshape(-1), fine.to(torch.bfloat16))
+    assert torch.equal(flat.flat[:3], fine)
+
+
+# Buffers
+
+
+def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    as_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*as_bytes)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_buffers_of_each_kind_go_through_the_vector(wide: bool) -> None:
+    """Into one module's vector, out of another's."""
+    source, target = Buffers(), Buffers()
+    if wide:
+        for module in (source, target):
+            module.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    for name, buffer in target.named_buffers():
+        target._buffers[name] = torch.zeros_like(buffer)
+    vector = FlatModule(source).flat
+    assert vector.dtype == (torch.float64 if wide else torch.float32)
+    follower = FlatModule(target)
+    follower.flat.copy_(vector)
+    follower.refresh()
+    for name, buffer in source.named_buffers():
+        assert equal_bits(target.get_buffer(name), buffer), name
+
+
+def test_buffers_are_saved_as_they_are_now() -> None:
+    module = nn.BatchNorm1d(2)
+    flat = FlatModule(module)
+    module(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    out = torch.full_like(flat.flat, -1.0)
+    flat.save_buffers(out)
+    other = FlatModule(nn.BatchNorm1d(2))
+    other.flat.copy_(out)
+    other.refresh()
+    assert other.module.num_batches_tracked == 1
+    assert torch.equal(other.module.running_mean, module.running_mean)
+    assert out[:18].eq(-1).all()  # parameters are left alone
+
+
+def test_a_buffer_that_the_model_replaces_is_followed() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+            self.register_buffer("seen", torch.tensor(0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = self.seen + len(x)
+            return x * self.weight
+
+    module = Counter()
+    flat = FlatModule(module)
+    module(torch.zeros(5))
+    flat.save_buffers(flat.flat)
+    module.seen = torch.tensor(-1)
+    flat.refresh()
+    assert module.seen == 5
+
+
+def test_a_buffer_keeps_its_memory_on_refresh() -> None:
+    """Optimized graphs and other views of it stay right."""
+    module = nn.BatchNorm1d(2)
+    flat = FlatModule(module)
+    mean = module.running_mean
+    flat.flat[32:34] = 3.0
+    flat.refresh()
+    assert module.running_mean is mean
+    assert mean.tolist() == [3.0, 3.0]

@@ -1,0 +1,114 @@
+"""The canonical order: a function of what the rows are, never of how they arrived."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkdl.data.order import canonical_order, checksum, row_hashes
+
+Columns = list[np.ndarray]
+
+
+def bytes_of(columns: Columns, row: int) -> bytes:
+    return b"".join(np.ascontiguousarray(column[row]).tobytes() for column in columns)
+
+
+def in_order(columns: Columns, hashes: np.ndarray) -> Columns:
+    order = canonical_order(hashes, lambda row: bytes_of(columns, row))
+    assert sorted(order.tolist()) == list(range(len(hashes)))
+    return [column[order] for column in columns]
+
+
+def some_columns(rows: int, seed: int) -> Columns:
+    """Several columns with many equal values, so that whole rows repeat."""
+    random = np.random.default_rng(seed)
+    return [
+        random.integers(0, 3, rows).astype(np.int64),
+        random.integers(0, 2, (rows, 2, 2)).astype(np.float32),
+        random.integers(0, 2, rows).astype(bool),
+    ]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 40), st.integers(0, 2**32), st.booleans())
+def test_any_arrival_gives_the_same_rows_in_the_same_order(
+    rows: int, seed: int, collide: bool
+) -> None:
+    columns = some_columns(rows, seed)
+    arrival = np.random.default_rng(seed + 1).permutation(rows)
+    shuffled = [column[arrival] for column in columns]
+    # without the "collide" case a tie would hardly ever be one of different rows
+    hashes = [row_hashes(c) % np.uint32(2 if collide else 2**32 - 1) for c in (columns, shuffled)]
+    for one, other in zip(
+        in_order(columns, hashes[0]), in_order(shuffled, hashes[1]), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_rows_are_sorted_by_hash_and_ties_by_content() -> None:
+    hashes = np.array([5, 1, 5, 1, 3], dtype=np.uint32)
+    content = [b"b", b"z", b"a", b"y", b"?"]
+    asked: list[int] = []
+
+    def row_bytes(row: int) -> bytes:
+        asked.append(row)
+        return content[row]
+
+    assert canonical_order(hashes, row_bytes).tolist() == [3, 1, 4, 2, 0]
+    assert sorted(asked) == [0, 1, 2, 3]  # never for a hash that is alone
+
+
+def test_no_rows_have_an_order_too() -> None:
+    hashes = row_hashes([np.zeros((0, 3), np.float32)])
+    assert canonical_order(hashes, None).tolist() == []
+    assert checksum(hashes) == 0
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "float32", "float64", "bool"])
+def test_a_hash_sees_each_value_of_each_column(dtype: str) -> None:
+    first = np.zeros((4, 2, 3), dtype)
+    second = np.zeros(4, dtype)
+    base = row_hashes([first, second])
+    assert base.dtype == np.uint32
+    assert len(set(base.tolist())) == 1
+    changed = first.copy()
+    changed[2, 1, 2] = 1
+    assert (row_hashes([changed, second]) != base).tolist() == [False, False, True, False]
+    last = second.copy()
+    last[0] = 1
+    assert (row_hashes([first, last]) != base).tolist() == [True, False, False, False]
+
+
+def test_a_hash_does_not_depend_on_the_memory_layout() -> None:
+    column = np.arange(24, dtype=np.float32).reshape(4, 6)
+    scattered = np.asfortranarray(column)
+    assert not scattered.flags.c_contiguous
+    np.testing.assert_array_equal(row_hashes([scattered]), row_hashes([column]))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 40), st.integers(0, 2**32))
+def test_the_checksum_is_of_the_rows_in_any_order(rows: int, seed: int) -> None:
+    columns = some_columns(rows, seed)
+    arrival = np.random.default_rng(seed + 1).permutation(rows)
+    whole = checksum(row_hashes(columns))
+    assert checksum(row_hashes([column[arrival] for column in columns])) == whole
+    changed = [column.copy() for column in columns]
+    changed[0][seed % rows] += 7
+    assert checksum(row_hashes(changed)) != whole
+
+
+def test_the_checksum_counts_equal_rows() -> None:
+    """A plain XOR would not see a pair of equal rows come or go."""
+    row = np.array([5, 6], dtype=np.int64)
+    sums = {checksum(row_hashes([np.repeat(row, [1, pairs])])) for pairs in (1, 3, 5)}
+    assert len(sums) == 3
+
+
+def test_the_checksum_stays_what_it_is() -> None:
+    hashes = row_hashes([np.array([1, 2, 3], np.int32)])
+    assert hashes.tolist() == [2583214201, 2337085335, 871461106]
+    assert checksum(hashes) == 24875422547937356700

@@ -1,0 +1,449 @@
+"""Pooled buffers: nobody writes what another may still read, and the number of files is bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import gc
+import multiprocessing
+import os
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparkdl.errors import SlabFullError, StaleReferenceError
+from sparkdl.slab import pool as module
+from sparkdl.slab.pool import HEADER_BYTES, Pool, Reference, close_pool, open_pool
+from sparkdl.slab.root import Root, SlabConfig, open_root, remove_root
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Iterator[SlabConfig]:
+    config = SlabConfig.new(str(tmp_path), "test")
+    open_root(config, create=True)
+    yield config
+    close_pool(config)
+    remove_root(config)
+
+
+@pytest.fixture
+def pool(config: SlabConfig) -> Iterator[Pool]:
+    pool = Pool(config)
+    yield pool
+    pool.close()
+
+
+def write(
+    pool: Pool, tick: int, floor: int, data: bytes = b"12345678", role: str = "state"
+) -> Reference:
+    with pool.claim(role, len(data), tick, floor) as claim:
+        claim.bytes[:] = np.frombuffer(data, np.uint8)
+        return claim.reference
+
+
+def buffers(config: SlabConfig) -> list[Path]:
+    root = open_root(config)
+    assert root is not None
+    return sorted(path for base in root.directories for path in base.glob("*-*-*"))
+
+
+# Reading and writing
+
+
+def test_what_is_claimed_and_written_is_read(pool: Pool) -> None:
+    data = bytes(range(256)) * 40
+    reference = write(pool, tick=1, floor=1, data=data)
+    assert (reference.offset, reference.nbytes) == (0, len(data))
+    assert reference.token == pool.token
+    assert bytes(pool.read(reference)) == data
+
+
+def test_another_process_of_the_node_reads_it_too(pool: Pool, config: SlabConfig) -> None:
+    reference = write(pool, 1, 1, b"from here")
+    assert in_child(_read_in_child, config, reference) == b"from here"
+
+
+def test_what_another_process_wrote_is_read_here(pool: Pool, config: SlabConfig) -> None:
+    reference = in_child(_write_in_child, config, b"from there")
+    assert bytes(pool.read(reference)) == b"from there"
+
+
+def test_part_of_a_reference(pool: Pool) -> None:
+    reference = write(pool, 1, 1, b"abcdefghij")
+    part = reference.part(2, 6)
+    assert bytes(pool.read(part)) == b"cdefgh"
+    assert bytes(pool.read(part.part(1, 3))) == b"def"
+    assert bytes(pool.read(reference.part(10, 0))) == b""
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 100_000])
+def test_a_buffer_has_its_size_and_its_blocks(pool: Pool, config: SlabConfig, nbytes: int) -> None:
+    """A sparse file would kill its writer (SIGBUS) on the day that the directory is full."""
+    with pool.claim("state", nbytes, 1, 1) as claim:
+        assert claim.bytes.shape == (nbytes,)
+        assert claim.bytes.ctypes.data % HEADER_BYTES == 0 or nbytes == 0
+    (path,) = buffers(config)
+    status = path.stat()
+    assert status.st_size == HEADER_BYTES + nbytes
+    assert status.st_blocks * 512 >= status.st_size
+    assert status.st_mode & 0o777 == 0o600
+
+
+def test_a_reading_of_numbers_is_aligned(pool: Pool) -> None:
+    values = np.arange(6.0)
+    reference = write(pool, 1, 1, values.tobytes())
+    np.testing.assert_array_equal(pool.read(reference.part(16, 16)).view(np.float64), [2.0, 3.0])
+
+
+# Staleness
+
+
+def test_a_reference_is_stale_once_its_buffer_is_claimed_again(pool: Pool) -> None:
+    old = write(pool, tick=1, floor=1)
+    with pool.claim("state", 8, tick=2, floor=2) as claim:
+        assert claim.reference.path == old.path
+        with pytest.raises(StaleReferenceError) as caught:  # from the claim on, not from its end
+            pool.read(old)
+    assert str(caught.value) == f"slab {old.path} was written again since"
+    pool.check(claim.reference)
+
+
+def test_a_write_during_a_reading_is_noticed_after_it(pool: Pool, config: SlabConfig) -> None:
+    reference = write(pool, 1, 1)
+    view = pool.read(reference)
+    write(Pool(config), 2, 2, b"xxxxxxxx")
+    assert bytes(view) == b"xxxxxxxx"
+    with pytest.raises(StaleReferenceError, match="was written again since"):
+        pool.check(reference)
+
+
+def test_a_deleted_buffer_is_a_stale_reference(pool: Pool, config: SlabConfig) -> None:
+    reference = write(pool, 1, 1)
+    Path(reference.path).unlink()
+    with pytest.raises(StaleReferenceError) as caught:
+        Pool(config).read(reference)
+    assert str(caught.value) == f"slab {reference.path} was deleted"
+
+
+def test_no_claim_where_the_root_is_gone(config: SlabConfig) -> None:
+    pool = Pool(config)
+    remove_root(config)
+    assert pool.token == ""
+    with (
+        pytest.raises(StaleReferenceError) as caught,
+        pool.claim("state", 8, 1, 1),
+    ):
+        pass
+    assert str(caught.value) == f"the slab root {config.name} was deleted"
+
+
+# Who may write
+
+
+@pytest.mark.parametrize(
+    ("floor", "same"),
+    [
+        (6, True),  # stamped 5: below the floor, free
+        (5, False),  # of the floor's own tick: version t, which is still read
+        (4, False),
+    ],
+)
+def test_only_buffers_below_the_floor_are_free(pool: Pool, floor: int, same: bool) -> None:
+    first = write(pool, tick=5, floor=5)
+    second = write(pool, tick=7, floor=floor)
+    assert (first.path == second.path) == same
+    if not same:
+        pool.check(first)
+
+
+def test_a_buffer_held_for_writing_is_free_for_nobody(pool: Pool, config: SlabConfig) -> None:
+    """An attempt that the driver has given up may still write when its tick is long past."""
+    with pool.claim("state", 8, tick=1, floor=1) as held:
+        other = in_child(_write_in_child, config, b"87654321", 9)
+        assert other.path != held.reference.path
+        held.bytes[:] = 7
+        assert bytes(pool.read(held.reference)) == b"\7" * 8
+    assert in_child(_write_in_child, config, b"abcdefgh", 99).path in {
+        held.reference.path,
+        other.path,
+    }
+    assert len(buffers(config)) == 2
+
+
+def test_a_buffer_held_by_a_dead_process_is_free(pool: Pool, config: SlabConfig) -> None:
+    with held_by_child(config) as (child, path):
+        assert write(pool, 9, 9).path != path
+        child.kill()
+        child.join()
+    with pool.claim("state", 8, 10, 10) as one, pool.claim("state", 8, 10, 10) as other:
+        assert path in {one.reference.path, other.reference.path}
+    assert len(buffers(config)) == 2
+
+
+def test_a_claim_is_over_when_its_block_fails(pool: Pool, config: SlabConfig) -> None:
+    with pytest.raises(RuntimeError, match="in the block"), pool.claim("state", 8, 1, 1) as claim:
+        raise RuntimeError("in the block")
+    assert write(pool, 2, 2).path == claim.reference.path
+
+
+@pytest.mark.parametrize(("role", "nbytes"), [("gradient", 8), ("state", 9), ("state", 80)])
+def test_roles_and_sizes_do_not_mix(pool: Pool, role: str, nbytes: int) -> None:
+    first = write(pool, 1, 1)
+    with pool.claim(role, nbytes, 5, 5) as claim:
+        assert claim.reference.path != first.path
+        assert claim.bytes.shape == (nbytes,)
+
+
+@pytest.mark.parametrize("sized", [False, True])
+def test_a_file_in_the_making_is_no_buffer(
+    pool: Pool, config: SlabConfig, monkeypatch: pytest.MonkeyPatch, sized: bool
+) -> None:
+    """Before it has its size another process cannot map it; before its lock it must not claim it."""
+    drafts: list[str] = []
+    others: list[str] = []
+    real = module._reserve
+
+    def reserve(path: str, nbytes: int) -> bool:
+        if drafts:  # the other process's own
+            return real(path, nbytes)
+        drafts.append(path)
+        if not sized:
+            Path(path).touch()
+            others.append(write(Pool(config), 1, 1).path)
+            Path(path).unlink()
+        made = real(path, nbytes)
+        if sized:
+            others.append(write(Pool(config), 1, 1).path)
+        return made
+
+    monkeypatch.setattr(module, "_reserve", reserve)
+    own = write(pool, 1, 1).path
+    assert sorted(map(str, buffers(config))) == sorted([own, *others])
+    assert len({own, *others, *drafts}) == 3
+
+
+# Bounds
+
+
+def test_the_number_of_files_stays_bounded(pool: Pool, config: SlabConfig) -> None:
+    """Two versions of the state, one gradient, over 1,000 iterations by two processes' pools."""
+    pools = [pool, Pool(config)]
+    for tick in range(1, 1001):
+        writer = pools[tick % 2]
+        write(writer, tick, floor=tick, role="gradient")
+        reference = write(writer, tick, floor=tick - 1)
+        pools[0].check(reference)
+    names = [path.name.split("-")[0] for path in buffers(config)]
+    assert sorted(names) == ["gradient", "state", "state"]
+    pools[1].close()
+
+
+def test_attempts_of_one_tick_each_have_a_buffer(pool: Pool, config: SlabConfig) -> None:
+    references = [write(pool, tick=1, floor=1) for _ in range(3)]
+    assert len({reference.path for reference in references}) == 3
+    for reference in references:
+        pool.check(reference)
+    for tick in range(2, 20):
+        write(pool, tick, tick)
+    assert len(buffers(config)) == 3
+
+
+def test_mappings_are_bounded(
+    pool: Pool, config: SlabConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_OPEN_BUFFERS", 4)
+    references = [write(pool, 1, 1, bytes([i]) * 8) for i in range(20)]
+    assert len(pool._mapped) == 4
+    assert open_files(config) == 4
+    assert [bytes(pool.read(r))[0] for r in references] == list(range(20))
+    assert open_files(config) == 4
+    pool.close()
+    assert open_files(config) == 0
+
+
+def test_the_longest_unused_mapping_goes_first(
+    pool: Pool, config: SlabConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_OPEN_BUFFERS", 2)
+    first, second, third = [write(Pool(config), 1, 1, role=role) for role in ("a", "b", "c")]
+    for reference in (first, second, first, third):
+        pool.read(reference)
+    assert list(pool._mapped) == [first.path, third.path]
+
+
+def test_a_view_outlives_its_mapping(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_OPEN_BUFFERS", 1)
+    view = pool.read(write(pool, 1, 1, b"stay put"))
+    for _ in range(3):
+        write(pool, 1, 1)
+    gc.collect()
+    assert bytes(view) == b"stay put"
+
+
+def test_a_claimed_buffer_stays_locked_beyond_the_bound(
+    pool: Pool, config: SlabConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many buffers are opened meanwhile; its lock is given back through its file."""
+    monkeypatch.setattr(module, "MAX_OPEN_BUFFERS", 2)
+    with contextlib.ExitStack() as stack:
+        claims = [stack.enter_context(pool.claim("state", 8, 1, 1)) for _ in range(5)]
+        for claim in claims:
+            fd = os.open(claim.reference.path, os.O_RDWR)
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(fd)
+    write(pool, 1, 1)
+    assert len(pool._mapped) == 2
+
+
+# Room
+
+
+def two_directories(
+    config: SlabConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, Path]:
+    root = open_root(config)
+    assert root is not None
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    both = Root((root.directories[0], disk), root.token)
+    monkeypatch.setattr(module, "open_root", lambda config: both)
+    return both.directories[0], disk
+
+
+def fallocate_that_fails(
+    monkeypatch: pytest.MonkeyPatch, calls: list[int], failures: int, error: int
+) -> None:
+    real = os.posix_fallocate
+
+    def fallocate(fd: int, offset: int, length: int) -> None:
+        calls.append(length)
+        if len(calls) <= failures:
+            raise OSError(error, os.strerror(error))
+        real(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+
+
+def test_no_room_says_what_to_do(
+    pool: Pool, config: SlabConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    fallocate_that_fails(monkeypatch, calls, failures=99, error=errno.ENOSPC)
+    root = open_root(config)
+    assert root is not None
+    with pytest.raises(SlabFullError) as caught:
+        write(pool, 1, 1, bytes(1234))
+    assert str(caught.value) == (
+        f"no room for a slab of 1,234 bytes in {root.directories[0]}. Free space there, or point "
+        "spark.sparkdl.slab.dir at a larger directory."
+    )
+    assert calls == [HEADER_BYTES + 1234]
+    assert buffers(config) == []
+
+
+def test_a_full_directory_gives_way_to_the_next(
+    pool: Pool, config: SlabConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, disk = two_directories(config, tmp_path, monkeypatch)
+    calls: list[int] = []
+    fallocate_that_fails(monkeypatch, calls, failures=1, error=errno.ENOSPC)
+    reference = write(pool, 1, 1)
+    assert Path(reference.path).parent == disk
+    assert len(calls) == 2
+    assert not list(memory.glob("*state*"))
+    assert write(pool, 2, 2).path == reference.path  # found again in the second directory
+
+
+def test_another_error_is_not_taken_for_a_full_directory(
+    pool: Pool, config: SlabConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_directories(config, tmp_path, monkeypatch)
+    fallocate_that_fails(monkeypatch, [], failures=1, error=errno.EIO)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)) as caught:
+        write(pool, 1, 1)
+    assert not isinstance(caught.value, SlabFullError)
+    assert not list(tmp_path.rglob("*state*"))
+
+
+# The pools of a process
+
+
+def test_a_process_has_one_pool_a_run(config: SlabConfig) -> None:
+    pool = open_pool(config)
+    assert open_pool(SlabConfig(config.directory, config.name)) is pool
+    close_pool(config)
+    assert open_pool(config) is not pool
+
+
+def test_opening_a_pool_closes_those_of_runs_that_are_over(
+    config: SlabConfig, tmp_path: Path
+) -> None:
+    over = SlabConfig.new(str(tmp_path), "over")
+    open_root(over, create=True)
+    write(open_pool(over), 1, 1)
+    assert open_files(over) == 1
+    remove_root(over)
+    open_pool(config)
+    assert open_files(over) == 0
+    assert over.name not in module._pools
+
+
+# Helpers
+
+
+def open_files(config: SlabConfig) -> int:
+    """How many buffers of the root this process holds open."""
+    links = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            links.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return sum(f"/{config.name}/" in link for link in links)
+
+
+def in_child(task: Any, *args: Any) -> Any:
+    """The result of ``task(*args)`` in another process."""
+    receiver, sender = FORK.Pipe(duplex=False)
+    child = FORK.Process(target=_run_in_child, args=(sender, task, args))
+    child.start()
+    result = receiver.recv()
+    child.join()
+    return result
+
+
+def _run_in_child(sender: Connection, task: Any, args: tuple[Any, ...]) -> None:
+    sender.send(task(*args))
+
+
+def _read_in_child(config: SlabConfig, reference: Reference) -> bytes:
+    return bytes(Pool(config).read(reference))
+
+
+def _write_in_child(config: SlabConfig, data: bytes, tick: int = 1) -> Reference:
+    return write(Pool(config), tick, tick, data)
+
+
+@contextlib.contextmanager
+def held_by_child(config: SlabConfig) -> Iterator[tuple[Any, str]]:
+    """A process that holds a buffer of tick 1 until it is killed, and the buffer's path."""
+    receiver, sender = FORK.Pipe(duplex=False)
+    child = FORK.Process(target=_hold, args=(config, sender))
+    child.start()
+    try:
+        yield child, receiver.recv()
+    finally:
+        child.kill()
+        child.join()
+
+
+def _hold(config: SlabConfig, sender: Connection) -> None:
+    with Pool(config).claim("state", 8, 1, 1) as claim:
+        sender.send(claim.reference.path)
+        multiprocessing.Event().wait()

@@ -1,0 +1,175 @@
+"""Recipes: the same model in every process, and the caller's random numbers left alone."""
+
+from __future__ import annotations
+
+import functools
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from sparkdl.errors import ModelError
+from sparkdl.replica.recipe import Recipe, optimizer_class, seeded, weights_digest
+
+
+def random_net() -> nn.Module:
+    """Draws from all three generators."""
+    net = nn.Linear(3, 2)
+    with torch.no_grad():
+        net.weight[0, 0] = random.random()
+        net.weight[0, 1] = float(np.random.rand())
+    return net
+
+
+def recipe(model: object = random_net, seed: int = 0) -> Recipe:
+    return Recipe(model, nn.functional.mse_loss, torch.optim.SGD, seed)  # type: ignore[arg-type]
+
+
+def draw() -> tuple[float, float, float]:
+    return float(torch.rand(())), float(np.random.rand()), random.random()
+
+
+# Seeding
+
+
+def test_the_same_seed_draws_the_same() -> None:
+    drawn = []
+    for _ in range(2):
+        with seeded(5):
+            drawn.append(draw())
+    with seeded(6):
+        drawn.append(draw())
+    assert drawn[0] == drawn[1]
+    assert all(one != other for one, other in zip(drawn[0], drawn[2], strict=True))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_callers_random_states_are_restored(fails: bool) -> None:
+    with seeded(1):
+        expected = [draw(), draw()]
+    with seeded(1):
+        found = [draw()]
+        try:
+            with seeded(2):
+                draw()
+                if fails:
+                    raise RuntimeError
+        except RuntimeError:
+            assert fails
+        found.append(draw())
+    assert found == expected
+
+
+@pytest.mark.parametrize("seed", [0, 2**32, 2**63 - 1, -1])
+def test_any_seed_of_64_bits_will_do(seed: int) -> None:
+    with seeded(seed):
+        first = draw()
+    with seeded(seed):
+        assert draw() == first
+
+
+# Building
+
+
+def test_two_builds_are_the_same() -> None:
+    draw()
+    first = weights_digest(recipe().build())
+    draw()
+    assert weights_digest(recipe().build()) == first
+    assert weights_digest(recipe(seed=1).build()) != first
+
+
+def test_a_module_is_its_own_recipe() -> None:
+    module = random_net()
+    assert recipe(module).build() is module
+
+
+def test_what_builds_no_module_is_refused() -> None:
+    with pytest.raises(ModelError) as caught:
+        recipe(lambda: [1]).build()
+    assert str(caught.value) == (
+        "model() returned a list: it must return a torch.nn.Module."
+    )
+
+
+def change(module: nn.Module, name: str) -> nn.Module:
+    with torch.no_grad():
+        module.state_dict(keep_vars=True)[name].reshape(-1)[-1] += 1
+    return module
+
+
+def test_a_digest_sees_every_parameter_and_buffer() -> None:
+    def make() -> nn.Module:
+        with seeded(0):
+            net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1).bfloat16())
+        net[2].weight.requires_grad_(False)
+        return net
+
+    names = list(make().state_dict())
+    assert len(names) == 9
+    digests = {weights_digest(change(make(), name)) for name in names}
+    assert len(digests | {weights_digest(make())}) == len(names) + 1
+
+
+def test_a_digest_sees_names() -> None:
+    weights = torch.ones(2)
+    one, other = (nn.ParameterDict({name: weights.clone()}) for name in ("a", "b"))
+    assert weights_digest(one) != weights_digest(other)
+
+
+# Optimizers
+
+
+class Wrapper:
+    """Another kind of partial, as some libraries have it."""
+
+    def __init__(self, func: object) -> None:
+        self.func = func
+
+
+def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": list(module.parameters()), "lr": 0.5}])
+
+
+@pytest.mark.parametrize(
+    ("factory", "expected"),
+    [
+        (torch.optim.Adam, torch.optim.Adam),
+        (partial(torch.optim.Adam, lr=1.0), torch.optim.Adam),
+        (partial(partial(torch.optim.SGD, lr=1.0), momentum=0.9), torch.optim.SGD),
+        (Wrapper(partial(torch.optim.SGD, lr=1.0)), torch.optim.SGD),
+        (make_optimizer, None),
+        (partial(make_optimizer), None),
+        (nn.Linear, None),
+        (torch.optim.SGD([torch.zeros(1)], lr=1.0), None),
+        (None, None),
+    ],
+)
+def test_the_class_behind_a_factory(factory: object, expected: type | None) -> None:
+    assert optimizer_class(factory) is expected
+
+
+def test_a_class_is_given_the_trainable_parameters() -> None:
+    module = nn.Linear(3, 2)
+    module.weight.requires_grad_(False)
+    built = Recipe(module, torch.square, partial(torch.optim.SGD, lr=0.25), 0)
+    (group,) = built.build_optimizer(module).param_groups
+    assert group["lr"] == 0.25
+    assert [id(p) for p in group["params"]] == [id(module.bias)]
+
+
+def test_a_function_is_given_the_module() -> None:
+    module = nn.Linear(3, 2)
+    given = []
+
+    @functools.wraps(make_optimizer)
+    def remember(what: nn.Module) -> torch.optim.Optimizer:
+        given.append(what)
+        return make_optimizer(what)
+
+    optimizer = Recipe(module, torch.square, remember, 0).build_optimizer(module)
+    assert given == [module]
+    assert optimizer.param_groups[0]["lr"] == 0.5

@@ -1,0 +1,377 @@
+"""The slab root of a node: private, one token, and swept when its application is dead."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sparkdl.slab import root as module
+from sparkdl.slab.root import MARK, SWEEP_AFTER_SECONDS, SlabConfig, open_root, remove_root
+
+# Loads the module from its file: importing the package would load torch, which takes seconds.
+OPEN_AND_PRINT = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("root", sys.argv[3])
+module = sys.modules["root"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+root = module.open_root(module.SlabConfig(sys.argv[1], sys.argv[2]), create=True)
+print(root.token, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Iterator[SlabConfig]:
+    config = SlabConfig.new(str(tmp_path), "test")
+    yield config
+    remove_root(config)
+
+
+def start(config: SlabConfig) -> subprocess.Popen[str]:
+    """A process that opens the root, prints the token, and lives until its input ends."""
+    return subprocess.Popen(
+        [sys.executable, "-c", OPEN_AND_PRINT, config.directory, config.name, module.__file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def token_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def age(path: Path, seconds: float) -> None:
+    then = time.time() - seconds
+    os.utime(path, (then, then))
+
+
+def dead_mark() -> str:
+    """A mark of a process of this PID namespace that is no more."""
+    child = subprocess.Popen(["true"])
+    child.wait()
+    return f"alive.{module._namespace()}.{child.pid}.12345"
+
+
+def root_in(config: SlabConfig) -> Path:
+    return Path(config.directory) / config.name
+
+
+# Opening
+
+
+def test_a_root_is_private(config: SlabConfig) -> None:
+    before = os.umask(0)
+    try:
+        root = open_root(config, create=True)
+    finally:
+        os.umask(before)
+    assert root is not None
+    assert root.directories == (root_in(config),)
+    assert stat.S_IMODE(root_in(config).stat().st_mode) == 0o700
+
+
+def test_names_are_unpredictable(tmp_path: Path) -> None:
+    one, other = (SlabConfig.new(str(tmp_path), "app-7") for _ in range(2))
+    assert one.name != other.name
+    assert one.name.startswith(f"{MARK}app-7-")
+    assert len(one.name) == len(f"{MARK}app-7-") + 16
+
+
+def test_no_root_where_none_was_made(config: SlabConfig) -> None:
+    assert open_root(config) is None
+    assert not root_in(config).exists()
+
+
+def test_opening_again_finds_the_same(config: SlabConfig) -> None:
+    root = open_root(config, create=True)
+    assert open_root(config) == root
+    module._open_roots.clear()  # as another process would
+    assert open_root(config) == root
+
+
+def test_a_directory_is_made_where_it_is_missing(tmp_path: Path) -> None:
+    config = SlabConfig.new(str(tmp_path / "a" / "b"), "test")
+    assert open_root(config, create=True) is not None
+    remove_root(config)
+
+
+def test_a_relative_directory_is_taken_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Executors of one host, each in its own working directory, are then nodes of their own."""
+    config = SlabConfig.new("slabs", "test")
+    monkeypatch.chdir(tmp_path)
+    root = open_root(config, create=True)
+    assert root is not None
+    assert root.directories == (tmp_path / "slabs" / config.name,)
+    remove_root(config)
+
+
+def test_auto_is_shared_memory_then_the_local_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, local = tmp_path / "memory", tmp_path / "local"
+    memory.mkdir()
+    monkeypatch.setattr(module, "SHARED_MEMORY", memory)
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", f"{local},{tmp_path / 'other'}")
+    config = SlabConfig.new("auto", "test")
+    root = open_root(config, create=True)
+    assert root is not None
+    assert root.directories == (memory / config.name, local / config.name)
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o700 for path in root.directories)
+    assert (memory / config.name / "token").is_file()
+    remove_root(config)
+    assert not any(path.exists() for path in root.directories)
+
+
+def test_auto_without_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path / "missing")
+    monkeypatch.delenv("SPARK_LOCAL_DIRS", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    config = SlabConfig.new("auto", "test")
+    root = open_root(config, create=True)
+    assert root is not None
+    assert root.directories == (tmp_path / config.name,)
+    remove_root(config)
+
+
+@pytest.mark.parametrize("what", ["link", "file", "group", "others"])
+def test_a_root_that_is_not_ours_is_refused(config: SlabConfig, tmp_path: Path, what: str) -> None:
+    path = root_in(config)
+    if what == "link":
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir(mode=0o700)
+        path.symlink_to(elsewhere)
+    elif what == "file":
+        path.touch(0o600)
+    else:
+        path.mkdir()
+        path.chmod(0o750 if what == "group" else 0o701)
+    with pytest.raises(PermissionError) as caught:
+        open_root(config, create=True)
+    assert str(caught.value) == f"slab root {path} is not a directory of this user with mode 0700"
+    if what == "link":
+        path.unlink()
+        assert list(elsewhere.iterdir()) == []
+
+
+def test_a_root_of_another_user_is_refused(
+    config: SlabConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root_in(config).mkdir(mode=0o700)
+    other = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    with pytest.raises(PermissionError, match="is not a directory of this user with mode 0700"):
+        open_root(config, create=True)
+
+
+# The token
+
+
+def test_processes_of_a_node_read_the_same_token(config: SlabConfig) -> None:
+    processes = [start(config) for _ in range(3)]  # all at once: one of them makes it
+    tokens = {token_of(process) for process in processes}
+    for process in processes:
+        process.communicate()
+    root = open_root(config)
+    assert root is not None
+    assert tokens == {root.token}
+    assert len(root.token) == 32
+    kinds = sorted(path.name.split(".")[0] for path in root_in(config).iterdir())
+    assert kinds == ["alive"] * 4 + ["token"]
+
+
+def test_a_forked_process_reads_the_same_token(config: SlabConfig) -> None:
+    """Spark's Python workers are forked from a daemon."""
+    root = open_root(config, create=True)
+    assert root is not None
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_send_token, args=(config, sender))
+    child.start()
+    assert receiver.recv() == root.token
+    child.join()
+
+
+def _send_token(config: SlabConfig, sender: multiprocessing.connection.Connection) -> None:
+    root = open_root(config)
+    sender.send(root.token if root else None)
+
+
+def test_two_directories_have_two_tokens(tmp_path: Path) -> None:
+    configs = [SlabConfig(str(tmp_path / node), f"{MARK}same") for node in ("one", "other")]
+    tokens = set()
+    for config in configs:
+        module._open_roots.clear()  # each node has processes of its own
+        root = open_root(config, create=True)
+        assert root is not None
+        tokens.add(root.token)
+    assert len(tokens) == 2
+    module._open_roots.clear()
+
+
+def test_a_root_made_again_has_another_token(config: SlabConfig) -> None:
+    """What an earlier life of the node wrote must not be taken for this one's."""
+    first = open_root(config, create=True)
+    remove_root(config)
+    assert open_root(config) is None
+    second = open_root(config, create=True)
+    assert first is not None
+    assert second is not None
+    assert first.token != second.token
+
+
+def test_a_root_deleted_behind_our_back_is_noticed(config: SlabConfig) -> None:
+    root = open_root(config, create=True)
+    assert root is not None
+    (root_in(config) / "token").unlink()
+    assert open_root(config) is None
+
+
+# Removing and sweeping
+
+
+def test_remove_takes_everything(config: SlabConfig) -> None:
+    root = open_root(config, create=True)
+    assert root is not None
+    (root_in(config) / "gradient-8-abc").write_bytes(b"12345678")
+    remove_root(config)
+    assert not root_in(config).exists()
+    remove_root(config)  # twice does no harm
+
+
+def test_remove_by_a_process_that_never_opened_it(config: SlabConfig) -> None:
+    open_root(config, create=True)
+    module._open_roots.clear()
+    remove_root(config)
+    assert not root_in(config).exists()
+
+
+def test_the_dead_are_swept_and_the_living_kept(tmp_path: Path) -> None:
+    living, dying, new = (SlabConfig.new(str(tmp_path), name) for name in ("a", "b", "c"))
+    processes = {config.name: start(config) for config in (living, dying)}
+    for process in processes.values():
+        assert token_of(process)
+    processes[dying.name].kill()
+    processes[dying.name].wait()
+    assert root_in(dying).exists()
+    open_root(new, create=True)
+    assert root_in(living).exists()
+    assert not root_in(dying).exists()
+    processes[living.name].communicate()
+    remove_root(new)
+    open_root(new, create=True)
+    assert not root_in(living).exists()
+    remove_root(new)
+
+
+def test_a_zombie_is_dead(config: SlabConfig, tmp_path: Path) -> None:
+    """Killed, but nobody has waited for it yet."""
+    other = SlabConfig.new(str(tmp_path), "zombie")
+    process = start(other)
+    assert token_of(process)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    open_root(config, create=True)
+    assert not root_in(other).exists()
+    process.wait()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "swept"), [(SWEEP_AFTER_SECONDS - 30, False), (SWEEP_AFTER_SECONDS + 1, True)]
+)
+def test_a_root_without_a_mark_is_swept_when_it_is_old(
+    config: SlabConfig, tmp_path: Path, seconds: float, swept: bool
+) -> None:
+    """A young one may belong to a process that is just making it."""
+    path = tmp_path / f"{MARK}unmarked"
+    path.mkdir(mode=0o700)
+    age(path, seconds)
+    open_root(config, create=True)
+    assert path.exists() != swept
+
+
+@pytest.mark.parametrize(
+    ("mark", "swept"),
+    [
+        ("<dead>", True),
+        ("alive.another-namespace.1.1", False),  # its processes cannot be seen from here
+        ("alive.garbage", False),
+    ],
+)
+def test_marks(config: SlabConfig, tmp_path: Path, mark: str, swept: bool) -> None:
+    path = tmp_path / f"{MARK}other"
+    path.mkdir(mode=0o700)
+    (path / (dead_mark() if mark == "<dead>" else mark)).touch()
+    open_root(config, create=True)
+    assert path.exists() != swept
+
+
+def test_a_process_number_used_again_is_not_the_holder(config: SlabConfig, tmp_path: Path) -> None:
+    path = tmp_path / f"{MARK}other"
+    path.mkdir(mode=0o700)
+    (path / f"alive.{module._namespace()}.{os.getpid()}.1").touch()  # started at another time
+    open_root(config, create=True)
+    assert not path.exists()
+
+
+def test_sweeping_touches_nothing_else(config: SlabConfig, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    target = tmp_path / "target"
+    target.mkdir()
+    (tmp_path / f"{MARK}link").symlink_to(target)
+    (tmp_path / f"{MARK}file").touch()
+    for path in tmp_path.iterdir():
+        age(path, 10 * SWEEP_AFTER_SECONDS)
+    age(target, 10 * SWEEP_AFTER_SECONDS)
+    open_root(config, create=True)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"other", "target", f"{MARK}link", f"{MARK}file", config.name}
+
+
+def test_a_dead_root_goes_from_every_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first directory has the mark; what spilled to the others goes too."""
+    memory, local = tmp_path / "memory", tmp_path / "local"
+    monkeypatch.setattr(module, "SHARED_MEMORY", memory)
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", str(local))
+    for base in (memory, local):
+        (base / f"{MARK}dead").mkdir(parents=True, mode=0o700)
+    (memory / f"{MARK}dead" / dead_mark()).touch()
+    config = SlabConfig.new("auto", "test")
+    open_root(config, create=True)
+    assert [path.name for path in memory.iterdir()] == [config.name]
+    assert [path.name for path in local.iterdir()] == [config.name]
+    remove_root(config)
+
+
+def test_the_mark_names_this_process(config: SlabConfig) -> None:
+    open_root(config, create=True)
+    (mark,) = root_in(config).glob("alive.*")
+    namespace, pid, started = mark.name.split(".")[1:]
+    assert pid == str(os.getpid())
+    assert namespace == str(os.stat("/proc/self/ns/pid").st_ino)
+    assert started == Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def test_the_mark_of_a_spark_worker_names_the_jvm(
+    config: SlabConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JVM -> worker daemon -> worker: workers come and go, the JVM stays."""
+    monkeypatch.setenv("SPARK_PYTHON_RUNTIME", "PYTHON_WORKER")
+    open_root(config, create=True)
+    (mark,) = root_in(config).glob("alive.*")
+    grandparent = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]
+    expected = grandparent if grandparent != "0" else str(os.getppid())
+    assert mark.name.split(".")[2] == expected

@@ -1,0 +1,394 @@
+"""Columns to tensors: which types are taken, and which row is to blame when a value is not."""
+
+from __future__ import annotations
+
+import decimal
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import types as sql
+
+from sparkdl.data.schema import Column, Problem, RowProblem, columns_of, quoted, to_numpy
+from sparkdl.errors import DataError
+
+quick = settings(deadline=None, max_examples=100)
+
+DROP = 'Drop such rows with df.dropna(subset=["x"]), or fill them.'
+SAME_SHAPE = "Every row must have the same shape: filter, pad or cut such rows."
+NO_VALUES = "Filter such rows, or leave the column out."
+INSIDE_ARRAYS = (
+    "dropna does not look into arrays: filter such rows with functions.exists, or fill them with "
+    "functions.transform."
+)
+INSIDE_VECTORS = (
+    "dropna does not look into vectors: mend them where they are made, or turn them into arrays "
+    "with pyspark.ml.functions.vector_to_array and filter those with functions.exists."
+)
+
+VECTOR = pa.struct(
+    [
+        ("type", pa.int8()),
+        ("size", pa.int32()),
+        ("indices", pa.list_(pa.int32())),
+        ("values", pa.list_(pa.float64())),
+    ]
+)
+VECTOR_COLUMN = Column("x", "float32", depth=1, vector=True)
+NAN = float("nan")
+
+
+def lists(depth: int, item: pa.DataType | None = None) -> pa.DataType:
+    """``array<...<item>>``; double by default."""
+    kind = item or pa.float64()
+    for _ in range(depth):
+        kind = pa.list_(kind)
+    return kind
+
+
+def dense(*values: float) -> dict[str, Any]:
+    return {"type": 1, "size": None, "indices": None, "values": list(values)}
+
+
+def sparse(size: int, entries: dict[int, float]) -> dict[str, Any]:
+    return {
+        "type": 0,
+        "size": size,
+        "indices": list(entries),
+        "values": [float(value) for value in entries.values()],
+    }
+
+
+def problem_of(array: pa.Array, column: Column, first_row: int = 0) -> Problem:
+    with pytest.raises(RowProblem) as caught:
+        to_numpy(array, column, first_row)
+    assert str(caught.value) == caught.value.problem.text
+    return caught.value.problem
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "dtype"),
+    [
+        (pa.int8(), [-128, 127], "int8"),
+        (pa.int16(), [-(2**15), 2**15 - 1], "int16"),
+        (pa.int32(), [-(2**31), 2**31 - 1], "int32"),
+        (pa.int64(), [-(2**63), 2**63 - 1], "int64"),
+        (pa.float32(), [0.1, float("inf")], "float32"),
+        (pa.float64(), [0.1, -float("inf")], "float64"),
+        (pa.float64(), [0.1, 1e300], "float64"),
+        (pa.float64(), [0.1, 2.5], "float32"),
+        (pa.bool_(), [True, False], "bool"),
+    ],
+)
+def test_numbers_of_each_type(kind: pa.DataType, values: list[Any], dtype: str) -> None:
+    found = to_numpy(pa.array(values, kind), Column("x", dtype))
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, np.array(values, dtype))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_decimals_become_floats(depth: int) -> None:
+    values: Any = [decimal.Decimal("1.25"), decimal.Decimal("-3.50")]
+    kind = pa.decimal128(10, 2)
+    array = pa.array([values] if depth else values, lists(depth, kind))
+    found = to_numpy(array, Column("x", "float32", depth))
+    assert found.dtype == np.float32
+    assert found.tolist() == ([[1.25, -3.5]] if depth else [1.25, -3.5])
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [(pa.float64(), "float32"), (pa.int64(), "int64"), (pa.bool_(), "bool")]
+)
+@pytest.mark.parametrize("shape", [(5,), (5, 3), (5, 3, 2), (5, 1, 2, 3)])
+def test_arrays_of_any_depth(kind: pa.DataType, dtype: str, shape: tuple[int, ...]) -> None:
+    expected = (np.arange(np.prod(shape)).reshape(shape) % 7).astype(dtype)
+    array = pa.array(expected.tolist(), lists(len(shape) - 1, kind))
+    found = to_numpy(array, Column("x", dtype, len(shape) - 1))
+    assert found.dtype == dtype
+    assert found.flags.c_contiguous
+    np.testing.assert_array_equal(found, expected)
+
+
+@quick
+@given(st.data())
+def test_round_trip_of_slices(data: st.DataObject) -> None:
+    """What Arrow hands over is often a window of a larger array."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4), label="shape"))
+    rows = data.draw(st.integers(1, 8), label="rows")
+    before, after = data.draw(st.tuples(st.integers(0, 3), st.integers(0, 3)), label="around")
+    depth = len(shape) - 1
+    total = (before + rows + after, *shape[1:])
+    number = st.floats(width=32, allow_nan=False)
+    count = int(np.prod(total))
+    flat = data.draw(st.lists(number, min_size=count, max_size=count), label="values")
+    whole = np.array(flat, np.float32).reshape(total)
+    array = pa.array(whole.tolist(), lists(depth)).slice(before, rows)
+    found = to_numpy(array, Column("x", "float32", depth))
+    np.testing.assert_array_equal(found, whole[before : before + rows])
+
+
+def test_a_slice_does_not_see_the_mistakes_around_it() -> None:
+    array = pa.array([None, [[1.0]], [[2.0]], [[3.0], [4.0]], [[NAN]]], lists(2))
+    found = to_numpy(array.slice(1, 2), Column("x", "float64", 2))
+    assert found.tolist() == [[[1.0]], [[2.0]]]
+
+
+# Vectors
+
+
+def test_dense_vectors() -> None:
+    found = to_numpy(pa.array([dense(1, 2, 3), dense(4, 5, 6)], VECTOR), VECTOR_COLUMN)
+    assert found.dtype == np.float32
+    assert found.tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_sparse_vectors() -> None:
+    rows = [sparse(3, {0: 1, 2: 5}), sparse(3, {}), sparse(3, {1: 7})]
+    found = to_numpy(pa.array(rows, VECTOR), VECTOR_COLUMN)
+    assert found.tolist() == [[1, 0, 5], [0, 0, 0], [0, 7, 0]]
+
+
+def test_sparse_vectors_without_any_value() -> None:
+    found = to_numpy(pa.array([sparse(2, {}), sparse(2, {})], VECTOR), VECTOR_COLUMN)
+    assert found.tolist() == [[0, 0], [0, 0]]
+
+
+@st.composite
+def vector_columns(draw: st.DrawFn) -> tuple[list[dict[str, Any]], np.ndarray]:
+    width = draw(st.integers(1, 5))
+    number = st.floats(width=32, allow_nan=False)
+    rows, expected = [], []
+    for _ in range(draw(st.integers(1, 8))):
+        if draw(st.booleans()):
+            values = draw(st.lists(number, min_size=width, max_size=width))
+            rows.append(dense(*values))
+            expected.append(values)
+        else:
+            entries = draw(st.dictionaries(st.integers(0, width - 1), number))
+            entries = dict(sorted(entries.items()))
+            rows.append(sparse(width, entries))
+            expected.append([entries.get(i, 0.0) for i in range(width)])
+    return rows, np.array(expected, np.float32)
+
+
+@quick
+@given(vector_columns(), st.integers(0, 3))
+def test_mixed_vectors_and_slices(
+    column: tuple[list[dict[str, Any]], np.ndarray], before: int
+) -> None:
+    rows, expected = column
+    before = min(before, len(rows) - 1)
+    array = pa.array([*rows, dense(9)], VECTOR).slice(before, len(rows) - before)
+    np.testing.assert_array_equal(to_numpy(array, VECTOR_COLUMN), expected[before:])
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize("first_row", [0, 1000])
+@pytest.mark.parametrize(
+    ("values", "depth", "row", "text", "remedy"),
+    [
+        ([1.0, None, None], 0, 1, "is null", DROP),
+        ([[1.0], None], 1, 1, "is null", DROP),
+        ([[1.0, 2.0], [3.0, None]], 1, 1, "holds a null", INSIDE_ARRAYS),
+        ([[[1.0], [2.0]], [[1.0], None]], 2, 1, "holds a null", INSIDE_ARRAYS),
+        ([[[1.0], [2.0]], [[1.0], [2.0]], [[3.0], [None]]], 2, 2, "holds a null", INSIDE_ARRAYS),
+        ([1.0, 2.0, NAN], 0, 2, "is NaN", DROP),
+        ([[1.0, 2.0], [NAN, 3.0]], 1, 1, "holds NaN", INSIDE_ARRAYS),
+        ([[[1.0], [2.0]], [[3.0], [4.0]], [[5.0], [NAN]]], 2, 2, "holds NaN", INSIDE_ARRAYS),
+        ([[1.0, 2.0], [3.0, 4.0], [5.0]], 1, 2, "has 1 values where row {} has 2", SAME_SHAPE),
+        ([[1.0], []], 1, 1, "has 0 values where row {} has 1", SAME_SHAPE),
+        ([[[1.0]], [[2.0]], [[3.0], [4.0]]], 2, 2, "has 2 values where row {} has 1", SAME_SHAPE),
+        (
+            [[[1.0], [2.0]], [[3.0], [4.0, 5.0]]],
+            2,
+            1,
+            "has 2 values where row {} has 1",
+            SAME_SHAPE,
+        ),
+        (
+            [[[[1.0]], [[2.0]]], [[[3.0]], [[4.0, 5.0]]]],
+            3,
+            1,
+            "has 2 values where row {} has 1",
+            SAME_SHAPE,
+        ),
+        ([[], []], 1, 0, "is an empty array", NO_VALUES),
+        ([[[], []], [[], []]], 2, 0, "is an empty array", NO_VALUES),
+    ],
+)
+def test_a_mistake_names_its_row(
+    values: list[Any], depth: int, row: int, text: str, remedy: str, first_row: int
+) -> None:
+    array = pa.array(values, lists(depth))
+    expected = Problem("x", first_row + row, text.format(first_row), remedy)
+    assert problem_of(array, Column("x", "float32", depth), first_row) == expected
+
+
+@pytest.mark.parametrize("first_row", [0, 1000])
+@pytest.mark.parametrize(
+    ("rows", "row", "text", "remedy"),
+    [
+        ([dense(1), None], 1, "is null", DROP),
+        ([dense(1, 2), dense(1)], 1, "has 1 values where row {} has 2", SAME_SHAPE),
+        ([dense(1, 2), sparse(3, {0: 1})], 1, "has 3 values where row {} has 2", SAME_SHAPE),
+        ([sparse(2, {}), sparse(2, {}), sparse(4, {})], 2, "has 4 values where row {} has 2", None),
+        ([dense(1, 2), dense(1, NAN)], 1, "holds NaN", INSIDE_VECTORS),
+        ([dense(1, 2), sparse(2, {}), sparse(2, {1: NAN})], 2, "holds NaN", INSIDE_VECTORS),
+        ([dense(), dense()], 0, "is an empty vector", NO_VALUES),
+        ([sparse(0, {})], 0, "is an empty vector", NO_VALUES),
+    ],
+)
+def test_a_mistake_in_a_vector_names_its_row(
+    rows: list[Any], row: int, text: str, remedy: str | None, first_row: int
+) -> None:
+    expected = Problem("x", first_row + row, text.format(first_row), remedy or SAME_SHAPE)
+    assert problem_of(pa.array(rows, VECTOR), VECTOR_COLUMN, first_row) == expected
+
+
+def test_a_mistake_in_a_slice_is_counted_from_the_slice() -> None:
+    array = pa.array([[1.0], [2.0], [3.0], [None]], lists(1)).slice(2)
+    assert problem_of(array, Column("x", "float64", 1), 100).row == 101
+
+
+def test_infinities_are_numbers() -> None:
+    found = to_numpy(pa.array([float("inf")], pa.float64()), Column("x", "float32"))
+    assert found.tolist() == [float("inf")]
+
+
+def test_the_message_of_a_problem() -> None:
+    problem = Problem("x", 7, "is null", "Drop it.")
+    assert problem.message("partition 2") == 'column "x", row 7 of partition 2: is null. Drop it.'
+    assert problem.message("it", "field") == 'field "x", row 7 of it: is null. Drop it.'
+
+
+# Schemas
+
+_FIELDS: dict[str, sql.DataType] = {
+    "byte": sql.ByteType(),
+    "short": sql.ShortType(),
+    "int": sql.IntegerType(),
+    "long": sql.LongType(),
+    "float": sql.FloatType(),
+    "double": sql.DoubleType(),
+    "decimal": sql.DecimalType(10, 2),
+    "bool": sql.BooleanType(),
+    "vector": VectorUDT(),
+    "array": sql.ArrayType(sql.DoubleType()),
+    "matrix": sql.ArrayType(sql.ArrayType(sql.IntegerType())),
+    "string": sql.StringType(),
+    "char": sql.CharType(3),
+    "strings": sql.ArrayType(sql.StringType()),
+    "timestamp": sql.TimestampType(),
+    "date": sql.DateType(),
+    "binary": sql.BinaryType(),
+    "map": sql.MapType(sql.StringType(), sql.IntegerType()),
+    "struct": sql.StructType([sql.StructField("a", sql.IntegerType())]),
+    "vectors": sql.ArrayType(VectorUDT()),
+}
+SCHEMA = sql.StructType([sql.StructField(name, kind) for name, kind in _FIELDS.items()])
+THE_COLUMNS = f"The DataFrame has: {', '.join(_FIELDS)}."
+TEXT = (
+    "turn text into numbers first, for example with pyspark.ml.feature.StringIndexer, or cast it "
+    "where it holds numbers."
+)
+NO_TENSOR = "which cannot become a tensor: use numbers, arrays of numbers or pyspark.ml.linalg vectors."
+
+
+def mistake(features: Sequence[str], label: Sequence[str] = ()) -> str:
+    with pytest.raises(DataError) as caught:
+        columns_of(SCHEMA, features, label, "float32")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "depth", "vector"),
+    [
+        ("byte", "int8", 0, False),
+        ("short", "int16", 0, False),
+        ("int", "int32", 0, False),
+        ("long", "int64", 0, False),
+        ("float", "<float>", 0, False),
+        ("double", "<float>", 0, False),
+        ("decimal", "<float>", 0, False),
+        ("bool", "bool", 0, False),
+        ("vector", "<float>", 1, True),
+        ("array", "<float>", 1, False),
+        ("matrix", "int32", 2, False),
+    ],
+)
+@pytest.mark.parametrize("float_dtype", ["float32", "float64"])
+def test_columns_that_become_tensors(
+    name: str, dtype: str, depth: int, vector: bool, float_dtype: str
+) -> None:
+    column = Column(name, dtype.replace("<float>", float_dtype), depth, vector)
+    assert columns_of(SCHEMA, [name], [], float_dtype) == ((column,), ())
+    assert columns_of(SCHEMA, [], [name], float_dtype) == ((), (column,))
+
+
+def test_columns_keep_the_order_they_are_named_in() -> None:
+    inputs, labels = columns_of(SCHEMA, ["long", "array"], ["int", "bool"], "float32")
+    assert [column.name for column in inputs] == ["long", "array"]
+    assert [column.name for column in labels] == ["int", "bool"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("string", f"is of type string: {TEXT}"),
+        ("char", f"is of type char(3): {TEXT}"),
+        ("strings", f"is of type array<string>: {TEXT}"),
+        ("timestamp", f"is of type timestamp, {NO_TENSOR}"),
+        ("date", f"is of type date, {NO_TENSOR}"),
+        ("binary", f"is of type binary, {NO_TENSOR}"),
+        ("map", f"is of type map<string,int>, {NO_TENSOR}"),
+        ("struct", f"is of type struct<a:int>, {NO_TENSOR}"),
+        ("vectors", "is an array of vectors: use nested arrays, or one vector a row."),
+    ],
+)
+def test_columns_that_cannot(name: str, text: str) -> None:
+    assert mistake([name]) == f'feature column "{name}" {text}'
+    assert mistake(["int"], [name]) == f'label column "{name}" {text}'
+
+
+def test_a_missing_feature_names_the_nearest() -> None:
+    assert mistake(["vecctor"]) == (
+        f'feature column "vecctor" is missing. Did you mean "vector"? {THE_COLUMNS}'
+    )
+
+
+def test_a_missing_label_tells_how_to_do_without() -> None:
+    assert mistake(["int"], ["xyzzy"]) == (
+        f'label column "xyzzy" is missing. {THE_COLUMNS} To train without a label, set label=None.'
+    )
+
+
+def test_a_column_of_nothing() -> None:
+    with pytest.raises(DataError) as caught:
+        columns_of(sql.StructType([]), ["x"], [], "float32")
+    assert str(caught.value) == 'feature column "x" is missing. The DataFrame has: no columns.'
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    assert mistake(["int", "string", "doubel"], ["vectors"]).splitlines() == [
+        "3 problems:",
+        f'  - feature column "string" is of type string: {TEXT}',
+        f'  - feature column "doubel" is missing. Did you mean "double"? {THE_COLUMNS}',
+        '  - label column "vectors" is an array of vectors: use nested arrays, or one vector a row.',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("a", "`a`"), ("a.b", "`a.b`"), ("a`b", "`a``b`"), ("a b", "`a b`")]
+)
+def test_names_are_quoted_for_spark(name: str, expected: str) -> None:
+    assert quoted(name) == expected
