@@ -1,7 +1,7 @@
 """The whole way in one Spark program: CSV -> SQL features -> training -> predictions as Parquet.
 
-Regression on scikit-learn's diabetes data (442 patients, ten measurements, progression after a
-year). What is new beside digits.py is everything around ``fit``: nothing leaves Spark.
+Regression on scikit-learn's diabetes data (442 patients, ten measurements, the disease's progress
+after a year). What differs from digits.py is what surrounds ``fit``: nothing leaves Spark.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(len(COLUMNS), 16), nn.ReLU(), nn.Linear(16, 1), nn.Flatten(0))
 
 
-def main(spark: SparkSession, epochs: int = 60) -> dict[str, float]:
+def main(spark: SparkSession, epochs: int = 30) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        return etl(spark, Path(folder), epochs)
+        return run(spark, Path(folder), epochs)
 
 
-def etl(spark: SparkSession, folder: Path, epochs: int) -> dict[str, float]:
+def run(spark: SparkSession, folder: Path, epochs: int) -> dict[str, float]:
     raw = spark.read.csv(write_csv(folder), header=True, inferSchema=True)
     raw.createOrReplaceTempView("raw")
     spark.sql("""
@@ -45,38 +45,33 @@ def etl(spark: SparkSession, folder: Path, epochs: int) -> dict[str, float]:
         FROM raw
     """).createOrReplaceTempView("patients")
 
-    # Standardised by the training rows' mean and deviation, so that nothing leaks from the test.
+    # Standardised by mean and deviation of the training rows, so that nothing leaks from the test.
     names = [*COLUMNS, "target"]
     moments = ", ".join(f"avg({c}) AS {c}_mean, stddev({c}) AS {c}_dev" for c in names)
-    scaled = [f"(({c} - {c}_mean) / {c}_dev)" for c in names]
+    *features, label = [f"({c} - {c}_mean) / {c}_dev" for c in names]
     prepared = spark.sql(f"""
         WITH moments AS (SELECT {moments} FROM patients WHERE NOT held_out)
-        SELECT id, held_out, array({", ".join(scaled[:-1])}) AS features, {scaled[-1]} AS label
+        SELECT id, held_out, array({", ".join(features)}) AS features, {label} AS label
         FROM patients CROSS JOIN moments
-    """).cache()
-    train, test = prepared.where("NOT held_out"), prepared.where("held_out")
+    """)
 
     trainer = sparkdl.Trainer(
         model=make_model,
         loss=nn.MSELoss(),
-        optimizer=partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.1),
+        optimizer=partial(torch.optim.AdamW, lr=5e-3, weight_decay=0.1),
         batch_size=64,
         stop=sparkdl.max_epoch(epochs),
     )
-    trained = trainer.fit(train)
+    trained = trainer.fit(prepared.where("NOT held_out"))
 
     path = str(folder / "predictions.parquet")
-    trained.transform(test).write.parquet(path)
+    trained.transform(prepared.where("held_out")).write.parquet(path)
     written = spark.read.parquet(path)
-    result = (
-        written.crossJoin(written.selectExpr("avg(label) AS mean"))
-        .selectExpr(
-            "count(*) AS rows",
-            "1 - sum(pow(label - prediction, 2)) / sum(pow(label - mean, 2)) AS r2",
-        )
-        .first()
-        .asDict()
+    errors = written.crossJoin(written.selectExpr("avg(label) AS mean")).selectExpr(
+        "count(*) AS rows",
+        "1 - sum(pow(label - prediction, 2)) / sum(pow(label - mean, 2)) AS r2",
     )
+    result = errors.first().asDict()
     print(f"{result['rows']} held-out patients: R2 {result['r2']:.3f} (predicting the mean: 0)")
     return result
 

@@ -32,7 +32,7 @@ class Buffers(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
         self.register_buffer("mean", torch.tensor([0.5, -1.5, float("inf")]))
-        self.register_buffer("half", torch.tensor([0.5, 1.0], dtype=torch.bfloat16))
+        self.register_buffer("low", torch.tensor([0.5, 1.0], dtype=torch.bfloat16))
         self.register_buffer("count", torch.tensor(2**53 + 1))
         self.register_buffer("mask", torch.tensor([[True, False, True]]))
         self.register_buffer("bytes", torch.arange(5, dtype=torch.uint8))
@@ -80,11 +80,11 @@ def test_segments_are_aligned_and_apart(shapes: list[tuple[int, int]], dtype: to
 
 def test_kinds_of_buffers() -> None:
     layout = layout_of(Buffers())
-    assert names(layout, "average") == ["mean", "half", "hidden"]
+    assert names(layout, "average") == ["mean", "low", "hidden"]
     assert names(layout, "exact") == ["count", "mask", "bytes", "long", "waves", "empty"]
     lengths = {segment.name: segment.length for segment in layout.segments}
     assert lengths == {
-        "weight": 3, "mean": 3, "half": 2, "hidden": 1,
+        "weight": 3, "mean": 3, "low": 2, "hidden": 1,
         "count": 2, "mask": 1, "bytes": 2, "long": 4, "waves": 2, "empty": 0,
     }  # fmt: skip
 

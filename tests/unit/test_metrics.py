@@ -1,0 +1,85 @@
+"""Metrics: sums over batches that add up to the mean over all samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkdl.errors import ParameterError
+from sparkdl.infer.metrics import METRICS, MeanMetric, resolve
+
+
+def test_accuracy_of_classes() -> None:
+    output = torch.tensor([[0.1, 0.9], [2.0, -1.0], [0.0, 1.0]])
+    assert METRICS["accuracy"].sums(output, torch.tensor([1, 0, 0])) == (2.0, 3.0)
+
+
+def test_accuracy_of_every_element() -> None:
+    """A class for each position, as in tagging and segmentation: (B, classes, L) against (B, L)."""
+    output = torch.tensor([[[1.0, 0.0, 5.0], [0.0, 1.0, 6.0]]])
+    assert METRICS["accuracy"].sums(output, torch.tensor([[0, 1, 0]])) == (2.0, 3.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_accuracy_of_logits(dtype: torch.dtype) -> None:
+    output = torch.tensor([-1.0, 0.5, 3.0, 0.0])
+    target = torch.tensor([0, 1, 0, 1]).to(dtype)
+    assert METRICS["accuracy"].sums(output, target) == (2.0, 4.0)
+
+
+def test_errors() -> None:
+    output, target = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[2.0, 2.0], [0.0, 4.5]])
+    assert METRICS["mae"].sums(output, target) == (4.5, 4.0)
+    assert METRICS["mse"].sums(output, target) == (10.25, 4.0)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=50), st.integers(1, 10))
+def test_batches_add_up(values: list[float], size: int) -> None:
+    output, target = torch.tensor(values), torch.zeros(len(values))
+    for metric in METRICS.values():
+        whole = metric.sums(output, target)
+        parts = [
+            metric.sums(output[i : i + size], target[i : i + size])
+            for i in range(0, len(values), size)
+        ]
+        assert sum(count for _, count in parts) == whole[1] == len(values)
+        assert sum(total for total, _ in parts) == pytest.approx(whole[0])
+
+
+def test_sums_are_in_double_precision() -> None:
+    values = torch.full((10_000,), 1e4 + 0.5)
+    total, count = MeanMetric("mean", lambda output, target: output).sums(values, values)
+    assert (total, count) == (10_000 * (1e4 + 0.5), 10_000)
+
+
+def test_a_metric_of_ones_own() -> None:
+    bias = MeanMetric("bias", lambda output, target: output - target)
+    assert bias.sums(torch.tensor([1.0, 5.0]), torch.tensor([2.0, 1.0])) == (3.0, 2.0)
+
+
+def test_names_and_metrics_are_resolved_in_order() -> None:
+    own = MeanMetric("own", lambda output, target: output)
+    assert resolve(["mse", own, "accuracy"]) == [METRICS["mse"], own, METRICS["accuracy"]]
+    assert resolve([]) == []
+
+
+def test_the_loss_comes_anyway() -> None:
+    assert resolve(["loss", "mae"]) == [METRICS["mae"]]
+
+
+def test_a_metric_has_the_name_it_is_known_by() -> None:
+    assert {name: metric.name for name, metric in METRICS.items()} == {n: n for n in METRICS}
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("acuracy", ' Did you mean "accuracy"?'), ("xyzzy", "")]
+)
+def test_an_unknown_name(name: str, hint: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        resolve(["mse", name])
+    assert str(caught.value) == (
+        f'unknown metric "{name}".{hint} Known: loss, accuracy, mae, mse, or a sparkdl.MeanMetric.'
+    )

@@ -1,0 +1,81 @@
+"""A model's output as a Spark column."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from sparkdl.infer.output import Output, as_numpy, to_arrow
+
+TYPES = [
+    (torch.float32, "float", pa.float32()),
+    (torch.float64, "double", pa.float64()),
+    (torch.float16, "float", pa.float32()),
+    (torch.bfloat16, "float", pa.float32()),
+    (torch.int64, "bigint", pa.int64()),
+    (torch.int32, "int", pa.int32()),
+    (torch.int16, "smallint", pa.int16()),
+    (torch.int8, "tinyint", pa.int8()),
+    (torch.uint8, "smallint", pa.int16()),
+    (torch.bool, "boolean", pa.bool_()),
+]
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1), (4, 3), (4, 3, 2), (4, 1, 2, 3)])
+@pytest.mark.parametrize(("dtype", "sql", "arrow"), TYPES)
+def test_an_output_becomes_the_column_that_was_declared(
+    dtype: torch.dtype, sql: str, arrow: pa.DataType, shape: tuple[int, ...]
+) -> None:
+    tensor = (torch.arange(torch.Size(shape).numel()).reshape(shape) % 5).to(dtype)
+    output = Output.of(tensor)
+    assert output == Output(shape[1:], str(dtype).removeprefix("torch."))
+    depth = len(shape) - 1
+    assert output.sql_type == "array<" * depth + sql + ">" * depth
+    column = to_arrow(as_numpy(tensor))
+    kind = arrow
+    for _ in range(depth):
+        kind = pa.list_(kind)
+    assert column.type == kind
+    column.validate(full=True)
+    assert column.to_pylist() == tensor.tolist()
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (0, 3, 2)])
+def test_no_rows(shape: tuple[int, ...]) -> None:
+    column = to_arrow(np.zeros(shape, np.float32))
+    column.validate(full=True)
+    assert column.to_pylist() == []
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (2, 0, 3), (2, 3, 0)])
+def test_rows_of_nothing(shape: tuple[int, ...]) -> None:
+    column = to_arrow(np.zeros(shape, np.float32))
+    column.validate(full=True)
+    assert column.to_pylist() == np.zeros(shape).tolist()
+
+
+def test_an_output_in_another_memory_order() -> None:
+    tensor = torch.arange(12.0).reshape(2, 2, 3).transpose(1, 2)
+    assert not tensor.is_contiguous()
+    assert to_arrow(as_numpy(tensor)).to_pylist() == tensor.tolist()
+
+
+def test_gradients_are_left_behind() -> None:
+    tensor = torch.ones(2, requires_grad=True) * 2
+    assert as_numpy(tensor).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precisions_are_widened(dtype: torch.dtype) -> None:
+    found = as_numpy(torch.tensor([1.5, -2.0], dtype=dtype))
+    assert found.dtype == np.float32
+    assert found.tolist() == [1.5, -2.0]
+
+
+@pytest.mark.parametrize(("output", "kind"), [((torch.ones(1),), "tuple"), (None, "NoneType")])
+def test_what_is_no_tensor(output: object, kind: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        as_numpy(output)
+    assert str(caught.value) == f"the model returned a {kind}, not a tensor"

@@ -1,0 +1,496 @@
+"""Models on disk: by name where that is possible, a pickle only where it is not and never unasked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import sparkdl
+from sparkdl.data.partition import Field
+from sparkdl.errors import ModelError, TrustError
+from sparkdl.infer.output import Output
+from sparkdl.train.history import History
+from sparkdl.train.persistence import load, save
+from sparkdl.train.state import TrainState
+from sparkdl.train.trained import TrainedModel
+
+# Recipes. This file is a module that can be imported, so these have a name.
+
+
+class Net(nn.Module):
+    """Parameters, running statistics, and arguments that shape it."""
+
+    def __init__(self, width: int = 3, *, layers: list[int] | None = None) -> None:
+        super().__init__()
+        sizes = [2, *(layers or []), width]
+        self.body = nn.Sequential(*map(nn.Linear, sizes, sizes[1:]))
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.body(x))
+
+    @staticmethod
+    def narrow() -> Net:
+        return Net(1)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 2)
+        self.head = nn.Linear(2, 4, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x))
+
+
+def make_net(width: int = 3) -> nn.Module:
+    return Net(width)
+
+
+def make_net_of_its_class(width: int = 3) -> Net:
+    return Net(width)
+
+
+def unannotated(width: int = 3):  # type: ignore[no-untyped-def]
+    return Net(width)
+
+
+def annotated_otherwise() -> object:
+    return Net()
+
+
+def annotated_as_maybe() -> nn.Module | None:
+    return Net()
+
+
+def annotated_with_nonsense() -> NoSuchName:  # type: ignore[name-defined]  # noqa: F821
+    return Net()
+
+
+def in_main() -> nn.Module:
+    return nn.Linear(2, 3)
+
+
+in_main.__module__ = "__main__"
+
+
+def some_history() -> History:
+    history = History()
+    history.append(TrainState(samples=8, loss=0.5, seconds=1.5, learning_rates=(0.1,)), 1)
+    history.append(TrainState(samples=16, loss=0.25, seconds=2.5, learning_rates=(0.1,)), 2)
+    return history
+
+
+def trained_on(model: Any, module: nn.Module | None = None, **changes: Any) -> TrainedModel:
+    """As fit returns it: weights that the recipe alone would not give."""
+    if module is None:
+        module = model if isinstance(model, nn.Module) else model()
+        with torch.no_grad():
+            for i, value in enumerate(module.state_dict().values()):
+                value.add_(i + 1)
+    values: dict[str, Any] = {
+        "module": module.eval(),
+        "model": model,
+        "loss": nn.functional.mse_loss,
+        "features": ("a", "b"),
+        "label": ("y",),
+        "fields": (Field("a", "float32", (2,)), Field("b", "int64", ()), Field("y", "float32", ())),
+        "num_features": 2,
+        "float_dtype": "float32",
+        "output": Output((3,), "float32"),
+        "history": some_history(),
+    }
+    return TrainedModel(**{**values, **changes})
+
+
+def same_weights(one: nn.Module, other: nn.Module) -> bool:
+    pairs = [one.state_dict(), other.state_dict()]
+    return pairs[0].keys() == pairs[1].keys() and all(
+        torch.equal(value, pairs[1][name]) for name, value in pairs[0].items()
+    )
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+WITHOUT_PICKLE = {"model.json", "model.safetensors", "history.json"}
+
+BY_NAME: dict[str, tuple[Callable[..., nn.Module], str, list[Any], dict[str, Any]]] = {
+    "class": (Net, "Net", [], {}),
+    "function": (make_net, "make_net", [], {}),
+    "function annotated with its class": (make_net_of_its_class, "make_net_of_its_class", [], {}),
+    "static method": (Net.narrow, "Net.narrow", [], {}),
+    "partial": (partial(make_net, 5), "make_net", [5], {}),
+    "partial with keywords": (
+        partial(Net, 4, layers=[3, 2]),
+        "Net",
+        [4],
+        {"layers": [3, 2]},
+    ),
+    "partial of a partial": (
+        partial(partial(Net, 4, layers=[9]), layers=[3]),
+        "Net",
+        [4],
+        {"layers": [3]},
+    ),
+}
+
+BY_PICKLE: dict[str, Any] = {
+    "lambda": lambda: Net(),
+    "function in __main__": in_main,
+    "module": nn.Sequential(nn.Linear(2, 3)),
+    "partial with an argument that is no JSON": partial(Net, layers=(3, 2)),
+    "partial of a lambda": partial(lambda width: Net(width), 2),
+}
+
+
+# Round trips
+
+
+@pytest.mark.parametrize("row", BY_NAME)
+def test_by_name_no_pickle_is_written_and_no_trust_needed(row: str, tmp_path: Path) -> None:
+    model, name, args, kwargs = BY_NAME[row]
+    trained = trained_on(model)
+    folder = save(trained, tmp_path / "model")
+    assert folder == tmp_path / "model"
+    assert files(folder) == WITHOUT_PICKLE
+    assert json.loads((folder / "model.json").read_text())["recipe"] == {
+        "kind": "name",
+        "name": f"{__name__}:{name}",
+        "args": args,
+        "kwargs": kwargs,
+    }
+    loaded = load(folder)
+    assert type(loaded.module) is Net
+    assert same_weights(loaded.module, trained.module)
+    inputs = torch.randn(5, 2)
+    assert torch.equal(loaded.module(inputs), trained.module(inputs))
+
+
+@pytest.mark.parametrize("row", BY_PICKLE)
+def test_by_pickle_trust_is_needed(row: str, tmp_path: Path) -> None:
+    trained = trained_on(BY_PICKLE[row])
+    folder = save(trained, tmp_path)
+    assert files(folder) == {*WITHOUT_PICKLE, "recipe.pkl"}
+    with pytest.raises(TrustError) as caught:
+        load(folder)
+    assert str(caught.value) == (
+        f"{folder} holds its model as a pickle, which can run any code when opened. Pass "
+        "model=make_model to build the module yourself, or trust=True if you trust the file."
+    )
+    assert same_weights(load(folder, trust=True).module, trained.module)
+
+
+def test_a_local_function_has_no_name(tmp_path: Path) -> None:
+    def local() -> nn.Module:
+        return Net()
+
+    assert files(save(trained_on(local), tmp_path)) == {*WITHOUT_PICKLE, "recipe.pkl"}
+
+
+def test_a_name_that_means_something_else_by_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redefined, or decorated: the name would give another function."""
+    trained = trained_on(make_net)
+    monkeypatch.setitem(globals(), "make_net", make_net_of_its_class)
+    assert "recipe.pkl" in files(save(trained, tmp_path))
+
+
+def test_a_pickled_module_is_loaded_with_the_saved_weights(tmp_path: Path) -> None:
+    """Those of training, not those that the pickle holds."""
+    module = nn.Linear(2, 3)
+    initial = nn.Linear(2, 3)
+    folder = save(trained_on(initial, module), tmp_path)
+    assert same_weights(load(folder, trust=True).module, module)
+
+
+def test_everything_else_comes_back(tmp_path: Path) -> None:
+    trained = trained_on(Net)
+    loaded = sparkdl.load(trained.save(tmp_path))
+    for name in ("features", "label", "fields", "num_features", "float_dtype", "output"):
+        assert getattr(loaded, name) == getattr(trained, name), name
+    assert list(loaded.history) == list(trained.history)
+    assert not loaded.module.training
+    assert loaded.loss is None
+
+
+def test_a_model_without_label_and_output(tmp_path: Path) -> None:
+    loaded = load(save(trained_on(Net, label=(), output=None), tmp_path))
+    assert loaded.label == ()
+    assert loaded.output is None
+
+
+def test_the_loss_is_given_on_loading(tmp_path: Path) -> None:
+    loss = nn.MSELoss()
+    assert load(save(trained_on(Net), tmp_path), loss=loss).loss is loss
+
+
+@pytest.mark.parametrize("path_type", [str, Path])
+def test_paths_of_any_kind(path_type: Any, tmp_path: Path) -> None:
+    path = path_type(tmp_path / "deep" / "down")
+    save(trained_on(Net), path)
+    assert load(path).features == ("a", "b")
+
+
+def test_what_was_loaded_can_be_saved(tmp_path: Path) -> None:
+    trained = trained_on(partial(Net, 4, layers=[3]))
+    first = save(trained, tmp_path / "first")
+    second = save(load(first), tmp_path / "second")
+    assert files(second) == WITHOUT_PICKLE
+    assert (second / "model.json").read_text() == (first / "model.json").read_text()
+    assert same_weights(load(second).module, trained.module)
+
+
+def test_weights_are_a_plain_state_dict(tmp_path: Path) -> None:
+    trained = trained_on(Net)
+    folder = save(trained, tmp_path)
+    found = safetensors.torch.load_file(folder / "model.safetensors")
+    expected = trained.module.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
+    trained = trained_on(Tied)
+    folder = save(trained, tmp_path)
+    assert len(safetensors.torch.load_file(folder / "model.safetensors")) == 1
+    module: Any = load(folder).module
+    assert module.head.weight is module.embed.weight
+    assert same_weights(module, trained.module)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weights_keep_their_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    module = nn.Linear(2, 3).to(dtype)
+    folder = save(trained_on(in_main, module), tmp_path)
+    loaded = load(folder, model=lambda: nn.Linear(2, 3, dtype=dtype))
+    assert loaded.module.weight.dtype == dtype
+    assert same_weights(loaded.module, module)
+
+
+# A model given on loading
+
+
+def test_a_model_that_is_given_needs_no_trust(tmp_path: Path) -> None:
+    trained = trained_on(lambda: Net())
+    folder = save(trained, tmp_path)
+    (folder / "recipe.pkl").write_bytes(b"not even a pickle")
+    loaded = load(folder, model=make_net)
+    assert loaded.model is make_net
+    assert same_weights(loaded.module, trained.module)
+    module = Net()
+    assert load(folder, model=module).module is module
+    assert same_weights(module, trained.module)
+
+
+@pytest.mark.parametrize(
+    ("model", "complaint"),
+    [
+        (partial(Net, 7), "size mismatch"),
+        (partial(Net, layers=[3]), "Missing key(s) in state_dict"),
+        (Tied, "Missing key(s) in state_dict"),
+    ],
+)
+def test_a_model_that_does_not_fit(model: Any, complaint: str, tmp_path: Path) -> None:
+    folder = save(trained_on(Net), tmp_path)
+    with pytest.raises(ModelError) as caught:
+        load(folder, model=model)
+    assert str(caught.value).startswith(f"the weights in {folder} do not fit the model: ")
+    assert complaint in str(caught.value)
+
+
+# Trust
+
+
+@pytest.mark.parametrize(
+    "model", [unannotated, annotated_otherwise, annotated_as_maybe, annotated_with_nonsense]
+)
+def test_a_function_that_does_not_say_what_it_makes_needs_trust(model: Any, tmp_path: Path) -> None:
+    trained = trained_on(model)
+    folder = save(trained, tmp_path)
+    assert files(folder) == WITHOUT_PICKLE
+    with pytest.raises(TrustError) as caught:
+        load(folder)
+    assert str(caught.value) == refusal(folder, f"{__name__}:{model.__name__}")
+    assert same_weights(load(folder, trust=True).module, trained.module)
+    assert same_weights(load(folder, model=model).module, trained.module)
+
+
+def refusal(folder: Path, name: str) -> str:
+    return (
+        f'{folder} names "{name}", which is no module class, nor a function of your own that is '
+        'annotated "-> torch.nn.Module". Annotate it, pass model=make_model, or pass trust=True.'
+    )
+
+
+def tamper(folder: Path, **recipe: Any) -> None:
+    """What somebody may do to a folder on its way here."""
+    path = folder / "model.json"
+    content = json.loads(path.read_text())
+    content["recipe"] = {"kind": "name", "args": [], "kwargs": {}, **recipe}
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os:system",
+        "posix:system",
+        "subprocess:call",
+        "subprocess:Popen",
+        "builtins:eval",
+        "builtins:exec",
+        "runpy:run_path",
+        "torch:load",
+        "torch.hub:load",
+        "pathlib:Path",
+        f"{__name__}:subprocess.call",
+        f"{__name__}:Net.forward",
+    ],
+)
+def test_a_name_of_something_else_is_never_called(name: str, tmp_path: Path) -> None:
+    folder = save(trained_on(Net), tmp_path)
+    mark = tmp_path / "called"
+    tamper(folder, name=name, args=[f"touch {mark}"], kwargs={})
+    with pytest.raises(TrustError) as caught:
+        load(folder)
+    assert str(caught.value) == refusal(folder, name)
+    assert not mark.exists()
+
+
+def test_a_function_of_torch_that_runs_source_code_is_not_called(tmp_path: Path) -> None:
+    """It is annotated "-> torch.nn.Module", and compiles what it is given."""
+    folder = save(trained_on(Net), tmp_path)
+    mark = tmp_path / "called"
+    name = "torch.fx.graph_module:reduce_graph_module"
+    code = {"_code": "def forward(self, x): return x"}
+    source = f"open({str(mark)!r}, 'w')\n"
+    tamper(folder, name=name, kwargs={"body": code, "import_block": source})
+    with pytest.raises(TrustError) as caught:
+        load(folder)
+    assert str(caught.value) == refusal(folder, name)
+    assert not mark.exists()
+
+
+def test_with_trust_a_named_function_is_called(tmp_path: Path) -> None:
+    """So that the tests above show a refusal, not a name that would not have worked anyway."""
+    folder = save(trained_on(Net), tmp_path)
+    mark = tmp_path / "called"
+    tamper(folder, name="subprocess:call", args=[["touch", str(mark)]])
+    with pytest.raises(AttributeError):  # it returns a number, and that is no module
+        load(folder, trust=True)
+    assert mark.exists()
+    assert subprocess.call(["true"]) == 0
+
+
+def test_a_pickle_that_was_exchanged(tmp_path: Path) -> None:
+    folder = save(trained_on(lambda: Net()), tmp_path)
+    data = (folder / "recipe.pkl").read_bytes()
+    (folder / "recipe.pkl").write_bytes(data[:-1] + b"!")
+    with pytest.raises(ModelError) as caught:
+        load(folder, trust=True)
+    assert str(caught.value) == (
+        f"{folder}/recipe.pkl is not the file that was saved (checksum differs)."
+    )
+
+
+# Other folders
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("no_such_module:make", "No module named 'no_such_module'"),
+        ("os:no_such_function", "module 'os' has no attribute 'no_such_function'"),
+        (f"{__name__}:Net.wide", "type object 'Net' has no attribute 'wide'"),
+    ],
+)
+def test_a_name_that_cannot_be_imported(name: str, error: str, tmp_path: Path) -> None:
+    folder = save(trained_on(Net), tmp_path)
+    tamper(folder, name=name)
+    with pytest.raises(ModelError) as caught:
+        load(folder)
+    assert str(caught.value) == (
+        f'{folder} names the model "{name}", which cannot be imported ({error}). Put it on the '
+        "Python path, or pass model=make_model."
+    )
+
+
+@pytest.mark.parametrize("make", [False, True])
+def test_a_folder_without_a_model(make: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    if make:
+        folder.mkdir()
+    with pytest.raises(FileNotFoundError) as caught:
+        load(folder)
+    assert str(caught.value) == f"{folder} holds no sparkdl model (no model.json in it)."
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ({"format": "other"}, "(format 'other', version 1)"),
+        ({"version": 2}, "(format 'sparkdl-model', version 2)"),
+        ({"format": None, "version": None}, "(format None, version None)"),
+    ],
+)
+def test_another_format(change: dict[str, Any], shown: str, tmp_path: Path) -> None:
+    folder = save(trained_on(Net), tmp_path)
+    path = folder / "model.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ModelError) as caught:
+        load(folder)
+    assert str(caught.value) == (
+        f"{folder}/model.json is not a sparkdl-model of version 1 {shown}."
+    )
+
+
+def test_weights_that_are_damaged(tmp_path: Path) -> None:
+    folder = save(trained_on(Net), tmp_path)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5])
+    with pytest.raises(ModelError) as caught:
+        load(folder)
+    assert str(caught.value).startswith(f"the weights in {folder} do not fit the model: ")
+
+
+# Overwriting
+
+
+def test_a_model_is_not_replaced_unasked(tmp_path: Path) -> None:
+    first = trained_on(Net)
+    folder = save(first, tmp_path)
+    with pytest.raises(FileExistsError) as caught:
+        save(trained_on(partial(Net, 9)), folder)
+    assert str(caught.value) == (
+        f"{folder} holds a model already: pass overwrite=True to replace it."
+    )
+    assert same_weights(load(folder).module, first.module)
+
+
+def test_replacing_a_model_leaves_nothing_of_the_first(tmp_path: Path) -> None:
+    folder = save(trained_on(lambda: Net()), tmp_path)
+    assert "recipe.pkl" in files(folder)
+    second = trained_on(partial(Net, 9))
+    save(second, folder, overwrite=True)
+    assert files(folder) == WITHOUT_PICKLE
+    assert same_weights(load(folder).module, second.module)
+
+
+def test_a_folder_with_other_files_is_fine(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    save(trained_on(Net), tmp_path)
+    assert files(tmp_path) == {*WITHOUT_PICKLE, "notes.txt"}

@@ -1,0 +1,95 @@
+"""Settings: every key in one place, and conf/ in step with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sparkdl.errors import ParameterError
+from sparkdl.settings import (
+    NEEDED_FOR_SPEED,
+    PREFIX,
+    SETTINGS,
+    SPARK_SETTINGS,
+    Setting,
+    Settings,
+)
+
+CONF = Path(__file__).parents[2] / "conf" / "spark-defaults.conf"
+
+
+def read(given: dict[str, str]) -> Settings:
+    return Settings.read(lambda key, default: given.get(key, default), list(given))
+
+
+def mistake(given: dict[str, str]) -> str:
+    with pytest.raises(ParameterError) as caught:
+        read(given)
+    return str(caught.value)
+
+
+def test_defaults() -> None:
+    assert read({}) == Settings(slab_dir="auto", progress="auto")
+
+
+def test_values_that_are_set() -> None:
+    given = {"spark.sparkdl.slab.dir": "/fast", "spark.sparkdl.progress": "false"}
+    assert read(given) == Settings(slab_dir="/fast", progress="false")
+
+
+def test_every_setting_is_read() -> None:
+    """A key that is documented but read by nobody would be worse than none."""
+    defaults = read({})
+    for key, setting in SETTINGS.items():
+        other = setting.choices[-1] if setting.choices else "something else"
+        assert other != setting.default
+        assert read({key: other}) != defaults, key
+
+
+@pytest.mark.parametrize("key", SETTINGS)
+def test_a_setting_is_documented_and_its_default_allowed(key: str) -> None:
+    setting: Setting = SETTINGS[key]
+    assert key.startswith(PREFIX)
+    assert setting.doc.endswith(".")
+    assert not setting.choices or setting.default in setting.choices
+
+
+def test_an_unknown_key_names_the_nearest() -> None:
+    assert mistake({"spark.sparkdl.progres": "true"}) == (
+        'unknown setting "spark.sparkdl.progres". Did you mean "spark.sparkdl.progress"? '
+        "Known: spark.sparkdl.slab.dir, spark.sparkdl.progress."
+    )
+
+
+def test_a_key_like_no_other() -> None:
+    assert mistake({"xyzzy": "1"}) == (
+        'unknown setting "xyzzy". Known: spark.sparkdl.slab.dir, spark.sparkdl.progress.'
+    )
+
+
+def test_a_value_outside_the_choices() -> None:
+    assert mistake({"spark.sparkdl.progress": "yes"}) == (
+        'spark.sparkdl.progress = "yes": use one of auto, true, false.'
+    )
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    assert mistake({"spark.sparkdl.progress": "yes", "spark.sparkdl.slabdir": "/x"}) == (
+        "2 problems:\n"
+        '  - unknown setting "spark.sparkdl.slabdir". Did you mean "spark.sparkdl.slab.dir"? '
+        "Known: spark.sparkdl.slab.dir, spark.sparkdl.progress.\n"
+        '  - spark.sparkdl.progress = "yes": use one of auto, true, false.'
+    )
+
+
+def test_spark_defaults_are_those_of_the_session() -> None:
+    """`spark-submit` reads the file, `sparkdl.session()` the table."""
+    lines = [line.split("#")[0].split() for line in CONF.read_text().splitlines()]
+    in_file = {line[0]: line[1] for line in lines if line}
+    assert in_file == {key: value for key, (value, _) in SPARK_SETTINGS.items()}
+
+
+def test_what_speed_needs_is_set() -> None:
+    assert set(NEEDED_FOR_SPEED) <= SPARK_SETTINGS.keys()
+    assert all(reason for _, reason in SPARK_SETTINGS.values())
