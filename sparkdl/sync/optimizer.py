@@ -7,6 +7,7 @@ AdamW, RMSprop, Adagrad, ...); :meth:`OptimizerPlan.check_elementwise` finds out
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,7 +85,8 @@ class OptimizerPlan:
     def mirror(self) -> torch.optim.Optimizer:
         """The optimizer on one small tensor a group, for a schedule to act on."""
         members = tuple((n,) for n in range(len(self.members)))
-        plan = OptimizerPlan(self.make, self.name, self.groups, members)
+        groups = copy.deepcopy(self.groups)  # a schedule changes a tensor lr in place
+        plan = OptimizerPlan(self.make, self.name, groups, members)
         return plan.build({n: torch.zeros(1) for n in range(len(self.members))})
 
     def check_elementwise(self) -> None:

@@ -208,7 +208,9 @@ def test_parameters_without_a_gradient_are_left_alone(datasets, optimizer):
     steps = observed.steps
     for t in range(1, len(steps)):
         used, idle = t // 2 % 2, 1 - t // 2 % 2
-        assert not torch.equal(steps[t][f"heads.{used}.weight"], steps[t - 1][f"heads.{used}.weight"])
+        assert not torch.equal(
+            steps[t][f"heads.{used}.weight"], steps[t - 1][f"heads.{used}.weight"]
+        )
         assert torch.equal(steps[t][f"heads.{idle}.weight"], steps[t - 1][f"heads.{idle}.weight"])
         assert torch.equal(steps[t]["unused.weight"], steps[0]["unused.weight"])
 

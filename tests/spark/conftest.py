@@ -27,6 +27,7 @@ def nothing_left(
     context = spark.sparkContext
 
     def check() -> None:
+        context._jsc.sc().listenerBus().waitUntilEmpty()  # the tracker follows the scheduler
         assert slabs() == []
         assert context._jsc.getPersistentRDDs().isEmpty()
         assert list(context.statusTracker().getActiveJobsIds()) == []

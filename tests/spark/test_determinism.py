@@ -40,8 +40,9 @@ def expected(spark, parquet) -> dict:
     return {"digest": digest(trained.module), "losses": trained.history.losses}
 
 
-def run(parquet: str, folder: Path, master: str, **settings: str) -> dict:
-    return launch(SCRIPT, folder, master=master, parquet=parquet, settings=settings)
+def runs(parquet: str, folder: Path, masters: list[str], slabs: str) -> dict:
+    settings = {"spark.sparkdl.slab.dir": slabs}
+    return launch(SCRIPT, folder, masters=masters, parquet=parquet, settings=settings)
 
 
 def test_this_session(spark, parquet, expected):
@@ -58,26 +59,30 @@ def test_the_digest_sees_one_bit(spark, parquet, expected):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "master", ["local[1]", "local[4]", "local-cluster[2,1,1024]", "local-cluster[3,1,1024]"]
+    "masters",
+    [["local[1]", "local[4]"], ["local-cluster[2,1,1024]", "local-cluster[3,1,1024]"]],
+    ids="+".join,
 )
-def test_other_masters_by_references(parquet, expected, tmp_path, master):
+def test_other_masters_by_references(parquet, expected, tmp_path, masters):
     """Executors of one host share a slab root: no gradient travels as bytes."""
-    result = run(parquet, tmp_path, master)
-    assert result["digest"] == expected["digest"]
-    assert result["losses"] == expected["losses"]
-    assert result["bytes_received"] == [0] * 12
-    assert result["roots"] == 1
+    for result in runs(parquet, tmp_path, masters, "auto").values():
+        assert result["digest"] == expected["digest"]
+        assert result["losses"] == expected["losses"]
+        assert result["bytes_received"] == [0] * 12
+        assert result["roots"] == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("executors", [2, 3])
-def test_executors_with_roots_apart_by_bytes(parquet, expected, tmp_path, executors):
+@pytest.mark.timeout(600)
+def test_executors_with_roots_apart_by_bytes(parquet, expected, tmp_path):
     """A relative slab directory lies in each executor's own working directory."""
-    master = f"local-cluster[{executors},1,1024]"
-    result = run(parquet, tmp_path, master, **{"spark.sparkdl.slab.dir": "slabs"})
-    assert result["digest"] == expected["digest"]
-    assert result["losses"] == expected["losses"]
-    assert result["roots"] == executors
-    assert len(result["bytes_received"]) == 12
-    assert all(result["bytes_received"])
+    masters = ["local-cluster[2,1,1024]", "local-cluster[3,1,1024]"]
+    results = runs(parquet, tmp_path, masters, "slabs")
+    for executors, result in zip([2, 3], results.values(), strict=True):
+        assert result["digest"] == expected["digest"]
+        assert result["losses"] == expected["losses"]
+        assert result["roots"] == executors
+        assert len(result["bytes_received"]) == 12
+        assert all(result["bytes_received"])

@@ -410,7 +410,7 @@ def test_evaluate_runs_in_evaluation_mode(table: Any) -> None:
     expected = nn.functional.cross_entropy(
         module(inputs_of(table, "x")), inputs_of(table, "y", torch.long)
     )
-    assert found["loss"] == pytest.approx(float(expected), rel=1e-6)
+    assert found["loss"] == pytest.approx(expected.item(), rel=1e-6)
 
 
 # fit

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from sparkdl.sync.codec import as_tensor, decode, encode
 from sparkdl.sync.records import GradientHeader
 
-HEADERS = [None, (3, True), {"loss": 0.5}, GradientHeader(2, 7, absent=frozenset({1})), "x" * 70_000]
+HEADERS = [
+    None,
+    (3, True),
+    {"loss": 0.5},
+    GradientHeader(2, 7, absent=frozenset({1})),
+    "x" * 70_000,
+]
 
 
 @pytest.mark.parametrize("header", HEADERS)

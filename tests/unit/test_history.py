@@ -95,5 +95,5 @@ def test_an_iteration_takes_a_few_bytes() -> None:
     history = History()
     for iteration in range(1000):
         history.append(TrainState(iteration=iteration, samples=iteration, loss=0.1), 1)
-    columns = [value for value in vars(history).values()]
+    columns = list(vars(history).values())
     assert sum(len(column) * column.itemsize for column in columns) == 1000 * 40

@@ -42,9 +42,7 @@ def test_any_arrival_gives_the_same_rows_in_the_same_order(
     shuffled = [column[arrival] for column in columns]
     # without the "collide" case a tie would hardly ever be one of different rows
     hashes = [row_hashes(c) % np.uint32(2 if collide else 2**32 - 1) for c in (columns, shuffled)]
-    for one, other in zip(
-        in_order(columns, hashes[0]), in_order(shuffled, hashes[1]), strict=True
-    ):
+    for one, other in zip(in_order(columns, hashes[0]), in_order(shuffled, hashes[1]), strict=True):
         np.testing.assert_array_equal(one, other)
 
 

@@ -177,6 +177,14 @@ def test_a_buffer_held_for_writing_is_free_for_nobody(pool: Pool, config: SlabCo
     assert len(buffers(config)) == 2
 
 
+def test_a_buffer_that_is_used_again_is_held_as_well(pool: Pool, config: SlabConfig) -> None:
+    write(pool, tick=1, floor=1)
+    with pool.claim("state", 8, tick=2, floor=2) as held:
+        assert write(Pool(config), tick=9, floor=9).path != held.reference.path
+        pool.check(held.reference)
+    assert len(buffers(config)) == 2
+
+
 def test_a_buffer_held_by_a_dead_process_is_free(pool: Pool, config: SlabConfig) -> None:
     with held_by_child(config) as (child, path):
         assert write(pool, 9, 9).path != path

@@ -90,9 +90,7 @@ def test_a_module_is_its_own_recipe() -> None:
 def test_what_builds_no_module_is_refused() -> None:
     with pytest.raises(ModelError) as caught:
         recipe(lambda: [1]).build()
-    assert str(caught.value) == (
-        "model() returned a list: it must return a torch.nn.Module."
-    )
+    assert str(caught.value) == ("model() returned a list: it must return a torch.nn.Module.")
 
 
 def change(module: nn.Module, name: str) -> nn.Module:

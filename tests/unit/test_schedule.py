@@ -97,12 +97,25 @@ def test_only_what_changes_travels() -> None:
     assert change == {"lr": 0.25, "initial_lr": 0.5}
 
 
-def test_values_that_were_handed_out_stay_what_they_were() -> None:
-    schedule = Schedule(plan_of(), ROWS["ExponentialLR"])
-    schedule.step()
-    (before,) = schedule.changes()  # type: ignore[misc]
-    schedule.step()
-    assert before["lr"] == pytest.approx(0.45)
+@pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5)])
+def test_values_that_were_handed_out_stay_what_they_were(lr: Any) -> None:
+    """Torch changes a learning rate that is a tensor in place."""
+    schedule = Schedule(plan_of(partial(torch.optim.SGD, lr=lr)), ROWS["ExponentialLR"])
+    handed_out = []
+    for _ in range(3):
+        handed_out += schedule.changes() or ()
+        schedule.step()
+    rates = [float({"lr": 0.5, **change}["lr"]) for change in handed_out]
+    assert rates == pytest.approx([0.5, 0.45, 0.405])
+
+
+def test_a_schedule_leaves_the_recipe_alone() -> None:
+    """A second fit starts from the same learning rate."""
+    rate = torch.tensor(0.5)
+    plan = plan_of(partial(torch.optim.SGD, lr=rate))
+    Schedule(plan, ROWS["ExponentialLR"]).step()
+    assert rate == 0.5
+    assert plan.groups[0]["lr"] == 0.5
 
 
 def test_stepping_warns_of_nothing() -> None:

@@ -301,7 +301,9 @@ TEXT = (
     "turn text into numbers first, for example with pyspark.ml.feature.StringIndexer, or cast it "
     "where it holds numbers."
 )
-NO_TENSOR = "which cannot become a tensor: use numbers, arrays of numbers or pyspark.ml.linalg vectors."
+NO_TENSOR = (
+    "which cannot become a tensor: use numbers, arrays of numbers or pyspark.ml.linalg vectors."
+)
 
 
 def mistake(features: Sequence[str], label: Sequence[str] = ()) -> str:

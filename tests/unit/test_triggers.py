@@ -92,9 +92,7 @@ def test_the_limit_is_where_it_is_first_true(trigger: Trigger, limit: int | None
 def test_anything_but_a_positive_whole_number_is_refused(make: Any, value: Any) -> None:
     with pytest.raises(ParameterError) as caught:
         make(value)
-    assert str(caught.value) == (
-        f"{make.__name__}({value!r}): give a whole number of at least 1."
-    )
+    assert str(caught.value) == (f"{make.__name__}({value!r}): give a whole number of at least 1.")
 
 
 def test_a_trigger_must_say_when() -> None:

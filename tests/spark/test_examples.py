@@ -1,0 +1,82 @@
+"""Every example runs and learns; one of them also as a newcomer starts it."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import pytest
+from pyspark import cloudpickle
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pyspark.sql import SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[2]
+LEARNED = {
+    "digits": ("accuracy", 0.97),
+    "tabular_etl": ("r2", 0.35),
+    "two_inputs": ("accuracy", 0.9),
+    "rdd_samples": ("accuracy", 0.93),
+}
+
+
+@pytest.fixture
+def example(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """The module of an example; what it defines travels to the workers as from a script."""
+    name = f"example_{request.param}"
+    path = ROOT / "examples" / f"{request.param}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    cloudpickle.register_pickle_by_value(module)
+    yield module
+    cloudpickle.unregister_pickle_by_value(module)
+    del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("example", "metric", "least"),
+    [(name, *learned) for name, learned in LEARNED.items()],
+    indirect=["example"],
+    ids=list(LEARNED),
+)
+def test_example_learns(
+    spark: SparkSession,
+    example: ModuleType,
+    metric: str,
+    least: float,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    result = example.main(spark)
+    assert result[metric] >= least
+    assert f"{result[metric]:.3f}" in capsys.readouterr().out
+    assert example.__doc__
+
+
+def test_every_example_is_tested_and_short() -> None:
+    files = list((ROOT / "examples").glob("*.py"))
+    assert {file.stem for file in files} == LEARNED.keys()
+    for file in files:
+        assert len(file.read_text().splitlines()) < 90, file
+
+
+def test_as_a_script(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples/two_inputs.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("49 held-out wines: accuracy "), done.stdout

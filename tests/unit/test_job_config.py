@@ -1,0 +1,278 @@
+"""The jobs' configuration: YAML, --set, mistakes, components by name, redaction."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jobs.components import Component, find
+from jobs.config import REDACTED, apply_change, parse, read_config
+from jobs.run_folder import RunFolder, find_model, redacted
+from sparkdl import ParameterError, UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALLEST = {
+    "data": {"train": "a.parquet"},
+    "model": "torch.nn:Identity",
+    "loss": "torch.nn:MSELoss",
+    "optimizer": {"use": "torch.optim:SGD", "lr": 0.1},
+}
+
+
+def smallest(**changes: object) -> dict[str, object]:
+    return {**SMALLEST, **changes}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "a.yaml"
+    path.write_text(yaml.safe_dump(SMALLEST))
+    return path
+
+
+def test_defaults_and_round_trip() -> None:
+    config = parse(smallest())
+    assert (config.name, config.training.epochs, config.training.replicas) == ("run", 10, None)
+    assert config.optimizer == Component("torch.optim:SGD", {"lr": 0.1})
+    assert parse(config.content()) == config
+    assert parse(yaml.safe_load(yaml.safe_dump(config.content()))) == config
+
+
+def test_the_example_names_every_key() -> None:
+    given = yaml.safe_load((ROOT / "conf/digits.yaml").read_text())
+    content = read_config(ROOT / "conf/digits.yaml").content()
+    assert given.keys() == content.keys()
+    for section in ("data", "training", "spark"):
+        assert given[section].keys() == content[section].keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "value"),
+    [
+        ("training.epochs=3", ("training", "epochs"), 3),
+        ("optimizer.lr=1e-3", ("optimizer", "lr"), 1e-3),
+        ("optimizer.lr=.5", ("optimizer", "lr"), 0.5),
+        ("optimizer.nesterov=true", ("optimizer", "nesterov"), True),
+        ("loss.reduction=mean", ("loss",), {"use": "torch.nn:MSELoss", "reduction": "mean"}),
+        ("data.features=[a, b]", ("data", "features"), ["a", "b"]),
+        ("schedule=null", ("schedule",), None),
+        ("name=a=b", ("name",), "a=b"),
+        (
+            "spark.settings.spark.executor.memory=2g",
+            ("spark", "settings"),
+            {"spark.executor.memory": "2g"},
+        ),
+    ],
+)
+def test_set(change: str, key: tuple[str, ...], value: object) -> None:
+    content = yaml.safe_load(yaml.safe_dump(SMALLEST))
+    apply_change(content, change)
+    for part in key:
+        content = content[part]
+    assert content == value
+
+
+def test_every_mistake_is_told_at_once(file: Path) -> None:
+    changes = [
+        "batchsize=3", "training.epoch=3", "training.seed=x", "name=5", "data.label=1",
+        "model=5",
+    ]  # fmt: skip
+    with pytest.raises(ParameterError) as caught:
+        read_config(file, changes)
+    top = "name, runs, data, model, loss, optimizer, schedule, training, metrics, spark"
+    training = "epochs, max_iterations, batch_size, replicas, slices, engine, seed"
+    assert str(caught.value).splitlines() == [
+        f"{file}: 6 problems:",
+        f'  - unknown key "batchsize". Did you mean "training.batch_size"? Known here: {top}.',
+        "  - name: give text, not a whole number (quote it: '5').",
+        "  - data.label: give text or a list of texts or null, not a whole number (quote it: '1').",
+        "  - model: give module:name, or a mapping with it under use.",
+        '  - unknown key "training.epoch". Did you mean "training.epochs"? '
+        f"Known here: {training}.",
+        "  - training.seed: give a whole number, not text.",
+    ]
+
+
+def test_missing_keys() -> None:
+    with pytest.raises(ParameterError) as caught:
+        parse({"model": "torch.nn:Identity", "data": {}})
+    assert str(caught.value).splitlines() == [
+        "3 problems:",
+        "  - data.train is missing.",
+        "  - loss is missing.",
+        "  - optimizer is missing.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["epochs"], '--set "epochs": give key=value, such as training.epochs=5.'),
+        (["name.a=1"], None),
+        (["data.train.x=1"], '--set "data.train.x": data.train has no keys below it.'),
+        (["name=[1"], None),
+    ],
+)
+def test_bad_changes(file: Path, changes: list[str], message: str | None) -> None:
+    with pytest.raises(ParameterError) as caught:
+        read_config(file, changes)
+    if message:
+        assert str(caught.value) == message
+
+
+def test_yaml_mistakes_name_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "b.yaml"
+    path.write_text("name: a\nname: b\n")
+    with pytest.raises(ParameterError) as caught:
+        read_config(path)
+    assert str(caught.value) == f'{path}, line 2: the key "name" is given twice.'
+    path.write_text("- a\n")
+    with pytest.raises(ParameterError, match="give a mapping of keys to values"):
+        read_config(path)
+    with pytest.raises(FileNotFoundError, match="there is no configuration file"):
+        read_config(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("component", "message"),
+    [
+        (
+            Component("torch.nn.MSELoss"),
+            '"torch.nn.MSELoss" is not of the form module:name or file.py:name. '
+            'Did you mean "torch.nn:MSELoss"?',
+        ),
+        (
+            Component("torch.nn:MSELos"),
+            '"torch.nn" has no "MSELos". Did you mean "MSELoss"?',
+        ),
+        (
+            Component("torch.nm:MSELoss"),
+            'module "torch.nm" cannot be imported '
+            "(ModuleNotFoundError: No module named 'torch.nm').",
+        ),
+        (Component("math:pi"), '"math:pi" is a float, which cannot be called.'),
+        (Component("no/such/file.py:net"), None),
+        (
+            Component("torch.nn:MSELoss", {"reductoin": "mean"}),
+            '"torch.nn:MSELoss" takes no argument "reductoin". Did you mean "reduction"? '
+            "It takes: size_average, reduce, reduction.",
+        ),
+    ],
+)
+def test_components_that_cannot_be(component: Component, message: str | None) -> None:
+    with pytest.raises(ParameterError) as caught:
+        component.resolve()
+    assert str(caught.value) == (message or f"there is no file {Path.cwd()}/no/such/file.py.")
+
+
+def test_a_loss_class_becomes_an_instance() -> None:
+    loss = Component("torch.nn:CrossEntropyLoss", {"label_smoothing": 0.1}).resolve_loss()
+    assert loss.label_smoothing == 0.1  # type: ignore[attr-defined]
+    function = Component("torch.nn.functional:mse_loss").resolve_loss()
+    assert function.__name__ == "mse_loss"
+
+
+@pytest.mark.parametrize(
+    ("use", "safe"),
+    [
+        ("torch.nn:CrossEntropyLoss", True),
+        ("torch.nn.functional:mse_loss", True),
+        ("torch.nn.functional:importlib", False),
+        ("torch.nn:Parameter", False),
+        ("os:system", False),
+        ("jobs.models:digits_convnet", False),
+    ],
+)
+def test_which_losses_a_run_folder_may_name(use: str, safe: bool) -> None:
+    assert Component(use).is_torch_loss() is safe
+
+
+def test_a_file_is_importable_again_from_the_same_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "nets_of_test"
+    folder.mkdir()
+    (folder / "small.py").write_text("from torch import nn\ndef net(): return nn.Linear(1, 1)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert find("nets_of_test/small.py:net").__module__ == "nets_of_test.small"
+
+
+def test_a_job_model_travels_without_its_module(tmp_path: Path) -> None:
+    from pyspark import cloudpickle
+
+    data = cloudpickle.dumps(Component("jobs.models:digits_convnet", {"width": 4}).resolve())
+    (tmp_path / "model.pkl").write_bytes(data)
+    code = (
+        "import pickle, sys; sys.modules['jobs'] = None; "  # import jobs fails
+        "print(sum(p.numel() for p in pickle.load(open('model.pkl', 'rb'))().parameters()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout == "814\n", done.stderr
+
+
+def test_secrets_are_redacted() -> None:
+    content = {
+        "spark.hadoop.fs.s3a.access.key": "AKIA",
+        "spark.hadoop.fs.azure.account.key.me.blob.net": "k",
+        "options": {"user": "me", "password": 1234, "url": "jdbc://me:pw@host/db"},
+        "api_token": "t",
+        "max_tokens": 512,
+        "keep": [1, "monkey"],
+        "monkey": "see",
+        "null_password": None,
+    }
+    assert redacted(content) == {
+        "spark.hadoop.fs.s3a.access.key": REDACTED,
+        "spark.hadoop.fs.azure.account.key.me.blob.net": REDACTED,
+        "options": {"user": "me", "password": REDACTED, "url": f"jdbc://me:{REDACTED}@host/db"},
+        "api_token": REDACTED,
+        "max_tokens": 512,
+        "keep": [1, "monkey"],
+        "monkey": "see",
+        "null_password": None,
+    }
+
+
+def test_a_redacted_value_must_be_given_anew() -> None:
+    content = smallest(spark={"settings": {"a.password": REDACTED}})
+    with pytest.raises(ParameterError) as caught:
+        parse(content)
+    key = "spark.settings.a.password"
+    assert str(caught.value) == (
+        f"{key} was redacted when it was written: give it anew, with --set {key}=..."
+    )
+
+
+def test_a_run_folder_is_never_written_twice(tmp_path: Path) -> None:
+    with RunFolder.create(str(tmp_path), "a") as first, RunFolder.create(str(tmp_path), "a") as two:
+        assert first.path != two.path
+    with pytest.raises(ParameterError, match="cannot be part of a folder name"):
+        RunFolder.create(str(tmp_path), "../a").__enter__()
+
+
+def test_a_mistake_leaves_no_run_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError), RunFolder.create(str(tmp_path), "a"):
+        raise ParameterError("no")
+    with pytest.raises(RuntimeError), RunFolder.create(str(tmp_path), "b"):
+        raise RuntimeError("a fault: the folder stays")
+    assert [p.name[:1] for p in tmp_path.iterdir()] == ["b"]
+
+
+def test_find_model(tmp_path: Path) -> None:
+    model = tmp_path / "run" / "model"
+    model.mkdir(parents=True)
+    (model / "model.json").write_text("{}")
+    assert find_model(model) == (model, None)
+    (tmp_path / "run" / "config.yaml").write_text("")
+    assert find_model(model) == find_model(tmp_path / "run") == (model, tmp_path / "run")
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        find_model(tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="neither a run folder nor a model"):
+        find_model(tmp_path)
