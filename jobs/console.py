@@ -60,10 +60,31 @@ def session(
     given = {k: v for k, v in (settings or {}).items() if v is not None}
     given.setdefault("spark.app.name", app)
     spark = sparkdl.session(None if _submitted_with_master() else master, **given)
+    if "spark.log.level" not in given:
+        _hush(spark)
     try:
         yield spark
     finally:
         spark.stop()
+
+
+# They log the stack of a failed task, which comes to us as an exception anyway.
+_TELLTALES = (
+    "executor.Executor",
+    "scheduler.TaskSetManager",
+    "sql.execution.datasources.FileFormatWriter",
+    "sql.execution.datasources.v2.AppendDataExec",
+    "sql.execution.datasources.v2.OverwriteByExpressionExec",
+    "util.Utils",
+)
+
+
+def _hush(spark: SparkSession) -> None:
+    jvm = spark.sparkContext._jvm
+    assert jvm is not None
+    log4j = jvm.org.apache.logging.log4j
+    for name in _TELLTALES:
+        log4j.core.config.Configurator.setLevel(f"org.apache.spark.{name}", log4j.Level.OFF)
 
 
 def _submitted_with_master() -> bool:

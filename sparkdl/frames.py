@@ -8,10 +8,13 @@ bytes already, so these few functions hand them over as they are. They use the s
 from __future__ import annotations
 
 import contextlib
+import re
+import socket
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from pyspark import SparkContext
+from pyspark import SparkContext, TaskContext
 from pyspark.core.rdd import RDD, PipelinedRDD
 from pyspark.serializers import NoOpSerializer, PairDeserializer, pack_long
 from pyspark.util import _load_from_socket
@@ -20,9 +23,34 @@ Frames = Iterable[bytes]
 _PARTITIONER_ID = 0x5DA7  # any constant: equal partitioners compare equal across our RDDs
 
 
+PLACE = re.compile(
+    r"\n?\[partition (?P<partition>\d+), attempt (?P<attempts>\d+), on (?P<node>\S+)\]"
+)
+"""The note that a task adds to an exception that leaves it; attempts count from 1."""
+
+
+@dataclass(frozen=True)
+class _Located:
+    """A task whose exceptions say where they happened: since 4.1 Spark's report does not."""
+
+    task: Callable[[int, Any], Frames]
+
+    def __call__(self, partition: int, records: Any) -> Iterator[bytes]:
+        try:
+            yield from self.task(partition, records)
+        except Exception as error:
+            context = TaskContext.get()
+            if context is not None and not any(map(PLACE.match, getattr(error, "__notes__", ()))):
+                attempt = context.attemptNumber() + 1
+                error.add_note(
+                    f"[partition {partition}, attempt {attempt}, on {socket.gethostname()}]"
+                )
+            raise
+
+
 def map_frames(rdd: RDD, task: Callable[[int, Any], Frames]) -> RDD:
     """``task(partition, records) -> frames`` over ``rdd``; the result is an RDD of raw frames."""
-    mapped = PipelinedRDD(rdd, task)
+    mapped = PipelinedRDD(rdd, _Located(task))
     mapped._bypass_serializer = True
     mapped._jrdd_deserializer = NoOpSerializer()
     return mapped

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sparkdl")
 _told: set[str] = set()
+_SET_BY_THE_LAUNCHER = ("spark.ui.showConsoleProgress",)
+"""Keys that PySpark sets by itself where it starts the JVM, which nobody asked for."""
 
 
 def session(master: str | None = None, **settings: Any) -> SparkSession:
@@ -38,9 +40,10 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
     conf = _launched(given)
     python = given.get("spark.pyspark.python") or conf.get("spark.pyspark.python")
     os.environ.setdefault("PYSPARK_PYTHON", python or sys.executable)
+    submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     builder = SparkSession.builder
     for key, (value, _) in SPARK_SETTINGS.items():
-        if not conf.contains(key):
+        if not conf.contains(key) or (key in _SET_BY_THE_LAUNCHER and not submitted):
             builder = builder.config(key, value)
     for key, value in given.items():
         builder = builder.config(key, value)

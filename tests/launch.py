@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyspark
 import torch
 
 RESULT = "RESULT "
@@ -42,7 +43,7 @@ def launch(script: Path, folder: Path, seconds: float = 550, **spec: Any) -> dic
         "PYSPARK_PYTHON": sys.executable,
         "SPARK_LOCAL_IP": "127.0.0.1",
         "SPARK_LOCAL_DIRS": str(folder / "local"),
-        "SPARK_WORKER_DIR": str(folder / "work"),
+        "SPARK_HOME": str(_spark_home(folder)),
     }
     process = subprocess.Popen(
         [sys.executable, str(script), json.dumps(spec)],
@@ -66,6 +67,16 @@ def launch(script: Path, folder: Path, seconds: float = 550, **spec: Any) -> dic
     assert process.returncode == 0, output[-4000:]
     assert answers, output[-4000:]
     return json.loads(answers[-1].removeprefix(RESULT))
+
+
+def _spark_home(folder: Path) -> Path:
+    """The installed Spark by links: executors of a local-cluster make their folders in it."""
+    home = folder / "spark"
+    home.mkdir(exist_ok=True)
+    for path in Path(pyspark.__file__).parent.iterdir():
+        if path.name != "work" and not (home / path.name).exists():
+            (home / path.name).symlink_to(path)
+    return home
 
 
 def spec() -> dict[str, Any]:

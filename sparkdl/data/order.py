@@ -26,10 +26,20 @@ def row_hashes(columns: Sequence[np.ndarray]) -> np.ndarray:
     return np.array(hashes, dtype=np.uint32)
 
 
-def canonical_order(hashes: np.ndarray, row_bytes: Callable[[int], bytes] | None) -> np.ndarray:
+def row_contents(columns: Sequence[np.ndarray]) -> np.ndarray:
+    """The bytes of each row over all columns, as one value of dtype void; shape (rows,)."""
+    num_rows = len(columns[0])
+    parts = [np.ascontiguousarray(c).reshape(num_rows, -1).view(np.uint8) for c in columns]
+    joined = np.concatenate(parts, axis=1)
+    return joined.view(np.dtype((np.void, joined.shape[1]))).reshape(num_rows)
+
+
+def canonical_order(
+    hashes: np.ndarray, contents: Callable[[np.ndarray], np.ndarray] | None
+) -> np.ndarray:
     """The permutation (int64) that sorts rows by hash, rows of equal hash by their bytes.
 
-    ``row_bytes`` gives the content of a row by its number, asked only in a tie.
+    ``contents`` gives :func:`row_contents` of some rows by their numbers, asked only in a tie.
     """
     order = np.argsort(hashes, kind="stable")
     ranked = hashes[order]
@@ -38,7 +48,9 @@ def canonical_order(hashes: np.ndarray, row_bytes: Callable[[int], bytes] | None
     stops = np.concatenate([edges, [len(order)]])
     for start, stop in zip(starts, stops, strict=True):
         if stop - start > 1:
-            order[start:stop] = sorted(order[start:stop].tolist(), key=row_bytes)
+            assert contents is not None
+            tied = order[start:stop]
+            order[start:stop] = tied[contents(tied).argsort(kind="stable")]
     return order
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.order import canonical_order, checksum, row_hashes
+from sparkdl.data.order import canonical_order, checksum, row_contents, row_hashes
 from sparkdl.data.schema import SAME_SHAPE, Problem, RowProblem
 from sparkdl.errors import SlabFullError, StaleReferenceError
 from sparkdl.slab.root import SlabConfig, open_root
@@ -126,7 +126,7 @@ class PartitionWriter:
         hashes = np.concatenate([np.zeros(0, np.uint32), *self._hashes])
         paths = tuple(self._paths)
         rows = MappedPartition.map(paths, "", self._fields) if paths else None
-        order = canonical_order(hashes, rows.row_bytes if rows else None)
+        order = canonical_order(hashes, rows.contents if rows else None)
         order_path = self._write("order.npy", lambda path: np.save(path, order))
         number_of = np.argsort(order)  # place in the files -> number in canonical order
         return SampleHandle(
@@ -207,9 +207,9 @@ class MappedPartition:
         """The rows (numbers in canonical order): a new array of shape (len(rows), *shape) a field."""
         return self._take(self.order[rows])
 
-    def row_bytes(self, row: int) -> bytes:
-        """The content of one row, by its place in the files."""
-        return b"".join(column.tobytes() for column in self._take(np.array([row])))
+    def contents(self, places: np.ndarray) -> np.ndarray:
+        """The bytes of some rows, by their places in the files; see :func:`row_contents`."""
+        return row_contents(self._take(places))
 
     def _take(self, places: np.ndarray) -> list[np.ndarray]:
         if len(self.chunks) == 1:

@@ -60,6 +60,7 @@ def check_replica(partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         recipe = open_replica(run).recipe
         token = open_pool(run.slab).token
         yield pickle.dumps((token, weights_digest(recipe.build())))
+    settle_collector()
 
 
 @dataclass(frozen=True)

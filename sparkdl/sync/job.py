@@ -106,6 +106,7 @@ def initial_state(partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         replica = open_replica(run)
     weights = replica.flat.flat[plan.start : plan.stop].cpu()
     yield pickle.dumps(SliceReport(partition, pool.token, first_version(pool, weights, tick=0)))
+    settle_collector()
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,7 @@ class CollectWeights:
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run: Run = _run_of(frames)
         yield _weights_frame(open_pool(run.slab), partition, self.states[partition])
+        settle_collector()
 
 
 def _run_of(frames: Iterable[bytes]) -> Run:

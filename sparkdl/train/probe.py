@@ -25,22 +25,35 @@ def pickled(recipe: Recipe) -> bytes:
     """The recipe as bytes. Raises :class:`ModelError` that names the part that cannot travel."""
     from pyspark import cloudpickle
 
+    try:
+        data = cloudpickle.dumps(recipe)
+        pickle.loads(data)
+        return data
+    except Exception as error:
+        raise _cannot_travel(recipe, error) from None
+
+
+def _cannot_travel(recipe: Recipe, error: Exception) -> ModelError:
+    """Which part of the recipe it was."""
+    from pyspark import cloudpickle
+
+    culprit = "model"
     for name in ("model", "loss", "optimizer"):
         try:
-            data = cloudpickle.dumps(getattr(recipe, name))
-            pickle.loads(data)
-        except Exception as error:
-            remedy = (
-                "Pass a function that builds the module (model=make_model), and open files, locks, "
-                "connections and Spark sessions inside it."
-                if name == "model"
-                else "Use a function or class of an importable module, with no open resource in it."
-            )
-            raise ModelError(
-                f"{name} cannot be pickled, so it cannot travel to the executors "
-                f"({type(error).__name__}: {error}). {remedy}"
-            ) from None
-    return cloudpickle.dumps(recipe)
+            pickle.loads(cloudpickle.dumps(getattr(recipe, name)))
+        except Exception as cause:
+            culprit, error = name, cause
+            break
+    remedy = (
+        "Pass a function that builds the module (model=make_model), and open files, locks, "
+        "connections and Spark sessions inside it."
+        if culprit == "model"
+        else "Use a function or class of an importable module, with no open resource in it."
+    )
+    return ModelError(
+        f"{culprit} cannot be pickled, so it cannot travel to the executors "
+        f"({type(error).__name__}: {error}). {remedy}"
+    )
 
 
 def build_model(payload: bytes) -> nn.Module:
@@ -167,9 +180,9 @@ def _output_in_use(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Output 
     """The output in evaluation mode, which may differ from that in training (auxiliary heads)."""
     with evaluating(module):
         output = module(*inputs)
-    if isinstance(output, torch.Tensor) and output.ndim and len(output) == len(inputs[0]):
-        return Output.of(output)
-    return None
+    if not isinstance(output, torch.Tensor) or output.is_complex():
+        return None
+    return Output.of(output) if output.ndim and len(output) == len(inputs[0]) else None
 
 
 def _check_shapes(

@@ -14,6 +14,7 @@ from pyspark.core.rdd import RDD
 from sparkdl.data.partition import close_partitions
 from sparkdl.frames import stage_name
 from sparkdl.replica.cache import forget
+from sparkdl.replica.collector import settle_collector
 from sparkdl.slab.pool import close_pool
 from sparkdl.slab.root import SlabConfig, remove_root
 
@@ -110,6 +111,7 @@ class CleanNode:
         for _ in frames:
             pass
         _clean_here(self.slab)
+        settle_collector()
         return iter(())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import re
 import time
 from collections.abc import Iterable, Iterator
 
@@ -53,6 +52,7 @@ from sparkdl.sync.records import (
     Step,
 )
 from sparkdl.train.engine import Iteration, StepResult, slowest, summarize
+from sparkdl.train.failure import faults_explained
 from sparkdl.train.resources import Resources
 
 INLINE_BYTES = 1 << 20
@@ -104,7 +104,7 @@ class ShuffleEngine:
 
     def _prepare(self) -> tuple[tuple[str, ...], tuple[SliceHandle, ...]]:
         """Place replicas where their samples are and write version 0 of the state."""
-        with self._faults_explained("setting up the replicas"):
+        with faults_explained("setting up the replicas"):
             with stage_name(self._context, "set up replicas"):
                 seats = zip_frames(self._replicas, self._samples)
                 replicas = map_frames(seats, _first_of_seat)
@@ -136,7 +136,7 @@ class ShuffleEngine:
                 rows,
                 iteration.hyperparameters,
             )
-            with self._faults_explained(doing):
+            with faults_explained(doing):
                 reports, build_seconds = self._submit(step)
             faults = [fault for report in reports for fault in report.faults]
             if not faults:
@@ -167,8 +167,11 @@ class ShuffleEngine:
             updated = map_frames(zip_frames(received, self._owners), Synchronize(step))
             updated._jrdd  # noqa: B018 - building ends here
             built = time.perf_counter() - started
-            reports = [pickle.loads(frame) for frame in collect_frames(updated)]
-        forget_shuffles(updated)
+            try:
+                reports = [pickle.loads(frame) for frame in collect_frames(updated)]
+            finally:
+                with contextlib.suppress(Py4JError):
+                    forget_shuffles(updated)
         return reports, built
 
     def _commit(
@@ -210,7 +213,7 @@ class ShuffleEngine:
     def weights(self) -> torch.Tensor:
         self._context.setJobDescription("sparkdl: collecting the weights")
         with (
-            self._faults_explained("collecting the weights"),
+            faults_explained("collecting the weights"),
             stage_name(self._context, "collect the weights"),
         ):
             rdd = map_frames(self._owners, CollectWeights(self._states))
@@ -222,40 +225,7 @@ class ShuffleEngine:
                 parts[index] = as_tensor(payload, self._layout.dtype)
         return torch.cat([parts[n] for n in range(self._run.slices)])
 
-    @contextlib.contextmanager
-    def _faults_explained(self, doing: str) -> Iterator[None]:
-        """Turn a failed Spark job into one :class:`TrainingError` that says where and why."""
-        try:
-            yield
-        except Py4JError as error:
-            raise TrainingError(f"{doing}: {explain_failure(str(error))}") from None
-
 
 def _first_of_seat(partition: int, seats: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
     for replica, _ in list(seats):
         yield replica
-
-
-def explain_failure(text: str) -> str:
-    """The task, the node and the Python traceback out of Spark's report of a failed job."""
-    task = re.search(
-        r"Task (\d+) in stage [\d.]+ failed (\d+) times?, most recent failure: "
-        r"Lost task \S+ in stage \S+ \(TID \d+\) \(([^)]*)\)",
-        text,
-    )
-    place = ""
-    if task:
-        partition, attempts, node = task.groups()
-        times = "once" if attempts == "1" else f"{attempts} times"
-        place = f"partition {partition} on {node} failed {times}. "
-    trace = re.search(
-        r"(Traceback \(most recent call last\):\n.*?)\n\n?\s*(?:\tat |at )", text, re.S
-    )
-    if trace:
-        lines = trace.group(1).strip().splitlines()
-        own = [line for line in lines if line and not line.startswith((" ", "Traceback"))]
-        return f"{place}{own[-1] if own else lines[-1]}\n" + "\n".join(lines)
-    first = next(
-        (line for line in text.splitlines() if "Exception" in line or "Error" in line), text
-    )
-    return f"{place}{first.strip()}"

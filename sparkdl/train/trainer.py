@@ -180,6 +180,8 @@ def _problems(trainer: Trainer) -> Iterator[str]:
                 yield f"callback {callback!r} is not a sparkdl.Callback."
     if isinstance(trainer.seed, bool) or not isinstance(trainer.seed, int):
         yield f"seed={trainer.seed!r}: give a whole number."
+    elif not 0 <= trainer.seed < 2**63:
+        yield f"seed={trainer.seed}: give a number from 0 to 2**63 - 1."
 
 
 _KINDS: tuple[tuple[str, Any, str], ...] = (

@@ -5,7 +5,6 @@ Faults are injected from here, by the model and the optimizer; the product knows
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -120,7 +119,8 @@ def frame(spark):
     rows = [
         (generator.normal(size=WIDTH).tolist(), int(generator.integers(CLASSES))) for _ in range(60)
     ]
-    return spark.createDataFrame(rows, "features array<float>, label long")
+    records = spark.sparkContext.parallelize(rows, REPLICAS)
+    return spark.createDataFrame(records, "features array<float>, label long")
 
 
 FAULTS = {
@@ -132,29 +132,25 @@ FAULTS = {
 LASTING = {
     "lasting in forward-backward": ("forward-backward", 3, 1, {"always": True}),
     "lasting in synchronization": ("synchronization", 5, 1, {"always": True}),
+    "lasting kill": ("synchronization", 2, 0, {"always": True, "kind": "kill"}),
 }
 
 
-def leftovers(spark, slabs: str) -> dict[str, object]:
-    """What a fit left in Spark, in memory and on disk."""
+def leftovers(spark) -> dict[str, object]:
+    """What a fit left in Spark and on disk."""
+    import innards
+
     context = spark.sparkContext
-    tracker = context.statusTracker()
-    names = [path.name for path in Path(slabs).glob("**/sparkdl-*")]
     return {
-        "persisted": context._jsc.getPersistentRDDs().size(),
-        "active": list(tracker.getActiveStageIds()),
-        "shuffles": shuffles(spark),
-        "slabs": names,
+        "persisted": innards.persisted(context),
+        "active stages": list(context.statusTracker().getActiveStageIds()),
+        "shuffles": innards.shuffles(context),
+        "slabs": [str(p) for top in ("slabs", "spark/work") for p in Path(top).glob("**/sparkdl-*")],
         "properties": [
             context.getLocalProperty(f"spark.{key}")
-            for key in ("jobGroup.id", "job.description", "job.interruptOnCancel")
+            for key in ("jobGroup.id", "job.description", "job.interruptOnCancel", "callSite.short")
         ],
     }
-
-
-def shuffles(spark) -> int:
-    environment = spark.sparkContext._jvm.org.apache.spark.SparkEnv.get()
-    return environment.mapOutputTracker().shuffleStatuses().size()
 
 
 def main() -> None:
@@ -162,29 +158,27 @@ def main() -> None:
 
     given = spec()
     results = {}
-    settings = {"spark.sparkdl.slab.dir": given["slabs"], "spark.sql.shuffle.partitions": "3"}
+    settings = {"spark.sparkdl.slab.dir": "slabs"}
     with session(given["master"], **settings) as spark:
-        df = frame(spark).repartition(REPLICAS).localCheckpoint()
-        before = leftovers(spark, given["slabs"])
+        df = frame(spark)
+        before = leftovers(spark)
         results["undisturbed"] = digest(trainer().fit(df).module)
         for name, (job, iteration, partition, changes) in FAULTS.items():
             fault = fail_at(job, iteration, partition, Path(given["notes"]) / name, **changes)
             results[name] = digest(trainer(fault).fit(df).module)
         for name, (job, iteration, partition, changes) in LASTING.items():
             fault = fail_at(job, iteration, partition, Path(given["notes"]) / name, **changes)
-            with contextlib.suppress(sparkdl.TrainingError):
-                try:
-                    trainer(fault).fit(df)
-                except sparkdl.TrainingError as error:
-                    results[name] = {
-                        "message": str(error),
-                        "cause": repr(error.__cause__),
-                        "before": before,
-                        "after": leftovers(spark, given["slabs"]),
-                    }
-                    raise
+            try:
+                trainer(fault).fit(df)
+            except Exception as error:
+                results[name] = {
+                    "type": type(error).__name__,
+                    "message": str(error),
+                    "shown alone": error.__cause__ is None and error.__suppress_context__,
+                    "after": leftovers(spark),
+                }
         results["undisturbed again"] = digest(trainer().fit(df).module)
-        results["leftovers"] = {"before": before, "after": leftovers(spark, given["slabs"])}
+        results["leftovers"] = [before, leftovers(spark)]
     answer(results)
 
 

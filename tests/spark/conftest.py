@@ -38,6 +38,14 @@ def nothing_left(
 
 @pytest.fixture
 def slabs(spark: SparkSession) -> Callable[..., list[str]]:
-    """The slab roots that this application has in a directory (a pattern)."""
-    name = f"sparkdl-{spark.sparkContext.applicationId}-*"
-    return lambda directory="/dev/shm": glob.glob(f"{directory}/{name}")
+    """New slab roots of this application: in shared memory, or in Spark's local directories."""
+    patterns = [
+        f"{directory}/sparkdl-{spark.sparkContext.applicationId}-*"
+        for directory in ("/dev/shm", "/tmp/blockmgr-*")
+    ]
+    before = set(glob.glob(patterns[1]))
+
+    def find(local: bool = False) -> list[str]:
+        return sorted(set(glob.glob(patterns[1])) - before) if local else glob.glob(patterns[0])
+
+    return find

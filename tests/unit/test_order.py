@@ -7,17 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkdl.data.order import canonical_order, checksum, row_hashes
+from sparkdl.data.order import canonical_order, checksum, row_contents, row_hashes
 
 Columns = list[np.ndarray]
 
 
-def bytes_of(columns: Columns, row: int) -> bytes:
-    return b"".join(np.ascontiguousarray(column[row]).tobytes() for column in columns)
-
-
 def in_order(columns: Columns, hashes: np.ndarray) -> Columns:
-    order = canonical_order(hashes, lambda row: bytes_of(columns, row))
+    order = canonical_order(hashes, lambda rows: row_contents([c[rows] for c in columns]))
     assert sorted(order.tolist()) == list(range(len(hashes)))
     return [column[order] for column in columns]
 
@@ -48,14 +44,14 @@ def test_any_arrival_gives_the_same_rows_in_the_same_order(
 
 def test_rows_are_sorted_by_hash_and_ties_by_content() -> None:
     hashes = np.array([5, 1, 5, 1, 3], dtype=np.uint32)
-    content = [b"b", b"z", b"a", b"y", b"?"]
+    letters = np.frombuffer(b"bzay?", dtype=np.uint8)
     asked: list[int] = []
 
-    def row_bytes(row: int) -> bytes:
-        asked.append(row)
-        return content[row]
+    def contents(rows: np.ndarray) -> np.ndarray:
+        asked.extend(rows.tolist())
+        return row_contents([letters[rows]])
 
-    assert canonical_order(hashes, row_bytes).tolist() == [3, 1, 4, 2, 0]
+    assert canonical_order(hashes, contents).tolist() == [3, 1, 4, 2, 0]
     assert sorted(asked) == [0, 1, 2, 3]  # never for a hash that is alone
 
 

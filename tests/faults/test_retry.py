@@ -1,0 +1,255 @@
+"""A task that fails and is run again changes no bit; one that fails every time is one clear error."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import train_with_faults
+from launch import digest, launch
+from pyspark import cloudpickle
+
+import sparkdl
+from sparkdl.data.partition import PartitionWriter, SampleHandle
+from sparkdl.errors import StaleReferenceError
+from sparkdl.replica.recipe import Recipe
+from sparkdl.replica.run import ReplicaHandle, Run
+from sparkdl.slab.pool import Pool, close_pool, open_pool
+from sparkdl.slab.root import SlabConfig, remove_root
+from sparkdl.step.job import ForwardBackward, PrepareReplica
+from sparkdl.sync.codec import decode
+from sparkdl.sync.job import PrepareOwner, RecipeSource, Synchronize, initial_state
+from sparkdl.sync.records import SliceHandle, SliceReport, Step
+
+pytestmark = pytest.mark.faults
+SCRIPT = Path(train_with_faults.__file__)
+MASTERS = ["local[2,4]", "local-cluster[2,1,1024]"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(spark) -> str:
+    """The digest from this session, which knows no faults."""
+    df = train_with_faults.frame(spark)
+    return digest(train_with_faults.trainer(engine="local").fit(df).module)
+
+
+@pytest.fixture(scope="module", params=MASTERS)
+def cluster(request, tmp_path_factory) -> tuple[dict, Path]:
+    """All runs of the script on one master, and the folder where faults leave their notes.
+
+    Slab roots of executors are apart, so that on the cluster bytes travel, on one node references.
+    """
+    folder = tmp_path_factory.mktemp("faults")
+    results = launch(SCRIPT, folder, master=request.param, notes=str(folder / "notes"))
+    return results, folder / "notes"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.spark
+def test_runs_without_a_fault_are_the_same(cluster, undisturbed):
+    results, _ = cluster
+    assert results["undisturbed"] == undisturbed
+    assert results["undisturbed again"] == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.spark
+@pytest.mark.parametrize("fault", train_with_faults.FAULTS)
+def test_a_fault_in_one_attempt_changes_no_bit(cluster, undisturbed, fault):
+    """The task raises, or its Python worker is killed by SIGKILL, in the middle of its writing."""
+    results, notes = cluster
+    assert [note.name for note in (notes / fault).iterdir()] == ["once"]
+    assert results[fault] == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.spark
+@pytest.mark.parametrize("fault", train_with_faults.LASTING)
+def test_a_task_that_fails_every_attempt_is_one_error(cluster, fault):
+    results, notes = cluster
+    job, iteration, partition, _ = train_with_faults.LASTING[fault]
+    attempts = sorted(note.name for note in (notes / fault).iterdir())
+    assert attempts == [f"attempt-{n}" for n in range(4)]
+    error = results[fault]
+    assert error["type"] == "TrainingError"
+    assert error["shown alone"]
+    epoch = (iteration - 1) // 4 + 1  # 60 samples in batches of 16
+    place = rf"iteration {iteration}, epoch {epoch}: partition {partition} on \S.* failed 4 times\. "
+    if "kill" in fault:
+        reason = r"The Python worker died: it was killed, ran out of memory, or crashed\."
+        assert re.fullmatch(place + reason, error["message"])
+    else:
+        raised = f"OSError: injected into {job}"
+        trace = r"\nTraceback \(most recent call last\):\n(  .*\n)+"
+        assert re.fullmatch(place + raised + trace + raised, error["message"])
+        file = {"forward-backward": "step/job.py", "synchronization": "sync/job.py"}[job]
+        assert f"sparkdl/{file}" in error["message"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.spark
+def test_failed_runs_leave_nothing_behind(cluster):
+    results, _ = cluster
+    before, after = results["leftovers"]
+    assert before["slabs"] == []
+    assert before["active stages"] == []
+    assert after == before
+    for fault in train_with_faults.LASTING:
+        assert results[fault]["after"] == before
+
+
+# Twins: two attempts of one task, as speculation runs them, here one after the other by hand.
+
+
+def model() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 40), torch.nn.BatchNorm1d(40), torch.nn.Dropout(0.2), torch.nn.Linear(40, 3)
+    )
+
+
+class Bench:
+    """The task bodies of a run with 2 replicas and 3 slices, run in this process without Spark."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = Run(SlabConfig.new(str(folder), "twins"), 0, 2, 3, num_features=1, threads=1)
+        recipe = Recipe(
+            model, torch.nn.CrossEntropyLoss(), partial(torch.optim.Adam, lr=1e-2), seed=0
+        )
+        source = RecipeSource(cloudpickle.dumps(recipe))
+        generator = np.random.default_rng(0)
+        self.seats = []
+        for index in range(2):
+            samples = self._samples(generator, 12)
+            handle = ReplicaHandle(self.run, index, samples.checksum)
+            (replica,) = PrepareReplica(source)(index, [pickle.dumps(handle)])
+            self.seats.append((replica, pickle.dumps(samples)))
+        self.owners = [list(PrepareOwner(self.run, source)(n, [])) for n in range(3)]
+        self.states: tuple[SliceHandle, ...] = tuple(
+            pickle.loads(next(initial_state(n, iter(self.owners[n])))).state for n in range(3)
+        )
+        self.step = Step(0, 0, tick=1, floor=0, rows=((0, 6), (0, 6)))
+
+    def _samples(self, generator: np.random.Generator, rows: int) -> SampleHandle:
+        writer = PartitionWriter(self.run.slab)
+        columns = [generator.normal(size=(rows, 6)).astype("float32"), generator.integers(3, size=rows)]
+        writer.add(["features", "label"], columns)
+        return writer.finish()
+
+    @property
+    def pool(self) -> Pool:
+        return open_pool(self.run.slab)
+
+    def forward_backward(self, index: int) -> list[bytes]:
+        """The frames of one attempt, one a slice (each sent after its address)."""
+        body = ForwardBackward(self.step, self.states)
+        return list(body(index, iter([self.seats[index]])))[1::2]
+
+    def synchronize(self, n: int, gradients: list[bytes]) -> SliceReport:
+        pairs = zip(gradients, self.owners[n], strict=True)
+        return pickle.loads(next(iter(list(Synchronize(self.step)(n, pairs)))))
+
+    def content(self, state: SliceHandle) -> list[bytes]:
+        return [self.pool.read(reference).tobytes() for reference in state.references()]
+
+    def commit(self, states: tuple[SliceHandle, ...]) -> None:
+        """As the driver does: the next iteration, from these states."""
+        step = self.step
+        self.states = states
+        self.step = replace(step, index=step.index + 1, tick=step.tick + 1, floor=step.tick)
+
+    def files(self, role: str) -> int:
+        return len(list(Path(self.run.slab.directory, self.run.slab.name).glob(f"{role}-*")))
+
+
+@pytest.fixture
+def bench(tmp_path):
+    made = Bench(tmp_path)
+    yield made
+    close_pool(made.run.slab)
+    remove_root(made.run.slab)
+
+
+def test_twins_of_a_forward_backward_task_send_the_same_values(bench):
+    first, second = bench.forward_backward(0), bench.forward_backward(0)
+    for one, other in zip(first, second, strict=True):
+        (left, left_bytes), (right, right_bytes) = decode(one), decode(other)
+        assert len(left_bytes) == len(right_bytes) == 0
+        assert left.reference != right.reference
+        assert left.reference.path != right.reference.path
+        assert np.array_equal(bench.pool.read(left.reference), bench.pool.read(right.reference))
+        for header in (left, right):
+            bench.pool.check(header.reference)
+        assert replace(left, reference=None, report=None) == replace(
+            right, reference=None, report=None
+        )
+        if left.report:
+            assert left.report.loss == right.report.loss
+
+
+def test_twins_of_a_synchronization_task_write_the_same_state(bench):
+    """Each reads another twin's gradients, and the first one's state outlives the second."""
+    frames = [[bench.forward_backward(m) for m in range(2)] for _ in range(2)]
+    old = [bench.content(state) for state in bench.states]
+    for n in range(3):
+        twins = [bench.synchronize(n, [frames[k][m][n] for m in range(2)]) for k in range(2)]
+        first, second = [twin.state for twin in twins]
+        assert first.version != second.version
+        assert bench.content(first) == bench.content(second)
+        assert bench.content(bench.states[n]) == old[n]  # version t is untouched
+        assert bench.content(first) != old[n]
+
+
+def test_a_late_twin_cannot_touch_what_is_committed(bench):
+    """A zombie of iteration 1 runs on when iteration 2 is done: it fails, or writes beside."""
+    gradients = [bench.forward_backward(m) for m in range(2)]
+    late_step, late_states = bench.step, bench.states
+    states = tuple(bench.synchronize(n, [g[n] for g in gradients]).state for n in range(3))
+    bench.commit(states)
+    gradients_2 = [bench.forward_backward(m) for m in range(2)]
+    states_2 = tuple(bench.synchronize(n, [g[n] for g in gradients_2]).state for n in range(3))
+    bench.commit(states_2)
+    committed = [bench.content(state) for state in states_2]
+    gradients_3 = [bench.forward_backward(m) for m in range(2)]
+    content_3 = [bench.pool.read(decode(g[n])[0].reference).tobytes() for g in gradients_3 for n in range(3)]
+    now = bench.step, bench.states
+    bench.step, bench.states = late_step, late_states
+    with pytest.raises(StaleReferenceError):
+        bench.forward_backward(0)
+    with pytest.raises(StaleReferenceError):
+        bench.synchronize(0, [g[0] for g in gradients])
+    bench.step, bench.states = now
+    assert [bench.content(state) for state in states_2] == committed
+    assert content_3 == [
+        bench.pool.read(decode(g[n])[0].reference).tobytes() for g in gradients_3 for n in range(3)
+    ]
+
+
+def test_twins_do_not_make_the_pool_grow(bench):
+    """Every task runs twice, fifteen times over: files of losing twins are used again."""
+    counts = []
+    for _ in range(15):
+        attempts = [[bench.forward_backward(m) for m in range(2)] for _ in range(2)]
+        reports = [
+            [bench.synchronize(n, [g[n] for g in gradients]) for n in range(3)]
+            for gradients in attempts
+        ]
+        assert not any(report.faults for twins in reports for report in twins)
+        bench.commit(tuple(report.state for report in reports[1]))
+        counts.append((bench.files("gradient"), bench.files("state")))
+    assert counts[3:] == [counts[3]] * 12
+    assert counts[-1][0] == 2 * 2  # two replicas, two attempts
+
+
+def test_fail_at_is_no_part_of_the_product():
+    source = Path(sparkdl.__file__).parent
+    assert not any("fail_at" in path.read_text() for path in source.rglob("*.py"))

@@ -1,0 +1,56 @@
+"""What Spark holds at the moment, looked up inside the driver's JVM."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pyspark import SparkContext
+
+
+def shuffles(context: SparkContext) -> int:
+    """Shuffles whose map output the driver still knows."""
+    tracker = _field(context, "org.apache.spark.SparkEnv", _environment(context), "mapOutputTracker")
+    return tracker.shuffleStatuses().size()
+
+
+def blocks(context: SparkContext, kind: str) -> list[str]:
+    """Names of the blocks of one kind ("broadcast", "rdd", ...) in the driver's block manager."""
+    manager = _field(context, "org.apache.spark.SparkEnv", _environment(context), "blockManager")
+    infos = _field(context, "org.apache.spark.storage.BlockManager", manager, "blockInfoManager")
+    names = infos.entries().mkString("\n").splitlines()
+    return sorted(n.strip("()").split(",")[0] for n in names if n.startswith(f"({kind}_"))
+
+
+def persisted(context: SparkContext) -> int:
+    """RDDs marked as persisted."""
+    return context._jsc.getPersistentRDDs().size()
+
+
+def collect_garbage(context: SparkContext) -> None:
+    """A full collection in the JVM, after which Spark's cleaner thread removes what is unreachable."""
+    assert context._jvm is not None
+    context._jvm.System.gc()
+
+
+def eventually(happens: Callable[[], Any], seconds: float = 20) -> bool:
+    """Whether ``happens()`` becomes true in time."""
+    deadline = time.monotonic() + seconds
+    while not happens():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _environment(context: SparkContext) -> Any:
+    return context._jsc.sc().env()
+
+
+def _field(context: SparkContext, class_name: str, instance: Any, name: str) -> Any:
+    """By reflection on the field: Py4J's own look-up loads classes that Spark ships without."""
+    assert context._jvm is not None
+    field = context._jvm.java.lang.Class.forName(class_name).getDeclaredField(name)
+    field.setAccessible(True)
+    return field.get(instance)
