@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import sparkdl
@@ -14,6 +15,8 @@ from sparkdl import Callback, Trainer, TrainState
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+_ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(job: Callable[[], None]) -> NoReturn:
@@ -59,7 +62,11 @@ def session(
     """A session, stopped in the end. A master given to ``spark-submit`` goes before ``master``."""
     given = {k: v for k, v in (settings or {}).items() if v is not None}
     given.setdefault("spark.app.name", app)
-    spark = sparkdl.session(None if _submitted_with_master() else master, **given)
+    submitted = _submitted_master()
+    if re.match(r"local(\[|$)", submitted or master or "local"):
+        given.setdefault("spark.python.daemon.module", "jobs.daemon")
+        given.setdefault("spark.executorEnv.PYTHONPATH", str(_ROOT))  # for the daemon to be found
+    spark = sparkdl.session(None if submitted else master, **given)
     if "spark.log.level" not in given:
         _hush(spark)
     try:
@@ -87,18 +94,18 @@ def _hush(spark: SparkSession) -> None:
         log4j.core.config.Configurator.setLevel(f"org.apache.spark.{name}", log4j.Level.OFF)
 
 
-def _submitted_with_master() -> bool:
-    """Whether ``spark-submit`` was told a master: its own default, local[*], does not count."""
+def _submitted_master() -> str | None:
+    """The master that ``spark-submit`` was told; its own default, local[*], does not count."""
     if "PYSPARK_GATEWAY_PORT" not in os.environ:
-        return False
+        return None
     from pyspark import SparkConf, SparkContext
 
     SparkContext._ensure_initialized()
-    if SparkConf().get("spark.master", "local[*]") != "local[*]":
-        return True
     assert SparkContext._jvm is not None
+    master = SparkConf().get("spark.master", "local[*]")
     command = SparkContext._jvm.System.getProperty("sun.java.command") or ""
-    return "local[*]" in command.split() or "spark.master=local[*]" in command
+    told = "local[*]" in command.split() or "spark.master=local[*]" in command
+    return master if master != "local[*]" or told else None
 
 
 def table(rows: Mapping[str, Any]) -> str:

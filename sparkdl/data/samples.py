@@ -27,6 +27,7 @@ from sparkdl.data.schema import (
 from sparkdl.errors import DataError
 from sparkdl.frames import collect_frames, map_frames, stage_name
 from sparkdl.slab.root import SlabConfig
+from sparkdl.worker import settle_worker
 
 _RDD_BATCH = 1024
 _MEND = "Filter such records out, or mend them with rdd.map."
@@ -89,6 +90,7 @@ class WriteDataFrame:
         except RowProblem as error:
             handle = writer.fail(error.problem)
         yield pa.RecordBatch.from_pydict({"handle": [pickle.dumps(handle)]})
+        settle_worker()
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ class WriteRecords:
         except RowProblem as error:
             handle = writer.fail(error.problem)
         yield pickle.dumps(handle)
+        settle_worker()
 
     def _parts(self, record: Any, row: int) -> list[tuple[str, np.ndarray]]:
         features, label = split_record(record, self.labelled, row)
@@ -352,6 +355,7 @@ def _identity(key: int) -> int:
 def _first_field(partition: int, rows: Iterable[Any]) -> Iterator[bytes]:
     for row in rows:
         yield bytes(row[0])
+    settle_worker()
 
 
 def check_handles(handles: Sequence[SampleHandle], noun: str) -> None:

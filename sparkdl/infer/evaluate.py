@@ -18,6 +18,7 @@ from sparkdl.errors import DataError
 from sparkdl.infer.metrics import MeanMetric
 from sparkdl.infer.predictor import ShippedModule, run_batches
 from sparkdl.step.compute import call_loss, to_tensors
+from sparkdl.worker import settle_worker
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class EvaluateDataFrame:
             ],
             names=["partition", "sums"],
         )
+        settle_worker()
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class EvaluateRecords:
         if waiting:
             total += self.evaluation.sums([np.stack(c) for c in zip(*waiting, strict=True)])
         yield partition, total.reshape(-1).tolist()
+        settle_worker()
 
     def _arrays(self, record: Any, row: int) -> list[np.ndarray]:
         try:

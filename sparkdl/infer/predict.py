@@ -17,6 +17,7 @@ from sparkdl.data.schema import Column, RowProblem, columns_of, quoted, to_numpy
 from sparkdl.errors import DataError
 from sparkdl.infer.output import Output, as_numpy, to_arrow
 from sparkdl.infer.predictor import ShippedModule, run_batches
+from sparkdl.worker import settle_worker
 
 Finish = Callable[[torch.Tensor], torch.Tensor] | None
 
@@ -37,6 +38,7 @@ class PredictColumn:
             columns = batch if isinstance(batch, tuple) else (batch,)
             yield self._predict(module, columns, seen)
             seen += len(columns[0])
+        settle_worker()
 
     def _predict(self, module: Any, columns: Sequence[pa.Array], seen: int) -> pa.Array:
         try:
@@ -70,6 +72,7 @@ class PredictRecords:
                 waiting = []
         if waiting:
             yield from self._predict(module, waiting)
+        settle_worker()
 
     def _inputs(self, record: Any, row: int) -> list[np.ndarray]:
         features = record.features if isinstance(record, Sample) else record

@@ -16,7 +16,6 @@ from sparkdl.data.batches import derive_seed, permutation
 from sparkdl.data.partition import SampleHandle, open_partition
 from sparkdl.frames import send
 from sparkdl.replica.cache import LiveReplica
-from sparkdl.replica.collector import settle_collector
 from sparkdl.replica.recipe import weights_digest
 from sparkdl.replica.run import ReplicaHandle, install_recipe, open_replica
 from sparkdl.slab.pool import Pool, Reference, open_pool
@@ -35,6 +34,7 @@ from sparkdl.sync.records import (
     SliceHandle,
     Step,
 )
+from sparkdl.worker import settle_worker
 
 Weights = dict[int, memoryview | None]
 """Bytes of slices that came through the shuffle, by number; None: the slice's state was not found."""
@@ -60,7 +60,7 @@ def check_replica(partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         recipe = open_replica(run).recipe
         token = open_pool(run.slab).token
         yield pickle.dumps((token, weights_digest(recipe.build())))
-    settle_collector()
+    settle_worker()
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def gradient_frames(
         if values is not None and header.reference is None:
             payload = values[plan.start : plan.stop]
         yield from send(plan.index, encode(header, payload))
-    settle_collector()
+    settle_worker()
 
 
 def load_weights(

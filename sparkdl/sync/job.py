@@ -16,7 +16,6 @@ import torch
 
 from sparkdl.frames import send
 from sparkdl.replica.cache import forget
-from sparkdl.replica.collector import settle_collector
 from sparkdl.replica.run import Run, install_recipe, open_replica
 from sparkdl.slab.pool import Pool, open_pool
 from sparkdl.sync.codec import as_tensor, decode, encode
@@ -32,6 +31,7 @@ from sparkdl.sync.records import (
 )
 from sparkdl.sync.store import first_version, next_version
 from sparkdl.sync.update import Contribution, merge_buffers, reduce_gradients, step_slice
+from sparkdl.worker import settle_worker
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def initial_state(partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         replica = open_replica(run)
     weights = replica.flat.flat[plan.start : plan.stop].cpu()
     yield pickle.dumps(SliceReport(partition, pool.token, first_version(pool, weights, tick=0)))
-    settle_collector()
+    settle_worker()
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Synchronize:
             gradients.append(decode(gradient))
             owner = owner or record
         yield pickle.dumps(self._synchronize(partition, pickle.loads(owner), gradients))
-        settle_collector()
+        settle_worker()
 
     def _synchronize(
         self, partition: int, run: Run, frames: list[tuple[GradientHeader, memoryview]]
@@ -206,7 +206,7 @@ class CollectWeights:
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run: Run = _run_of(frames)
         yield _weights_frame(open_pool(run.slab), partition, self.states[partition])
-        settle_collector()
+        settle_worker()
 
 
 def _run_of(frames: Iterable[bytes]) -> Run:

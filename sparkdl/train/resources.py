@@ -14,9 +14,9 @@ from pyspark.core.rdd import RDD
 from sparkdl.data.partition import close_partitions
 from sparkdl.frames import stage_name
 from sparkdl.replica.cache import forget
-from sparkdl.replica.collector import settle_collector
 from sparkdl.slab.pool import close_pool
 from sparkdl.slab.root import SlabConfig, remove_root
+from sparkdl.worker import settle_worker
 
 CANCEL_SECONDS = 10.0
 
@@ -111,7 +111,7 @@ class CleanNode:
         for _ in frames:
             pass
         _clean_here(self.slab)
-        settle_collector()
+        settle_worker()
         return iter(())
 
 

@@ -151,7 +151,7 @@ def vector_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def float_loss(output: torch.Tensor, target: torch.Tensor) -> Any:
-    return float((output - target).square().mean())
+    return (output - target).square().mean().item()
 
 
 def detached_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

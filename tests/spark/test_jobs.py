@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -49,17 +48,8 @@ def job(name: str, *arguments: object, cwd: Path, submit: bool = False) -> Done:
         text=True,
         timeout=280,
     )
-    err = _NOISE.sub("", done.stderr + "\n")
-    return Done(done.returncode, done.stdout, err.strip())
-
-
-# The JVM's own line; and what pyspark.daemon prints, now and then, for an idle worker whose Unix
-# domain socket is closed as the session stops. The worker may be killed while it prints.
-_NOISE = re.compile(
-    r"WARNING: Using incubator modules: .*\n"
-    r"|Traceback \(most recent call last\):\n"
-    r"((  File .*pyspark/daemon\.py.*\n( .*\n)*)+(B.*\n)?|\Z)"
-)
+    err = [line for line in done.stderr.splitlines() if "incubator" not in line]
+    return Done(done.returncode, done.stdout, "\n".join(err))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,47 @@
+"""Two adjustments to the PySpark worker that runs our tasks. Call :func:`settle_worker` at their end.
+
+*Collection.* PySpark's daemon runs a full garbage collection after every task. With torch imported,
+that walks about half a million objects: 100 ms and more, several times an iteration. They are
+modules, functions and the live replica, and stay as long as the process: freezing them takes them
+out of the walk. It is done after tasks 1, 2, 4, 8, ..., since the first few still import and build.
+
+*Hanging up.* Spark drops a worker that was idle for a minute, and all of them when it stops. Over a
+Unix socket the worker then fails to say goodbye, and the daemon prints a BrokenPipeError for it. That
+one is nobody's error, and is not printed.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import traceback
+from typing import Any
+
+_tasks = 0
+
+
+def settle_worker() -> None:
+    """Keep the collector out of the way, and hang-ups quiet. Does nothing outside a worker."""
+    global _tasks
+    daemon = sys.modules["__main__"]
+    if getattr(getattr(daemon, "__spec__", None), "name", "") != "pyspark.daemon":
+        if "pyspark.daemon" not in sys.modules:
+            return
+        daemon = sys.modules["pyspark.daemon"]  # under a daemon of the user's own
+    daemon.traceback = _QuietTraceback  # type: ignore[attr-defined]
+    _tasks += 1
+    if _tasks & (_tasks - 1) == 0:
+        gc.collect()
+        gc.freeze()
+
+
+class _QuietTraceback:
+    """The ``traceback`` that the daemon sees in this process."""
+
+    format_exc = staticmethod(traceback.format_exc)
+
+    @staticmethod
+    def print_exc(*args: Any, **kwargs: Any) -> None:
+        """As ``traceback.print_exc``, but silent where the JVM has hung up."""
+        if not isinstance(sys.exc_info()[1], BrokenPipeError):
+            traceback.print_exc(*args, **kwargs)
