@@ -15,6 +15,7 @@ Adam's arithmetic (of the slower slice): all that Spark, slabs and copies cost.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -53,7 +54,9 @@ def median_ms(seconds: list[float]) -> float:
 def batch_of(size: float, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     width = WIDTH_AND_DEPTH[size][0]
-    return torch.randn(rows, width, generator=generator), torch.randn(rows, width, generator=generator)
+    return torch.randn(rows, width, generator=generator), torch.randn(
+        rows, width, generator=generator
+    )
 
 
 def one_process(size: float, steps: int, threads: int) -> float:
@@ -154,7 +157,7 @@ def iteration(spark: SparkSession, size: float, steps: int) -> dict[str, float]:
     finally:
         ShuffleEngine.step = original
     clock = [row["seconds"] for row in history]
-    whole = [b - a for a, b in zip(clock, clock[1:], strict=False)]
+    whole = [b - a for a, b in itertools.pairwise(clock)]
     records, whole = records[steps // 4 :], whole[steps // 4 :]
     parts = {key: median_ms([r[key] for r in records]) for key in records[0]}
     compute = [r["compute"] + r["update"] for r in records[-len(whole) :]]
@@ -166,7 +169,8 @@ def iteration(spark: SparkSession, size: float, steps: int) -> dict[str, float]:
 def table(rows: list[list[str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
     )
 
 
@@ -211,12 +215,16 @@ def main() -> None:
     print(f"\nmedians in milliseconds, M = N = {RANKS}, {cores} cores, torch {torch.__version__}\n")
     print(table(rows))
     print(f"\nempty two-stage PySpark job: {empty:.1f} ms\n")
-    ratios = [["MB", "beyond / empty job", "beyond / (3 x all-reduce + empty job)", "iteration / DDP x2"]]
+    ratios = [
+        ["MB", "beyond / empty job", "beyond / (3 x all-reduce + empty job)", "iteration / DDP x2"]
+    ]
     for size in sizes:
         beyond = measured[size]["beyond"]
         limit = 3 * distributed[size]["all_reduce"] + empty
         whole = measured[size]["iteration"] / distributed[size]["step"]
-        ratios.append([f"{size:g}", f"{beyond / empty:.2f}", f"{beyond / limit:.2f}", f"{whole:.2f}"])
+        ratios.append(
+            [f"{size:g}", f"{beyond / empty:.2f}", f"{beyond / limit:.2f}", f"{whole:.2f}"]
+        )
     print(table(ratios))
     if options.json:
         figures = {"empty": empty, "iteration": measured, "ddp": distributed, "one_process": single}

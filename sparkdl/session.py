@@ -74,11 +74,13 @@ def _launched(given: dict[str, str]) -> SparkConf:
 
 def context_of(data: Any) -> SparkContext:
     """The SparkContext behind a DataFrame or an RDD; a clear error for Spark Connect."""
-    found = getattr(data, "context", None) or getattr(
-        getattr(data, "sparkSession", None), "_sc", None
-    )
-    if found is not None:
-        return found
+    from pyspark.core.rdd import RDD
+    from pyspark.sql import DataFrame
+
+    if isinstance(data, RDD):
+        return data.ctx
+    if isinstance(data, DataFrame) and hasattr(data.sparkSession, "_sc"):
+        return data.sparkSession._sc
     if type(data).__module__.startswith("pyspark.sql.connect"):
         raise SessionError(
             "this DataFrame belongs to a Spark Connect session, which has no RDDs, and training "
@@ -86,7 +88,8 @@ def context_of(data: Any) -> SparkContext:
             "spark-submit your script; do not set spark.remote or SPARK_REMOTE."
         )
     raise SessionError(
-        f"fit takes a DataFrame or an RDD, not {type(data).__module__}.{type(data).__qualname__}."
+        f"fit takes a DataFrame or an RDD, not {type(data).__module__}.{type(data).__qualname__}. "
+        "Make one with spark.createDataFrame(rows, schema) or spark.sparkContext.parallelize(samples)."
     )
 
 

@@ -11,7 +11,9 @@ from pyspark import SparkContext
 
 def shuffles(context: SparkContext) -> int:
     """Shuffles whose map output the driver still knows."""
-    tracker = _field(context, "org.apache.spark.SparkEnv", _environment(context), "mapOutputTracker")
+    tracker = _field(
+        context, "org.apache.spark.SparkEnv", _environment(context), "mapOutputTracker"
+    )
     return tracker.shuffleStatuses().size()
 
 
@@ -21,6 +23,19 @@ def blocks(context: SparkContext, kind: str) -> list[str]:
     infos = _field(context, "org.apache.spark.storage.BlockManager", manager, "blockInfoManager")
     names = infos.entries().mkString("\n").splitlines()
     return sorted(n.strip("()").split(",")[0] for n in names if n.startswith(f"({kind}_"))
+
+
+def files(context: SparkContext, kind: str) -> list[str]:
+    """Names of the files of one kind ("shuffle", ...) that the driver's block manager has on disk."""
+    manager = _field(context, "org.apache.spark.SparkEnv", _environment(context), "blockManager")
+    disk = _field(context, "org.apache.spark.storage.BlockManager", manager, "diskBlockManager")
+    paths = disk.getAllFiles().mkString("\n").splitlines()
+    return sorted(n for n in (p.rpartition("/")[2] for p in paths) if n.startswith(f"{kind}_"))
+
+
+def jobs(context: SparkContext) -> int:
+    """Jobs submitted so far."""
+    return context._jsc.sc().dagScheduler().numTotalJobs()
 
 
 def persisted(context: SparkContext) -> int:

@@ -28,17 +28,30 @@ class ShippedModule:
     digest: str
     inline: bytes | None
     broadcast: Any = None
+    context: Any = None
+
+    def __getstate__(self) -> tuple[str, bytes | None, Any]:
+        return self.digest, self.inline, self.broadcast
+
+    def __setstate__(self, state: tuple[str, bytes | None, Any]) -> None:
+        for name, value in zip(("digest", "inline", "broadcast"), state, strict=True):
+            object.__setattr__(self, name, value)
 
     @staticmethod
-    def of(module: nn.Module, context: Any) -> ShippedModule:
-        """``context``: the SparkContext, or None where there is none (Spark Connect)."""
+    def of(module: nn.Module, context: Any, before: ShippedModule | None = None) -> ShippedModule:
+        """``context``: the SparkContext, or None where there is none (Spark Connect).
+
+        ``before``: shipped earlier; taken again where the module has not changed since.
+        """
         from pyspark import cloudpickle
 
         data = cloudpickle.dumps(module)
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+        if before is not None and before.digest == digest and before.context is context:
+            return before
         if context is None or len(data) <= INLINE_BYTES:
-            return ShippedModule(digest, data)
-        return ShippedModule(digest, None, context.broadcast(data))
+            return ShippedModule(digest, data, None, context)
+        return ShippedModule(digest, None, context.broadcast(data), context)
 
     def load(self) -> nn.Module:
         """The module in evaluation mode, from this process's cache where it is there."""

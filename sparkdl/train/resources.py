@@ -87,6 +87,8 @@ class Resources:
     def _clean_nodes(self) -> None:
         """Run :class:`CleanNode` once on each executor that holds a persisted partition."""
         self.context.setJobDescription("sparkdl: removing the slabs")
+        assert self.context._jsc is not None
+        self.context._jsc.sc().dagScheduler().clearCacheLocs()  # it may not know the newest
         cleaned: set[str] = set()
         task = CleanNode(self.slab)
         for rdd in self._rdds:

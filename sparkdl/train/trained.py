@@ -53,6 +53,7 @@ class TrainedModel:
         self.float_dtype = float_dtype
         self.output = output
         self.history = history
+        self._shipped: ShippedModule | None = None
 
     def transform(
         self,
@@ -124,7 +125,9 @@ class TrainedModel:
         return save(self, path, overwrite)
 
     def _ship(self, context: Any) -> ShippedModule:
-        return ShippedModule.of(self.module, context)
+        """The module on its way to the workers; a large one is broadcast once, not at each call."""
+        self._shipped = ShippedModule.of(self.module, context, self._shipped)
+        return self._shipped
 
     def _output(self, postprocess: Finish) -> Output:
         if self.output is None:

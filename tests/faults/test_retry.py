@@ -83,7 +83,9 @@ def test_a_task_that_fails_every_attempt_is_one_error(cluster, fault):
     assert error["type"] == "TrainingError"
     assert error["shown alone"]
     epoch = (iteration - 1) // 4 + 1  # 60 samples in batches of 16
-    place = rf"iteration {iteration}, epoch {epoch}: partition {partition} on \S.* failed 4 times\. "
+    place = (
+        rf"iteration {iteration}, epoch {epoch}: partition {partition} on \S.* failed 4 times\. "
+    )
     if "kill" in fault:
         reason = r"The Python worker died: it was killed, ran out of memory, or crashed\."
         assert re.fullmatch(place + reason, error["message"])
@@ -113,7 +115,10 @@ def test_failed_runs_leave_nothing_behind(cluster):
 
 def model() -> torch.nn.Module:
     return torch.nn.Sequential(
-        torch.nn.Linear(6, 40), torch.nn.BatchNorm1d(40), torch.nn.Dropout(0.2), torch.nn.Linear(40, 3)
+        torch.nn.Linear(6, 40),
+        torch.nn.BatchNorm1d(40),
+        torch.nn.Dropout(0.2),
+        torch.nn.Linear(40, 3),
     )
 
 
@@ -141,7 +146,10 @@ class Bench:
 
     def _samples(self, generator: np.random.Generator, rows: int) -> SampleHandle:
         writer = PartitionWriter(self.run.slab)
-        columns = [generator.normal(size=(rows, 6)).astype("float32"), generator.integers(3, size=rows)]
+        columns = [
+            generator.normal(size=(rows, 6)).astype("float32"),
+            generator.integers(3, size=rows),
+        ]
         writer.add(["features", "label"], columns)
         return writer.finish()
 
@@ -220,7 +228,9 @@ def test_a_late_twin_cannot_touch_what_is_committed(bench):
     bench.commit(states_2)
     committed = [bench.content(state) for state in states_2]
     gradients_3 = [bench.forward_backward(m) for m in range(2)]
-    content_3 = [bench.pool.read(decode(g[n])[0].reference).tobytes() for g in gradients_3 for n in range(3)]
+    content_3 = [
+        bench.pool.read(decode(g[n])[0].reference).tobytes() for g in gradients_3 for n in range(3)
+    ]
     now = bench.step, bench.states
     bench.step, bench.states = late_step, late_states
     with pytest.raises(StaleReferenceError):

@@ -145,7 +145,9 @@ def leftovers(spark) -> dict[str, object]:
         "persisted": innards.persisted(context),
         "active stages": list(context.statusTracker().getActiveStageIds()),
         "shuffles": innards.shuffles(context),
-        "slabs": [str(p) for top in ("slabs", "spark/work") for p in Path(top).glob("**/sparkdl-*")],
+        "slabs": [
+            str(p) for top in ("slabs", "spark/work") for p in Path(top).glob("**/sparkdl-*")
+        ],
         "properties": [
             context.getLocalProperty(f"spark.{key}")
             for key in ("jobGroup.id", "job.description", "job.interruptOnCancel", "callSite.short")

@@ -121,7 +121,7 @@ def observe(
     trainer = replace(trainer, engine=engine, stop=stop, replicas=len(data.counts))
     with (
         mock.patch.object(kind, "step", step),
-        mock.patch.object(trainer_module, "materialize_here", lambda source: data.samples),
+        mock.patch.object(trainer_module, "materialize_here", return_value=data.samples),
     ):
         trained = trainer.fit(data.df)
     assert len(flats) == iterations

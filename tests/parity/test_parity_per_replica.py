@@ -6,6 +6,7 @@ The reference here is a plain-PyTorch simulation of M copies on their parts of t
 from __future__ import annotations
 
 import copy
+import itertools
 from functools import partial
 
 import parity_models as models
@@ -102,7 +103,7 @@ def test_dropout_differs_between_iterations_and_replicas(datasets):
     )
     steps = [torch.zeros(64)] + [s["weight"] for s in observe(trainer, data, "shuffle").steps]
     masks = []
-    for before, after in zip(steps, steps[1:], strict=False):
+    for before, after in itertools.pairwise(steps):
         quarters = ((before - after) * 2).round().int()  # a kept element has gradient 2 * weight
         assert set(quarters.tolist()) <= {0, 1, 3, 4}
         masks += [quarters >= 3, quarters % 3 == 1]

@@ -956,7 +956,6 @@ def test_a_bad_loss_leaves_nothing_in_the_cluster(spark: Any, nothing_left: Any)
     assert not fit.started
 
 
-@pytest.mark.xfail(reason="Resources cleans no executor after a single job", strict=True)
 def test_a_bad_row_leaves_nothing_in_the_local_directories(spark: Any, slabs: Any) -> None:
     fit = Fit(spark)
     with pytest.raises(DataError):

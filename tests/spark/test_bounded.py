@@ -1,0 +1,170 @@
+"""What a run holds stays flat, over any number of iterations and for models of any size."""
+
+from __future__ import annotations
+
+import sys
+import tracemalloc
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import innards
+import numpy as np
+import pytest
+import torch
+from pyspark import SparkContext, cloudpickle
+from torch import nn
+
+import sparkdl
+import sparkdl.train.shuffle as shuffle_engine
+
+pytestmark = pytest.mark.spark
+WIDTH = 8
+
+
+def model(hidden: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, hidden), nn.Tanh(), nn.Linear(hidden, 2))
+
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="module")
+def df(spark):
+    generator = np.random.default_rng(0)
+    rows = [(generator.normal(size=WIDTH).tolist(), i % 2) for i in range(64)]
+    records = spark.sparkContext.parallelize(rows, 2)
+    return spark.createDataFrame(records, "features array<float>, label long")
+
+
+def trainer(iterations: int, hidden: int, *callbacks: sparkdl.Callback) -> sparkdl.Trainer:
+    return sparkdl.Trainer(
+        model=partial(model, hidden),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.Adam, lr=1e-3),
+        batch_size=16,
+        replicas=2,
+        stop=sparkdl.max_iteration(iterations),
+        callbacks=callbacks,
+    )
+
+
+def slab_files(context: SparkContext) -> set[str]:
+    roots = [d for base in ("/dev/shm", "/tmp") for d in Path(base).glob("sparkdl-*")]
+    mine = [root for root in roots if context.applicationId in root.name]
+    return {str(path) for root in mine for path in root.iterdir()}
+
+
+class Census(sparkdl.Callback):
+    """Counts what there is after some iterations."""
+
+    def __init__(self, context: SparkContext, at: set[int]) -> None:
+        self.context, self.at = context, at
+        self.slabs_before = slab_files(context)
+        self.counts: dict[int, dict[str, object]] = {}
+        self.marks: list[tuple[int, int]] = []
+        self.python_bytes: dict[int, int] = {}
+
+    def on_fit_start(self, trainer, state) -> None:
+        tracemalloc.start()
+
+    def on_iteration_end(self, trainer, state) -> None:
+        # RDD numbers and jobs used so far; asking for an RDD number uses one
+        self.marks.append((self.context._jsc.sc().newRddId(), innards.jobs(self.context)))
+        if state.iteration in self.at:
+            self.python_bytes[state.iteration] = tracemalloc.get_traced_memory()[0]
+            self.counts[state.iteration] = {
+                "persisted RDDs": innards.persisted(self.context),
+                "cached blocks": innards.blocks(self.context, "rdd"),
+                "shuffles": innards.shuffles(self.context),
+                "shuffle files": innards.files(self.context, "shuffle"),
+                "slabs": slab_files(self.context) - self.slabs_before,
+                "history": len(self.marks),
+            }
+
+    def on_fit_end(self, trainer, state) -> None:
+        tracemalloc.stop()
+
+
+@pytest.mark.slow
+def test_three_hundred_iterations_leave_everything_flat(spark, df):
+    context = spark.sparkContext
+    innards.collect_garbage(context)
+    broadcasts = set(innards.blocks(context, "broadcast"))
+    persisted, shuffles = innards.persisted(context), innards.shuffles(context)
+    files, slabs = innards.files(context, "shuffle"), slab_files(context)
+    census = Census(context, at={20, 100, 200, 320})
+    lineage = []
+    forget = shuffle_engine.forget_shuffles
+
+    def noted(rdd):
+        if len(census.marks) % 50 == 0:
+            lineage.append(len(rdd._jrdd.toDebugString().splitlines()))
+        forget(rdd)
+
+    with mock.patch.object(shuffle_engine, "forget_shuffles", noted):
+        trained = trainer(320, 16, census).fit(df)
+
+    assert len(trained.history) == 320
+    first = census.counts[20]
+    for iteration, counts in census.counts.items():
+        for what in ("persisted RDDs", "cached blocks", "slabs"):
+            assert counts[what] == first[what], (what, iteration)
+        # removed with the iteration, though not always before the driver goes on
+        assert counts["shuffles"] <= shuffles + 1
+        assert len(counts["shuffle files"]) <= len(files) + 3 * 2
+    assert first["persisted RDDs"] == persisted + 3  # samples, replicas, owners
+    buffers = sorted(Path(p).name.split("-")[0] for p in first["slabs"] if "-" in Path(p).name)
+    assert buffers.count("gradient") == 2
+    assert len(buffers) < 40
+    steps = {
+        (b[0] - a[0], b[1] - a[1]) for a, b in zip(census.marks, census.marks[1:], strict=False)
+    }
+    assert len(steps) == 1  # as many RDDs each iteration, and
+    assert steps.pop()[1] == 1  # one job
+    assert len(lineage) == 7
+    assert len(set(lineage)) == 1
+    growth = census.python_bytes[320] - census.python_bytes[100]
+    assert growth < 220 * 300  # a few numbers an iteration: history, and this test's own marks
+
+    assert slab_files(context) == slabs
+    assert innards.persisted(context) == persisted
+    assert innards.eventually(lambda: innards.shuffles(context) <= shuffles)
+    assert innards.eventually(lambda: len(innards.files(context, "shuffle")) <= len(files))
+    innards.collect_garbage(context)
+    left = lambda: set(innards.blocks(context, "broadcast")) - broadcasts  # noqa: E731
+    assert innards.eventually(lambda: not left()), left()
+
+
+class Memory(sparkdl.Callback):
+    """Memory of the driver's Python between iterations 3 and the end, in bytes.
+
+    ``traced``: the peak that tracemalloc sees (pickles, frames, NumPy arrays). ``resident``: the
+    growth of the peak of the process, which has torch's memory in it too.
+    """
+
+    def on_iteration_end(self, trainer, state) -> None:
+        if state.iteration == 3:
+            tracemalloc.start()
+            Path("/proc/self/clear_refs").write_text("5")
+            self._resident = _status("VmRSS")
+
+    def on_fit_end(self, trainer, state) -> None:
+        self.traced = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        self.resident = _status("VmHWM") - self._resident
+
+
+def _status(key: str) -> int:
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def test_driver_memory_does_not_grow_with_the_model(df):
+    small, large = Memory(), Memory()
+    trainer(10, 2_400, small).fit(df)  # 0.1 MB of parameters
+    trained = trainer(10, 480_000, large).fit(df)
+    assert sum(p.numel() * 4 for p in trained.module.parameters()) > 20e6
+    assert small.traced < 1e6
+    assert large.traced < small.traced + 0.1e6
+    assert large.resident < 5e6
