@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import sparkdl
@@ -15,8 +14,6 @@ from sparkdl import Callback, Trainer, TrainState
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-_ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(job: Callable[[], None]) -> NoReturn:
@@ -63,9 +60,6 @@ def session(
     given = {k: v for k, v in (settings or {}).items() if v is not None}
     given.setdefault("spark.app.name", app)
     submitted = _submitted_master()
-    if re.match(r"local(\[|$)", submitted or master or "local"):
-        given.setdefault("spark.python.daemon.module", "jobs.daemon")
-        given.setdefault("spark.executorEnv.PYTHONPATH", str(_ROOT))  # for the daemon to be found
     spark = sparkdl.session(None if submitted else master, **given)
     if "spark.log.level" not in given:
         _hush(spark)

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def datasets(spark: SparkSession) -> Iterator[Datasets]:
-    """DataFrames with chosen partitions, each made once."""
+    """DataFrames with chosen partitions, each made once a module: the slabs go with it."""
     from parity_reference import Datasets
 
     made = Datasets(spark)

@@ -43,9 +43,9 @@ def slabs(spark: SparkSession) -> Callable[..., list[str]]:
         f"{directory}/sparkdl-{spark.sparkContext.applicationId}-*"
         for directory in ("/dev/shm", "/tmp/blockmgr-*")
     ]
-    before = set(glob.glob(patterns[1]))
+    before = {path for pattern in patterns for path in glob.glob(pattern)}
 
     def find(local: bool = False) -> list[str]:
-        return sorted(set(glob.glob(patterns[1])) - before) if local else glob.glob(patterns[0])
+        return sorted(set(glob.glob(patterns[1 if local else 0])) - before)
 
     return find

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import tracemalloc
+from array import array
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -62,7 +64,7 @@ class Census(sparkdl.Callback):
         self.context, self.at = context, at
         self.slabs_before = slab_files(context)
         self.counts: dict[int, dict[str, object]] = {}
-        self.marks: list[tuple[int, int]] = []
+        self.rdds, self.jobs = array("q"), array("q")
         self.python_bytes: dict[int, int] = {}
 
     def on_fit_start(self, trainer, state) -> None:
@@ -70,8 +72,10 @@ class Census(sparkdl.Callback):
 
     def on_iteration_end(self, trainer, state) -> None:
         # RDD numbers and jobs used so far; asking for an RDD number uses one
-        self.marks.append((self.context._jsc.sc().newRddId(), innards.jobs(self.context)))
+        self.rdds.append(self.context._jsc.sc().newRddId())
+        self.jobs.append(innards.jobs(self.context))
         if state.iteration in self.at:
+            gc.collect()
             self.python_bytes[state.iteration] = tracemalloc.get_traced_memory()[0]
             self.counts[state.iteration] = {
                 "persisted RDDs": innards.persisted(self.context),
@@ -79,7 +83,6 @@ class Census(sparkdl.Callback):
                 "shuffles": innards.shuffles(self.context),
                 "shuffle files": innards.files(self.context, "shuffle"),
                 "slabs": slab_files(self.context) - self.slabs_before,
-                "history": len(self.marks),
             }
 
     def on_fit_end(self, trainer, state) -> None:
@@ -98,7 +101,7 @@ def test_three_hundred_iterations_leave_everything_flat(spark, df):
     forget = shuffle_engine.forget_shuffles
 
     def noted(rdd):
-        if len(census.marks) % 50 == 0:
+        if len(census.rdds) % 50 == 0:
             lineage.append(len(rdd._jrdd.toDebugString().splitlines()))
         forget(rdd)
 
@@ -117,15 +120,12 @@ def test_three_hundred_iterations_leave_everything_flat(spark, df):
     buffers = sorted(Path(p).name.split("-")[0] for p in first["slabs"] if "-" in Path(p).name)
     assert buffers.count("gradient") == 2
     assert len(buffers) < 40
-    steps = {
-        (b[0] - a[0], b[1] - a[1]) for a, b in zip(census.marks, census.marks[1:], strict=False)
-    }
-    assert len(steps) == 1  # as many RDDs each iteration, and
-    assert steps.pop()[1] == 1  # one job
+    assert set(np.diff(census.jobs)) == {1}
+    assert len(set(np.diff(census.rdds))) == 1
     assert len(lineage) == 7
     assert len(set(lineage)) == 1
-    growth = census.python_bytes[320] - census.python_bytes[100]
-    assert growth < 220 * 300  # a few numbers an iteration: history, and this test's own marks
+    per_iteration = (census.python_bytes[320] - census.python_bytes[100]) / 220
+    assert per_iteration < 400  # a few numbers of the history; one kept Py4J object is 1 kB
 
     assert slab_files(context) == slabs
     assert innards.persisted(context) == persisted
