@@ -1,7 +1,8 @@
 """A module and its flat vector.
 
 The flat vector is all that changes in training, in one contiguous tensor: trainable parameters
-first, then buffers. Slices of it are owned, sent, summed and published. Its dtype is float64 where
+first (those with sparse gradients last among them), then buffers. Slices of it are owned, summed
+and published. Its dtype is float64 where
 the model has float64 parameters, else float32; parameters of lower precision have their master copy
 in it. Buffers are of two kinds: floating ones are averaged over the replicas by sample count,
 others (counters, masks) keep their exact bits and come from the first replica that has samples.
@@ -27,7 +28,8 @@ class Segment:
     """One tensor's place in the flat vector.
 
     ``kind``: "parameter", "average" or "exact". ``start`` and ``length`` count elements of the flat
-    vector (an "exact" tensor's bytes are counted in elements, rounded up).
+    vector (an "exact" tensor's bytes are counted in elements, rounded up). ``sparse``: the table of
+    an embedding with ``sparse=True``, whose gradient is rows of it.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Segment:
     length: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    sparse: bool = False
 
     @property
     def stop(self) -> int:
@@ -62,7 +65,9 @@ class Layout:
 
 def layout_of(module: nn.Module) -> Layout:
     """Lay out ``module``. Raises :class:`sparkdl.errors.ModelError` for what cannot be trained."""
+    tables = _sparse_tables(module)
     trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    trainable.sort(key=lambda item: id(item[1]) in tables)
     if not trainable:
         raise ModelError("the model has no trainable parameter (all have requires_grad=False).")
     memory: dict[int, str] = {}
@@ -87,7 +92,8 @@ def layout_of(module: nn.Module) -> Layout:
 
     def place(name: str, kind: str, tensor: torch.Tensor, length: int) -> None:
         nonlocal position
-        segments.append(Segment(name, kind, position, length, tuple(tensor.shape), tensor.dtype))
+        shape, sparse = tuple(tensor.shape), id(tensor) in tables
+        segments.append(Segment(name, kind, position, length, shape, tensor.dtype, sparse))
         position += math.ceil(length / step) * step
 
     for name, parameter in trainable:
@@ -103,6 +109,15 @@ def layout_of(module: nn.Module) -> Layout:
             nbytes = buffer.numel() * buffer.element_size()
             place(name, "exact", buffer, math.ceil(nbytes / dtype.itemsize))
     return Layout(tuple(segments), dtype, position)
+
+
+def _sparse_tables(module: nn.Module) -> set[int]:
+    """The ids of the parameters that are tables of embeddings with ``sparse=True``."""
+    return {
+        id(child.weight)
+        for child in module.modules()
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse
+    }
 
 
 class FlatModule:

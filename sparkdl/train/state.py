@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sparkdl.sync.histogram import Histogram
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validated:
+    """One validation: after which iteration and epoch, and the value of each metric by name."""
+
+    iteration: int
+    epoch: int
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,6 +27,8 @@ class TrainState:
     """Iterations completed."""
     epoch: int = 0
     """Epochs completed."""
+    position: int = 0
+    """Iterations completed of the epoch that is under way; 0 between two epochs."""
     samples: int = 0
     """Samples seen, all epochs together."""
     loss: float = float("nan")
@@ -20,5 +36,28 @@ class TrainState:
     learning_rates: tuple[float, ...] = ()
     """Of the last iteration, one a parameter group."""
     seconds: float = 0.0
-    """Since the first iteration began."""
+    """Since the first iteration began; of a resumed run, the earlier parts included."""
     iterations_per_epoch: int = 0
+    gradient_norm: float | None = None
+    """The global norm of the last gradient before clipping; None without ``clip_norm``."""
+    skipped: int = 0
+    """Iterations whose update was left out because a gradient was not finite."""
+    loss_scale: float = 1.0
+    """Of the last iteration; 1 unless ``precision="fp16"``."""
+    timings: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the last iteration by activity, the slowest task's: schedule, data, fetch,
+    forward, backward, publish, reduce, update; ``iteration`` is the whole of it."""
+    histograms: Mapping[str, Histogram] | None = None
+    """Of the last iteration where ``Trainer.histograms`` asked for them: "weights/NAME" and
+    "gradients/NAME" for each trainable parameter."""
+    validations: tuple[Validated, ...] = ()
+    """Every validation so far, oldest first."""
+    higher_is_better: Mapping[str, bool] = field(default_factory=dict)
+    """For each metric of the validation, whether more is better."""
+    checkpoint: str | None = None
+    """The last checkpoint that was committed."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The last validation's values by name; empty before the first."""
+        return self.validations[-1].metrics if self.validations else {}

@@ -1,0 +1,44 @@
+"""How a gradient is made and applied: constants of a run that travel with its recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Names of ``Trainer.precision`` and ``Trainer.wire`` -> dtype (None: the model's own)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """See the fields of :class:`sparkdl.Trainer` with the same names."""
+
+    accumulate: int = 1
+    local_steps: int = 1
+    precision: str = "fp32"
+    wire: str = "fp32"
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    l1: float | Mapping[str, float] = 0.0
+    l2: float | Mapping[str, float] = 0.0
+    on_nan: str = "raise"
+    ema: float | None = None
+    weighted: bool = False
+    """Samples have weights: the loss gives one value a sample, and the weights average them."""
+    class_weights: tuple[float, ...] | None = None
+    activation_checkpointing: tuple[str, ...] = ()
+    compile: bool | Mapping[str, object] = False
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        return PRECISIONS[self.precision]
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        return PRECISIONS[self.wire]
+
+    @property
+    def scales_loss(self) -> bool:
+        return self.precision == "fp16"
