@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from sparkdl.replica.care import runnable
 from sparkdl.replica.flat import FlatModule
 from sparkdl.replica.recipe import Recipe
 
@@ -20,11 +22,24 @@ MAX_LIVE_REPLICAS = 2
 
 @dataclass
 class LiveReplica:
-    """A built recipe. ``version`` names the weights that ``flat.flat`` holds now."""
+    """A built recipe. ``call`` runs the module; ``version`` names the weights that ``flat.flat``
+    holds now."""
 
     recipe: Recipe
     flat: FlatModule
+    call: Callable[..., Any]
     version: str = ""
+
+    @staticmethod
+    def of(recipe: Recipe, device: torch.device | str = "cpu") -> LiveReplica:
+        """Build ``recipe`` on ``device``."""
+        flat = FlatModule(recipe.build(), device)
+        return LiveReplica(recipe, flat, runnable(flat.module, recipe.policy))
+
+    def clear_gradients(self) -> None:
+        """Let go of every parameter's gradient."""
+        for _, parameter in self.flat.parameters:
+            parameter.grad = None
 
 
 _live: OrderedDict[str, LiveReplica] = OrderedDict()
@@ -34,8 +49,7 @@ def live_replica(run: str, load: Callable[[], Recipe]) -> LiveReplica:
     """The replica of ``run``; ``load`` gives its recipe on a miss."""
     replica = _live.get(run)
     if replica is None:
-        recipe = load()
-        replica = _live[run] = LiveReplica(recipe, FlatModule(recipe.build(), task_device()))
+        replica = _live[run] = LiveReplica.of(load(), task_device())
         while len(_live) > MAX_LIVE_REPLICAS:
             _live.popitem(last=False)
     _live.move_to_end(run)

@@ -59,6 +59,11 @@ class Layout:
         return sum(s.length for s in self.segments if s.kind == "parameter")
 
     @property
+    def buffers_start(self) -> int:
+        """The element where the buffers begin; they are the last of the flat vector."""
+        return min((s.start for s in self.segments if s.kind != "parameter"), default=self.size)
+
+    @property
     def nbytes(self) -> int:
         return self.size * self.dtype.itemsize
 
@@ -162,13 +167,25 @@ class FlatModule:
                 nbytes = buffer.numel() * buffer.element_size()
                 buffer.copy_(raw[:nbytes].view(segment.dtype).view(segment.shape))
 
+    def buffers(self) -> torch.Tensor:
+        """The buffers as they are now, as the end of a flat vector (from ``buffers_start`` on)."""
+        start = self.layout.buffers_start
+        end = torch.zeros(self.layout.size - start, dtype=self.layout.dtype, device=self.flat.device)
+        self._save_buffers(end, start)
+        return end
+
     @torch.no_grad()
     def save_buffers(self, out: torch.Tensor) -> None:
         """Write the buffers as they are now into their places in ``out`` (a flat vector)."""
+        self._save_buffers(out, 0)
+
+    @torch.no_grad()
+    def _save_buffers(self, out: torch.Tensor, first: int) -> None:
+        """Likewise, where ``out`` begins with element ``first`` of the flat vector."""
         for segment, owner, attribute in self._buffers:
             buffer = owner._buffers[attribute]
             assert buffer is not None
-            place = out[segment.start : segment.stop]
+            place = out[segment.start - first : segment.stop - first]
             if segment.kind == "average":
                 place.view(segment.shape).copy_(buffer)
             else:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,16 +18,28 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError
+from sparkdl.replica.care import freeze, start_from
+from sparkdl.replica.policy import Policy
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the user gave: model (callable or module), loss and optimizer, and the seed."""
+    """What the user gave: model (callable or module), loss, optimizer and policy, and the seed.
+
+    ``weights``: a state_dict to start from. ``frozen``, ``unfrozen``: patterns of parameter names.
+    ``augment``: what happens to a sample's inputs before each use.
+    """
 
     model: Callable[[], nn.Module] | nn.Module
     loss: Callable[..., torch.Tensor]
-    optimizer: Callable[..., torch.optim.Optimizer]
+    optimizer: Any
     seed: int
+    policy: Policy = field(default_factory=Policy)
+    weights: Mapping[str, torch.Tensor] | None = None
+    strict_weights: bool = True
+    frozen: tuple[str, ...] = ()
+    unfrozen: tuple[str, ...] = ()
+    augment: Callable[..., Any] | None = None
 
     def build(self) -> nn.Module:
         """The module with its initial weights, the same in every process.
@@ -35,6 +47,13 @@ class Recipe:
         A callable runs with ``torch``, ``numpy`` and ``random`` seeded; this process's own random
         states are left as they were. Raises :class:`sparkdl.errors.ModelError`.
         """
+        module = self._made()
+        if self.weights is not None:
+            start_from(module, self.weights, self.strict_weights)
+        freeze(module, self.frozen, self.unfrozen)
+        return module
+
+    def _made(self) -> nn.Module:
         if isinstance(self.model, nn.Module):
             return self.model
         with seeded(self.seed):

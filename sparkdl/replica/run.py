@@ -7,6 +7,7 @@ import pickle
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,17 +16,24 @@ from sparkdl.replica.cache import LiveReplica, live_replica
 from sparkdl.replica.recipe import Recipe
 from sparkdl.slab.root import SlabConfig, open_root
 
+if TYPE_CHECKING:
+    from sparkdl.data.assemble import Assembly
+
 
 @dataclass(frozen=True)
 class Run:
-    """The constants of a fit: slabs, seed, M replicas, N slices, how many fields of a sample are
-    model inputs, and torch's threads in a task (they change the bits, so they are fixed)."""
+    """The constants of a fit: slabs, seed, M replicas, N slices, how rows become mini-batches, and
+    torch's threads in a task (they change the bits, so they are fixed).
+
+    ``shares``: for each replica, about how many rows of its partition a mini-batch takes.
+    """
 
     slab: SlabConfig
     seed: int
     replicas: int
     slices: int
-    num_features: int
+    assembly: Assembly
+    shares: tuple[int, ...]
     threads: int
 
     @property

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from sparkdl.replica.flat import FlatModule
+from sparkdl.clock import Clock
+from sparkdl.replica.cache import LiveReplica
+from sparkdl.replica.policy import Policy
 from sparkdl.replica.recipe import seeded
+from sparkdl.step.loss import call_loss, weighted_mean
+from sparkdl.sync.contribution import Rows
 
 
 def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Arrays of a batch as tensors on ``device``; integers of any width become int64."""
+    """Arrays of a batch as tensors on ``device``; signed integers of any width become int64."""
     tensors = []
     for array in arrays:
         tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
@@ -22,57 +28,128 @@ def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch
     return tensors
 
 
-def call_loss(
-    loss: Callable[..., torch.Tensor], output: object, targets: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """``loss(output, target)``; ``loss(output)`` without a label; a tuple for several labels."""
-    if not targets:
-        return loss(output)
-    return loss(output, targets[0] if len(targets) == 1 else tuple(targets))
+@dataclass(frozen=True)
+class MiniBatch:
+    """Tensors of some samples: model inputs, labels, and the weight of each (None: all equal)."""
+
+    inputs: list[torch.Tensor]
+    targets: list[torch.Tensor]
+    weights: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.inputs[0])
+
+    @property
+    def weight(self) -> float:
+        """What this mini-batch counts for: its samples, or the sum of their weights."""
+        return float(len(self)) if self.weights is None else float(self.weights.double().sum())
+
+    def parts(self, count: int) -> Iterator[MiniBatch]:
+        """Cut into ``count`` micro-batches of nearly equal size (fewer where there are fewer rows)."""
+        rows = len(self)
+        for i in range(min(count, rows)):
+            cut = slice(rows * i // min(count, rows), rows * (i + 1) // min(count, rows))
+            yield MiniBatch(
+                [t[cut] for t in self.inputs],
+                [t[cut] for t in self.targets],
+                None if self.weights is None else self.weights[cut],
+            )
+
+
+def weigh(
+    targets: Sequence[torch.Tensor], weights: torch.Tensor | None, policy: Policy
+) -> torch.Tensor | None:
+    """The weight of each sample: its own, times that of its class."""
+    if policy.class_weights is None:
+        return weights
+    table = torch.tensor(policy.class_weights, dtype=torch.float64, device=targets[0].device)
+    of_class = table[targets[0]]
+    return of_class if weights is None else weights.double() * of_class
 
 
 def forward_backward(
-    replica: FlatModule,
-    loss: Callable[..., torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    targets: Sequence[torch.Tensor],
-    seed: int,
-) -> tuple[float, list[torch.Tensor | None]]:
-    """Mean loss of the mini-batch and the gradient of each trainable parameter (None: none).
+    replica: LiveReplica, batch: MiniBatch, seed: int, scale: float, clock: Clock
+) -> float:
+    """Leave the gradient of the mini-batch's mean loss in the parameters' ``grad``; the mean loss.
 
-    Random draws inside the model (dropout) follow ``seed``.
+    Random draws inside the model (dropout) follow ``seed``. ``scale`` multiplies the loss before
+    backward, against underflow in fp16, and is taken out of the gradients again. With
+    ``accumulate`` the mini-batch goes through in parts, and the gradients add up.
     """
-    module = replica.module
-    module.train()
-    for _, parameter in replica.parameters:
-        parameter.grad = None
+    policy = replica.recipe.policy
+    replica.flat.module.train()
+    replica.clear_gradients()
+    total, mean = batch.weight, 0.0
     with seeded(seed):
-        value = call_loss(loss, module(*inputs), targets)
-        value.backward()
-    gradients = [parameter.grad for _, parameter in replica.parameters]
-    for _, parameter in replica.parameters:
-        parameter.grad = None
-    return float(value.detach()), gradients
+        for part in batch.parts(policy.accumulate):
+            share = part.weight / total if total else 0.0
+            if not share:
+                continue
+            with _autocast(replica, policy):
+                output = replica.call(*part.inputs)
+                if part.weights is None:
+                    value = call_loss(replica.recipe.loss, output, part.targets)
+                else:
+                    value = weighted_mean(
+                        replica.recipe.loss, output, part.targets, part.weights
+                    )
+            clock.lap("forward")
+            (value if share * scale == 1.0 else value * (share * scale)).backward()
+            mean += float(value.detach()) * share
+            clock.lap("backward")
+    if scale != 1.0:
+        with torch.no_grad():
+            for _, parameter in replica.flat.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.div_(scale)
+    return mean
+
+
+@contextlib.contextmanager
+def _autocast(replica: LiveReplica, policy: Policy) -> Iterator[None]:
+    """Lower precision inside the block where the policy asks for it; the weights stay as they are."""
+    if policy.autocast_dtype is None:
+        yield
+        return
+    with torch.autocast(replica.flat.flat.device.type, dtype=policy.autocast_dtype):
+        yield
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """By parameter number: dense gradients (None: none, or in ``tables``), rows of sparse tables."""
+
+    dense: list[torch.Tensor | None]
+    tables: dict[int, Rows]
+
+    @property
+    def absent(self) -> frozenset[int]:
+        return frozenset(
+            n for n, g in enumerate(self.dense) if g is None and n not in self.tables
+        )
 
 
 @torch.no_grad()
-def write_contribution(
-    replica: FlatModule, gradients: Sequence[torch.Tensor | None], out: torch.Tensor
-) -> tuple[int, ...]:
-    """Write gradients and buffers into ``out`` (a flat vector on the CPU).
-
-    Returns the numbers of the parameters without a gradient, whose places are zeroed.
-    """
-    absent = []
-    for number, ((segment, _), gradient) in enumerate(
-        zip(replica.parameters, gradients, strict=True)
-    ):
-        place = out[segment.start : segment.stop]
+def take_gradients(replica: LiveReplica) -> Gradients:
+    """The gradients that backward left in the parameters, which let go of them."""
+    dense: list[torch.Tensor | None] = []
+    tables: dict[int, Rows] = {}
+    for number, (segment, parameter) in enumerate(replica.flat.parameters):
+        gradient = parameter.grad
         if gradient is None:
-            place.zero_()
-            absent.append(number)
+            dense.append(None)
+        elif segment.sparse:
+            dense.append(None)
+            tables[number] = _rows(gradient)
         else:
-            dense = gradient.to_dense() if gradient.is_sparse else gradient
-            place.view(segment.shape).copy_(dense)
-    replica.save_buffers(out)
-    return tuple(absent)
+            dense.append(gradient.to_dense() if gradient.is_sparse else gradient)
+    replica.clear_gradients()
+    return Gradients(dense, tables)
+
+
+def _rows(gradient: torch.Tensor) -> Rows:
+    """Of a table's gradient: the touched rows (ascending) and their values, on the CPU."""
+    if not gradient.is_sparse:  # the table is used densely elsewhere in the model too
+        return torch.arange(len(gradient)), gradient.cpu()
+    gradient = gradient.coalesce()
+    return gradient.indices()[0].cpu(), gradient.values().cpu()

@@ -6,23 +6,33 @@ Each is the body of one Spark task: frames in, frames out, safe to run twice.
 from __future__ import annotations
 
 import pickle
-import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
-from sparkdl.data.batches import derive_seed, permutation
+from sparkdl.clock import Clock
 from sparkdl.data.partition import SampleHandle, open_partition
 from sparkdl.frames import send
 from sparkdl.replica.cache import LiveReplica
 from sparkdl.replica.recipe import weights_digest
-from sparkdl.replica.run import ReplicaHandle, install_recipe, open_replica
-from sparkdl.slab.pool import Pool, Reference, open_pool
-from sparkdl.step.compute import forward_backward, to_tensors, write_contribution
-from sparkdl.sync.codec import as_tensor, decode, encode
-from sparkdl.sync.job import RecipeSource, plans_of
-from sparkdl.sync.plan import SlicePlan
+from sparkdl.replica.run import ReplicaHandle, Run, install_recipe, open_replica
+from sparkdl.slab.pool import Pool, open_pool
+from sparkdl.step.local_steps import several_steps
+from sparkdl.step.replica import (
+    Outcome,
+    Work,
+    not_finite,
+    one_gradient,
+    section_maps,
+    sections_nbytes,
+    write_sections,
+)
+from sparkdl.sync.codec import encode
+from sparkdl.sync.fetch import Arrived, load_weights, read_frame, whole_state
+from sparkdl.sync.job import room_for
+from sparkdl.sync.owners import RecipeSource
+from sparkdl.sync.plans import plans_of
 from sparkdl.sync.records import (
     MOVED,
     SAMPLES_CHANGED,
@@ -35,9 +45,6 @@ from sparkdl.sync.records import (
     Step,
 )
 from sparkdl.worker import settle_worker
-
-Weights = dict[int, memoryview | None]
-"""Bytes of slices that came through the shuffle, by number; None: the slice's state was not found."""
 
 
 @dataclass(frozen=True)
@@ -77,162 +84,172 @@ class PadFrames:
 
 
 @dataclass(frozen=True)
-class ForwardBackward:
-    """Body of the forward-backward stage, weights by reference."""
+class Seat:
+    """What a task at a replica's place works with."""
 
-    step: Step
+    run: Run
+    index: int
+    samples: SampleHandle
+    checksum: int
     states: tuple[SliceHandle, ...]
+    arrived: Arrived
+    pool: Pool
 
-    def __call__(self, partition: int, seats: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        for replica, samples in list(seats):
-            yield from gradient_frames(self.step, self.states, replica, samples, {})
+    def fault(self) -> Fault | None:
+        """Why nothing can be done here, if so."""
+
+        def fault(kind: str) -> Fault:
+            return Fault(kind, self.index, self.pool.token)
+
+        if self.samples.num_rows and self.samples.token != self.pool.token:
+            return fault(SAMPLES_FOREIGN)
+        if self.samples.checksum != self.checksum:
+            return fault(SAMPLES_CHANGED)
+        for n, state in enumerate(self.states):
+            if n in self.arrived and self.arrived[n] is None:
+                return fault(STATE_FOREIGN)
+            if n not in self.arrived and state.token != self.pool.token:
+                return fault(MOVED)
+        return None
+
+    def replica(self) -> LiveReplica:
+        """The live replica with version t in it."""
+        live = open_replica(self.run)
+        load_weights(live, plans_of(self.run).slices, self.states, self.arrived, self.pool)
+        return live
+
+
+SeatTask = Callable[[Seat], Iterator[bytes]]
 
 
 @dataclass(frozen=True)
-class ForwardBackwardWithBytes:
-    """Body of the forward-backward stage, weights of other nodes as bytes through a shuffle."""
+class AtSeats:
+    """Body over (replica, samples) pairs: ``task`` at each, weights by reference.
 
-    step: Step
+    ``checksums``: of the samples of each partition, where they are not the training samples.
+    """
+
+    task: SeatTask
     states: tuple[SliceHandle, ...]
+    checksums: tuple[int, ...] | None = None
+
+    def __call__(self, partition: int, seats: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+        for replica, samples in list(seats):
+            yield from self.task(_seat(self, replica, samples, {}))
+
+
+@dataclass(frozen=True)
+class AtSeatsWithBytes:
+    """Likewise, with the weights of other nodes as bytes through a shuffle."""
+
+    task: SeatTask
+    states: tuple[SliceHandle, ...]
+    checksums: tuple[int, ...] | None = None
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        seat = b""
-        weights: Weights = {}
-        for padded, frame in pairs:
-            seat = seat or padded
-            (index, here), payload = decode(frame)
-            if not here:
-                weights[index] = None
-            elif len(payload):
-                weights[index] = payload
-        replica, samples = pickle.loads(seat)
-        yield from gradient_frames(self.step, self.states, replica, samples, weights)
+        padded, frames = b"", []
+        for pad, frame in pairs:
+            padded = padded or pad
+            frames.append(frame)
+        replica, samples = pickle.loads(padded)
+        dtype = plans_of(pickle.loads(replica).run).dtype
+        arrived = dict(found for found in (read_frame(f, dtype) for f in frames) if found)
+        yield from self.task(_seat(self, replica, samples, arrived))
 
 
-def gradient_frames(
-    step: Step,
-    states: tuple[SliceHandle, ...],
-    replica_frame: bytes,
-    sample_frame: bytes,
-    weights: Weights,
-) -> Iterator[bytes]:
+def _seat(
+    body: AtSeats | AtSeatsWithBytes, replica: bytes, samples: bytes, arrived: Arrived
+) -> Seat:
+    handle: ReplicaHandle = pickle.loads(replica)
+    checksum = handle.checksum if body.checksums is None else body.checksums[handle.index]
+    pool = open_pool(handle.run.slab)
+    return Seat(
+        handle.run, handle.index, pickle.loads(samples), checksum, body.states, arrived, pool
+    )
+
+
+@dataclass(frozen=True)
+class ForwardBackward:
     """Run one replica for one step: a frame for each slice, addressed to its owner."""
-    handle: ReplicaHandle = pickle.loads(replica_frame)
-    samples: SampleHandle = pickle.loads(sample_frame)
-    run, index = handle.run, handle.index
-    pool = open_pool(run.slab)
-    fault = _fault(handle, samples, states, weights, pool)
-    if fault is not None:
-        for n in range(run.slices):
-            yield from send(n, encode(GradientHeader(index, 0, fault=fault)))
-        return
-    start, stop = step.rows[index]
-    seconds: dict[str, float] = {}
-    loss, reference, absent = 0.0, None, frozenset[int]()
-    plans = plans_of(run).slices
-    values = None
-    if stop > start:
-        clock = _Clock(seconds)
-        rows = permutation(run.seed, step.epoch, index, samples.num_rows)[start:stop]
-        arrays = open_partition(samples).gather(rows)
-        clock.lap("data")
-        live = open_replica(run)
-        load_weights(live, plans, states, weights, pool)
-        clock.lap("fetch")
-        tensors = to_tensors(arrays, live.flat.flat.device)
-        loss, gradients = forward_backward(
-            live.flat,
-            live.recipe.loss,
-            tensors[: run.num_features],
-            tensors[run.num_features :],
-            derive_seed(run.seed, "forward", step.index, index),
-        )
-        clock.lap("compute")
-        layout = live.flat.layout
-        with pool.claim("gradient", layout.nbytes, step.tick, floor=step.tick) as claim:
-            values = as_tensor(claim.bytes, layout.dtype)
-            absent = frozenset(write_contribution(live.flat, gradients, values))
-            reference = claim.reference
-        del gradients
+
+    step: Step
+
+    def __call__(self, seat: Seat) -> Iterator[bytes]:
+        run = seat.run
+        fault = seat.fault()
+        if fault is not None:
+            for n in range(run.slices):
+                yield from send(n, encode(GradientHeader(seat.index, fault=fault)))
+            return
+        work = Work(self.step, seat.index, run.assembly, run.shares[seat.index])
+        start, stop = work.rows
+        if stop > start:
+            yield from self._work(seat, work)
+        else:
+            report = ReplicaReport(seat.index, 0, 0.0, 0.0, seat.pool.token)
+            for n, header in enumerate(_headers(seat, Outcome(), report)):
+                yield from send(n, encode(header))
+        settle_worker()
+
+    def _work(self, seat: Seat, work: Work) -> Iterator[bytes]:
+        pool, clock, tick = seat.pool, Clock(), self.step.tick
+        live, outcome = _outcome(seat, work, clock)
+        plans = plans_of(seat.run).slices
+        maps = section_maps(live, plans, outcome)
+        sizes = sections_nbytes(live, plans, maps)
+        with pool.claim("gradient", room_for(sum(sizes), *maps), tick, floor=tick) as claim:
+            sections = write_sections(live, plans, maps, outcome, claim.bytes)
+        problem = not_finite(live, plans, sections, outcome)
         clock.lap("publish")
-    report = ReplicaReport(index, stop - start, loss, pool.token, seconds)
-    for plan, state in zip(plans, states, strict=True):
-        header = GradientHeader(
-            replica=index,
-            count=stop - start,
-            reference=_part(reference, plan, values) if state.token == pool.token else None,
-            absent=absent,
-            state=state if index == 0 else None,
-            report=report if plan.index == 0 else None,
+        report = ReplicaReport(
+            seat.index,
+            outcome.count,
+            outcome.weight,
+            outcome.loss,
+            pool.token,
+            clock.seconds,
+            problem,
         )
-        payload = None
-        if values is not None and header.reference is None:
-            payload = values[plan.start : plan.stop]
-        yield from send(plan.index, encode(header, payload))
-    settle_worker()
+        place = 0
+        for n, header in enumerate(_headers(seat, outcome, report)):
+            here = seat.states[n].token == pool.token
+            reference = claim.reference.part(place, sizes[n]) if here else None
+            payload = None if here else torch.from_numpy(claim.bytes[place : place + sizes[n]])
+            header = replace(header, section=maps[n], reference=reference)
+            yield from send(n, encode(header, payload))
+            place += sizes[n]
 
 
-def load_weights(
-    live: LiveReplica,
-    plans: list[SlicePlan],
-    states: tuple[SliceHandle, ...],
-    weights: Weights,
-    pool: Pool,
-) -> None:
-    """Bring version t into the live replica, unless it has it already."""
-    version = "/".join(state.version for state in states)
-    if live.version != version:
-        live.version = ""
-        flat = live.flat.flat
-        for plan, state in zip(plans, states, strict=True):
-            payload = weights.get(plan.index)
-            source = pool.read(state.weights) if payload is None else payload
-            flat[plan.start : plan.stop].copy_(as_tensor(source, flat.dtype))
-            if payload is None:
-                pool.check(state.weights)
-        live.version = version
-    live.flat.refresh()
+def _outcome(seat: Seat, work: Work, clock: Clock) -> tuple[LiveReplica, Outcome]:
+    """Do the replica's part of the iteration."""
+    live = open_replica(seat.run)
+    local_steps = live.recipe.policy.local_steps
+    batches = work.mini_batches(live, open_partition(seat.samples), local_steps)
+    clock.lap("data")
+    live = seat.replica()
+    if local_steps == 1:
+        clock.lap("fetch")
+        return live, one_gradient(live, batches[0], work, clock)
+    plans, flat = plans_of(seat.run), live.flat.flat
+    arrays, others = whole_state(
+        plans.slices, seat.states, seat.arrived, seat.pool, plans.dtype, flat.device
+    )
+    clock.lap("fetch")
+    return live, several_steps(live, batches, work, arrays, others, plans.whole, clock)
 
 
-def _fault(
-    handle: ReplicaHandle,
-    samples: SampleHandle,
-    states: tuple[SliceHandle, ...],
-    weights: Weights,
-    pool: Pool,
-) -> Fault | None:
-    def fault(kind: str) -> Fault:
-        return Fault(kind, handle.index, pool.token)
-
-    if samples.num_rows and samples.token != pool.token:
-        return fault(SAMPLES_FOREIGN)
-    if samples.checksum != handle.checksum:
-        return fault(SAMPLES_CHANGED)
-    for n, state in enumerate(states):
-        if n in weights and weights[n] is None:
-            return fault(STATE_FOREIGN)
-        if n not in weights and state.token != pool.token:
-            return fault(MOVED)
-    return None
-
-
-def _part(
-    reference: Reference | None, plan: SlicePlan, values: torch.Tensor | None
-) -> Reference | None:
-    if reference is None or values is None:
-        return None
-    size = values.element_size()
-    return reference.part(plan.start * size, plan.length * size)
-
-
-class _Clock:
-    """Seconds by activity."""
-
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self._seconds = seconds
-        self._last = time.perf_counter()
-
-    def lap(self, activity: str) -> None:
-        now = time.perf_counter()
-        self._seconds[activity] = now - self._last
-        self._last = now
+def _headers(seat: Seat, outcome: Outcome, report: ReplicaReport) -> list[GradientHeader]:
+    others = pickle.dumps(outcome.others) if outcome.others else b""
+    return [
+        GradientHeader(
+            replica=seat.index,
+            weight=outcome.weight,
+            loss=outcome.loss,
+            absent=outcome.gradients.absent,
+            others=others,
+            finite=not report.not_finite,
+            state=state if seat.index == 0 else None,
+            report=report if n == 0 else None,
+        )
+        for n, state in enumerate(seat.states)
+    ]

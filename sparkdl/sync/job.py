@@ -6,107 +6,36 @@ Each is the body of one Spark task: frames in, frames out, safe to run twice.
 from __future__ import annotations
 
 import pickle
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from sparkdl.clock import Clock
 from sparkdl.frames import send
-from sparkdl.replica.cache import forget
-from sparkdl.replica.run import Run, install_recipe, open_replica
-from sparkdl.slab.pool import Pool, open_pool
-from sparkdl.sync.codec import as_tensor, decode, encode
-from sparkdl.sync.optimizer import OptimizerPlan
-from sparkdl.sync.plan import SlicePlan, slice_plans
+from sparkdl.replica.run import Run
+from sparkdl.slab.pool import Pool, Reference, open_pool
+from sparkdl.sync.codec import decode, encode
+from sparkdl.sync.contribution import Contribution, SectionMap, open_section
+from sparkdl.sync.owner import Owner
+from sparkdl.sync.owners import run_of
+from sparkdl.sync.plans import plans_of
 from sparkdl.sync.records import (
     STATE_FOREIGN,
     Fault,
     GradientHeader,
-    SliceHandle,
+    ReducedHeader,
     SliceReport,
     Step,
 )
-from sparkdl.sync.store import first_version, next_version
-from sparkdl.sync.update import Contribution, merge_buffers, reduce_gradients, step_slice
+from sparkdl.sync.store import next_version
 from sparkdl.worker import settle_worker
 
-
-@dataclass(frozen=True)
-class RunPlans:
-    """What a process derives from a run once."""
-
-    slices: list[SlicePlan]
-    optimizer: OptimizerPlan
-    dtype: torch.dtype
-
-
-_plans: OrderedDict[str, RunPlans] = OrderedDict()
+Frame = tuple[Any, memoryview]
 _scratch: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
 _KEEP = 2
-
-
-def plans_of(run: Run) -> RunPlans:
-    """The slice plans and the optimizer plan of ``run``, kept between tasks."""
-    plans = _plans.get(run.key)
-    if plans is None:
-        replica = open_replica(run)
-        parameters = [parameter for _, parameter in replica.flat.parameters]
-        plans = _plans[run.key] = RunPlans(
-            slice_plans(replica.flat.layout, run.slices),
-            OptimizerPlan.of(replica.recipe, parameters, replica.flat.module),
-            replica.flat.layout.dtype,
-        )
-        while len(_plans) > _KEEP:
-            _plans.popitem(last=False)
-    return plans
-
-
-@dataclass(frozen=True)
-class PrepareOwner:
-    """Body of the owner RDD: put the recipe on the node; M frames, the run first.
-
-    The owner RDD is persisted and never changes; Spark runs a slice's synchronization where its
-    partition of it lies. It has M records because a zip wants as many as there are gradients.
-    """
-
-    run: Run
-    recipe: RecipeSource
-
-    def __call__(self, partition: int, records: Iterable[object]) -> Iterator[bytes]:
-        for _ in records:
-            pass
-        install_recipe(self.run, self.recipe.payload())
-        yield pickle.dumps(self.run)
-        for _ in range(self.run.replicas - 1):
-            yield b""
-
-
-@dataclass(frozen=True)
-class RecipeSource:
-    """The pickled recipe: in the task itself where it is small, else in a broadcast."""
-
-    inline: bytes | None
-    broadcast: Any = None
-
-    def payload(self) -> bytes:
-        return self.broadcast.value if self.inline is None else self.inline
-
-
-def initial_state(partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-    """Body over the owner RDD: write version 0 of the slice; yields its :class:`SliceReport`."""
-    run: Run = _run_of(frames)
-    plan = plans_of(run).slices[partition]
-    pool = open_pool(run.slab)
-    replica = open_replica(run)
-    if replica.version:  # this process has trained it already: start from the recipe again
-        forget(run.key)
-        replica = open_replica(run)
-    weights = replica.flat.flat[plan.start : plan.stop].cpu()
-    yield pickle.dumps(SliceReport(partition, pool.token, first_version(pool, weights, tick=0)))
-    settle_worker()
 
 
 @dataclass(frozen=True)
@@ -116,116 +45,220 @@ class Synchronize:
     step: Step
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        gradients, owner = [], b""
-        for gradient, record in pairs:
-            gradients.append(decode(gradient))
-            owner = owner or record
-        yield pickle.dumps(self._synchronize(partition, pickle.loads(owner), gradients))
+        frames, run = _read(pairs)
+        yield pickle.dumps(self._synchronize(partition, run, frames))
         settle_worker()
 
-    def _synchronize(
-        self, partition: int, run: Run, frames: list[tuple[GradientHeader, memoryview]]
-    ) -> SliceReport:
-        started = time.perf_counter()
-        pool = open_pool(run.slab)
-        frames.sort(key=lambda frame: frame[0].replica)
-        faults = tuple(header.fault for header, _ in frames if header.fault)
-        reports = tuple(header.report for header, _ in frames if header.report)
+    def _synchronize(self, partition: int, run: Run, frames: list[Frame]) -> SliceReport:
+        clock, pool = Clock(), open_pool(run.slab)
+        report = _checked(partition, pool, frames)
+        if report.faults or report.skipped:
+            return report
+        owner = plans_of(run).owners[partition]
+        contributions = _contributions(owner, pool, frames)
         state = frames[0][0].state
-        if not faults and state is not None and state.token != pool.token:
-            faults = (Fault(STATE_FOREIGN, partition, pool.token),)
-        if faults or state is None:
-            return SliceReport(partition, pool.token, None, reports, faults)
-        plans = plans_of(run)
-        plan = plans.slices[partition]
-        contributions, references = [], []
-        for header, payload in frames:
-            if header.count == 0:
-                continue
-            if header.reference is None:
-                values = as_tensor(payload, plans.dtype)
-            else:
-                values = as_tensor(pool.read(header.reference), plans.dtype)
-                references.append(header.reference)
-            contributions.append(Contribution(header.replica, header.count, values, header.absent))
-        gradient = _scratch_tensor(run, plan, plans.dtype)
-        step = self.step
-        with next_version(pool, state, plans.dtype, step.tick, step.floor) as (next_state, new):
-            copied = time.perf_counter()
-            absent = reduce_gradients(plan, contributions, gradient)
-            merge_buffers(plan, contributions, next_state.weights)
-            for reference in references:
-                pool.check(reference)
-            reduced = time.perf_counter()
-            step_slice(plan, next_state, gradient, absent, plans.optimizer, step.hyperparameters)
-            updated = time.perf_counter()
-            handle = new.seal(next_state)
-        seconds = {
-            "copy": copied - started,
-            "reduce": reduced - copied,
-            "update": updated - reduced,
-            "seal": time.perf_counter() - updated,
-        }
-        received = sum(len(payload) for _, payload in frames)
-        return SliceReport(partition, pool.token, handle, reports, (), seconds, received)
+        loss = _loss(frames)
+        with next_version(pool, state, owner.dtype, self.step.tick, self.step.floor) as (new, to):
+            clock.lap("copy")
+            reduced = owner.reduce(contributions, new.weights, _scratch_tensor(run, owner))
+            _check_references(pool, frames)
+            clock.lap("reduce")
+            norm = owner.update(
+                new,
+                reduced,
+                contributions,
+                self.step.hyperparameters,
+                [owner.squared_norm(reduced)] if owner.clips_norm else (),
+                loss,
+                _others(frames),
+            )
+            clock.lap("update")
+            handle = to.seal(new)
+            histograms = owner.histograms(new, reduced) if self.step.histograms else {}
+        clock.lap("seal")
+        return replace(
+            report, state=handle, seconds=clock.seconds, norm=norm, histograms=histograms
+        )
 
 
 @dataclass(frozen=True)
-class PublishWeights:
-    """Body over the owner RDD, where replicas live on other nodes: weights to each replica.
+class Reduce:
+    """Body of the reduction stage, where the global norm must be known before the update: reduce
+    slice n into a slab, and tell every slice its part of the norm."""
 
-    ``states``: version t of every slice; ``replica_tokens``: the node of each replica, ``None``
-    where bytes must go whatever the node.
-    """
+    step: Step
 
-    states: tuple[SliceHandle, ...]
-    replica_tokens: tuple[str | None, ...]
-
-    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        run: Run = _run_of(frames)
-        pool = open_pool(run.slab)
-        handle = self.states[partition]
-        here = handle.token == pool.token
-        by_reference = encode((partition, here))
-        with_bytes = None
-        for replica, token in enumerate(self.replica_tokens):
-            if token == pool.token or not here:
-                yield from send(replica, by_reference)
-                continue
-            if with_bytes is None:
-                with_bytes = _weights_frame(pool, partition, handle)
-            yield from send(replica, with_bytes)
-
-
-@dataclass(frozen=True)
-class CollectWeights:
-    """Body over the owner RDD: one frame with the weights of the slice, for the driver."""
-
-    states: tuple[SliceHandle, ...]
-
-    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        run: Run = _run_of(frames)
-        yield _weights_frame(open_pool(run.slab), partition, self.states[partition])
+    def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+        frames, run = _read(pairs)
+        header = self._reduce(partition, run, frames)
+        yield from send(partition, encode(header))
+        told = encode(ReducedHeader(partition, header.squares))
+        for other in range(run.slices):
+            if other != partition:
+                yield from send(other, told)
         settle_worker()
 
+    def _reduce(self, partition: int, run: Run, frames: list[Frame]) -> ReducedHeader:
+        clock, pool = Clock(), open_pool(run.slab)
+        report = _checked(partition, pool, frames)
+        if report.faults or report.skipped:
+            return ReducedHeader(partition, report=report)
+        owner = plans_of(run).owners[partition]
+        state = frames[0][0].state
+        contributions = _contributions(owner, pool, frames)
+        weights = pool.read(state.weights).view(str(owner.dtype).removeprefix("torch."))
+        reduced = owner.reduce(
+            contributions, torch.from_numpy(weights), _scratch_tensor(run, owner)
+        )
+        pool.check(state.weights)
+        section = owner.reduced_map(reduced)
+        nbytes = owner.reduced_nbytes(section)
+        with pool.claim("reduced", room_for(nbytes, section), self.step.tick, self.step.tick) as to:
+            owner.write_reduced(section, reduced, contributions, to.bytes[:nbytes])
+            reference = to.reference.part(0, nbytes)
+        _check_references(pool, frames)
+        squares = owner.squared_norm(reduced)
+        clock.lap("reduce")
+        return ReducedHeader(
+            partition,
+            squares,
+            _loss(frames),
+            section,
+            reference,
+            reduced.absent,
+            state,
+            replace(report, seconds=clock.seconds),
+        )
 
-def _run_of(frames: Iterable[bytes]) -> Run:
-    """The run, out of an owner's frames; reads them to the end, so that Spark keeps the worker."""
-    return next(pickle.loads(frame) for frame in list(frames) if frame)
+
+@dataclass(frozen=True)
+class Update:
+    """Body of the update stage after :class:`Reduce`: clip by the global norm, update slice n."""
+
+    step: Step
+
+    def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+        frames, run = _read(pairs)
+        frames.sort(key=lambda frame: frame[0].index)
+        yield pickle.dumps(self._update(partition, run, [header for header, _ in frames]))
+        settle_worker()
+
+    def _update(self, partition: int, run: Run, headers: list[ReducedHeader]) -> SliceReport:
+        clock, pool = Clock(), open_pool(run.slab)
+        mine = headers[partition]
+        report = mine.report
+        assert report is not None
+        if report.faults or report.skipped or mine.reference is None:
+            return report
+        if mine.reference.token != pool.token:
+            return replace(report, faults=(Fault(STATE_FOREIGN, partition, pool.token),))
+        assert mine.section is not None
+        assert mine.state is not None
+        owner = plans_of(run).owners[partition]
+        alone = open_section(
+            owner.plan, owner.dtype, mine.section, pool.read(mine.reference), absent=mine.absent
+        )
+        with next_version(pool, mine.state, owner.dtype, self.step.tick, self.step.floor) as (
+            new,
+            to,
+        ):
+            clock.lap("copy")
+            reduced = owner.adopt(alone, _scratch_tensor(run, owner))
+            norm = owner.update(
+                new,
+                reduced,
+                [alone],
+                self.step.hyperparameters,
+                [header.squares for header in headers],
+                mine.loss,
+            )
+            pool.check(mine.reference)
+            clock.lap("update")
+            handle = to.seal(new)
+            histograms = owner.histograms(new, reduced) if self.step.histograms else {}
+        clock.lap("seal")
+        return replace(
+            report,
+            state=handle,
+            seconds={**report.seconds, **clock.seconds},
+            norm=norm,
+            histograms=histograms,
+        )
 
 
-def _weights_frame(pool: Pool, partition: int, handle: SliceHandle) -> bytes:
-    frame = encode((partition, True), torch.from_numpy(pool.read(handle.weights)))
-    pool.check(handle.weights)
-    return frame
+def room_for(nbytes: int, *sections: SectionMap) -> int:
+    """The size of buffer to claim: of variable sections a power of two, so that sizes are few."""
+    if any(section.rows for section in sections):
+        return 1 << max(nbytes - 1, 4095).bit_length()
+    return nbytes
 
 
-def _scratch_tensor(run: Run, plan: SlicePlan, dtype: torch.dtype) -> torch.Tensor:
+def _read(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[list[Frame], Run]:
+    frames, owner = [], b""
+    for frame, record in pairs:
+        frames.append(decode(frame))
+        owner = owner or record
+    return frames, pickle.loads(owner)
+
+
+def _checked(partition: int, pool: Pool, frames: list[Frame]) -> SliceReport:
+    """Put the frames into replica order; a report with what forbids an update, if anything."""
+    frames.sort(key=lambda frame: frame[0].replica)
+    headers: list[GradientHeader] = [header for header, _ in frames]
+    faults = tuple(header.fault for header in headers if header.fault)
+    reports = tuple(header.report for header in headers if header.report)
+    state = headers[0].state
+    if not faults and state is not None and state.token != pool.token:
+        faults = (Fault(STATE_FOREIGN, partition, pool.token),)
+    skipped = not faults and not all(header.finite for header in headers)
+    received = sum(len(payload) for _, payload in frames)
+    kept = state if skipped else None
+    return SliceReport(
+        partition, pool.token, kept, reports, faults, bytes_received=received, skipped=skipped
+    )
+
+
+def _contributions(owner: Owner, pool: Pool, frames: list[Frame]) -> list[Contribution]:
+    return [
+        open_section(
+            owner.plan,
+            owner.dtype,
+            header.section,
+            payload if header.reference is None else pool.read(header.reference),
+            replica=header.replica,
+            weight=header.weight,
+            absent=header.absent,
+        )
+        for header, payload in frames
+        if header.section is not None
+    ]
+
+
+def _check_references(pool: Pool, frames: list[Frame]) -> None:
+    """The bytes that were read are those that were meant, see [Note: who may write a buffer]."""
+    references: list[Reference] = [h.reference for h, _ in frames if h.reference is not None]
+    for reference in references:
+        pool.check(reference)
+
+
+def _loss(frames: list[Frame]) -> float:
+    """The mean loss over the global batch."""
+    headers = [header for header, _ in frames if header.section is not None]
+    total = sum(header.weight for header in headers)
+    return sum(header.loss * header.weight for header in headers) / total if total else 0.0
+
+
+def _others(frames: list[Frame]) -> Any:
+    """After local steps, the optimizer state beside the arrays, of the first replica that has it."""
+    return next((pickle.loads(header.others) for header, _ in frames if header.others), None)
+
+
+def _scratch_tensor(run: Run, owner: Owner) -> torch.Tensor:
     """Memory for the reduced gradient of a slice, kept between tasks."""
-    key = (run.key, plan.index)
+    key = (run.key, owner.plan.index)
     tensor = _scratch.get(key)
     if tensor is None:
-        tensor = _scratch[key] = torch.empty(plan.trainable_length, dtype=dtype)
+        tensor = _scratch[key] = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
         while len(_scratch) > _KEEP:
             _scratch.popitem(last=False)
     return tensor

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparkdl.slab.pool import Reference
+from sparkdl.sync.contribution import SectionMap
+from sparkdl.sync.histogram import Histogram
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,8 @@ class Step:
     ``index`` counts iterations of the run from 0. ``tick`` grows with every submission, a repeated
     one too; ``floor`` is the tick of the committed state, below which state buffers are free.
     ``rows``: for each replica, the range of its epoch's permutation. ``hyperparameters``: one
-    mapping a parameter group.
+    mapping a parameter group. ``loss_scale``: what replicas multiply their loss by before backward.
+    ``histograms``: whether owners shall report them.
     """
 
     index: int
@@ -25,6 +28,8 @@ class Step:
     floor: int
     rows: tuple[tuple[int, int], ...]
     hyperparameters: tuple[Mapping[str, Any], ...] | None = None
+    loss_scale: float = 1.0
+    histograms: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,35 +76,67 @@ class Fault:
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """What replica ``replica`` did: samples, mean loss over them, node, seconds by activity."""
+    """What replica ``replica`` did: samples, their weight in the mean (their number, or the sum of
+    their weights), mean loss over them, node, seconds by activity. ``not_finite``: what is inf or
+    NaN ("the loss", or a parameter's gradient), else empty."""
 
     replica: int
     count: int
+    weight: float
     loss: float
     token: str
     seconds: Mapping[str, float] = field(default_factory=dict)
+    not_finite: str = ""
 
 
 @dataclass(frozen=True)
 class GradientHeader:
     """The header of the frame from replica ``replica`` to one slice.
 
-    ``reference`` is None where the bytes follow in the frame (or ``count`` is 0 and there are none).
-    ``state`` comes with replica 0's frames, ``report`` with the frames to slice 0.
+    ``section`` says how to read the bytes: those of ``reference``, or where it is None those that
+    follow in the frame; None where there are none. ``absent``: parameters without a gradient.
+    ``others``: of a replica that stepped by itself, the optimizer state that is not in arrays,
+    pickled. ``state`` comes with replica 0's frames, ``report`` with the frames to slice 0.
     """
 
     replica: int
-    count: int
+    weight: float = 0.0
+    loss: float = 0.0
+    section: SectionMap | None = None
     reference: Reference | None = None
     absent: frozenset[int] = frozenset()
+    others: bytes = b""
+    finite: bool = True
     state: SliceHandle | None = None
     report: ReplicaReport | None = None
     fault: Fault | None = None
 
 
 @dataclass(frozen=True)
+class ReducedHeader:
+    """The header of the frame from the reduction of slice ``index`` to the update of another.
+
+    ``squares``: its part of the squared global norm. To its own slice come ``section`` and
+    ``reference``, the reduced gradient; ``report`` is then the report so far.
+    """
+
+    index: int
+    squares: float = 0.0
+    loss: float = 0.0
+    section: SectionMap | None = None
+    reference: Reference | None = None
+    absent: frozenset[int] = frozenset()
+    state: SliceHandle | None = None
+    report: SliceReport | None = None
+
+
+@dataclass(frozen=True)
 class SliceReport:
-    """What a synchronization task tells the driver: the new state's handle, or the faults."""
+    """What a synchronization task tells the driver: the new state's handle, or the faults.
+
+    ``skipped``: a gradient was not finite, and ``state`` is the old one. ``norm``: the global norm
+    before clipping, where it was asked for. ``histograms``: by "weights" or "gradients" and number.
+    """
 
     index: int
     token: str
@@ -108,3 +145,6 @@ class SliceReport:
     faults: tuple[Fault, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     bytes_received: int = 0
+    skipped: bool = False
+    norm: float | None = None
+    histograms: Mapping[tuple[str, int], Histogram] = field(default_factory=dict)

@@ -2,36 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from sparkdl.data.assemble import Assembly
 from sparkdl.data.batches import EpochPlan
-from sparkdl.sync.records import ReplicaReport
+from sparkdl.data.samples import SampleSet
+from sparkdl.infer.scoring import Scorer
+from sparkdl.replica.flat import Layout
+from sparkdl.sync.histogram import Histogram
+from sparkdl.sync.plan import SlicePlan
+from sparkdl.sync.records import ReplicaReport, SliceReport
+from sparkdl.sync.state import SliceState
+
+ReadState = Callable[[SlicePlan, torch.dtype], SliceState]
+"""Gives the state of a slice from elsewhere: a checkpoint, an earlier run. Runs in tasks."""
 
 
 @dataclass(frozen=True)
 class Iteration:
     """What the loop asks of an engine: iteration ``index`` is global batch ``batch`` of ``epoch``
     (all from 0). ``hyperparameters``: a schedule's values, one mapping a parameter group.
-    ``description``: for the Spark UI."""
+    ``description``: for the Spark UI. ``histograms``: whether they are wanted."""
 
     index: int
     epoch: int
     batch: int
     hyperparameters: tuple[Mapping[str, Any], ...] | None
     description: str
+    loss_scale: float = 1.0
+    histograms: bool = False
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """``loss``: the mean over the global batch. ``seconds``: by activity, the slowest task's."""
+    """``loss``: the mean over the global batch. ``seconds``: by activity, the slowest task's.
+
+    ``not_finite``: for each replica whose loss or gradient was inf or NaN, what it was; the update
+    was then left out. ``gradient_norm``: before clipping, where the norm is clipped.
+    """
 
     loss: float
     samples: int
     seconds: Mapping[str, float] = field(default_factory=dict)
+    not_finite: Mapping[int, str] = field(default_factory=dict)
+    gradient_norm: float | None = None
+    histograms: Mapping[str, Histogram] | None = None
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """Validation samples in place, and how to score them."""
+
+    samples: SampleSet
+    scorer: Scorer
+    assembly: Assembly
+    batch_size: int
+
+
+CURRENT, AVERAGE, BEST = "current", "average", "best"
+"""Which weights: those of the last iteration, their moving average, those that were kept."""
 
 
 class Engine(Protocol):
@@ -39,19 +72,63 @@ class Engine(Protocol):
 
     plan: EpochPlan
 
+    def start(
+        self,
+        read: ReadState | None = None,
+        reported: tuple[type[Exception], ...] = (),
+        which: str = CURRENT,
+    ) -> None:
+        """Write version 0 of the state: the recipe's, or what ``read`` gives; or the weights that
+        are kept as the best.
+
+        Raises the first of ``reported`` that ``read`` raised in a task.
+        """
+
     def step(self, iteration: Iteration) -> StepResult:
         """Run and commit an iteration."""
 
-    def weights(self) -> torch.Tensor:
-        """The flat vector as it stands, brought to the driver."""
+    def score(self, validation: ValidationSet) -> list[Any]:
+        """The scorer's states, of all partitions merged, with the weights as they stand."""
+
+    def keep_best(self) -> None:
+        """Keep a copy of the weights as they stand, instead of the one before."""
+
+    def weights(self, which: str = CURRENT) -> torch.Tensor:
+        """A flat vector, brought to the driver."""
+
+    def with_states(
+        self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
+    ) -> list[Any]:
+        """``use(index, plan, state)`` of every slice, run where it lies; the results in order."""
 
 
-def summarize(reports: Sequence[ReplicaReport], seconds: Mapping[str, float]) -> StepResult:
-    """The result of a step from its replicas' reports, in replica order."""
-    ordered = sorted(reports, key=lambda report: report.replica)
-    samples = sum(report.count for report in ordered)
-    loss = sum(report.loss * report.count for report in ordered if report.count) / samples
-    return StepResult(loss, samples, seconds)
+def summarize(
+    replicas: Sequence[ReplicaReport],
+    slices: Sequence[SliceReport],
+    layout: Layout,
+    seconds: Mapping[str, float],
+) -> StepResult:
+    """The result of a step from the reports of its replicas and slices."""
+    ordered = sorted(replicas, key=lambda report: report.replica)
+    total = sum(report.weight for report in ordered)
+    loss = sum(report.loss * report.weight for report in ordered if report.weight)
+    return StepResult(
+        loss=loss / total if total else 0.0,
+        samples=sum(report.count for report in ordered),
+        seconds=seconds,
+        not_finite={r.replica: r.not_finite for r in ordered if r.not_finite},
+        gradient_norm=next((s.norm for s in slices if s.norm is not None), None),
+        histograms=_joined(slices, layout),
+    )
+
+
+def _joined(slices: Sequence[SliceReport], layout: Layout) -> dict[str, Histogram] | None:
+    """Histograms by "weights/NAME" and "gradients/NAME", over all slices."""
+    parts: dict[str, list[Histogram]] = {}
+    for report in slices:
+        for (what, number), histogram in report.histograms.items():
+            parts.setdefault(f"{what}/{layout.segments[number].name}", []).append(histogram)
+    return {name: Histogram.join(many) for name, many in parts.items()} or None
 
 
 def slowest(many: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -3,103 +3,241 @@ reference that the shuffle engine is held against: the same M and N give the sam
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import torch
 
-from sparkdl.data.batches import EpochPlan, derive_seed, permutation
-from sparkdl.data.partition import MappedPartition, SampleHandle, open_partition
-from sparkdl.replica.flat import FlatModule
+from sparkdl.clock import Clock
+from sparkdl.data.batches import EpochPlan
+from sparkdl.data.partition import MappedPartition, open_partition
+from sparkdl.data.samples import SampleSet
+from sparkdl.infer.validate import score_partition
+from sparkdl.replica.cache import LiveReplica
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.run import Run
-from sparkdl.step.compute import forward_backward, to_tensors, write_contribution
-from sparkdl.sync.optimizer import OptimizerPlan
-from sparkdl.sync.plan import slice_plans
-from sparkdl.sync.records import ReplicaReport
-from sparkdl.sync.update import (
-    Contribution,
-    SliceState,
-    merge_buffers,
-    reduce_gradients,
-    step_slice,
+from sparkdl.step.local_steps import several_steps
+from sparkdl.step.replica import (
+    Outcome,
+    Work,
+    not_finite,
+    one_gradient,
+    section_maps,
+    sections_nbytes,
+    write_sections,
 )
-from sparkdl.train.engine import Iteration, StepResult, summarize
+from sparkdl.sync.contribution import Contribution
+from sparkdl.sync.gradient import Reduced
+from sparkdl.sync.owner import EMA
+from sparkdl.sync.plan import SlicePlan
+from sparkdl.sync.plans import RunPlans
+from sparkdl.sync.records import ReplicaReport, SliceReport, Step
+from sparkdl.sync.state import SliceState, join_states
+from sparkdl.train.engine import (
+    AVERAGE,
+    BEST,
+    CURRENT,
+    Iteration,
+    ReadState,
+    StepResult,
+    ValidationSet,
+    slowest,
+    summarize,
+)
 
 
 class LocalEngine:
     """M replicas one after another on one live module, N slices one after another."""
 
-    def __init__(
-        self, handles: Sequence[SampleHandle], run: Run, recipe: bytes, batch_size: int
-    ) -> None:
-        self.plan = EpochPlan(tuple(handle.num_rows for handle in handles), batch_size)
+    def __init__(self, samples: SampleSet, run: Run, recipe: bytes, batch_size: int) -> None:
+        self.plan = EpochPlan(samples.counts, batch_size)
         self._run = run
-        self._partitions: list[MappedPartition | None] = [
-            open_partition(handle) if handle.num_rows else None for handle in handles
-        ]
+        self._partitions = _open(samples)
         loaded: Recipe = pickle.loads(recipe)
-        self._replica = FlatModule(loaded.build())
-        self._loss = loaded.loss
-        parameters = [parameter for _, parameter in self._replica.parameters]
-        self._optimizer = OptimizerPlan.of(loaded, parameters, self._replica.module)
-        self._slices = slice_plans(self._replica.layout, run.slices)
-        self._states = [
-            SliceState(self._replica.flat[plan.start : plan.stop].clone()) for plan in self._slices
+        self._replica = LiveReplica.of(loaded)
+        self._plans = RunPlans.of(self._replica, run.slices)
+        self._states: list[SliceState] = []
+        self._best: list[SliceState] = []
+
+    def start(
+        self,
+        read: ReadState | None = None,
+        reported: tuple[type[Exception], ...] = (),
+        which: str = CURRENT,
+    ) -> None:
+        """Copy the recipe's weights, or read every slice."""
+        flat = self._replica.flat.flat
+        states = [
+            SliceState(flat[plan.start : plan.stop].clone())
+            if read is None
+            else read(plan, flat.dtype)
+            for plan in self._plans.slices
         ]
-        self._contributions = [torch.zeros_like(self._replica.flat) for _ in range(run.replicas)]
+        if which == BEST:
+            self._best = states
+        else:
+            self._states = states
 
     def step(self, iteration: Iteration) -> StepResult:
         """Run every replica and every slice, here and now."""
+        with self._threads():
+            started = Clock()
+            step = Step(
+                iteration.index,
+                iteration.epoch,
+                0,
+                0,
+                self.plan.rows(iteration.batch),
+                iteration.hyperparameters,
+                iteration.loss_scale,
+                iteration.histograms,
+            )
+            reports, sections, others = [], [], []
+            for replica, (start, stop) in enumerate(step.rows):
+                if stop > start:
+                    report, mine, outcome = self._replica_step(step, replica)
+                    reports.append(report)
+                    sections.append(mine)
+                    others.append(outcome.others)
+            slices: list[SliceReport] = []
+            if not any(report.not_finite for report in reports):
+                slices = self._synchronize(step, reports, sections, next(iter(others), None))
+            started.lap("iteration")
+            seconds = slowest([*[r.seconds for r in reports], *[s.seconds for s in slices]])
+            seconds = {**seconds, **started.seconds}
+            return summarize(reports, slices, self._plans.layout, seconds)
+
+    def _replica_step(
+        self, step: Step, replica: int
+    ) -> tuple[ReplicaReport, list[Contribution], Outcome]:
+        """What a task of the forward-backward job does."""
+        live, clock = self._replica, Clock()
+        partition = self._partitions[replica]
+        assert partition is not None
+        work = Work(step, replica, self._run.assembly, self._run.shares[replica])
+        local_steps = live.recipe.policy.local_steps
+        batches = work.mini_batches(live, partition, local_steps)
+        clock.lap("data")
+        self._load(self.weights())
+        if local_steps == 1:
+            clock.lap("fetch")
+            outcome = one_gradient(live, batches[0], work, clock)
+        else:
+            arrays, others = join_states(self._plans.slices, self._states, live.flat.flat.device)
+            clock.lap("fetch")
+            outcome = several_steps(live, batches, work, arrays, others, self._plans.whole, clock)
+        maps = section_maps(live, self._plans.slices, outcome)
+        memory = np.zeros(sum(sections_nbytes(live, self._plans.slices, maps)), np.uint8)
+        sections = write_sections(live, self._plans.slices, maps, outcome, memory)
+        problem = not_finite(live, self._plans.slices, sections, outcome)
+        clock.lap("publish")
+        report = ReplicaReport(
+            replica, outcome.count, outcome.weight, outcome.loss, "", clock.seconds, problem
+        )
+        sections = [
+            Contribution(replica, c.weight, c.gradient, c.buffers, c.absent, c.tables, c.arrays)
+            for c in sections
+        ]
+        return report, sections, outcome
+
+    def _synchronize(
+        self,
+        step: Step,
+        reports: list[ReplicaReport],
+        sections: list[list[Contribution]],
+        others: Any,
+    ) -> list[SliceReport]:
+        """What the tasks of the parameter-synchronization job do."""
+        owners, clocks = self._plans.owners, [Clock() for _ in self._plans.owners]
+        total = sum(report.weight for report in reports)
+        loss = sum(r.loss * r.weight for r in reports) / total if total else 0.0
+        reduced: list[Reduced] = []
+        for n, owner in enumerate(owners):
+            clocks[n] = Clock()
+            out = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
+            mine = [replica[n] for replica in sections]
+            reduced.append(owner.reduce(mine, self._states[n].weights, out))
+            clocks[n].lap("reduce")
+        squares = [
+            owner.squared_norm(r) if owner.clips_norm else 0.0
+            for owner, r in zip(owners, reduced, strict=True)
+        ]
+        slices = []
+        for n, (owner, state) in enumerate(zip(owners, self._states, strict=True)):
+            clock = Clock()
+            norm = owner.update(
+                state,
+                reduced[n],
+                [replica[n] for replica in sections],
+                step.hyperparameters,
+                squares,
+                loss,
+                others,
+            )
+            clock.lap("update")
+            histograms = owner.histograms(state, reduced[n]) if step.histograms else {}
+            seconds = {**clocks[n].seconds, **clock.seconds}
+            slices.append(
+                SliceReport(n, "", None, seconds=seconds, norm=norm, histograms=histograms)
+            )
+        return slices
+
+    def score(self, validation: ValidationSet) -> list[Any]:
+        """Partition after partition."""
+        with self._threads():
+            self._load(self.weights())
+            states = [
+                score_partition(
+                    self._replica,
+                    partition,
+                    validation.scorer,
+                    validation.assembly,
+                    validation.batch_size,
+                )
+                for partition in _open(validation.samples)
+                if partition is not None
+            ]
+        return validation.scorer.merge(states)
+
+    def keep_best(self) -> None:
+        """Copy the weights."""
+        self._best = [SliceState(state.weights.clone()) for state in self._states]
+
+    def weights(self, which: str = CURRENT) -> torch.Tensor:
+        """Join the slices."""
+        parts = []
+        for state in self._best if which == BEST else self._states:
+            average = state.arrays.get(EMA) if which == AVERAGE else None
+            if average is None:
+                parts.append(state.weights)
+            else:
+                parts.append(torch.cat([average, state.weights[len(average) :]]))
+        return torch.cat(parts)
+
+    def with_states(
+        self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
+    ) -> list[Any]:
+        """One after another."""
+        plans, states = self._plans.slices, self._best if which == BEST else self._states
+        return [use(n, plans[n], state) for n, state in enumerate(states)]
+
+    def _load(self, weights: torch.Tensor) -> None:
+        self._replica.flat.flat.copy_(weights)
+        self._replica.flat.refresh()
+
+    @contextlib.contextmanager
+    def _threads(self) -> Iterator[None]:
+        """As many threads as a task has: they change the bits."""
         threads = torch.get_num_threads()
         torch.set_num_threads(self._run.threads)
         try:
-            flat = self._replica.flat
-            for plan, state in zip(self._slices, self._states, strict=True):
-                flat[plan.start : plan.stop].copy_(state.weights)
-            reports, absent = [], {}
-            for replica, (start, stop) in enumerate(self.plan.rows(iteration.batch)):
-                if stop > start:
-                    loss, absent[replica] = self._replica_step(iteration, replica, start, stop)
-                    reports.append(ReplicaReport(replica, stop - start, loss, ""))
-            for plan, state in zip(self._slices, self._states, strict=True):
-                contributions = [
-                    Contribution(
-                        report.replica,
-                        report.count,
-                        self._contributions[report.replica][plan.start : plan.stop],
-                        absent[report.replica],
-                    )
-                    for report in reports
-                ]
-                gradient = torch.empty(plan.trainable_length, dtype=flat.dtype)
-                missing = reduce_gradients(plan, contributions, gradient)
-                merge_buffers(plan, contributions, state.weights)
-                step_slice(
-                    plan, state, gradient, missing, self._optimizer, iteration.hyperparameters
-                )
-            return summarize(reports, {})
+            yield
         finally:
             torch.set_num_threads(threads)
 
-    def _replica_step(
-        self, iteration: Iteration, replica: int, start: int, stop: int
-    ) -> tuple[float, frozenset[int]]:
-        """Forward and backward of one replica; its contribution stays in ``_contributions``."""
-        partition = self._partitions[replica]
-        assert partition is not None
-        order = permutation(self._run.seed, iteration.epoch, replica, len(partition.order))
-        tensors = to_tensors(partition.gather(order[start:stop]), self._replica.flat.device)
-        self._replica.refresh()
-        loss, gradients = forward_backward(
-            self._replica,
-            self._loss,
-            tensors[: self._run.num_features],
-            tensors[self._run.num_features :],
-            derive_seed(self._run.seed, "forward", iteration.index, replica),
-        )
-        written = write_contribution(self._replica, gradients, self._contributions[replica])
-        return loss, frozenset(written)
 
-    def weights(self) -> torch.Tensor:
-        return torch.cat([state.weights for state in self._states])
+def _open(samples: SampleSet) -> list[MappedPartition | None]:
+    return [open_partition(handle) if handle.num_rows else None for handle in samples.handles]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from sparkdl.train.callbacks import Callback
-from sparkdl.train.engine import Engine, Iteration
+from sparkdl.train.engine import Engine
 from sparkdl.train.history import History
+from sparkdl.train.progress import advanced, next_iteration
 from sparkdl.train.schedule import Schedule
 from sparkdl.train.state import TrainState
 
@@ -16,52 +17,50 @@ if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
 
 
+class Stage(Protocol):
+    """What may happen after an iteration: validation, a checkpoint."""
+
+    hook: str
+    """The callbacks' hook that is told of it."""
+
+    def __call__(self, previous: TrainState, state: TrainState) -> TrainState:
+        """Do it, where it is due, and return what is known since; else ``state`` itself."""
+
+
 def train(
-    trainer: Trainer, engine: Engine, schedule: Schedule, callbacks: Sequence[Callback]
-) -> History:
-    """Iterate until ``trainer.stop`` says so; what happened."""
-    history = History()
-    state = TrainState(iterations_per_epoch=engine.plan.num_iterations)
-    previous = state
+    trainer: Trainer,
+    engine: Engine,
+    schedule: Schedule,
+    stages: Sequence[Stage],
+    callbacks: Sequence[Callback],
+    state: TrainState,
+    history: History,
+) -> TrainState:
+    """Iterate from ``state`` until ``trainer.stop`` says so; where that is."""
+    previous, policy = state, trainer.policy
+    wants_histograms = trainer.wants_histograms
 
     def tell(hook: str) -> None:
         for callback in callbacks:
             getattr(callback, hook)(trainer, state)
 
     tell("on_fit_start")
-    started = time.perf_counter()
+    started = time.perf_counter() - state.seconds
     while not trainer.stop(previous, state):
-        epoch, batch = divmod(state.iteration, engine.plan.num_iterations)
-        if batch == 0:
+        if state.position == 0:
             tell("on_epoch_start")
         tell("on_iteration_start")
-        rates = schedule.learning_rates
-        result = engine.step(
-            Iteration(state.iteration, epoch, batch, schedule.changes(), describe(state))
-        )
-        schedule.step()
-        previous, state = (
-            state,
-            TrainState(
-                iteration=state.iteration + 1,
-                epoch=epoch + (batch + 1 == engine.plan.num_iterations),
-                samples=state.samples + result.samples,
-                loss=result.loss,
-                learning_rates=rates,
-                seconds=time.perf_counter() - started,
-                iterations_per_epoch=engine.plan.num_iterations,
-            ),
-        )
-        history.append(state, epoch + 1)
+        rates, epoch = schedule.learning_rates, state.epoch + 1
+        result = engine.step(next_iteration(state, schedule, wants_histograms(state)))
+        seconds = time.perf_counter() - started
+        previous, state = state, advanced(state, result, policy, rates, seconds)
+        history.append(state, epoch)
         tell("on_iteration_end")
+        for stage in stages:
+            before, state = state, stage(previous, state)
+            if state is not before:
+                tell(stage.hook)
         if state.epoch > previous.epoch:
             tell("on_epoch_end")
     tell("on_fit_end")
-    return history
-
-
-def describe(state: TrainState) -> str:
-    """What the Spark UI shows for the coming iteration."""
-    epoch = state.iteration // state.iterations_per_epoch + 1
-    text = f"sparkdl: epoch {epoch} · iteration {state.iteration + 1}"
-    return text if state.iteration == 0 else f"{text} · loss {state.loss:.4g}"
+    return state

@@ -43,7 +43,9 @@ class TrainState:
     skipped: int = 0
     """Iterations whose update was left out because a gradient was not finite."""
     loss_scale: float = 1.0
-    """Of the last iteration; 1 unless ``precision="fp16"``."""
+    """What the loss of the next iteration is multiplied by; 1 unless ``precision="fp16"``."""
+    loss_scale_age: int = 0
+    """Iterations since the loss scale changed."""
     timings: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the last iteration by activity, the slowest task's: schedule, data, fetch,
     forward, backward, publish, reduce, update; ``iteration`` is the whole of it."""

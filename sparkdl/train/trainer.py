@@ -1,38 +1,31 @@
-"""The trainer: what to train, and ``fit``."""
+"""The trainer: what to train, and how."""
 
 from __future__ import annotations
 
-import contextlib
-import pickle
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.data.batches import EpochPlan
-from sparkdl.data.samples import Source, materialize, materialize_here
-from sparkdl.errors import ParameterError, nearest, raise_all
-from sparkdl.replica.flat import FlatModule, layout_of
-from sparkdl.replica.recipe import Recipe
-from sparkdl.replica.run import Run
-from sparkdl.session import context_of, settings_of, tell_what_costs_speed
-from sparkdl.slab.root import SlabConfig
-from sparkdl.train.callbacks import Callback, ProgressBar
-from sparkdl.train.engine import Engine
-from sparkdl.train.local import LocalEngine
-from sparkdl.train.loop import train
-from sparkdl.train.probe import build_model, check_single_rows, pickled, plan_optimizer, try_model
-from sparkdl.train.resources import Resources
-from sparkdl.train.schedule import Schedule
-from sparkdl.train.shuffle import ShuffleEngine
+from sparkdl.data.columns import ColumnSpec
+from sparkdl.errors import ParameterError, raise_all
+from sparkdl.replica.policy import Policy
+from sparkdl.train.callbacks import Callback
+from sparkdl.train.checkpoint import Checkpoint
+from sparkdl.train.checks import problems_of
+from sparkdl.train.state import TrainState
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.triggers import MaxEpoch, Trigger
+from sparkdl.train.validation import Validation
 
-ENGINES = ("local", "shuffle")
+if TYPE_CHECKING:
+    from sparkdl.train.continuing import Carried
+
 TEN_EPOCHS = MaxEpoch(10)
 
 
@@ -44,38 +37,111 @@ class Trainer:
     bit for bit on CPUs.
     """
 
+    # What is trained.
     model: Callable[[], nn.Module] | nn.Module
     """A callable that builds the module (called with seeded random numbers), or a module, which is
     copied and not changed."""
     loss: Callable[..., torch.Tensor]
     """``loss(output, target)`` -> mean over the batch. ``loss(output)`` without a label; with
     several labels ``target`` is a tuple."""
-    optimizer: Callable[..., torch.optim.Optimizer]
-    """A ``torch.optim`` class or a partial of one, given the trainable parameters; or any callable
-    of the module that returns an optimizer (for parameter groups)."""
+    optimizer: Callable[..., Any] | Mapping[str, Callable[..., Any]]
+    """A ``torch.optim`` class or a partial of one, given the trainable parameters; any callable of
+    the module that returns an optimizer (for parameter groups) or a list of them; or several, by
+    the name of a submodule: ``{"encoder": partial(SGD, lr=0.1), "": Adam}``."""
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None
-    """A partial of a ``torch.optim.lr_scheduler`` class; stepped once an iteration."""
+    """A partial of a ``torch.optim.lr_scheduler`` class."""
+    schedule_per: str = "iteration"
+    """How often it is stepped: "iteration" or "epoch". ReduceLROnPlateau: at each validation."""
+    schedule_metric: str = "loss"
+    """What ReduceLROnPlateau follows, a metric of the validation."""
+
+    # The data.
     features: str | Sequence[str] = "features"
     """Feature column, or a list of columns: each is an input of its own, ``model(a, b)``."""
     label: str | Sequence[str] | None = "label"
     """Label column, a list of columns, or None."""
+    weight: str | None = None
+    """Column with the weight of each sample, >= 0: the loss is then the weighted mean."""
+    columns: Mapping[str, ColumnSpec] = field(default_factory=dict)
+    """How a column becomes a tensor, where its type does not say: :class:`sparkdl.Image`,
+    :class:`sparkdl.Sequence`, :class:`sparkdl.Convert`."""
+    augment: Callable[..., Any] | None = None
+    """``augment(*features, rng)`` -> features: what happens to one sample (NumPy arrays) each time
+    it is trained on. ``rng`` is a ``numpy.random.Generator`` seeded by sample and epoch."""
+    bucketing: int | None = None
+    """Bring samples of like length together: rows of a window that is sorted by length."""
+    class_weights: Sequence[float] | Mapping[int, float] | None = None
+    """The weight of each class, by number: samples count that much (a missing one counts 1)."""
+
+    # An iteration.
     batch_size: int = 256
     """The global batch: samples of all replicas together. The last batch of an epoch may be short."""
     replicas: int | None = None
-    """M; None: the cluster's task slots (``spark.default.parallelism``)."""
+    """M; None: the cluster's task slots (``spark.default.parallelism``), or the checkpoint's M."""
     slices: int | None = None
     """N; None: M."""
     engine: str = "shuffle"
     """"local" (this process, for debugging) or "shuffle"."""
+    accumulate: int = 1
+    """Micro-batches that a replica's mini-batch goes through in, one after another: less memory."""
+    local_steps: int = 1
+    """Optimizer steps that each replica takes by itself before the replicas are averaged (local
+    SGD). An iteration is then ``local_steps`` batches of ``batch_size``."""
+    clip_value: float | None = None
+    """Bring every element of the gradient into [-clip_value, clip_value]."""
+    clip_norm: float | None = None
+    """Scale the gradient so that its norm over all parameters is at most this."""
+    l1: float | Mapping[str, float] = 0.0
+    """Add ``l1 * sum |w|`` to what is minimised; by pattern of parameter names: ``{"*.weight": 1e-5}``.
+    Not for sparse tables; not in the reported loss."""
+    l2: float | Mapping[str, float] = 0.0
+    """Add ``l2 / 2 * sum w**2``, likewise."""
+    on_nan: str = "raise"
+    """A loss or gradient that is inf or NaN: "raise", naming iteration and replica, or "skip" the
+    update."""
+    precision: str = "fp32"
+    """What forward and backward compute in, by autocast: "fp32", "bf16", or "fp16" (with loss
+    scaling). Weights and sums stay in the model's dtype."""
+    wire: str = "fp32"
+    """What gradients travel in, rounded to nearest: "fp32" (the model's dtype), "bf16" or "fp16".
+    They are summed in the model's dtype."""
+
+    # The model.
+    weights: Mapping[str, torch.Tensor] | str | os.PathLike[str] | None = None
+    """Weights to start from: a state_dict, or a safetensors file."""
+    strict_weights: bool = True
+    """Whether those must have every name of the model and no other."""
+    freeze: Sequence[str] = ()
+    """Parameters that are not trained: names of submodules or parameters, or patterns of them."""
+    unfreeze: Sequence[str] = ()
+    """Exceptions from ``freeze``."""
+    activation_checkpointing: Sequence[str] = ()
+    """Submodules whose activations are computed again in backward: names or patterns."""
+    compile: bool | Mapping[str, Any] = False
+    """``torch.compile`` the model on the executors; a mapping holds its options."""
+    ema: float | None = None
+    """Keep a moving average of the weights with this decay, such as 0.999: ``trained.ema``."""
+
+    # The run.
     stop: Trigger = TEN_EPOCHS
-    """When to stop; triggers combine with ``&`` and ``|``."""
+    """When to stop; triggers combine with ``&``, ``|`` and ``~``."""
+    validation: Validation | None = None
+    """What to validate on while training."""
+    checkpoint: Checkpoint | None = None
+    """Where and when to write checkpoints."""
+    histograms: Trigger | None = None
+    """When the state shall hold histograms of weights and gradients, for TensorBoard say."""
     callbacks: Sequence[Callback] = ()
     """Called in order around the loop."""
+    keep_optimizer_state: bool = False
+    """Bring the optimizer's state back too, so that ``fit(data, start=trained)`` goes on with it."""
     seed: int = 0
     """Of the initial weights, the shuffling and every random draw inside the model."""
 
+    _carried: list[Carried] = field(default_factory=list, init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
-        raise_all(ParameterError, list(_problems(self)))
+        raise_all(ParameterError, list(problems_of(self)))
 
     @property
     def feature_columns(self) -> tuple[str, ...]:
@@ -87,126 +153,76 @@ class Trainer:
             return ()
         return (self.label,) if isinstance(self.label, str) else tuple(self.label)
 
-    def fit(self, data: DataFrame | RDD) -> TrainedModel:
+    @property
+    def policy(self) -> Policy:
+        """What the tasks of an iteration need to know of this."""
+        return Policy(
+            accumulate=self.accumulate,
+            local_steps=self.local_steps,
+            precision=self.precision,
+            wire=self.wire,
+            clip_norm=self.clip_norm,
+            clip_value=self.clip_value,
+            l1=self.l1,
+            l2=self.l2,
+            on_nan=self.on_nan,
+            ema=self.ema,
+            class_weights=_table(self.class_weights),
+            activation_checkpointing=tuple(self.activation_checkpointing),
+            compile=self.compile,
+        )
+
+    def wants_histograms(self, state: TrainState) -> bool:
+        """Whether the iteration after ``state`` shall report them."""
+        if self.histograms is None:
+            return False
+        return self.histograms(state, expected(state))
+
+    def fit(
+        self,
+        data: DataFrame | RDD[Any],
+        *,
+        resume: str | os.PathLike[str] | None = None,
+        start: TrainedModel | None = None,
+        optimizer_state: bool | None = None,
+    ) -> TrainedModel:
         """Train on ``data``: a DataFrame, or an RDD of ``(features, label)`` or ``Sample``.
+
+        ``resume``: go on from a checkpoint, "latest" (of ``checkpoint``'s path; from the beginning
+        where there is none) or a path; the bits are those of a run without a break. ``start``: begin
+        with an earlier result's weights; with its ``optimizer_state`` too where it was kept (None),
+        always (True: an error where it was not), or never (False).
 
         Raises :class:`sparkdl.UserError` before anything trains where the data, the model or a
         parameter cannot work, and :class:`sparkdl.TrainingError` where an iteration fails for good.
         """
-        context = context_of(data)
-        settings = settings_of(context)
-        tell_what_costs_speed(context)
-        recipe = Recipe(self.model, self.loss, self.optimizer, self.seed)
-        payload = pickled(recipe)
-        module = build_model(payload)
-        layout = layout_of(module)
-        float_dtype = str(layout.dtype).removeprefix("torch.")
-        schedule = Schedule(plan_optimizer(recipe, module), self.schedule)
-        replicas = self.replicas or context.defaultParallelism
-        slab = SlabConfig.new(settings.slab_dir, context.applicationId)
-        source = Source(data, self.feature_columns, self.label_columns, replicas, float_dtype, slab)
-        bar = ProgressBar(settings.progress)
-        with Resources(context, slab) as resources, contextlib.closing(bar):
-            here = self.engine == "local"
-            samples = materialize_here(source) if here else materialize(source, resources.persist)
-            output = try_model(
-                module, self.loss, samples.preview, samples.fields, samples.num_features, self.seed
-            )
-            plan = EpochPlan(samples.counts, self.batch_size)
-            limit = self.stop.limit(plan.num_iterations)
-            check_single_rows(module, samples.preview[: samples.num_features], plan, limit)
-            run = Run(
-                slab,
-                self.seed,
-                replicas,
-                self.slices or replicas,
-                samples.num_features,
-                int(context.getConf().get("spark.task.cpus", "1") or 1),
-            )
-            if here:
-                engine: Engine = LocalEngine(samples.handles, run, payload, self.batch_size)
-            else:
-                engine = ShuffleEngine(samples, layout, run, payload, self.batch_size, resources)
-            history = train(self, engine, schedule, [*self.callbacks, bar])
-            weights = engine.weights()
-        return TrainedModel(
-            module=_with_weights(pickle.loads(payload), weights),
-            model=self.model,
-            loss=self.loss,
-            features=self.feature_columns,
-            label=self.label_columns,
-            fields=samples.fields,
-            num_features=samples.num_features,
-            float_dtype=float_dtype,
-            output=output,
-            history=history,
-        )
+        from sparkdl.train.fit import fit
+
+        return fit(self, data, resume=resume, start=start, optimizer_state=optimizer_state)
+
+    def partial_fit(
+        self, data: DataFrame | RDD[Any], *, resume: str | os.PathLike[str] | None = None
+    ) -> TrainedModel:
+        """One pass over ``data``, going on from the last ``partial_fit`` of this trainer.
+
+        Weights, optimizer state, schedule, counters and history go on; ``stop`` plays no part. For
+        ``foreachBatch`` of Structured Streaming. ``resume``: in the first call, a checkpoint of
+        earlier ones ("latest" or a path). An empty batch changes nothing.
+        """
+        from sparkdl.train.continuing import partial_fit
+
+        return partial_fit(self, data, resume)
 
 
-def _problems(trainer: Trainer) -> Iterator[str]:
-    """What is wrong with the parameters, one sentence each with its remedy."""
-    for name in ("batch_size", "replicas", "slices"):
-        value = getattr(trainer, name)
-        if value is None and name != "batch_size":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            yield f"{name}={value!r}: give a whole number of at least 1."
-    if trainer.engine not in ENGINES:
-        yield (
-            f'engine="{trainer.engine}": use one of {", ".join(ENGINES)}.'
-            f"{nearest(str(trainer.engine), ENGINES)}"
-        )
-    if isinstance(trainer.loss, type):
-        name = trainer.loss.__name__
-        yield f"loss is the class {name}: give an instance, {name}()."
-    if isinstance(trainer.optimizer, torch.optim.Optimizer):
-        name = type(trainer.optimizer).__name__
-        yield f"optimizer is already built; give its recipe: partial(torch.optim.{name}, lr=...)."
-    for name, kind, remedy in _KINDS:
-        value = getattr(trainer, name)
-        if not isinstance(value, kind):
-            yield f"{name} is a {type(value).__name__}: {remedy}."
-    for name, value in (("features", trainer.features), ("label", trainer.label or ())):
-        names = [value] if isinstance(value, str) else value
-        if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
-            yield f"{name}={value!r}: give a column name, or a list of names."
-        elif name == "features" and not names:
-            yield "features is empty: name at least one column."
-    if isinstance(trainer.callbacks, (list, tuple)):
-        for callback in trainer.callbacks:
-            if isinstance(callback, type):
-                yield f"callback {callback.__name__} is a class: give an instance of it."
-            elif not isinstance(callback, Callback):
-                yield f"callback {callback!r} is not a sparkdl.Callback."
-    if isinstance(trainer.seed, bool) or not isinstance(trainer.seed, int):
-        yield f"seed={trainer.seed!r}: give a whole number."
-    elif not 0 <= trainer.seed < 2**63:
-        yield f"seed={trainer.seed}: give a number from 0 to 2**63 - 1."
+def expected(state: TrainState) -> TrainState:
+    """What the counters will be after the next iteration."""
+    from dataclasses import replace
+
+    ends = state.position + 1 == state.iterations_per_epoch
+    return replace(state, iteration=state.iteration + 1, epoch=state.epoch + ends)
 
 
-_KINDS: tuple[tuple[str, Any, str], ...] = (
-    ("model", Callable, "give a function that builds a torch.nn.Module, or a module"),
-    ("loss", Callable, "give a function of (output, target), such as torch.nn.MSELoss()"),
-    (
-        "optimizer",
-        (Callable, torch.optim.Optimizer),
-        "give a torch.optim class, or a partial of one such as partial(torch.optim.Adam, lr=1e-3)",
-    ),
-    (
-        "schedule",
-        (Callable, type(None)),
-        "give a partial of a torch.optim.lr_scheduler class, such as partial(StepLR, step_size=10)",
-    ),
-    ("stop", Trigger, "give a trigger, such as sparkdl.max_epoch(10)"),
-    ("callbacks", (list, tuple), "give a list of sparkdl.Callback objects"),
-)
-
-
-def _with_weights(recipe: Recipe, weights: torch.Tensor) -> nn.Module:
-    """The recipe's module with ``weights`` (a flat vector) in it, each tensor its own memory."""
-    flat = FlatModule(recipe.build())
-    flat.flat.copy_(weights)
-    flat.refresh()
-    for _, parameter in flat.parameters:
-        parameter.data = parameter.data.clone()
-    return flat.module.eval()
+def _table(weights: Sequence[float] | Mapping[int, float] | None) -> tuple[float, ...] | None:
+    if isinstance(weights, Mapping):
+        return tuple(float(weights.get(i, 1.0)) for i in range(max(weights) + 1))
+    return None if weights is None else tuple(float(w) for w in weights)

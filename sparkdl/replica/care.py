@@ -1,0 +1,113 @@
+"""Model care: what starts, what trains, and how the module runs.
+
+Starting weights and frozen parameters are part of the module that every process builds; activation
+checkpointing and compilation are of the process that trains it, and leave no trace in the result.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from sparkdl.errors import ModelError, nearest
+from sparkdl.replica.policy import Policy
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern names a parameter or submodule: the name itself, a parent of it, or a
+    shell pattern such as ``"encoder.*.bias"``."""
+    return name == pattern or name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)
+
+
+def freeze(module: nn.Module, frozen: Iterable[str], unfrozen: Iterable[str]) -> None:
+    """Set ``requires_grad`` of the parameters that the patterns match; ``unfrozen`` wins.
+
+    Raises :class:`sparkdl.ModelError` for a pattern that matches nothing.
+    """
+    parameters = dict(module.named_parameters())
+    for option, patterns, trains in (("freeze", frozen, False), ("unfreeze", unfrozen, True)):
+        for pattern in patterns:
+            found = [p for name, p in parameters.items() if matches(pattern, name)]
+            if not found:
+                raise ModelError(
+                    f'{option}: no parameter matches "{pattern}".{nearest(pattern, parameters)} '
+                    f"The model has {_some(parameters)}."
+                )
+            for parameter in found:
+                parameter.requires_grad_(trains)
+
+
+def start_from(module: nn.Module, weights: Mapping[str, torch.Tensor], strict: bool) -> None:
+    """Load ``weights`` (a state_dict) into ``module``.
+
+    Not ``strict``: names that only one of the two has are left out, such as a new head's. Raises
+    :class:`sparkdl.ModelError` for names or shapes that do not fit.
+    """
+    own = module.state_dict()
+    problems = [
+        f'"{name}" is {list(value.shape)} in the weights and {list(own[name].shape)} in the model'
+        for name, value in weights.items()
+        if name in own and value.shape != own[name].shape
+    ]
+    if strict:
+        problems += [
+            f'the model has no "{name}".{nearest(name, own)}' for name in weights if name not in own
+        ]
+        problems += [f'the weights lack "{name}"' for name in own if name not in weights]
+    if not problems and not set(own) & set(weights):
+        problems = [f"no name of the weights ({_some(weights)}) is one of the model ({_some(own)})"]
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        hint = "" if not strict else " To load what fits by name, pass strict_weights=False."
+        raise ModelError(f"weights do not fit the model: {'; '.join(problems[:5])}{more}.{hint}")
+    module.load_state_dict({k: v for k, v in weights.items() if k in own}, strict=False)
+
+
+def runnable(module: nn.Module, policy: Policy) -> Callable[..., Any]:
+    """What to call for a forward pass in training: the module, checkpointed or compiled as asked.
+
+    Activation checkpointing follows Chen et al., 2016, as ``torch.utils.checkpoint`` does it.
+    """
+    for pattern in policy.activation_checkpointing:
+        chosen = [child for name, child in module.named_modules() if name and matches_module(pattern, name)]
+        for child in chosen:
+            child.forward = functools.partial(  # type: ignore[method-assign]
+                _checkpointed, child.forward
+            )
+    if not policy.compile:
+        return module
+    options = dict(policy.compile) if isinstance(policy.compile, Mapping) else {}
+    return torch.compile(module, **options)  # type: ignore[call-overload]
+
+
+def matches_module(pattern: str, name: str) -> bool:
+    """Whether a pattern names this very submodule (not its children, which it contains)."""
+    return name == pattern or fnmatch.fnmatchcase(name, pattern)
+
+
+def check_modules(module: nn.Module, patterns: Iterable[str]) -> None:
+    """Raise :class:`sparkdl.ModelError` for a pattern of activation checkpointing without a match."""
+    names = [name for name, _ in module.named_modules() if name]
+    for pattern in patterns:
+        if not any(matches_module(pattern, name) for name in names):
+            raise ModelError(
+                f'activation_checkpointing: no submodule matches "{pattern}".'
+                f"{nearest(pattern, names)} The model has {_some(names)}."
+            )
+
+
+def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _some(names: Iterable[str]) -> str:
+    known = list(names)
+    return ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")

@@ -1,0 +1,91 @@
+"""Local SGD: a replica takes several optimizer steps by itself before the replicas are averaged.
+
+Stich, "Local SGD Converges Fast and Communicates Little", 2019. Each round starts from the owners'
+state, so a replica keeps nothing between rounds; the moments of the optimizer are averaged like the
+weights (Yu et al., 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sparkdl.clock import Clock
+from sparkdl.data.assemble import Batch
+from sparkdl.replica.cache import LiveReplica
+from sparkdl.step.compute import Gradients, forward_backward, take_gradients
+from sparkdl.step.replica import Outcome, Work, to_mini_batch
+from sparkdl.sync.gradient import Reduced, clip_norm, clip_values, regularise, squared_norm
+from sparkdl.sync.owner import EMA, Owner
+from sparkdl.sync.update import SliceState, step_slice
+
+
+def several_steps(
+    live: LiveReplica,
+    batches: Sequence[Batch],
+    work: Work,
+    arrays: Mapping[str, torch.Tensor],
+    others: Mapping[int, Any],
+    whole: Owner,
+    clock: Clock,
+) -> Outcome:
+    """One optimizer step for each mini-batch; the outcome is how far the weights moved.
+
+    ``arrays``, ``others``: the optimizer state of the whole flat vector, which is changed. ``whole``:
+    the plan of one slice that is everything.
+    """
+    flat, layout, policy = live.flat.flat, live.flat.layout, live.recipe.policy
+    begin = flat[: whole.plan.dense_length].clone()
+    state = SliceState(flat, dict(arrays), dict(others))
+    moved = Outcome()
+    absent = frozenset(range(len(live.flat.parameters)))
+    live.version = ""  # the weights are no version's from here on
+    for number, batch in enumerate(batches):
+        mini_batch = to_mini_batch(batch, live)
+        loss = forward_backward(live, mini_batch, work.seed(number), work.step.loss_scale, clock)
+        gradients = take_gradients(live)
+        reduced = Reduced(_flatten(live, gradients, whole), gradients.absent)
+        regularise(whole.plan, reduced, flat, whole.l1, whole.l2)
+        if policy.clip_value is not None:
+            clip_values(reduced, policy.clip_value)
+        if policy.clip_norm is not None:
+            clip_norm(reduced, [squared_norm(whole.plan, reduced)], policy.clip_norm)
+        with torch.no_grad():
+            step_slice(
+                whole.plan,
+                state,
+                reduced.gradient,
+                reduced.absent,
+                whole.optimizer,
+                work.step.hyperparameters,
+            )
+        live.flat.save_buffers(flat)
+        live.flat.refresh()
+        absent &= reduced.absent
+        moved.loss += loss * mini_batch.weight
+        moved.weight += mini_batch.weight
+        moved.count += len(mini_batch)
+        clock.lap("update")
+    moved.loss /= moved.weight or 1.0
+    difference = flat[: whole.plan.dense_length] - begin
+    moved.gradients = Gradients(
+        [
+            None if number in absent else difference[s.start : s.stop].view(s.shape)
+            for number, (s, _) in enumerate(live.flat.parameters)
+        ],
+        {},
+    )
+    assert layout.size == whole.plan.length
+    moved.arrays = {name: array for name, array in state.arrays.items() if name != EMA}
+    moved.others = state.scalars
+    return moved
+
+
+def _flatten(live: LiveReplica, gradients: Gradients, whole: Owner) -> torch.Tensor:
+    flat = torch.zeros(whole.plan.dense_length, dtype=live.flat.layout.dtype)
+    for (segment, _), gradient in zip(live.flat.parameters, gradients.dense, strict=True):
+        if gradient is not None:
+            flat[segment.start : segment.stop].view(segment.shape).copy_(gradient)
+    return flat

@@ -1,0 +1,64 @@
+"""The loss of a mini-batch: a mean, plain or weighted by sample."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+Loss = Callable[..., torch.Tensor]
+
+
+def call_loss(loss: Loss, output: object, targets: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``loss(output, target)``; ``loss(output)`` without a label; a tuple for several labels."""
+    if not targets:
+        return loss(output)
+    return loss(output, targets[0] if len(targets) == 1 else tuple(targets))
+
+
+def weighted_mean(
+    loss: Loss, output: object, targets: Sequence[torch.Tensor], weights: torch.Tensor
+) -> torch.Tensor:
+    """``sum(w * l) / sum(w)`` over the samples; ``weights``: (rows,), not all zero.
+
+    ``torch.nn`` losses and functions with a ``reduction`` are asked for "none"; any other loss must
+    return a value for each sample. Values of shape (rows, ...) are averaged over the rest first.
+    Raises ValueError where it gives no value for each sample.
+    """
+    values = call_loss(unreduced(loss), output, targets)
+    if not isinstance(values, torch.Tensor) or values.ndim == 0 or len(values) != len(weights):
+        found = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+        raise ValueError(f"the loss gave {found} for {len(weights)} samples")
+    each = values.reshape(len(values), -1).mean(dim=1)
+    weights = weights.to(each)
+    return (each * weights).sum() / weights.sum()
+
+
+def unreduced(loss: Loss) -> Loss:
+    """``loss`` with one value a sample, where it has a ``reduction`` to say so."""
+    if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
+        loss = copy.copy(loss)
+        loss.reduction = "none"
+        return loss
+    if _takes_reduction(loss):
+        return _Unreduced(loss)
+    return loss
+
+
+class _Unreduced:
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        return self.loss(*args, reduction="none")
+
+
+def _takes_reduction(loss: Loss) -> bool:
+    try:
+        return "reduction" in inspect.signature(loss).parameters
+    except (TypeError, ValueError):
+        return False

@@ -1,0 +1,188 @@
+"""What one replica does in one iteration, from rows to what it contributes. No Spark.
+
+Both engines run this: a task of the forward-backward job, and the local engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparkdl.clock import Clock
+from sparkdl.data.assemble import Assembly, Batch, training_batch, visit_order
+from sparkdl.data.batches import derive_seed
+from sparkdl.data.partition import MappedPartition
+from sparkdl.replica.cache import LiveReplica
+from sparkdl.step.compute import (
+    Gradients,
+    MiniBatch,
+    forward_backward,
+    take_gradients,
+    to_tensors,
+    weigh,
+)
+from sparkdl.sync.contribution import (
+    Contribution,
+    SectionMap,
+    cut_rows,
+    first_not_finite,
+    open_section,
+    section_nbytes,
+    write_gradients,
+)
+from sparkdl.sync.plan import SlicePlan
+from sparkdl.sync.records import Step
+from sparkdl.sync.update import SliceState
+
+
+@dataclass(frozen=True)
+class Work:
+    """One replica's part of one iteration: rows [start, stop) of its order of the epoch."""
+
+    step: Step
+    replica: int
+    assembly: Assembly
+    share: int
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.step.rows[self.replica]
+
+    def mini_batches(
+        self, live: LiveReplica, partition: MappedPartition, count: int = 1
+    ) -> list[Batch]:
+        """The rows' arrays, in ``count`` mini-batches of nearly equal size (none is empty)."""
+        start, stop = self.rows
+        assembly = replace(self.assembly, augment=live.recipe.augment)
+        order = visit_order(assembly, partition, self.step.epoch, self.replica, self.share)
+        cuts = [start + (stop - start) * j // count for j in range(count + 1)]
+        return [
+            training_batch(assembly, partition, order[low:high], self.step.epoch, self.replica)
+            for low, high in zip(cuts, cuts[1:], strict=False)
+            if high > low
+        ]
+
+    def seed(self, local_step: int = 0) -> int:
+        """Of the random draws in forward."""
+        position = (self.step.index, self.replica) + ((local_step,) if local_step else ())
+        return derive_seed(self.assembly.seed, "forward", *position)
+
+
+@dataclass
+class Outcome:
+    """What a replica made: its mean loss, its weight in the average, and what it sends.
+
+    ``others``: after local steps, the optimizer state that is not in arrays, by parameter.
+    """
+
+    loss: float = 0.0
+    weight: float = 0.0
+    count: int = 0
+    gradients: Gradients = field(default_factory=lambda: Gradients([], {}))
+    arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    others: Mapping[int, Any] = field(default_factory=dict)
+
+
+def to_mini_batch(batch: Batch, live: LiveReplica) -> MiniBatch:
+    """Tensors of a batch on the replica's device, with the weight of each sample."""
+    device = live.flat.flat.device
+    targets = to_tensors(batch.targets, device)
+    weights = None if batch.weights is None else to_tensors([batch.weights], device)[0]
+    weights = weigh(targets, weights, live.recipe.policy)
+    return MiniBatch(to_tensors(batch.inputs, device), targets, weights)
+
+
+def one_gradient(live: LiveReplica, batch: Batch, work: Work, clock: Clock) -> Outcome:
+    """Forward and backward over the mini-batch."""
+    mini_batch = to_mini_batch(batch, live)
+    loss = forward_backward(live, mini_batch, work.seed(), work.step.loss_scale, clock)
+    gradients = take_gradients(live)
+    return Outcome(loss, mini_batch.weight, len(mini_batch), gradients)
+
+
+def section_maps(
+    live: LiveReplica, plans: Sequence[SlicePlan], outcome: Outcome
+) -> list[SectionMap]:
+    """How each slice's section of this outcome is laid out."""
+    wire = live.recipe.policy.wire_dtype or live.flat.layout.dtype
+    arrays = {
+        name: str(array.dtype).removeprefix("torch.") for name, array in outcome.arrays.items()
+    }
+    return [
+        SectionMap(
+            wire,
+            {
+                piece.number: len(cut_rows(piece, outcome.gradients.tables[piece.number])[0])
+                for piece in plan.tables
+                if piece.number in outcome.gradients.tables
+            },
+            arrays,
+        )
+        for plan in plans
+    ]
+
+
+def sections_nbytes(
+    live: LiveReplica, plans: Sequence[SlicePlan], maps: Sequence[SectionMap]
+) -> list[int]:
+    """Bytes of each slice's section."""
+    dtype = live.flat.layout.dtype
+    return [
+        section_nbytes(plan, dtype, section) for plan, section in zip(plans, maps, strict=True)
+    ]
+
+
+@torch.no_grad()
+def write_sections(
+    live: LiveReplica,
+    plans: Sequence[SlicePlan],
+    maps: Sequence[SectionMap],
+    outcome: Outcome,
+    out: np.ndarray,
+) -> list[Contribution]:
+    """Write what the replica contributes into ``out`` (uint8), slice after slice."""
+    layout = live.flat.layout
+    buffers = live.flat.buffers()
+    sections, place = [], 0
+    for plan, section, nbytes in zip(
+        plans, maps, sections_nbytes(live, plans, maps), strict=True
+    ):
+        contribution = open_section(
+            plan,
+            layout.dtype,
+            section,
+            out[place : place + nbytes],
+            weight=outcome.weight,
+            absent=outcome.gradients.absent,
+        )
+        write_gradients(layout, plan, outcome.gradients.dense, outcome.gradients.tables, contribution)
+        start = plan.start + plan.buffers_start - layout.buffers_start
+        contribution.buffers.copy_(buffers[start : start + len(contribution.buffers)])
+        for name, array in outcome.arrays.items():
+            contribution.arrays[name].copy_(
+                array[plan.start : plan.start + plan.trainable_length]
+            )
+        sections.append(contribution)
+        place += nbytes
+    return sections
+
+
+def not_finite(
+    live: LiveReplica,
+    plans: Sequence[SlicePlan],
+    sections: Sequence[Contribution],
+    outcome: Outcome,
+) -> str:
+    """What is inf or NaN in a contribution, as it travels; empty: nothing."""
+    if not np.isfinite(outcome.loss):
+        return f"the loss ({outcome.loss})"
+    for plan, section in zip(plans, sections, strict=True):
+        number = first_not_finite(plan, section)
+        if number is not None:
+            return f'the gradient of "{live.flat.layout.segments[number].name}"'
+    return ""
+

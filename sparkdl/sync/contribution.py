@@ -1,0 +1,161 @@
+"""What a replica sends to a slice: gradients and buffers, as bytes with a fixed place for each.
+
+A *section* is one contribution in memory. In this order, each part from a multiple of 64 bytes on:
+
+* the dense gradient, ``plan.dense_length`` elements in the wire's dtype;
+* the buffers, in the dtype of the flat vector;
+* optimizer state, where replicas step by themselves (``local_steps``): one part an array;
+* for each sparse table the numbers of its touched rows (int64), then their gradients (wire's dtype).
+
+The same bytes lie in a slab or travel through the shuffle; a :class:`SectionMap` says how to read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from sparkdl.replica.flat import ALIGNMENT, Layout
+from sparkdl.sync.codec import as_tensor
+from sparkdl.sync.plan import Piece, SlicePlan
+
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""Of a sparse table: numbers of rows (int64, (k,), ascending) and their gradients ((k, width))."""
+
+
+@dataclass(frozen=True)
+class SectionMap:
+    """How long the variable parts of a section are: ``rows`` of each sparse table by its number,
+    and the dtype name of each array of optimizer state."""
+
+    wire: torch.dtype
+    rows: Mapping[int, int] = field(default_factory=dict)
+    arrays: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What replica ``replica`` gives to a slice. ``weight``: its samples, or the sum of their weights.
+
+    ``gradient``: (dense_length,); ``buffers``: the rest of the slice; ``tables``: by parameter
+    number, rows counted from the piece's first; ``absent``: parameters without a gradient.
+    """
+
+    replica: int
+    weight: float
+    gradient: torch.Tensor
+    buffers: torch.Tensor
+    absent: frozenset[int] = frozenset()
+    tables: Mapping[int, Rows] = field(default_factory=dict)
+    arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def section_nbytes(plan: SlicePlan, dtype: torch.dtype, layout: SectionMap) -> int:
+    """Bytes of a section; a multiple of 64."""
+    return sum(_aligned(nbytes) for _, nbytes, _ in _parts(plan, dtype, layout))
+
+
+def open_section(
+    plan: SlicePlan,
+    dtype: torch.dtype,
+    layout: SectionMap,
+    data: np.ndarray | memoryview,
+    *,
+    replica: int = 0,
+    weight: float = 1.0,
+    absent: frozenset[int] = frozenset(),
+) -> Contribution:
+    """A contribution whose tensors share the memory of ``data`` (to be read, or to be written)."""
+    parts: dict[str, torch.Tensor] = {}
+    place = 0
+    for name, nbytes, kind in _parts(plan, dtype, layout):
+        raw = np.frombuffer(data, np.uint8, nbytes, place)
+        parts[name] = as_tensor(raw.data, kind)
+        place += _aligned(nbytes)
+    tables = {}
+    for piece in plan.tables:
+        if piece.number in layout.rows:
+            values = parts[f"values {piece.number}"].view(-1, piece.shape[1])
+            tables[piece.number] = parts[f"rows {piece.number}"], values
+    arrays = {name: parts[f"array {name}"] for name in layout.arrays}
+    return Contribution(
+        replica, weight, parts["gradient"], parts["buffers"], absent, tables, arrays
+    )
+
+
+def cut_rows(piece: Piece, rows: Rows) -> Rows:
+    """The rows of a whole table that fall into ``piece``, counted from its first row."""
+    numbers, values = rows
+    low, high = torch.searchsorted(
+        numbers, torch.tensor([piece.first_row, piece.first_row + piece.shape[0]])
+    ).tolist()
+    return numbers[low:high] - piece.first_row, values[low:high]
+
+
+def write_gradients(
+    layout: Layout,
+    plan: SlicePlan,
+    gradients: Sequence[torch.Tensor | None],
+    tables: Mapping[int, Rows],
+    out: Contribution,
+) -> None:
+    """Write the gradients of a replica (by parameter number) into a section, rounding to its dtype.
+
+    Places of parameters without a gradient are zeroed.
+    """
+    for piece in plan.parameters:
+        if piece.sparse:
+            if piece.number in out.tables:
+                for place, values in zip(
+                    out.tables[piece.number], cut_rows(piece, tables[piece.number]), strict=True
+                ):
+                    place.copy_(values)
+            continue
+        gradient, place = gradients[piece.number], out.gradient[piece.start : piece.stop]
+        if gradient is None:
+            place.zero_()
+        else:
+            offset = plan.start + piece.start - layout.segments[piece.number].start
+            place.copy_(gradient.reshape(-1)[offset : offset + piece.length])
+
+
+def first_not_finite(plan: SlicePlan, section: Contribution) -> int | None:
+    """The number of the first parameter with an inf or a NaN in this section; None: all finite."""
+    for piece in plan.parameters:
+        if piece.sparse:
+            values = section.tables[piece.number][1] if piece.number in section.tables else None
+        else:
+            values = section.gradient[piece.start : piece.stop]
+        if values is not None and not _finite(values):
+            return piece.number
+    return None
+
+
+def _finite(values: torch.Tensor) -> bool:
+    """A sum is one fast pass, and not finite where an element is not; the reverse is looked up."""
+    return bool(torch.isfinite(values.sum(dtype=torch.float32))) or bool(
+        torch.isfinite(values).all()
+    )
+
+
+def _parts(
+    plan: SlicePlan, dtype: torch.dtype, layout: SectionMap
+) -> Iterator[tuple[str, int, torch.dtype]]:
+    yield "gradient", plan.dense_length * layout.wire.itemsize, layout.wire
+    yield "buffers", (plan.length - plan.buffers_start) * dtype.itemsize, dtype
+    for name, kind in layout.arrays.items():
+        array = getattr(torch, kind)
+        yield f"array {name}", plan.trainable_length * array.itemsize, array
+    for piece in plan.tables:
+        if piece.number in layout.rows:
+            count, width = layout.rows[piece.number], piece.shape[1]
+            yield f"rows {piece.number}", count * 8, torch.int64
+            yield f"values {piece.number}", count * width * layout.wire.itemsize, layout.wire
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+

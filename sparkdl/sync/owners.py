@@ -1,0 +1,200 @@
+"""Tasks over the owner RDD: making, reading and copying the slices' state. Task bodies only."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparkdl.frames import send
+from sparkdl.replica.cache import forget
+from sparkdl.replica.run import Run, install_recipe, open_replica
+from sparkdl.slab.pool import open_pool
+from sparkdl.sync.codec import encode
+from sparkdl.sync.fetch import version_frame
+from sparkdl.sync.owner import EMA
+from sparkdl.sync.plan import SlicePlan
+from sparkdl.sync.plans import plans_of
+from sparkdl.sync.records import SliceHandle, SliceReport
+from sparkdl.sync.store import copy_weights, first_version, read_version
+from sparkdl.sync.state import SliceState
+from sparkdl.worker import settle_worker
+
+
+@dataclass(frozen=True)
+class RecipeSource:
+    """The pickled recipe: in the task itself where it is small, else in a broadcast."""
+
+    inline: bytes | None
+    broadcast: Any = None
+
+    def payload(self) -> bytes:
+        return self.broadcast.value if self.inline is None else self.inline
+
+
+@dataclass(frozen=True)
+class PrepareOwner:
+    """Body of the owner RDD: put the recipe on the node; ``count`` frames, the run first.
+
+    The owner RDD is persisted and never changes; Spark runs a slice's synchronization where its
+    partition of it lies. It has as many records as frames arrive, because a zip wants that.
+    """
+
+    run: Run
+    recipe: RecipeSource
+    count: int
+
+    def __call__(self, partition: int, records: Iterable[object]) -> Iterator[bytes]:
+        for _ in records:
+            pass
+        install_recipe(self.run, self.recipe.payload())
+        yield pickle.dumps(self.run)
+        for _ in range(self.count - 1):
+            yield b""
+
+
+@dataclass(frozen=True)
+class Recount:
+    """Body over the owner RDD: the same owners with another number of frames."""
+
+    count: int
+
+    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
+        yield pickle.dumps(run_of(frames))
+        for _ in range(self.count - 1):
+            yield b""
+
+
+@dataclass(frozen=True)
+class InitialState:
+    """Body over the owner RDD: write version 0 of the slice; yields its :class:`SliceReport`.
+
+    ``read``: gives a slice's state from elsewhere (a checkpoint, an earlier run); None: the recipe's
+    weights and no optimizer state. Where it raises one of ``reported``, the frame is that exception.
+    ``role``: of the buffers that are written.
+    """
+
+    read: Callable[[SlicePlan, torch.dtype], SliceState] | None = None
+    reported: tuple[type[Exception], ...] = ()
+    role: str = "state"
+
+    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
+        run = run_of(frames)
+        plans, pool = plans_of(run), open_pool(run.slab)
+        plan = plans.slices[partition]
+        try:
+            if self.read is None:
+                state = SliceState(_initial_weights(run)[plan.start : plan.stop].cpu())
+            else:
+                state = self.read(plan, plans.dtype)
+        except self.reported as error:
+            yield pickle.dumps(error)
+        else:
+            handle = first_version(pool, state, tick=0, role=self.role)
+            yield pickle.dumps(SliceReport(partition, pool.token, handle))
+        settle_worker()
+
+
+def _initial_weights(run: Run) -> torch.Tensor:
+    replica = open_replica(run)
+    if replica.version:  # this process has trained it already: start from the recipe again
+        forget(run.key)
+        replica = open_replica(run)
+    return replica.flat.flat
+
+
+@dataclass(frozen=True)
+class PublishWeights:
+    """Body over the owner RDD, where replicas live on other nodes: weights to each replica.
+
+    ``states``: version t of every slice; ``replica_tokens``: the node of each replica, ``None``
+    where bytes must go whatever the node. ``everything``: the optimizer's state too.
+    """
+
+    states: tuple[SliceHandle, ...]
+    replica_tokens: tuple[str | None, ...]
+    everything: bool = False
+
+    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
+        run = run_of(frames)
+        pool = open_pool(run.slab)
+        handle = self.states[partition]
+        here = handle.token == pool.token
+        by_reference = encode((partition, here, None))
+        with_bytes = None
+        for replica, token in enumerate(self.replica_tokens):
+            if token == pool.token or not here:
+                yield from send(replica, by_reference)
+                continue
+            if with_bytes is None:
+                with_bytes = version_frame(pool, partition, handle, self.everything)
+            yield from send(replica, with_bytes)
+
+
+@dataclass(frozen=True)
+class CollectWeights:
+    """Body over the owner RDD: one frame with the weights of the slice, for the driver.
+
+    ``average``: their moving average (buffers as they are).
+    """
+
+    states: tuple[SliceHandle, ...]
+    average: bool = False
+
+    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
+        run = run_of(frames)
+        pool = open_pool(run.slab)
+        dtype = plans_of(run).dtype
+        state = read_version(pool, self.states[partition], dtype)
+        weights = state.weights
+        if self.average and EMA in state.arrays:
+            average = state.arrays[EMA]
+            weights = torch.cat([average, weights[len(average) :]])
+        frame = encode(partition, weights)
+        for reference in self.states[partition].references():
+            pool.check(reference)
+        yield frame
+        settle_worker()
+
+
+@dataclass(frozen=True)
+class KeepWeights:
+    """Body over the owner RDD: a copy of the slice's weights that outlives the next iterations;
+    yields its :class:`SliceHandle`. The copy before it is given up."""
+
+    states: tuple[SliceHandle, ...]
+    tick: int
+
+    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
+        run = run_of(frames)
+        pool = open_pool(run.slab)
+        yield pickle.dumps(copy_weights(pool, self.states[partition], self.tick))
+        settle_worker()
+
+
+@dataclass(frozen=True)
+class WithState:
+    """Body over the owner RDD: ``use(partition, plan, state)`` on the slice's state; one frame, the
+    pickled result."""
+
+    states: tuple[SliceHandle, ...]
+    use: Callable[[int, SlicePlan, SliceState], Any]
+
+    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
+        run = run_of(frames)
+        pool, plans = open_pool(run.slab), plans_of(run)
+        handle = self.states[partition]
+        state = read_version(pool, handle, plans.dtype)
+        result = self.use(partition, plans.slices[partition], state)
+        for reference in handle.references():
+            pool.check(reference)
+        yield pickle.dumps(result)
+        settle_worker()
+
+
+def run_of(frames: Iterable[bytes]) -> Run:
+    """The run, out of an owner's frames; reads them to the end, so that Spark keeps the worker."""
+    return next(pickle.loads(frame) for frame in list(frames) if frame)

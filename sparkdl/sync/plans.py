@@ -1,0 +1,59 @@
+"""What a process derives from a run once: slices, the optimizer, what each owner needs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+
+from sparkdl.replica.cache import LiveReplica
+from sparkdl.replica.flat import Layout
+from sparkdl.replica.run import Run, open_replica
+from sparkdl.sync.optimizer import OptimizerPlan
+from sparkdl.sync.owner import Owner
+from sparkdl.sync.plan import SlicePlan, slice_plans
+
+
+@dataclass(frozen=True)
+class RunPlans:
+    """The owners of a run's slices, and the one owner that all of it would have."""
+
+    owners: list[Owner]
+    whole: Owner
+    layout: Layout
+
+    @staticmethod
+    def of(replica: LiveReplica, slices: int) -> RunPlans:
+        """Derive from a built recipe."""
+        recipe, layout = replica.recipe, replica.flat.layout
+        parameters = [parameter for _, parameter in replica.flat.parameters]
+        optimizer = OptimizerPlan.of(recipe, parameters, replica.flat.module)
+        owners = [
+            Owner.of(plan, optimizer, recipe.policy, layout)
+            for plan in slice_plans(layout, slices, whole=not optimizer.elementwise)
+        ]
+        (everything,) = slice_plans(layout, 1)
+        return RunPlans(owners, Owner.of(everything, optimizer, recipe.policy, layout), layout)
+
+    @property
+    def slices(self) -> list[SlicePlan]:
+        return [owner.plan for owner in self.owners]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layout.dtype
+
+
+_plans: OrderedDict[str, RunPlans] = OrderedDict()
+_KEEP = 2
+
+
+def plans_of(run: Run) -> RunPlans:
+    """The plans of ``run``, kept between tasks."""
+    plans = _plans.get(run.key)
+    if plans is None:
+        plans = _plans[run.key] = RunPlans.of(open_replica(run), run.slices)
+        while len(_plans) > _KEEP:
+            _plans.popitem(last=False)
+    return plans

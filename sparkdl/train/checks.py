@@ -1,0 +1,205 @@
+"""What is wrong with a trainer's parameters: one sentence each, with its remedy."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sparkdl.data.columns import ColumnSpec
+from sparkdl.errors import nearest
+from sparkdl.replica.policy import PRECISIONS
+from sparkdl.train.callbacks import Callback
+from sparkdl.train.checkpoint import Checkpoint
+from sparkdl.train.triggers import Trigger
+from sparkdl.train.validation import Validation
+
+if TYPE_CHECKING:
+    from sparkdl.train.trainer import Trainer
+
+ENGINES = ("local", "shuffle")
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "engine": ENGINES,
+    "precision": tuple(PRECISIONS),
+    "wire": tuple(PRECISIONS),
+    "on_nan": ("raise", "skip"),
+    "schedule_per": ("iteration", "epoch"),
+}
+_COUNTS = ("batch_size", "replicas", "slices", "accumulate", "local_steps", "bucketing")
+_OPTIONAL = ("replicas", "slices", "bucketing", "clip_norm", "clip_value", "ema")
+_PATTERNS = ("freeze", "unfreeze", "activation_checkpointing")
+_KINDS: tuple[tuple[str, Any, str], ...] = (
+    ("model", Callable, "give a function that builds a torch.nn.Module, or a module"),
+    ("loss", Callable, "give a function of (output, target), such as torch.nn.MSELoss()"),
+    (
+        "optimizer",
+        (Callable, torch.optim.Optimizer, Mapping),
+        "give a torch.optim class, or a partial of one such as partial(torch.optim.Adam, lr=1e-3)",
+    ),
+    (
+        "schedule",
+        (Callable, type(None)),
+        "give a partial of a torch.optim.lr_scheduler class, such as partial(StepLR, step_size=10)",
+    ),
+    ("augment", (Callable, type(None)), "give a function of (*features, rng)"),
+    ("columns", Mapping, 'give a mapping, such as {"photo": sparkdl.Image(size=(32, 32))}'),
+    ("stop", Trigger, "give a trigger, such as sparkdl.max_epoch(10)"),
+    ("validation", (Validation, type(None)), "give sparkdl.Validation(data, metrics=[...])"),
+    ("checkpoint", (Checkpoint, type(None)), 'give sparkdl.Checkpoint("path")'),
+    ("histograms", (Trigger, type(None)), "give a trigger, such as sparkdl.every(100)"),
+    ("callbacks", (list, tuple), "give a list of sparkdl.Callback objects"),
+    ("weight", (str, type(None)), "give the name of a column"),
+    ("schedule_metric", str, "give the name of a metric of the validation"),
+    ("compile", (bool, Mapping), "give True, or a mapping of torch.compile's options"),
+    (
+        "weights",
+        (Mapping, str, os.PathLike, type(None)),
+        "give a state_dict, or the path of a safetensors file",
+    ),
+    ("strict_weights", bool, "give True or False"),
+    ("keep_optimizer_state", bool, "give True or False"),
+)
+
+
+def problems_of(trainer: Trainer) -> Iterator[str]:
+    """Everything that can be known without the data."""
+    yield from _numbers(trainer)
+    for name, choices in _CHOICES.items():
+        value = getattr(trainer, name)
+        if value not in choices:
+            yield (
+                f'{name}="{value}": use one of {", ".join(choices)}.{nearest(str(value), choices)}'
+            )
+    if isinstance(trainer.loss, type):
+        name = trainer.loss.__name__
+        yield f"loss is the class {name}: give an instance, {name}()."
+    if isinstance(trainer.optimizer, torch.optim.Optimizer):
+        name = type(trainer.optimizer).__name__
+        yield f"optimizer is already built; give its recipe: partial(torch.optim.{name}, lr=...)."
+    for name, kind, remedy in _KINDS:
+        value = getattr(trainer, name)
+        if not isinstance(value, kind):
+            yield f"{name} is a {type(value).__name__}: {remedy}."
+    yield from _names(trainer)
+    yield from _callbacks(trainer)
+    yield from _combinations(trainer)
+
+
+def _numbers(trainer: Trainer) -> Iterator[str]:
+    for name in _COUNTS:
+        value = getattr(trainer, name)
+        if value is None and name in _OPTIONAL:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            yield f"{name}={value!r}: give a whole number of at least 1."
+    for name in ("clip_norm", "clip_value"):
+        value = getattr(trainer, name)
+        if value is not None and not (_is_number(value) and value > 0):
+            yield f"{name}={value!r}: give a number above 0, or None."
+    if trainer.ema is not None and not (_is_number(trainer.ema) and 0 < trainer.ema < 1):
+        yield f"ema={trainer.ema!r}: give a decay between 0 and 1, such as 0.999, or None."
+    for name in ("l1", "l2"):
+        value = getattr(trainer, name)
+        for strength in value.values() if isinstance(value, Mapping) else (value,):
+            if not (_is_number(strength) and strength >= 0):
+                yield f"{name}={value!r}: give a number of at least 0, or a mapping of patterns to such."
+                break
+    yield from _class_weights(trainer.class_weights)
+    if isinstance(trainer.seed, bool) or not isinstance(trainer.seed, int):
+        yield f"seed={trainer.seed!r}: give a whole number."
+    elif not 0 <= trainer.seed < 2**63:
+        yield f"seed={trainer.seed}: give a number from 0 to 2**63 - 1."
+
+
+def _class_weights(weights: Any) -> Iterator[str]:
+    remedy = "give a list with the weight of each class, or a mapping {class: weight}, all >= 0."
+    if weights is None:
+        return
+    if isinstance(weights, (str, bytes)) or not isinstance(weights, (Mapping, list, tuple)):
+        yield f"class_weights is a {type(weights).__name__}: {remedy}"
+        return
+    values = list(weights.values()) if isinstance(weights, Mapping) else list(weights)
+    classes = list(weights) if isinstance(weights, Mapping) else []
+    if not values or not all(_is_number(value) and value >= 0 for value in values):
+        yield f"class_weights={weights!r}: {remedy}"
+    elif not all(isinstance(c, int) and not isinstance(c, bool) and c >= 0 for c in classes):
+        yield f"class_weights={weights!r}: classes are whole numbers from 0 on."
+
+
+def _names(trainer: Trainer) -> Iterator[str]:
+    for name, value in (("features", trainer.features), ("label", trainer.label or ())):
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
+            yield f"{name}={value!r}: give a column name, or a list of names."
+        elif name == "features" and not names:
+            yield "features is empty: name at least one column."
+    for name in _PATTERNS:
+        value = getattr(trainer, name)
+        if not isinstance(value, (list, tuple)) or not all(isinstance(n, str) for n in value):
+            yield f'{name}={value!r}: give a list of names or patterns, such as ["encoder.*"].'
+    if isinstance(trainer.columns, Mapping):
+        for column, spec in trainer.columns.items():
+            if not isinstance(spec, ColumnSpec):
+                yield (
+                    f'columns["{column}"] is a {type(spec).__name__}: give a sparkdl.Image, '
+                    "sparkdl.Sequence or sparkdl.Convert."
+                )
+
+
+def _callbacks(trainer: Trainer) -> Iterator[str]:
+    if isinstance(trainer.callbacks, (list, tuple)):
+        for callback in trainer.callbacks:
+            if isinstance(callback, type):
+                yield f"callback {callback.__name__} is a class: give an instance of it."
+            elif not isinstance(callback, Callback):
+                yield f"callback {callback!r} is not a sparkdl.Callback."
+
+
+def _combinations(trainer: Trainer) -> Iterator[str]:
+    """What does not go together."""
+    if isinstance(trainer.local_steps, int) and trainer.local_steps > 1 and trainer.wire != "fp32":
+        yield (
+            f'wire="{trainer.wire}" with local_steps={trainer.local_steps}: replicas then send '
+            'weights and optimizer state, which must not be rounded. Use wire="fp32".'
+        )
+    known = {"loss"}
+    if isinstance(trainer.validation, Validation):
+        known = {"loss", *(metric.name for metric in resolve_metrics(trainer.validation))}
+    for name in ("stop", "histograms"):
+        yield from _unknown_metrics(name, getattr(trainer, name), trainer, known)
+    for name, holder in (("validation", trainer.validation), ("checkpoint", trainer.checkpoint)):
+        yield from _unknown_metrics(f"{name}.every", getattr(holder, "every", None), trainer, known)
+
+
+def _unknown_metrics(
+    where: str, trigger: Any, trainer: Trainer, known: set[str]
+) -> Iterator[str]:
+    if not isinstance(trigger, Trigger):
+        return
+    for metric in sorted(trigger.metrics()):
+        if trainer.validation is None:
+            yield (
+                f'{where} waits for the metric "{metric}", and there is no validation: give '
+                f'validation=sparkdl.Validation(data, metrics=["{metric}"]).'
+            )
+        elif metric not in known:
+            yield (
+                f'{where} waits for the metric "{metric}", which the validation does not have.'
+                f"{nearest(metric, known)} It has: {', '.join(sorted(known))}."
+            )
+
+
+def resolve_metrics(validation: Validation) -> list[Any]:
+    """The metrics of a validation beside the loss."""
+    from sparkdl.infer.metrics import resolve
+
+    return list(resolve(validation.metrics))
+
+
+def _is_number(value: Any) -> bool:
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    )

@@ -1,0 +1,103 @@
+"""Going on where an earlier fit ended: its weights, its optimizer state, its counters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sparkdl.errors import ParameterError
+from sparkdl.sync.plan import SlicePlan
+from sparkdl.sync.state import SliceState
+from sparkdl.train.checkpoint.slices import Part, recut, to_bytes, unpack
+from sparkdl.train.history import History
+from sparkdl.train.state import TrainState
+
+if TYPE_CHECKING:
+    from pyspark.core.rdd import RDD
+    from pyspark.sql import DataFrame
+
+    from sparkdl.train.trained import TrainedModel
+    from sparkdl.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What one ``partial_fit`` hands to the next."""
+
+    trained: TrainedModel
+    state: TrainState
+
+
+@dataclass(frozen=True)
+class PackSlice:
+    """Run on the owner: its slice as bytes, in the form of a checkpoint's file."""
+
+    def __call__(self, index: int, plan: SlicePlan, state: SliceState) -> bytes:
+        return to_bytes(plan, state)
+
+
+@dataclass(frozen=True)
+class ReadCarried:
+    """Run on the owner: its slice out of all slices of an earlier run, whatever their number.
+
+    ``packed``: the bytes, or a broadcast of them.
+    """
+
+    packed: Any
+
+    def __call__(self, plan: SlicePlan, dtype: torch.dtype) -> SliceState:
+        slices: Sequence[bytes] = getattr(self.packed, "value", self.packed)
+        parts: list[Part] = [unpack(data) for data in slices]
+        return recut(parts, plan, dtype)
+
+
+def chosen_state(
+    start: TrainedModel | None, optimizer_state: bool | None
+) -> tuple[bytes, ...] | None:
+    """The slices to begin with, where the optimizer's state is wanted and there."""
+    if start is None or optimizer_state is False:
+        if start is None and optimizer_state is not None:
+            raise ParameterError("optimizer_state= says what to do with start=: give that too.")
+        return None
+    if start.optimizer_state is None and optimizer_state:
+        raise ParameterError(
+            "start= has no optimizer state: it is kept with Trainer(keep_optimizer_state=True) "
+            "only. Train it so, or pass optimizer_state=False."
+        )
+    return start.optimizer_state
+
+
+def partial_fit(
+    trainer: Trainer, data: DataFrame | RDD[Any], resume: str | os.PathLike[str] | None
+) -> TrainedModel:
+    """See :meth:`sparkdl.Trainer.partial_fit`."""
+    from sparkdl.train.fit import run
+
+    before = trainer._carried[0] if trainer._carried else None
+    if before is not None:
+        if _is_empty(data):
+            return before.trained
+        resume = None
+    trained, state = run(
+        trainer, data, resume=resume, carried=before, only_state=True, one_pass=True
+    )
+    trainer._carried[:] = [Carried(trained, state)]
+    return trained
+
+
+def begin_batch(before: TrainState, iterations_per_epoch: int) -> TrainState:
+    """The state at the start of new data: counters go on, the position is the beginning."""
+    return replace(before, position=0, iterations_per_epoch=iterations_per_epoch)
+
+
+def history_of(before: TrainedModel | None) -> History:
+    """The history to go on with."""
+    return History() if before is None else before.history
+
+
+def _is_empty(data: DataFrame | RDD[Any]) -> bool:
+    return bool(data.isEmpty())

@@ -1,0 +1,100 @@
+"""Validation inside training: scores on the executors, with the replicas' weights as they stand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from sparkdl.errors import ParameterError, raise_all
+from sparkdl.infer.metrics import resolve
+from sparkdl.train.engine import Engine, ValidationSet
+from sparkdl.train.history import History
+from sparkdl.train.state import TrainState, Validated
+from sparkdl.train.triggers import EveryEpoch, Trigger
+
+if TYPE_CHECKING:
+    from pyspark.core.rdd import RDD
+    from pyspark.sql import DataFrame
+
+EVERY_EPOCH = EveryEpoch()
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What to validate on, with what, and when.
+
+    Its metrics come to ``history`` and to triggers: ``stop=max_epoch(50) | plateau("accuracy", 3)``
+    stops early.
+    """
+
+    data: DataFrame | RDD[Any]
+    """Read once, with the trainer's columns, into slabs beside the training samples."""
+    metrics: Sequence[Any] | Mapping[str, Any] = ()
+    """As for ``trained.evaluate``; "loss" is always there."""
+    every: Trigger = EVERY_EPOCH
+    """When; by default after each epoch."""
+    best: str | None = None
+    """A metric: the weights with its best value are kept, and returned as ``trained.best``."""
+    batch_size: int = 1024
+    """Rows a forward pass of one replica."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not isinstance(self.every, Trigger):
+            problems.append(
+                f"Validation(every={self.every!r}): give a trigger, such as sparkdl.every_epoch()."
+            )
+        if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int):
+            problems.append(f"Validation(batch_size={self.batch_size!r}): give a whole number.")
+        elif self.batch_size < 1:
+            problems.append(f"Validation(batch_size={self.batch_size}): give at least 1.")
+        raise_all(ParameterError, problems)
+        names = ["loss", *(metric.name for metric in resolve(self.metrics))]
+        if self.best is not None and self.best not in names:
+            raise ParameterError(
+                f'Validation(best="{self.best}") is not one of its metrics: {", ".join(names)}.'
+            )
+
+
+class Validator:
+    """The loop's stage: validate where it is due, and keep the best weights."""
+
+    hook = "on_validation_end"
+
+    def __init__(
+        self, engine: Engine, validation: Validation, data: ValidationSet, history: History
+    ) -> None:
+        self._engine, self._validation, self._data = engine, validation, data
+        self._history = history
+
+    def __call__(self, previous: TrainState, state: TrainState) -> TrainState:
+        if not self._validation.every(previous, state):
+            return state
+        values = self._data.scorer.values(self._engine.score(self._data))
+        record = Validated(iteration=state.iteration, epoch=state.epoch, metrics=values)
+        self._history.append_validation(record)
+        state = replace(
+            state,
+            validations=(*state.validations, record),
+            higher_is_better=self._data.scorer.higher_is_better,
+        )
+        if self._validation.best is not None and is_best(state, self._validation.best):
+            self._engine.keep_best()
+        return state
+
+
+def is_best(state: TrainState, metric: str) -> bool:
+    """Whether the last validation's value is better than every one before; NaN never is."""
+    values = [v.metrics.get(metric, math.nan) for v in state.validations]
+    sign = 1.0 if state.higher_is_better.get(metric, False) else -1.0
+    before = [sign * value for value in values[:-1] if not math.isnan(value)]
+    return not math.isnan(values[-1]) and all(sign * values[-1] > value for value in before)
+
+
+def best_of(state: TrainState, metric: str) -> Validated | None:
+    """The validation with the best value, the earliest of equals; None without any."""
+    sign = 1.0 if state.higher_is_better.get(metric, False) else -1.0
+    known = [v for v in state.validations if not math.isnan(v.metrics.get(metric, math.nan))]
+    return max(known, key=lambda v: sign * v.metrics[metric], default=None)
