@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,12 @@ from sparkdl.errors import ModelError
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the user gave: model (callable or module), loss and optimizer, and the seed."""
+    """What the user gave: model (callable or module), loss and optimizer (or several, by the name of
+    a submodule), and the seed."""
 
     model: Callable[[], nn.Module] | nn.Module
     loss: Callable[..., torch.Tensor]
-    optimizer: Callable[..., torch.optim.Optimizer]
+    optimizer: Callable[..., Any] | Mapping[str, Callable[..., Any]]
     seed: int
 
     def build(self) -> nn.Module:
@@ -45,12 +46,14 @@ class Recipe:
             )
         return module
 
-    def build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer as the user wrote it.
+    def build_optimizer(self, module: nn.Module) -> Any:
+        """The optimizer as the user wrote it, where it is one callable.
 
         A ``torch.optim`` class (or a partial of one) is given the trainable parameters, any other
-        callable the module, so that it can form parameter groups.
+        callable the module, so that it can form parameter groups, or return several optimizers.
+        See :func:`sparkdl.replica.optimizers.build_optimizers` for all forms.
         """
+        assert not isinstance(self.optimizer, Mapping)
         trainable = [p for p in module.parameters() if p.requires_grad]
         if optimizer_class(self.optimizer) is not None:
             return self.optimizer(trainable)

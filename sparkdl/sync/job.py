@@ -18,6 +18,7 @@ from sparkdl.frames import send
 from sparkdl.replica.cache import forget
 from sparkdl.replica.run import Run, install_recipe, open_replica
 from sparkdl.slab.pool import Pool, open_pool
+from sparkdl.sync.apply import step_slice
 from sparkdl.sync.codec import as_tensor, decode, encode
 from sparkdl.sync.optimizer import OptimizerPlan
 from sparkdl.sync.plan import SlicePlan, slice_plans
@@ -30,7 +31,7 @@ from sparkdl.sync.records import (
     Step,
 )
 from sparkdl.sync.store import first_version, next_version
-from sparkdl.sync.update import Contribution, merge_buffers, reduce_gradients, step_slice
+from sparkdl.sync.update import Contribution, merge_buffers, reduce_gradients
 from sparkdl.worker import settle_worker
 
 
@@ -54,9 +55,10 @@ def plans_of(run: Run) -> RunPlans:
     if plans is None:
         replica = open_replica(run)
         parameters = [parameter for _, parameter in replica.flat.parameters]
+        optimizer = OptimizerPlan.of(replica.recipe, parameters, replica.flat.module)
         plans = _plans[run.key] = RunPlans(
-            slice_plans(replica.flat.layout, run.slices),
-            OptimizerPlan.of(replica.recipe, parameters, replica.flat.module),
+            slice_plans(replica.flat.layout, run.slices, whole=not optimizer.elementwise),
+            optimizer,
             replica.flat.layout.dtype,
         )
         while len(_plans) > _KEEP:

@@ -1,14 +1,12 @@
-"""The mathematics of one slice: sum the gradients in replica order, average, step. Pure torch."""
+"""The mathematics of one slice: sum the gradients in replica order, average. Pure torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from sparkdl.sync.optimizer import OptimizerPlan
 from sparkdl.sync.plan import SlicePlan
 
 
@@ -21,20 +19,6 @@ class Contribution:
     count: int
     values: torch.Tensor
     absent: frozenset[int] = frozenset()
-
-
-@dataclass
-class SliceState:
-    """The state of one slice in memory.
-
-    ``weights``: the slice of the flat vector. ``arrays``: optimizer state that has one value for
-    each element, by name, each of the slice's trainable length. ``scalars``: all other optimizer
-    state (step counts), by parameter number and name.
-    """
-
-    weights: torch.Tensor
-    arrays: dict[str, torch.Tensor] = field(default_factory=dict)
-    scalars: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
 def reduce_gradients(
@@ -79,48 +63,3 @@ def merge_buffers(
                 # -0.0: adding it changes no bit, not even that of a -0.0
                 difference = torch.where(values == first, -0.0, values - first)
                 merged.add_(difference, alpha=item.count / total)
-
-
-def step_slice(
-    plan: SlicePlan,
-    state: SliceState,
-    gradient: torch.Tensor,
-    absent: frozenset[int],
-    optimizer_plan: OptimizerPlan,
-    hyperparameters: Sequence[Mapping[str, Any]] | None = None,
-) -> None:
-    """One optimizer step on the slice, in place in ``state``, which must be the caller's own copy.
-
-    State that the optimizer makes on its first step is added to ``state.arrays``.
-    """
-    pieces = {p.number: p for p in plan.pieces if p.kind == "parameter"}
-    tensors = {n: state.weights[p.start : p.stop] for n, p in pieces.items()}
-    if not tensors:
-        return
-    optimizer = optimizer_plan.build(tensors, hyperparameters)
-    for number, tensor in tensors.items():
-        piece = pieces[number]
-        tensor.grad = None if number in absent else gradient[piece.start : piece.stop]
-        if number in state.scalars:
-            arrays = {k: v[piece.start : piece.stop] for k, v in state.arrays.items()}
-            optimizer.state[tensor] = {**arrays, **state.scalars[number]}
-    optimizer.step()
-    for number, tensor in tensors.items():
-        piece = pieces[number]
-        tensor.grad = None
-        made = optimizer.state.get(tensor)
-        if not made:
-            continue
-        scalars = state.scalars[number] = {}
-        for name, value in made.items():
-            if isinstance(value, torch.Tensor) and value.shape == tensor.shape:
-                array = state.arrays.get(name)
-                if array is None:
-                    array = state.arrays[name] = torch.zeros(
-                        plan.trainable_length, dtype=value.dtype
-                    )
-                place = array[piece.start : piece.stop]
-                if place.data_ptr() != value.data_ptr():
-                    place.copy_(value)
-            else:
-                scalars[name] = value

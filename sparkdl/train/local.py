@@ -14,16 +14,12 @@ from sparkdl.replica.flat import FlatModule
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.run import Run
 from sparkdl.step.compute import forward_backward, to_tensors, write_contribution
+from sparkdl.sync.apply import step_slice
 from sparkdl.sync.optimizer import OptimizerPlan
 from sparkdl.sync.plan import slice_plans
 from sparkdl.sync.records import ReplicaReport
-from sparkdl.sync.update import (
-    Contribution,
-    SliceState,
-    merge_buffers,
-    reduce_gradients,
-    step_slice,
-)
+from sparkdl.sync.state import SliceState
+from sparkdl.sync.update import Contribution, merge_buffers, reduce_gradients
 from sparkdl.train.engine import Iteration, StepResult, summarize
 
 
@@ -43,7 +39,8 @@ class LocalEngine:
         self._loss = loaded.loss
         parameters = [parameter for _, parameter in self._replica.parameters]
         self._optimizer = OptimizerPlan.of(loaded, parameters, self._replica.module)
-        self._slices = slice_plans(self._replica.layout, run.slices)
+        whole = not self._optimizer.elementwise
+        self._slices = slice_plans(self._replica.layout, run.slices, whole)
         self._states = [
             SliceState(self._replica.flat[plan.start : plan.stop].clone()) for plan in self._slices
         ]

@@ -39,7 +39,6 @@ def train(
         result = engine.step(
             Iteration(state.iteration, epoch, batch, schedule.changes(), describe(state))
         )
-        schedule.step()
         previous, state = (
             state,
             TrainState(
@@ -53,6 +52,7 @@ def train(
             ),
         )
         history.append(state, epoch + 1)
+        schedule.after(previous, state)
         tell("on_iteration_end")
         if state.epoch > previous.epoch:
             tell("on_epoch_end")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from sparkdl.train.local import LocalEngine
 from sparkdl.train.loop import train
 from sparkdl.train.probe import build_model, check_single_rows, pickled, plan_optimizer, try_model
 from sparkdl.train.resources import Resources
-from sparkdl.train.schedule import Schedule
+from sparkdl.train.schedule import PER, Schedule
 from sparkdl.train.shuffle import ShuffleEngine
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.triggers import MaxEpoch, Trigger
@@ -50,11 +50,17 @@ class Trainer:
     loss: Callable[..., torch.Tensor]
     """``loss(output, target)`` -> mean over the batch. ``loss(output)`` without a label; with
     several labels ``target`` is a tuple."""
-    optimizer: Callable[..., torch.optim.Optimizer]
+    optimizer: Callable[..., Any] | Mapping[str, Callable[..., Any]]
     """A ``torch.optim`` class or a partial of one, given the trainable parameters; or any callable
-    of the module that returns an optimizer (for parameter groups)."""
+    of the module that returns an optimizer (for parameter groups) or several. Or several by name:
+    a mapping from submodules, parameters or patterns ("*.bias"; "" is all the rest)."""
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None
-    """A partial of a ``torch.optim.lr_scheduler`` class; stepped once an iteration."""
+    """A partial of a ``torch.optim.lr_scheduler`` class, or a callable of the optimizer that
+    returns a scheduler. With several optimizers each gets one."""
+    schedule_per: str = "iteration"
+    """"iteration" or "epoch": when the schedule steps."""
+    schedule_metric: str | None = None
+    """The validation's metric that ``ReduceLROnPlateau`` follows."""
     features: str | Sequence[str] = "features"
     """Feature column, or a list of columns: each is an input of its own, ``model(a, b)``."""
     label: str | Sequence[str] | None = "label"
@@ -101,8 +107,14 @@ class Trainer:
         module = build_model(payload)
         layout = layout_of(module)
         float_dtype = str(layout.dtype).removeprefix("torch.")
-        schedule = Schedule(plan_optimizer(recipe, module), self.schedule)
         replicas = self.replicas or context.defaultParallelism
+        slices = self.slices or replicas
+        schedule = Schedule(
+            plan_optimizer(recipe, module, slices),
+            self.schedule,
+            self.schedule_per,
+            self.schedule_metric,
+        )
         slab = SlabConfig.new(settings.slab_dir, context.applicationId)
         source = Source(data, self.feature_columns, self.label_columns, replicas, float_dtype, slab)
         bar = ProgressBar(settings.progress)
@@ -114,12 +126,13 @@ class Trainer:
             )
             plan = EpochPlan(samples.counts, self.batch_size)
             limit = self.stop.limit(plan.num_iterations)
+            schedule.check(limit, plan.num_iterations)
             check_single_rows(module, samples.preview[: samples.num_features], plan, limit)
             run = Run(
                 slab,
                 self.seed,
                 replicas,
-                self.slices or replicas,
+                slices,
                 samples.num_features,
                 int(context.getConf().get("spark.task.cpus", "1") or 1),
             )
@@ -156,6 +169,8 @@ def _problems(trainer: Trainer) -> Iterator[str]:
             f'engine="{trainer.engine}": use one of {", ".join(ENGINES)}.'
             f"{nearest(str(trainer.engine), ENGINES)}"
         )
+    if trainer.schedule_per not in PER:
+        yield f"schedule_per={trainer.schedule_per!r}: use one of {', '.join(PER)}."
     if isinstance(trainer.loss, type):
         name = trainer.loss.__name__
         yield f"loss is the class {name}: give an instance, {name}()."
@@ -189,7 +204,7 @@ _KINDS: tuple[tuple[str, Any, str], ...] = (
     ("loss", Callable, "give a function of (output, target), such as torch.nn.MSELoss()"),
     (
         "optimizer",
-        (Callable, torch.optim.Optimizer),
+        (Callable, Mapping, torch.optim.Optimizer),
         "give a torch.optim class, or a partial of one such as partial(torch.optim.Adam, lr=1e-3)",
     ),
     (
