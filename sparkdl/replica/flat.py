@@ -70,7 +70,7 @@ class Layout:
 
 def layout_of(module: nn.Module) -> Layout:
     """Lay out ``module``. Raises :class:`sparkdl.errors.ModelError` for what cannot be trained."""
-    tables = _sparse_tables(module)
+    tables = sparse_tables(module)
     trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     trainable.sort(key=lambda item: id(item[1]) in tables)
     if not trainable:
@@ -116,7 +116,7 @@ def layout_of(module: nn.Module) -> Layout:
     return Layout(tuple(segments), dtype, position)
 
 
-def _sparse_tables(module: nn.Module) -> set[int]:
+def sparse_tables(module: nn.Module) -> set[int]:
     """The ids of the parameters that are tables of embeddings with ``sparse=True``."""
     return {
         id(child.weight)

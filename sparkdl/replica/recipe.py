@@ -32,7 +32,7 @@ class Recipe:
 
     model: Callable[[], nn.Module] | nn.Module
     loss: Callable[..., torch.Tensor]
-    optimizer: Any
+    optimizer: Callable[..., Any] | Mapping[str, Callable[..., Any]]
     seed: int
     policy: Policy = field(default_factory=Policy)
     weights: Mapping[str, torch.Tensor] | None = None
@@ -64,12 +64,14 @@ class Recipe:
             )
         return module
 
-    def build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer as the user wrote it.
+    def build_optimizer(self, module: nn.Module) -> Any:
+        """The optimizer as the user wrote it, where it is one callable.
 
         A ``torch.optim`` class (or a partial of one) is given the trainable parameters, any other
-        callable the module, so that it can form parameter groups.
+        callable the module, so that it can form parameter groups, or return several optimizers.
+        See :func:`sparkdl.replica.optimizers.build_optimizers` for all forms.
         """
+        assert not isinstance(self.optimizer, Mapping)
         trainable = [p for p in module.parameters() if p.requires_grad]
         if optimizer_class(self.optimizer) is not None:
             return self.optimizer(trainable)

@@ -231,22 +231,21 @@ def _outcome(seat: Seat, work: Work, clock: Clock) -> tuple[LiveReplica, Outcome
         clock.lap("fetch")
         return live, one_gradient(live, batches[0], work, clock)
     plans, flat = plans_of(seat.run), live.flat.flat
-    arrays, others = whole_state(
+    state = whole_state(
         plans.slices, seat.states, seat.arrived, seat.pool, plans.dtype, flat.device
     )
     clock.lap("fetch")
-    return live, several_steps(live, batches, work, arrays, others, plans.whole, clock)
+    return live, several_steps(live, batches, work, state, plans.whole, clock)
 
 
 def _headers(seat: Seat, outcome: Outcome, report: ReplicaReport) -> list[GradientHeader]:
-    others = pickle.dumps(outcome.others) if outcome.others else b""
     return [
         GradientHeader(
             replica=seat.index,
             weight=outcome.weight,
             loss=outcome.loss,
             absent=outcome.gradients.absent,
-            others=others,
+            others=outcome.others,
             finite=not report.not_finite,
             state=state if seat.index == 0 else None,
             report=report if n == 0 else None,

@@ -7,8 +7,7 @@ weights (Yu et al., 2019).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -19,26 +18,27 @@ from sparkdl.step.compute import Gradients, forward_backward, take_gradients
 from sparkdl.step.replica import Outcome, Work, to_mini_batch
 from sparkdl.sync.gradient import Reduced, clip_norm, clip_values, regularise, squared_norm
 from sparkdl.sync.owner import EMA, Owner
-from sparkdl.sync.update import SliceState, step_slice
+from sparkdl.sync.apply import step_slice
+from sparkdl.sync.state import SliceState
+from sparkdl.sync.store import pack
 
 
 def several_steps(
     live: LiveReplica,
     batches: Sequence[Batch],
     work: Work,
-    arrays: Mapping[str, torch.Tensor],
-    others: Mapping[int, Any],
+    state: SliceState,
     whole: Owner,
     clock: Clock,
 ) -> Outcome:
     """One optimizer step for each mini-batch; the outcome is how far the weights moved.
 
-    ``arrays``, ``others``: the optimizer state of the whole flat vector, which is changed. ``whole``:
-    the plan of one slice that is everything.
+    ``state``: the optimizers' state over the whole flat vector, which is changed. ``whole``: the plan
+    of one slice that is everything.
     """
     flat, layout, policy = live.flat.flat, live.flat.layout, live.recipe.policy
     begin = flat[: whole.plan.dense_length].clone()
-    state = SliceState(flat, dict(arrays), dict(others))
+    state.weights = flat
     moved = Outcome()
     absent = frozenset(range(len(live.flat.parameters)))
     live.version = ""  # the weights are no version's from here on
@@ -79,7 +79,7 @@ def several_steps(
     )
     assert layout.size == whole.plan.length
     moved.arrays = {name: array for name, array in state.arrays.items() if name != EMA}
-    moved.others = state.scalars
+    moved.others = pack(state)
     return moved
 
 

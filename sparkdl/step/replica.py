@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +35,6 @@ from sparkdl.sync.contribution import (
 )
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.records import Step
-from sparkdl.sync.update import SliceState
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ class Work:
 class Outcome:
     """What a replica made: its mean loss, its weight in the average, and what it sends.
 
-    ``others``: after local steps, the optimizer state that is not in arrays, by parameter.
+    ``others``: after local steps, the optimizers' state that is not in arrays, packed.
     """
 
     loss: float = 0.0
@@ -84,7 +82,7 @@ class Outcome:
     count: int = 0
     gradients: Gradients = field(default_factory=lambda: Gradients([], {}))
     arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    others: Mapping[int, Any] = field(default_factory=dict)
+    others: bytes = b""
 
 
 def to_mini_batch(batch: Batch, live: LiveReplica) -> MiniBatch:

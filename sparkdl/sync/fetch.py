@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -14,7 +12,7 @@ from sparkdl.slab.pool import Pool
 from sparkdl.sync.codec import as_tensor, decode, encode
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.records import SliceHandle
-from sparkdl.sync.store import read_version
+from sparkdl.sync.store import pack, read_version, unpack
 from sparkdl.sync.state import SliceState, join_states
 
 Arrived = Mapping[int, SliceState | None]
@@ -24,17 +22,18 @@ A slice that is not in it lies on this node."""
 
 @dataclass(frozen=True)
 class _Content:
-    """What follows in a frame: the weights, then arrays of ``lengths`` elements; ``others`` pickled."""
+    """What follows in a frame: the weights, then arrays of ``lengths`` elements; ``others`` packed."""
 
     weights: int
     lengths: tuple[tuple[str, str, int], ...]
     others: bytes
 
 
-def version_frame(pool: Pool, partition: int, handle: SliceHandle, everything: bool) -> bytes:
-    """A slice's weights as raw bytes, and with ``everything`` the optimizer's state."""
-    kind = handle.dtype
-    state = read_version(pool, handle, kind)
+def version_frame(
+    pool: Pool, partition: int, handle: SliceHandle, dtype: torch.dtype, everything: bool
+) -> bytes:
+    """A slice's weights as raw bytes, and with ``everything`` the optimizers' state."""
+    state = read_version(pool, handle, dtype)
     parts = [state.weights.view(torch.uint8)]
     content = _Content(len(state.weights), (), b"")
     if everything:
@@ -42,7 +41,7 @@ def version_frame(pool: Pool, partition: int, handle: SliceHandle, everything: b
         for name, array in state.arrays.items():
             parts.append(array.view(torch.uint8))
             lengths.append((name, str(array.dtype).removeprefix("torch."), len(array)))
-        content = _Content(len(state.weights), tuple(lengths), pickle.dumps(state.others))
+        content = _Content(len(state.weights), tuple(lengths), pack(state))
     frame = encode((partition, True, content), torch.cat(parts))
     for reference in handle.references():
         pool.check(reference)
@@ -64,7 +63,7 @@ def read_frame(frame: bytes, dtype: torch.dtype) -> tuple[int, SliceState | None
         state.arrays[name] = as_tensor(payload[place : place + length * array.itemsize], array)
         place += length * array.itemsize
     if content.others:
-        state.others = pickle.loads(content.others)
+        state.held, state.others = unpack(content.others)
     return partition, state
 
 
@@ -97,8 +96,8 @@ def whole_state(
     pool: Pool,
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[dict[str, torch.Tensor], dict[int, Any]]:
-    """The optimizer's state of all slices as one, see :func:`sparkdl.sync.state.join_states`."""
+) -> SliceState:
+    """The optimizers' state of all slices as one, see :func:`sparkdl.sync.state.join_states`."""
     found = [
         arrived.get(plan.index) or read_version(pool, handle, dtype)
         for plan, handle in zip(plans, states, strict=True)

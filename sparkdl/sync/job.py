@@ -248,9 +248,9 @@ def _loss(frames: list[Frame]) -> float:
     return sum(header.loss * header.weight for header in headers) / total if total else 0.0
 
 
-def _others(frames: list[Frame]) -> Any:
-    """After local steps, the optimizer state beside the arrays, of the first replica that has it."""
-    return next((pickle.loads(header.others) for header, _ in frames if header.others), None)
+def _others(frames: list[Frame]) -> bytes:
+    """After local steps, the optimizers' state beside the arrays, of the first replica that has it."""
+    return next((header.others for header, _ in frames if header.others), b"")
 
 
 def _scratch_tensor(run: Run, owner: Owner) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""The user's torch optimizer on a slice.
+"""The user's torch optimizers, taken apart, so that they can be put together on the pieces of a slice.
 
-The optimizer is taken apart once into its class and its parameter groups, and put together again on
-the pieces of a slice. That is exact for an optimizer that treats every element by itself (SGD, Adam,
-AdamW, RMSprop, Adagrad, ...); :meth:`OptimizerPlan.check_elementwise` finds out by trying.
+An optimizer is its class, its parameter groups and the numbers of their parameters. Put together on
+pieces it is exact where slices are cut as its traits allow: anywhere for one that treats every element
+by itself (SGD, Adam, AdamW, RMSprop, Adagrad, ...), between tensors for one that looks at whole tensors
+(Muon, Adafactor, LARS, LAMB), nowhere for one that looks at all of them (LBFGS).
 """
 
 from __future__ import annotations
@@ -10,117 +11,168 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from sparkdl.errors import ModelError
-from sparkdl.replica.recipe import Recipe, optimizer_class
+from sparkdl.replica.flat import sparse_tables
+from sparkdl.replica.optimizers import build_optimizers
+from sparkdl.replica.recipe import Recipe
+from sparkdl.sync.traits import Traits, find_traits
 
 
-@dataclass(frozen=True)
-class OptimizerPlan:
-    """An optimizer without its tensors.
+@dataclass(frozen=True, kw_only=True)
+class OptimizerPart:
+    """One optimizer without its tensors.
 
     ``groups``: the hyperparameters of each parameter group. ``members``: for each group, the
-    numbers of its trainable parameters in the layout's order.
+    numbers of its trainable parameters in the layout's order. ``dimensions``: of the first
+    parameter of each group.
     """
 
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
     name: str
     groups: tuple[dict[str, Any], ...]
     members: tuple[tuple[int, ...], ...]
-
-    @staticmethod
-    def of(
-        recipe: Recipe, parameters: Sequence[torch.nn.Parameter], module: torch.nn.Module
-    ) -> OptimizerPlan:
-        """Take the recipe's optimizer apart; ``parameters`` are the trainable ones in layout order.
-
-        Raises :class:`sparkdl.errors.ModelError`.
-        """
-        optimizer = recipe.build_optimizer(module)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ModelError(
-                f"optimizer gave a {type(optimizer).__name__}: give a torch.optim class, a partial "
-                "of one, or a callable(module) that returns a torch.optim.Optimizer."
-            )
-        number = {id(p): i for i, p in enumerate(parameters)}
-        frozen = {id(p) for p in module.parameters() if not p.requires_grad}
-        members = []
-        for group in optimizer.param_groups:
-            strangers = [p for p in group["params"] if id(p) not in number and id(p) not in frozen]
-            if strangers:
-                raise ModelError(
-                    f"the optimizer holds a parameter of shape {list(strangers[0].shape)} that is "
-                    "not one of the module's: build it from the module it is given."
-                )
-            members.append(tuple(number[id(p)] for p in group["params"] if id(p) in number))
-        groups = tuple(
-            {k: v for k, v in g.items() if k not in ("params", "param_names")}
-            for g in optimizer.param_groups
-        )
-        if optimizer_class(recipe.optimizer) is not None:
-            make = recipe.optimizer
-        else:
-            make = _Rebuild(type(optimizer), dict(optimizer.defaults))
-        return OptimizerPlan(make, type(optimizer).__name__, groups, tuple(members))
+    dimensions: tuple[int, ...]
 
     def build(
         self,
         pieces: Mapping[int, torch.Tensor],
         hyperparameters: Sequence[Mapping[str, Any]] | None = None,
-    ) -> torch.optim.Optimizer:
-        """The optimizer on ``pieces`` (parameter number -> tensor).
-
-        ``hyperparameters``, one mapping a group, replace those of the plan (a schedule's values).
-        """
+    ) -> torch.optim.Optimizer | None:
+        """The optimizer on its ``pieces`` (parameter number -> tensor); None where it has none."""
         groups = []
         for i, (group, members) in enumerate(zip(self.groups, self.members, strict=True)):
-            values = {**group, **(hyperparameters[i] if hyperparameters else {})}
-            groups.append({**values, "params": [pieces[n] for n in members if n in pieces]})
-        return self.make(groups)
+            if params := [pieces[n] for n in members if n in pieces]:
+                values = {**group, **(hyperparameters[i] if hyperparameters else {})}
+                groups.append({**values, "params": params})
+        return self.make(groups) if groups else None
 
     def mirror(self) -> torch.optim.Optimizer:
         """The optimizer on one small tensor a group, for a schedule to act on."""
-        members = tuple((n,) for n in range(len(self.members)))
         groups = copy.deepcopy(self.groups)  # a schedule changes a tensor lr in place
-        plan = OptimizerPlan(self.make, self.name, groups, members)
-        return plan.build({n: torch.zeros(1) for n in range(len(self.members))})
-
-    def check_elementwise(self) -> None:
-        """Raise ModelError unless cutting a tensor gives the same update as leaving it whole.
-
-        In float64, and by the updates, so that a small learning rate hides nothing.
-        """
-        generator = torch.Generator().manual_seed(0)
-        start, *steps = torch.randn(4, 6, 4, generator=generator, dtype=torch.float64)
-        plan = OptimizerPlan(self.make, self.name, self.groups[:1], ((0, 1),))
-        whole, parts = (
-            start.clone(),
-            [start.reshape(-1)[:10].clone(), start.reshape(-1)[10:].clone()],
+        return self.make(
+            [
+                {**group, "params": [torch.zeros((1,) * max(1, ndim))]}
+                for group, ndim in zip(groups, self.dimensions, strict=True)
+            ]
         )
-        try:
-            on_whole = plan.build({0: whole})
-            on_parts = plan.build({0: parts[0], 1: parts[1]})
-            for step in steps:
-                whole.grad = step.clone()
-                parts[0].grad = step.reshape(-1)[:10].clone()
-                parts[1].grad = step.reshape(-1)[10:].clone()
-                on_whole.step()
-                on_parts.step()
-        except Exception as error:
-            raise ModelError(
-                f"optimizer {self.name} does not work on slices of a parameter ({error}). Use one "
-                "that treats each element by itself: SGD, Adam, AdamW, RMSprop, Adagrad, ..."
-            ) from None
-        updates = (whole - start).reshape(-1), torch.cat(parts) - start.reshape(-1)
-        if not torch.allclose(*updates, rtol=1e-4, atol=1e-14):
-            raise ModelError(
-                f"optimizer {self.name} needs whole tensors: cutting a parameter changes its update. "
-                "Use one that treats each element by itself: SGD, Adam, AdamW, RMSprop, ..."
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerPlan:
+    """All optimizers of a run and what their slices may be.
+
+    ``elementwise``: slices may be cut anywhere, else only between tensors. ``separate``: there may
+    be several slices. Groups are numbered over all parts, in order.
+    """
+
+    parts: tuple[OptimizerPart, ...]
+    elementwise: bool = True
+    separate: bool = True
+
+    @staticmethod
+    def of(
+        recipe: Recipe, parameters: Sequence[torch.nn.Parameter], module: torch.nn.Module
+    ) -> OptimizerPlan:
+        """Take the recipe's optimizers apart and try them on a few numbers.
+
+        ``parameters`` are the trainable ones in layout order. Raises
+        :class:`sparkdl.errors.ModelError`.
+        """
+        number = {id(p): i for i, p in enumerate(parameters)}
+        names = {id(p): name for name, p in module.named_parameters()}
+        parts: list[OptimizerPart] = []
+        holder: dict[int, str] = {}
+        for make, optimizer in build_optimizers(recipe, module):
+            name = type(optimizer).__name__
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                if id(p) not in names:
+                    raise ModelError(
+                        f"the optimizer holds a parameter of shape {list(p.shape)} that is not "
+                        "one of the module's: build it from the module it is given."
+                    )
+                if id(p) in holder:
+                    raise ModelError(
+                        f'two optimizers, {holder[id(p)]} and {name}, hold parameter "'
+                        f'{names[id(p)]}": give it to one.'
+                    )
+                holder[id(p)] = name
+            groups = optimizer.param_groups
+            parts.append(
+                OptimizerPart(
+                    make=make or _Rebuild(type(optimizer), dict(optimizer.defaults)),
+                    name=name,
+                    groups=tuple(
+                        {k: v for k, v in group.items() if k not in ("params", "param_names")}
+                        for group in groups
+                    ),
+                    members=tuple(
+                        tuple(number[id(p)] for p in group["params"] if id(p) in number)
+                        for group in groups
+                    ),
+                    dimensions=tuple(
+                        group["params"][0].ndim if group["params"] else 1 for group in groups
+                    ),
+                )
             )
+        tables = {number[key] for key in sparse_tables(module) if key in number}
+        dimensions = [p.ndim for p in parameters]
+        traits = [t for part in parts for t in _traits_of(part, dimensions, tables)]
+        return OptimizerPlan(
+            parts=tuple(parts),
+            elementwise=all(t.elementwise for t in traits),
+            separate=all(t.separate for t in traits),
+        )
+
+    @property
+    def name(self) -> str:
+        return " and ".join(part.name for part in self.parts)
+
+    @property
+    def groups(self) -> tuple[dict[str, Any], ...]:
+        return tuple(group for part in self.parts for group in part.groups)
+
+    @property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(members for part in self.parts for members in part.members)
+
+    def build(
+        self,
+        pieces: Mapping[int, torch.Tensor],
+        hyperparameters: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[torch.optim.Optimizer]:
+        """The optimizers that have any of ``pieces`` (parameter number -> tensor).
+
+        ``hyperparameters``, one mapping a group, replace those of the plan (a schedule's values).
+        """
+        built, first = [], 0
+        for part in self.parts:
+            last = first + len(part.groups)
+            own = part.build(pieces, hyperparameters[first:last] if hyperparameters else None)
+            if own is not None:
+                built.append(own)
+            first = last
+        return built
+
+    def mirrors(self) -> list[torch.optim.Optimizer]:
+        """Each optimizer on one small tensor a group, for a schedule to act on."""
+        return [part.mirror() for part in self.parts]
+
+
+def _traits_of(part: OptimizerPart, dimensions: Sequence[int], tables: set[int]) -> list[Traits]:
+    """One a group that has parameters: groups may differ in what makes an optimizer look around."""
+    found = []
+    for group, members, ndim in zip(part.groups, part.members, part.dimensions, strict=True):
+        if members:
+            alone = replace(part, groups=(group,), members=((0, 1),), dimensions=(ndim,))
+            dense = {dimensions[n] for n in members if n not in tables}
+            plan = OptimizerPlan(parts=(alone,))
+            found.append(find_traits(plan, dense, any(n in tables for n in members)))
+    return found
 
 
 @dataclass(frozen=True)

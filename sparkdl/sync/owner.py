@@ -27,7 +27,9 @@ from sparkdl.sync.histogram import Histogram
 from sparkdl.sync.optimizer import OptimizerPlan
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.buffers import merge_buffers
-from sparkdl.sync.update import SliceState, step_slice
+from sparkdl.sync.apply import step_slice
+from sparkdl.sync.state import SliceState
+from sparkdl.sync.store import unpack
 
 EMA = "sparkdl.ema"
 """The name of the moving average of the weights among the arrays of a slice's state."""
@@ -93,12 +95,12 @@ class Owner:
         hyperparameters: Sequence[Mapping[str, Any]] | None,
         squares: Sequence[float] = (),
         loss: float = 0.0,
-        others: Mapping[int, Any] | None = None,
+        others: bytes = b"",
     ) -> float | None:
         """Bring ``state``, the caller's own copy of version t, to t+1; the global norm, if clipped.
 
         ``squares``: :meth:`squared_norm` of every slice. ``others``: after local steps, a replica's
-        optimizer state that is not in arrays.
+        optimizer state that is not in arrays, packed.
         """
         norm = None
         if self.clips_norm and self.policy.clip_norm is not None:
@@ -109,10 +111,17 @@ class Owner:
             state.arrays[EMA] = average
         merge_buffers(self.plan, contributions, state.weights)
         if self.policy.local_steps > 1:
-            _average(self.plan, state, reduced, contributions, others or {})
+            _average(self.plan, state, reduced, contributions, others)
         else:
             step_slice(
-                self.plan, state, reduced.gradient, reduced.absent, self.optimizer, hyperparameters
+                self.plan,
+                state,
+                reduced.gradient,
+                reduced.absent,
+                self.optimizer,
+                hyperparameters,
+                sparse=reduced.tables,
+                loss=torch.tensor(loss, dtype=self.dtype),
             )
         if self.policy.ema is not None and average is not None:
             average.lerp_(state.weights[: len(average)], 1.0 - self.policy.ema)
@@ -166,7 +175,7 @@ def _average(
     state: SliceState,
     moved: Reduced,
     contributions: Sequence[Contribution],
-    others: Mapping[int, Any],
+    others: bytes,
 ) -> None:
     """After local steps: the mean of the replicas' weights and of their optimizer state."""
     state.weights[: plan.dense_length].add_(moved.gradient)
@@ -176,11 +185,14 @@ def _average(
         parts = [c for c in ordered if name in c.arrays]
         merged = torch.zeros_like(parts[0].arrays[name])
         for part in parts:
-            merged.add_(part.arrays[name], alpha=part.weight / total)
+            merged.add_(part.arrays[name], alpha=part.weight / total if total else 0.0)
         if name in state.arrays:
             state.arrays[name].copy_(merged)
         else:
             state.arrays[name] = merged
-    for piece in plan.parameters:
-        if piece.number in others:
-            state.scalars[piece.number] = others[piece.number]
+    if others:
+        held, values = unpack(others)
+        for piece in plan.parameters:
+            if piece.number in values:
+                state.held[piece.number] = held[piece.number]
+                state.others[piece.number] = values[piece.number]

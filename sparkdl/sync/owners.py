@@ -130,7 +130,9 @@ class PublishWeights:
                 yield from send(replica, by_reference)
                 continue
             if with_bytes is None:
-                with_bytes = version_frame(pool, partition, handle, self.everything)
+                with_bytes = version_frame(
+                    pool, partition, handle, plans_of(run).dtype, self.everything
+                )
             yield from send(replica, with_bytes)
 
 

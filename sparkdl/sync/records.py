@@ -39,7 +39,8 @@ class SliceHandle:
     weights: Reference
     arrays: tuple[tuple[str, str, Reference], ...] = ()
     """(name, NumPy dtype, reference) of each element-wise optimizer state."""
-    scalars: Reference | None = None
+    others: Reference | None = None
+    """All other optimizer state, pickled."""
 
     @property
     def token(self) -> str:
@@ -52,7 +53,7 @@ class SliceHandle:
 
     def references(self) -> list[Reference]:
         own = [self.weights, *(reference for _, _, reference in self.arrays)]
-        return [*own, self.scalars] if self.scalars else own
+        return [*own, self.others] if self.others else own
 
 
 MOVED = "moved"

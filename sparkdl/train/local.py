@@ -104,7 +104,7 @@ class LocalEngine:
                     others.append(outcome.others)
             slices: list[SliceReport] = []
             if not any(report.not_finite for report in reports):
-                slices = self._synchronize(step, reports, sections, next(iter(others), None))
+                slices = self._synchronize(step, reports, sections, next(iter(others), b""))
             started.lap("iteration")
             seconds = slowest([*[r.seconds for r in reports], *[s.seconds for s in slices]])
             seconds = {**seconds, **started.seconds}
@@ -126,9 +126,9 @@ class LocalEngine:
             clock.lap("fetch")
             outcome = one_gradient(live, batches[0], work, clock)
         else:
-            arrays, others = join_states(self._plans.slices, self._states, live.flat.flat.device)
+            state = join_states(self._plans.slices, self._states, live.flat.flat.device)
             clock.lap("fetch")
-            outcome = several_steps(live, batches, work, arrays, others, self._plans.whole, clock)
+            outcome = several_steps(live, batches, work, state, self._plans.whole, clock)
         maps = section_maps(live, self._plans.slices, outcome)
         memory = np.zeros(sum(sections_nbytes(live, self._plans.slices, maps)), np.uint8)
         sections = write_sections(live, self._plans.slices, maps, outcome, memory)
@@ -148,7 +148,7 @@ class LocalEngine:
         step: Step,
         reports: list[ReplicaReport],
         sections: list[list[Contribution]],
-        others: Any,
+        others: bytes,
     ) -> list[SliceReport]:
         """What the tasks of the parameter-synchronization job do."""
         owners, clocks = self._plans.owners, [Clock() for _ in self._plans.owners]

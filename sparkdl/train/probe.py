@@ -16,6 +16,7 @@ from sparkdl.data.partition import Field
 from sparkdl.errors import ModelError
 from sparkdl.infer.output import Output
 from sparkdl.infer.predictor import evaluating
+from sparkdl.replica.flat import layout_of
 from sparkdl.replica.recipe import Recipe, seeded
 from sparkdl.step.compute import call_loss, to_tensors
 from sparkdl.sync.optimizer import OptimizerPlan
@@ -69,20 +70,28 @@ def build_model(payload: bytes) -> nn.Module:
         ) from error
 
 
-def plan_optimizer(recipe: Recipe, module: nn.Module) -> OptimizerPlan:
-    """The recipe's optimizer on ``module``, found fit for slices. Raises :class:`ModelError`."""
-    parameters = [p for p in module.parameters() if p.requires_grad]
+def plan_optimizer(recipe: Recipe, module: nn.Module, slices: int) -> OptimizerPlan:
+    """The recipe's optimizers on ``module``, found fit for ``slices``. Raises :class:`ModelError`."""
+    named = dict(module.named_parameters())
+    layout = layout_of(module)
+    parameters = [named[s.name] for s in layout.segments if s.kind == "parameter"]
     try:
         plan = OptimizerPlan.of(recipe, parameters, module)
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(
-            f"the optimizer cannot be built ({type(error).__name__}: {error}). Give a torch.optim "
-            "class, a partial of one such as partial(torch.optim.Adam, lr=1e-3), or a callable "
-            "that is given the module and returns an optimizer."
+            f"the optimizer cannot be built ({type(error).__name__}: {_text(error)}). Give a "
+            "torch.optim class, a partial of one such as partial(torch.optim.Adam, lr=1e-3), or a "
+            "callable that is given the module and returns an optimizer; several for parts of the "
+            'model by name or pattern: optimizer={"encoder": torch.optim.Muon, "": '
+            "torch.optim.AdamW}."
         ) from error
-    plan.check_elementwise()
+    if slices > 1 and not plan.separate:
+        raise ModelError(
+            f"optimizer {plan.name} looks at all parameters together, so they must be in one "
+            f"slice, and there are {slices}: set slices=1."
+        )
     return plan
 
 

@@ -10,31 +10,42 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl.replica.flat import ALIGNMENT, Layout, Segment
-from sparkdl.sync.plan import Piece, boundaries, slice_plans
+from sparkdl.sync.plan import Piece, slice_plans
 
-KINDS = ("parameter", "average", "exact")
+KINDS = ("parameter", "parameter", "average", "exact")
 quick = settings(deadline=None, max_examples=100)
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """Segments as :func:`layout_of` places them: aligned, parameters first, empty ones too."""
+    """Segments as :func:`layout_of` places them: aligned; dense parameters, tables, buffers; empty
+    ones too."""
     dtype = draw(st.sampled_from([torch.float32, torch.float64]))
     step = ALIGNMENT // dtype.itemsize
-    sizes = draw(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 100)), min_size=1))
+    sizes = draw(
+        st.lists(
+            st.tuples(st.integers(0, 3), st.integers(0, 100), st.integers(1, 9)), min_size=1
+        )
+    )
     segments, position = [], 0
-    for kind, length in sorted(sizes, key=lambda pair: pair[0]):
+    for kind, length, width in sorted(sizes, key=lambda size: size[0]):
+        shape = (length // width, width) if kind == 1 else (length,)
+        length = shape[0] * (width if kind == 1 else 1)
+        name = f"s{len(segments)}"
         segments.append(
-            Segment(f"s{len(segments)}", KINDS[kind], position, length, (length,), dtype)
+            Segment(name, KINDS[kind], position, length, shape, dtype, sparse=kind == 1)
         )
         position += -(-length // step) * step
     return Layout(tuple(segments), dtype, position)
 
 
+both = st.booleans()
+
+
 @quick
-@given(layouts(), st.integers(1, 12))
-def test_slices_cover_the_vector_exactly(layout: Layout, slices: int) -> None:
-    plans = slice_plans(layout, slices)
+@given(layouts(), st.integers(1, 12), both)
+def test_slices_cover_the_vector_exactly(layout: Layout, slices: int, whole: bool) -> None:
+    plans = slice_plans(layout, slices, whole)
     assert [plan.index for plan in plans] == list(range(slices))
     assert plans[0].start == 0
     assert plans[-1].stop == layout.size
@@ -44,46 +55,81 @@ def test_slices_cover_the_vector_exactly(layout: Layout, slices: int) -> None:
 
 @quick
 @given(layouts(), st.integers(1, 12))
-def test_slices_are_aligned_and_of_nearly_equal_length(layout: Layout, slices: int) -> None:
+def test_slices_are_aligned_outside_tables_and_of_nearly_equal_length(
+    layout: Layout, slices: int
+) -> None:
     step = ALIGNMENT // layout.dtype.itemsize
     plans = slice_plans(layout, slices)
-    assert all(plan.start % step == 0 for plan in plans)
+    tables = [s for s in layout.segments if s.sparse]
+    for plan in plans:
+        inside = [s for s in tables if s.start < plan.start < s.stop]
+        assert inside or plan.start % step == 0
     lengths = [plan.length for plan in plans]
-    assert max(lengths) - min(lengths) <= step
+    widest = max([step, *(s.shape[1] + step for s in tables)])
+    assert max(lengths) - min(lengths) <= (2 * widest if tables else step)
 
 
 @quick
-@given(layouts(), st.integers(1, 12))
-def test_pieces_partition_the_segments(layout: Layout, slices: int) -> None:
-    pieces = [(plan, piece) for plan in slice_plans(layout, slices) for piece in plan.pieces]
+@given(layouts(), st.integers(1, 12), both)
+def test_pieces_partition_the_segments(layout: Layout, slices: int, whole: bool) -> None:
+    plans = slice_plans(layout, slices, whole)
+    pieces = [(plan, piece) for plan in plans for piece in plan.pieces]
     for plan, piece in pieces:
-        assert piece.kind == layout.segments[piece.number].kind
-        assert 0 <= piece.start < piece.stop <= plan.length
+        segment = layout.segments[piece.number]
+        assert (piece.kind, piece.sparse) == (segment.kind, segment.sparse)
+        assert 0 <= piece.start <= piece.stop <= plan.length
     for number, segment in enumerate(layout.segments):
         spans = [(w.start + p.start, w.start + p.stop) for w, p in pieces if p.number == number]
         covered = list(itertools.chain.from_iterable(range(*span) for span in spans))
         assert covered == list(range(segment.start, segment.stop))
+        assert len(spans) <= (1 if whole or not segment.length else slices)
+
+
+@quick
+@given(layouts(), st.integers(1, 12), both)
+def test_pieces_have_the_shape_of_what_they_are(layout: Layout, slices: int, whole: bool) -> None:
+    for piece in (piece for plan in slice_plans(layout, slices, whole) for piece in plan.pieces):
+        segment = layout.segments[piece.number]
+        if segment.sparse:
+            assert piece.shape[0] * piece.shape[1] == piece.length
+            assert piece.shape[1] == segment.shape[1]
+        else:
+            assert piece.shape == (segment.shape if piece.length == segment.length else ())
 
 
 @quick
 @given(layouts(), st.integers(1, 12))
-def test_trainable_length_ends_with_the_last_trainable_element(layout: Layout, slices: int) -> None:
-    trainable = {
-        i for s in layout.segments if s.kind == "parameter" for i in range(s.start, s.stop)
-    }
-    for plan in slice_plans(layout, slices):
-        own = [i - plan.start for i in trainable if plan.start <= i < plan.stop]
-        assert plan.trainable_length == max(own, default=-1) + 1
+def test_tables_are_cut_between_rows_that_are_counted_on(layout: Layout, slices: int) -> None:
+    plans = slice_plans(layout, slices)
+    for number, segment in enumerate(layout.segments):
+        if segment.sparse and segment.length:
+            parts = [p for plan in plans for p in plan.tables if p.number == number and p.length]
+            rows = [r for p in parts for r in range(p.first_row, p.first_row + p.shape[0])]
+            assert rows == list(range(segment.shape[0]))
 
 
 @quick
-@given(st.integers(0, 5000), st.integers(1, 40), st.integers(1, 64))
-def test_boundaries_ascend_in_whole_blocks(size: int, slices: int, step: int) -> None:
-    cuts = boundaries(size, slices, step)
-    assert len(cuts) == slices + 1
-    assert (cuts[0], cuts[-1]) == (0, size)
-    assert cuts == sorted(cuts)
-    assert all(cut % step == 0 for cut in cuts[:-1] if cut != size)
+@given(layouts(), st.integers(1, 12), both)
+def test_lengths_end_with_the_last_element_of_their_kind(
+    layout: Layout, slices: int, whole: bool
+) -> None:
+    def elements(sparse: tuple[bool, ...]) -> set[int]:
+        return {
+            i
+            for s in layout.segments
+            if s.kind == "parameter" and s.sparse in sparse
+            for i in range(s.start, s.stop)
+        }
+
+    trainable, dense = elements((False, True)), elements((False,))
+    for plan in slice_plans(layout, slices, whole):
+        filled = [p for p in plan.pieces if p.length]
+        if len(filled) < len(plan.pieces):
+            continue  # an empty tensor has a place, and no element
+        for own, length in ((trainable, plan.trainable_length), (dense, plan.dense_length)):
+            inside = [i - plan.start for i in own if plan.start <= i < plan.stop]
+            assert length == max(inside, default=-1) + 1
+        assert plan.dense_length <= plan.trainable_length <= plan.buffers_start <= plan.length
 
 
 def test_a_segment_across_a_cut() -> None:
@@ -98,8 +144,31 @@ def test_a_segment_across_a_cut() -> None:
     first, second = slice_plans(layout, 2)
     assert (first.start, first.stop, second.start, second.stop) == (0, 32, 32, 64)
     assert first.pieces == (Piece(0, "parameter", 0, 32),)
-    assert second.pieces == (Piece(0, "parameter", 0, 8), Piece(1, "average", 16, 5))
+    assert second.pieces == (Piece(0, "parameter", 0, 8), Piece(1, "average", 16, 5, (5,)))
     assert (first.trainable_length, second.trainable_length) == (32, 8)
+    assert (first.buffers_start, second.buffers_start) == (32, 16)
+    first, second = slice_plans(layout, 2, whole=True)
+    assert first.pieces == (Piece(0, "parameter", 0, 40, (5, 8)),)
+    assert second.pieces == (Piece(1, "average", 0, 5, (5,)),)
+
+
+def test_a_table_across_a_cut() -> None:
+    layout = Layout(
+        (
+            Segment("bias", "parameter", 0, 3, (3,), torch.float32),
+            Segment("table", "parameter", 16, 50, (10, 5), torch.float32, True),
+        ),
+        torch.float32,
+        80,
+    )
+    first, second = slice_plans(layout, 2)
+    assert first.pieces == (
+        Piece(0, "parameter", 0, 3, (3,)),
+        Piece(1, "parameter", 16, 20, (4, 5), True, 0),
+    )
+    assert second.pieces == (Piece(1, "parameter", 0, 30, (6, 5), True, 4),)
+    assert (first.dense_length, second.dense_length) == (3, 0)
+    assert second.tables == second.pieces
 
 
 @pytest.mark.parametrize("slices", [2, 5])

@@ -1,0 +1,187 @@
+"""Optimizers beside those of ``torch.optim``, for use there and here: LARS, LAMB and Ftrl.
+
+LARS and LAMB scale the step of each tensor by the ratio of the norms of its weights and its update, so
+slices are cut between tensors for them. Give biases and the scales of normalisation layers a group
+with ``adapt=False``, as both papers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, ParamsT
+
+__all__ = ["LAMB", "LARS", "Ftrl"]
+
+
+class LARS(Optimizer):
+    """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg, 2017, arXiv:1708.03888, algorithm 1).
+
+    For each tensor w with gradient g::
+
+        ratio = trust * |w| / (|g| + weight_decay * |w|)       (1 where |w| or |g| is 0)
+        v     = momentum * v + lr * ratio * (g + weight_decay * w)
+        w     = w - v
+
+    ``trust`` is the paper's coefficient eta. A group with ``adapt=False`` has ratio 1: SGD with
+    momentum. Raises ValueError for a negative value.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 1e-3,
+        adapt: bool = True,
+    ) -> None:
+        values = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust}
+        _not_negative(**values)
+        super().__init__(params, {**values, "adapt": adapt})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step; the value of ``closure``, where it is given."""
+        loss = _evaluate(closure)
+        for group in self.param_groups:
+            decay = group["weight_decay"]
+            for w in (p for p in group["params"] if p.grad is not None):
+                ratio: float | torch.Tensor = 1.0
+                if group["adapt"]:
+                    size, slope = w.norm(), w.grad.norm()
+                    ratio = _ratio(group["trust"] * size, slope + decay * size, size, slope)
+                velocity = self.state[w].setdefault("velocity", torch.zeros_like(w))
+                velocity.mul_(group["momentum"])
+                velocity.add_((w.grad + decay * w).mul_(group["lr"] * ratio))
+                w.sub_(velocity)
+        return loss
+
+
+class LAMB(Optimizer):
+    """Layer-wise adaptive moments (You et al., 2020, arXiv:1904.00962, algorithm 2).
+
+    For each tensor w with gradient g, in its t-th step, with b1, b2 = betas::
+
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * g^2
+        u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * w
+        w = w - lr * |w| / |u| * u                              (ratio 1 where |w| or |u| is 0)
+
+    A group with ``adapt=False`` has ratio 1: AdamW. Raises ValueError for a negative value or a beta
+    outside [0, 1).
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        adapt: bool = True,
+    ) -> None:
+        values = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        _not_negative(**values)
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas={betas}: give two numbers of at least 0 and less than 1.")
+        super().__init__(params, {**values, "betas": betas, "adapt": adapt})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step; the value of ``closure``, where it is given."""
+        loss = _evaluate(closure)
+        for group in self.param_groups:
+            b1, b2 = group["betas"]
+            for w in (p for p in group["params"] if p.grad is not None):
+                state = self.state[w]
+                if not state:
+                    state.update(step=0, mean=torch.zeros_like(w), square=torch.zeros_like(w))
+                state["step"] += 1
+                mean = state["mean"].mul_(b1).add_(w.grad, alpha=1 - b1)
+                square = state["square"].mul_(b2).addcmul_(w.grad, w.grad, value=1 - b2)
+                root = (square / (1 - b2 ** state["step"])).sqrt_().add_(group["eps"])
+                update = (mean / (1 - b1 ** state["step"])).div_(root)
+                update.add_(group["weight_decay"] * w)
+                ratio: float | torch.Tensor = 1.0
+                if group["adapt"]:
+                    size, length = w.norm(), update.norm()
+                    ratio = _ratio(size, length, size, length)
+                w.sub_(update.mul_(group["lr"] * ratio))
+        return loss
+
+
+class Ftrl(Optimizer):
+    """Follow the regularized leader, proximal (McMahan et al., 2013, "Ad click prediction").
+
+    Element by element, with the parameters that BigDL and TensorFlow give it (p = ``lr_power``, at
+    most 0; the paper's is -0.5)::
+
+        h = g + 2 * l2_shrinkage * w
+        z = z + h - ((n + g^2)^-p - n^-p) / lr * w
+        n = n + g^2
+        w = (sign(z) * l1 - z) / (n^-p / lr + 2 * l2)           (0 where |z| <= l1)
+
+    n begins at ``initial_accumulator``, z at 0. ``l1`` makes weights exactly 0. Raises ValueError for
+    values out of range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        lr_power: float = -0.5,
+        initial_accumulator: float = 0.1,
+        l1: float = 0.0,
+        l2: float = 0.0,
+        l2_shrinkage: float = 0.0,
+    ) -> None:
+        values = {"initial_accumulator": initial_accumulator, "l1": l1, "l2": l2}
+        _not_negative(lr=lr, **values, l2_shrinkage=l2_shrinkage)
+        if lr == 0 or lr_power > 0:
+            raise ValueError(f"lr={lr}, lr_power={lr_power}: give lr > 0 and lr_power <= 0.")
+        super().__init__(
+            params, {"lr": lr, "lr_power": lr_power, **values, "l2_shrinkage": l2_shrinkage}
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step; the value of ``closure``, where it is given."""
+        loss = _evaluate(closure)
+        for group in self.param_groups:
+            lr, power, l1 = group["lr"], -group["lr_power"], group["l1"]
+            for w in (p for p in group["params"] if p.grad is not None):
+                state = self.state[w]
+                if not state:
+                    start = torch.full_like(w, group["initial_accumulator"])
+                    state.update(squares=start, linear=torch.zeros_like(w))
+                squares, linear = state["squares"], state["linear"]
+                before = squares.pow(power)
+                after = squares.addcmul_(w.grad, w.grad).pow(power)
+                linear.add_(w.grad).add_(w, alpha=2 * group["l2_shrinkage"])
+                linear.sub_((after - before).div_(lr).mul_(w))
+                leader = (linear.sign() * l1 - linear).div_(after.div_(lr).add_(2 * group["l2"]))
+                w.copy_(leader.masked_fill_(linear.abs() <= l1, 0.0))
+        return loss
+
+
+def _evaluate(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _ratio(
+    above: torch.Tensor, below: torch.Tensor, size: torch.Tensor, other: torch.Tensor
+) -> torch.Tensor:
+    """``above / below``, or 1 where a norm is 0."""
+    return torch.where((size > 0) & (other > 0), above / below, torch.ones_like(above))
+
+
+def _not_negative(**values: float) -> None:
+    for name, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"{name}={value}: give a number of at least 0.")
