@@ -17,7 +17,7 @@ REDACTED = "(redacted)"
 
 _SECRET = re.compile(r"secret|token|passw|pwd|credential|key|auth|signature|private", re.IGNORECASE)
 _USER = re.compile(r"(?<=://)[^/@\s'\"]+@")
-_ASSIGNED = re.compile(r"([A-Za-z0-9_.-]+)([=:])([^&;,\s'\")]+)")
+_ASSIGNED = re.compile(r"([A-Za-z0-9_.-]+)=(['\"]?)[^&;,\s'\")]+")
 
 
 def redact(mapping: Mapping[str, Any]) -> dict[str, str]:
@@ -38,8 +38,8 @@ def without_credentials(text: str) -> str:
 
 
 def _hide(found: re.Match[str]) -> str:
-    name, sign, _ = found.groups()
-    return f"{name}{sign}{REDACTED}" if sign == "=" and _SECRET.search(name) else found.group()
+    name, quote = found.groups()
+    return f"{name}={quote}{REDACTED}" if _SECRET.search(name) else found.group()
 
 
 def describe_trainer(trainer: Trainer) -> dict[str, str]:

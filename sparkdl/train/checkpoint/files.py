@@ -46,7 +46,7 @@ class Backend(Protocol):
     def read(self, path: str) -> bytes:
         """The bytes of a file; raises OSError unless it is a plain one."""
 
-    def list(self, path: str) -> list[tuple[str, str, int]]:
+    def entries(self, path: str) -> list[tuple[str, str, int]]:
         """Name, kind and size of what a folder holds; [] where there is none."""
 
     def delete(self, path: str) -> None:
@@ -113,11 +113,11 @@ class Folder:
             backend, path = self._open()
             return backend.read(f"{path}/{name}")
 
-    def list(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, Entry]:
         """What is in the folder, by name; empty where the folder does not exist."""
         with _explained("list", str(self)):
             backend, path = self._open()
-            return {name: Entry(name, kind, size) for name, kind, size in backend.list(path)}
+            return {name: Entry(name, kind, size) for name, kind, size in backend.entries(path)}
 
     def delete(self, name: str) -> None:
         """Delete one file, or what an interrupted write of it left."""

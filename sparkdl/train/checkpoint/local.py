@@ -39,11 +39,11 @@ def read(path: str) -> bytes:
         return file.read()
 
 
-def list(path: str) -> list[tuple[str, str, int]]:
+def entries(path: str) -> list[tuple[str, str, int]]:
     """Name, kind and size of each entry; links are "other"."""
     try:
-        with os.scandir(path) as entries:
-            return [_entry(entry) for entry in entries]
+        with os.scandir(path) as found:
+            return [_entry(entry) for entry in found]
     except FileNotFoundError:
         return []
 
@@ -56,7 +56,7 @@ def delete(path: str) -> None:
 
 def delete_empty(path: str) -> None:
     """Delete a folder if it is empty."""
-    if not list(path):
+    if not entries(path):
         with contextlib.suppress(FileNotFoundError):
             os.rmdir(path)
 
@@ -72,8 +72,10 @@ def _entry(entry: os.DirEntry[str]) -> tuple[str, str, int]:
 
 
 def _sync_folder(path: str) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    """So that a name outlives a crash of the machine; some file systems cannot, and need not."""
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

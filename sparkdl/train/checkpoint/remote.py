@@ -38,7 +38,7 @@ class Remote:
         with self._system.open_input_stream(path) as stream:
             return stream.read()
 
-    def list(self, path: str) -> list[tuple[str, str, int]]:
+    def entries(self, path: str) -> list[tuple[str, str, int]]:
         """Name, kind and size of each entry."""
         self._refresh()
         selector = fs.FileSelector(path, allow_not_found=True, recursive=False)
@@ -55,7 +55,10 @@ class Remote:
 
     def delete_empty(self, path: str) -> None:
         """Delete a folder if it is empty; an object store's may be gone with its last file."""
-        if not self.list(path) and self._system.get_file_info(path).type == fs.FileType.Directory:
+        if (
+            not self.entries(path)
+            and self._system.get_file_info(path).type == fs.FileType.Directory
+        ):
             self._system.delete_dir(path)
 
 
@@ -70,7 +73,7 @@ def open_uri(uri: str) -> tuple[Remote, str]:
             raise
     scheme = uri.partition(":")[0]
     try:
-        import fsspec
+        import fsspec  # type: ignore[import-untyped]
     except ImportError:
         raise CheckpointError(
             f'"{scheme}" is no file system that pyarrow knows. fsspec may know it: '
