@@ -132,9 +132,9 @@ class DataIdentity:
                 "checkpoint"
             )
         else:
-            for i, (one, other) in enumerate(zip(self.rows, stored.rows, strict=True)):
-                if one != other:
-                    yield f"partition {i} has {one:,} rows here and {other:,} in the checkpoint"
+            for i, (rows, old) in enumerate(zip(self.rows, stored.rows, strict=True)):
+                if rows != old:
+                    yield f"partition {i} has {rows:,} rows here and {old:,} in the checkpoint"
                 elif self.checksums[i] != stored.checksums[i]:
                     yield f"partition {i} holds other rows than in the checkpoint (checksum)"
 

@@ -147,17 +147,16 @@ class Manifest:
     def differences(
         self, layout: ModelIdentity, data: DataIdentity, constants: Mapping[str, Any] | None = None
     ) -> list[str]:
-        """What keeps a run from going on here, a phrase each; the first few. Empty: nothing.
+        """What keeps a run from going on here, a phrase each; the first few of each sort.
 
-        ``constants``: those of the run by the names in :data:`CONSTANTS`, as far as to be compared.
+        Empty where nothing does. ``constants``: those of the run by the names in :data:`CONSTANTS`, as far as to be compared.
         """
         here = constants or {}
-        found = [*layout.differences(self.layout)]
-        found += constant_differences(here, {name: getattr(self, name) for name in here})
-        # With another M every partition differs; one phrase is enough.
-        if len(data.rows) == len(self.data.rows) or "replicas" not in here:
-            found += data.differences(self.data)
-        return first_few(iter(found))
+        return [
+            *first_few(layout.differences(self.layout)),
+            *constant_differences(here, {name: getattr(self, name) for name in here}),
+            *first_few(data.differences(self.data)),
+        ]
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:

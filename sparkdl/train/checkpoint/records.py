@@ -35,7 +35,8 @@ def to_plain(value: Any, kind: Any, where: str = "") -> Any:
     if kind is float:
         number = float(value)
         return number if math.isfinite(number) else repr(number)
-    if kind is int and (isinstance(value, bool) or not hasattr(value, "__index__")):
+    fits = isinstance(value, kind) or (kind is int and hasattr(value, "__index__"))
+    if not fits or (isinstance(value, bool) and kind is not bool):
         raise TypeError(f"{where} is a {type(value).__name__}")
     return kind(value)
 
@@ -53,7 +54,7 @@ def from_plain(value: Any, kind: Any, where: str = "") -> Any:
         given = {k: v for k, v in _of(dict, value, where).items() if k in known}
         found = {k: from_plain(v, hints[k], f"{where}.{k}".strip(".")) for k, v in given.items()}
         try:
-            return kind(**found)
+            return typing.cast(Any, kind)(**found)
         except TypeError as error:
             raise ValueError(f"{where or 'it'} is incomplete: {error}") from None
     if origin is tuple:

@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: writing, committing, finding, reading and pruning them.
+"""Checkpoints in a folder: beginning, committing, finding and pruning them. For the driver.
 
 One checkpoint is one folder, ``iteration-0000000120-<stamp><random>``. Tasks write its slices, each
 attempt under a name of its own; then the driver makes sure that it sees them all and writes the
@@ -13,17 +13,13 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-import torch
-
 from sparkdl.errors import CheckpointError, DamagedCheckpoint
-from sparkdl.sync.plan import SlicePlan
-from sparkdl.sync.update import SliceState
 from sparkdl.train.checkpoint.files import Entry, Folder, unfinished
-from sparkdl.train.checkpoint.manifest import Manifest, SliceFile, StoredFile, checksum
-from sparkdl.train.checkpoint.slices import Part, recut, to_bytes, unpack
+from sparkdl.train.checkpoint.manifest import Manifest, StoredFile, checksum
+from sparkdl.train.checkpoint.tasks import read_checked
 
 MANIFEST = "manifest.json"
 HISTORY = "history.json"
@@ -38,73 +34,6 @@ class Skipped:
 
     uri: str
     reason: str
-
-
-# In tasks
-
-
-def write_slice(
-    directory: str, index: int, plan: SlicePlan, state: SliceState, kind: str = "slice"
-) -> SliceFile:
-    """Write one slice into the checkpoint ``directory``; its record for the manifest.
-
-    No two attempts write the same file, so a task may run twice. ``kind`` begins the file's name.
-    Raises :class:`sparkdl.CheckpointError`.
-    """
-    data = to_bytes(plan, state)
-    name = f"{kind}-{index:05d}-{secrets.token_hex(8)}.safetensors"
-    Folder(directory).write(name, data)
-    return SliceFile(
-        name=name,
-        nbytes=len(data),
-        checksum=checksum(data),
-        index=index,
-        start=plan.start,
-        stop=plan.stop,
-    )
-
-
-def read_slice_files(
-    directory: str, files: Sequence[SliceFile], plan: SlicePlan, dtype: torch.dtype
-) -> SliceState:
-    """The state of slice ``plan`` from a checkpoint's ``files``, whatever N it was written with.
-
-    Reads only the files that overlap with the slice. Raises :class:`sparkdl.DamagedCheckpoint`
-    that names the file.
-    """
-    needed = [f for f in files if f.start < plan.stop and plan.start < f.stop]
-    if not needed:  # an empty slice: any file says which members a state has
-        needed = sorted(files, key=lambda f: f.nbytes)[:1]
-    folder = Folder(directory)
-    try:
-        return recut((_read_part(folder, file) for file in needed), plan, dtype)
-    except DamagedCheckpoint as error:
-        raise DamagedCheckpoint(f"{folder}: {error}") from error
-
-
-def _read_part(folder: Folder, file: SliceFile) -> Part:
-    try:
-        part = unpack(_read(folder, file))
-    except DamagedCheckpoint as error:
-        raise DamagedCheckpoint(f"{file.name}: {error}") from error
-    if (part.start, part.stop) != (file.start, file.stop):
-        raise DamagedCheckpoint(f"{file.name}: it is another slice than the manifest says")
-    return part
-
-
-def _read(folder: Folder, file: StoredFile) -> bytes:
-    try:
-        data = folder.read(file.name)
-    except CheckpointError as error:
-        raise DamagedCheckpoint(str(error)) from error
-    if len(data) != file.nbytes:
-        raise DamagedCheckpoint(f"it has {len(data)} bytes instead of {file.nbytes}")
-    if checksum(data) != file.checksum:
-        raise DamagedCheckpoint("its bytes were changed (checksum)")
-    return data
-
-
-# On the driver
 
 
 class CheckpointStore:
@@ -138,7 +67,7 @@ class CheckpointStore:
         return str(self._root)
 
     def begin(self, iteration: int) -> str:
-        """Make the folder of a new checkpoint; its URI, for :func:`write_slice`."""
+        """Make the folder of a new checkpoint; its URI, for :func:`~sparkdl.train.checkpoint.tasks.write_slice`."""
         self._root.make()
         last = max((stamp for stamp, _ in self._folders()), default=0)
         stamp = max(time.time_ns() // 1_000_000, last + 1)
@@ -200,7 +129,7 @@ class CheckpointStore:
         if manifest.history is None:
             raise DamagedCheckpoint(f"{folder}: its manifest names no history")
         try:
-            return _read(folder, manifest.history)
+            return read_checked(folder, manifest.history)
         except DamagedCheckpoint as error:
             raise DamagedCheckpoint(f"{folder}: {manifest.history.name}: {error}") from error
 
