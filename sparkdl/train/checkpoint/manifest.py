@@ -149,7 +149,8 @@ class Manifest:
     ) -> list[str]:
         """What keeps a run from going on here, a phrase each; the first few of each sort.
 
-        Empty where nothing does. ``constants``: those of the run by the names in :data:`CONSTANTS`, as far as to be compared.
+        Empty where nothing does. ``constants``: those of the run, by the names in
+        :data:`CONSTANTS`, that are to be compared.
         """
         here = constants or {}
         return [

@@ -8,6 +8,7 @@ no code of its own.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -198,7 +199,9 @@ def recut(parts: Iterable[Part], plan: SlicePlan, dtype: torch.dtype) -> SliceSt
                 others[number] = part.start, values
     for name in ("weights", *vectors):
         _check_cover(name, covered.get(name, []), plan)
-    return state_of(weights, arrays, {n: others[n][1] for n in sorted(others)}, vectors)
+    # Copies: an optimizer counts its steps in place, and two slices may come from one part.
+    own = {number: copy.deepcopy(others[number][1]) for number in sorted(others)}
+    return state_of(weights, arrays, own, vectors)
 
 
 def _check_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:

@@ -67,7 +67,7 @@ class CheckpointStore:
         return str(self._root)
 
     def begin(self, iteration: int) -> str:
-        """Make the folder of a new checkpoint; its URI, for :func:`~sparkdl.train.checkpoint.tasks.write_slice`."""
+        """Make the folder of a new checkpoint; its URI, for ``tasks.write_slice``."""
         self._root.make()
         last = max((stamp for stamp, _ in self._folders()), default=0)
         stamp = max(time.time_ns() // 1_000_000, last + 1)
