@@ -50,18 +50,14 @@ def layouts(draw: st.DrawFn) -> Layout:
     """As :func:`sparkdl.replica.flat.layout_of` makes them, with sparse tables and empty tensors."""
     dtype = draw(st.sampled_from([torch.float32, torch.float64]))
     step = ALIGNMENT // dtype.itemsize
-    sizes = draw(
-        st.lists(st.tuples(st.integers(0, 3), st.integers(0, 90)), min_size=1, max_size=7)
-    )
+    sizes = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 90)), min_size=1, max_size=7))
     segments, position = [], 0
     for order, length in sorted(sizes, key=lambda pair: pair[0]):
         sparse = order == 1
         shape = (length // 3, 3) if sparse else (length,)
         length = math.prod(shape)
         kind = KINDS[max(0, order - 1)]
-        segments.append(
-            Segment(f"s{len(segments)}", kind, position, length, shape, dtype, sparse)
-        )
+        segments.append(Segment(f"s{len(segments)}", kind, position, length, shape, dtype, sparse))
         position += -(-length // step) * step
     return Layout(tuple(segments), dtype, position)
 
