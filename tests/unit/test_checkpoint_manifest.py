@@ -83,7 +83,7 @@ def test_nan_metrics_come_back() -> None:
 
 
 def test_every_flipped_bit_is_noticed() -> None:
-    """Or changes white space only, or an unimportant letter of a text that is not there."""
+    """Unless it only turns white space into other white space."""
     data = MANIFEST.to_json()
     whole = Manifest.from_json(data)
     for place in range(0, len(data), 7):

@@ -17,7 +17,7 @@ REDACTED = "(redacted)"
 
 _SECRET = re.compile(r"secret|token|passw|pwd|credential|key|auth|signature|private", re.IGNORECASE)
 _USER = re.compile(r"(?<=://)[^/@\s'\"]+@")
-_ASSIGNED = re.compile(r"([A-Za-z0-9_.-]+)=(['\"]?)[^&;,\s'\")]+")
+_ASSIGNED = re.compile(r"([A-Za-z0-9_.-]+)=(['\"]?)(?!\(redacted\))[^&;,\s'\")]+")
 
 
 def redact(mapping: Mapping[str, Any]) -> dict[str, str]:
