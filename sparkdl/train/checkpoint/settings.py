@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from sparkdl.errors import ParameterError, raise_all
 from sparkdl.train.triggers import EveryEpoch, Trigger
@@ -18,6 +18,7 @@ class Checkpoint:
     path: str | os.PathLike[str]
     """A folder that the driver and all executors share: a path, or a URI that pyarrow or fsspec
     understands (``hdfs://``, ``s3://``, ``gs://``, ...). It is made where it does not exist."""
+    _: KW_ONLY
     every: Trigger = EVERY_EPOCH
     """When to write one: a trigger such as ``sparkdl.every(100)``."""
     keep: int | None = 3
