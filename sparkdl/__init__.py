@@ -2,6 +2,8 @@
 
 from sparkdl.data import Sample
 from sparkdl.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
     DataError,
     ModelError,
     ParameterError,
@@ -15,6 +17,7 @@ from sparkdl.errors import (
 from sparkdl.infer.metrics import MeanMetric
 from sparkdl.session import session
 from sparkdl.train.callbacks import Callback
+from sparkdl.train.checkpoint.settings import Checkpoint
 from sparkdl.train.history import History
 from sparkdl.train.persistence import load
 from sparkdl.train.state import TrainState
@@ -26,6 +29,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Callback",
+    "Checkpoint",
+    "CheckpointError",
+    "DamagedCheckpoint",
     "DataError",
     "History",
     "MeanMetric",

@@ -47,6 +47,14 @@ class StateLostError(TrainingError):
     """The state of a slice is out of reach: its node died or its slab was deleted."""
 
 
+class CheckpointError(SparkdlError, RuntimeError):
+    """A checkpoint cannot be written, found or read; says which path and why."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint is incomplete, changed on disk or not ours; an earlier one may be whole."""
+
+
 class StaleReferenceError(SparkdlError, RuntimeError):
     """A slab reference names a write that is no longer there (a late attempt of a past iteration)."""
 

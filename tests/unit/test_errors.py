@@ -9,7 +9,14 @@ from sparkdl import errors
 from sparkdl.errors import DataError, ParameterError, UserError, nearest, raise_all
 
 USER_ERRORS = ["ParameterError", "DataError", "ModelError", "SessionError", "TrustError"]
-FAULTS = ["TrainingError", "StateLostError", "StaleReferenceError", "SlabFullError"]
+FAULTS = [
+    "TrainingError",
+    "StateLostError",
+    "CheckpointError",
+    "DamagedCheckpoint",
+    "StaleReferenceError",
+    "SlabFullError",
+]
 
 
 @pytest.mark.parametrize("name", ["UserError", *USER_ERRORS])

@@ -1,0 +1,1 @@
+"""Checkpoints: settings, slices as safetensors, file systems, the manifest, the store."""

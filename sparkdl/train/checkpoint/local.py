@@ -1,0 +1,81 @@
+"""The local file system: atomic, durable writes; plain files only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+
+
+def make(path: str) -> None:
+    """Make a folder and its parents."""
+    os.makedirs(path, exist_ok=True)
+    _sync_folder(os.path.dirname(path))
+
+
+def write(path: str, temporary: str, data: bytes) -> None:
+    """Write and fsync ``temporary``, rename it to ``path``, and fsync the folder."""
+    try:
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        with open(handle, "wb", buffering=0) as file:
+            view = memoryview(data)
+            while view:  # one call writes 2 GiB at most
+                view = view[file.write(view) :]
+            os.fsync(handle)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    _sync_folder(os.path.dirname(path))
+
+
+def read(path: str) -> bytes:
+    """The bytes of a plain file. Raises OSError for a link, a folder, a pipe."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError("it is no plain file")
+        return file.read()
+
+
+def entries(path: str) -> list[tuple[str, str, int]]:
+    """Name, kind and size of each entry; links are "other"."""
+    try:
+        with os.scandir(path) as found:
+            return [_entry(entry) for entry in found]
+    except FileNotFoundError:
+        return []
+
+
+def delete(path: str) -> None:
+    """Delete a file; it may be gone already."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def delete_empty(path: str) -> None:
+    """Delete a folder if it is empty."""
+    if not entries(path):
+        with contextlib.suppress(FileNotFoundError):
+            os.rmdir(path)
+
+
+def _entry(entry: os.DirEntry[str]) -> tuple[str, str, int]:
+    if entry.is_symlink():
+        return entry.name, "other", 0
+    if entry.is_dir():
+        return entry.name, "folder", 0
+    if entry.is_file():
+        return entry.name, "file", entry.stat().st_size
+    return entry.name, "other", 0
+
+
+def _sync_folder(path: str) -> None:
+    """So that a name outlives a crash of the machine; some file systems cannot, and need not."""
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

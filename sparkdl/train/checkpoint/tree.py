@@ -1,0 +1,77 @@
+"""Nested plain values with tensors as leaves <-> JSON and a dict of tensors. No pickle.
+
+JSON has no tuples, no keys but strings and no infinities, so these are written as marked objects:
+``{"tuple": [...]}``, ``{"dict": [[key, value], ...]}``, ``{"float": "inf"}`` and
+``{"tensor": "name"}``. Finite floats come back bit for bit (Python writes the shortest digits that
+read back exactly).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+STORABLE = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    }
+)
+"""The dtypes of tensors that a checkpoint holds."""
+
+
+def encode(value: Any, where: str, keep: Callable[[torch.Tensor, str], str] | None = None) -> Any:
+    """``value`` as JSON; ``keep(tensor, where)`` stores a tensor and says its name.
+
+    ``where`` names the place for errors. Raises TypeError for a value that has no such form.
+    """
+    if isinstance(value, torch.Tensor) and keep is not None:
+        return {"tensor": keep(value, where)}
+    if value is None or isinstance(value, str):
+        return value if value is None else str(value)
+    if isinstance(value, (bool, int)):
+        return value if isinstance(value, bool) else int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"float": repr(float(value))}
+    # Subclasses (named tuples, ordered dicts) would come back as something else: refuse them.
+    if type(value) is list:
+        return [encode(item, f"{where}[{i}]", keep) for i, item in enumerate(value)]
+    if type(value) in (tuple, torch.Size):
+        return {"tuple": [encode(item, f"{where}[{i}]", keep) for i, item in enumerate(value)]}
+    if type(value) is dict:
+        for key in value:
+            if type(key) not in (str, int, bool, type(None)):
+                raise TypeError(f"{where} has the key {key!r}, a {type(key).__name__}")
+        return {
+            "dict": [[key, encode(item, f"{where}[{key!r}]", keep)] for key, item in value.items()]
+        }
+    raise TypeError(f"{where} is a {type(value).__name__}")
+
+
+def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """What :func:`encode` was given. Raises ValueError, KeyError or TypeError for other JSON."""
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((mark, content),) = value.items()
+    if mark == "tensor":
+        return tensors[content]
+    if mark == "float":
+        return float(content)
+    if mark == "tuple":
+        return tuple(decode(item, tensors) for item in content)
+    if mark == "dict":
+        return {key: decode(item, tensors) for key, item in content}
+    raise ValueError(f'unknown mark "{mark}"')

@@ -1,0 +1,212 @@
+"""Folders on local and remote file systems: whole files or none, and plain names only."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sparkdl.errors import CheckpointError
+from sparkdl.train.checkpoint.files import Folder, unfinished
+
+
+@pytest.fixture(name="folder", params=["path", "file:///", "file:/", "memory://"])
+def a_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
+    kind = request.param
+    path = tmp_path / "with space" / "run"
+    folder = {
+        "path": lambda: Folder.of(path),
+        "file:///": lambda: Folder.of(path.as_uri()),
+        "file:/": lambda: Folder.of(f"file:{path.as_uri().removeprefix('file://')}"),
+        "memory://": lambda: Folder.of(f"memory://{secrets.token_hex(4)}/run"),
+    }[kind]()
+    if kind != "memory://":
+        assert folder.uri == str(path)
+    folder.make()
+    return folder
+
+
+def test_what_is_written_can_be_read_listed_and_deleted(folder: Folder) -> None:
+    folder.make()  # once more does no harm
+    assert folder.entries() == {}
+    folder.write("a.bin", b"12345")
+    folder.write("b.bin", b"")
+    inner = folder.folder("inner")
+    inner.make()
+    inner.write("c", b"c")
+    found = {name: (entry.kind, entry.nbytes) for name, entry in folder.entries().items()}
+    assert {k: v for k, v in found.items() if k != "inner"} == {
+        "a.bin": ("file", 5),
+        "b.bin": ("file", 0),
+    }
+    assert found["inner"][0] == "folder"
+    assert folder.read("a.bin") == b"12345"
+    folder.delete("a.bin")
+    folder.delete("a.bin")  # gone already
+    folder.delete_empty()  # is not
+    assert set(folder.entries()) == {"b.bin", "inner"}
+    inner.delete("c")
+    inner.delete_empty()
+    inner.delete_empty()
+    assert set(folder.entries()) == {"b.bin"}
+
+
+def test_a_folder_travels(folder: Folder) -> None:
+    folder.write("a", b"1")
+    again = pickle.loads(pickle.dumps(folder))
+    assert again == folder
+    assert again.read("a") == b"1"
+
+
+def test_a_missing_folder_is_empty_and_a_missing_file_is_named(folder: Folder) -> None:
+    assert folder.folder("none").entries() == {}
+    with pytest.raises(CheckpointError, match=r"cannot read .*/run/absent\.bin"):
+        folder.read("absent.bin")
+
+
+TRICKS = [
+    "",
+    ".",
+    "..",
+    "../x",
+    "/etc/passwd",
+    "a/b",
+    ".hidden",
+    "a\0",
+    "a\n",
+    "~",
+    "a\\b",
+    "%2e%2e",
+]
+
+
+@pytest.mark.parametrize("name", TRICKS)
+def test_only_plain_names_are_taken(folder: Folder, name: str) -> None:
+    for act in (folder.read, folder.delete, folder.folder, lambda n: folder.write(n, b"")):
+        with pytest.raises(CheckpointError, match="no plain file name"):
+            act(name)
+    assert folder.entries() == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "uri"),
+    [
+        ("/a/b/", "/a/b"),
+        ("file:/a%20b", "/a b"),
+        ("hdfs:/a/b/", "hdfs:///a/b"),
+        ("hdfs://host:8020/a//", "hdfs://host:8020/a"),
+        ("s3://bucket/a/?region=eu", "s3://bucket/a?region=eu"),
+    ],
+)
+def test_paths_and_uris(path: str, uri: str) -> None:
+    assert Folder.of(path).uri == uri
+
+
+def test_a_relative_path_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Folder.of("run").uri == str(tmp_path / "run")
+    assert Folder.of("~/run").uri == os.path.expanduser("~/run")
+
+
+def test_a_folder_in_a_uri_with_a_query() -> None:
+    folder = Folder.of("s3://bucket/run?region=eu").folder("iteration-1")
+    assert folder.uri == "s3://bucket/run/iteration-1?region=eu"
+    assert folder.name == "iteration-1"
+
+
+def test_messages_tell_no_password() -> None:
+    folder = Folder.of("memory2://me:hunter2@place/run?secret_key=abc&region=eu")
+    assert str(folder) == "memory2://(redacted)@place/run?secret_key=(redacted)&region=eu"
+    with pytest.raises(CheckpointError) as caught:
+        folder.make()
+    assert "hunter2" not in str(caught.value)
+    assert "memory2" in str(caught.value)
+
+
+# Local
+
+
+def test_a_file_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
+    """The limit on a file's size stands for a full disk: the system call fails half way."""
+    folder = Folder.of(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=rf"cannot write {tmp_path}/big: File too large"):
+            folder.write("big", bytes(3 << 20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert folder.entries() == {}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(CheckpointError, match=f"cannot write {tmp_path}/a: Permission denied"):
+        Folder.of(tmp_path).write("a", b"")
+
+
+def test_a_folder_that_is_not_here_is_not_made_by_writing(tmp_path: Path) -> None:
+    """An executor that does not share the file system must fail, not write where nobody looks."""
+    with pytest.raises(CheckpointError, match="No such file or directory"):
+        Folder.of(tmp_path / "none").write("a", b"1")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=f"cannot make the folder {tmp_path}/file/run"):
+        Folder.of(tmp_path / "file" / "run").make()
+
+
+def test_links_and_pipes_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "outside").write_text("secret")
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "link").symlink_to(tmp_path / "outside")
+    os.mkfifo(inner / "pipe")
+    folder = Folder.of(inner)
+    assert {name: entry.kind for name, entry in folder.entries().items()} == {
+        "link": "other",
+        "pipe": "other",
+    }
+    for name in ("link", "pipe"):
+        with pytest.raises(CheckpointError, match=name):
+            folder.read(name)
+
+
+def test_a_killed_writer_leaves_no_file_under_the_name(tmp_path: Path) -> None:
+    """A process that dies between writing and renaming leaves a temporary file at most."""
+    code = (
+        "import os, sys; from sparkdl.train.checkpoint.files import Folder\n"
+        "os.replace = lambda *_: os._exit(9)\n"
+        "Folder.of(sys.argv[1]).write('a.bin', b'12345')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert done.returncode == 9
+    (left,) = Folder.of(tmp_path).entries()
+    assert unfinished(left) == "a.bin"
+    Folder.of(tmp_path).delete(left)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Remote
+
+
+def test_an_unknown_file_system_is_named() -> None:
+    with pytest.raises(CheckpointError, match="nosuch"):
+        Folder.of("nosuch://a/b").make()
+
+
+def test_without_fsspec_the_extra_is_named() -> None:
+    code = (
+        "import sys; sys.modules['fsspec'] = None\n"
+        "from sparkdl.train.checkpoint.files import Folder\n"
+        "Folder.of('memory://a').make()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert 'pip install "sparkdl[remote]"' in done.stderr

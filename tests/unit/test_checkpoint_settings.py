@@ -1,0 +1,99 @@
+"""What a user says about checkpoints, and what a manifest tells of a trainer."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sparkdl
+from sparkdl.train.checkpoint.config import describe, describe_trainer, redact
+
+
+def make_model(hidden: int = 8, api_key: str = "") -> nn.Module:
+    return nn.Linear(hidden, 1)
+
+
+def test_defaults() -> None:
+    settings = sparkdl.Checkpoint("run")
+    assert settings.keep == 3
+    assert settings.every == sparkdl.every_epoch()
+    sparkdl.Checkpoint(Path("run"), every=sparkdl.every(100), keep=None)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"path": 3}, "path=3"),
+        ({"path": " "}, "path=' '"),
+        ({"every": 100}, "every=100: give a trigger"),
+        ({"keep": 0}, "keep=0"),
+        ({"keep": True}, "keep=True"),
+        ({"keep": 1.5}, "keep=1.5"),
+    ],
+)
+def test_mistakes_are_told(values: dict, says: str) -> None:
+    with pytest.raises(sparkdl.ParameterError, match=says):
+        sparkdl.Checkpoint(**{"path": "run", **values})
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(sparkdl.ParameterError, match="2 problems"):
+        sparkdl.Checkpoint("run", every=3, keep=-1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("batch_size", 64, "64"),
+        ("API_TOKEN", "hunter2", "(redacted)"),
+        ("db.password", "hunter2", "(redacted)"),
+        ("fs.s3a.access.key", "hunter2", "(redacted)"),
+        ("clientSecret", "hunter2", "(redacted)"),
+        ("path", "s3://me:hunter2@bucket/a", "s3://(redacted)@bucket/a"),
+        (
+            "path",
+            "https://h/a?sig=1&access_token=hunter2&x=1",
+            "https://h/a?sig=1&access_token=(redacted)&x=1",
+        ),
+        ("command", "run(password='hunter2', lr=1)", "run(password='(redacted)', lr=1)"),
+        ("mail", "me@example.org", "me@example.org"),
+    ],
+)
+def test_secrets_are_hidden(key: str, value: Any, text: str) -> None:
+    assert redact({key: value}) == {key: text}
+
+
+def test_a_trainer_is_described() -> None:
+    trainer = sparkdl.Trainer(
+        model=partial(make_model, 4, api_key="hunter2"),
+        loss=nn.MSELoss(),
+        optimizer=partial(torch.optim.Adam, lr=0.02),
+        features=["a", "b"],
+        stop=sparkdl.max_epoch(3) | sparkdl.max_iteration(7),
+        callbacks=[sparkdl.Callback()],
+    )
+    found = describe_trainer(trainer)
+    name = f"{__name__}:make_model"
+    assert found["model"] == f"{name}(4, api_key=(redacted))"
+    assert found["loss"] == "torch.nn.modules.loss:MSELoss (a module)"
+    assert found["optimizer"] == "torch.optim.adam:Adam(lr=0.02)"
+    assert found["features"] == "['a', 'b']"
+    assert found["label"] == "'label'"
+    assert found["batch_size"] == "256"
+    assert found["replicas"] == "None"
+    assert found["stop"] == "Either(left=MaxEpoch(epochs=3), right=MaxIteration(iterations=7))"
+    assert found["callbacks"] == "[sparkdl.train.callbacks:Callback]"
+    assert all(type(value) is str for value in found.values())
+
+
+def test_anything_can_be_described() -> None:
+    settings = sparkdl.Checkpoint("s3://me:hunter2@bucket/a", keep=None)
+    assert "hunter2" not in redact({"checkpoint": describe(settings)})["checkpoint"]
+    assert describe({"user": "me", "token": "hunter2"}) == "{user: 'me', token: (redacted)}"
+    assert describe(torch.zeros(3)) == "torch:Tensor"
+    assert describe(lambda: 1).startswith(f"{__name__}:test_anything")

@@ -1,0 +1,369 @@
+"""Slices on disk: what comes back is what went in, bit for bit, also after cutting anew."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkdl.errors import CheckpointError, DamagedCheckpoint
+from sparkdl.replica.flat import ALIGNMENT, Layout, Segment
+from sparkdl.sync.optimizer import OptimizerPlan
+from sparkdl.sync.plan import SlicePlan, slice_plans
+from sparkdl.sync.update import SliceState, step_slice
+from sparkdl.train.checkpoint.slices import (
+    Part,
+    others_of,
+    pack,
+    recut,
+    state_of,
+    to_bytes,
+    unpack,
+    vectors_of,
+)
+
+KINDS = ("parameter", "average", "exact")
+quick = settings(deadline=None, max_examples=120)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def layout_of_lengths(*lengths: int, dtype: torch.dtype = torch.float32) -> Layout:
+    step, position, segments = ALIGNMENT // dtype.itemsize, 0, []
+    for i, length in enumerate(lengths):
+        segments.append(Segment(f"p{i}", "parameter", position, length, (length,), dtype))
+        position += -(-length // step) * step
+    return Layout(tuple(segments), dtype, position)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """As :func:`sparkdl.replica.flat.layout_of` makes them, with sparse tables and empty tensors."""
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    step = ALIGNMENT // dtype.itemsize
+    sizes = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 90)), min_size=1, max_size=7))
+    segments, position = [], 0
+    for order, length in sorted(sizes, key=lambda pair: pair[0]):
+        sparse = order == 1
+        shape = (length // 3, 3) if sparse else (length,)
+        length = math.prod(shape)
+        kind = KINDS[max(0, order - 1)]
+        segments.append(Segment(f"s{len(segments)}", kind, position, length, shape, dtype, sparse))
+        position += -(-length // step) * step
+    return Layout(tuple(segments), dtype, position)
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from([torch.tensor(3.0), torch.tensor([1, -2]), torch.zeros(0, 2).bfloat16()]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[Layout, dict[str, Any]]:
+    """A layout and all that a run with it holds: the flat vector, arrays that some parameters have,
+    other state that some have, perhaps an average."""
+    layout = draw(layouts())
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+
+    def noise(length: int, dtype: torch.dtype) -> torch.Tensor:
+        raw = torch.randint(0, 256, (length * dtype.itemsize,), generator=generator)
+        return raw.to(torch.uint8).view(dtype)  # every pattern of bits: NaNs, -0.0, denormals
+
+    numbers = [i for i, s in enumerate(layout.segments) if s.kind == "parameter"]
+    with_state = {n for n in numbers if draw(st.booleans())}
+    arrays = {}
+    for name in draw(st.lists(st.sampled_from(["exp_avg", "mask", "sum"]), unique=True)):
+        dtype = draw(st.sampled_from([layout.dtype, torch.bfloat16, torch.int64]))
+        owners = {n for n in with_state if draw(st.booleans())}
+        whole = torch.zeros(layout.size, dtype=dtype)
+        for n in owners:
+            s = layout.segments[n]
+            whole[s.start : s.stop] = noise(s.length, dtype)
+        arrays[name] = whole, owners
+    keys = st.dictionaries(st.text(max_size=4), VALUES, max_size=3)
+    return layout, {
+        "weights": noise(layout.size, layout.dtype),
+        "ema": noise(layout.size, layout.dtype) if draw(st.booleans()) else None,
+        "arrays": arrays,
+        "others": {n: draw(keys) for n in sorted(with_state)},
+    }
+
+
+def state_in(run: dict[str, Any], plan: SlicePlan) -> SliceState:
+    """The state that slice ``plan`` of the run has."""
+    mine = {p.number for p in plan.parameters}
+    place = slice(plan.start, plan.start + plan.trainable_length)
+    return state_of(
+        run["weights"][plan.start : plan.stop].clone(),
+        {name: whole[place].clone() for name, (whole, own) in run["arrays"].items() if own & mine},
+        {number: values for number, values in run["others"].items() if number in mine},
+        {} if run["ema"] is None else {"ema": run["ema"][plan.start : plan.stop].clone()},
+    )
+
+
+def assert_value(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        assert bits(found) == bits(expected)
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_value(one, other)
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key in expected:
+            assert_value(found[key], expected[key])
+    elif isinstance(expected, float) and math.isnan(expected):
+        assert math.isnan(found)
+    else:
+        assert found == expected
+        assert str(found) == str(expected)  # -0.0
+
+
+def assert_state(found: SliceState, expected: SliceState, plan: SlicePlan) -> None:
+    """Equal bits; an array that is missing is one of zeros."""
+    assert bits(found.weights) == bits(expected.weights)
+    assert set(vectors_of(found)) == set(vectors_of(expected))
+    for name, vector in vectors_of(expected).items():
+        assert bits(vectors_of(found)[name]) == bits(vector)
+    assert set(expected.arrays) <= set(found.arrays)
+    for name, array in found.arrays.items():
+        assert array.shape == (plan.trainable_length,)
+        other = expected.arrays.get(name, torch.zeros_like(array))
+        assert array.dtype == other.dtype
+        assert bits(array) == bits(other)
+    assert_value(others_of(found), others_of(expected))
+
+
+@quick
+@given(runs(), st.integers(1, 6))
+def test_a_slice_comes_back_bit_for_bit(run: tuple[Layout, dict], slices: int) -> None:
+    layout, content = run
+    for plan in slice_plans(layout, slices):
+        state = state_in(content, plan)
+        part = unpack(to_bytes(plan, state))
+        assert (part.start, part.stop) == (plan.start, plan.stop)
+        assert part.trainable_length == plan.trainable_length
+        assert set(part.state.arrays) == set(state.arrays)
+        assert_state(part.state, state, plan)
+
+
+@quick
+@given(
+    runs(),
+    st.integers(1, 7),
+    st.integers(1, 7),
+    st.tuples(st.booleans(), st.booleans()),
+    st.randoms(use_true_random=False),
+)
+def test_cutting_anew_and_back_changes_no_bit(
+    run: tuple[Layout, dict], one: int, other: int, whole: tuple[bool, bool], random: Any
+) -> None:
+    layout, content = run
+    first, second = slice_plans(layout, one, whole[0]), slice_plans(layout, other, whole[1])
+    stored = [unpack(to_bytes(plan, state_in(content, plan))) for plan in first]
+    random.shuffle(stored)
+    states = [recut(stored, plan, layout.dtype) for plan in second]
+    for plan, state in zip(second, states, strict=True):
+        assert_state(state, state_in(content, plan), plan)
+    again = [unpack(to_bytes(p, s)) for p, s in zip(second, states, strict=True)]
+    for plan in first:
+        assert_state(recut(iter(again), plan, layout.dtype), state_in(content, plan), plan)
+
+
+def test_a_parameter_over_three_slices_takes_its_state_from_where_it_starts() -> None:
+    layout = layout_of_lengths(96)
+    first, second, third = slice_plans(layout, 3)
+    assert [p.parameters[0].length for p in (first, second, third)] == [32, 32, 32]
+    parts = [
+        unpack(to_bytes(p, state_of(torch.zeros(32), {}, {0: {"place": i}}, {})))
+        for i, p in enumerate((first, second, third))
+    ]
+    (whole,) = slice_plans(layout, 1)
+    assert others_of(recut([parts[2], parts[0], parts[1]], whole, torch.float32)) == {
+        0: {"place": 0}
+    }
+    del others_of(parts[0].state)[0]  # it had no state there yet
+    assert others_of(recut([parts[2], parts[0], parts[1]], whole, torch.float32)) == {
+        0: {"place": 1}
+    }
+
+
+def test_an_array_that_some_slices_lack_is_zero_there() -> None:
+    layout = layout_of_lengths(16, 16)
+    first, second = slice_plans(layout, 2)
+    parts = [
+        Part(0, 16, 16, state_of(torch.ones(16), {}, {}, {})),
+        Part(16, 32, 16, state_of(torch.ones(16), {"sum": torch.full((16,), 5.0)}, {1: {}}, {})),
+    ]
+    (whole,) = slice_plans(layout, 1)
+    state = recut(parts, whole, torch.float32)
+    assert state.arrays["sum"].tolist() == [0.0] * 16 + [5.0] * 16
+    assert others_of(state) == {1: {}}
+    assert recut(parts, first, torch.float32).arrays == {}
+    assert recut(parts, second, torch.float32).arrays["sum"].tolist() == [5.0] * 16
+
+
+def test_an_empty_slice_knows_of_the_average() -> None:
+    layout = layout_of_lengths(3)
+    empty, full = slice_plans(layout, 2)
+    assert (empty.length, full.length) == (0, 16)
+    part = Part(0, 16, 3, state_of(torch.ones(16), {}, {}, {"ema": torch.ones(16)}))
+    assert vectors_of(recut([part], empty, torch.float32))["ema"].shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(torch.optim.Adam, lr=0.1, amsgrad=True),
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        partial(torch.optim.NAdam, lr=0.1),
+        partial(torch.optim.Adagrad, lr=0.1),
+    ],
+)
+def test_steps_of_an_optimizer_go_on_as_if_never_stored(optimizer: Any) -> None:
+    """Two steps on two slices, stored, read into three, one more step: as three steps on one."""
+    layout = layout_of_lengths(40, 7, 30)
+    members = (tuple(range(3)),)
+    plan = OptimizerPlan(optimizer, "it", ({},), members)
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(4, layout.size, generator=generator)
+
+    def steps(plans: list[SlicePlan], states: list[SliceState], which: list[torch.Tensor]) -> None:
+        for p, state in zip(plans, states, strict=True):
+            for gradient in which:
+                step_slice(p, state, gradient[p.start : p.stop].clone(), frozenset(), plan)
+
+    one, two, three = (slice_plans(layout, n) for n in (1, 2, 3))
+    expected = [SliceState(start.clone())]
+    steps(one, expected, gradients)
+    states = [SliceState(start[p.start : p.stop].clone()) for p in two]
+    steps(two, states, gradients[:2])
+    stored = [unpack(to_bytes(p, s)) for p, s in zip(two, states, strict=True)]
+    resumed = [recut(stored, p, torch.float32) for p in three]
+    steps(three, resumed, gradients[2:])
+    assert bits(torch.cat([s.weights for s in resumed])) == bits(expected[0].weights)
+
+
+# Mistakes and damage
+
+
+class Strange:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (Strange(), 'parameter 0, "cache" is a Strange'),
+        ([1, {"deep": Strange()}], "parameter 0, \"cache\"[1]['deep'] is a Strange"),
+        ({1.5: 2}, 'parameter 0, "cache" has the key 1.5, a float'),
+        ({1, 2}, 'parameter 0, "cache" is a set'),
+        (torch.zeros(2, dtype=torch.complex128), 'parameter 0, "cache" is a torch.complex128'),
+        (torch.eye(2).to_sparse(), 'parameter 0, "cache" is a torch.sparse_coo tensor'),
+    ],
+)
+def test_state_that_cannot_be_stored_is_named(value: Any, says: str) -> None:
+    (plan,) = slice_plans(layout_of_lengths(16), 1)
+    with pytest.raises(CheckpointError) as caught:
+        pack(plan, state_of(torch.zeros(16), {}, {0: {"cache": value}}, {}))
+    assert says in str(caught.value)
+
+
+def test_tensors_that_share_memory_are_stored_apart() -> None:
+    (plan,) = slice_plans(layout_of_lengths(16), 1)
+    memory = torch.arange(32.0)
+    state = state_of(memory[:16], {"a": memory[:16], "b": memory[8:24]}, {0: {"t": memory[3]}}, {})
+    part = unpack(to_bytes(plan, state))
+    assert_state(part.state, state, plan)
+
+
+def test_a_file_holds_no_pickle_and_says_what_it_is() -> None:
+    (plan,) = slice_plans(layout_of_lengths(16), 1)
+    data = to_bytes(plan, state_of(torch.zeros(16), {}, {0: {"step": torch.tensor(2.0)}}, {}))
+    assert set(safetensors.torch.load(data)) == {"weights", "other.1"}
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert header["__metadata__"]["format"] == "sparkdl-slice"
+
+
+@pytest.fixture(name="stored")
+def a_stored_slice() -> bytes:
+    (plan,) = slice_plans(layout_of_lengths(16), 1)
+    return to_bytes(plan, state_of(torch.zeros(16), {"a": torch.ones(16)}, {}, {}))
+
+
+def metadata(**changes: str) -> bytes:
+    content = {
+        "format": "sparkdl-slice",
+        "version": "1",
+        "start": "0",
+        "stop": "16",
+        "trainable_length": "16",
+        "others": "[]",
+    }
+    return safetensors.torch.save({"weights": torch.zeros(16)}, {**content, **changes})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"not safetensors at all",
+        safetensors.torch.save({"weights": torch.zeros(16)}),
+        metadata(format="other"),
+        metadata(version="2"),
+        metadata(start="x"),
+        metadata(stop="17"),
+        metadata(trainable_length="17"),
+        metadata(others="{"),
+        metadata(others='[[0, [["a", {"tensor": "absent"}]]]]'),
+        metadata(others='[[0, [["a", {"code": "x"}]]]]'),
+        metadata(others="[" * 100_000),
+    ],
+)
+def test_bytes_that_are_no_slice_are_damage(data: bytes) -> None:
+    unpack(metadata())  # whole as it stands
+    with pytest.raises(DamagedCheckpoint):
+        unpack(data)
+
+
+def test_a_cut_file_is_damage(stored: bytes) -> None:
+    for end in (0, 7, 8, 100, len(stored) - 1):
+        with pytest.raises(DamagedCheckpoint):
+            unpack(stored[:end])
+
+
+def test_parts_must_cover_the_slice_once() -> None:
+    layout = layout_of_lengths(64)
+    plans = slice_plans(layout, 4)
+    parts = [unpack(to_bytes(p, state_of(torch.ones(16), {}, {}, {}))) for p in plans]
+    (whole,) = slice_plans(layout, 1)
+    for wrong in (parts[:3], parts[1:], [*parts[:1], *parts[2:]], [*parts, parts[1]], []):
+        with pytest.raises(DamagedCheckpoint, match="exactly once"):
+            recut(wrong, whole, torch.float32)
+    with pytest.raises(DamagedCheckpoint, match="float32"):
+        recut(parts, whole, torch.float64)
+    with_average = Part(0, 16, 16, state_of(torch.ones(16), {}, {}, {"ema": torch.ones(16)}))
+    with pytest.raises(DamagedCheckpoint, match="ema"):
+        recut([with_average, *parts[1:]], whole, torch.float32)

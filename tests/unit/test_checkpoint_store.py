@@ -1,0 +1,411 @@
+"""A folder of checkpoints: committed last, found newest first, pruned, and damage passed over."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparkdl.errors import CheckpointError, DamagedCheckpoint
+from sparkdl.replica.flat import ALIGNMENT, Layout, Segment
+from sparkdl.sync.plan import slice_plans
+from sparkdl.train.checkpoint.files import Folder
+from sparkdl.train.checkpoint.identity import DataIdentity, ModelIdentity
+from sparkdl.train.checkpoint.manifest import Best, Manifest, StoredFile, checksum
+from sparkdl.train.checkpoint.slices import others_of, state_of
+from sparkdl.train.checkpoint.store import HISTORY, MANIFEST, CheckpointStore
+from sparkdl.train.checkpoint.tasks import read_slice_files, write_slice
+
+STEP = ALIGNMENT // 4
+LAYOUT = Layout(
+    (
+        Segment("w", "parameter", 0, 3 * STEP, (3, STEP), torch.float32),
+        Segment("b", "parameter", 3 * STEP, 5, (5,), torch.float32),
+    ),
+    torch.float32,
+    4 * STEP,
+)
+DATA = DataIdentity(rows=(4, 4), checksums=(1, 2), fields=())
+
+
+def flat(iteration: int) -> torch.Tensor:
+    return torch.arange(LAYOUT.size, dtype=torch.float32) + 1000 * iteration
+
+
+def write(
+    store: CheckpointStore, iteration: int, slices: int = 2, attempts: int = 1
+) -> tuple[str, Manifest]:
+    """A checkpoint's slices, not committed."""
+    directory = store.begin(iteration)
+    files = []
+    for plan in slice_plans(LAYOUT, slices):
+        weights = flat(iteration)[plan.start : plan.stop]
+        arrays = {"sum": -weights[: plan.trainable_length]} if plan.parameters else {}
+        others = {p.number: {"step": torch.tensor(float(iteration))} for p in plan.parameters}
+        state = state_of(weights, arrays, others, {})
+        for _ in range(attempts):
+            file = write_slice(directory, plan.index, plan, state)
+        files.append(file)
+    return directory, Manifest(
+        iteration=iteration,
+        epoch=1,
+        position=0,
+        samples=0,
+        seconds=0.0,
+        replicas=2,
+        slices=slices,
+        batch_size=8,
+        seed=0,
+        layout=ModelIdentity.of(LAYOUT),
+        data=DATA,
+        files=tuple(files),
+    )
+
+
+def commit(store: CheckpointStore, iteration: int, slices: int = 2) -> Path:
+    directory, manifest = write(store, iteration, slices)
+    store.commit(directory, manifest, b'{"iterations": []}')
+    return Path(directory)
+
+
+def read_all(uri: str, manifest: Manifest, slices: int = 1) -> torch.Tensor:
+    states = [
+        read_slice_files(uri, manifest.files, plan, torch.float32)
+        for plan in slice_plans(LAYOUT, slices)
+    ]
+    return torch.cat([state.weights for state in states])
+
+
+def iterations(store: CheckpointStore) -> list[int]:
+    return [manifest.iteration for _, manifest in store.candidates()]
+
+
+@pytest.fixture(name="store")
+def a_store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", ["path", "file", "memory"])
+@pytest.mark.parametrize("slices", [1, 2, 3, 7])
+def test_what_is_committed_is_found_and_read(kind: str, slices: int, tmp_path: Path) -> None:
+    root = {
+        "path": str(tmp_path / "run"),
+        "file": (tmp_path / "run").as_uri(),
+        "memory": f"memory://{secrets.token_hex(4)}/run",
+    }[kind]
+    store = CheckpointStore(root)
+    assert list(store.candidates()) == []
+    for iteration in (10, 20):
+        directory, manifest = write(store, iteration, 2)
+        store.commit(directory, manifest, str(iteration).encode())
+    store = CheckpointStore.open(root)
+    (uri, manifest), (_, older) = store.candidates()
+    assert (manifest.iteration, older.iteration) == (20, 10)
+    assert store.skipped == []
+    assert store.read_history(uri, manifest) == b"20"
+    assert torch.equal(read_all(uri, manifest, slices), flat(20))
+    for plan in slice_plans(LAYOUT, slices):
+        state = read_slice_files(uri, manifest.files, plan, torch.float32)
+        if plan.parameters:
+            expected = -flat(20)[plan.start : plan.start + plan.trainable_length]
+            assert torch.equal(state.arrays["sum"], expected)
+        assert others_of(state) == {p.number: {"step": torch.tensor(20.0)} for p in plan.parameters}
+
+
+def test_one_checkpoint_can_be_opened_by_its_own_path(store: CheckpointStore) -> None:
+    first = commit(store, 10)
+    commit(store, 20)
+    assert iterations(CheckpointStore.open(store._root.uri)) == [20, 10]
+    assert iterations(CheckpointStore.open(first)) == [10]
+    assert iterations(CheckpointStore.open(first.as_uri())) == [10]
+    renamed = first.rename(first.parent.parent / "kept for good")
+    assert iterations(CheckpointStore.open(renamed)) == [10]
+    (renamed / MANIFEST).unlink()
+    incomplete = renamed.rename(first)
+    alone = CheckpointStore.open(incomplete)
+    assert iterations(alone) == []
+    assert "not completed" in str(alone.none_usable())
+
+
+def test_a_path_without_checkpoints_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"no checkpoint in {tmp_path}/none"):
+        CheckpointStore.open(tmp_path / "none")
+    (tmp_path / "notes.txt").write_text("")
+    store = CheckpointStore.open(tmp_path)
+    assert iterations(store) == []
+    assert "no checkpoint to resume from" in str(store.none_usable())
+
+
+# Writing
+
+
+def test_attempts_never_write_the_same_file(store: CheckpointStore) -> None:
+    directory, manifest = write(store, 10, attempts=3)
+    assert len(list(Path(directory).iterdir())) == 6
+    store.commit(directory, manifest, b"")
+    ((uri, found),) = store.candidates()
+    assert torch.equal(read_all(uri, found), flat(10))
+
+
+def test_nothing_is_there_before_the_commit(store: CheckpointStore) -> None:
+    directory, _ = write(store, 10)
+    assert iterations(store) == []
+    assert [(s.uri, s.reason) for s in store.skipped] == [
+        (directory, "it has no manifest: it was not completed")
+    ]
+
+
+def test_a_file_that_the_driver_does_not_see_is_no_checkpoint(store: CheckpointStore) -> None:
+    """As where every node wrote to a disk of its own."""
+    directory, manifest = write(store, 10)
+    lost = Path(directory) / manifest.files[1].name
+    content = lost.read_bytes()
+    lost.unlink()
+    with pytest.raises(CheckpointError, match=f'"{lost.name}" is missing.*all executors share'):
+        store.commit(directory, manifest, b"")
+    lost.write_bytes(content[:-1])
+    with pytest.raises(CheckpointError, match=f"{len(content) - 1} bytes instead of"):
+        store.commit(directory, manifest, b"")
+    assert not {MANIFEST, HISTORY} & set(os.listdir(directory))
+    lost.write_bytes(content)
+    store.commit(directory, manifest, b"")
+    assert iterations(store) == [10]
+
+
+def test_the_files_of_the_best_weights_are_checked_too(store: CheckpointStore) -> None:
+    directory, manifest = write(store, 10)
+    (plan,) = slice_plans(LAYOUT, 1)
+    file = write_slice(directory, 0, plan, state_of(flat(5), {}, {}, {}), kind="best")
+    best = Best(iteration=5, epoch=1, metric="loss", value=0.5, files=(file,))
+    store.commit(directory, replace(manifest, best=best), b"")
+    ((uri, found),) = store.candidates()
+    assert found.best == best
+    state = read_slice_files(uri, found.best.files, plan, torch.float32)
+    assert torch.equal(state.weights, flat(5))
+    (Path(directory) / file.name).unlink()
+    assert iterations(store) == []
+
+
+# Order and pruning
+
+
+def test_the_newest_is_the_one_begun_last_whatever_the_iteration(store: CheckpointStore) -> None:
+    """A run that went back to iteration 10 and on from there is newer than the old iteration 30."""
+    for iteration in (10, 20, 30, 15, 16):
+        commit(store, iteration)
+    assert iterations(store) == [16, 15, 30, 20, 10]
+
+
+def test_a_clock_that_goes_back_does_not_change_the_order(store: CheckpointStore) -> None:
+    first = commit(store, 10)
+    head, tail = first.name[:21], first.name[33:]
+    first.rename(first.parent / f"{head}ffffff000000{tail}")  # by a clock far ahead
+    commit(store, 20)
+    commit(store, 30)
+    assert iterations(store) == [30, 20, 10]
+
+
+def test_old_checkpoints_are_pruned(store: CheckpointStore) -> None:
+    folders = [commit(store, iteration) for iteration in (10, 20, 30, 40)]
+    assert store.prune(None) == []
+    assert store.prune(3) == [str(folders[0])]
+    assert not folders[0].exists()
+    assert iterations(store) == [40, 30, 20]
+    assert store.prune(1, spare=[str(folders[1])]) == [str(folders[2])]
+    assert iterations(store) == [40, 20]
+
+
+def test_leftovers_are_pruned_once_a_newer_one_is_complete(store: CheckpointStore) -> None:
+    leftover, _ = write(store, 10)
+    Folder(leftover).write("slice-00007-0123456789abcdef.safetensors", b"half")
+    (Path(leftover) / ".manifest.json.0123456789abcdef.part").write_bytes(b"{")
+    assert store.prune(3) == []
+    commit(store, 20)
+    under_way, _ = write(store, 30)
+    assert store.prune(3) == [leftover]
+    assert not Path(leftover).exists()
+    assert Path(under_way).exists()
+
+
+def test_nothing_that_is_not_ours_is_deleted(store: CheckpointStore, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / MANIFEST).write_text("{}")
+    oldest = commit(store, 10)
+    root = oldest.parent
+    kept = [
+        oldest / "notes.txt",
+        oldest / "model.safetensors",
+        root / "other" / MANIFEST,
+        root / "iteration-0000000001-short" / MANIFEST,
+        root / "iteration-0000000002-0123456789abcdef0123",
+        oldest / "mine" / MANIFEST,
+    ]
+    for path in kept:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    link = root / "iteration-0000000003-00000000000000000000"
+    link.symlink_to(outside)
+    inner = oldest / HISTORY
+    inner.unlink()
+    inner.symlink_to(outside / MANIFEST)
+    commit(store, 20)
+    assert store.prune(1) == [str(oldest)]
+    assert all(path.exists() for path in kept)
+    assert (outside / MANIFEST).exists()
+    assert link.is_symlink()
+    assert inner.is_symlink()
+    assert not (oldest / MANIFEST).exists()
+    assert iterations(store) == [20]
+
+
+def test_pruning_on_a_remote_file_system() -> None:
+    store = CheckpointStore(f"memory://{secrets.token_hex(4)}/run")
+    for iteration in (10, 20, 30):
+        directory, manifest = write(store, iteration)
+        store.commit(directory, manifest, b"")
+    assert len(store.prune(2)) == 1
+    assert iterations(store) == [30, 20]
+    assert len(store._root.entries()) == 2
+
+
+# Damage
+
+
+def manifest_of(folder: Path) -> dict:
+    return json.loads((folder / MANIFEST).read_text())
+
+
+def rewrite(folder: Path, **changes: object) -> None:
+    """A manifest with other content and a right checksum."""
+    content = {**manifest_of(folder), **changes}
+    del content["checksum"]
+    plain = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    (folder / MANIFEST).write_text(json.dumps({**content, "checksum": checksum(plain)}))
+
+
+def first_slice(folder: Path) -> Path:
+    return folder / manifest_of(folder)["files"][0]["name"]
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 4
+    path.write_bytes(bytes(data))
+
+
+def point_to(folder: Path, name: str) -> None:
+    """Let the manifest name a file elsewhere, which is there with the right size and checksum."""
+    content = manifest_of(folder)["files"]
+    content[0]["name"] = name
+    rewrite(folder, files=content)
+
+
+def link(path: Path) -> None:
+    outside = path.parent.parent.parent / "outside"
+    shutil.move(path, outside)
+    path.symlink_to(outside)
+
+
+SEEN_FIRST: list[tuple[str, Callable[[Path], object], str]] = [
+    ("no manifest", lambda f: (f / MANIFEST).unlink(), "has no manifest"),
+    ("manifest cut", lambda f: cut(f / MANIFEST) or cut(f / MANIFEST), "no JSON"),
+    ("manifest empty", lambda f: (f / MANIFEST).write_text(""), "no JSON"),
+    ("bit in the manifest", lambda f: flip(f / MANIFEST, 60), "manifest"),
+    ("other format", lambda f: rewrite(f, format="tensorbundle"), "format 'tensorbundle'"),
+    ("other version", lambda f: rewrite(f, version=9), "version 9"),
+    ("slice cut", lambda f: cut(first_slice(f)), "bytes instead of"),
+    ("slice gone", lambda f: first_slice(f).unlink(), "is missing"),
+    ("history cut", lambda f: cut(f / HISTORY), "bytes instead of"),
+    ("history gone", lambda f: (f / HISTORY).unlink(), "is missing"),
+    ("path up", lambda f: point_to(f, f"../{f.name}/x"), "no plain file name"),
+    ("path absolute", lambda f: point_to(f, str(first_slice(f))), "no plain file name"),
+    ("slice is a link", lambda f: link(first_slice(f)), "is no plain file"),
+    ("manifest is a link", lambda f: link(f / MANIFEST), "cannot read"),
+    ("slice is a folder", lambda f: first_slice(f).unlink() or first_slice(f).mkdir(), "no plain"),
+]
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"), [c[1:] for c in SEEN_FIRST], ids=[c[0] for c in SEEN_FIRST]
+)
+def test_a_damaged_checkpoint_is_passed_over(
+    store: CheckpointStore, damage: Callable[[Path], object], says: str
+) -> None:
+    commit(store, 10)
+    newest = commit(store, 20)
+    damage(newest)
+    ((uri, manifest),) = store.candidates()
+    assert manifest.iteration == 10
+    assert torch.equal(read_all(uri, manifest), flat(10))
+    (skipped,) = store.skipped
+    assert skipped.uri == str(newest)
+    assert says in skipped.reason
+    assert f"{newest}: {skipped.reason}" in str(store.none_usable())
+
+
+def test_a_folder_that_is_a_link_is_passed_over(store: CheckpointStore) -> None:
+    commit(store, 10)
+    link(commit(store, 20))
+    assert iterations(store) == [10]
+
+
+@pytest.mark.parametrize("place", [0, 9, 200, -1])
+def test_a_flipped_bit_in_a_slice_is_found_when_it_is_read(
+    store: CheckpointStore, place: int
+) -> None:
+    commit(store, 10)
+    newest = commit(store, 20)
+    path = first_slice(newest)
+    flip(path, place)
+    found = None
+    for uri, manifest in store.candidates():
+        try:
+            found = read_all(uri, manifest)
+            break
+        except DamagedCheckpoint as error:
+            store.skip(uri, str(error))
+    assert found is not None
+    assert torch.equal(found, flat(10))
+    (skipped,) = store.skipped
+    assert skipped.uri == str(newest)
+    assert skipped.reason == f"{newest}: {path.name}: its bytes were changed (checksum)"
+
+
+def test_files_with_right_checksums_and_wrong_content_are_found(store: CheckpointStore) -> None:
+    """The two slices under each other's names; bytes that are no safetensors; one slice only."""
+    folder = commit(store, 10)
+    ((uri, manifest),) = store.candidates()
+    one, other = manifest.files
+    (whole,) = slice_plans(LAYOUT, 1)
+
+    def read(*files: StoredFile) -> None:
+        read_slice_files(uri, files, whole, torch.float32)  # type: ignore[arg-type]
+
+    swapped = replace(one, name=other.name, checksum=other.checksum, nbytes=other.nbytes)
+    with pytest.raises(DamagedCheckpoint, match=f"{other.name}: it is another slice"):
+        read(swapped, other)
+    with pytest.raises(DamagedCheckpoint, match="exactly once"):
+        read(one)
+    (folder / one.name).write_bytes(b"12345")
+    with pytest.raises(DamagedCheckpoint, match=f"{one.name}: it holds no slice"):
+        read(replace(one, nbytes=5, checksum=checksum(b"12345")), other)
+
+
+def test_a_changed_history_is_found(store: CheckpointStore) -> None:
+    folder = commit(store, 10)
+    flip(folder / HISTORY, 3)
+    ((uri, manifest),) = store.candidates()
+    with pytest.raises(DamagedCheckpoint, match=r"history\.json: its bytes were changed"):
+        store.read_history(uri, manifest)
