@@ -12,7 +12,7 @@ from sparkdl.errors import (
     TrustError,
     UserError,
 )
-from sparkdl.infer.metrics import MeanMetric
+from sparkdl.infer.metrics import MeanMetric, Metric
 from sparkdl.session import session
 from sparkdl.train.callbacks import Callback
 from sparkdl.train.history import History
@@ -29,6 +29,7 @@ __all__ = [
     "DataError",
     "History",
     "MeanMetric",
+    "Metric",
     "ModelError",
     "ParameterError",
     "Sample",

@@ -81,5 +81,6 @@ def test_an_unknown_name(name: str, hint: str) -> None:
     with pytest.raises(ParameterError) as caught:
         resolve(["mse", name])
     assert str(caught.value) == (
-        f'unknown metric "{name}".{hint} Known: loss, accuracy, mae, mse, or a sparkdl.MeanMetric.'
+        f'unknown metric "{name}".{hint} Known: loss, accuracy, top1, top5, top@k, mae, mse, auc, '
+        "hit_ratio@k, ndcg@k, or a sparkdl.Metric or torchmetrics.Metric."
     )
