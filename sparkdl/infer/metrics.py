@@ -99,6 +99,8 @@ def resolve(metrics: Metrics) -> list[Metric]:
 
 def _metric(one: Any) -> Metric:
     if isinstance(one, Metric):
+        if not isinstance(getattr(one, "name", None), str):
+            raise ParameterError(f"a {type(one).__name__} has no name: set its attribute name.")
         return one
     if isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str):
         return _named(*one)

@@ -168,7 +168,9 @@ def _rows(output: Any, targets: Sequence[torch.Tensor]) -> int:
 
 
 def _failed(metric: Metric, error: Exception) -> str:
-    reason = str(error).strip().rstrip(".") or type(error).__name__
+    reason = str(error).strip().rstrip(".")
+    if not isinstance(error, ValueError) or not reason:  # not said for the user's eyes
+        reason = f"{type(error).__name__}: {reason}".removesuffix(": ")
     return f'metric "{metric.name}" failed: {reason}'
 
 
