@@ -14,7 +14,7 @@ from sparkdl.errors import (
     TrustError,
     UserError,
 )
-from sparkdl.infer.metrics import MeanMetric
+from sparkdl.infer.metrics import MeanMetric, Metric
 from sparkdl.session import session
 from sparkdl.train.callbacks import Callback
 from sparkdl.train.checkpoint.settings import Checkpoint
@@ -35,6 +35,7 @@ __all__ = [
     "DataError",
     "History",
     "MeanMetric",
+    "Metric",
     "ModelError",
     "ParameterError",
     "Sample",

@@ -2,54 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
+from pyspark import cloudpickle
 from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 
 from sparkdl.data.samples import record_array, select_columns, split_record
 from sparkdl.data.schema import Column, RowProblem, columns_of, to_numpy
-from sparkdl.errors import DataError
-from sparkdl.infer.metrics import MeanMetric
+from sparkdl.errors import DataError, ParameterError
 from sparkdl.infer.predictor import ShippedModule, run_batches
-from sparkdl.step.compute import call_loss, to_tensors
+from sparkdl.infer.scoring import Scorer, States
+from sparkdl.step.compute import to_tensors
 from sparkdl.worker import settle_worker
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Task: batches of a partition -> sums of (loss, count) and of each metric, one flat list."""
+    """What to run on each partition: the module, then the scorer on its outputs."""
 
     module: ShippedModule
-    loss: Callable[..., torch.Tensor] | None
-    metrics: tuple[MeanMetric, ...]
+    scorer: Scorer
     num_features: int
     batch_size: int
 
-    def sums(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """Of some rows (features first, then labels): shape (1 + metrics, 2), float64."""
-        total = np.zeros((1 + len(self.metrics), 2))
+    def update(self, states: States, arrays: Sequence[Any]) -> States:
+        """``states`` with some rows more. ``arrays``: one a column, features first, then labels."""
         module = self.module.load()
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         inputs, labels = arrays[: self.num_features], arrays[self.num_features :]
         for output, rows in run_batches(module, inputs, self.batch_size):
             targets = to_tensors([label[rows] for label in labels], device)
             count = len(inputs[0][rows])
-            if self.loss is not None:
-                total[0] += (float(call_loss(self.loss, output, targets)) * count, count)
-            for i, metric in enumerate(self.metrics):
-                total[1 + i] += metric.sums(output, targets[0])
-        return total
+            states = self.scorer.update(states, output, targets, samples=count)
+        return states
+
+    def packed(self, parts: Iterable[Sequence[Any]]) -> bytes:
+        """The pickled states of a partition, given its rows in parts.
+
+        Or a pickled :class:`ParameterError`, for the driver to raise: Spark would retry the task.
+        """
+        states = self.scorer.start()
+        try:
+            for arrays in parts:
+                states = self.update(states, arrays)
+        except ParameterError as error:
+            return pickle.dumps(ParameterError(str(error)))
+        return bytes(cloudpickle.dumps(states))  # by value what a user's session defines
 
 
 @dataclass(frozen=True)
 class EvaluateDataFrame:
-    """Task of ``mapInArrow``: one row a partition, its number and its sums."""
+    """Task of ``mapInArrow``: one row a partition, its number and its pickled states."""
 
     evaluation: Evaluation
     columns: tuple[Column, ...]
@@ -59,42 +69,42 @@ class EvaluateDataFrame:
 
         context = TaskContext.get()
         assert context is not None
-        total, seen = np.zeros((1 + len(self.evaluation.metrics), 2)), 0
-        for batch in batches:
-            if batch.num_rows:
-                arrays = _arrays(batch, self.columns, seen)
-                total += self.evaluation.sums(arrays)
-                seen += batch.num_rows
+        packed = self.evaluation.packed(self._parts(batches))
         yield pa.RecordBatch.from_arrays(
-            [
-                pa.array([context.partitionId()], pa.int32()),
-                pa.array([total.reshape(-1).tolist()], pa.list_(pa.float64())),
-            ],
-            names=["partition", "sums"],
+            [pa.array([context.partitionId()], pa.int32()), pa.array([packed], pa.binary())],
+            names=["partition", "states"],
         )
         settle_worker()
+
+    def _parts(self, batches: Iterable[pa.RecordBatch]) -> Iterator[list[Any]]:
+        seen = 0
+        for batch in batches:
+            if batch.num_rows:
+                yield _arrays(batch, self.columns, seen)
+                seen += batch.num_rows
 
 
 @dataclass(frozen=True)
 class EvaluateRecords:
-    """Task over an RDD: one (partition, sums) a partition."""
+    """Task over an RDD: one (partition, pickled states) a partition."""
 
     evaluation: Evaluation
     labelled: bool
     float_dtype: str
 
-    def __call__(self, partition: int, records: Iterable[Any]) -> Iterator[tuple[int, list[float]]]:
-        total = np.zeros((1 + len(self.evaluation.metrics), 2))
+    def __call__(self, partition: int, records: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
+        yield partition, self.evaluation.packed(self._parts(records))
+        settle_worker()
+
+    def _parts(self, records: Iterable[Any]) -> Iterator[list[np.ndarray]]:
         waiting: list[list[np.ndarray]] = []
         for row, record in enumerate(records):
             waiting.append(self._arrays(record, row))
             if len(waiting) == self.evaluation.batch_size:
-                total += self.evaluation.sums([np.stack(c) for c in zip(*waiting, strict=True)])
+                yield [np.stack(column) for column in zip(*waiting, strict=True)]
                 waiting = []
         if waiting:
-            total += self.evaluation.sums([np.stack(c) for c in zip(*waiting, strict=True)])
-        yield partition, total.reshape(-1).tolist()
-        settle_worker()
+            yield [np.stack(column) for column in zip(*waiting, strict=True)]
 
     def _arrays(self, record: Any, row: int) -> list[np.ndarray]:
         try:
@@ -112,28 +122,32 @@ def evaluate(
     label: Sequence[str],
     float_dtype: str,
 ) -> dict[str, float]:
-    """Mean loss and metrics over all of ``data``, summed in the order of its partitions."""
+    """Mean loss and metrics over all of ``data``, merged in the order of its partitions.
+
+    Raises :class:`DataError` for data without a row, :class:`ParameterError` for a metric that does
+    not go with the model's output or the label.
+    """
     if isinstance(data, DataFrame):
         inputs, labels = columns_of(data.schema, features, label, float_dtype)
         columns = (*inputs, *labels)
         chosen = select_columns(data, columns)
         task = EvaluateDataFrame(evaluation, columns)
-        schema = "partition int, sums array<double>"
+        schema = "partition int, states binary"
         rows = [tuple(row) for row in chosen.mapInArrow(task, schema).collect()]  # type: ignore[arg-type]
     else:
         records_task = EvaluateRecords(evaluation, bool(label), float_dtype)
         rows = data.mapPartitionsWithIndex(records_task).collect()
-    total = np.zeros((1 + len(evaluation.metrics), 2))
-    for _, sums in sorted(rows):
-        total += np.array(sums).reshape(-1, 2)
-    if not total[:, 1].any():
+    many = []
+    for _, packed in sorted(rows):
+        states = pickle.loads(packed)
+        if isinstance(states, ParameterError):
+            raise states
+        many.append(states)
+    scorer = evaluation.scorer
+    merged = scorer.merge(many)
+    if scorer.is_empty(merged):
         raise DataError("the data is empty: there is no row to evaluate.")
-    names = ["loss", *(metric.name for metric in evaluation.metrics)]
-    return {
-        name: float(value / count)
-        for name, (value, count) in zip(names, total, strict=True)
-        if count
-    }
+    return scorer.values(merged)
 
 
 def _arrays(batch: pa.RecordBatch, columns: Sequence[Column], seen: int) -> list[np.ndarray]:

@@ -1,61 +1,141 @@
-"""Metrics as sums: each batch gives (numerator, denominator), partitions add, the end divides."""
+"""Metrics by name: what strings, pairs, dicts and torchmetrics given as ``metrics`` stand for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import copy
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache, partial
+from typing import Any, TypeAlias
 
 import torch
 
 from sparkdl.errors import ParameterError, nearest
+from sparkdl.infer.metric import MeanMetric, Metric
+from sparkdl.infer.ranking import AUC, hit_ratio, ndcg, top_k
+from sparkdl.infer.torchmetrics import TorchMetric, is_torchmetric
 
+__all__ = ["METRICS", "MeanMetric", "Metric", "Metrics", "resolve"]
 
-@dataclass(frozen=True)
-class MeanMetric:
-    """A mean over samples: ``function(output, target)`` gives one value a sample (or element)."""
-
-    name: str
-    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-    def sums(self, output: torch.Tensor, target: torch.Tensor) -> tuple[float, float]:
-        """(sum, count) over a batch, in float64."""
-        values = self.function(output, target)
-        return float(values.double().sum()), float(values.numel())
+Metrics: TypeAlias = Iterable[Any] | Mapping[str, Any]
+"""What :func:`resolve` takes."""
 
 
 def _accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Classes by argmax over dimension 1; one output a sample means a logit, positive for class 1."""
-    if output.ndim > target.ndim:
-        return output.argmax(dim=1) == target
-    return (output > 0) == (target > 0.5)
+    output, target = _without_ones(output, target)
+    if output.ndim == target.ndim + 1:
+        output = output.argmax(dim=1)
+        return output == _same_shape(output, target)
+    return (output > 0) == (_same_shape(output, target) > 0.5)
 
 
 def _absolute_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output - target).abs()
+    output, target = _without_ones(output, target)
+    return (output - _same_shape(output, target)).abs()
 
 
 def _squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output - target).square()
+    output, target = _without_ones(output, target)
+    return (output - _same_shape(output, target)).square()
+
+
+def _without_ones(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, 1) as (B,), of either: torch would broadcast (B, 1) and (B,) to (B, B)."""
+    pair = [
+        one.reshape(-1) if one.ndim == 2 and one.shape[1] == 1 else one for one in (output, target)
+    ]
+    return pair[0], pair[1]
+
+
+def _same_shape(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """``target``. Raises ValueError where it has not the shape of ``output``."""
+    if output.shape != target.shape:
+        raise ValueError("the label must have one value for each value of the output")
+    return target
 
 
 METRICS = {
     "accuracy": MeanMetric("accuracy", _accuracy),
-    "mae": MeanMetric("mae", _absolute_error),
-    "mse": MeanMetric("mse", _squared_error),
+    "top1": MeanMetric("top1", _accuracy),
+    "mae": MeanMetric("mae", _absolute_error, higher_is_better=False),
+    "mse": MeanMetric("mse", _squared_error, higher_is_better=False),
 }
+"""The means that have a name of their own."""
+
+_OF_K = {"top": top_k, "hit_ratio": hit_ratio, "ndcg": ndcg}
+_K = re.compile(r"(?P<name>top|hit_ratio|ndcg)@(?P<k>\d+)")
+_KNOWN = ("loss", "accuracy", "top1", "top5", "top@k", "mae", "mse", "auc", "hit_ratio@k", "ndcg@k")
 
 
-def resolve(metrics: Sequence[str | MeanMetric]) -> list[MeanMetric]:
-    """Names and metrics -> metrics. Raises :class:`ParameterError` with the nearest name."""
-    resolved = []
-    for metric in metrics:
-        if isinstance(metric, MeanMetric):
-            resolved.append(metric)
-        elif metric in METRICS:
-            resolved.append(METRICS[metric])
-        elif metric != "loss":
-            raise ParameterError(
-                f'unknown metric "{metric}".{nearest(str(metric), METRICS)} '
-                f"Known: loss, {', '.join(METRICS)}, or a sparkdl.MeanMetric."
-            )
-    return resolved
+def resolve(metrics: Metrics) -> list[Metric]:
+    """Names and metrics -> metrics, in order.
+
+    Each is a name (see docs/guide/metrics.md), a :class:`Metric`, a ``torchmetrics.Metric``, or a
+    pair (name, one of these); a dict {name: one of these} stands for such pairs. "loss" is left out,
+    as it comes anyway. Raises :class:`ParameterError` for an unknown name, with the nearest one, and
+    for two metrics of one name.
+    """
+    if isinstance(metrics, str) or not isinstance(metrics, Iterable):
+        raise ParameterError(f"metrics={metrics!r}: give a list, such as metrics=[{metrics!r}].")
+    given = list(metrics.items()) if isinstance(metrics, Mapping) else list(metrics)
+    resolved: dict[str, Metric] = {}
+    for one in given:
+        if isinstance(one, Mapping):
+            metric_list = [_named(name, metric) for name, metric in one.items()]
+        elif isinstance(one, str) and one == "loss":
+            continue
+        else:
+            metric_list = [_metric(one)]
+        for metric in metric_list:
+            if resolved.get(metric.name, metric) != metric or metric.name == "loss":
+                raise ParameterError(
+                    f'two metrics are called "{metric.name}": give one of them another name, as in '
+                    f'metrics=[("my_{metric.name}", metric), ...].'
+                )
+            resolved[metric.name] = metric
+    return list(resolved.values())
+
+
+def _metric(one: Any) -> Metric:
+    if isinstance(one, Metric):
+        if not isinstance(getattr(one, "name", None), str):
+            raise ParameterError(f"a {type(one).__name__} has no name: set its attribute name.")
+        return one
+    if isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str):
+        return _named(*one)
+    if is_torchmetric(one):
+        return TorchMetric.of(type(one).__name__, one)
+    if isinstance(one, str):
+        return _of_name(one)
+    raise ParameterError(
+        f"unknown metric {one!r} ({type(one).__name__}). Give a name, a sparkdl.Metric, a "
+        "torchmetrics.Metric, or a pair (name, metric)."
+    )
+
+
+def _named(name: str, one: Any) -> Metric:
+    """``one`` under another name."""
+    if is_torchmetric(one):
+        return TorchMetric.of(name, one)
+    metric = copy.copy(_metric(one))
+    object.__setattr__(metric, "name", name)
+    return metric
+
+
+@cache  # so that a name given twice is one metric
+def _of_name(name: str) -> Metric:
+    if name in METRICS:
+        return METRICS[name]
+    if name == "auc":
+        return AUC()
+    plain = {"top5": "top@5", "hit_ratio": "hit_ratio@10", "ndcg": "ndcg@10"}.get(name, name)
+    match = _K.fullmatch(plain)
+    if match and int(match["k"]) > 0:
+        return MeanMetric(name, partial(_OF_K[match["name"]], k=int(match["k"])))
+    if match:
+        raise ParameterError(f'metric "{name}": k must be at least 1.')
+    raise ParameterError(
+        f'unknown metric "{name}".{nearest(name, _KNOWN)} Known: {", ".join(_KNOWN)}, or a '
+        "sparkdl.Metric or torchmetrics.Metric."
+    )

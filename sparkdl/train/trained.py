@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from torch import nn
 from sparkdl.data.partition import Field
 from sparkdl.errors import ModelError, ParameterError
 from sparkdl.infer.evaluate import Evaluation, evaluate
-from sparkdl.infer.metrics import MeanMetric, resolve
+from sparkdl.infer.metrics import Metrics, resolve
 from sparkdl.infer.output import Output
 from sparkdl.infer.predict import Finish, predict_dataframe, predict_rdd
 from sparkdl.infer.predictor import ShippedModule
+from sparkdl.infer.scoring import Scorer
 from sparkdl.train.history import History
 
 
@@ -99,11 +100,16 @@ class TrainedModel:
     def evaluate(
         self,
         data: DataFrame | RDD,
-        metrics: Sequence[str | MeanMetric] = (),
+        metrics: Metrics = (),
         batch_size: int = 1024,
     ) -> dict[str, float]:
-        """Means over all samples: ``loss`` and each of ``metrics`` ("accuracy", "mae", "mse", or a
-        :class:`sparkdl.MeanMetric`), computed on the executors in evaluation mode."""
+        """``loss``, the mean over all samples, and each of ``metrics``, by name.
+
+        Computed on the executors in evaluation mode. A metric is a name ("accuracy", "top@5",
+        "mae", "mse", "auc", "hit_ratio@10", "ndcg@10"), a :class:`sparkdl.Metric`, a
+        ``torchmetrics.Metric``, or a pair (name, metric); see docs/guide/metrics.md. Raises
+        :class:`ParameterError` for a metric that does not go with the output or the label.
+        """
         resolved = tuple(resolve(metrics))
         if self.loss is None and not resolved:
             raise ParameterError(
@@ -114,7 +120,10 @@ class TrainedModel:
             raise ParameterError(f"metrics need one label; the model has {len(self.label)}.")
         context = data.ctx if isinstance(data, RDD) else getattr(data.sparkSession, "_sc", None)
         evaluation = Evaluation(
-            self._ship(context), self.loss, resolved, self.num_features, _batch_size(batch_size)
+            self._ship(context),
+            Scorer(self.loss, resolved),
+            self.num_features,
+            _batch_size(batch_size),
         )
         return evaluate(data, evaluation, self.features, self.label, self.float_dtype)
 

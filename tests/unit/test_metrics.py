@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl.errors import ParameterError
-from sparkdl.infer.metrics import METRICS, MeanMetric, resolve
+from sparkdl.infer.metrics import METRICS, MeanMetric, Metric, resolve
 
 
 def test_accuracy_of_classes() -> None:
@@ -81,5 +83,85 @@ def test_an_unknown_name(name: str, hint: str) -> None:
     with pytest.raises(ParameterError) as caught:
         resolve(["mse", name])
     assert str(caught.value) == (
-        f'unknown metric "{name}".{hint} Known: loss, accuracy, mae, mse, or a sparkdl.MeanMetric.'
+        f'unknown metric "{name}".{hint} Known: loss, accuracy, top1, top5, top@k, mae, mse, auc, '
+        "hit_ratio@k, ndcg@k, or a sparkdl.Metric or torchmetrics.Metric."
     )
+
+
+@pytest.mark.parametrize("name", ["accuracy", "mae", "mse"])
+def test_a_column_of_ones_is_no_matrix(name: str) -> None:
+    """(B, 1) against (B,), in any combination: torch would make (B, B) of it."""
+    output, target = torch.tensor([-1.0, 2.0, 3.0]), torch.tensor([0.0, 1.0, 0.0])
+    expected = METRICS[name].sums(output, target)
+    assert expected[1] == 3
+    assert METRICS[name].sums(output[:, None], target) == expected
+    assert METRICS[name].sums(output, target[:, None]) == expected
+    assert METRICS[name].sums(output[:, None], target[:, None]) == expected
+
+
+@pytest.mark.parametrize("name", ["accuracy", "mae", "mse"])
+@pytest.mark.parametrize("shapes", [((4, 3), (4, 2)), ((4, 3, 2), (4, 3)), ((4,), (3,))])
+def test_shapes_that_do_not_go_together(name: str, shapes: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(ValueError, match="one value for each value of the output"):
+        METRICS[name].sums(torch.zeros(shapes[0]), torch.zeros(shapes[1]))
+
+
+def test_which_way_is_better() -> None:
+    names = ["accuracy", "mae", "mse", "auc", "ndcg@3"]
+    assert [m.higher_is_better for m in resolve(names)] == [True, False, False, True, True]
+
+
+class Largest(Metric):
+    """The state is anything; here the largest error so far."""
+
+    name = "largest"
+    higher_is_better = False
+
+    def start(self) -> float:
+        return 0.0
+
+    def update(self, state: float, output: torch.Tensor, target: torch.Tensor) -> float:
+        return max(state, float((output - target).abs().max()))
+
+    def merge(self, one: float, other: float) -> float:
+        return max(one, other)
+
+    def value(self, state: float) -> float:
+        return state
+
+
+def test_pairs_and_dicts_give_names() -> None:
+    mean = MeanMetric("mean", lambda output, target: output)
+    largest = Largest()
+    found = resolve([("mine", mean), {"top": "top@3", "worst": largest}, "auc", largest])
+    assert [metric.name for metric in found] == ["mine", "top", "worst", "auc", "largest"]
+    assert (mean.name, largest.name) == ("mean", "largest")
+    assert [metric.name for metric in resolve({"a": mean, "b": "mae"})] == ["a", "b"]
+
+
+def test_a_metric_given_twice_counts_once() -> None:
+    assert [metric.name for metric in resolve(["top5", "auc", "mae", "auc", "top5"])] == [
+        "top5",
+        "auc",
+        "mae",
+    ]
+
+
+def test_two_metrics_of_one_name() -> None:
+    with pytest.raises(ParameterError, match='two metrics are called "mae"'):
+        resolve(["mae", MeanMetric("mae", lambda output, target: output)])
+    with pytest.raises(ParameterError, match='two metrics are called "loss"'):
+        resolve([("loss", "mae")])
+
+
+def test_k_of_nothing() -> None:
+    with pytest.raises(ParameterError, match='metric "ndcg@0": k must be at least 1'):
+        resolve(["ndcg@0"])
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"), [("mae", "give a list"), ([3], "unknown metric 3")]
+)
+def test_what_is_no_metric(metrics: Any, message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        resolve(metrics)

@@ -1,0 +1,178 @@
+"""Loss and metrics of batches, as states that merge: for ``evaluate`` and for validation alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from sparkdl.errors import ParameterError, raise_all
+from sparkdl.infer.metric import Metric
+from sparkdl.step.compute import call_loss
+
+States: TypeAlias = list[Any]
+"""[samples seen, (sum of the loss, sum of its weights), a state for each metric]; pickles."""
+
+LossOf: TypeAlias = Callable[
+    [Any, Sequence[torch.Tensor], torch.Tensor | None], tuple[torch.Tensor | float, float]
+]
+"""(output, targets, weights) -> the mean loss of a batch, and what it weighs in the whole."""
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """What to compute of the model's outputs: a loss, metrics, or both.
+
+    Each partition folds its batches into states (``start``, then ``update``), which pickle; the
+    driver merges those of all partitions, in their order, and asks for the ``values``.
+    """
+
+    loss: Callable[..., torch.Tensor] | None
+    """Gives the mean over a batch; called as in training."""
+    metrics: tuple[Metric, ...] = ()
+    loss_of: LossOf | None = None
+    """Used for ``loss`` where it is given; the place of sample weights. Without it a batch weighs as
+    many as it has samples. Metrics know no weights."""
+
+    def start(self) -> States:
+        """The states before the first batch."""
+        return [0, (0.0, 0.0), *(metric.start() for metric in self.metrics)]
+
+    def update(
+        self,
+        states: States,
+        output: Any,
+        targets: Sequence[torch.Tensor],
+        weights: torch.Tensor | None = None,
+        samples: int | None = None,
+    ) -> States:
+        """The states after a batch more; go on with these, ``states`` may have been used up.
+
+        ``output``: what the model returned, on any device. ``targets``: one tensor a label, on the
+        device of the output; several go to the loss as a tuple, and metrics need exactly one.
+        ``weights``: one a sample, for ``loss_of``. ``samples``: how many the batch has, by default
+        the rows of the first target or of the output. Raises :class:`ParameterError` where a metric
+        fails, with its name and the shapes.
+        """
+        count = _rows(output, targets) if samples is None else samples
+        if not count:
+            return states
+        total, mass = states[1]
+        if self.loss_of is not None:
+            mean, weight = self.loss_of(output, targets, weights)
+            total, mass = total + float(mean) * float(weight), mass + float(weight)
+        elif self.loss is not None:
+            if weights is not None:
+                raise ValueError("weights go with a loss_of")
+            total = total + float(call_loss(self.loss, output, targets)) * count
+            mass = mass + count
+        updated = [states[0] + count, (total, mass)]
+        if self.metrics:
+            plain, target = self._plain(output, targets)
+            for metric, state in zip(self.metrics, states[2:], strict=True):
+                try:
+                    updated.append(metric.update(state, plain, target))
+                except Exception as error:
+                    raise ParameterError(
+                        f"{_failed(metric, error)}. The output is {_shape(plain)}, the label "
+                        f"{_shape(target)}."
+                    ) from error
+        return updated
+
+    def merge(self, many: Sequence[States]) -> States:
+        """Of several parts of the data, in order, those of all of it."""
+        merged = self.start()
+        for states in many:
+            if not states[0]:
+                continue
+            merged[0] += states[0]
+            merged[1] = (merged[1][0] + states[1][0], merged[1][1] + states[1][1])
+            for i, metric in enumerate(self.metrics, start=2):
+                try:
+                    merged[i] = metric.merge(merged[i], states[i])
+                except Exception as error:
+                    raise ParameterError(f"{_failed(metric, error)}.") from error
+        return merged
+
+    def is_empty(self, states: States) -> bool:
+        """Whether no sample was seen."""
+        return not states[0]
+
+    def values(self, states: States) -> dict[str, float]:
+        """By name, "loss" first where there is one. What has seen no sample is left out."""
+        values = {}
+        total, mass = states[1]
+        if mass:
+            values["loss"] = total / mass
+        for metric, state in zip(self.metrics, states[2:], strict=True):
+            if states[0] and not metric.is_empty(state):
+                try:
+                    values[metric.name] = float(metric.value(state))
+                except ParameterError:
+                    raise
+                except Exception as error:
+                    raise ParameterError(f"{_failed(metric, error)}.") from error
+        return values
+
+    @property
+    def higher_is_better(self) -> Mapping[str, bool]:
+        """By name, in the order of :meth:`values`."""
+        loss = {} if self.loss is None and self.loss_of is None else {"loss": False}
+        return loss | {metric.name: metric.higher_is_better for metric in self.metrics}
+
+    def check(self, output: Any, targets: Sequence[torch.Tensor]) -> None:
+        """Try every metric on a preview batch: update, merge and value.
+
+        Raises :class:`ParameterError` that lists what cannot work. A value that a few rows do not
+        allow, such as a correlation of one, is no mistake.
+        """
+        problems = []
+        for metric in self.metrics:
+            alone = Scorer(None, (metric,))
+            try:
+                states = [alone.update(alone.start(), output, targets) for _ in range(2)]
+                merged = alone.merge(states)
+            except ParameterError as error:
+                problems.append(str(error))
+                continue
+            try:
+                alone.values(merged)
+            except ParameterError as error:
+                if error.__cause__ is None:
+                    problems.append(str(error))
+        raise_all(ParameterError, problems)
+
+    def _plain(
+        self, output: Any, targets: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and target on the CPU, for metrics."""
+        names = ", ".join(metric.name for metric in self.metrics)
+        if len(targets) != 1:
+            raise ParameterError(f"metrics need one label; the model has {len(targets)} ({names}).")
+        if not isinstance(output, torch.Tensor):
+            raise ParameterError(
+                f"metrics need a model that returns one tensor, and this one returns a "
+                f"{type(output).__name__} ({names}). Leave the metrics out, or wrap the model."
+            )
+        return output.detach().cpu(), targets[0].detach().cpu()
+
+
+def _rows(output: Any, targets: Sequence[torch.Tensor]) -> int:
+    """Samples of a batch."""
+    first = targets[0] if targets else output
+    while isinstance(first, (tuple, list, Mapping)):
+        first = next(iter(first.values() if isinstance(first, Mapping) else first))
+    return len(first)
+
+
+def _failed(metric: Metric, error: Exception) -> str:
+    reason = str(error).strip().rstrip(".")
+    if not isinstance(error, ValueError) or not reason:  # not said for the user's eyes
+        reason = f"{type(error).__name__}: {reason}".removesuffix(": ")
+    return f'metric "{metric.name}" failed: {reason}'
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -1,0 +1,317 @@
+"""Loss and metrics as states: any cut of the data gives what one pass gives."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics as tm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import roc_auc_score
+from torch import nn
+
+from sparkdl.errors import ParameterError
+from sparkdl.infer.metric import MeanMetric, Metric
+from sparkdl.infer.metrics import resolve
+from sparkdl.infer.scoring import Scorer, States
+
+pytestmark = pytest.mark.filterwarnings("ignore:Metric .Spearman")
+
+ROWS, CLASSES = 60, 3
+GENERATOR = torch.Generator().manual_seed(0)
+SCORES = torch.randn(ROWS, CLASSES, generator=GENERATOR)
+LABELS = torch.randint(0, CLASSES, (ROWS,), generator=GENERATOR)
+VALUES = torch.randn(ROWS, generator=GENERATOR)
+BINARY = (torch.randn(ROWS, generator=GENERATOR) > 0).long()
+WHOLE = [[(0, ROWS)]]
+
+
+def folded(scorer: Scorer, output: torch.Tensor, target: torch.Tensor, parts: Any) -> States:
+    """``parts``: for each partition, the bounds of its batches."""
+    many = []
+    for part in parts:
+        states = scorer.start()
+        for a, b in part:
+            states = scorer.update(states, output[a:b], [target[a:b]])
+        many.append(pickle.loads(pickle.dumps(states)))
+    return scorer.merge(many)
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> list[list[tuple[int, int]]]:
+    """Partitions of batches, some of them empty, that make up all rows in order."""
+    inner = draw(st.lists(st.integers(1, ROWS - 1), max_size=8, unique=True))
+    batches = list(itertools.pairwise(sorted({0, ROWS, *inner})))
+    bounds = sorted([0, len(batches), *draw(st.lists(st.integers(0, len(batches)), max_size=3))])
+    return [batches[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(cuts())
+def test_any_cut_gives_what_one_pass_gives(parts: Any) -> None:
+    names = ["accuracy", "top@2", "hit_ratio@2", "ndcg@2"]
+    scorer = Scorer(nn.CrossEntropyLoss(), tuple(resolve(names)))
+    found = scorer.values(folded(scorer, SCORES, LABELS, parts))
+    assert list(found) == ["loss", *names]
+    assert found == pytest.approx(scorer.values(folded(scorer, SCORES, LABELS, WHOLE)), rel=1e-6)
+    expected = nn.functional.cross_entropy(SCORES, LABELS)
+    assert found["loss"] == pytest.approx(float(expected), rel=1e-6)
+    binary = Scorer(None, tuple(resolve(["auc", "mae", "mse"])))
+    assert binary.values(folded(binary, VALUES, BINARY, parts))["auc"] == pytest.approx(
+        roc_auc_score(BINARY, VALUES), abs=1e-12
+    )
+
+
+CASES = {
+    "sums of classes": (lambda: tm.F1Score("multiclass", num_classes=CLASSES, average="macro"), SCORES, LABELS),
+    "sums": (lambda: tm.MeanSquaredError(), VALUES, BINARY.float()),
+    "several sums": (lambda: tm.R2Score(), VALUES, BINARY.float()),
+    "lists": (lambda: tm.AUROC("binary"), VALUES.sigmoid(), BINARY),
+    "ranks of lists": (lambda: tm.SpearmanCorrCoef(), VALUES, BINARY.float()),
+    "bins": (lambda: tm.AUROC("multiclass", num_classes=CLASSES, thresholds=20), SCORES, LABELS),
+    "a constant that is a mean": (
+        lambda: tm.image.PeakSignalNoiseRatio(data_range=2.0), VALUES, BINARY.float()
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@settings(deadline=None, max_examples=12)
+@given(parts=cuts())
+def test_torchmetrics_merge(case: tuple[Any, torch.Tensor, torch.Tensor], parts: Any) -> None:
+    make, output, target = case
+    metric = make()
+    metric.update(output, target)
+    expected = float(metric.compute())
+    scorer = Scorer(None, tuple(resolve([("it", metric)])))
+    found = scorer.values(folded(scorer, output, target, parts))
+    assert found["it"] == pytest.approx(expected, rel=1e-5)
+    assert metric.update_count == 1  # the user's own object is left alone
+
+
+def test_a_mean_over_updates_is_weighted_by_them() -> None:
+    class Mean(tm.Metric):
+        full_state_update = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("mean", torch.tensor(0.0), dist_reduce_fx="mean")
+
+        def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+            self.mean += (output.mean() - self.mean) / self._update_count
+
+        def compute(self) -> torch.Tensor:
+            return self.mean
+
+    scorer = Scorer(None, tuple(resolve([Mean()])))
+    batches = [(i, i + 10) for i in range(0, ROWS, 10)]
+    for parts in ([batches], [batches[:1], batches[1:]], [batches[:4], [], batches[4:]]):
+        found = scorer.values(folded(scorer, VALUES, VALUES, parts))
+        assert found == pytest.approx({"Mean": float(VALUES.mean())}, abs=1e-6)
+
+
+def test_states_are_fresh_and_in_order() -> None:
+    """A list state keeps the rows' order across partitions, and its own copy of them."""
+    (metric,) = resolve([tm.SpearmanCorrCoef()])
+    target = VALUES.clone()
+    one = metric.update(metric.start(), VALUES[:3], target[:3])
+    other = metric.update(metric.start(), VALUES[3:9], target[3:9])
+    target.zero_()
+    state, updates = metric.merge(one, other)
+    assert torch.cat(state["target"]).equal(VALUES[:9])
+    assert updates == 2
+    assert metric.is_empty(metric.start())
+
+
+def test_under_inference_mode() -> None:
+    scorer = Scorer(None, tuple(resolve([tm.MeanSquaredError(), tm.SpearmanCorrCoef()])))
+    states = scorer.start()
+    with torch.inference_mode():
+        states = scorer.update(states, VALUES * 2, [VALUES])
+    states = scorer.update(pickle.loads(pickle.dumps(states)), VALUES * 2, [VALUES])
+    found = scorer.values(scorer.merge([states, states]))
+    expected = {"MeanSquaredError": float(VALUES.square().mean()), "SpearmanCorrCoef": 1.0}
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_which_way_is_better() -> None:
+    metrics = [tm.MeanSquaredError(), ("f1", tm.F1Score("binary")), tm.SumMetric(), "mae"]
+    scorer = Scorer(nn.MSELoss(), tuple(resolve(metrics)))
+    assert dict(scorer.higher_is_better) == {
+        "loss": False, "MeanSquaredError": False, "f1": True, "SumMetric": True, "mae": False,
+    }  # fmt: skip
+    assert "loss" not in Scorer(None).higher_is_better
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (tm.PearsonCorrCoef(), "cannot be merged"),
+        (tm.MaxMetric(), "cannot be merged"),
+        (tm.F1Score("binary") + tm.Accuracy("binary"), "cannot be merged"),
+        (tm.MetricCollection([tm.F1Score("binary")]), "give its metrics one by one"),
+    ],
+)
+def test_torchmetrics_that_cannot_merge(metric: Any, message: str) -> None:
+    with pytest.raises(ParameterError, match=f'metric "it" .torchmetrics.*{message}'):
+        resolve({"it": metric})
+
+
+def test_a_torchmetric_of_several_numbers() -> None:
+    metric = tm.F1Score("multiclass", num_classes=CLASSES, average=None)
+    scorer = Scorer(None, tuple(resolve([("f1", metric)])))
+    message = 'metric "f1" gives a tensor of shape (3,), not one number: give one that is reduced'
+    for use in (
+        lambda: scorer.check(SCORES, [LABELS]),
+        lambda: scorer.values(folded(scorer, SCORES, LABELS, WHOLE)),
+    ):
+        with pytest.raises(ParameterError) as caught:
+            use()
+        assert str(caught.value).startswith(message)
+
+
+def test_torchmetrics_is_not_imported_for_others() -> None:
+    code = (
+        "import sys, sparkdl\n"
+        "from sparkdl.infer.scoring import Scorer\n"
+        "from sparkdl.infer.metrics import resolve\n"
+        "resolve(['auc', 'top5', ('mine', sparkdl.MeanMetric('m', max))])\n"
+        "print('torchmetrics' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+# the loss
+
+
+def test_the_loss_is_weighted_by_samples() -> None:
+    scorer = Scorer(lambda output, target: (output - target).abs().mean())
+    batches = [(0, 50), (50, 60)]
+    expected = float((VALUES - BINARY).abs().mean())
+    for parts in ([batches], [batches[:1], batches[1:]]):
+        states = folded(scorer, VALUES, BINARY, parts)
+        assert scorer.values(states) == pytest.approx({"loss": expected}, rel=1e-6)
+
+
+def test_weights_of_samples() -> None:
+    def weighted(
+        output: torch.Tensor, targets: Any, weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor, float]:
+        assert weights is not None
+        return ((output - targets[0]).abs() * weights).sum() / weights.sum(), float(weights.sum())
+
+    weights = torch.rand(ROWS, generator=torch.Generator().manual_seed(1))
+    scorer = Scorer(nn.L1Loss(), tuple(resolve(["mae"])), weighted)
+    states = scorer.start()
+    for a, b in ((0, 13), (13, ROWS)):
+        states = scorer.update(states, VALUES[a:b], [BINARY[a:b]], weights[a:b])
+    error = (VALUES - BINARY).abs()
+    expected = {"loss": float((error * weights).sum() / weights.sum()), "mae": float(error.mean())}
+    assert scorer.values(states) == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(ValueError, match="weights go with a loss_of"):
+        Scorer(nn.L1Loss()).update(Scorer(nn.L1Loss()).start(), VALUES, [BINARY], weights)
+
+
+def test_several_labels_and_none() -> None:
+    both = Scorer(lambda output, targets: (output - targets[0] - targets[1]).mean())
+    states = both.update(both.start(), torch.full((4,), 5.0), [torch.ones(4), torch.ones(4)])
+    assert both.values(states) == {"loss": 3.0}
+    alone = Scorer(lambda output: output["y"].mean())
+    states = alone.update(alone.start(), {"y": torch.ones(4)}, [])
+    states = alone.update(states, {"y": torch.zeros(12)}, [])
+    assert alone.values(states) == {"loss": 0.25}
+
+
+def test_nothing_seen() -> None:
+    scorer = Scorer(nn.MSELoss(), tuple(resolve(["mae", "auc", tm.MeanSquaredError()])))
+    empty = scorer.merge([scorer.start(), scorer.start()])
+    assert scorer.is_empty(empty)
+    assert scorer.values(empty) == scorer.values(scorer.merge([])) == {}
+    states = scorer.update(scorer.start(), VALUES[:0], [VALUES[:0]])
+    assert scorer.is_empty(states)
+
+
+def test_a_metric_that_measured_nothing_is_left_out() -> None:
+    masked = MeanMetric("masked", lambda output, target: output[target > 99])
+    scorer = Scorer(None, (masked, *resolve(["mae"])))
+    assert list(scorer.values(folded(scorer, VALUES, VALUES, WHOLE))) == ["mae"]
+    assert math.isnan(masked.value(masked.start()))
+
+
+# mistakes
+
+
+def test_a_failing_metric_is_named_with_the_shapes() -> None:
+    scorer = Scorer(None, tuple(resolve(["accuracy", "top5"])))
+    message = (
+        'metric "top5" failed: top-5 of 3 classes: k is more than there are classes. '
+        "The output is (60, 3) float32, the label (60,) int64."
+    )
+    with pytest.raises(ParameterError) as caught:
+        scorer.update(scorer.start(), SCORES, [LABELS])
+    assert str(caught.value) == message
+    with pytest.raises(ParameterError) as caught:
+        scorer.check(SCORES, [LABELS])
+    assert str(caught.value) == message
+
+
+def test_a_failing_torchmetric_is_named_with_the_shapes() -> None:
+    scorer = Scorer(None, tuple(resolve([("f1", tm.F1Score("binary"))])))
+    with pytest.raises(ParameterError, match=r'"f1" failed: .*The output is \(60, 3\) float32'):
+        scorer.update(scorer.start(), SCORES, [LABELS])
+
+
+def test_a_bug_in_a_metric_is_told_with_its_kind() -> None:
+    scorer = Scorer(None, (MeanMetric("mine", lambda output, target: {}["key"]),))
+    with pytest.raises(ParameterError, match=r"failed: KeyError: 'key'. The output is"):
+        scorer.update(scorer.start(), SCORES, [LABELS])
+
+
+def test_check_lists_every_problem_and_passes_what_works() -> None:
+    good = ["accuracy", "top@3", "ndcg", tm.F1Score("multiclass", num_classes=3, average="macro")]
+    Scorer(None, tuple(resolve(good))).check(SCORES, [LABELS])
+    Scorer(None, tuple(resolve([tm.R2Score(), "auc"]))).check(VALUES[:1], [BINARY[:1]])
+    with pytest.raises(ParameterError) as caught:
+        Scorer(None, tuple(resolve(["auc", "accuracy", "mae"]))).check(SCORES, [LABELS])
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "2 problems:"
+    assert [line.split()[2] for line in lines[1:]] == ['"auc"', '"mae"']
+
+
+def test_metrics_need_one_tensor_and_one_label() -> None:
+    scorer = Scorer(None, tuple(resolve(["accuracy", "mae"])))
+    with pytest.raises(ParameterError, match=r"one label; the model has 2 \(accuracy, mae\)"):
+        scorer.update(scorer.start(), SCORES, [LABELS, LABELS])
+    with pytest.raises(ParameterError, match="this one returns a tuple"):
+        scorer.update(scorer.start(), (SCORES, SCORES), [LABELS])
+
+
+def test_a_metric_of_ones_own() -> None:
+    class Range(Metric):
+        """The state may be anything that pickles."""
+
+        name = "range"
+
+        def start(self) -> tuple[float, float]:
+            return math.inf, -math.inf
+
+        def update(self, state: Any, output: torch.Tensor, target: torch.Tensor) -> Any:
+            return self.merge(state, (float(output.min()), float(output.max())))
+
+        def merge(self, one: Any, other: Any) -> Any:
+            return min(one[0], other[0]), max(one[1], other[1])
+
+        def value(self, state: Any) -> float:
+            return state[1] - state[0]
+
+    scorer = Scorer(None, (Range(),))
+    found = scorer.values(folded(scorer, VALUES, VALUES, [[(0, 9), (9, 20)], [], [(20, ROWS)]]))
+    assert found == {"range": pytest.approx(float(VALUES.max() - VALUES.min()))}
