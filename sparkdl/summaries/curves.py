@@ -51,7 +51,7 @@ def plot_history(history: History, path: str | Path) -> None:
     losses = metrics.pop("loss", ([], []))
     panels = _panels(metrics)
     figure = make_figure(figsize=(8, 4.5 + 1.8 * len(panels)), dpi=120, layout="constrained")
-    heights = [3.2, *[2.2] * len(panels), 1.1]
+    heights = [3.2, *[2.2] * len(panels), 1.3]
     top, *middle, bottom = figure.subplots(
         len(heights), sharex=True, gridspec_kw={"height_ratios": heights}
     )

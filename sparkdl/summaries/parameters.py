@@ -19,7 +19,8 @@ _SECRET_NUMBER = re.compile(
     re.IGNORECASE,
 )
 _SECRET = re.compile(rf"token|{_SECRET_NUMBER.pattern}", re.IGNORECASE)
-_IN_URL = re.compile(r"(\w+://)[^/\s@]*@|(?<=\w)\?\S*")  # user and password; signed queries
+_PASSWORD = re.compile(r"(\w+://)[^/\s@]*@")
+_QUERY = re.compile(r"(\w+://[^\s?]*)\?\S*")  # which may be signed
 
 
 def plain_parameters(trainer: Any) -> dict[str, str]:
@@ -36,7 +37,7 @@ def plain_parameters(trainer: Any) -> dict[str, str]:
 def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, (str, int, float, type(None))):
         if not (_SECRET if isinstance(value, str) else _SECRET_NUMBER).search(name):
-            yield name, _cut(_IN_URL.sub(r"\1", str(value)))
+            yield name, _cut(_QUERY.sub(r"\1", _PASSWORD.sub(r"\1", str(value))))
     elif isinstance(value, Trigger):
         named = type(value).__repr__ is object.__repr__  # which would tell an address
         yield name, _cut(type(value).__name__ if named else repr(value))

@@ -36,9 +36,9 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 def read(path: Path) -> dict[str, Any]:
     """Read a file in the format of its suffix."""
+    parse = from_csv if _is_csv(path) else from_json
     with path.open(encoding="utf-8", newline="") as file:
-        text = file.read()
-    return from_csv(text) if _is_csv(path) else from_json(text)
+        return parse(file.read())
 
 
 def to_json(content: dict[str, Any], indent: int | None = None) -> str:
