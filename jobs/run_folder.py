@@ -71,11 +71,11 @@ class RunFolder:
             + yaml.safe_dump(redacted(config.content()), sort_keys=False, allow_unicode=True)
         )
 
-    def write_training(self, trained: TrainedModel, batch_size: int) -> None:
+    def write_training(self, trained: TrainedModel) -> None:
         """``model/``, ``history.json`` and ``loss.png``."""
         trained.save(self.path / "model")
         trained.history.save(self.path / "history.json")
-        draw_losses(trained.history, self.path / "loss.png", batch_size)
+        draw_losses(trained.history, self.path / "loss.png")
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """``summary.json``."""
@@ -117,36 +117,9 @@ def find_model(path: str | Path) -> tuple[Path, Path | None]:
     raise FileNotFoundError(f"{given} is neither a run folder nor a model (no model.json in it).")
 
 
-def draw_losses(history: History, path: Path, batch_size: int) -> None:
-    """The loss of each iteration as a thin line, the mean of each epoch as a thick one."""
+def draw_losses(history: History, path: Path) -> None:
+    """``loss.png``; matplotlib says nothing about its fonts."""
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
-    import matplotlib
+    from sparkdl.summaries import plot_history
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import MaxNLocator
-
-    epochs = history.epochs()
-    ends = [sum(e["iterations"] for e in epochs[: i + 1]) for i in range(len(epochs))]
-    middles = [end - (e["iterations"] - 1) / 2 for end, e in zip(ends, epochs, strict=True)]
-    means = [e["loss"] for e in epochs]
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes.plot(
-        range(1, len(history) + 1), history.losses, lw=0.7, color="#a9c4de", label="iteration"
-    )
-    axes.plot(middles, means, lw=2.2, color="#1f4e79", marker="o", ms=4, label="mean of an epoch")
-    if min(history.losses) > 0 and max(means) > 20 * min(means):
-        axes.set_yscale("log")
-    axes.set_xlabel(f"iteration (batches of {batch_size} samples)")
-    axes.set_ylabel("training loss (mean per sample)")
-    axes.set_xlim(0, len(history) + 1)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    per_epoch = epochs[0]["iterations"]
-    above = axes.secondary_xaxis(
-        "top", functions=(lambda i: i / per_epoch, lambda e: e * per_epoch)
-    )
-    above.xaxis.set_major_locator(MaxNLocator(integer=True))
-    above.set_xlabel("epoch")
-    figure.savefig(path)
-    pyplot.close(figure)
+    plot_history(history, path)

@@ -102,7 +102,7 @@ def train(spark: Any, config: Config, trainer: sparkdl.Trainer) -> None:
     with RunFolder.create(config.runs, config.name) as folder:
         folder.write_config(config)
         trained = trainer.fit(samples)
-        folder.write_training(trained, trainer.batch_size)
+        folder.write_training(trained)
         summary = summarize(trained, count)
         if test:
             found = trained.evaluate(test, config.metrics)

@@ -23,7 +23,19 @@ from sparkdl.train.persistence import load
 from sparkdl.train.state import TrainState
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.trainer import Trainer
-from sparkdl.train.triggers import Trigger, every, every_epoch, max_epoch, max_iteration
+from sparkdl.train.triggers import (
+    Trigger,
+    every,
+    every_epoch,
+    every_seconds,
+    max_epoch,
+    max_iteration,
+    max_score,
+    max_time,
+    min_loss,
+    plateau,
+    several_iterations,
+)
 
 __version__ = "0.1.0"
 
@@ -51,8 +63,14 @@ __all__ = [
     "UserError",
     "every",
     "every_epoch",
+    "every_seconds",
     "load",
     "max_epoch",
     "max_iteration",
+    "max_score",
+    "max_time",
+    "min_loss",
+    "plateau",
     "session",
+    "several_iterations",
 ]

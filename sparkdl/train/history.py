@@ -2,95 +2,212 @@
 
 from __future__ import annotations
 
-import json
+import math
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sparkdl.train.state import TrainState
+from sparkdl.train import history_files, history_tables
+from sparkdl.train.history_files import KINDS
+from sparkdl.train.state import TrainState, Validated
+
+_NO_NORM = -1.0  # a norm is never negative; NaN is one that was measured
+_CODES: dict[type, Any] = {int: "q", float: "d", bool: "q"}  # "skipped" is kept as a count
 
 
 class History:
-    """Loss, samples, learning rate and seconds of every iteration, a few bytes each."""
+    """Figures of every iteration, about 150 bytes each, and every validation."""
 
     def __init__(self) -> None:
-        self._epoch = array("q")
-        self._samples = array("q")
-        self._loss = array("d")
-        self._rate = array("d")
-        self._seconds = array("d")
+        self._columns = {name: array(_CODES[kind]) for name, kind in KINDS.items()}
+        self._timings: dict[str, array[float]] = {}
+        self._validations: list[Validated] = []
+        self._start: dict[str, Any] = {"samples": 0, "seconds": 0.0, "skipped": 0}
+
+    @staticmethod
+    def after(state: TrainState) -> History:
+        """An empty history of a run that goes on from ``state``, with the validations so far."""
+        history = History()
+        history._start = {
+            "samples": state.samples,
+            "seconds": state.seconds,
+            "skipped": state.skipped,
+        }
+        history._validations = list(state.validations)
+        return history
 
     def append(self, state: TrainState, epoch: int) -> None:
         """Record an iteration; ``epoch`` is the one it belongs to, from 1."""
-        self._epoch.append(epoch)
-        self._samples.append(state.samples)
-        self._loss.append(state.loss)
-        self._rate.append(state.learning_rates[0] if state.learning_rates else float("nan"))
-        self._seconds.append(state.seconds)
+        rates, norm = state.learning_rates, state.gradient_norm
+        row = (
+            state.iteration,
+            epoch,
+            state.loss,
+            rates[0] if rates else math.nan,
+            state.samples,
+            state.seconds,
+            _NO_NORM if norm is None else norm,
+            state.loss_scale,
+            state.skipped,
+        )
+        for activity in state.timings:
+            if activity not in self._timings:
+                self._timings[activity] = array("d", [math.nan]) * len(self)
+        for activity, column in self._timings.items():
+            column.append(state.timings.get(activity, math.nan))
+        for column, value in zip(self._columns.values(), row, strict=True):
+            column.append(value)
+
+    def append_validation(self, validated: Validated) -> None:
+        """Record a validation."""
+        self._validations.append(validated)
+
+    def truncate(self, iteration: int) -> None:
+        """Forget what came after ``iteration``: a run goes back to it."""
+        length = bisect_right(self._columns["iteration"], iteration)
+        for column in (*self._columns.values(), *self._timings.values()):
+            del column[length:]
+        self._validations = [v for v in self._validations if v.iteration <= iteration]
 
     def __len__(self) -> int:
-        return len(self._loss)
+        return len(self._columns["loss"])
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """One record an iteration, from 1: iteration, epoch, loss, learning_rate (of the first
-        parameter group), samples (seen so far) and seconds (since the start)."""
-        rows = zip(self._epoch, self._loss, self._rate, self._samples, self._seconds, strict=True)
-        for i, (epoch, loss, rate, samples, seconds) in enumerate(rows):
-            yield {
-                "iteration": i + 1,
-                "epoch": epoch,
-                "loss": loss,
-                "learning_rate": rate,
-                "samples": samples,
-                "seconds": seconds,
-            }
+        """One record an iteration: iteration (from 1), epoch, loss, learning_rate (of the first
+        parameter group), samples (seen so far), seconds (since the start), gradient_norm (before
+        clipping; None where it was not measured), loss_scale, skipped (whether this iteration's
+        update was left out) and timings (seconds by activity, see :class:`sparkdl.TrainState`)."""
+        skips = self._start["skipped"]
+        for i, row in enumerate(zip(*self._columns.values(), strict=True)):
+            record = dict(zip(self._columns, row, strict=True))
+            if record["gradient_norm"] == _NO_NORM:
+                record["gradient_norm"] = None
+            skips, record["skipped"] = record["skipped"], record["skipped"] > skips
+            timings = {name: column[i] for name, column in self._timings.items()}
+            record["timings"] = {k: v for k, v in timings.items() if not math.isnan(v)}
+            yield record
 
     @property
     def losses(self) -> list[float]:
         """The loss of each iteration."""
-        return list(self._loss)
+        return list(self._columns["loss"])
+
+    @property
+    def validations(self) -> list[dict[str, Any]]:
+        """One record a validation: iteration and epoch (how many were complete), and metrics."""
+        return [
+            {
+                "iteration": v.iteration,
+                "epoch": v.epoch,
+                "metrics": {name: float(value) for name, value in v.metrics.items()},
+            }
+            for v in self._validations
+        ]
 
     def epochs(self) -> list[dict[str, Any]]:
         """One record an epoch: epoch, mean loss over its samples, iterations, seconds it took."""
         records: list[dict[str, Any]] = []
-        seen, clock = 0, 0.0
-        for row in self:
-            if not records or records[-1]["epoch"] != row["epoch"]:
-                records.append(
-                    {
-                        "epoch": row["epoch"],
-                        "loss": 0.0,
-                        "iterations": 0,
-                        "samples": 0,
-                        "seconds": 0.0,
-                    }
-                )
-            record, count = records[-1], row["samples"] - seen
-            record["loss"] += row["loss"] * count
+        seen, clock = self._start["samples"], self._start["seconds"]
+        names = ("epoch", "loss", "samples", "seconds")
+        rows = zip(*(self._columns[name] for name in names), strict=True)
+        for epoch, loss, samples, seconds in rows:
+            if not records or records[-1]["epoch"] != epoch:
+                empty = {"loss": 0.0, "iterations": 0, "samples": 0, "seconds": 0.0}
+                records.append({"epoch": epoch, **empty})
+            record, count = records[-1], samples - seen
+            record["loss"] += loss * count
             record["samples"] += count
             record["iterations"] += 1
-            record["seconds"] += row["seconds"] - clock
-            seen, clock = row["samples"], row["seconds"]
+            record["seconds"] += seconds - clock
+            seen, clock = samples, seconds
         for record in records:
             record["loss"] /= max(record["samples"], 1)
         return records
 
+    def timings(self) -> dict[str, dict[str, float]]:
+        """For each activity ``mean`` and ``median`` seconds, and its ``share`` of the iterations.
+
+        Over the iterations that had it. The tasks of an activity run side by side and the slowest
+        one counts, so the shares need not add up to 1. ``share`` is NaN where the whole of the
+        iterations was not recorded.
+        """
+        return history_tables.timings(self._timings)
+
+    def timing_table(self) -> str:
+        """:meth:`timings` as lines of text: where the time of an iteration went."""
+        return history_tables.timing_table(self.timings())
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: how far it went, the loss, the last metrics."""
+        return history_tables.as_html(self)
+
     def save(self, path: str | Path) -> None:
-        """Write ``{"iterations": [...], "epochs": [...]}`` as JSON."""
-        content = {"iterations": list(self), "epochs": self.epochs()}
-        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+        """Write a file: all of it as ``.json``, or one row an iteration as ``.csv``.
+
+        JSON: ``{"iterations": [...], "epochs": [...], "validations": [...], "timings": {...},
+        "start": {...}}``. CSV: columns as in a record, ``timings/NAME``, and ``validation/NAME``,
+        filled at the iterations that were validated. Raises :class:`sparkdl.ParameterError` for
+        another suffix.
+        """
+        history_files.write(Path(path), self._content())
 
     @staticmethod
     def load(path: str | Path) -> History:
-        """Read what :meth:`save` wrote."""
+        """Read what :meth:`save` wrote.
+
+        From JSON it is the same to the last bit. A CSV tells a validation's iteration only: its
+        epoch is taken for that of the row.
+        """
+        return History._of(history_files.read(Path(path)))
+
+    def to_json_bytes(self) -> bytes:
+        """The JSON of :meth:`save` without spaces, as UTF-8: for a checkpoint."""
+        return history_files.to_json(self._content()).encode()
+
+    @staticmethod
+    def from_json_bytes(content: bytes) -> History:
+        """Read what :meth:`to_json_bytes` gave."""
+        return History._of(history_files.from_json(content.decode()))
+
+    def _content(self) -> dict[str, Any]:
+        """All of it, of plain values."""
+        rows = list(self)
+        for row in rows:
+            del row["timings"]
+        return {
+            "iterations": rows,
+            "epochs": self.epochs(),
+            "validations": self.validations,
+            "timings": {
+                name: [None if math.isnan(value) else value for value in column]
+                for name, column in self._timings.items()
+            },
+            "start": dict(self._start),
+        }
+
+    @staticmethod
+    def _of(content: dict[str, Any]) -> History:
+        """The history of :meth:`_content`; keys that older files lack have their defaults."""
         history = History()
-        for row in json.loads(Path(path).read_text())["iterations"]:
+        history._start |= content.get("start", {})
+        timings = content.get("timings", {})
+        skipped = history._start["skipped"]
+        for i, row in enumerate(content["iterations"]):
+            skipped += row.get("skipped", False)
             state = TrainState(
+                iteration=row["iteration"],
                 loss=row["loss"],
                 samples=row["samples"],
                 seconds=row["seconds"],
                 learning_rates=(row["learning_rate"],),
+                gradient_norm=row.get("gradient_norm"),
+                loss_scale=row.get("loss_scale", 1.0),
+                skipped=skipped,
+                timings={k: v[i] for k, v in timings.items() if v[i] is not None},
             )
             history.append(state, row["epoch"])
+        for record in content.get("validations", []):
+            history.append_validation(Validated(**record))
         return history

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from sparkdl.errors import ParameterError
 from sparkdl.train.history import History
-from sparkdl.train.state import TrainState
+from sparkdl.train.state import TrainState, Validated
 
 ROWS = [  # epoch, loss, samples of the batch, seconds since the start, learning rates
     (1, 4.0, 10, 1.0, (0.5, 0.9)),
@@ -40,6 +45,10 @@ def test_one_record_an_iteration() -> None:
         "learning_rate": 0.5,
         "samples": 10,
         "seconds": 1.0,
+        "gradient_norm": None,
+        "loss_scale": 1.0,
+        "skipped": False,
+        "timings": {},
     }
     assert [record["iteration"] for record in records] == [1, 2, 3, 4, 5]
     assert [record["epoch"] for record in records] == [1, 1, 1, 2, 2]
@@ -80,20 +89,248 @@ def test_round_trip_through_a_file(tmp_path: Path) -> None:
     assert loaded.epochs() == history.epochs()
 
 
-@pytest.mark.parametrize("history", [History(), some_history()])
+def full_history() -> History:
+    """With all that a state may tell: norms, a skipped iteration, timings, validations."""
+    history = History()
+    norms, skips = [1.5, math.inf, math.nan, None, 0.1], [0, 1, 2, 2, 2]
+    for i in range(5):
+        timings = {"forward": 0.1 + i, "iteration": 1.0 + 2 * i}
+        if i == 3:
+            timings["reduce"] = 0.25
+        if i == 4:
+            del timings["forward"]
+        state = TrainState(
+            iteration=i + 1,
+            samples=10 * (i + 1),
+            loss=[0.1 + 0.2, math.inf, math.nan, 1e-300, 5.0][i],
+            learning_rates=(1 / 3,),
+            seconds=0.1 * (i + 1),
+            gradient_norm=norms[i],
+            loss_scale=2.0**16 / (1 + skips[i]),
+            skipped=skips[i],
+            timings=timings,
+        )
+        history.append(state, 1 + i // 2)
+        if i in (1, 3):
+            metrics = {"accuracy": 0.1 * i} | ({"f1": math.nan} if i == 3 else {})
+            history.append_validation(
+                Validated(iteration=i + 1, epoch=(i + 1) // 2, metrics=metrics)
+            )
+    return history
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal, and NaN only where the other is: as the shortest exact texts."""
+    return repr(a) == repr(b)
+
+
+def test_norms_scales_and_skips() -> None:
+    records = list(full_history())
+    assert [r["skipped"] for r in records] == [False, True, True, False, False]
+    assert same([r["gradient_norm"] for r in records], [1.5, math.inf, math.nan, None, 0.1])
+    assert records[0]["loss_scale"] == 2.0**16
+
+
+def test_timings_are_those_that_were_measured() -> None:
+    records = list(full_history())
+    assert records[0]["timings"] == {"forward": 0.1, "iteration": 1.0}
+    assert records[3]["timings"] == {"forward": 3.1, "iteration": 7.0, "reduce": 0.25}
+    assert records[4]["timings"] == {"iteration": 9.0}
+
+
+def test_validations() -> None:
+    first, second = full_history().validations
+    assert first == {"iteration": 2, "epoch": 1, "metrics": {"accuracy": 0.1}}
+    assert second["iteration"] == 4
+    assert math.isnan(second["metrics"]["f1"])
+
+
+def test_mean_median_and_share_of_an_activity() -> None:
+    found = full_history().timings()
+    assert list(found) == ["forward", "reduce", "iteration"]
+    assert found["iteration"] == {"mean": 5.0, "median": 5.0, "share": 1.0}
+    assert found["forward"] == pytest.approx(
+        {"mean": 6.4 / 4, "median": 1.6, "share": 6.4 / (1 + 3 + 5 + 7)}
+    )
+    assert found["reduce"] == pytest.approx({"mean": 0.25, "median": 0.25, "share": 0.25 / 7})
+
+
+def test_shares_are_unknown_without_the_whole() -> None:
+    history = History()
+    history.append(TrainState(iteration=1, samples=1, loss=1.0, timings={"fetch": 2.0}), 1)
+    assert history.timings()["fetch"]["mean"] == 2.0
+    assert math.isnan(history.timings()["fetch"]["share"])
+    assert history.timing_table().splitlines()[1] == "fetch      2,000.0     2,000.0"
+
+
+def test_the_table_of_timings() -> None:
+    history = History()
+    for i, scale in enumerate((1.0, 3.0), start=1):
+        timings = {"iteration": 0.04 * scale, "forward": 0.01 * scale, "schedule": 0.002 * scale}
+        history.append(TrainState(iteration=i, samples=i, loss=1.0, timings=timings), 1)
+    assert history.timing_table().splitlines() == [
+        "activity    mean ms   median ms   share",
+        "schedule        4.0         4.0      5%",
+        "forward        20.0        20.0     25%",
+        "iteration      80.0        80.0    100%",
+    ]
+    assert History().timing_table() == "no timings were recorded"
+
+
+def test_a_notebook_shows_the_loss_and_the_last_metrics() -> None:
+    history = some_history()
+    history.append_validation(Validated(iteration=5, epoch=2, metrics={"a<b": 0.125}))
+    shown = history._repr_html_()
+    assert shown.startswith("<table><tr>")
+    for text in ("iterations", ">5<", "0.25", "0.35", "a&lt;b (iteration 5)", "0.125"):
+        assert text in shown
+    assert ">0<" in History()._repr_html_()
+
+
+def test_back_to_an_iteration() -> None:
+    history = full_history()
+    history.truncate(3)
+    assert [r["iteration"] for r in history] == [1, 2, 3]
+    assert [v["iteration"] for v in history.validations] == [2]
+    state = TrainState(iteration=4, samples=40, loss=0.5, skipped=3, timings={"data": 1.0})
+    history.append(state, 2)
+    last = list(history)[-1]
+    assert (last["iteration"], last["skipped"], last["timings"]) == (4, True, {"data": 1.0})
+    history.truncate(0)
+    assert (len(history), history.validations) == (0, [])
+
+
+def test_of_a_run_that_goes_on() -> None:
+    """Its first iteration is told from what came before."""
+    before = Validated(iteration=4, epoch=1, metrics={"loss": 1.0})
+    state = TrainState(iteration=4, samples=100, seconds=9.0, skipped=2, validations=(before,))
+    history = History.after(state)
+    history.append(TrainState(iteration=5, samples=110, seconds=9.5, loss=2.0, skipped=2), 2)
+    (record,) = history
+    assert (record["iteration"], record["skipped"]) == (5, False)
+    assert history.validations == [{"iteration": 4, "epoch": 1, "metrics": {"loss": 1.0}}]
+    epoch = {"epoch": 2, "loss": 2.0, "iterations": 1, "samples": 10, "seconds": 0.5}
+    assert history.epochs() == [epoch]
+    assert History.from_json_bytes(history.to_json_bytes()).epochs() == [epoch]
+
+
+@pytest.mark.parametrize("history", [History(), some_history(), full_history()])
 def test_the_file_is_json_for_anyone(tmp_path: Path, history: History) -> None:
     path = tmp_path / "history.json"
     history.save(path)
     assert path.read_text().endswith("}\n")
-    assert json.loads(path.read_text()) == {
-        "iterations": list(history),
+    content = json.loads(path.read_text())
+    rows = list(history)
+    timings = [row.pop("timings") for row in rows]
+    names = dict.fromkeys(name for row in timings for name in row)
+    expected = {
+        "iterations": rows,
         "epochs": history.epochs(),
+        "validations": history.validations,
+        "timings": {name: [row.get(name) for row in timings] for name in names},
+        "start": {"samples": 0, "seconds": 0.0, "skipped": 0},
     }
+    assert same(content, expected)
+
+
+@pytest.mark.parametrize("history", [History(), some_history(), full_history()])
+def test_json_brings_everything_back(tmp_path: Path, history: History) -> None:
+    history.save(tmp_path / "history.json")
+    for loaded in (
+        History.load(tmp_path / "history.json"),
+        History.from_json_bytes(history.to_json_bytes()),
+    ):
+        assert same(list(loaded), list(history))
+        assert same(loaded.validations, history.validations)
+        assert same(loaded.timings(), history.timings())
+        assert loaded.to_json_bytes() == history.to_json_bytes()
+
+
+FLOATS = st.floats(allow_nan=True, allow_infinity=True)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            FLOATS,
+            st.none() | st.floats(min_value=0) | st.just(math.nan),
+            st.booleans(),
+            st.dictionaries(st.sampled_from(["data", "update"]), st.floats(0, 9)),
+            st.dictionaries(st.text(max_size=5), FLOATS, max_size=2),
+        ),
+        max_size=6,
+    )
+)
+def test_any_history_comes_back_from_either_format(rows: list[Any]) -> None:
+    from sparkdl.train import history_files
+
+    history, skipped = History(), 0
+    for i, (loss, norm, skip, timings, metrics) in enumerate(rows, start=1):
+        skipped += skip
+        state = TrainState(
+            iteration=i, samples=i, loss=loss, gradient_norm=norm, skipped=skipped, timings=timings
+        )
+        history.append(state, i)
+        if metrics:
+            history.append_validation(Validated(iteration=i, epoch=i, metrics=metrics))
+    back = History.from_json_bytes(history.to_json_bytes())
+    assert back.to_json_bytes() == history.to_json_bytes()
+    table = history_files.to_csv(history._content())
+    loaded = History._of(history_files.from_csv(table))
+    assert same(list(loaded), list(history))
+    assert same(loaded.epochs(), history.epochs())
+    for mine, its in zip(loaded.validations, history.validations, strict=True):
+        assert same(sorted(mine["metrics"].items()), sorted(its["metrics"].items()))
+
+
+def test_a_file_of_an_older_version(tmp_path: Path) -> None:
+    keys = ("iteration", "epoch", "loss", "learning_rate", "samples", "seconds")
+    rows = [{key: row[key] for key in keys} for row in some_history()]
+    (tmp_path / "history.json").write_text(json.dumps({"iterations": rows, "epochs": []}))
+    loaded = History.load(tmp_path / "history.json")
+    assert list(loaded) == list(some_history())
+    assert loaded.validations == []
+
+
+def test_csv_has_a_row_an_iteration(tmp_path: Path) -> None:
+    full_history().save(tmp_path / "history.CSV")
+    with (tmp_path / "history.CSV").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 5
+    assert list(rows[0])[:3] == ["iteration", "epoch", "loss"]
+    assert list(rows[0])[-2:] == ["validation/accuracy", "validation/f1"]
+    assert [row["validation/accuracy"] for row in rows] == ["", "0.1", "", str(0.1 * 3), ""]
+    assert [row["gradient_norm"] for row in rows] == ["1.5", "inf", "nan", "", "0.1"]
+    assert [row["timings/forward"] for row in rows] == ["0.1", "1.1", "2.1", "3.1", ""]
+    assert [row["skipped"] for row in rows] == ["False", "True", "True", "False", "False"]
+
+
+def test_pandas_opens_the_csv(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    full_history().save(tmp_path / "history.csv")
+    frame = pandas.read_csv(tmp_path / "history.csv")
+    assert list(frame["iteration"]) == [1, 2, 3, 4, 5]
+    assert frame["validation/accuracy"].count() == 2
+    assert frame["loss"][3] == 1e-300
+    History().save(tmp_path / "history.csv")
+    assert pandas.read_csv(tmp_path / "history.csv").empty
+
+
+@pytest.mark.parametrize("name", ["history.xlsx", "history"])
+def test_another_suffix(tmp_path: Path, name: str) -> None:
+    for act in (History().save, History.load):
+        with pytest.raises(ParameterError) as caught:
+            act(tmp_path / name)
+        assert str(caught.value) == (
+            f'history file "{tmp_path / name}": end its name in .json or .csv.'
+        )
 
 
 def test_an_iteration_takes_a_few_bytes() -> None:
-    history = History()
+    history, names = History(), "schedule data fetch forward backward publish reduce update"
+    timings = dict.fromkeys([*names.split(), "iteration"], 0.1)
     for iteration in range(1000):
-        history.append(TrainState(iteration=iteration, samples=iteration, loss=0.1), 1)
-    columns = list(vars(history).values())
-    assert sum(len(column) * column.itemsize for column in columns) == 1000 * 40
+        state = TrainState(iteration=iteration, samples=iteration, loss=0.1, timings=timings)
+        history.append(state, 1)
+    columns = [*history._columns.values(), *history._timings.values()]
+    assert sum(len(column) * column.itemsize for column in columns) == 1000 * 144

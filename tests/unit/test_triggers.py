@@ -2,23 +2,53 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import pickle
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import sparkdl
 from sparkdl.errors import ParameterError
-from sparkdl.train.state import TrainState
-from sparkdl.train.triggers import Trigger, every, every_epoch, max_epoch, max_iteration
+from sparkdl.train.state import TrainState, Validated
+from sparkdl.train.triggers import (
+    Trigger,
+    every,
+    every_epoch,
+    every_seconds,
+    max_epoch,
+    max_iteration,
+    max_score,
+    max_time,
+    min_loss,
+    plateau,
+    several_iterations,
+)
 
 PER_EPOCH = 4
 
 
-def state(iteration: int) -> TrainState:
+def state(iteration: int, **values: Any) -> TrainState:
     return TrainState(
-        iteration=iteration, epoch=iteration // PER_EPOCH, iterations_per_epoch=PER_EPOCH
+        iteration=iteration, epoch=iteration // PER_EPOCH, iterations_per_epoch=PER_EPOCH, **values
     )
+
+
+def validated(*scores: float, metric: str = "accuracy", higher: bool = True) -> TrainState:
+    """After validations that found ``scores``."""
+    validations = tuple(
+        Validated(iteration=PER_EPOCH * i, epoch=i, metrics={metric: score, "other": 0.0})
+        for i, score in enumerate(scores, start=1)
+    )
+    directions = {metric: higher, "other": True}
+    return state(9, validations=validations, higher_is_better=directions)
+
+
+def at(trigger: Trigger, current: TrainState) -> bool:
+    return trigger(state(8), current)
 
 
 def fires(trigger: Trigger, iterations: int = 12) -> list[int]:
@@ -46,6 +76,11 @@ class AtLoss(Trigger):
         (every_epoch() | every(5), [4, 5, 8, 10, 12]),
         (max_epoch(1) & max_iteration(10) | every(2), [2, 4, 6, 8, 10, 11, 12]),
         (max_epoch(1) & (max_iteration(10) | every(3)), [6, 9, 10, 11, 12]),
+        (several_iterations(5), [5, 10]),
+        (~max_iteration(3), [1, 2]),
+        (every(2) & ~every_epoch(), [2, 6, 10]),
+        (~(every(2) | every(3)), [1, 5, 7, 11]),
+        (~(every(2) & every(3)), [1, 2, 3, 4, 5, 7, 8, 9, 10, 11]),
     ],
 )
 def test_when_it_is_true(trigger: Trigger, expected: list[int]) -> None:
@@ -79,6 +114,14 @@ def test_every_sees_a_multiple_that_was_stepped_over(
         (max_epoch(3) & AtLoss(), None),
         (max_epoch(3) | AtLoss(), 12),
         (AtLoss() | every(2), None),
+        (~~max_epoch(3), 12),
+        (~(~max_epoch(3) & ~max_iteration(7)), 7),
+        (~(~max_epoch(3) | ~max_iteration(7)), 12),
+        (max_iteration(7) | ~max_epoch(5) & every(30), 7),
+        (~max_iteration(3), None),
+        (~max_iteration(3) & max_iteration(5), None),
+        (plateau("loss", 2) | max_iteration(9), 9),
+        (max_time(5), None),
     ],
 )
 def test_the_limit_is_where_it_is_first_true(trigger: Trigger, limit: int | None) -> None:
@@ -87,7 +130,7 @@ def test_the_limit_is_where_it_is_first_true(trigger: Trigger, limit: int | None
         assert fires(trigger, 20)[0] == limit
 
 
-@pytest.mark.parametrize("make", [max_epoch, max_iteration, every])
+@pytest.mark.parametrize("make", [max_epoch, max_iteration, every, several_iterations])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "3", None])
 def test_anything_but_a_positive_whole_number_is_refused(make: Any, value: Any) -> None:
     with pytest.raises(ParameterError) as caught:
@@ -111,6 +154,208 @@ def test_triggers_are_values() -> None:
     assert pickle.loads(pickle.dumps(trigger)) == trigger
 
 
-@pytest.mark.parametrize("name", ["every", "every_epoch", "max_epoch", "max_iteration"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "every",
+        "every_epoch",
+        "every_seconds",
+        "max_epoch",
+        "max_iteration",
+        "max_score",
+        "max_time",
+        "min_loss",
+        "plateau",
+        "several_iterations",
+    ],
+)
 def test_triggers_are_at_the_top(name: str) -> None:
     assert getattr(sparkdl, name) is globals()[name]
+
+
+LEAVES = st.one_of(
+    st.builds(max_iteration, st.integers(1, 20)),
+    st.builds(max_epoch, st.integers(1, 4)),
+    st.builds(every, st.integers(1, 6)),
+    st.just(every_epoch()),
+)
+EXPRESSIONS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.builds(lambda a, b: a & b, inner, inner),
+        st.builds(lambda a, b: a | b, inner, inner),
+        st.builds(lambda a: ~a, inner),
+    ),
+    max_leaves=8,
+)
+STEPS = st.tuples(st.integers(0, 30), st.integers(0, 10)).map(lambda p: (p[0], p[0] + p[1]))
+
+
+@given(EXPRESSIONS, EXPRESSIONS, STEPS)
+def test_they_combine_as_truth_values_do(a: Trigger, b: Trigger, step: tuple[int, int]) -> None:
+    before, after = state(step[0]), state(step[1])
+    assert (a & b)(before, after) is (a(before, after) and b(before, after))
+    assert (a | b)(before, after) is (a(before, after) or b(before, after))
+    assert (~a)(before, after) is (not a(before, after))
+    assert (~~a)(before, after) is a(before, after)
+
+
+@given(EXPRESSIONS)
+def test_from_its_limit_on_it_is_always_true(trigger: Trigger) -> None:
+    limit = trigger.limit(PER_EPOCH)
+    if limit is not None:
+        assert set(range(limit, 40)) <= set(fires(trigger, 39))
+
+
+@given(st.integers(1, 7), st.lists(st.integers(1, 30), min_size=1, max_size=20))
+def test_every_is_true_once_for_the_multiples_of_a_jump(n: int, jumps: list[int]) -> None:
+    now, fired, crossings = 0, 0, 0
+    for jump in jumps:
+        fired += every(n)(state(now), state(now + jump))
+        crossings += any(i % n == 0 for i in range(now + 1, now + jump + 1))
+        now += jump
+    assert fired == crossings
+
+
+@given(st.floats(0.1, 50), st.lists(st.floats(0, 20), min_size=1, max_size=30))
+def test_every_seconds_is_true_at_most_once_a_period(period: float, taken: list[float]) -> None:
+    trigger, now, fired = every_seconds(period), 0.0, 0
+    for seconds in taken:
+        fired += trigger(state(1, seconds=now), state(2, seconds=now + seconds))
+        now += seconds
+    assert fired <= now // period
+    assert (fired == 0) == (now // period == 0)
+
+
+def test_every_seconds() -> None:
+    times = [0.0, 4.0, 9.9, 10.0, 12.0, 41.0, 49.0, 50.0]
+    pairs = itertools.pairwise(times)
+    fired = [b for a, b in pairs if every_seconds(10)(state(1, seconds=a), state(2, seconds=b))]
+    assert fired == [10.0, 41.0, 50.0]
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.0, False), (59.9, False), (60.0, True)])
+def test_max_time(seconds: float, expected: bool) -> None:
+    assert at(max_time(60), state(9, seconds=seconds)) is expected
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"), [(0.51, False), (0.5, True), (0.1, True), (math.nan, False)]
+)
+def test_min_loss(loss: float, expected: bool) -> None:
+    assert at(min_loss(0.5), state(9, loss=loss)) is expected
+
+
+@pytest.mark.parametrize(
+    ("scores", "higher", "expected"),
+    [
+        ((), True, False),
+        ((0.8,), True, False),
+        ((0.9,), True, True),
+        ((0.95,), True, True),
+        ((0.95, 0.8), True, False),
+        ((math.nan,), True, False),
+        ((), False, False),
+        ((0.8,), False, True),
+        ((0.9,), False, True),
+        ((0.8, 0.95), False, False),
+        ((math.nan,), False, False),
+    ],
+)
+def test_max_score(scores: tuple[float, ...], higher: bool, expected: bool) -> None:
+    assert at(max_score("accuracy", 0.9), validated(*scores, higher=higher)) is expected
+
+
+def test_max_score_waits_for_its_metric() -> None:
+    """A resumed run's last validation may have had others."""
+    assert at(max_score("f1", 0.1), validated(0.9)) is False
+
+
+@pytest.mark.parametrize(
+    ("scores", "higher", "min_delta", "expected"),
+    [
+        ((), True, 0.0, False),
+        ((0.5, 0.4), True, 0.0, False),  # nothing before the last two
+        ((0.5, 0.4, 0.4), True, 0.0, True),
+        ((0.5, 0.4, 0.5), True, 0.0, True),  # as good is no improvement
+        ((0.5, 0.4, 0.51), True, 0.0, False),
+        ((0.5, 0.51, 0.4), True, 0.0, False),
+        ((0.5, 0.51, 0.4, 0.4), True, 0.0, True),
+        ((0.5, 0.51, 0.52), True, 0.1, True),
+        ((0.5, 0.4, 0.61), True, 0.1, False),
+        ((0.9, 0.5, 0.6, 0.7), True, 0.0, True),  # better than the one before, not than the best
+        ((0.5, 0.4, 0.4), False, 0.0, False),
+        ((0.5, 0.6, 0.5), False, 0.0, True),
+        ((0.5, 0.49, 0.48), False, 0.1, True),
+        ((0.5, math.nan, math.nan), True, 0.0, True),
+        ((math.nan, math.nan, 0.1), True, 0.0, False),
+        ((math.nan, math.nan, math.nan), False, 0.0, True),
+    ],
+)
+def test_plateau(scores: tuple[float, ...], higher: bool, min_delta: float, expected: bool) -> None:
+    current = validated(*scores, higher=higher)
+    assert at(plateau("accuracy", 2, min_delta), current) is expected
+
+
+@given(st.lists(st.integers(0, 5), max_size=12), st.integers(1, 4), st.integers(0, 2))
+def test_plateau_is_the_same_in_either_direction(
+    scores: list[int], patience: int, min_delta: int
+) -> None:
+    """And as a loop with a memory would find it: ``patience`` without a new best, in the end."""
+    trigger = plateau("accuracy", patience, min_delta)
+    found = at(trigger, validated(*scores))
+    assert found is at(trigger, validated(*(-s for s in scores), higher=False))
+    if min_delta == 0:
+        best, waited = -math.inf, 0
+        for score in scores:
+            best, waited = (score, 0) if score > best else (best, waited + 1)
+        assert found is (waited >= patience)
+
+
+def test_the_names_of_the_metrics() -> None:
+    assert every(2).metrics() == frozenset()
+    assert (max_score("a", 1) | min_loss(1) & ~plateau("b", 2)).metrics() == {"a", "b"}
+    assert (~(max_score("a", 1) & max_score("a", 2))).metrics() == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (max_time, (0,), "max_time(0): give more than 0 seconds."),
+        (max_time, ("1h",), "max_time('1h'): '1h' is not a finite number."),
+        (every_seconds, (-1.5,), "every_seconds(-1.5): give more than 0 seconds."),
+        (every_seconds, (True,), "every_seconds(True): True is not a finite number."),
+        (min_loss, (math.nan,), "min_loss(nan): nan is not a finite number."),
+        (
+            max_score,
+            ("accuracy", None),
+            "max_score('accuracy', None): None is not a finite number.",
+        ),
+        (
+            max_score,
+            (0.9, 0.9),
+            'max_score(0.9, 0.9): name a metric of the validation, such as "accuracy".',
+        ),
+        (
+            plateau,
+            ("", 2),
+            "plateau('', 2, 0.0): name a metric of the validation, such as \"accuracy\".",
+        ),
+        (
+            plateau,
+            ("loss", 0),
+            "plateau('loss', 0, 0.0): give a patience of at least 1 validation.",
+        ),
+        (
+            plateau,
+            ("loss", 1.5),
+            "plateau('loss', 1.5, 0.0): give a patience of at least 1 validation.",
+        ),
+        (plateau, ("loss", 3, -1), "plateau('loss', 3, -1): give a min_delta of at least 0."),
+        (plateau, ("loss", 3, "x"), "plateau('loss', 3, 'x'): 'x' is not a finite number."),
+    ],
+)
+def test_what_is_refused(make: Any, arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        make(*arguments)
+    assert str(caught.value) == message

@@ -1,0 +1,39 @@
+"""The history as a file that grows while training goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sparkdl.errors import ParameterError
+from sparkdl.summaries.recorder import Recorder, replacing
+from sparkdl.train.history import History
+from sparkdl.train.state import TrainState
+from sparkdl.train.triggers import Trigger, every_epoch
+
+if TYPE_CHECKING:
+    from sparkdl.train.trainer import Trainer
+
+
+class HistoryFile(Recorder):
+    """Writes :meth:`sparkdl.History.save` to ``path``, ``.csv`` or ``.json``, at each ``every``.
+
+    The file is replaced as a whole, so it can be opened at any time. A resumed run goes on with the
+    file that is there. Raises :class:`sparkdl.ParameterError` for another suffix.
+    """
+
+    def __init__(self, path: str | Path, every: Trigger | None = None) -> None:
+        super().__init__(every_epoch() if every is None else every)
+        self._path = Path(path)
+        if self._path.suffix.lower() not in (".csv", ".json"):
+            raise ParameterError(f'HistoryFile("{path}"): end the name in .csv or .json.')
+
+    def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
+        super().on_fit_start(trainer, state)
+        if state.iteration > 0 and self._path.is_file():
+            self.history = History.load(self._path)
+            self.history.truncate(state.iteration)
+
+    def write(self, trainer: Trainer, state: TrainState) -> None:
+        with replacing(self._path) as part:
+            self.history.save(part)

@@ -1,0 +1,65 @@
+"""A trainer's values as short plain texts by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from sparkdl.train.triggers import Trigger
+
+LONGEST = 250
+"""Letters of a value; the rest is cut off (MLflow's stores take 250 to 8,000)."""
+_SECRET_NUMBER = re.compile(
+    r"secret|passw|credential|(access|account|api|encryption|private|shared)[._-]?key|(^|[._-])key$",
+    re.IGNORECASE,
+)
+_SECRET = re.compile(rf"token|{_SECRET_NUMBER.pattern}", re.IGNORECASE)
+_PASSWORD = re.compile(r"(\w+://)[^/\s@]*@")
+_QUERY = re.compile(r"(\w+://[^\s?]*)\?\S*")  # which may be signed
+
+
+def plain_parameters(trainer: Any) -> dict[str, str]:
+    """The fields of a dataclass that are plain: numbers, texts, lists of them.
+
+    A function, class or module is its name; a partial also its plain keywords, as ``optimizer.lr``;
+    mappings and nested dataclasses likewise. Anything else (data, callbacks) is left out, and so is
+    what stands under a name that looks like a secret's; URLs lose their passwords and queries.
+    """
+    values = ((f.name, getattr(trainer, f.name)) for f in dataclasses.fields(trainer))
+    return {k: text for name, value in values for k, text in _texts(name, value)}
+
+
+def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, (str, int, float, type(None))):
+        if not (_SECRET if isinstance(value, str) else _SECRET_NUMBER).search(name):
+            yield name, _cut(_QUERY.sub(r"\1", _PASSWORD.sub(r"\1", str(value))))
+    elif isinstance(value, Trigger):
+        named = type(value).__repr__ is object.__repr__  # which would tell an address
+        yield name, _cut(type(value).__name__ if named else repr(value))
+    elif isinstance(value, functools.partial):
+        yield from _texts(name, value.func)
+        for key, argument in value.keywords.items():
+            yield from _texts(f"{name}.{key}", argument)
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _texts(f"{name}.{key}", entry)
+    elif isinstance(value, (list, tuple)):
+        texts = [text for entry in value for _, text in _texts(name, entry)]
+        if texts:
+            yield name, _cut(", ".join(texts))
+    elif isinstance(value, nn.Module):
+        yield name, type(value).__qualname__
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _texts(f"{name}.{field.name}", getattr(value, field.name))
+    elif callable(value):
+        yield name, _cut(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"

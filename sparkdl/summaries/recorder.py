@@ -1,0 +1,87 @@
+"""What the summaries share: a history of their own, when to act, files that appear whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sparkdl.errors import ParameterError
+from sparkdl.train.callbacks import Callback
+from sparkdl.train.history import History
+from sparkdl.train.state import TrainState
+from sparkdl.train.triggers import Trigger
+
+if TYPE_CHECKING:
+    from sparkdl.train.trainer import Trainer
+
+
+class Recorder(Callback):
+    """Records every iteration, and calls :meth:`write` after those at which ``every`` is true.
+
+    Where such an iteration is validated, ``write`` is called once more, and at the end of the fit
+    in any case.
+    """
+
+    def __init__(self, every: Trigger) -> None:
+        if not isinstance(every, Trigger):
+            raise ParameterError(
+                f"{type(self).__name__}(every={every!r}): give a trigger, such as "
+                "sparkdl.every_epoch()."
+            )
+        self._every = every
+        self._last = TrainState()
+        self._due = False
+        self.history = History()
+        """Of this fit; of a resumed one, since it was resumed."""
+
+    def write(self, trainer: Trainer, state: TrainState) -> None:
+        """Show what :attr:`history` holds."""
+        raise TypeError(f"{type(self).__name__} does not define write(trainer, state)")
+
+    def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
+        self._last, self._due = state, False
+        self.history = History.after(state)
+
+    def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:
+        self.history.append(state, self._last.epoch + 1)
+        self._due = self._every(self._last, state)
+        self._last = state
+        if self._due:
+            self.write(trainer, state)
+
+    def on_validation_end(self, trainer: Trainer, state: TrainState) -> None:
+        self.history.append_validation(state.validations[-1])
+        if self._due:
+            self.write(trainer, state)
+
+    def on_recovery(self, trainer: Trainer, state: TrainState) -> None:
+        self.history.truncate(state.iteration)
+        self._last, self._due = state, False
+
+    def on_fit_end(self, trainer: Trainer, state: TrainState) -> None:
+        self.write(trainer, state)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write beside ``path``; it takes that name when the block ends well.
+
+    So a reader never sees half a file, and a failure leaves the one before.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def extra_needed(what: str, extra: str) -> ParameterError:
+    """The error where a library is not installed; raised when ``what`` is made, not in training."""
+    return ParameterError(
+        f'{what} needs a library that is not installed: pip install "sparkdl[{extra}]"'
+    )

@@ -1,0 +1,107 @@
+"""Scalars and histograms for TensorBoard."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparkdl.errors import ParameterError
+from sparkdl.summaries.recorder import extra_needed
+from sparkdl.summaries.scalars import scalars
+from sparkdl.sync.histogram import EDGES, Histogram
+from sparkdl.train.callbacks import Callback
+from sparkdl.train.state import TrainState
+from sparkdl.train.triggers import Every, Trigger
+
+if TYPE_CHECKING:
+    from sparkdl.train.trainer import Trainer
+
+_FLUSH_SECONDS = 5
+
+
+class TensorBoard(Callback):
+    """Writes event files into ``log_dir``: ``tensorboard --logdir LOG_DIR`` shows them.
+
+    Where ``every`` is true: ``loss``, ``learning_rate`` (``learning_rate/0`` and so on with several
+    parameter groups), ``samples_per_second`` since the last time, ``gradient_norm``,
+    ``loss_scale`` and ``timings/ACTIVITY`` in seconds. After each validation: ``validation/METRIC``.
+    Histograms as ``Trainer.histograms`` makes them: ``weights/NAME``, ``gradients/NAME``. The step
+    is the number of iterations. What is written is on disk after 5 seconds, at the end of an epoch,
+    and when the fit ends, well or not. In a resumed run, points past the one it goes on from are
+    hidden. Needs the extra ``tensorboard``; raises :class:`sparkdl.ParameterError` without it.
+    """
+
+    def __init__(self, log_dir: str | Path, every: Trigger | None = None) -> None:
+        every = Every(1) if every is None else every
+        if not isinstance(every, Trigger):
+            raise ParameterError(
+                f"TensorBoard(every={every!r}): give a trigger, such as sparkdl.every(10)."
+            )
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise extra_needed("TensorBoard", "tensorboard") from None
+        self._new_writer = SummaryWriter
+        self._log_dir = str(log_dir)
+        self._every = every
+        self._writer: Any = None
+        self._close: Any = None
+        self._last = self._written = TrainState()
+
+    def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
+        self._open(state)
+
+    def on_recovery(self, trainer: Trainer, state: TrainState) -> None:
+        self._open(state)
+
+    def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:
+        if self._every(self._last, state):
+            for name, value in scalars(self._written, state):
+                self._writer.add_scalar(name, value, state.iteration)
+            self._written = state
+        if state.histograms is not None and state.histograms is not self._last.histograms:
+            for name, histogram in state.histograms.items():
+                self._add_histogram(name, histogram, state.iteration)
+        self._last = state
+
+    def on_validation_end(self, trainer: Trainer, state: TrainState) -> None:
+        validated = state.validations[-1]
+        for name, value in validated.metrics.items():
+            self._writer.add_scalar(f"validation/{name}", value, validated.iteration)
+
+    def on_epoch_end(self, trainer: Trainer, state: TrainState) -> None:
+        self._writer.flush()
+
+    def on_fit_end(self, trainer: Trainer, state: TrainState) -> None:
+        self._close()
+
+    def _open(self, state: TrainState) -> None:
+        if self._close is not None:
+            self._close()
+        # TensorBoard hides what earlier writers have from purge_step on.
+        purge = state.iteration + 1 if state.iteration > 0 else None
+        self._writer = self._new_writer(self._log_dir, purge_step=purge, flush_secs=_FLUSH_SECONDS)
+        # Nobody tells a callback that a fit has failed; at the latest the interpreter's end closes.
+        self._close = weakref.finalize(self, self._writer.close)
+        self._last = self._written = state
+
+    def _add_histogram(self, name: str, histogram: Histogram, step: int) -> None:
+        found = np.flatnonzero(histogram.counts)
+        if len(found) == 0:
+            return  # not one finite value
+        bins = slice(found[0], found[-1] + 1)
+        self._writer.add_histogram_raw(
+            name,
+            min=histogram.smallest,
+            max=histogram.largest,
+            num=int(histogram.counts.sum()),
+            sum=histogram.total,
+            sum_squares=histogram.squares,
+            # Right borders; the last one may be infinite, which TensorBoard cannot draw.
+            bucket_limits=np.minimum(EDGES[1:][bins], np.finfo(np.float64).max).tolist(),
+            bucket_counts=histogram.counts[bins].tolist(),
+            global_step=step,
+        )

@@ -1,0 +1,121 @@
+"""The summaries in real fits."""
+
+from __future__ import annotations
+
+import gc
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyspark.sql import DataFrame, SparkSession
+from torch import nn
+
+import sparkdl
+from sparkdl.summaries import Curves, HistoryFile, MLflow, TensorBoard
+
+pytestmark = pytest.mark.spark
+
+
+@pytest.fixture(scope="module")
+def table(spark: SparkSession) -> DataFrame:
+    return spark.range(96).selectExpr("array(id / 96, 1 - id / 96) AS features", "id / 48 AS label")
+
+
+def fit(table: DataFrame, callback: sparkdl.Callback, **values: Any) -> sparkdl.TrainedModel:
+    trainer = sparkdl.Trainer(
+        model=partial(nn.Linear, 2, 1),
+        loss=lambda output, target: nn.functional.mse_loss(output[:, 0], target),
+        optimizer=partial(torch.optim.SGD, lr=0.05),
+        batch_size=16,
+        replicas=2,
+        callbacks=[callback],
+        **({"engine": "local", "stop": sparkdl.max_epoch(2)} | values),
+    )
+    return trainer.fit(table)
+
+
+def scalars(folder: Path, name: str) -> dict[int, float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder)).Reload()
+    return {event.step: event.value for event in found.Scalars(name)}
+
+
+@pytest.mark.parametrize("engine", ["local", "shuffle"])
+def test_tensorboard(table: DataFrame, tmp_path: Path, engine: str) -> None:
+    trained = fit(table, TensorBoard(tmp_path), engine=engine)
+    assert len(trained.history) == 12
+    expected = dict(enumerate(trained.history.losses, start=1))
+    assert scalars(tmp_path, "loss") == pytest.approx(expected)
+    assert scalars(tmp_path, "learning_rate") == pytest.approx(dict.fromkeys(expected, 0.05))
+    assert min(scalars(tmp_path, "samples_per_second").values()) > 0
+
+
+class FailsAt(sparkdl.Trigger):
+    """As anything that ends a fit before its end."""
+
+    def __call__(self, previous: sparkdl.TrainState, current: sparkdl.TrainState) -> bool:
+        if current.iteration == 3:
+            raise KeyboardInterrupt
+        return False
+
+
+def test_tensorboard_of_a_fit_that_is_interrupted(table: DataFrame, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        fit(table, TensorBoard(tmp_path), stop=FailsAt())
+    gc.collect()
+    assert list(scalars(tmp_path, "loss")) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["history.json", "history.csv"])
+def test_history_file(table: DataFrame, tmp_path: Path, name: str) -> None:
+    trained = fit(table, HistoryFile(tmp_path / name))
+    loaded = sparkdl.History.load(tmp_path / name)
+    assert list(loaded) == list(trained.history)
+    assert loaded.epochs() == trained.history.epochs()
+
+
+def test_curves(table: DataFrame, tmp_path: Path) -> None:
+    from matplotlib import image
+
+    fit(table, Curves(tmp_path / "curves.png"))
+    pixels = image.imread(tmp_path / "curves.png")
+    assert pixels.shape[1:] == (960, 4)
+    assert pixels.std() > 0.01
+
+
+def test_mlflow(table: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    callback = MLflow(every=sparkdl.every(5))
+    trained = fit(table, callback)
+    callback.log_model(trained)
+    client = mlflow.MlflowClient()
+    run = client.get_run(callback.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["replicas"] == "2"
+    losses = {m.step: m.value for m in client.get_metric_history(callback.run_id, "loss")}
+    assert losses == {i: trained.history.losses[i - 1] for i in (5, 10, 12)}
+    folder = mlflow.artifacts.download_artifacts(run_id=callback.run_id, artifact_path="model")
+    loaded = sparkdl.load(folder)
+    assert torch.equal(loaded.module.weight, trained.module.weight)
+    assert list(loaded.history) == list(trained.history)
+
+
+def test_triggers_stop_a_fit(table: DataFrame) -> None:
+    class Last(sparkdl.Callback):
+        def on_fit_end(self, trainer: sparkdl.Trainer, state: sparkdl.TrainState) -> None:
+            self.state = state
+
+    last = Last()
+    goal = sparkdl.min_loss(0.2) | sparkdl.max_time(60) | ~sparkdl.max_time(1000)
+    fit(table, last, stop=~goal | sparkdl.several_iterations(4) | sparkdl.max_epoch(3))
+    assert last.state.iteration == 4
+    trained = fit(table, last, stop=sparkdl.min_loss(0.2) | sparkdl.max_epoch(30))
+    assert trained.history.losses[-1] <= 0.2 < min(trained.history.losses[:-1])
+    assert 1 < len(trained.history) < 180
+    assert not math.isnan(last.state.loss)

@@ -1,0 +1,266 @@
+"""MLflow runs in a local store, read back."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import summary_runs as runs
+import torch
+from torch import nn
+
+import sparkdl
+from sparkdl.data.partition import Field
+from sparkdl.infer.output import Output
+from sparkdl.summaries import MLflow
+from sparkdl.summaries.parameters import LONGEST, plain_parameters
+from sparkdl.train.history import History
+from sparkdl.train.state import TrainState, Validated
+
+mlflow = pytest.importorskip("mlflow")
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A store of files, which mlflow-skinny reaches without a database."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    yield tmp_path
+    while mlflow.active_run():
+        mlflow.end_run()
+
+
+def run_of(callback: MLflow) -> Any:
+    return mlflow.MlflowClient().get_run(callback.run_id)
+
+
+def values(callback: MLflow, name: str) -> dict[int, float]:
+    history = mlflow.MlflowClient().get_metric_history(callback.run_id, name)
+    return {metric.step: metric.value for metric in history}
+
+
+def artifact(callback: MLflow, name: str) -> Path:
+    return Path(mlflow.artifacts.download_artifacts(run_id=callback.run_id, artifact_path=name))
+
+
+def test_a_run_of_its_own() -> None:
+    callback = MLflow(run_name="small", every=sparkdl.every(3))
+    runs.play([callback], runs.states())
+    run = run_of(callback)
+    assert mlflow.active_run() is None
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "small")
+    assert run.data.params["batch_size"] == "256"
+    assert run.data.params["optimizer.lr"] == "0.5"
+    assert set(run.data.metrics) == {
+        "loss",
+        "learning_rate",
+        "samples_per_second",
+        "gradient_norm",
+        "loss_scale",
+        "timings/forward",
+        "timings/iteration",
+        "validation/loss",
+        "validation/accuracy",
+    }
+    assert values(callback, "loss") == {3: 8 / 3, 6: 8 / 6, 8: 1.0}  # the last one in any case
+    assert values(callback, "samples_per_second") == {3: 40.0, 6: 40.0, 8: 40.0}
+    assert values(callback, "validation/accuracy") == {4: 0.4, 8: 0.8}
+    history = History.load(artifact(callback, "history.json"))
+    assert history.to_json_bytes() == callback.history.to_json_bytes()
+    assert (len(history), len(history.validations)) == (8, 2)
+
+
+def test_the_active_run_stays_open() -> None:
+    with mlflow.start_run() as outer:
+        callback = MLflow()
+        runs.play([callback], runs.states())
+        assert mlflow.active_run().info.run_id == outer.info.run_id == callback.run_id
+        # A second part of the run: another length of training, which a parameter cannot take up.
+        more = runs.a_trainer(stop=sparkdl.max_epoch(3))
+        runs.play([MLflow()], runs.states(first=9, last=12), more)
+    assert run_of(callback).info.status == "FINISHED"
+    assert run_of(callback).data.params["stop"] == "MaxEpoch(epochs=10)"
+    assert list(values(callback, "loss")) == [8, 10, 12]
+
+
+def test_a_failed_fit_is_told_from_the_next_one() -> None:
+    first, second = MLflow(), MLflow()
+    runs.play([first], runs.states(), finish=False)
+    runs.play([second], runs.states())
+    assert first.run_id != second.run_id
+    assert run_of(first).info.status == "FAILED"
+    assert run_of(second).info.status == "FINISHED"
+    assert mlflow.active_run() is None
+
+
+def test_a_failed_fit_ends_with_its_callback() -> None:
+    callback = MLflow()
+    runs.play([callback], runs.states(), finish=False)
+    run_id = callback.run_id
+    assert mlflow.MlflowClient().get_run(run_id).info.status == "RUNNING"
+    del callback
+    gc.collect()
+    assert mlflow.MlflowClient().get_run(run_id).info.status == "FAILED"
+    assert mlflow.active_run() is None
+
+
+PROGRAM = """
+import summary_runs
+from sparkdl.summaries import MLflow
+callback = MLflow()
+summary_runs.play([callback], summary_runs.states(), finish=False)
+print(callback.run_id)
+"""
+
+
+def test_a_program_that_ends_early_leaves_a_failed_run() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    run_id = done.stdout.strip()
+    assert mlflow.MlflowClient().get_run(run_id).info.status == "FAILED"
+
+
+def test_odd_names_and_values() -> None:
+    metrics = {"top@5 (%)": 0.5, "nan": float("nan")}
+    last = TrainState(iteration=1, samples=1, loss=float("inf"), seconds=0.0, epoch=1)
+    callback, trainer = MLflow(every=sparkdl.every(1)), runs.a_trainer()
+    callback.on_fit_start(trainer, TrainState())
+    callback.on_iteration_end(trainer, last)
+    validations = (Validated(iteration=1, epoch=1, metrics=metrics),)
+    last = TrainState(iteration=1, samples=1, epoch=1, validations=validations)
+    callback.on_validation_end(trainer, last)
+    callback.on_fit_end(trainer, last)
+    found = run_of(callback).data.metrics
+    assert found["validation/top_5 ___"] == 0.5
+    assert found["validation/nan"] != found["validation/nan"]
+    assert found["loss"] > 1e300
+
+
+def test_the_model_can_be_added_after_the_fit() -> None:
+    callback = MLflow()
+    module = nn.Linear(3, 1)
+    trained = sparkdl.TrainedModel(
+        module=module.eval(),
+        model=partial(nn.Linear, 3, 1),
+        loss=None,
+        features=("x",),
+        label=(),
+        fields=(Field("x", "float32", (3,)),),
+        num_features=1,
+        float_dtype="float32",
+        output=Output((1,), "float32"),
+        history=History(),
+    )
+    with pytest.raises(sparkdl.ParameterError) as caught:
+        callback.log_model(trained)
+    assert str(caught.value) == "MLflow.log_model: there is no run yet; call it after fit."
+    runs.play([callback], runs.states())
+    callback.log_model(trained)
+    loaded = sparkdl.load(artifact(callback, "model"))
+    assert torch.equal(loaded.module.weight, module.weight)
+    assert run_of(callback).info.status == "FINISHED"
+
+
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(sparkdl.ParameterError, match=r"MLflow\(every=10\): give a trigger"):
+        MLflow(every=10)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(sparkdl.ParameterError, match=r'pip install "sparkdl\[mlflow\]"'):
+        MLflow()
+
+
+def a_function() -> None:
+    """Has a name."""
+
+
+class Quiet(sparkdl.Trigger):
+    """Of a user's own, without a text of its own."""
+
+
+@dataclass
+class Nested:
+    inner: int = 3
+    password: str = "hunter2"
+    data: object = field(default_factory=object)
+
+
+A_PARTIAL = partial(partial(torch.optim.SGD, lr=0.5), betas=(0.9, 0.99), api_key="hunter2")
+
+
+@dataclass
+class Values:
+    number: float = 0.001
+    nothing: None = None
+    flag: bool = True
+    names: tuple[str, ...] = ("a", "b")
+    long: str = "x" * 1000
+    stop: sparkdl.Trigger = sparkdl.max_epoch(2) | sparkdl.min_loss(0.5)
+    own: sparkdl.Trigger = field(default_factory=Quiet)
+    function: Any = a_function
+    module: nn.Module = field(default_factory=lambda: nn.Linear(1, 1))
+    schedule: Any = A_PARTIAL
+    options: Any = field(default_factory=lambda: {"a": 1, "fs.s3a.secret.key": "hunter2"})
+    max_tokens: int = 7
+    auth_token: str = "hunter2"
+    password: int = 1234
+    nested: Nested = field(default_factory=Nested)
+    path: str = "s3://me:hunter2@host/a?X-Signature=hunter2"
+    plain: str = "why? a question"
+    callbacks: Any = (sparkdl.Callback(),)
+
+
+def test_plain_parameters() -> None:
+    found = plain_parameters(Values())
+    assert found == {
+        "number": "0.001",
+        "nothing": "None",
+        "flag": "True",
+        "names": "a, b",
+        "long": "x" * (LONGEST - 1) + "…",
+        "stop": "Either(left=MaxEpoch(epochs=2), right=MinLoss(loss=0.5))",
+        "own": "Quiet",
+        "function": "a_function",
+        "module": "Linear",
+        "schedule": "SGD",
+        "schedule.lr": "0.5",
+        "schedule.betas": "0.9, 0.99",
+        "options.a": "1",
+        "max_tokens": "7",
+        "nested.inner": "3",
+        "path": "s3://host/a",
+        "plain": "why? a question",
+    }
+    assert "hunter2" not in json.dumps(found)
+
+
+def test_the_parameters_of_a_trainer() -> None:
+    found = plain_parameters(runs.a_trainer(replicas=2, features=["a", "b"]))
+    assert (
+        found
+        | {
+            "model": "Linear",
+            "loss": "MSELoss",
+            "optimizer": "SGD",
+            "optimizer.lr": "0.5",
+            "optimizer.momentum": "0.25",
+            "features": "a, b",
+            "replicas": "2",
+            "stop": "MaxEpoch(epochs=10)",
+            "seed": "0",
+        }
+        == found
+    )

@@ -1,0 +1,183 @@
+"""TensorBoard's event files, read back."""
+
+from __future__ import annotations
+
+import gc
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import summary_runs as runs
+import torch
+
+import sparkdl
+from sparkdl.summaries import TensorBoard
+from sparkdl.sync.histogram import Histogram
+from sparkdl.train.state import TrainState
+
+pytest.importorskip("tensorboard")
+
+
+def events(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder), size_guidance={"histograms": 0, "scalars": 0}).Reload()
+
+
+def scalars(folder: Path) -> dict[str, dict[int, float]]:
+    found = events(folder)
+    return {
+        name: {event.step: event.value for event in found.Scalars(name)}
+        for name in found.Tags()["scalars"]
+    }
+
+
+def test_every_figure_of_every_iteration(tmp_path: Path) -> None:
+    runs.play([TensorBoard(tmp_path)], runs.states())
+    found = scalars(tmp_path)
+    steps = range(1, 9)
+    expected = {
+        "loss": {i: 8.0 / i for i in steps},
+        "learning_rate": {i: 0.5 / i for i in steps},
+        "samples_per_second": dict.fromkeys(steps, 40.0),
+        "gradient_norm": {i: 2.0 * i for i in steps},
+        "loss_scale": dict.fromkeys(steps, 4.0),
+        "timings/forward": {i: 0.01 * i for i in steps},
+        "timings/iteration": {i: 0.02 * i for i in steps},
+        "validation/loss": {i: 9.0 / i for i in (4, 8)},
+        "validation/accuracy": {i: 0.1 * i for i in (4, 8)},
+    }
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(values), name
+
+
+def test_now_and_then(tmp_path: Path) -> None:
+    """Histograms and validations are shown whenever they are made."""
+    runs.play([TensorBoard(str(tmp_path), every=sparkdl.every(4))], runs.states())
+    found = scalars(tmp_path)
+    assert list(found["loss"]) == [4, 8]
+    assert found["samples_per_second"] == pytest.approx({4: 40.0, 8: 40.0})
+    assert list(found["validation/accuracy"]) == [4, 8]
+    assert [e.step for e in events(tmp_path).Histograms("weights/weight")] == [3, 6]
+
+
+def test_learning_rates_of_several_groups(tmp_path: Path) -> None:
+    state = TrainState(iteration=1, samples=2, loss=1.0, learning_rates=(0.5, 0.25), seconds=1.0)
+    runs.play([TensorBoard(tmp_path)], [TrainState(), state])
+    found = scalars(tmp_path)
+    assert {k: v for k, v in found.items() if "rate" in k} == {
+        "learning_rate/0": {1: 0.5},
+        "learning_rate/1": {1: 0.25},
+    }
+    assert "gradient_norm" not in found
+
+
+def test_a_histogram(tmp_path: Path) -> None:
+    runs.play([TensorBoard(tmp_path)], runs.states())
+    value = events(tmp_path).Histograms("weights/weight")[0].histogram_value
+    assert (value.min, value.max, value.num, value.sum) == (-1.0, 6.0, 5, 6.0)
+    assert value.sum_squares == 1 + 0 + 0.25 + 0.25 + 36
+    counts, limits = np.array(value.bucket), np.array(value.bucket_limit)
+    assert (counts[0] > 0, counts[-1] > 0, counts.sum()) == (True, True, 5)
+    assert (np.diff(limits) > 0).all()
+    for number, count in ((-1.0, 1), (0.0, 1), (0.5, 2), (6.0, 1)):
+        bucket = np.searchsorted(limits, number, side="right")
+        assert counts[bucket] == count
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"), [([1e30, -1e30], True), ([math.nan, math.inf], False), ([0.0], True)]
+)
+def test_histograms_at_the_edges(tmp_path: Path, values: list[float], shown: bool) -> None:
+    histograms = {"gradients/x": Histogram.of(torch.tensor(values))}
+    state = TrainState(iteration=1, samples=2, loss=1.0, seconds=1.0, histograms=histograms)
+    runs.play([TensorBoard(tmp_path)], [TrainState(), state])
+    found = events(tmp_path)
+    assert found.Tags()["histograms"] == (["gradients/x"] if shown else [])
+    if shown:
+        value = found.Histograms("gradients/x")[0].histogram_value
+        assert np.isfinite(value.bucket_limit).all()
+        assert sum(value.bucket) == len(values)
+
+
+def test_an_epoch_is_on_disk_when_it_ends(tmp_path: Path) -> None:
+    callback = TensorBoard(tmp_path)
+    runs.play([callback], runs.states(last=4), finish=False)
+    found = scalars(tmp_path)
+    assert list(found["loss"]) == [1, 2, 3, 4]
+    assert list(found["validation/loss"]) == [4]
+    del callback
+
+
+def test_nothing_is_lost_where_the_fit_fails(tmp_path: Path) -> None:
+    callback = TensorBoard(tmp_path)
+    runs.play([callback], runs.states(last=6), finish=False)
+    del callback
+    gc.collect()
+    assert list(scalars(tmp_path)["loss"]) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_resumed_run_hides_what_it_does_again(tmp_path: Path) -> None:
+    callback = TensorBoard(tmp_path)
+    runs.play([callback], runs.states(last=7), finish=False)
+    time.sleep(1.1)  # TensorBoard takes the files in the order of their seconds
+    runs.play([TensorBoard(tmp_path)], runs.states(first=6))
+    del callback
+    found = events(tmp_path).Scalars("loss")
+    assert [event.step for event in found] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_after_a_recovery_it_goes_on_from_there(tmp_path: Path) -> None:
+    callback, trainer = TensorBoard(tmp_path), runs.a_trainer()
+    runs.play([callback], runs.states(last=7), finish=False)
+    time.sleep(1.1)
+    again = runs.states(first=5)
+    callback.on_recovery(trainer, again[0])
+    for state in again[1:]:
+        callback.on_iteration_end(trainer, state)
+    callback.on_fit_end(trainer, state)
+    found = events(tmp_path).Scalars("samples_per_second")
+    assert [(event.step, event.value) for event in found] == [(i, 40.0) for i in range(1, 9)]
+
+
+def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(sparkdl.ParameterError) as caught:
+        TensorBoard(tmp_path, every=10)  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "TensorBoard(every=10): give a trigger, such as sparkdl.every(10)."
+    )
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(sparkdl.ParameterError, match=r'pip install "sparkdl\[tensorboard\]"'):
+        TensorBoard(tmp_path)
+
+
+PROGRAM = """
+import sys
+import sparkdl
+heavy = {"sparkdl.summaries", "mlflow", "tensorboard", "matplotlib", "torch.utils.tensorboard"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+import sparkdl.summaries
+assert not (heavy - {"sparkdl.summaries"}) & set(sys.modules)
+import summary_runs
+callback = sparkdl.summaries.TensorBoard(sys.argv[1])
+summary_runs.play([callback], summary_runs.states(last=6), finish=False)
+"""
+
+
+def test_a_program_imports_it_late_sees_no_warning_and_loses_nothing(tmp_path: Path) -> None:
+    """The program ends without the end of its fit."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert list(scalars(tmp_path)["loss"]) == [1, 2, 3, 4, 5, 6]
