@@ -1,5 +1,6 @@
 """From a DataFrame or an RDD to mini-batches of tensors."""
 
-from sparkdl.data.samples import Sample
+from sparkdl.data.columns import Convert, Image, Sequence
+from sparkdl.data.records import Sample
 
-__all__ = ["Sample"]
+__all__ = ["Convert", "Image", "Sample", "Sequence"]

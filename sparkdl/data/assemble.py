@@ -1,32 +1,182 @@
+"""From a mapped partition to the arrays of a mini-batch: order, augmentation, padding.
+
+Pure: a function of (assembly, partition, epoch, replica, rows), the same on every engine.
+
+Batches of rows of like length waste little on padding; to draw them from windows of a random
+permutation keeps the epoch random: Khomenko et al., "Accelerating recurrent neural network training
+using sequence bucketing and multi-GPU data parallelization", 2017 (https://arxiv.org/abs/1708.05604).
+"""
+
 from __future__ import annotations
-from dataclasses import dataclass, field
-from typing import Any
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
-from sparkdl.data.batches import permutation
+
+from sparkdl.data.batches import drawn, generator, permutation, remembered
+from sparkdl.data.ragged import Ragged, Rows, dense, model_inputs
+from sparkdl.errors import ParameterError
+
+if TYPE_CHECKING:
+    from sparkdl.data.mapped import MappedPartition
+
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
+    """How the fields of samples become the arrays of a mini-batch; constants of a run.
+
+    The fields of a sample are ``num_features`` inputs, ``num_labels`` labels and, if ``weighted``,
+    the weight. How a field of varying length is padded is in the field itself.
+    """
+
     num_features: int
     num_labels: int
     weighted: bool = False
-    augment: Any = None
+    augment: Callable[..., Any] | None = None
+    """``augment(*features, rng)`` -> features: the arrays of one sample as stored (a sequence before
+    padding) and a ``numpy.random.Generator``; a tuple, or a single array for a single feature."""
     bucketing: int | None = None
-    sequences: Any = ()
+    """Mini-batches of rows of like length, chosen among about so many rows; None: any rows."""
+    float_dtype: str = "float32"
+    """What ``augment``'s floats become where the feature itself is of integers (uint8 images)."""
     seed: int = 0
 
-@dataclass
+
+@dataclass(frozen=True)
 class Batch:
-    inputs: list
-    targets: list
-    weights: Any
+    """A mini-batch: what the model is called with, what the loss compares with, and weights.
 
-def visit_order(assembly, partition, epoch, replica, share):
-    return permutation(assembly.seed, epoch, replica, len(partition.order))
+    Each array has the rows first. ``inputs`` may be more than the features: lengths of sequences
+    follow them. ``weights``: floats of shape (rows,), or None.
+    """
 
-def plain_batch(assembly, partition, rows):
-    a = partition.gather(rows)
-    f, l = assembly.num_features, assembly.num_labels
-    return Batch(a[:f], a[f:f+l], a[-1] if assembly.weighted else None)
+    inputs: list[np.ndarray]
+    targets: list[np.ndarray]
+    weights: np.ndarray | None = None
 
-def training_batch(assembly, partition, rows, epoch, replica):
-    return plain_batch(assembly, partition, rows)
+
+def visit_order(
+    assembly: Assembly, partition: MappedPartition, epoch: int, replica: int, share: int
+) -> np.ndarray:
+    """The order (int64) in which ``replica`` visits the rows of its partition in ``epoch``.
+
+    A seeded permutation. With bucketing it is cut into windows, each of as many whole chunks of
+    ``share`` rows (about the replica's part of a mini-batch) as ``bucketing`` holds; rows of a
+    window are sorted by length, and the chunks are shuffled. What is left over comes last.
+    """
+    seed, count = assembly.seed, len(partition.order)
+    if assembly.bucketing is None or not any(field.ragged for field in partition.fields):
+        return permutation(seed, epoch, replica, count)
+    share = max(1, share)
+    window = share * max(1, assembly.bucketing // share)
+
+    def draw() -> np.ndarray:
+        order = drawn(seed, epoch, replica, count)
+        lengths = partition.lengths()
+        assert lengths is not None
+        for start in range(0, count, window):
+            rows = order[start : start + window]
+            order[start : start + window] = rows[np.argsort(lengths[rows], kind="stable")]
+        chunks = count // share
+        whole = order[: chunks * share].reshape(chunks, share)
+        whole[:] = whole[generator(seed, "buckets", epoch, replica).permutation(chunks)]
+        return order
+
+    return remembered((seed, epoch, replica, count, window, share, partition.name), draw)
+
+
+def training_batch(
+    assembly: Assembly, partition: MappedPartition, rows: np.ndarray, epoch: int, replica: int
+) -> Batch:
+    """The mini-batch of these rows (numbers in canonical order), augmented.
+
+    The random numbers of a row follow from (seed, epoch, replica, row): they are the same in any
+    mini-batch. Raises :class:`ParameterError` where ``augment`` fails.
+    """
+    return fields_to_batch(assembly, partition.gather(rows), (rows, epoch, replica))
+
+
+def plain_batch(assembly: Assembly, partition: MappedPartition, rows: np.ndarray) -> Batch:
+    """The mini-batch of these rows, not augmented: for validation."""
+    return fields_to_batch(assembly, partition.gather(rows))
+
+
+def preview_batch(assembly: Assembly, preview: Sequence[Rows], augment: bool = False) -> Batch:
+    """The rows of a preview as a mini-batch, to try the model (and ``augment``) on."""
+    if not augment:
+        return fields_to_batch(assembly, preview)
+    everything = np.arange(len(preview[0]))
+    return fields_to_batch(assembly, [rows[everything] for rows in preview], (everything, 0, 0))
+
+
+def fields_to_batch(
+    assembly: Assembly,
+    fields: Sequence[Rows],
+    place: tuple[np.ndarray, int, int] | None = None,
+) -> Batch:
+    """The rows of each field as a mini-batch; augmented, if at all, at ``place``: (rows, epoch,
+    replica). ``augment`` may write into ``fields``."""
+    labels = assembly.num_features + assembly.num_labels
+    features = fields[: assembly.num_features]
+    if assembly.augment is not None and place is not None:
+        features = _augmented(assembly, assembly.augment, features, *place)
+    weights = fields[labels] if assembly.weighted else None
+    assert not isinstance(weights, Ragged)
+    return Batch(model_inputs(features), dense(fields[assembly.num_features : labels]), weights)
+
+
+def _augmented(
+    assembly: Assembly,
+    augment: Callable[..., Any],
+    features: Sequence[Rows],
+    rows: np.ndarray,
+    epoch: int,
+    replica: int,
+) -> list[Rows]:
+    results: list[list[np.ndarray]] = [[] for _ in features]
+    for row, sample in zip(rows.tolist(), zip(*features, strict=True), strict=True):
+        rng = generator(assembly.seed, "augment", epoch, replica, row)
+        try:
+            found = augment(*sample, rng)
+        except Exception as error:
+            shapes = ", ".join(f"{value.dtype}{list(value.shape)}" for value in sample)
+            raise ParameterError(
+                f"augment raised {type(error).__name__}: {error}. It is called with the arrays of "
+                f"one sample ({shapes}) and a numpy.random.Generator."
+            ) from error
+        found = found if isinstance(found, tuple) else (found,)
+        if len(found) != len(features):
+            raise ParameterError(
+                f"augment returned {len(found)} values for {len(features)} features: return as "
+                "many as it is given, as a tuple."
+            )
+        for values, value, feature in zip(results, found, features, strict=True):
+            values.append(_value(value, feature.dtype, assembly.float_dtype))
+            first = values[0]
+            varying = isinstance(feature, Ragged)
+            if values[-1].shape[varying:] != first.shape[varying:] or values[-1].ndim < varying:
+                raise ParameterError(
+                    f"augment returned an array of shape {list(values[-1].shape)} after one of "
+                    f"{list(first.shape)}: they must be of one shape"
+                    f"{' but for the length' if varying else ''}."
+                )
+    return [
+        Ragged.of(values, feature.padding) if isinstance(feature, Ragged) else np.stack(values)
+        for values, feature in zip(results, features, strict=True)
+    ]
+
+
+def _value(value: Any, dtype: np.dtype, float_dtype: str) -> np.ndarray:
+    """What ``augment`` returned for a feature of ``dtype``: integers may become floats."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().numpy()
+    array = np.asarray(value)
+    if array.dtype.kind not in "fiub":
+        raise ParameterError(
+            f"augment returned a {type(value).__name__}, which is no array of numbers."
+        )
+    if dtype.kind == "f":
+        return array.astype(dtype, copy=False)
+    return array.astype(float_dtype, copy=False) if array.dtype.kind == "f" else array

@@ -8,9 +8,9 @@ number of seats: the shares of successive iterations are exact, disjoint, and co
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,13 +25,44 @@ def derive_seed(seed: int, purpose: str, *position: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-@functools.lru_cache(maxsize=32)
+def generator(seed: int, purpose: str, *position: int) -> np.random.Generator:
+    """NumPy's random numbers for one purpose at one position, see :func:`derive_seed`."""
+    return np.random.Generator(np.random.PCG64(derive_seed(seed, purpose, *position)))
+
+
+ORDER_BYTES = 64 << 20
+"""How much memory the orders of a process may take, beside the two that were used last."""
+_MAX_ORDERS = 32
+_orders: OrderedDict[Hashable, np.ndarray] = OrderedDict()
+
+
+def remembered(key: Hashable, draw: Callable[[], np.ndarray]) -> np.ndarray:
+    """The order of this ``key``, drawn where it is not remembered; shared, hence read-only.
+
+    An order takes 8 bytes a row, and a partition may be larger than memory: few are kept.
+    """
+    order = _orders.get(key)
+    if order is None:
+        order = _orders[key] = draw()
+        order.flags.writeable = False
+    _orders.move_to_end(key)
+    while len(_orders) > _MAX_ORDERS or (
+        len(_orders) > 2 and sum(kept.nbytes for kept in _orders.values()) > ORDER_BYTES
+    ):
+        _orders.popitem(last=False)
+    return order
+
+
 def permutation(seed: int, epoch: int, replica: int, num_rows: int) -> np.ndarray:
     """The order in which ``replica`` visits its ``num_rows`` rows in ``epoch`` (int64)."""
-    generator = np.random.Generator(np.random.PCG64(derive_seed(seed, "shuffle", epoch, replica)))
-    order = generator.permutation(num_rows)
-    order.flags.writeable = False
-    return order
+    return remembered(
+        (seed, epoch, replica, num_rows), lambda: drawn(seed, epoch, replica, num_rows)
+    )
+
+
+def drawn(seed: int, epoch: int, replica: int, num_rows: int) -> np.ndarray:
+    """As :func:`permutation`, but a new array."""
+    return generator(seed, "shuffle", epoch, replica).permutation(num_rows)
 
 
 def seats(counts: Sequence[int], position: int) -> np.ndarray:

@@ -8,50 +8,110 @@ content, not of their arrival.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from sparkdl.data.ragged import Ragged, Rows
 
-def row_hashes(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """CRC-32 of each row over all columns (arrays of equal first dimension); uint32, (rows,)."""
+
+def row_hashes(columns: Sequence[Rows]) -> np.ndarray:
+    """CRC-32 of each row over all columns (of equally many rows); uint32, (rows,).
+
+    A row of varying length goes in with its length, so that no two columns can trade values.
+    """
     num_rows = len(columns[0])
     hashes = [0] * num_rows
     for column in columns:
-        data = np.ascontiguousarray(column).reshape(-1).view(np.uint8).data
-        width = len(data) // num_rows if num_rows else 0
         hashes = [
-            zlib.crc32(data[i * width : (i + 1) * width], crc) for i, crc in enumerate(hashes)
+            zlib.crc32(piece, crc) for piece, crc in zip(_pieces(column), hashes, strict=True)
         ]
     return np.array(hashes, dtype=np.uint32)
 
 
-def row_contents(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """The bytes of each row over all columns, as one value of dtype void; shape (rows,)."""
+def _pieces(column: Rows) -> Iterator[memoryview | bytes]:
+    """The bytes of each row of one column."""
+    if isinstance(column, Ragged):
+        for row in column:
+            yield len(row).to_bytes(8, "little") + np.ascontiguousarray(row).tobytes()
+        return
+    data = np.ascontiguousarray(column).reshape(-1).view(np.uint8).data
+    width = len(data) // len(column) if len(column) else 0
+    for i in range(len(column)):
+        yield data[i * width : (i + 1) * width]
+
+
+def row_contents(columns: Sequence[Rows]) -> np.ndarray:
+    """The bytes of each row over all columns; shape (rows,), to be sorted and compared.
+
+    One value of dtype void a row; of dtype object (bytes) where a column is of varying length.
+    """
     num_rows = len(columns[0])
+    if any(isinstance(column, Ragged) for column in columns):
+        contents = np.empty(num_rows, dtype=object)
+        contents[:] = [b"".join(row) for row in zip(*map(_pieces, columns), strict=True)]
+        return contents
     parts = [np.ascontiguousarray(c).reshape(num_rows, -1).view(np.uint8) for c in columns]
     joined = np.concatenate(parts, axis=1)
     return joined.view(np.dtype((np.void, joined.shape[1]))).reshape(num_rows)
 
 
 def canonical_order(
-    hashes: np.ndarray, contents: Callable[[np.ndarray], np.ndarray] | None
+    hashes: np.ndarray,
+    contents: Callable[[np.ndarray], np.ndarray] | None,
+    rows_at_once: int = 1 << 16,
 ) -> np.ndarray:
     """The permutation (int64) that sorts rows by hash, rows of equal hash by their bytes.
 
-    ``contents`` gives :func:`row_contents` of some rows by their numbers, asked only in a tie.
+    ``contents`` gives :func:`row_contents` of some rows by their numbers, asked only in a tie and
+    for at most ``rows_at_once`` rows: the partition may be larger than memory.
     """
     order = np.argsort(hashes, kind="stable")
     ranked = hashes[order]
-    edges = np.flatnonzero(np.diff(ranked)) + 1
-    starts = np.concatenate([[0], edges])
-    stops = np.concatenate([edges, [len(order)]])
-    for start, stop in zip(starts, stops, strict=True):
-        if stop - start > 1:
-            assert contents is not None
-            tied = order[start:stop]
-            order[start:stop] = tied[contents(tied).argsort(kind="stable")]
+    tied = np.zeros(len(order) + 1, dtype=np.int8)  # whether a row ties with the one before it
+    np.equal(ranked[1:], ranked[:-1], out=tied[1:-1].view(bool))
+    del ranked
+    steps = np.diff(tied)
+    starts, stops = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1) + 1
+    del tied, steps
+    for first, last in _runs(stops - starts, rows_at_once):
+        assert contents is not None
+        places = np.concatenate([np.arange(starts[i], stops[i]) for i in range(first, last)])
+        rows = order[places]
+        if len(rows) <= rows_at_once:
+            found = contents(rows).tolist()
+            tie = np.repeat(np.arange(last - first), (stops - starts)[first:last]).tolist()
+            order[places] = rows[sorted(range(len(rows)), key=lambda i: (tie[i], found[i]))]
+        else:
+            order[places] = _sort_many(rows, contents, rows_at_once)
     return order
+
+
+def _runs(sizes: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:
+    """Consecutive ties whose sizes sum to ``limit`` at most, or a single larger one."""
+    first, total = 0, 0
+    for i, size in enumerate(sizes.tolist()):
+        if i > first and total + size > limit:
+            yield first, i
+            first, total = i, 0
+        total += size
+    if len(sizes):
+        yield first, len(sizes)
+
+
+def _sort_many(
+    rows: np.ndarray, contents: Callable[[np.ndarray], np.ndarray], limit: int
+) -> np.ndarray:
+    """Sort one tie that is too large to be held: nearly always a single row, many times over."""
+    blocks = [rows[i : i + limit] for i in range(0, len(rows), limit)]
+    distinct: set[bytes] = set()
+    for block in blocks:
+        distinct.update(contents(block).tolist())
+    if len(distinct) == 1:
+        return rows
+    rank = {content: i for i, content in enumerate(sorted(distinct))}
+    ranks = [rank[content] for block in blocks for content in contents(block).tolist()]
+    return rows[np.argsort(ranks, kind="stable")]
 
 
 def checksum(hashes: np.ndarray) -> int:

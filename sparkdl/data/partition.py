@@ -1,76 +1,45 @@
-"""A partition of samples as Arrow IPC files in slabs: the writer, the handle, the mapped reader."""
+"""Writing a partition of samples: Arrow IPC files in slabs, chunk by chunk."""
 
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.order import canonical_order, checksum, row_contents, row_hashes
+from sparkdl.data.handle import Extreme, Field, SampleHandle
+from sparkdl.data.mapped import MappedPartition, close_partitions, open_partition, to_arrow
+from sparkdl.data.order import canonical_order, checksum, row_hashes
+from sparkdl.data.ragged import Ragged, Rows, concatenate
 from sparkdl.data.schema import SAME_SHAPE, Problem, RowProblem
-from sparkdl.errors import SlabFullError, StaleReferenceError
+from sparkdl.errors import SlabFullError
 from sparkdl.slab.root import SlabConfig, open_root
 
+__all__ = [
+    "Extreme",
+    "Field",
+    "MappedPartition",
+    "PartitionWriter",
+    "SampleHandle",
+    "close_partitions",
+    "open_partition",
+]
+
 CHUNK_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class Field:
-    """What one input or label of a sample looks like: name, NumPy dtype, shape without the rows."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}" if self.shape else self.dtype
-
-
-@dataclass(frozen=True)
-class Extreme:
-    """The smallest (``sign`` -1) or largest (1) ``value`` of an integer field, and a row with it."""
-
-    field: int
-    sign: int
-    value: int
-    row: int
-
-    def exceeds(self, value: int) -> bool:
-        """Whether this value is the more extreme one."""
-        return self.value * self.sign > value * self.sign
-
-
-@dataclass(frozen=True)
-class SampleHandle:
-    """The small record that the sample RDD holds for one partition.
-
-    ``paths`` are Arrow IPC files of this node (the one of ``token``), ``order_path`` the canonical
-    order of their rows. ``checksum`` covers the set of rows; ``extremes`` are of its integer fields.
-    A partition that could not be written for a reason of the user's has a ``problem`` and no files.
-    """
-
-    token: str
-    paths: tuple[str, ...]
-    order_path: str
-    num_rows: int
-    checksum: int
-    fields: tuple[Field, ...]
-    extremes: tuple[Extreme, ...] = ()
-    problem: Problem | None = None
 
 
 class PartitionWriter:
     """Streams rows into Arrow files of about 64 MiB, each one record batch.
 
-    Raises :class:`SlabFullError` where no slab directory has room.
+    What it holds grows by 4 bytes a row while rows arrive, and by about 20 bytes a row in
+    :meth:`finish`; the samples themselves are never held as a whole. Raises
+    :class:`SlabFullError` where no slab directory has room.
     """
 
     def __init__(self, config: SlabConfig) -> None:
@@ -78,23 +47,25 @@ class PartitionWriter:
         assert root is not None
         self._root = root
         self._stem = f"samples-{secrets.token_hex(8)}"
-        self._names: tuple[str, ...] = ()
         self._fields: tuple[Field, ...] = ()
-        self._waiting: list[list[np.ndarray]] = []
+        self._waiting: list[Sequence[Rows]] = []
         self._waiting_bytes = 0
+        self._written_bytes = 0
         self._hashes: list[np.ndarray] = []
         self._paths: list[str] = []
-        self._extremes: dict[tuple[int, int], Extreme] = {}
+        self._extremes: dict[tuple[int, int, bool], Extreme] = {}
         self.num_rows = 0
 
-    def add(self, names: Sequence[str], columns: list[np.ndarray]) -> None:
-        """Append rows: one array of shape (rows, *shape) a column."""
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, on average so far; at least 1."""
+        return max(1, (self._written_bytes + self._waiting_bytes) // max(1, self.num_rows))
+
+    def add(self, names: Sequence[str], columns: Sequence[Rows]) -> None:
+        """Append rows: for each column an array of shape (rows, *shape), or a :class:`Ragged`."""
         if len(columns[0]) == 0:
             return
-        fields = tuple(
-            Field(name, str(column.dtype), column.shape[1:])
-            for name, column in zip(names, columns, strict=True)
-        )
+        fields = tuple(_field(name, column) for name, column in zip(names, columns, strict=True))
         self._fields = self._fields or fields
         for field, first in zip(fields, self._fields, strict=True):
             if field != first:
@@ -102,8 +73,7 @@ class PartitionWriter:
                     field.name, self.num_rows, f"is {field} where row 0 is {first}", SAME_SHAPE
                 )
         for number, column in enumerate(columns):
-            if column.dtype.kind == "i":
-                self._note_extremes(number, column)
+            self._note_extremes(number, column)
         self._hashes.append(row_hashes(columns))
         self._waiting.append(columns)
         self._waiting_bytes += sum(column.nbytes for column in columns)
@@ -111,24 +81,38 @@ class PartitionWriter:
         if self._waiting_bytes >= CHUNK_BYTES:
             self._flush()
 
-    def _note_extremes(self, field: int, column: np.ndarray) -> None:
-        values = column.reshape(-1)
-        width = len(values) // len(column)
+    def _note_extremes(self, number: int, column: Rows) -> None:
+        if isinstance(column, Ragged):
+            self._note(number, column.lengths, np.arange(len(column) + 1), of_length=True)
+            if column.dtype.kind == "i":
+                rest = column.used.reshape(len(column.used), -1)
+                ends = (column.offsets - column.offsets[0]) * rest.shape[1]
+                self._note(number, rest.reshape(-1), ends)
+        elif column.dtype.kind == "i":
+            values = column.reshape(-1)
+            self._note(number, values, np.arange(len(column) + 1) * (len(values) // len(column)))
+
+    def _note(
+        self, number: int, values: np.ndarray, offsets: np.ndarray, of_length: bool = False
+    ) -> None:
+        """Keep the extremes of ``values``, of which row i has those from ``offsets[i]`` on."""
         for sign, place in ((-1, int(values.argmin())), (1, int(values.argmax()))):
-            found = Extreme(field, sign, int(values[place]), self.num_rows + place // width)
-            known = self._extremes.get((field, sign))
+            row = self.num_rows + int(np.searchsorted(offsets, place, side="right")) - 1
+            found = Extreme(number, sign, int(values[place]), row, of_length)
+            known = self._extremes.get((number, sign, of_length))
             if known is None or found.exceeds(known.value):
-                self._extremes[field, sign] = found
+                self._extremes[number, sign, of_length] = found
 
     def finish(self) -> SampleHandle:
         """Write what is left and the canonical order; the partition's handle."""
         self._flush()
         hashes = np.concatenate([np.zeros(0, np.uint32), *self._hashes])
+        self._hashes = []
         paths = tuple(self._paths)
         rows = MappedPartition.map(paths, "", self._fields) if paths else None
-        order = canonical_order(hashes, rows.contents if rows else None)
-        order_path = self._write("order.npy", lambda path: np.save(path, order))
-        number_of = np.argsort(order)  # place in the files -> number in canonical order
+        at_once = max(1, CHUNK_BYTES // self.row_bytes)
+        order = canonical_order(hashes, rows.contents if rows is not None else None, at_once)
+        order_path = self._write("order.npy", lambda path: _save(path, order))
         return SampleHandle(
             token=self._root.token,
             paths=paths,
@@ -137,7 +121,7 @@ class PartitionWriter:
             checksum=checksum(hashes),
             fields=self._fields,
             extremes=tuple(
-                replace(extreme, row=int(number_of[extreme.row]))
+                replace(extreme, row=int(np.argmax(order == extreme.row)))
                 for extreme in self._extremes.values()
             ),
         )
@@ -151,10 +135,11 @@ class PartitionWriter:
     def _flush(self) -> None:
         if not self._waiting:
             return
-        columns = [np.concatenate(parts) for parts in zip(*self._waiting, strict=True)]
+        columns = [concatenate(parts) for parts in zip(*self._waiting, strict=True)]
+        self._written_bytes += self._waiting_bytes
         self._waiting, self._waiting_bytes = [], 0
         batch = pa.record_batch(
-            [_to_arrow(column) for column in columns], names=[f.name for f in self._fields]
+            [to_arrow(column) for column in columns], names=[f.name for f in self._fields]
         )
 
         def write(path: str) -> None:
@@ -181,79 +166,15 @@ class PartitionWriter:
         )
 
 
-@dataclass(frozen=True)
-class MappedPartition:
-    """A partition mapped into this process: no copy until a batch is gathered."""
-
-    chunks: tuple[tuple[np.ndarray, ...], ...]
-    """For each file, one array of shape (rows, *shape) a field."""
-    starts: np.ndarray
-    order: np.ndarray
-    fields: tuple[Field, ...]
-
-    @staticmethod
-    def map(paths: tuple[str, ...], order_path: str, fields: tuple[Field, ...]) -> MappedPartition:
-        """Map the files. Raises :class:`StaleReferenceError` where one was deleted."""
-        try:
-            chunks = tuple(_map_chunk(path, fields) for path in paths)
-            order = np.load(order_path, mmap_mode="r") if order_path else np.zeros(0, np.int64)
-        except FileNotFoundError:
-            gone = [path for path in (*paths, order_path) if path and not os.path.exists(path)]
-            raise StaleReferenceError(f"sample slab {', '.join(gone)} was deleted") from None
-        rows = [len(chunk[0]) for chunk in chunks]
-        return MappedPartition(chunks, np.cumsum([0, *rows])[:-1], order, fields)
-
-    def gather(self, rows: np.ndarray) -> list[np.ndarray]:
-        """The rows (numbers in canonical order): a new array of shape (len(rows), *shape) a field."""
-        return self._take(self.order[rows])
-
-    def contents(self, places: np.ndarray) -> np.ndarray:
-        """The bytes of some rows, by their places in the files; see :func:`row_contents`."""
-        return row_contents(self._take(places))
-
-    def _take(self, places: np.ndarray) -> list[np.ndarray]:
-        if len(self.chunks) == 1:
-            return [np.take(column, places, axis=0) for column in self.chunks[0]]
-        chunk_of = np.searchsorted(self.starts, places, side="right") - 1
-        result = [np.empty((len(places), *f.shape), dtype=f.dtype) for f in self.fields]
-        for chunk in np.unique(chunk_of):
-            chosen = np.flatnonzero(chunk_of == chunk)
-            within = places[chosen] - self.starts[chunk]
-            for out, column in zip(result, self.chunks[chunk], strict=True):
-                out[chosen] = column[within]
-        return result
+def _field(name: str, column: Rows) -> Field:
+    if isinstance(column, Ragged):
+        return Field(name, str(column.dtype), column.values.shape[1:], column.padding)
+    return Field(name, str(column.dtype), column.shape[1:])
 
 
-@functools.lru_cache(maxsize=64)
-def _open(
-    token: str, paths: tuple[str, ...], order_path: str, fields: tuple[Field, ...]
-) -> MappedPartition:
-    return MappedPartition.map(paths, order_path, fields)
-
-
-def open_partition(handle: SampleHandle) -> MappedPartition:
-    """Map the handle's files, or find them mapped already (paths are never used twice)."""
-    return _open(handle.token, handle.paths, handle.order_path, handle.fields)
-
-
-def close_partitions() -> None:
-    """Let go of every mapping of this process."""
-    _open.cache_clear()
-
-
-def _to_arrow(column: np.ndarray) -> pa.Array:
-    flat = column.reshape(-1)
-    values = pa.array(flat.view(np.uint8) if flat.dtype == np.bool_ else flat)
-    if column.ndim == 1:
-        return values
-    return pa.FixedSizeListArray.from_arrays(values, int(np.prod(column.shape[1:])))
-
-
-def _map_chunk(path: str, fields: tuple[Field, ...]) -> tuple[np.ndarray, ...]:
-    with pa.memory_map(path) as source:
-        batch = pa.ipc.open_file(source).get_batch(0)
-    columns = []
-    for array, field in zip(batch.columns, fields, strict=True):
-        values = (array.flatten() if field.shape else array).to_numpy(zero_copy_only=True)
-        columns.append(values.view(field.dtype).reshape(-1, *field.shape))
-    return tuple(columns)
+def _save(path: str, order: np.ndarray) -> None:
+    """As ``np.save``, which would not say that the disk is full, only that less was written."""
+    with open(path, "wb") as file:
+        header = np.lib.format.header_data_from_array_1_0(order)
+        np.lib.format.write_array_header_1_0(file, header)
+        file.write(order.data)

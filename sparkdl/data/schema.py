@@ -1,23 +1,38 @@
-"""Columns to tensors: what a DataFrame's schema allows, and Arrow arrays to NumPy arrays.
+"""Columns to tensors: what a DataFrame's schema allows.
 
 Numeric columns, arrays and nested arrays of numbers, and ``pyspark.ml.linalg`` vectors, dense and
 sparse. Floating columns take the model's floating dtype (float32 or float64); integers stay
-integers (int64 in a batch: indices for an embedding, class numbers); booleans stay booleans.
+integers (int64 in a batch: indices for an embedding, class numbers); booleans stay booleans. Images
+and whatever else needs a word are specified, see :mod:`sparkdl.data.columns`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Names
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
 
+from sparkdl.data.columns import Convert, Image, Sequence, Spec, Specs
+from sparkdl.data.images import STRUCT
+from sparkdl.data.problems import SAME_SHAPE, Problem, RowProblem
+from sparkdl.data.values import to_numpy
 from sparkdl.errors import DataError, nearest, raise_all
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
+
+__all__ = [
+    "SAME_SHAPE",
+    "Column",
+    "Problem",
+    "RowProblem",
+    "columns_of",
+    "quoted",
+    "read_schema",
+    "to_numpy",
+]
 
 _INTEGERS = {"byte": "int8", "short": "int16", "integer": "int32", "long": "int64"}
 _FLOATS = {"float", "double", "decimal"}
@@ -25,54 +40,24 @@ _FLOATS = {"float", "double", "decimal"}
 
 @dataclass(frozen=True)
 class Column:
-    """One input or label column.
+    """One input or label column, or the weight.
 
     ``dtype``: NumPy name of what a sample holds. ``depth``: how many array levels the column has
-    (0: a number). ``vector``: a ``pyspark.ml.linalg`` vector.
+    (0: a number). ``vector``: a ``pyspark.ml.linalg`` vector. ``spec``: how it is read, where its
+    type does not say it. ``weight``: the weights of the samples.
     """
 
     name: str
     dtype: str
     depth: int = 0
     vector: bool = False
+    spec: Spec | None = None
+    weight: bool = False
 
-
-@dataclass(frozen=True)
-class Problem:
-    """What is wrong with one row of one column; found on an executor, raised on the driver."""
-
-    column: str
-    row: int
-    text: str
-    remedy: str
-
-    def message(self, place: str, noun: str = "column") -> str:
-        """One line for the user; ``place`` is the partition, ``noun`` what ``column`` names."""
-        return f'{noun} "{self.column}", row {self.row} of {place}: {self.text}. {self.remedy}'
-
-
-class RowProblem(Exception):
-    """Carries a :class:`Problem` out of a conversion."""
-
-    def __init__(self, column: str, row: int, text: str, remedy: str) -> None:
-        super().__init__(text)
-        self.problem = Problem(column, row, text, remedy)
-
-
-SAME_SHAPE = "Every row must have the same shape: filter, pad or cut such rows."
-_NO_VALUES = "Filter such rows, or leave the column out."
-_INSIDE_ARRAYS = (
-    "dropna does not look into arrays: filter such rows with functions.exists, or fill them with "
-    "functions.transform."
-)
-_INSIDE_VECTORS = (
-    "dropna does not look into vectors: mend them where they are made, or turn them into arrays "
-    "with pyspark.ml.functions.vector_to_array and filter those with functions.exists."
-)
-
-
-def _drop(column: Column) -> str:
-    return f'Drop such rows with df.dropna(subset=["{column.name}"]), or fill them.'
+    @property
+    def grows(self) -> bool:
+        """Whether the tensor may be much larger than the column."""
+        return self.vector or isinstance(self.spec, (Image, Convert))
 
 
 def quoted(name: str) -> str:
@@ -81,33 +66,106 @@ def quoted(name: str) -> str:
 
 
 def columns_of(
-    schema: StructType, features: Sequence[str], label: Sequence[str], float_dtype: str
+    schema: StructType,
+    features: Names[str],
+    label: Names[str],
+    float_dtype: str,
+    specs: Specs | None = None,
 ) -> tuple[tuple[Column, ...], tuple[Column, ...]]:
-    """The feature and label columns of a DataFrame.
+    """The feature and label columns of a DataFrame; see :func:`read_schema`."""
+    return read_schema(schema, features, label, None, float_dtype, specs)[:2]
+
+
+def read_schema(
+    schema: StructType,
+    features: Names[str],
+    label: Names[str],
+    weight: str | None,
+    float_dtype: str,
+    specs: Specs | None = None,
+) -> tuple[tuple[Column, ...], tuple[Column, ...], tuple[Column, ...]]:
+    """The feature columns, the label columns and the weight (none or one) of a DataFrame.
 
     Raises :class:`sparkdl.errors.DataError` that lists every column that is missing or of a type
     that cannot become a tensor.
     """
     problems: list[str] = []
     found: list[list[Column]] = []
-    for role, names in (("feature", features), ("label", label)):
+    weights = () if weight is None else (weight,)
+    for role, names in (("feature", features), ("label", label), ("weight", weights)):
         columns = []
         for name in names:
             if name not in schema.names:
                 problems.append(
                     f'{role} column "{name}" is missing.{nearest(name, schema.names)} '
                     f"The DataFrame has: {', '.join(schema.names) or 'no columns'}."
-                    + (" To train without a label, set label=None." if role == "label" else "")
+                    + _WITHOUT.get(role, "")
                 )
                 continue
-            column = _column(name, schema[name].dataType, float_dtype)
+            spec = (specs or {}).get(name) if role != "weight" else None
+            column = _specified(name, schema[name].dataType, float_dtype, spec, role)
             if isinstance(column, str):
                 problems.append(f'{role} column "{name}" {column}')
             else:
                 columns.append(column)
         found.append(columns)
     raise_all(DataError, problems)
-    return tuple(found[0]), tuple(found[1])
+    return tuple(found[0]), tuple(found[1]), tuple(found[2])
+
+
+_WITHOUT = {
+    "label": " To train without a label, set label=None.",
+    "weight": " To train without weights, set weight=None.",
+}
+
+
+def _specified(
+    name: str, data_type: DataType, float_dtype: str, spec: Spec | None, role: str
+) -> Column | str:
+    """The column as its specification, its role and its type say, or what is wrong with that."""
+    shown = data_type.simpleString()
+    image_struct = getattr(data_type, "names", None) == list(STRUCT)
+    if spec is None and image_struct and role == "feature":
+        spec = Image()
+    if isinstance(spec, Image):
+        if not image_struct and data_type.typeName() != "binary":
+            return (
+                f"is of type {shown}, which is no image: give encoded bytes (binary), or what "
+                'spark.read.format("image") reads.'
+            )
+        return Column(name, float_dtype if spec.scale is not None else "uint8", 3, spec=spec)
+    if isinstance(spec, Convert):
+        return Column(name, float_dtype, spec=spec)
+    if spec is None and data_type.typeName() == "binary":
+        return (
+            "is of type binary, which cannot become a tensor by itself: specify it, as "
+            f'columns={{"{name}": sparkdl.Image()}} for encoded images, or with '
+            "sparkdl.Convert(function)."
+        )
+    column = _column(name, data_type, float_dtype)
+    if isinstance(column, str):
+        return column
+    if role == "weight":
+        if column.depth or column.dtype == "bool":
+            return f"is of type {shown}: a weight is one number."
+        return Column(name, float_dtype, weight=True)
+    if isinstance(spec, Sequence):
+        if not column.depth or column.vector:
+            return f"is of type {shown}: a sparkdl.Sequence is an array of numbers."
+        if not _holds(column.dtype, spec.padding):
+            return f"is of type {shown}, of which padding={spec.padding} is no value."
+        return Column(name, column.dtype, column.depth, spec=spec)
+    return column
+
+
+def _holds(dtype: str, value: float) -> bool:
+    """Whether ``value`` is one of this dtype's."""
+    if dtype == "bool":
+        return value in (0, 1)
+    if not dtype.startswith("int"):
+        return True
+    limits = np.iinfo(dtype)
+    return value == int(value) and limits.min <= value <= limits.max
 
 
 def _column(name: str, data_type: DataType, float_dtype: str) -> Column | str:
@@ -136,89 +194,3 @@ def _column(name: str, data_type: DataType, float_dtype: str) -> Column | str:
         f"is of type {shown}, which cannot become a tensor: use numbers, arrays of numbers or "
         "pyspark.ml.linalg vectors."
     )
-
-
-def to_numpy(array: pa.Array, column: Column, first_row: int = 0) -> np.ndarray:
-    """The array as a C-contiguous NumPy array of shape (rows, *shape of one row).
-
-    Raises :class:`RowProblem` for a null, a NaN, or a row whose shape differs from row 0's;
-    ``first_row`` is the number of the array's row 0 in its partition.
-    """
-    if column.vector:
-        values = _vectors(array, column, first_row)
-    else:
-        values = _nested(array, column, first_row)
-    if values.dtype.kind == "f" and np.isnan(values).any():
-        row = int(np.flatnonzero(np.isnan(values.reshape(len(values), -1)).any(axis=1))[0])
-        if values.ndim == 1:
-            raise RowProblem(column.name, first_row + row, "is NaN", _drop(column))
-        remedy = _INSIDE_VECTORS if column.vector else _INSIDE_ARRAYS
-        raise RowProblem(column.name, first_row + row, "holds NaN", remedy)
-    return values
-
-
-def _nested(array: pa.Array, column: Column, first_row: int) -> np.ndarray:
-    shape: list[int] = []
-    rows_per_item = 1  # how many items of the current level make one row
-    for level in range(column.depth + 1):
-        if array.null_count:
-            item = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
-            row = first_row + item // rows_per_item
-            if level == 0:
-                raise RowProblem(column.name, row, "is null", _drop(column))
-            raise RowProblem(column.name, row, "holds a null", _INSIDE_ARRAYS)
-        if level == column.depth:
-            break
-        lengths = array.value_lengths().to_numpy(zero_copy_only=False)
-        length = int(lengths[0]) if len(lengths) else 0
-        ragged = np.flatnonzero(lengths != length)
-        if len(ragged):
-            item = int(ragged[0])
-            raise RowProblem(
-                column.name,
-                first_row + item // rows_per_item,
-                f"has {int(lengths[item])} values where row {first_row} has {length}",
-                SAME_SHAPE,
-            )
-        shape.append(length)
-        rows_per_item *= length
-        array = array.flatten()
-        if length == 0:
-            raise RowProblem(column.name, first_row, "is an empty array", _NO_VALUES)
-    if pa.types.is_decimal(array.type):
-        array = array.cast(pa.float64())
-    flat = array.to_numpy(zero_copy_only=False)
-    return np.ascontiguousarray(flat, dtype=column.dtype).reshape(-1, *shape)
-
-
-def _vectors(array: pa.Array, column: Column, first_row: int) -> np.ndarray:
-    """ml.linalg vectors, which arrive as struct<type, size, indices, values>; type 0 is sparse."""
-    if array.null_count:
-        row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
-        raise RowProblem(column.name, first_row + row, "is null", _drop(column))
-    kinds, sizes, indices, values = array.flatten()
-    sparse = kinds.to_numpy(zero_copy_only=False) == 0
-    counts = values.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
-    lengths = np.where(sparse, sizes.fill_null(0).to_numpy(zero_copy_only=False), counts)
-    width = int(lengths[0]) if len(lengths) else 0
-    wrong = np.flatnonzero(lengths != width)
-    if len(wrong):
-        row = int(wrong[0])
-        raise RowProblem(
-            column.name,
-            first_row + row,
-            f"has {int(lengths[row])} values where row {first_row} has {width}",
-            SAME_SHAPE,
-        )
-    if width == 0:
-        raise RowProblem(column.name, first_row, "is an empty vector", _NO_VALUES)
-    flat = values.flatten().to_numpy(zero_copy_only=False)
-    if not sparse.any():
-        return np.ascontiguousarray(flat, dtype=column.dtype).reshape(-1, width)
-    row_of_value = np.repeat(np.arange(len(lengths)), counts)
-    within = np.arange(len(flat)) - np.repeat(np.cumsum(counts) - counts, counts)
-    position = within.copy()
-    position[sparse[row_of_value]] = indices.flatten().to_numpy(zero_copy_only=False)
-    dense = np.zeros((len(lengths), width), dtype=column.dtype)
-    dense[row_of_value, position] = flat
-    return dense

@@ -12,7 +12,9 @@ import torch
 from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame, functions
 
-from sparkdl.data.samples import Sample, record_array
+from sparkdl.data.columns import Specs
+from sparkdl.data.ragged import Rows
+from sparkdl.data.records import Sample, feature_names, named, record_field, stack_records
 from sparkdl.data.schema import Column, RowProblem, columns_of, quoted, to_numpy
 from sparkdl.errors import DataError
 from sparkdl.infer.output import Output, as_numpy, to_arrow
@@ -41,15 +43,29 @@ class PredictColumn:
         settle_worker()
 
     def _predict(self, module: Any, columns: Sequence[pa.Array], seen: int) -> pa.Array:
+        """Predictions for one Arrow batch; what grows when decoded is taken in smaller parts."""
+        count = len(columns[0])
+        rows = self.batch_size if any(column.grows for column in self.columns) else count
+        outputs = [
+            to_arrow(as_numpy(output))
+            for start in range(0, count, max(1, rows))
+            for output, _ in run_batches(
+                module,
+                self._arrays([array.slice(start, rows) for array in columns], seen + start),
+                self.batch_size,
+                self.finish,
+            )
+        ]
+        return pa.concat_arrays(outputs)  # of sequences, batches may differ in their lengths
+
+    def _arrays(self, columns: Sequence[pa.Array], first_row: int) -> list[Rows]:
         try:
-            arrays = [
-                to_numpy(array, column, seen)
+            return [
+                to_numpy(array, column, first_row)
                 for array, column in zip(columns, self.columns, strict=True)
             ]
         except RowProblem as error:
             raise DataError(error.problem.message("the partition")) from None
-        outputs = run_batches(module, arrays, self.batch_size, self.finish)
-        return to_arrow(np.concatenate([as_numpy(output) for output, _ in outputs]))
 
 
 @dataclass(frozen=True)
@@ -61,6 +77,7 @@ class PredictRecords:
     float_dtype: str
     batch_size: int
     finish: Finish
+    specs: Specs | None = None
 
     def __call__(self, records: Iterable[Any]) -> Iterator[Any]:
         module = self.module.load()
@@ -79,17 +96,16 @@ class PredictRecords:
         if isinstance(features, tuple) and len(features) == 2 and not isinstance(record, Sample):
             pair = self.num_features == 1 or isinstance(features[0], tuple)
             features = features[0] if pair else features
-        values = features if isinstance(features, tuple) else (features,)
         try:
             return [
-                record_array(value, f"features[{i}]", row, self.float_dtype)
-                for i, value in enumerate(values)
+                record_field(value, name, row, self.float_dtype, self.specs)
+                for name, value in named("features", features)
             ]
         except RowProblem as error:
             raise DataError(error.problem.message("the partition", "field")) from None
 
     def _predict(self, module: Any, waiting: list[list[np.ndarray]]) -> Iterator[Any]:
-        arrays = [np.stack(values) for values in zip(*waiting, strict=True)]
+        arrays = stack_records(feature_names(len(waiting[0])), waiting, self.specs)
         for output, _ in run_batches(module, arrays, self.batch_size, self.finish):
             for value in as_numpy(output):
                 yield value if value.ndim else value.item()
@@ -104,9 +120,10 @@ def predict_dataframe(
     prediction_col: str,
     batch_size: int,
     finish: Finish,
+    specs: Specs | None = None,
 ) -> DataFrame:
     """``data`` with the column ``prediction_col``; lazy, and on a streaming DataFrame too."""
-    inputs, _ = columns_of(data.schema, features, (), float_dtype)
+    inputs, _ = columns_of(data.schema, features, (), float_dtype, specs)
     if prediction_col in data.columns:
         raise DataError(
             f'the DataFrame already has a column "{prediction_col}": drop it, or choose another '
@@ -143,7 +160,8 @@ def predict_rdd(
     float_dtype: str,
     batch_size: int,
     finish: Finish,
+    specs: Specs | None = None,
 ) -> RDD:
     """One prediction (a number, or an array) for each record, in order."""
-    task = PredictRecords(module, num_features, float_dtype, batch_size, finish)
+    task = PredictRecords(module, num_features, float_dtype, batch_size, finish, specs)
     return records.mapPartitions(task)

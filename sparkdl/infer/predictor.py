@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
+from sparkdl.data.ragged import Rows, model_inputs
 from sparkdl.step.compute import to_tensors
 
 INLINE_BYTES = 1 << 20
@@ -83,14 +83,18 @@ def evaluating(module: nn.Module) -> Iterator[nn.Module]:
 
 def run_batches(
     module: nn.Module,
-    arrays: Sequence[np.ndarray],
+    arrays: Sequence[Rows],
     batch_size: int,
     finish: Callable[[Any], Any] | None = None,
 ) -> Iterator[tuple[Any, slice]]:
-    """The module's output, and which rows it is for, batch by batch. ``arrays``: one an input."""
+    """The module's output, and which rows it is for, batch by batch.
+
+    ``arrays``: one a feature. Rows of varying length are padded batch by batch, and their lengths
+    follow them where their :class:`sparkdl.data.ragged.Padding` says so.
+    """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     for start in range(0, len(arrays[0]), batch_size):
         rows = slice(start, start + batch_size)
         with evaluating(module):
-            output = module(*to_tensors([array[rows] for array in arrays], device))
+            output = module(*to_tensors(model_inputs([array[rows] for array in arrays]), device))
             yield (finish(output) if finish else output), rows

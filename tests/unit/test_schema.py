@@ -351,7 +351,12 @@ def test_columns_keep_the_order_they_are_named_in() -> None:
         ("strings", f"is of type array<string>: {TEXT}"),
         ("timestamp", f"is of type timestamp, {NO_TENSOR}"),
         ("date", f"is of type date, {NO_TENSOR}"),
-        ("binary", f"is of type binary, {NO_TENSOR}"),
+        (
+            "binary",
+            "is of type binary, which cannot become a tensor by itself: specify it, as "
+            'columns={"binary": sparkdl.Image()} for encoded images, or with '
+            "sparkdl.Convert(function).",
+        ),
         ("map", f"is of type map<string,int>, {NO_TENSOR}"),
         ("struct", f"is of type struct<a:int>, {NO_TENSOR}"),
         ("vectors", "is an array of vectors: use nested arrays, or one vector a row."),

@@ -1,0 +1,70 @@
+"""What the driver knows of a partition: its files, its fields, what is remarkable in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparkdl.data.ragged import Padding
+from sparkdl.data.schema import Problem
+
+
+@dataclass(frozen=True)
+class Field:
+    """What one input or label of a sample looks like: name, NumPy dtype, shape without the rows.
+
+    ``padding`` is there for a field of varying length, whose ``shape`` is that of one element.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    padding: Padding | None = None
+
+    @property
+    def ragged(self) -> bool:
+        """Whether rows vary in length."""
+        return self.padding is not None
+
+    def __str__(self) -> str:
+        lengths: list[int | str] = list(self.shape)
+        if self.padding is not None:
+            lengths.insert(0, "any")
+        return f"{self.dtype}[{', '.join(map(str, lengths))}]" if lengths else self.dtype
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """The smallest (``sign`` -1) or largest (1) ``value`` of an integer field, and a row with it.
+
+    With ``of_length`` it is the length of the row in a field of varying length.
+    """
+
+    field: int
+    sign: int
+    value: int
+    row: int
+    of_length: bool = False
+
+    def exceeds(self, value: int) -> bool:
+        """Whether this value is the more extreme one."""
+        return self.value * self.sign > value * self.sign
+
+
+@dataclass(frozen=True)
+class SampleHandle:
+    """The small record that the sample RDD holds for one partition.
+
+    ``paths`` are Arrow IPC files of this node (the one of ``token``), ``order_path`` the canonical
+    order of their rows. ``checksum`` covers the set of rows; ``extremes`` are of its integer fields
+    and of the lengths of its rows.
+    A partition that could not be written for a reason of the user's has a ``problem`` and no files.
+    """
+
+    token: str
+    paths: tuple[str, ...]
+    order_path: str
+    num_rows: int
+    checksum: int
+    fields: tuple[Field, ...]
+    extremes: tuple[Extreme, ...] = ()
+    problem: Problem | None = None

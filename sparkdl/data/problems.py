@@ -1,0 +1,43 @@
+"""What is wrong with a row: found on an executor, raised on the driver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SAME_SHAPE = "Every row must have the same shape: filter, pad or cut such rows."
+NO_VALUES = "Filter such rows, or leave the column out."
+INSIDE_ARRAYS = (
+    "dropna does not look into arrays: filter such rows with functions.exists, or fill them with "
+    "functions.transform."
+)
+INSIDE_VECTORS = (
+    "dropna does not look into vectors: mend them where they are made, or turn them into arrays "
+    "with pyspark.ml.functions.vector_to_array and filter those with functions.exists."
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with one row of one column; found on an executor, raised on the driver."""
+
+    column: str
+    row: int
+    text: str
+    remedy: str
+
+    def message(self, place: str, noun: str = "column") -> str:
+        """One line for the user; ``place`` is the partition, ``noun`` what ``column`` names."""
+        return f'{noun} "{self.column}", row {self.row} of {place}: {self.text}. {self.remedy}'
+
+
+class RowProblem(Exception):
+    """Carries a :class:`Problem` out of a conversion."""
+
+    def __init__(self, column: str, row: int, text: str, remedy: str) -> None:
+        super().__init__(text)
+        self.problem = Problem(column, row, text, remedy)
+
+
+def drop(name: str) -> str:
+    """What to do about rows in which a whole column is missing."""
+    return f'Drop such rows with df.dropna(subset=["{name}"]), or fill them.'

@@ -1,0 +1,142 @@
+"""Rows of varying length in memory: one array of values and the places where rows begin.
+
+Kept ragged from the column to the mini-batch, and padded only there, to the longest row of it. The
+layout is that of Arrow's list arrays: row ``i`` is ``values[offsets[i]:offsets[i + 1]]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Padding:
+    """How rows of varying length become one tensor."""
+
+    value: float = 0
+    """What fills the end of the shorter rows."""
+    length: int | None = None
+    """Pad to this length always; None: to the longest row of the mini-batch."""
+    lengths: bool = False
+    """The model gets the lengths too, int64 of shape (rows,), directly after the padded input."""
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of shape (length, *item): ``values`` (total, *item) and ``offsets`` (rows + 1,), int64.
+
+    ``values`` may hold more than the rows: offsets need not begin at 0.
+    """
+
+    values: np.ndarray
+    offsets: np.ndarray
+    padding: Padding = field(default_factory=Padding)
+
+    @staticmethod
+    def of(rows: Sequence[np.ndarray], padding: Padding | None = None) -> Ragged:
+        """From arrays of shape (length, *item); at least one."""
+        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+        return Ragged(np.concatenate(rows), offsets, padding or Padding())
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, rows: slice | np.ndarray) -> Ragged:
+        """Some of the rows: a contiguous slice is a view, anything else is a gathered copy."""
+        if isinstance(rows, slice):
+            start, stop, step = rows.indices(len(self))
+            if step == 1:
+                part = self.offsets[start : max(start, stop) + 1]
+                return Ragged(self.values, part, self.padding)
+            rows = np.arange(start, stop, step)
+        chosen = np.asarray(rows)
+        starts = self.offsets[chosen]
+        lengths = self.offsets[chosen + 1] - starts
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        places = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
+        return Ragged(self.values[places], offsets, self.padding)
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for start, stop in zip(self.offsets[:-1], self.offsets[1:], strict=True):
+            yield self.values[start:stop]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Of each row (int64)."""
+        return np.diff(self.offsets)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.values.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows and their offsets."""
+        return int(self.used.nbytes + self.offsets.nbytes)
+
+    @property
+    def used(self) -> np.ndarray:
+        """The part of ``values`` that the rows are in."""
+        return self.values[int(self.offsets[0]) : int(self.offsets[-1])]
+
+    def cut(self, length: int) -> Ragged:
+        """The rows, each at most ``length`` long: what comes after is left out."""
+        lengths = np.minimum(self.lengths, length)
+        if (lengths == self.lengths).all():
+            return self
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        places = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1] - offsets[:-1], lengths)
+        return Ragged(self.values[places], offsets, self.padding)
+
+    def padded(self, length: int | None = None) -> np.ndarray:
+        """A new array of shape (rows, longest, *item); ``length``, or that of ``padding``, if given.
+
+        Rows longer than ``length`` are cut.
+        """
+        length = length or self.padding.length
+        lengths = self.lengths
+        longest = int(lengths.max(initial=0)) if length is None else length
+        shape = (len(self), longest, *self.values.shape[1:])
+        result = np.full(shape, self.padding.value, dtype=self.dtype)
+        for out, row in zip(result, self, strict=True):
+            out[: len(row)] = row[:longest]
+        return result
+
+    def inputs(self) -> list[np.ndarray]:
+        """What the model gets for these rows: the padded rows, and their lengths if asked for."""
+        lengths = self.lengths
+        if self.padding.length is not None:
+            lengths = np.minimum(lengths, self.padding.length)
+        return [self.padded(), *([lengths] if self.padding.lengths else [])]
+
+
+Rows: TypeAlias = np.ndarray | Ragged
+"""Some rows of one field: an array of shape (rows, *shape), or rows of varying length."""
+
+
+def concatenate(parts: Sequence[Rows]) -> Rows:
+    """The rows of all ``parts``, which are of one kind, one after another."""
+    first = parts[0]
+    if not isinstance(first, Ragged):
+        return np.concatenate(parts) if len(parts) > 1 else first  # type: ignore[arg-type]
+    ragged = [part for part in parts if isinstance(part, Ragged)]
+    lengths = np.concatenate([part.lengths for part in ragged])
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return Ragged(np.concatenate([part.used for part in ragged]), offsets, first.padding)
+
+
+def model_inputs(fields: Sequence[Rows]) -> list[np.ndarray]:
+    """The arrays that the model is called with: fields of varying length padded, lengths added."""
+    result: list[np.ndarray] = []
+    for rows in fields:
+        result += rows.inputs() if isinstance(rows, Ragged) else [rows]
+    return result
+
+
+def dense(fields: Sequence[Rows]) -> list[np.ndarray]:
+    """One array a field: those of varying length padded, and nothing else added (for labels)."""
+    return [rows.padded() if isinstance(rows, Ragged) else rows for rows in fields]

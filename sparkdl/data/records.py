@@ -1,0 +1,198 @@
+"""Samples of an RDD: Python objects to arrays, every one checked."""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparkdl.data.columns import Sequence as Varying
+from sparkdl.data.columns import Specs
+from sparkdl.data.partition import PartitionWriter
+from sparkdl.data.problems import SAME_SHAPE, RowProblem
+from sparkdl.data.ragged import Ragged, Rows
+from sparkdl.data.values import as_array, check_weights
+from sparkdl.slab.root import SlabConfig
+from sparkdl.worker import settle_worker
+
+_RDD_BATCH = 1024
+_MEND = "Filter such records out, or mend them with rdd.map."
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One training sample of an RDD.
+
+    ``features``: a number, an array-like, a tensor, or a tuple of these for a model with several
+    inputs. ``label``: likewise, or None. ``weight``: how much the sample counts, where the trainer
+    is given a weight.
+    """
+
+    features: Any
+    label: Any = None
+    weight: float | None = None
+
+
+@dataclass(frozen=True)
+class WriteRecords:
+    """Task over an RDD of ``(features, label)`` pairs or :class:`Sample`: likewise."""
+
+    config: SlabConfig
+    labelled: bool
+    float_dtype: str
+    specs: Specs | None = None
+    weighted: bool = False
+
+    def __call__(self, partition: int, records: Iterable[Any]) -> Iterator[bytes]:
+        writer = PartitionWriter(self.config)
+        names: list[str] = []
+        waiting: list[list[np.ndarray]] = []
+        try:
+            for record in records:
+                parts = self._parts(record, writer.num_rows + len(waiting))
+                names = names or [name for name, _ in parts]
+                self._compare(names, waiting, parts, writer.num_rows)
+                waiting.append([value for _, value in parts])
+                if len(waiting) == _RDD_BATCH:
+                    writer.add(names, stack_records(names, waiting, self.specs))
+                    waiting = []
+            if waiting:
+                writer.add(names, stack_records(names, waiting, self.specs))
+            handle = writer.finish()
+        except RowProblem as error:
+            handle = writer.fail(error.problem)
+        yield pickle.dumps(handle)
+        settle_worker()
+
+    def _parts(self, record: Any, row: int) -> list[tuple[str, np.ndarray]]:
+        features, label = split_record(record, self.labelled, row)
+        parts = []
+        for role, value in [("features", features), ("label", label)][: 1 + self.labelled]:
+            for name, item in named(role, value):
+                parts.append((name, record_field(item, name, row, self.float_dtype, self.specs)))
+        if self.weighted:
+            parts.append(("weight", record_weight(record, row, self.float_dtype)))
+        return parts
+
+    def content_hash(self, record: Any) -> int:
+        """CRC-32 of the record's numbers. Its pickle would not do: a tensor's holds an address."""
+        try:
+            values = [value for _, value in self._parts(record, 0)]
+        except RowProblem:
+            return 0  # reported by the task that writes the record
+        crc = 0
+        for value in values:
+            crc = zlib.crc32(np.ascontiguousarray(value).tobytes(), crc)
+        return crc
+
+    def _compare(
+        self,
+        names: list[str],
+        waiting: list[list[np.ndarray]],
+        parts: list[tuple[str, np.ndarray]],
+        first_row: int,
+    ) -> None:
+        row = first_row + len(waiting)
+        if [name for name, _ in parts] != names:
+            found = ", ".join(name for name, _ in parts)
+            text = f"has {found} where row 0 has {', '.join(names)}"
+            raise RowProblem(names[0], row, text, SAME_SHAPE)
+        for (name, value), first in zip(parts, waiting[0] if waiting else (), strict=False):
+            varying = int(is_sequence(name, self.specs))  # the first length may differ
+            if (value.shape[varying:], value.dtype) != (first.shape[varying:], first.dtype):
+                raise RowProblem(
+                    name,
+                    row,
+                    f"is {value.dtype}{list(value.shape)} where row {first_row} is "
+                    f"{first.dtype}{list(first.shape)}",
+                    SAME_SHAPE,
+                )
+
+
+def split_record(record: Any, labelled: bool, row: int) -> tuple[Any, Any]:
+    """(features, label) of an RDD's record. Without a label a bare value is the features."""
+    if isinstance(record, Sample):
+        if labelled and record.label is None:
+            raise RowProblem(
+                "label", row, "is None", "Give Sample(features, label), or train with label=None."
+            )
+        return record.features, record.label if labelled else None
+    if not labelled:
+        return record, None
+    if isinstance(record, tuple) and len(record) == 2:
+        return record
+    size = f" of {len(record)}" if isinstance(record, tuple) else ""
+    raise RowProblem(
+        "record",
+        row,
+        f"is a {type(record).__name__}{size}",
+        "Give (features, label) pairs or sparkdl.Sample(features, label).",
+    )
+
+
+def named(role: str, value: Any) -> list[tuple[str, Any]]:
+    """The parts of a record's features or label by name: "features", or "features[0]", ..."""
+    values = value if isinstance(value, tuple) else (value,)
+    return [(role if len(values) == 1 else f"{role}[{i}]", v) for i, v in enumerate(values)]
+
+
+def feature_names(count: int) -> list[str]:
+    """The names of so many features of a record, see :func:`named`."""
+    return [name for name, _ in named("features", (None,) * count)]
+
+
+def record_array(value: Any, name: str, row: int, float_dtype: str) -> np.ndarray:
+    """A sample's value as an array: floats in ``float_dtype``, integers and booleans as they are."""
+    return as_array(value, name, row, float_dtype, _MEND)
+
+
+def record_field(
+    value: Any, name: str, row: int, float_dtype: str, specs: Specs | None = None
+) -> np.ndarray:
+    """Likewise, and cut where ``specs`` name it as a :class:`sparkdl.Sequence`."""
+    array = record_array(value, name, row, float_dtype)
+    spec = (specs or {}).get(name)
+    if isinstance(spec, Varying):
+        if array.ndim == 0:
+            raise RowProblem(name, row, "is a number, not a sequence of numbers", _MEND)
+        return array[: spec.max_length]
+    return array
+
+
+def record_weight(record: Any, row: int, float_dtype: str) -> np.ndarray:
+    """The weight of a :class:`Sample`, shape (). Raises :class:`RowProblem`."""
+    weight = record.weight if isinstance(record, Sample) else None
+    if weight is None:
+        text = "is None" if isinstance(record, Sample) else "is missing"
+        raise RowProblem(
+            "weight", row, text, "Give Sample(features, label, weight), or train with weight=None."
+        )
+    array = record_array(weight, "weight", row, float_dtype)
+    if array.ndim or array.dtype.kind == "b":
+        raise RowProblem("weight", row, f"is {weight!r}, not one number", _MEND)
+    array = array.astype(float_dtype)
+    check_weights(array.reshape(1), "weight", row)
+    return array
+
+
+def is_sequence(name: str, specs: Specs | None) -> bool:
+    """Whether the field of this name varies in length."""
+    return isinstance((specs or {}).get(name), Varying)
+
+
+def stack_records(
+    names: Sequence[str], records: Sequence[Sequence[np.ndarray]], specs: Specs | None = None
+) -> list[Rows]:
+    """Values of several records -> the rows of each field; ``names`` are those of the fields."""
+    stacked: list[Rows] = []
+    for name, values in zip(names, zip(*records, strict=True), strict=True):
+        spec = (specs or {}).get(name)
+        if isinstance(spec, Varying):
+            stacked.append(Ragged.of(values, spec.rule))
+        else:
+            stacked.append(np.stack(values))
+    return stacked

@@ -1,0 +1,235 @@
+"""Values to arrays: Arrow arrays, and Python values, to NumPy arrays, every row checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from sparkdl.data.columns import Convert, Image, Sequence
+from sparkdl.data.images import decode_images
+from sparkdl.data.problems import (
+    INSIDE_ARRAYS,
+    INSIDE_VECTORS,
+    NO_VALUES,
+    SAME_SHAPE,
+    RowProblem,
+    drop,
+)
+from sparkdl.data.ragged import Ragged, Rows
+
+if TYPE_CHECKING:
+    from sparkdl.data.schema import Column
+
+
+def to_numpy(array: pa.Array, column: Column, first_row: int = 0) -> Rows:
+    """The array as a C-contiguous NumPy array of shape (rows, *shape of one row).
+
+    A :class:`sparkdl.Sequence` becomes a :class:`Ragged`. Raises :class:`RowProblem` for a null, a
+    NaN, a row whose shape differs from row 0's, a damaged image, a function that fails, a weight
+    that is none; ``first_row`` is the number of the array's row 0 in its partition.
+    """
+    if isinstance(column.spec, Image):
+        return decode_images(array, column.name, column.spec, column.dtype, first_row)
+    if isinstance(column.spec, Sequence):
+        return _sequences(array, column, column.spec, first_row)
+    if isinstance(column.spec, Convert):
+        return _converted(array, column, column.spec.function, first_row)
+    if column.vector:
+        values = _vectors(array, column, first_row)
+    else:
+        values = _nested(array, column, first_row)
+    if values.dtype.kind == "f" and np.isnan(values).any():
+        row = int(np.flatnonzero(np.isnan(values.reshape(len(values), -1)).any(axis=1))[0])
+        if values.ndim == 1:
+            raise RowProblem(column.name, first_row + row, "is NaN", drop(column.name))
+        remedy = INSIDE_VECTORS if column.vector else INSIDE_ARRAYS
+        raise RowProblem(column.name, first_row + row, "holds NaN", remedy)
+    if column.weight:
+        check_weights(values, column.name, first_row)
+    return values
+
+
+def check_weights(values: np.ndarray, name: str, first_row: int) -> None:
+    """Raise :class:`RowProblem` for a weight that is infinite or below 0."""
+    wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+    if len(wrong):
+        row = int(wrong[0])
+        raise RowProblem(
+            name,
+            first_row + row,
+            f"is {values[row]}, and a weight is a finite number of at least 0",
+            "Filter such rows, or mend their weights.",
+        )
+
+
+_INSIDE = {
+    "is null": "holds a null",
+    "is NaN": "holds NaN",
+    "is an empty array": "holds an empty one",
+}
+"""What is said of an item -> what is said of the row that it is in."""
+
+
+def _sequences(array: pa.Array, column: Column, spec: Sequence, first_row: int) -> Ragged:
+    """Rows of varying length; what is below the outermost level has one shape in all rows."""
+    if array.null_count:
+        row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
+        raise RowProblem(column.name, first_row + row, "is null", drop(column.name))
+    lengths = array.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    if not lengths.all():
+        row = int(np.argmin(lengths))
+        raise RowProblem(column.name, first_row + row, "is an empty array", NO_VALUES)
+    inner = replace(column, depth=column.depth - 1, spec=None)
+    try:
+        values = to_numpy(array.flatten(), inner)
+    except RowProblem as error:
+        item = error.problem.row
+        row = int(np.searchsorted(offsets, item, side="right")) - 1
+        text = _INSIDE.get(error.problem.text, error.problem.text)
+        if text.startswith("has "):
+            text = text.replace("has ", "has an item of ", 1).replace("row 0", "the first item")
+            raise RowProblem(column.name, first_row + row, text, SAME_SHAPE) from None
+        raise RowProblem(column.name, first_row + row, text, INSIDE_ARRAYS) from None
+    assert isinstance(values, np.ndarray)
+    rows = Ragged(values, offsets, spec.rule)
+    return rows if spec.max_length is None else rows.cut(spec.max_length)
+
+
+def _converted(
+    array: pa.Array, column: Column, function: Callable[[Any], Any], first_row: int
+) -> np.ndarray:
+    """``function`` of the Python value of each row."""
+    results: list[np.ndarray] = []
+    for row, value in enumerate(array.to_pylist(), start=first_row):
+        try:
+            result = function(value)
+        except Exception as error:
+            raise RowProblem(
+                column.name,
+                row,
+                f"the function of this column raised {type(error).__name__}: {error}",
+                f"It was given {shorten(value)}. Mend the function, or filter such rows.",
+            ) from None
+        results.append(as_array(result, column.name, row, column.dtype, _MEND))
+        first = results[0]
+        if (results[-1].shape, results[-1].dtype) != (first.shape, first.dtype):
+            raise RowProblem(
+                column.name,
+                row,
+                f"became {described(results[-1])} where row {first_row} became {described(first)}",
+                SAME_SHAPE,
+            )
+    return np.stack(results) if results else np.zeros(0, column.dtype)
+
+
+_MEND = "Mend the function of this column, or filter such rows."
+
+
+def shorten(value: Any, limit: int = 60) -> str:
+    """A value as a message shows it."""
+    shown = repr(value)
+    return shown if len(shown) <= limit else f"{shown[:limit]}..."
+
+
+def described(array: np.ndarray) -> str:
+    """Its dtype and shape, in a message."""
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def as_array(value: Any, name: str, row: int, float_dtype: str, remedy: str) -> np.ndarray:
+    """A Python value as an array: floats in ``float_dtype``, integers and booleans as they are.
+
+    Raises :class:`RowProblem` for what is not numbers, for NaN and for emptiness.
+    """
+    if hasattr(value, "toArray"):
+        value = value.toArray()  # pyspark.ml.linalg vectors and matrices
+    elif hasattr(value, "detach"):
+        value = value.detach().cpu().numpy()
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise RowProblem(name, row, "is ragged: its parts differ in length", SAME_SHAPE) from None
+    if array.dtype.kind == "f":
+        array = array.astype(float_dtype, copy=False)
+        if np.isnan(array).any():
+            raise RowProblem(name, row, "holds NaN", remedy)
+    elif array.dtype.kind in "iu" and array.dtype != np.uint64:
+        array = array.astype(np.int64) if array.dtype.kind == "u" else array
+    elif array.dtype.kind != "b":
+        what = "is None" if value is None else f"is a {type(value).__name__}"
+        raise RowProblem(name, row, f"{what}, not a number or an array of numbers", remedy)
+    if array.size == 0:
+        raise RowProblem(name, row, "is an empty array", remedy)
+    return array
+
+
+def _nested(array: pa.Array, column: Column, first_row: int) -> np.ndarray:
+    shape: list[int] = []
+    rows_per_item = 1  # how many items of the current level make one row
+    for level in range(column.depth + 1):
+        if array.null_count:
+            item = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
+            row = first_row + item // rows_per_item
+            if level == 0:
+                raise RowProblem(column.name, row, "is null", drop(column.name))
+            raise RowProblem(column.name, row, "holds a null", INSIDE_ARRAYS)
+        if level == column.depth:
+            break
+        lengths = array.value_lengths().to_numpy(zero_copy_only=False)
+        length = int(lengths[0]) if len(lengths) else 0
+        ragged = np.flatnonzero(lengths != length)
+        if len(ragged):
+            item = int(ragged[0])
+            raise RowProblem(
+                column.name,
+                first_row + item // rows_per_item,
+                f"has {int(lengths[item])} values where row {first_row} has {length}",
+                SAME_SHAPE,
+            )
+        shape.append(length)
+        rows_per_item *= length
+        array = array.flatten()
+        if length == 0:
+            raise RowProblem(column.name, first_row, "is an empty array", NO_VALUES)
+    if pa.types.is_decimal(array.type):
+        array = array.cast(pa.float64())
+    flat = array.to_numpy(zero_copy_only=False)
+    return np.ascontiguousarray(flat, dtype=column.dtype).reshape(-1, *shape)
+
+
+def _vectors(array: pa.Array, column: Column, first_row: int) -> np.ndarray:
+    """ml.linalg vectors, which arrive as struct<type, size, indices, values>; type 0 is sparse."""
+    if array.null_count:
+        row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
+        raise RowProblem(column.name, first_row + row, "is null", drop(column.name))
+    kinds, sizes, indices, values = array.flatten()
+    sparse = kinds.to_numpy(zero_copy_only=False) == 0
+    counts = values.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
+    lengths = np.where(sparse, sizes.fill_null(0).to_numpy(zero_copy_only=False), counts)
+    width = int(lengths[0]) if len(lengths) else 0
+    wrong = np.flatnonzero(lengths != width)
+    if len(wrong):
+        row = int(wrong[0])
+        raise RowProblem(
+            column.name,
+            first_row + row,
+            f"has {int(lengths[row])} values where row {first_row} has {width}",
+            SAME_SHAPE,
+        )
+    if width == 0:
+        raise RowProblem(column.name, first_row, "is an empty vector", NO_VALUES)
+    flat = values.flatten().to_numpy(zero_copy_only=False)
+    if not sparse.any():
+        return np.ascontiguousarray(flat, dtype=column.dtype).reshape(-1, width)
+    row_of_value = np.repeat(np.arange(len(lengths)), counts)
+    within = np.arange(len(flat)) - np.repeat(np.cumsum(counts) - counts, counts)
+    position = within.copy()
+    position[sparse[row_of_value]] = indices.flatten().to_numpy(zero_copy_only=False)
+    dense = np.zeros((len(lengths), width), dtype=column.dtype)
+    dense[row_of_value, position] = flat
+    return dense
