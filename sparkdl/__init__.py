@@ -1,6 +1,8 @@
 """Deep learning that is native to Spark: a DataFrame in, a trained PyTorch model out."""
 
+from sparkdl import optim
 from sparkdl.data import Sample
+from sparkdl.data.columns import Convert, Image, Sequence
 from sparkdl.errors import (
     CheckpointError,
     DamagedCheckpoint,
@@ -17,7 +19,7 @@ from sparkdl.errors import (
 from sparkdl.infer.metrics import MeanMetric, Metric
 from sparkdl.session import session
 from sparkdl.train.callbacks import Callback
-from sparkdl.train.checkpoint.settings import Checkpoint
+from sparkdl.train.checkpoint import Checkpoint
 from sparkdl.train.history import History
 from sparkdl.train.persistence import load
 from sparkdl.train.state import TrainState
@@ -36,6 +38,7 @@ from sparkdl.train.triggers import (
     plateau,
     several_iterations,
 )
+from sparkdl.train.validation import Validation
 
 __version__ = "0.1.0"
 
@@ -43,14 +46,17 @@ __all__ = [
     "Callback",
     "Checkpoint",
     "CheckpointError",
+    "Convert",
     "DamagedCheckpoint",
     "DataError",
     "History",
+    "Image",
     "MeanMetric",
     "Metric",
     "ModelError",
     "ParameterError",
     "Sample",
+    "Sequence",
     "SessionError",
     "SparkdlError",
     "StateLostError",
@@ -61,6 +67,7 @@ __all__ = [
     "Trigger",
     "TrustError",
     "UserError",
+    "Validation",
     "every",
     "every_epoch",
     "every_seconds",
@@ -70,6 +77,7 @@ __all__ = [
     "max_score",
     "max_time",
     "min_loss",
+    "optim",
     "plateau",
     "session",
     "several_iterations",

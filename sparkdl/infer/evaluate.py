@@ -14,8 +14,11 @@ from pyspark import cloudpickle
 from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 
-from sparkdl.data.samples import record_array, select_columns, split_record
+from sparkdl.data.columns import Specs
+from sparkdl.data.ragged import Rows, dense
+from sparkdl.data.records import named, record_field, split_record, stack_records
 from sparkdl.data.schema import Column, RowProblem, columns_of, to_numpy
+from sparkdl.data.tables import select_columns
 from sparkdl.errors import DataError, ParameterError
 from sparkdl.infer.predictor import ShippedModule, run_batches
 from sparkdl.infer.scoring import Scorer, States
@@ -38,7 +41,7 @@ class Evaluation:
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         inputs, labels = arrays[: self.num_features], arrays[self.num_features :]
         for output, rows in run_batches(module, inputs, self.batch_size):
-            targets = to_tensors([label[rows] for label in labels], device)
+            targets = to_tensors(dense([label[rows] for label in labels]), device)
             count = len(inputs[0][rows])
             states = self.scorer.update(states, output, targets, samples=count)
         return states
@@ -91,26 +94,36 @@ class EvaluateRecords:
     evaluation: Evaluation
     labelled: bool
     float_dtype: str
+    specs: Specs
 
     def __call__(self, partition: int, records: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
         yield partition, self.evaluation.packed(self._parts(records))
         settle_worker()
 
-    def _parts(self, records: Iterable[Any]) -> Iterator[list[np.ndarray]]:
+    def _parts(self, records: Iterable[Any]) -> Iterator[list[Rows]]:
         waiting: list[list[np.ndarray]] = []
+        names: list[str] = []
         for row, record in enumerate(records):
-            waiting.append(self._arrays(record, row))
+            fields = self._fields(record, row)
+            names = [name for name, _ in fields]
+            waiting.append([value for _, value in fields])
             if len(waiting) == self.evaluation.batch_size:
-                yield [np.stack(column) for column in zip(*waiting, strict=True)]
+                yield stack_records(names, waiting, self.specs)
                 waiting = []
         if waiting:
-            yield [np.stack(column) for column in zip(*waiting, strict=True)]
+            yield stack_records(names, waiting, self.specs)
 
-    def _arrays(self, record: Any, row: int) -> list[np.ndarray]:
+    def _fields(self, record: Any, row: int) -> list[tuple[str, np.ndarray]]:
         try:
             features, label = split_record(record, self.labelled, row)
-            values = [*_tuple(features), *(_tuple(label) if self.labelled else ())]
-            return [record_array(v, "record", row, self.float_dtype) for v in values]
+            parts = [
+                *named("features", features),
+                *(named("label", label) if self.labelled else ()),
+            ]
+            return [
+                (name, record_field(value, name, row, self.float_dtype, self.specs))
+                for name, value in parts
+            ]
         except RowProblem as error:
             raise DataError(error.problem.message("the partition", "field")) from None
 
@@ -121,6 +134,7 @@ def evaluate(
     features: Sequence[str],
     label: Sequence[str],
     float_dtype: str,
+    specs: Specs | None = None,
 ) -> dict[str, float]:
     """Mean loss and metrics over all of ``data``, merged in the order of its partitions.
 
@@ -128,14 +142,14 @@ def evaluate(
     not go with the model's output or the label.
     """
     if isinstance(data, DataFrame):
-        inputs, labels = columns_of(data.schema, features, label, float_dtype)
+        inputs, labels = columns_of(data.schema, features, label, float_dtype, specs)
         columns = (*inputs, *labels)
         chosen = select_columns(data, columns)
         task = EvaluateDataFrame(evaluation, columns)
         schema = "partition int, states binary"
         rows = [tuple(row) for row in chosen.mapInArrow(task, schema).collect()]  # type: ignore[arg-type]
     else:
-        records_task = EvaluateRecords(evaluation, bool(label), float_dtype)
+        records_task = EvaluateRecords(evaluation, bool(label), float_dtype, specs or {})
         rows = data.mapPartitionsWithIndex(records_task).collect()
     many = []
     for _, packed in sorted(rows):
@@ -150,12 +164,8 @@ def evaluate(
     return scorer.values(merged)
 
 
-def _arrays(batch: pa.RecordBatch, columns: Sequence[Column], seen: int) -> list[np.ndarray]:
+def _arrays(batch: pa.RecordBatch, columns: Sequence[Column], seen: int) -> list[Rows]:
     try:
         return [to_numpy(batch.column(i), column, seen) for i, column in enumerate(columns)]
     except RowProblem as error:
         raise DataError(error.problem.message("the partition")) from None
-
-
-def _tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from pyspark import cloudpickle
 
 from sparkdl.data.assemble import Assembly, plain_batch
-from sparkdl.data.partition import MappedPartition, open_partition
+from sparkdl.data.mapped import MappedPartition, open_partition
 from sparkdl.infer.predictor import evaluating
 from sparkdl.infer.scoring import Scorer
 from sparkdl.replica.cache import LiveReplica
 from sparkdl.step.job import Seat
+from sparkdl.step.loss import weighted_mean
 from sparkdl.step.replica import to_mini_batch
 from sparkdl.worker import settle_worker
 
@@ -35,13 +37,27 @@ def score_partition(
     cast: Any = (
         contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
     )
-    for start in range(0, partition.num_rows, batch_size):
-        rows = np.arange(start, min(start + batch_size, partition.num_rows))
-        batch = to_mini_batch(plain_batch(assembly, partition, rows), live)
+    for start in range(0, len(partition.order), batch_size):
+        rows = np.arange(start, min(start + batch_size, len(partition.order)))
+        batch = to_mini_batch(plain_batch(assembly, partition, rows), live, classes=False)
         with evaluating(live.flat.module) as module, cast:
             output = module(*batch.inputs)
-        states = scorer.update(states, output, batch.targets, batch.weights)
+        states = scorer.update(states, output, batch.targets, batch.weights, len(batch))
     return states
+
+
+@dataclass(frozen=True)
+class WeightedLoss:
+    """The scorer's loss where samples have weights."""
+
+    loss: Callable[..., torch.Tensor]
+
+    def __call__(
+        self, output: Any, targets: Sequence[torch.Tensor], weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor | float, float]:
+        assert weights is not None
+        total = float(weights.double().sum())
+        return (weighted_mean(self.loss, output, targets, weights) if total else 0.0), total
 
 
 @dataclass(frozen=True)
@@ -61,5 +77,5 @@ class Score:
             states = score_partition(
                 seat.replica(), partition, self.scorer, self.assembly, self.batch_size
             )
-            yield pickle.dumps((seat.index, states))
+            yield cloudpickle.dumps((seat.index, states))  # a user's metric may be of __main__
         settle_worker()

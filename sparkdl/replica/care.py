@@ -75,7 +75,11 @@ def runnable(module: nn.Module, policy: Policy) -> Callable[..., Any]:
     Activation checkpointing follows Chen et al., 2016, as ``torch.utils.checkpoint`` does it.
     """
     for pattern in policy.activation_checkpointing:
-        chosen = [child for name, child in module.named_modules() if name and matches_module(pattern, name)]
+        chosen = [
+            child
+            for name, child in module.named_modules()
+            if name and matches_module(pattern, name)
+        ]
         for child in chosen:
             child.forward = functools.partial(  # type: ignore[method-assign]
                 _checkpointed, child.forward

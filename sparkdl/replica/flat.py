@@ -170,7 +170,9 @@ class FlatModule:
     def buffers(self) -> torch.Tensor:
         """The buffers as they are now, as the end of a flat vector (from ``buffers_start`` on)."""
         start = self.layout.buffers_start
-        end = torch.zeros(self.layout.size - start, dtype=self.layout.dtype, device=self.flat.device)
+        end = torch.zeros(
+            self.layout.size - start, dtype=self.layout.dtype, device=self.flat.device
+        )
         self._save_buffers(end, start)
         return end
 

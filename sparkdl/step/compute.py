@@ -90,9 +90,7 @@ def forward_backward(
                 if part.weights is None:
                     value = call_loss(replica.recipe.loss, output, part.targets)
                 else:
-                    value = weighted_mean(
-                        replica.recipe.loss, output, part.targets, part.weights
-                    )
+                    value = weighted_mean(replica.recipe.loss, output, part.targets, part.weights)
             clock.lap("forward")
             (value if share * scale == 1.0 else value * (share * scale)).backward()
             mean += float(value.detach()) * share
@@ -124,9 +122,7 @@ class Gradients:
 
     @property
     def absent(self) -> frozenset[int]:
-        return frozenset(
-            n for n, g in enumerate(self.dense) if g is None and n not in self.tables
-        )
+        return frozenset(n for n, g in enumerate(self.dense) if g is None and n not in self.tables)
 
 
 @torch.no_grad()

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from sparkdl.clock import Clock
-from sparkdl.data.partition import SampleHandle, open_partition
+from sparkdl.data.handle import SampleHandle
+from sparkdl.data.mapped import open_partition
 from sparkdl.frames import send
 from sparkdl.replica.cache import LiveReplica
 from sparkdl.replica.recipe import weights_digest

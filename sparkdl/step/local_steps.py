@@ -16,9 +16,9 @@ from sparkdl.data.assemble import Batch
 from sparkdl.replica.cache import LiveReplica
 from sparkdl.step.compute import Gradients, forward_backward, take_gradients
 from sparkdl.step.replica import Outcome, Work, to_mini_batch
+from sparkdl.sync.apply import step_slice
 from sparkdl.sync.gradient import Reduced, clip_norm, clip_values, regularise, squared_norm
 from sparkdl.sync.owner import EMA, Owner
-from sparkdl.sync.apply import step_slice
 from sparkdl.sync.state import SliceState
 from sparkdl.sync.store import pack
 

@@ -13,6 +13,10 @@ from torch import nn
 Loss = Callable[..., torch.Tensor]
 
 
+class NoValuePerSample(ValueError):
+    """The loss cannot be weighted: it does not give a value for each sample."""
+
+
 def call_loss(loss: Loss, output: object, targets: Sequence[torch.Tensor]) -> torch.Tensor:
     """``loss(output, target)``; ``loss(output)`` without a label; a tuple for several labels."""
     if not targets:
@@ -27,12 +31,12 @@ def weighted_mean(
 
     ``torch.nn`` losses and functions with a ``reduction`` are asked for "none"; any other loss must
     return a value for each sample. Values of shape (rows, ...) are averaged over the rest first.
-    Raises ValueError where it gives no value for each sample.
+    Raises :class:`NoValuePerSample`.
     """
     values = call_loss(unreduced(loss), output, targets)
     if not isinstance(values, torch.Tensor) or values.ndim == 0 or len(values) != len(weights):
         found = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
-        raise ValueError(f"the loss gave {found} for {len(weights)} samples")
+        raise NoValuePerSample(f"the loss gave {found} for {len(weights)} samples")
     each = values.reshape(len(values), -1).mean(dim=1)
     weights = weights.to(each)
     return (each * weights).sum() / weights.sum()
@@ -40,10 +44,10 @@ def weighted_mean(
 
 def unreduced(loss: Loss) -> Loss:
     """``loss`` with one value a sample, where it has a ``reduction`` to say so."""
-    if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
-        loss = copy.copy(loss)
-        loss.reduction = "none"
-        return loss
+    if isinstance(loss, nn.Module) and isinstance(getattr(loss, "reduction", None), str):
+        each = copy.copy(loss)
+        vars(each)["reduction"] = "none"
+        return each
     if _takes_reduction(loss):
         return _Unreduced(loss)
     return loss

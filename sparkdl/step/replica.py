@@ -14,7 +14,7 @@ import torch
 from sparkdl.clock import Clock
 from sparkdl.data.assemble import Assembly, Batch, training_batch, visit_order
 from sparkdl.data.batches import derive_seed
-from sparkdl.data.partition import MappedPartition
+from sparkdl.data.mapped import MappedPartition
 from sparkdl.replica.cache import LiveReplica
 from sparkdl.step.compute import (
     Gradients,
@@ -85,12 +85,16 @@ class Outcome:
     others: bytes = b""
 
 
-def to_mini_batch(batch: Batch, live: LiveReplica) -> MiniBatch:
-    """Tensors of a batch on the replica's device, with the weight of each sample."""
+def to_mini_batch(batch: Batch, live: LiveReplica, classes: bool = True) -> MiniBatch:
+    """Tensors of a batch on the replica's device, with the weight of each sample.
+
+    ``classes``: whether that of its class counts.
+    """
     device = live.flat.flat.device
     targets = to_tensors(batch.targets, device)
     weights = None if batch.weights is None else to_tensors([batch.weights], device)[0]
-    weights = weigh(targets, weights, live.recipe.policy)
+    if classes:
+        weights = weigh(targets, weights, live.recipe.policy)
     return MiniBatch(to_tensors(batch.inputs, device), targets, weights)
 
 
@@ -129,9 +133,7 @@ def sections_nbytes(
 ) -> list[int]:
     """Bytes of each slice's section."""
     dtype = live.flat.layout.dtype
-    return [
-        section_nbytes(plan, dtype, section) for plan, section in zip(plans, maps, strict=True)
-    ]
+    return [section_nbytes(plan, dtype, section) for plan, section in zip(plans, maps, strict=True)]
 
 
 @torch.no_grad()
@@ -146,9 +148,7 @@ def write_sections(
     layout = live.flat.layout
     buffers = live.flat.buffers()
     sections, place = [], 0
-    for plan, section, nbytes in zip(
-        plans, maps, sections_nbytes(live, plans, maps), strict=True
-    ):
+    for plan, section, nbytes in zip(plans, maps, sections_nbytes(live, plans, maps), strict=True):
         contribution = open_section(
             plan,
             layout.dtype,
@@ -157,13 +157,13 @@ def write_sections(
             weight=outcome.weight,
             absent=outcome.gradients.absent,
         )
-        write_gradients(layout, plan, outcome.gradients.dense, outcome.gradients.tables, contribution)
+        write_gradients(
+            layout, plan, outcome.gradients.dense, outcome.gradients.tables, contribution
+        )
         start = plan.start + plan.buffers_start - layout.buffers_start
         contribution.buffers.copy_(buffers[start : start + len(contribution.buffers)])
         for name, array in outcome.arrays.items():
-            contribution.arrays[name].copy_(
-                array[plan.start : plan.start + plan.trainable_length]
-            )
+            contribution.arrays[name].copy_(array[plan.start : plan.start + plan.trainable_length])
         sections.append(contribution)
         place += nbytes
     return sections
@@ -183,4 +183,3 @@ def not_finite(
         if number is not None:
             return f'the gradient of "{live.flat.layout.segments[number].name}"'
     return ""
-

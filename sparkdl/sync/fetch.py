@@ -12,8 +12,8 @@ from sparkdl.slab.pool import Pool
 from sparkdl.sync.codec import as_tensor, decode, encode
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.records import SliceHandle
-from sparkdl.sync.store import pack, read_version, unpack
 from sparkdl.sync.state import SliceState, join_states
+from sparkdl.sync.store import pack, read_version, unpack
 
 Arrived = Mapping[int, SliceState | None]
 """States of slices that came through the shuffle, by number; None: the slice's state was not found.

@@ -20,7 +20,6 @@ from sparkdl.slab.pool import Pool, Reference, open_pool
 from sparkdl.sync.codec import decode, encode
 from sparkdl.sync.contribution import Contribution, SectionMap, open_section
 from sparkdl.sync.owner import Owner
-from sparkdl.sync.owners import run_of
 from sparkdl.sync.plans import plans_of
 from sparkdl.sync.records import (
     STATE_FOREIGN,

@@ -13,6 +13,8 @@ import torch
 
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.policy import Policy
+from sparkdl.sync.apply import step_slice
+from sparkdl.sync.buffers import merge_buffers
 from sparkdl.sync.contribution import Contribution, SectionMap, open_section, section_nbytes
 from sparkdl.sync.gradient import (
     Reduced,
@@ -26,8 +28,6 @@ from sparkdl.sync.gradient import (
 from sparkdl.sync.histogram import Histogram
 from sparkdl.sync.optimizer import OptimizerPlan
 from sparkdl.sync.plan import SlicePlan
-from sparkdl.sync.buffers import merge_buffers
-from sparkdl.sync.apply import step_slice
 from sparkdl.sync.state import SliceState
 from sparkdl.sync.store import unpack
 
@@ -127,9 +127,7 @@ class Owner:
             average.lerp_(state.weights[: len(average)], 1.0 - self.policy.ema)
         return norm
 
-    def histograms(
-        self, state: SliceState, reduced: Reduced
-    ) -> dict[tuple[str, int], Histogram]:
+    def histograms(self, state: SliceState, reduced: Reduced) -> dict[tuple[str, int], Histogram]:
         """Of the weights and gradients of each parameter's piece in this slice."""
         found = {}
         for piece in self.plan.parameters:

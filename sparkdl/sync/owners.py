@@ -19,8 +19,8 @@ from sparkdl.sync.owner import EMA
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.plans import plans_of
 from sparkdl.sync.records import SliceHandle, SliceReport
-from sparkdl.sync.store import copy_weights, first_version, read_version
 from sparkdl.sync.state import SliceState
+from sparkdl.sync.store import copy_weights, first_version, read_version
 from sparkdl.worker import settle_worker
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.data.partition import SampleHandle
+from sparkdl.data.handle import SampleHandle
 from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
 from sparkdl.replica.flat import Layout
 from sparkdl.sync.plan import SlicePlan
@@ -241,5 +241,3 @@ class Resuming:
     def _tell(self) -> None:
         for skipped in self._store.skipped:
             logger.warning("checkpoint %s is skipped: %s", skipped.uri, skipped.reason)
-
-

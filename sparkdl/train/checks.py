@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparkdl.data.columns import ColumnSpec
+from sparkdl.data.columns import check_specs
 from sparkdl.errors import nearest
 from sparkdl.replica.policy import PRECISIONS
 from sparkdl.train.callbacks import Callback
@@ -45,14 +45,13 @@ _KINDS: tuple[tuple[str, Any, str], ...] = (
         "give a partial of a torch.optim.lr_scheduler class, such as partial(StepLR, step_size=10)",
     ),
     ("augment", (Callable, type(None)), "give a function of (*features, rng)"),
-    ("columns", Mapping, 'give a mapping, such as {"photo": sparkdl.Image(size=(32, 32))}'),
     ("stop", Trigger, "give a trigger, such as sparkdl.max_epoch(10)"),
     ("validation", (Validation, type(None)), "give sparkdl.Validation(data, metrics=[...])"),
     ("checkpoint", (Checkpoint, type(None)), 'give sparkdl.Checkpoint("path")'),
     ("histograms", (Trigger, type(None)), "give a trigger, such as sparkdl.every(100)"),
     ("callbacks", (list, tuple), "give a list of sparkdl.Callback objects"),
     ("weight", (str, type(None)), "give the name of a column"),
-    ("schedule_metric", str, "give the name of a metric of the validation"),
+    ("schedule_metric", (str, type(None)), "give the name of a metric of the validation"),
     ("compile", (bool, Mapping), "give True, or a mapping of torch.compile's options"),
     (
         "weights",
@@ -129,24 +128,25 @@ def _class_weights(weights: Any) -> Iterator[str]:
         yield f"class_weights={weights!r}: classes are whole numbers from 0 on."
 
 
-def _names(trainer: Trainer) -> Iterator[str]:
+def _wrong_names(trainer: Trainer) -> Iterator[str]:
     for name, value in (("features", trainer.features), ("label", trainer.label or ())):
         names = [value] if isinstance(value, str) else value
         if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
             yield f"{name}={value!r}: give a column name, or a list of names."
         elif name == "features" and not names:
             yield "features is empty: name at least one column."
+
+
+def _names(trainer: Trainer) -> Iterator[str]:
+    yield from _wrong_names(trainer)
     for name in _PATTERNS:
         value = getattr(trainer, name)
         if not isinstance(value, (list, tuple)) or not all(isinstance(n, str) for n in value):
             yield f'{name}={value!r}: give a list of names or patterns, such as ["encoder.*"].'
-    if isinstance(trainer.columns, Mapping):
-        for column, spec in trainer.columns.items():
-            if not isinstance(spec, ColumnSpec):
-                yield (
-                    f'columns["{column}"] is a {type(spec).__name__}: give a sparkdl.Image, '
-                    "sparkdl.Sequence or sparkdl.Convert."
-                )
+    if not list(_wrong_names(trainer)):
+        yield from check_specs(
+            trainer.columns, trainer.feature_columns, trainer.label_columns, trainer.weight
+        )
 
 
 def _callbacks(trainer: Trainer) -> Iterator[str]:
@@ -174,9 +174,7 @@ def _combinations(trainer: Trainer) -> Iterator[str]:
         yield from _unknown_metrics(f"{name}.every", getattr(holder, "every", None), trainer, known)
 
 
-def _unknown_metrics(
-    where: str, trigger: Any, trainer: Trainer, known: set[str]
-) -> Iterator[str]:
+def _unknown_metrics(where: str, trigger: Any, trainer: Trainer, known: set[str]) -> Iterator[str]:
     if not isinstance(trigger, Trigger):
         return
     for metric in sorted(trigger.metrics()):
@@ -200,6 +198,4 @@ def resolve_metrics(validation: Validation) -> list[Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    )
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -16,13 +16,14 @@ from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.data.assemble import Assembly
+from sparkdl.data.assemble import Assembly, preview_batch
 from sparkdl.data.batches import EpochPlan
 from sparkdl.data.samples import SampleSet, Source, materialize, materialize_here
-from sparkdl.errors import DataError, ModelError, ParameterError
+from sparkdl.errors import DataError, ParameterError
 from sparkdl.infer.metrics import resolve
 from sparkdl.infer.output import Output
 from sparkdl.infer.scoring import Scorer
+from sparkdl.infer.validate import WeightedLoss
 from sparkdl.replica.flat import FlatModule, Layout, layout_of
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.run import Run
@@ -74,7 +75,9 @@ def fit(
 ) -> TrainedModel:
     """See :meth:`sparkdl.Trainer.fit`."""
     if resume is not None and start is not None:
-        raise ParameterError("resume= and start= exclude each other: a resumed run has its weights.")
+        raise ParameterError(
+            "resume= and start= exclude each other: a resumed run has its weights."
+        )
     slices = chosen_state(start, optimizer_state)
     trained, _ = run(trainer, data, resume=resume, start=start, slices=slices)
     return trained
@@ -147,8 +150,9 @@ def run(
 
 @dataclass(frozen=True)
 class _Model:
-    """The recipe and what follows from it."""
+    """The recipe and what follows from it; ``module`` is for trying."""
 
+    recipe: Recipe
     payload: bytes
     module: nn.Module
     layout: Layout
@@ -183,10 +187,8 @@ def _prepare(trainer: Trainer, start: TrainedModel | None) -> _Model:
     layout = layout_of(module)
     check_policy(policy, module, layout)
     optimizer = plan_optimizer(recipe, module, trainer.slices)
-    schedule = Schedule(
-        optimizer, trainer.schedule, trainer.schedule_per, metric=trainer.schedule_metric
-    )
-    return _Model(payload, module, layout, optimizer, schedule)
+    schedule = Schedule(optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric)
+    return _Model(recipe, payload, module, layout, optimizer, schedule)
 
 
 def _weights_file(trainer: Trainer) -> Mapping[str, torch.Tensor] | None:
@@ -217,7 +219,7 @@ def _source(
         replicas,
         float_dtype,
         slab,
-        specs=trainer.columns,
+        columns=trainer.columns,
         weight=trainer.weight,
     )
 
@@ -228,13 +230,14 @@ def _materialize(trainer: Trainer, source: Source, resources: Resources) -> Samp
     return materialize(source, resources.persist)
 
 
-def _assembly(trainer: Trainer, samples: SampleSet) -> Assembly:
+def _assembly(trainer: Trainer, samples: SampleSet, float_dtype: str) -> Assembly:
+    """How training rows become mini-batches, but for ``augment``, which travels with the recipe."""
     return Assembly(
         num_features=samples.num_features,
         num_labels=samples.num_labels,
         weighted=samples.weighted,
         bucketing=trainer.bucketing,
-        sequences=samples.sequences,
+        float_dtype=float_dtype,
         seed=trainer.seed,
     )
 
@@ -255,22 +258,27 @@ def _validation_set(
             raise DataError(
                 f'validation data: "{mine.name}" is {mine}, in the training data {theirs}.'
             )
-    scorer = Scorer(trainer.loss, tuple(resolve(validation.metrics)))
-    return ValidationSet(found, scorer, _assembly(trainer, samples), validation.batch_size)
+    scorer = Scorer(
+        trainer.loss,
+        tuple(resolve(validation.metrics)),
+        WeightedLoss(trainer.loss) if samples.weighted else None,
+    )
+    assembly = _assembly(trainer, samples, training.float_dtype)
+    return ValidationSet(found, scorer, assembly, validation.batch_size)
 
 
 def _try_out(
     trainer: Trainer, model: _Model, samples: SampleSet, validation: ValidationSet | None
 ) -> Output | None:
     """Run model, loss and metrics on a few rows, here; what the model puts out."""
-    output = try_model(
-        model.module, trainer, samples, _assembly(trainer, samples)
-    )
+    assembly = replace(_assembly(trainer, samples, model.float_dtype), augment=trainer.augment)
+    batch = preview_batch(assembly, samples.preview, augment=True)
+    output = try_model(model.module, model.recipe, batch, samples.fields, samples.num_features)
     plan = EpochPlan(samples.counts, trainer.batch_size * trainer.local_steps)
     limit = trainer.stop.limit(plan.num_iterations)
-    check_single_rows(model.module, trainer, samples, plan, limit, _assembly(trainer, samples))
-    if limit is not None:
-        model.schedule.check(limit)
+    check_single_rows(model.module, batch.inputs, plan, limit)
+    metrics = list(validation.scorer.higher_is_better) if validation else []
+    model.schedule.check(limit, plan.num_iterations, metrics)
     if validation is not None:
         check_scorer(model.module, validation)
     return output
@@ -291,7 +299,7 @@ def _engine(
         trainer.seed,
         replicas,
         trainer.slices or (replicas if model.optimizer.separate else 1),
-        _assembly(trainer, samples),
+        _assembly(trainer, samples, model.float_dtype),
         tuple(max(1, round(trainer.batch_size * rows / total)) for rows in samples.counts),
         int(context.getConf().get("spark.task.cpus", "1") or 1),
     )
@@ -351,9 +359,9 @@ def _weights(trainer: Trainer, engine: Engine, state: TrainState) -> dict[str, t
     wanted = [CURRENT]
     if trainer.ema is not None:
         wanted.append(AVERAGE)
-    if trainer.validation is not None and trainer.validation.best is not None:
-        if best_of(state, trainer.validation.best) is not None:
-            wanted.append(BEST)
+    kept = trainer.validation.best if trainer.validation is not None else None
+    if kept is not None and best_of(state, kept) is not None:
+        wanted.append(BEST)
     return {which: engine.weights(which) for which in wanted}
 
 

@@ -13,7 +13,7 @@ import torch
 
 from sparkdl.clock import Clock
 from sparkdl.data.batches import EpochPlan
-from sparkdl.data.partition import MappedPartition, open_partition
+from sparkdl.data.mapped import MappedPartition, open_partition
 from sparkdl.data.samples import SampleSet
 from sparkdl.infer.validate import score_partition
 from sparkdl.replica.cache import LiveReplica

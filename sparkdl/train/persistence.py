@@ -23,7 +23,9 @@ from typing import Any
 import safetensors.torch
 from torch import nn
 
-from sparkdl.data.partition import Field
+from sparkdl.data.columns import NamedFunction, Specs, specs_from_json, specs_to_json
+from sparkdl.data.handle import Field
+from sparkdl.data.ragged import Padding
 from sparkdl.errors import ModelError, TrustError
 from sparkdl.infer.output import Output
 from sparkdl.train.history import History
@@ -44,6 +46,7 @@ def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = 
         "format": FORMAT,
         "version": VERSION,
         "recipe": recipe,
+        "columns": specs_to_json(trained.columns),
         "features": list(trained.features),
         "label": list(trained.label),
         "fields": [asdict(field) for field in trained.fields],
@@ -94,7 +97,8 @@ def load(
         loss=loss,
         features=tuple(content["features"]),
         label=tuple(content["label"]),
-        fields=tuple(Field(f["name"], f["dtype"], tuple(f["shape"])) for f in content["fields"]),
+        columns=_columns(content.get("columns", {}), folder, trust),
+        fields=tuple(_field(f) for f in content["fields"]),
         num_features=content["num_features"],
         float_dtype=content["float_dtype"],
         output=Output(tuple(content["output"]["shape"]), content["output"]["dtype"])
@@ -102,6 +106,31 @@ def load(
         else None,
         history=History.load(folder / "history.json"),
     )
+
+
+def _field(content: dict[str, Any]) -> Field:
+    padding = content.get("padding")
+    return Field(
+        content["name"],
+        content["dtype"],
+        tuple(content["shape"]),
+        Padding(**padding) if padding else None,
+    )
+
+
+def _columns(content: dict[str, Any], folder: Path, trust: bool) -> Specs:
+    """How columns become tensors; a function that the folder names is imported with trust only."""
+    found: dict[str, Any] = {}
+    for name, spec in specs_from_json(content).items():
+        if isinstance(spec, NamedFunction):
+            if not trust:
+                raise TrustError(
+                    f'{folder} names the function "{spec.name}" for the column "{name}". Pass '
+                    "trust=True if you trust the folder to run it."
+                )
+            spec = spec.load()
+        found[name] = spec
+    return found
 
 
 def _by_name(model: Any) -> dict[str, Any] | None:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import fnmatch
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from sparkdl.data.assemble import Batch, preview_batch
 from sparkdl.data.batches import EpochPlan
-from sparkdl.data.partition import Field
-from sparkdl.errors import ModelError
+from sparkdl.data.handle import Field
+from sparkdl.errors import ModelError, nearest
 from sparkdl.infer.output import Output
 from sparkdl.infer.predictor import evaluating
-from sparkdl.replica.flat import layout_of
+from sparkdl.replica.care import check_modules
+from sparkdl.replica.flat import Layout, layout_of
+from sparkdl.replica.policy import Policy
 from sparkdl.replica.recipe import Recipe, seeded
-from sparkdl.step.compute import call_loss, to_tensors
+from sparkdl.step.compute import to_tensors, weigh
+from sparkdl.step.loss import NoValuePerSample, call_loss, weighted_mean
 from sparkdl.sync.optimizer import OptimizerPlan
+from sparkdl.train.engine import ValidationSet
 
 
 def pickled(recipe: Recipe) -> bytes:
@@ -39,7 +45,7 @@ def _cannot_travel(recipe: Recipe, error: Exception) -> ModelError:
     from pyspark import cloudpickle
 
     culprit = "model"
-    for name in ("model", "loss", "optimizer"):
+    for name in ("model", "loss", "optimizer", "augment"):
         try:
             pickle.loads(cloudpickle.dumps(getattr(recipe, name)))
         except Exception as cause:
@@ -70,8 +76,11 @@ def build_model(payload: bytes) -> nn.Module:
         ) from error
 
 
-def plan_optimizer(recipe: Recipe, module: nn.Module, slices: int) -> OptimizerPlan:
-    """The recipe's optimizers on ``module``, found fit for ``slices``. Raises :class:`ModelError`."""
+def plan_optimizer(recipe: Recipe, module: nn.Module, slices: int | None) -> OptimizerPlan:
+    """The recipe's optimizers on ``module``, found fit for ``slices`` (None: as many as it allows).
+
+    Raises :class:`ModelError`.
+    """
     named = dict(module.named_parameters())
     layout = layout_of(module)
     parameters = [named[s.name] for s in layout.segments if s.kind == "parameter"]
@@ -87,7 +96,7 @@ def plan_optimizer(recipe: Recipe, module: nn.Module, slices: int) -> OptimizerP
             'model by name or pattern: optimizer={"encoder": torch.optim.Muon, "": '
             "torch.optim.AdamW}."
         ) from error
-    if slices > 1 and not plan.separate:
+    if slices is not None and slices > 1 and not plan.separate:
         raise ModelError(
             f"optimizer {plan.name} looks at all parameters together, so they must be in one "
             f"slice, and there are {slices}: set slices=1."
@@ -95,26 +104,51 @@ def plan_optimizer(recipe: Recipe, module: nn.Module, slices: int) -> OptimizerP
     return plan
 
 
+def check_policy(policy: Policy, module: nn.Module, layout: Layout) -> None:
+    """What a run asks for that this module cannot do. Raises :class:`ModelError`."""
+    check_modules(module, policy.activation_checkpointing)
+    tables = [segment.name for segment in layout.segments if segment.sparse]
+    if policy.local_steps > 1 and tables:
+        raise ModelError(
+            f"local_steps={policy.local_steps} needs dense gradients, and the embedding "
+            f'"{tables[0].rpartition(".")[0]}" has sparse=True: leave one of the two out.'
+        )
+    names = [s.name for s in layout.segments if s.kind == "parameter"]
+    for option in ("l1", "l2"):
+        value = getattr(policy, option)
+        for pattern in value if isinstance(value, Mapping) else ():
+            if not fnmatch.filter(names, pattern):
+                raise ModelError(
+                    f'{option}: no trainable parameter matches "{pattern}".'
+                    f"{nearest(pattern, names)} A pattern is of the whole name, such as "
+                    '"encoder.*" or "*.weight".'
+                )
+
+
 def try_model(
     module: nn.Module,
-    loss: Callable[..., torch.Tensor],
-    rows: Sequence[np.ndarray],
+    recipe: Recipe,
+    batch: Batch,
     fields: Sequence[Field],
     num_features: int,
-    seed: int,
 ) -> Output | None:
     """Forward, loss and backward on a few real rows; what the model puts out for a sample.
 
-    ``module`` is a private copy: its running statistics may change. Returns None where the output
-    is not a single tensor (it trains, but cannot be predicted with). Raises :class:`ModelError`.
+    ``batch``: those rows, as in training. ``module`` is a private copy: its running statistics may
+    change. Returns None where the output is not a single tensor (it trains, but cannot be predicted
+    with). Raises :class:`ModelError`.
     """
-    tensors = to_tensors(rows, torch.device("cpu"))
-    inputs, targets = tensors[:num_features], tensors[num_features:]
+    loss, policy = recipe.loss, recipe.policy
+    inputs, targets = (
+        to_tensors(arrays, torch.device("cpu")) for arrays in (batch.inputs, batch.targets)
+    )
+    fields = [*input_fields(fields[:num_features]), *fields[num_features:]]
+    num_features = len(inputs)
     shown = ", ".join(
         f'"{field.name}" {list(t.shape)}' for field, t in zip(fields, inputs, strict=False)
     )
     module.train()
-    with seeded(seed), warnings.catch_warnings():
+    with seeded(recipe.seed), warnings.catch_warnings():
         warnings.filterwarnings("error", message="Using a target size")
         try:
             output = module(*inputs)
@@ -124,8 +158,18 @@ def try_model(
                 f"{type(error).__name__}: {_text(error)}.{_input_hint(error, inputs, fields)}"
             ) from error
         _check_shapes(output, targets, len(inputs[0]), fields[num_features:])
+        weights = _weights_of(batch, targets, policy, fields[num_features:])
         try:
-            value = call_loss(loss, output, targets)
+            if policy.weighted:
+                weighted_mean(loss, output, targets, torch.ones(len(inputs[0])))
+                value = weighted_mean(loss, output, targets, weights)
+            else:
+                value = call_loss(loss, output, targets)
+        except NoValuePerSample as error:
+            raise ModelError(
+                f"weights of samples or classes need a value for each sample, and {error}: use a "
+                'torch loss, a function with reduction="none", or one that returns shape [rows].'
+            ) from None
         except Exception as error:
             labels = ", ".join(f"{list(t.shape)} {_short(t)}" for t in targets) or "no label"
             raise ModelError(
@@ -157,18 +201,62 @@ def try_model(
         return _output_in_use(module, inputs)
 
 
+def _weights_of(
+    batch: Batch, targets: Sequence[torch.Tensor], policy: Policy, labels: Sequence[Field]
+) -> torch.Tensor:
+    """A weight for each row, not all zero; class weights found to fit the label."""
+    rows = len(batch.inputs[0])
+    own = None if batch.weights is None else torch.from_numpy(batch.weights)
+    if policy.class_weights is not None:
+        _check_classes(targets, len(policy.class_weights), labels)
+    weights = weigh(targets, own, policy)
+    return torch.ones(rows) if weights is None or not float(weights.sum()) else weights
+
+
+def _check_classes(targets: Sequence[torch.Tensor], classes: int, labels: Sequence[Field]) -> None:
+    if len(targets) != 1 or targets[0].ndim != 1 or targets[0].is_floating_point():
+        raise ModelError(
+            "class_weights need one label that holds class numbers: a column of whole numbers."
+        )
+    low, high = int(targets[0].min()), int(targets[0].max())
+    if low < 0 or high >= classes:
+        raise ModelError(
+            f'class_weights has {classes} classes, 0 to {classes - 1}, and "{labels[0].name}" goes '
+            f"from {low} to {high}: give a weight for each class, in a list."
+        )
+
+
+def input_fields(features: Sequence[Field]) -> list[Field]:
+    """What the model is called with: the features, each followed by its lengths if it asks so."""
+    found = []
+    for field in features:
+        found.append(field)
+        if field.padding is not None and field.padding.lengths:
+            found.append(Field(f"lengths of {field.name}", "int64", ()))
+    return found
+
+
+def check_scorer(module: nn.Module, validation: ValidationSet) -> None:
+    """Try the validation's metrics on a few rows. Raises :class:`sparkdl.ParameterError`."""
+    batch = preview_batch(validation.assembly, validation.samples.preview)
+    cpu = torch.device("cpu")
+    with evaluating(module):
+        output = module(*to_tensors(batch.inputs, cpu))
+    validation.scorer.check(output, to_tensors(batch.targets, cpu))
+
+
 def check_single_rows(
-    module: nn.Module, rows: Sequence[np.ndarray], plan: EpochPlan, iterations: int | None
+    module: nn.Module, inputs: Sequence[np.ndarray], plan: EpochPlan, iterations: int | None
 ) -> None:
     """Raise :class:`ModelError` where a mini-batch would have one row and the model needs more.
 
-    Batch norm does. ``rows`` are a sample's inputs; ``iterations`` is the last one of the run, as
-    far as it is known.
+    Batch norm does. ``inputs``: what the model is called with; ``iterations`` is the last one of
+    the run, as far as it is known.
     """
     module.train()
     try:
         with seeded(0), torch.no_grad():
-            module(*to_tensors([array[:1] for array in rows], torch.device("cpu")))
+            module(*to_tensors([array[:1] for array in inputs], torch.device("cpu")))
     except Exception as error:
         last = plan.num_iterations - 1
         for batch in (*range(min(last, _SEARCHED_BATCHES)), last):

@@ -234,17 +234,18 @@ class ShuffleEngine:
     def score(self, validation: ValidationSet) -> list[Any]:
         """One job over the replicas' places and the validation samples."""
         samples = validation.samples
-        assert samples.rdd is not None
+        rdd = samples.rdd
+        assert rdd is not None
         task = Score(validation.scorer, validation.assembly, validation.batch_size)
         checksums = tuple(handle.checksum for handle in samples.handles)
 
         def submit() -> tuple[dict[int, Any], list[Fault]]:
             with stage_name(self._context, "validation"):
-                scored = self._at_seats(task, samples.rdd, checksums)
+                scored = self._at_seats(task, rdd, checksums)
                 found = dict(pickle.loads(frame) for frame in self._collect(scored))
             return found, [fault for fault in found.values() if isinstance(fault, Fault)]
 
-        states = self._until_placed(submit, "validation", samples.rdd)
+        states = self._until_placed(submit, "validation", rdd)
         return validation.scorer.merge([states[replica] for replica in sorted(states)])
 
     def keep_best(self) -> None:

@@ -12,7 +12,8 @@ from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.data.partition import Field
+from sparkdl.data.columns import Specs
+from sparkdl.data.handle import Field
 from sparkdl.errors import ModelError, ParameterError
 from sparkdl.infer.evaluate import Evaluation, evaluate
 from sparkdl.infer.metrics import Metrics, resolve
@@ -27,8 +28,14 @@ class TrainedModel:
     """A trained module with the columns it was trained on.
 
     ``module`` is a plain ``torch.nn.Module`` on the CPU, in evaluation mode; ``history`` the
-    training's :class:`sparkdl.History`.
+    training's :class:`sparkdl.History`. ``best`` has the weights of the best validation
+    (``Validation(best=...)``) and ``ema`` their moving average (``Trainer(ema=...)``), else None.
     """
+
+    ema: TrainedModel | None = None
+    best: TrainedModel | None = None
+    optimizer_state: tuple[bytes, ...] | None = None
+    """The state of every slice, packed; with ``Trainer(keep_optimizer_state=True)``."""
 
     def __init__(
         self,
@@ -43,6 +50,7 @@ class TrainedModel:
         float_dtype: str,
         output: Output | None,
         history: History,
+        columns: Specs | None = None,
     ) -> None:
         self.module = module
         self.model = model
@@ -54,6 +62,7 @@ class TrainedModel:
         self.float_dtype = float_dtype
         self.output = output
         self.history = history
+        self.columns = dict(columns or {})
         self._shipped: ShippedModule | None = None
 
     def transform(
@@ -79,6 +88,7 @@ class TrainedModel:
             prediction_col,
             _batch_size(batch_size),
             postprocess,
+            self.columns,
         )
 
     def predict(self, records: RDD, batch_size: int = 1024, postprocess: Finish = None) -> RDD:
@@ -95,6 +105,7 @@ class TrainedModel:
             self.float_dtype,
             _batch_size(batch_size),
             postprocess,
+            self.columns,
         )
 
     def evaluate(
@@ -125,7 +136,7 @@ class TrainedModel:
             self.num_features,
             _batch_size(batch_size),
         )
-        return evaluate(data, evaluation, self.features, self.label, self.float_dtype)
+        return evaluate(data, evaluation, self.features, self.label, self.float_dtype, self.columns)
 
     def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
         """Write the model into the folder ``path``: safetensors, JSON, and the recipe."""

@@ -12,7 +12,7 @@ from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.data.columns import ColumnSpec
+from sparkdl.data.columns import Spec
 from sparkdl.errors import ParameterError, raise_all
 from sparkdl.replica.policy import Policy
 from sparkdl.train.callbacks import Callback
@@ -52,8 +52,9 @@ class Trainer:
     """A partial of a ``torch.optim.lr_scheduler`` class."""
     schedule_per: str = "iteration"
     """How often it is stepped: "iteration" or "epoch". ReduceLROnPlateau: at each validation."""
-    schedule_metric: str = "loss"
-    """What ReduceLROnPlateau follows, a metric of the validation."""
+    schedule_metric: str | None = None
+    """What ReduceLROnPlateau follows, a metric of the validation; None: the loss, where it is the
+    only one."""
 
     # The data.
     features: str | Sequence[str] = "features"
@@ -62,7 +63,7 @@ class Trainer:
     """Label column, a list of columns, or None."""
     weight: str | None = None
     """Column with the weight of each sample, >= 0: the loss is then the weighted mean."""
-    columns: Mapping[str, ColumnSpec] = field(default_factory=dict)
+    columns: Mapping[str, Spec] = field(default_factory=dict)
     """How a column becomes a tensor, where its type does not say: :class:`sparkdl.Image`,
     :class:`sparkdl.Sequence`, :class:`sparkdl.Convert`."""
     augment: Callable[..., Any] | None = None

@@ -5,20 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from sparkdl.data.handle import SampleHandle
 from sparkdl.replica.flat import Layout
 
 FEW = 5
 """So many differences are told, then the number of the others."""
-
-
-class PartitionRecord(Protocol):
-    """What is read of a :class:`sparkdl.data.partition.SampleHandle`."""
-
-    num_rows: int
-    checksum: int
-    fields: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +92,7 @@ class DataIdentity:
     fields: tuple[FieldIdentity, ...]
 
     @staticmethod
-    def of(handles: Sequence[PartitionRecord]) -> DataIdentity:
+    def of(handles: Sequence[SampleHandle]) -> DataIdentity:
         """That of partitions; the fields are those of the first partition that has rows."""
         fields = next((h.fields for h in handles if h.num_rows), ())
         return DataIdentity(

@@ -1,7 +1,7 @@
 """The state of a slice <-> safetensors bytes, and cutting stored slices anew for another N.
 
-A file holds tensors only: ``weights``, ``array.NAME`` (element-wise optimizer state), optional
-vectors as long as the weights, and ``other.K`` (tensors among the rest of the optimizer's state).
+A file holds tensors only: ``weights``, ``array.NAME`` (element-wise optimizer state, the moving
+average of the weights), and ``other.K`` (tensors among the rest of the optimizer's state).
 Everything else is JSON in the safetensors metadata. Nothing is pickled, so that reading a file runs
 no code of its own.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import safetensors
@@ -20,15 +20,11 @@ import torch
 
 from sparkdl.errors import CheckpointError, DamagedCheckpoint
 from sparkdl.sync.plan import SlicePlan
-from sparkdl.sync.update import SliceState
+from sparkdl.sync.state import SliceState
 from sparkdl.train.checkpoint.tree import STORABLE, decode, encode
 
 FORMAT = "sparkdl-slice"
 VERSION = "1"
-OPTIONAL_VECTORS = ("ema",)
-"""Members of a state, beside the weights and as long as they, that a run may have or not."""
-
-_OTHERS = "others" if "others" in {f.name for f in fields(SliceState)} else "scalars"
 
 
 @dataclass(frozen=True)
@@ -40,30 +36,6 @@ class Part:
     stop: int
     trainable_length: int
     state: SliceState
-
-
-def others_of(state: SliceState) -> dict[int, dict[str, Any]]:
-    """The optimizer state that is no element-wise array, by parameter number and key."""
-    return getattr(state, _OTHERS)
-
-
-def state_of(
-    weights: torch.Tensor,
-    arrays: dict[str, torch.Tensor],
-    others: dict[int, dict[str, Any]],
-    vectors: dict[str, torch.Tensor],
-) -> SliceState:
-    """A state of these members; ``vectors``: the optional ones that there are."""
-    state = SliceState(weights, arrays, **{_OTHERS: others})
-    for name, vector in vectors.items():
-        setattr(state, name, vector)
-    return state
-
-
-def vectors_of(state: SliceState) -> dict[str, torch.Tensor]:
-    """The optional members, as long as the weights, that the state has."""
-    found = {name: getattr(state, name, None) for name in OPTIONAL_VECTORS}
-    return {name: vector for name, vector in found.items() if vector is not None}
 
 
 def pack(plan: SlicePlan, state: SliceState) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -91,8 +63,6 @@ def pack(plan: SlicePlan, state: SliceState) -> tuple[dict[str, torch.Tensor], d
 
     try:
         add("weights", state.weights, "weights")
-        for name, vector in vectors_of(state).items():
-            add(name, vector, name)
         for name, array in state.arrays.items():
             add(f"array.{name}", array, f'"{name}"')
         others = [
@@ -100,7 +70,7 @@ def pack(plan: SlicePlan, state: SliceState) -> tuple[dict[str, torch.Tensor], d
                 number,
                 [[key, encode(v, f'parameter {number}, "{key}"', keep)] for key, v in d.items()],
             ]
-            for number, d in others_of(state).items()
+            for number, d in state.others.items()
         ]
     except TypeError as error:
         raise CheckpointError(
@@ -114,6 +84,7 @@ def pack(plan: SlicePlan, state: SliceState) -> tuple[dict[str, torch.Tensor], d
         "stop": str(plan.stop),
         "trainable_length": str(plan.trainable_length),
         "others": json.dumps(others, allow_nan=False, separators=(",", ":")),
+        "held": json.dumps([[n, list(names)] for n, names in state.held.items()]),
     }
     return tensors, metadata
 
@@ -138,15 +109,20 @@ def unpack(data: bytes) -> Part:
             int(number): {str(key): decode(v, tensors) for key, v in items}
             for number, items in json.loads(metadata["others"])
         }
+        held = {
+            int(n): tuple(str(name) for name in names) for n, names in json.loads(metadata["held"])
+        }
         arrays = {n.removeprefix("array."): t for n, t in tensors.items() if n.startswith("array.")}
-        vectors = {name: tensors[name] for name in OPTIONAL_VECTORS if name in tensors}
-        state = state_of(tensors["weights"], arrays, others, vectors)
+        state = SliceState(tensors["weights"], arrays, held, others)
         start, stop, trainable = (int(metadata[k]) for k in ("start", "stop", "trainable_length"))
         if not 0 <= start <= start + trainable <= stop:
             raise ValueError("its bounds make no sense")
-        long = {"weights": state.weights, **vectors}
-        if any(t.shape != (stop - start,) for t in long.values()):
+        if state.weights.shape != (stop - start,):
             raise ValueError("its weights are not as long as its bounds say")
+        if held.keys() != others.keys() or not arrays.keys() >= {
+            n for h in held.values() for n in h
+        }:
+            raise ValueError("it names arrays that it does not hold")
         if any(t.shape != (trainable,) for t in arrays.values()):
             raise ValueError("an array of it is not as long as its bounds say")
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -165,25 +141,19 @@ def recut(parts: Iterable[Part], plan: SlicePlan, dtype: torch.dtype) -> SliceSt
     :class:`sparkdl.DamagedCheckpoint` where the parts do not cover the slice exactly.
     """
     weights = torch.empty(plan.length, dtype=dtype)
-    vectors: dict[str, torch.Tensor] = {}
     arrays: dict[str, torch.Tensor] = {}
-    others: dict[int, tuple[int, dict[str, Any]]] = {}
+    others: dict[int, tuple[int, dict[str, Any], tuple[str, ...]]] = {}
     numbers = {piece.number for piece in plan.parameters}
-    covered: dict[str, list[tuple[int, int]]] = {"weights": []}
+    covered: list[tuple[int, int]] = []
     for part in parts:
-        for name in vectors_of(part.state):  # an empty slice has them too
-            if name not in vectors:
-                vectors[name] = torch.empty(plan.length, dtype=dtype)
         low, high = max(part.start, plan.start), min(part.stop, plan.stop)
         if low >= high:
             continue
-        for name, source in {"weights": part.state.weights, **vectors_of(part.state)}.items():
-            _check_dtype(name, source, dtype)
-            target = weights if name == "weights" else vectors[name]
-            target[low - plan.start : high - plan.start] = source[
-                low - part.start : high - part.start
-            ]
-            covered.setdefault(name, []).append((low, high))
+        _check_dtype("weights", part.state.weights, dtype)
+        weights[low - plan.start : high - plan.start] = part.state.weights[
+            low - part.start : high - part.start
+        ]
+        covered.append((low, high))
         for name, source in part.state.arrays.items():
             if name not in arrays:
                 arrays[name] = torch.zeros(plan.trainable_length, dtype=source.dtype)
@@ -194,14 +164,17 @@ def recut(parts: Iterable[Part], plan: SlicePlan, dtype: torch.dtype) -> SliceSt
                 target[low - plan.start : end - plan.start] = source[
                     low - part.start : end - part.start
                 ]
-        for number, values in others_of(part.state).items():
+        for number, values in part.state.others.items():
             if number in numbers and (number not in others or part.start < others[number][0]):
-                others[number] = part.start, values
-    for name in ("weights", *vectors):
-        _check_cover(name, covered.get(name, []), plan)
+                others[number] = part.start, values, part.state.held[number]
+    _check_cover(covered, plan)
     # Copies: an optimizer counts its steps in place, and two slices may come from one part.
-    own = {number: copy.deepcopy(others[number][1]) for number in sorted(others)}
-    return state_of(weights, arrays, own, vectors)
+    return SliceState(
+        weights,
+        arrays,
+        {number: others[number][2] for number in sorted(others)},
+        {number: copy.deepcopy(others[number][1]) for number in sorted(others)},
+    )
 
 
 def _check_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -209,7 +182,7 @@ def _check_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         raise DamagedCheckpoint(f'"{name}" is {tensor.dtype} in one place and {dtype} in another')
 
 
-def _check_cover(name: str, spans: list[tuple[int, int]], plan: SlicePlan) -> None:
+def _check_cover(spans: list[tuple[int, int]], plan: SlicePlan) -> None:
     position = plan.start
     for low, high in sorted(spans):
         if low != position:
@@ -217,5 +190,5 @@ def _check_cover(name: str, spans: list[tuple[int, int]], plan: SlicePlan) -> No
         position = high
     if position != plan.stop:
         raise DamagedCheckpoint(
-            f'the files do not hold elements {position} to {plan.stop} of "{name}" exactly once'
+            f"the files do not hold elements {position} to {plan.stop} of the weights exactly once"
         )

@@ -9,7 +9,7 @@ import torch
 
 from sparkdl.errors import CheckpointError, DamagedCheckpoint
 from sparkdl.sync.plan import SlicePlan
-from sparkdl.sync.update import SliceState
+from sparkdl.sync.state import SliceState
 from sparkdl.train.checkpoint.files import Folder
 from sparkdl.train.checkpoint.manifest import SliceFile, StoredFile, checksum
 from sparkdl.train.checkpoint.slices import Part, recut, to_bytes, unpack
