@@ -95,5 +95,6 @@ def test_anything_can_be_described() -> None:
     settings = sparkdl.Checkpoint("s3://me:hunter2@bucket/a", keep=None)
     assert "hunter2" not in redact({"checkpoint": describe(settings)})["checkpoint"]
     assert describe({"user": "me", "token": "hunter2"}) == "{user: 'me', token: (redacted)}"
+    assert "path='run/a'" in describe(sparkdl.Checkpoint(Path("run/a")))
     assert describe(torch.zeros(3)) == "torch:Tensor"
     assert describe(lambda: 1).startswith(f"{__name__}:test_anything")

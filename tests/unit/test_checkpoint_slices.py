@@ -291,6 +291,12 @@ def test_state_that_cannot_be_stored_is_named(value: Any, says: str) -> None:
     assert says in str(caught.value)
 
 
+def test_a_key_that_is_no_text_is_named() -> None:
+    (plan,) = slice_plans(layout_of_lengths(16), 1)
+    with pytest.raises(CheckpointError, match="parameter 0 has the key 3, a int"):
+        pack(plan, state_of(torch.zeros(16), {}, {0: {3: 1}}, {}))  # type: ignore[dict-item]
+
+
 def test_tensors_that_share_memory_are_stored_apart() -> None:
     (plan,) = slice_plans(layout_of_lengths(16), 1)
     memory = torch.arange(32.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -58,6 +59,8 @@ def describe(value: Any) -> str:
         return f"{describe(value.func)}({', '.join(given)})"
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
+    if isinstance(value, os.PathLike):
+        return repr(os.fspath(value))
     if isinstance(value, Mapping):
         inner = redact(_described({str(k): v for k, v in value.items()}))
         return "{" + ", ".join(f"{k}: {v}" for k, v in inner.items()) + "}"

@@ -58,6 +58,11 @@ def pack(plan: SlicePlan, state: SliceState) -> tuple[dict[str, torch.Tensor], d
         tensors[name] = plain
         return name
 
+    def entry(number: int, key: str, value: Any) -> list[Any]:
+        if type(key) is not str:
+            raise TypeError(f"parameter {number} has the key {key!r}, a {type(key).__name__}")
+        return [key, encode(value, f'parameter {number}, "{key}"', keep)]
+
     def keep(tensor: torch.Tensor, where: str) -> str:
         return add(f"other.{len(tensors)}", tensor, where)
 
@@ -66,11 +71,8 @@ def pack(plan: SlicePlan, state: SliceState) -> tuple[dict[str, torch.Tensor], d
         for name, array in state.arrays.items():
             add(f"array.{name}", array, f'"{name}"')
         others = [
-            [
-                number,
-                [[key, encode(v, f'parameter {number}, "{key}"', keep)] for key, v in d.items()],
-            ]
-            for number, d in state.others.items()
+            [number, [entry(number, key, value) for key, value in values.items()]]
+            for number, values in state.others.items()
         ]
     except TypeError as error:
         raise CheckpointError(
