@@ -70,12 +70,17 @@ def test_any_cut_gives_what_one_pass_gives(parts: Any) -> None:
 
 
 CASES = {
-    "sums of classes": (lambda: tm.F1Score("multiclass", num_classes=CLASSES, average="macro"), SCORES, LABELS),
+    "sums of classes": (
+        lambda: tm.F1Score("multiclass", num_classes=CLASSES, average="macro"), SCORES, LABELS
+    ),
     "sums": (lambda: tm.MeanSquaredError(), VALUES, BINARY.float()),
     "several sums": (lambda: tm.R2Score(), VALUES, BINARY.float()),
     "lists": (lambda: tm.AUROC("binary"), VALUES.sigmoid(), BINARY),
     "ranks of lists": (lambda: tm.SpearmanCorrCoef(), VALUES, BINARY.float()),
-    "bins": (lambda: tm.AUROC("multiclass", num_classes=CLASSES, thresholds=20), SCORES, LABELS),
+    "bins": (
+        lambda: tm.AUROC("multiclass", num_classes=CLASSES, thresholds=20),
+        SCORES.softmax(dim=1), LABELS,
+    ),
     "a constant that is a mean": (
         lambda: tm.image.PeakSignalNoiseRatio(data_range=2.0), VALUES, BINARY.float()
     ),
