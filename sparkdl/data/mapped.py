@@ -125,7 +125,7 @@ def to_arrow(column: Rows) -> pa.Array:
     """One field of a chunk as it is written: numbers, lists of fixed size, or large lists."""
     if isinstance(column, Ragged):
         offsets = pa.array(column.offsets - column.offsets[0])
-        return pa.LargeListArray.from_arrays(offsets, _flat(column.used))
+        return pa.LargeListArray.from_arrays(offsets, to_arrow(column.used))
     if column.ndim == 1:
         return _flat(column)
     return pa.FixedSizeListArray.from_arrays(_flat(column), int(np.prod(column.shape[1:])))
@@ -141,7 +141,8 @@ def _map_chunk(path: str, fields: tuple[Field, ...]) -> tuple[Rows, ...]:
         batch = pa.ipc.open_file(source).get_batch(0)
     columns: list[Rows] = []
     for array, field in zip(batch.columns, fields, strict=True):
-        inner = array.flatten() if field.shape or field.ragged else array
+        inner = array.values if field.ragged else array
+        inner = inner.flatten() if field.shape else inner
         values = inner.to_numpy(zero_copy_only=True).view(field.dtype).reshape(-1, *field.shape)
         if field.padding is not None:
             offsets = array.offsets.to_numpy(zero_copy_only=True)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl.data.order import canonical_order, checksum, row_contents, row_hashes
+from sparkdl.data.ragged import Ragged
 
 Columns = list[np.ndarray]
 
@@ -106,3 +107,62 @@ def test_the_checksum_stays_what_it_is() -> None:
     hashes = row_hashes([np.array([1, 2, 3], np.int32)])
     assert hashes.tolist() == [2583214201, 2337085335, 871461106]
     assert checksum(hashes) == 24875422547937356700
+
+
+# Rows of varying length
+
+
+def test_a_hash_sees_content_and_length_of_a_row() -> None:
+    def hashes(*columns: list[list[int]]) -> list[int]:
+        arrays = [Ragged.of([np.array(r, np.int64) for r in rows]) for rows in columns]
+        return row_hashes(arrays).tolist()
+
+    base = hashes([[1], [2, 3]], [[4, 5], [6]])
+    assert hashes([[1], [2, 3]], [[4, 5], [7]])[1] != base[1]
+    assert hashes([[1, 4], [2, 3]], [[5], [6]])[0] != base[0]
+    assert hashes([[0]]) != hashes([[0, 0]])
+    view = Ragged.of([np.array(r, np.int64) for r in ([9], [1], [2, 3])])[1:]
+    assert row_hashes([view]).tolist() == hashes([[1], [2, 3]])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=3), min_size=1, max_size=12),
+    st.integers(0, 2**32),
+    st.integers(1, 5),
+)
+def test_any_arrival_of_ragged_rows(rows: list[list[int]], seed: int, at_once: int) -> None:
+    """Ties by the hash, which here is nearly nothing; ``at_once`` makes large ties of small ones."""
+    arrival = np.random.default_rng(seed).permutation(len(rows))
+    found = []
+    for order in (np.arange(len(rows)), arrival):
+        column = Ragged.of([np.array(rows[i], np.int8) for i in order])
+        hashes = row_hashes([column]) % np.uint32(2)
+        asked: list[int] = []
+
+        def contents(
+            places: np.ndarray, column: Ragged = column, asked: list[int] = asked
+        ) -> np.ndarray:
+            asked.append(len(places))
+            return row_contents([column[places]])
+
+        canonical = canonical_order(hashes, contents, at_once)
+        assert max(asked, default=0) <= at_once
+        found.append([row.tolist() for row in column[canonical]])
+    assert found[0] == found[1]
+    assert sorted(found[0]) == sorted(rows)
+
+
+def test_only_ties_are_visited() -> None:
+    """A million rows with one tie take no loop over rows."""
+    hashes = np.arange(10**6, dtype=np.uint32)[::-1].copy()
+    hashes[0] = hashes[1]
+    asked: list[int] = []
+
+    def contents(rows: np.ndarray) -> np.ndarray:
+        asked.extend(rows.tolist())
+        return row_contents([-rows])
+
+    order = canonical_order(hashes, contents)
+    assert sorted(asked) == [0, 1]
+    np.testing.assert_array_equal(np.sort(order), np.arange(10**6))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import pickle
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from sparkdl.data.partition import (
     close_partitions,
     open_partition,
 )
+from sparkdl.data.ragged import Padding, Ragged, Rows
 from sparkdl.data.schema import SAME_SHAPE, Problem, RowProblem
 from sparkdl.errors import SlabFullError, StaleReferenceError
 from sparkdl.slab.root import Root, SlabConfig, open_root, remove_root
@@ -327,3 +329,133 @@ def test_mapping_copies_nothing(slab: SlabConfig) -> None:
 )
 def test_a_field_shows_its_type_and_shape(field: Field, shown: str) -> None:
     assert str(field) == shown
+
+
+# Rows of varying length
+
+
+def ragged_rows(count: int, seed: int = 0) -> list[Rows]:
+    random = np.random.default_rng(seed)
+    lengths = random.integers(1, 6, count)
+    return [
+        Ragged.of([random.integers(0, 9, n).astype(np.int32) for n in lengths], Padding(value=-1)),
+        random.random(count),
+        Ragged.of([random.random((n, 2)).astype(np.float32) for n in lengths]),
+        Ragged.of([random.random(n) > 0.5 for n in lengths]),
+    ]
+
+
+def listed(columns: list[Rows]) -> list[list[Any]]:
+    return [[row.tolist() for row in column] for column in columns]
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
+def test_ragged_rows_are_gathered(
+    slab: SlabConfig, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
+    columns = ragged_rows(60)
+    writer = PartitionWriter(slab)
+    for start, stop in ((0, 20), (20, 21), (21, 60)):
+        writer.add(["a", "b", "c", "d"], [column[start:stop] for column in columns])
+    handle = writer.finish()
+    assert len(handle.paths) == (3 if chunk_bytes == 1 else 1)
+    assert handle.fields == (
+        Field("a", "int32", (), Padding(value=-1)),
+        Field("b", "float64", ()),
+        Field("c", "float32", (2,), Padding()),
+        Field("d", "bool", (), Padding()),
+    )
+    mapped = open_partition(handle)
+    for rows in ([], [0], [59, 0, 30, 30], range(60), np.random.default_rng(1).permutation(60)):
+        chosen = np.array(rows, dtype=np.int64)
+        found = mapped.gather(chosen)
+        expected = [column[mapped.order[chosen]] for column in columns]
+        assert listed(found) == listed(expected)
+        assert [c.dtype for c in found] == [c.dtype for c in columns]
+    lengths = mapped.lengths()
+    assert lengths is not None
+    ragged = [column for column in mapped.gather(np.arange(60)) if isinstance(column, Ragged)]
+    assert lengths.tolist() == sum(column.lengths for column in ragged).tolist()  # type: ignore[union-attr]
+
+
+def test_the_arrival_of_ragged_rows_leaves_no_trace(slab: SlabConfig) -> None:
+    columns = [column[np.arange(40) % 15] for column in ragged_rows(15)]
+    arrival = np.random.default_rng(1).permutation(40)
+    handles = []
+    for order in (np.arange(40), arrival):
+        writer = PartitionWriter(slab)
+        writer.add(["a", "b", "c", "d"], [column[order] for column in columns])
+        handles.append(writer.finish())
+    assert handles[0].checksum == handles[1].checksum
+    one, other = (listed(open_partition(h).gather(np.arange(40))) for h in handles)
+    assert one == other
+
+
+def test_extremes_of_ragged_fields(slab: SlabConfig) -> None:
+    writer = PartitionWriter(slab)
+    for rows in ([[3], [1, 7, 2]], [[-4, 5], [2]]):
+        writer.add(["a"], [Ragged.of([np.array(row) for row in rows])])
+    handle = writer.finish()
+    rows = open_partition(handle).gather(np.arange(4))[0]
+    found = {(e.sign, e.of_length): (e.value, e.row) for e in handle.extremes}
+    everything = [row.tolist() for row in rows]
+    assert found[1, False] == (7, everything.index([1, 7, 2]))
+    assert found[-1, False] == (-4, everything.index([-4, 5]))
+    assert found[1, True] == (3, everything.index([1, 7, 2]))
+    assert found[-1, True][0] == 1
+
+
+def test_a_ragged_field_shows_its_type() -> None:
+    assert str(Field("x", "int64", (), Padding())) == "int64[any]"
+    assert str(Field("x", "float32", (3,), Padding())) == "float32[any, 3]"
+
+
+# Larger than memory
+
+
+def test_a_partition_is_never_held_as_a_whole(
+    slab: SlabConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 MB written and read in pieces: at no time is more than a few chunks of 1 MB allocated."""
+    monkeypatch.setattr(module, "CHUNK_BYTES", 1 << 20)
+    random = np.random.default_rng(0)
+    base = random.random((256, 128))
+    arrow_before = pa.total_allocated_bytes()
+    tracemalloc.start()
+    try:
+        writer = PartitionWriter(slab)
+        for i in range(256):
+            writer.add(["x", "tie"], [base + i, np.zeros(256, np.int8)])
+        handle = writer.finish()
+        assert handle.num_rows == 65536
+        mapped = open_partition(handle)
+        total = 0.0
+        for start in range(0, 65536, 4096):
+            rows = np.arange(start, start + 256)
+            x = mapped.gather(rows)[0]
+            assert isinstance(x, np.ndarray)
+            total += float(x.sum())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert sum(Path(path).stat().st_size for path in handle.paths) > 64 << 20
+    assert peak < 10 << 20
+    assert pa.total_allocated_bytes() - arrow_before < 1 << 20
+    assert total > 0
+
+
+def test_equal_rows_without_end(slab: SlabConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows tie: their contents are compared piece by piece."""
+    monkeypatch.setattr(module, "CHUNK_BYTES", 1 << 14)
+    writer = PartitionWriter(slab)
+    for _ in range(20):
+        writer.add(["x"], [np.ones((500, 16))])
+    tracemalloc.start()
+    try:
+        handle = writer.finish()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert sorted(open_partition(handle).order.tolist()) == list(range(10000))
+    assert peak < 1 << 20

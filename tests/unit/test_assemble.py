@@ -1,0 +1,254 @@
+"""Mini-batches out of a mapped partition: order, augmentation, padding, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sparkdl.data import batches
+from sparkdl.data.assemble import (
+    Assembly,
+    plain_batch,
+    preview_batch,
+    training_batch,
+    visit_order,
+)
+from sparkdl.data.batches import permutation
+from sparkdl.data.mapped import MappedPartition, close_partitions, open_partition
+from sparkdl.data.partition import PartitionWriter
+from sparkdl.data.preview import Preview
+from sparkdl.data.ragged import Padding, Ragged, Rows
+from sparkdl.errors import ParameterError
+from sparkdl.slab.root import SlabConfig, remove_root
+
+Make = Callable[[list[Rows]], MappedPartition]
+NAMES = ["words", "photo", "label", "weight"]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    config = SlabConfig.new(str(tmp_path), "test")
+
+    def write(columns: list[Rows]) -> MappedPartition:
+        writer = PartitionWriter(config)
+        writer.add(NAMES[: len(columns)], columns)
+        return open_partition(writer.finish())
+
+    yield write
+    close_partitions()
+    remove_root(config)
+
+
+def some_rows(count: int, seed: int = 0) -> list[Rows]:
+    """words (ragged, with lengths), photo uint8 (1, 2, 2), label, weight."""
+    random = np.random.default_rng(seed)
+    words = [random.integers(0, 99, random.integers(1, 20)) for _ in range(count)]
+    return [
+        Ragged.of(words, Padding(value=-1, lengths=True)),
+        random.integers(0, 256, (count, 1, 2, 2), dtype=np.uint8),
+        np.arange(count),
+        random.random(count).astype(np.float32),
+    ]
+
+
+ASSEMBLY = Assembly(num_features=2, num_labels=1, weighted=True, seed=3)
+
+
+def test_a_plain_batch(make: Make) -> None:
+    partition = make(some_rows(30))
+    rows = np.array([4, 4, 17])
+    batch = plain_batch(ASSEMBLY, partition, rows)
+    words, photo, label, weight = partition.gather(rows)
+    assert isinstance(words, Ragged)
+    padded, lengths, pictures = batch.inputs
+    assert padded.shape == (3, words.lengths.max())
+    for row, length, expected in zip(padded, lengths, words, strict=True):
+        assert row[:length].tolist() == expected.tolist()
+        assert (row[length:] == -1).all()
+    np.testing.assert_array_equal(pictures, photo)
+    np.testing.assert_array_equal(batch.targets[0], label)
+    np.testing.assert_array_equal(batch.weights, weight)
+
+
+def test_a_batch_without_weights(make: Make) -> None:
+    partition = make(some_rows(5)[:2])
+    assembly = Assembly(num_features=1, num_labels=1)
+    batch = plain_batch(assembly, partition, np.arange(5))
+    assert (len(batch.inputs), len(batch.targets), batch.weights) == (2, 1, None)
+
+
+# Order
+
+
+def test_without_bucketing_it_is_the_permutation(make: Make) -> None:
+    partition = make(some_rows(30))
+    np.testing.assert_array_equal(
+        visit_order(ASSEMBLY, partition, 2, 1, 4), permutation(3, 2, 1, 30)
+    )
+    flat = make([np.arange(30)])  # nothing to bucket by
+    assembly = Assembly(num_features=1, num_labels=0, bucketing=8, seed=3)
+    np.testing.assert_array_equal(visit_order(assembly, flat, 2, 1, 4), permutation(3, 2, 1, 30))
+
+
+@settings(
+    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.integers(1, 60), st.integers(1, 40), st.integers(1, 20), st.integers(0, 3))
+def test_buckets(make: Make, count: int, bucketing: int, share: int, epoch: int) -> None:
+    """Each row once; a chunk's rows are neighbours in length within a window of the permutation."""
+    partition = make(some_rows(count))
+    assembly = replace(ASSEMBLY, bucketing=bucketing)
+    order = visit_order(assembly, partition, epoch, 1, share)
+    assert sorted(order.tolist()) == list(range(count))
+    lengths = partition.lengths()
+    assert lengths is not None
+    window = share * max(1, bucketing // share)
+    drawn = permutation(3, epoch, 1, count)
+    windows = [drawn[i : i + window] for i in range(0, count, window)]
+    chunks = [
+        tuple(rows[np.argsort(lengths[rows], kind="stable")][i : i + share].tolist())
+        for rows in windows
+        for i in range(0, len(rows), share)
+    ]
+    found = [tuple(order[i : i + share].tolist()) for i in range(0, count, share)]
+    assert sorted(found) == sorted(chunks)
+    if count % share:
+        assert found[-1] == chunks[-1]  # the short one stays last, or all others would be cut apart
+
+
+def test_buckets_save_padding_and_are_shuffled(make: Make) -> None:
+    partition = make(some_rows(400))
+    lengths = partition.lengths()
+    assert lengths is not None
+
+    def padded(order: np.ndarray) -> int:
+        return sum(int(lengths[order[i : i + 20]].max()) * 20 for i in range(0, 400, 20))
+
+    bucketed = visit_order(replace(ASSEMBLY, bucketing=200), partition, 0, 0, 20)
+    assert padded(bucketed) < 0.75 * padded(permutation(3, 0, 0, 400))
+    longest = [int(lengths[bucketed[i : i + 20]].max()) for i in range(0, 400, 20)]
+    assert longest != sorted(longest)
+    other = visit_order(replace(ASSEMBLY, bucketing=200), partition, 1, 0, 20)
+    assert other.tolist() != bucketed.tolist()
+
+
+def test_two_partitions_do_not_share_an_order(make: Make) -> None:
+    """Of one size, seed and epoch, as two runs in one process have them."""
+    assembly = replace(ASSEMBLY, bucketing=40)
+    one, other = (make(some_rows(40, seed)) for seed in (1, 2))
+    orders = [visit_order(assembly, partition, 0, 0, 4).tolist() for partition in (one, other)]
+    assert orders[0] != orders[1]
+    assert visit_order(assembly, one, 0, 0, 4).tolist() == orders[0]
+
+
+def test_orders_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches._orders.clear()
+    monkeypatch.setattr(batches, "ORDER_BYTES", 8 * 100 * 5)
+    for replica in range(9):
+        permutation(0, 0, replica, 100)
+    assert len(batches._orders) == 5
+    big = [permutation(0, 0, replica, 10_000) for replica in range(4)]
+    assert len(batches._orders) == 2
+    assert permutation(0, 0, 3, 10_000) is big[3]
+    for replica in range(100):
+        permutation(0, 1, replica, 1)
+    assert len(batches._orders) <= 32
+
+
+# Augmentation
+
+
+def jitter(words: np.ndarray, photo: np.ndarray, rng: np.random.Generator) -> tuple[Any, Any]:
+    """Other lengths, and floats out of bytes; writes into what it is given."""
+    photo //= 2
+    return words[: rng.integers(1, len(words) + 1)], photo / 255.0 + rng.random()
+
+
+def test_augmented_rows_are_the_same_in_any_batch(make: Make) -> None:
+    partition = make(some_rows(30))
+    assembly = replace(ASSEMBLY, augment=jitter)
+    everything = training_batch(assembly, partition, np.arange(30), 1, 2)
+    some = training_batch(assembly, partition, np.array([7, 3]), 1, 2)
+    np.testing.assert_array_equal(some.inputs[1], everything.inputs[1][[7, 3]])
+    np.testing.assert_array_equal(some.inputs[2], everything.inputs[2][[7, 3]])
+    width = some.inputs[0].shape[1]
+    np.testing.assert_array_equal(some.inputs[0], everything.inputs[0][[7, 3], :width])
+    assert some.inputs[2].dtype == np.float32
+    for position in ((2, 2), (1, 3)):
+        again = training_batch(assembly, partition, np.array([7, 3]), *position)
+        assert not np.array_equal(again.inputs[2], some.inputs[2])
+    plain = plain_batch(assembly, partition, np.array([7, 3]))
+    np.testing.assert_array_equal(plain.inputs[2], partition.gather(np.array([7, 3]))[1])
+
+
+def test_augment_of_a_single_feature(make: Make) -> None:
+    columns = some_rows(6)
+    partition = make([columns[1], columns[2]])
+    assembly = Assembly(
+        num_features=1, num_labels=1, augment=lambda photo, rng: photo[:, ::-1], seed=1
+    )
+    batch = training_batch(assembly, partition, np.arange(6), 0, 0)
+    (photo, label) = partition.gather(np.arange(6))
+    assert isinstance(photo, np.ndarray)
+    assert batch.inputs[0].dtype == np.uint8
+    np.testing.assert_array_equal(batch.inputs[0], photo[:, :, ::-1])
+    np.testing.assert_array_equal(batch.targets[0], label)
+
+
+@pytest.mark.parametrize(
+    ("augment", "text"),
+    [
+        (
+            lambda a, b: (a, b),
+            "augment raised TypeError",
+        ),
+        (lambda a, b, rng: a, "augment returned 1 values for 2 features"),
+        (lambda a, b, rng: (a, "x"), "augment returned a str, which is no array of numbers"),
+        (
+            lambda a, b, rng: (a, b[:, : 1 + rng.integers(2)]),
+            "augment returned an array of shape",
+        ),
+    ],
+)
+def test_augment_that_fails(make: Make, augment: Any, text: str) -> None:
+    partition = make(some_rows(30))
+    with pytest.raises(ParameterError, match=text):
+        training_batch(replace(ASSEMBLY, augment=augment), partition, np.arange(30), 0, 0)
+
+
+# Preview
+
+
+def test_the_preview_has_the_longest_row_and_extreme_words(make: Make, tmp_path: Path) -> None:
+    config = SlabConfig.new(str(tmp_path), "preview")
+    handles = []
+    for seed, special in ((1, [500]), (2, [0] * 44)):
+        writer = PartitionWriter(config)
+        columns = some_rows(20, seed)
+        words = columns[0]
+        assert isinstance(words, Ragged)
+        columns[0] = Ragged.of([*list(words)[:-1], np.array(special)], words.padding)
+        writer.add(NAMES, columns)
+        handles.append(writer.finish())
+    preview = Preview.of(handles)
+    fields = Preview.join([preview.read(m, handles[m]) for m in preview.rows])
+    words = fields[0]
+    assert isinstance(words, Ragged)
+    assert words.lengths.max() == 44
+    assert words.values.max() == 500
+    before = [row.tolist() for row in words]
+    batch = preview_batch(ASSEMBLY, fields)
+    assert [len(array) for array in batch.inputs] == [len(words)] * 3
+    tried = preview_batch(replace(ASSEMBLY, augment=jitter), fields, augment=True)
+    assert tried.inputs[2].dtype == np.float32
+    assert [row.tolist() for row in words] == before
+    np.testing.assert_array_equal(preview_batch(ASSEMBLY, fields).inputs[2], batch.inputs[2])
+    close_partitions()
+    remove_root(config)

@@ -1,0 +1,301 @@
+"""Images, sequences, functions and weights: Arrow arrays in, arrays out, mistakes by row."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkdl.data.columns import Convert, Image, Sequence
+from sparkdl.data.problems import INSIDE_ARRAYS, SAME_SHAPE, Problem, RowProblem
+from sparkdl.data.ragged import Ragged
+from sparkdl.data.schema import Column, to_numpy
+
+STRUCT = pa.struct(
+    [
+        ("origin", pa.string()),
+        ("height", pa.int32()),
+        ("width", pa.int32()),
+        ("nChannels", pa.int32()),
+        ("mode", pa.int32()),
+        ("data", pa.binary()),
+    ]
+)
+CV = {1: 0, 3: 16, 4: 24}
+
+
+def pixels(channels: int, height: int = 5, width: int = 4, seed: int = 0) -> np.ndarray:
+    """uint8 (H, W, C), channels in the order R, G, B, A."""
+    random = np.random.default_rng(seed)
+    return random.integers(0, 256, (height, width, channels), dtype=np.uint8)
+
+
+def struct(rgb: np.ndarray, **changes: Any) -> dict[str, Any]:
+    """As Spark holds it: B, G, R, A."""
+    height, width, channels = rgb.shape
+    order = {1: [0], 3: [2, 1, 0], 4: [2, 1, 0, 3]}[channels]
+    made = {
+        "origin": "file:/x",
+        "height": height,
+        "width": width,
+        "nChannels": channels,
+        "mode": CV[channels],
+        "data": rgb[:, :, order].tobytes(),
+    }
+    return {**made, **changes}
+
+
+def png(rgb: np.ndarray, kind: str = "PNG") -> bytes:
+    sink = io.BytesIO()
+    PIL.Image.fromarray(rgb[:, :, 0] if rgb.shape[2] == 1 else rgb).save(sink, kind)
+    return sink.getvalue()
+
+
+def images(values: list[Any], spec: Image, dtype: str = "float32", first_row: int = 0) -> Any:
+    kind = STRUCT if isinstance(values[-1], dict) else pa.binary()
+    column = Column("photo", dtype if spec.scale is not None else "uint8", 3, spec=spec)
+    return to_numpy(pa.array(values, kind), column, first_row)
+
+
+def problem(make: Any) -> Problem:
+    with pytest.raises(RowProblem) as caught:
+        make()
+    return caught.value.problem
+
+
+# Images
+
+
+@pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 3), ("RGBA", 4)])
+def test_bytes_and_struct_hold_the_same_picture(mode: str, channels: int) -> None:
+    pictures = [pixels(channels, seed=i) for i in range(3)]
+    expected = np.stack([picture.transpose(2, 0, 1) for picture in pictures])
+    spec = Image(mode=mode, scale=None)
+    for values in ([struct(p) for p in pictures], [png(p) for p in pictures]):
+        found = images(values, spec)
+        assert found.dtype == np.uint8
+        assert found.shape == (3, channels, 5, 4)
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_scale(dtype: str) -> None:
+    picture = pixels(3)
+    found = images([png(picture)], Image(scale=1 / 255), dtype)
+    assert found.dtype == dtype
+    scale = np.dtype(dtype).type(1 / 255)
+    np.testing.assert_array_equal(found[0], picture.transpose(2, 0, 1).astype(dtype) * scale)
+
+
+def test_resizing_is_pillows_bilinear_for_both_kinds() -> None:
+    picture = pixels(3, 9, 7)
+    expected = np.asarray(PIL.Image.fromarray(picture).resize((6, 8), PIL.Image.BILINEAR))
+    for value in (struct(picture), png(picture)):
+        found = images([value, value], Image(size=(8, 6), scale=None))
+        assert found.shape == (2, 3, 8, 6)
+        np.testing.assert_array_equal(found[1], expected.transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
+def test_modes_are_converted(mode: str, channels: int) -> None:
+    picture = pixels(channels)
+    pillow = PIL.Image.fromarray(picture[:, :, 0] if channels == 1 else picture).convert(mode)
+    expected = np.asarray(pillow).reshape(5, 4, -1).transpose(2, 0, 1)
+    for value in (struct(picture), png(picture)):
+        np.testing.assert_array_equal(images([value], Image(mode=mode, scale=None))[0], expected)
+
+
+def test_jpeg_and_a_slice_of_a_column() -> None:
+    values = [b"broken", png(pixels(3), "JPEG"), png(pixels(3, seed=1)), None]
+    array = pa.array(values, pa.binary()).slice(1, 2)
+    assert to_numpy(array, Column("photo", "float32", 3, spec=Image())).shape == (2, 3, 5, 4)
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        (None, "is null"),
+        (
+            b"not a picture",
+            "is no image that can be read (13 bytes; UnidentifiedImageError: cannot",
+        ),
+        (png(pixels(3, 50, 50))[:700], "is no image that can be read (700 bytes; OSError: image"),
+    ],
+)
+def test_a_damaged_image_names_its_row(bad: bytes | None, text: str) -> None:
+    found = problem(lambda: images([png(pixels(3)), bad], Image(), first_row=40))
+    assert (found.column, found.row) == ("photo", 41)
+    assert found.text.startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"mode": -1, "height": -1}, "is an image that Spark could not read"),
+        ({"mode": 21}, "is an image of OpenCV's type 21, which is none of 0, 16, 24"),
+        ({"data": b"123"}, "is an image of 5 x 4 x 3 pixels with 3 bytes of data"),
+    ],
+)
+def test_a_damaged_struct_names_its_row(changes: dict[str, Any], text: str) -> None:
+    values = [struct(pixels(3)), struct(pixels(3), **changes)]
+    found = problem(lambda: images(values, Image()))
+    assert found.row == 1
+    assert found.text.startswith(text)
+
+
+def test_images_of_two_sizes_need_one() -> None:
+    values = [png(pixels(3)), png(pixels(3, 6, 4))]
+    assert problem(lambda: images(values, Image(), first_row=7)) == Problem(
+        "photo",
+        8,
+        "is an image of 6 x 4 where row 7 is of 5 x 4",
+        'Have them resized: columns={"photo": sparkdl.Image(size=(height, width))}.',
+    )
+    assert images(values, Image(size=(3, 3))).shape == (2, 3, 3, 3)
+
+
+def test_sixteen_bits_are_not_cut_to_eight() -> None:
+    sink = io.BytesIO()
+    PIL.Image.fromarray(np.full((4, 4), 1000, np.uint16)).save(sink, "PNG")
+    found = problem(lambda: images([sink.getvalue()], Image(mode="L")))
+    assert "more than 8 bits" in found.text
+
+
+def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The struct is read without it; encoded bytes say what to install."""
+    picture, encoded = pixels(3), png(pixels(3))
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    np.testing.assert_array_equal(
+        images([struct(picture)], Image(scale=None))[0], picture.transpose(2, 0, 1)
+    )
+    found = problem(lambda: images([encoded], Image()))
+    assert found.text == "is an image that needs Pillow to be read"
+    assert 'pip install "sparkdl[images]"' in found.remedy
+
+
+# Sequences
+
+
+def sequences(
+    values: list[Any], spec: Sequence, depth: int = 1, kind: pa.DataType | None = None
+) -> Ragged:
+    item = kind or pa.float64()
+    array = pa.array(values, pa.list_(item) if depth == 1 else pa.list_(pa.list_(item)))
+    column = Column("x", "int64" if pa.types.is_integer(item) else "float32", depth, spec=spec)
+    found = to_numpy(array, column, 100)
+    assert isinstance(found, Ragged)
+    return found
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.lists(st.integers(-9, 9), min_size=1, max_size=6), min_size=1, max_size=8),
+    st.none() | st.integers(1, 6),
+)
+def test_sequences_keep_their_lengths(rows: list[list[int]], max_length: int | None) -> None:
+    found = sequences(rows, Sequence(max_length=max_length), kind=pa.int64())
+    assert found.dtype == np.int64
+    assert [row.tolist() for row in found] == [row[:max_length] for row in rows]
+
+
+def test_sequences_of_vectors() -> None:
+    rows = [[[1.0, 2.0]], [[3.0, 4.0], [5.0, 6.0]], [[7.0, 8.0]] * 5]
+    found = sequences(rows, Sequence(max_length=3), depth=2)
+    assert found.values.shape == (6, 2)
+    assert [row.tolist() for row in found] == [row[:3] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("values", "depth", "row", "text"),
+    [
+        ([[1.0], None], 1, 1, "is null"),
+        ([[1.0], []], 1, 1, "is an empty array"),
+        ([[1.0, 2.0], [3.0, 4.0, None]], 1, 1, "holds a null"),
+        ([[1.0, 2.0, 3.0], [1.0], [2.0, float("nan")]], 1, 2, "holds NaN"),
+        ([[[1.0]], [[1.0], None]], 2, 1, "holds a null"),
+        ([[[1.0]], [[1.0], [None]]], 2, 1, "holds a null"),
+        ([[[1.0]], [[1.0]], [[1.0], [float("nan")]]], 2, 2, "holds NaN"),
+        (
+            [[[1.0], [2.0]], [[1.0], [2.0, 3.0]]],
+            2,
+            1,
+            "has an item of 2 values where the first item has 1",
+        ),
+    ],
+)
+def test_a_mistake_in_a_sequence_names_its_row(
+    values: list[Any], depth: int, row: int, text: str
+) -> None:
+    found = problem(lambda: sequences(values, Sequence(), depth))
+    assert (found.column, found.row, found.text) == ("x", 100 + row, text)
+    if text.startswith("holds"):
+        assert found.remedy == INSIDE_ARRAYS
+
+
+# Functions
+
+
+def converted(values: list[Any], function: Any, kind: pa.DataType | None = None) -> Any:
+    return to_numpy(pa.array(values, kind), Column("x", "float32", spec=Convert(function)), 10)
+
+
+def test_a_function_of_each_value() -> None:
+    lengths = converted(["a", "bcd"], len)
+    assert (lengths.dtype, lengths.tolist()) == (np.dtype("int64"), [1, 3])
+    letters = converted(["ab", "cd"], lambda text: [ord(c) / 2 for c in text])
+    assert letters.dtype == np.float32
+    assert letters.tolist() == [[48.5, 49.0], [49.5, 50.0]]
+    nulls = converted([None, "x"], lambda value: value is None)
+    assert nulls.tolist() == [True, False]
+    structs = converted([{"a": 1, "b": [2]}], lambda value: [value["a"], *value["b"]])
+    assert structs.tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda t: {}[t], "the function of this column raised KeyError: 'b'"),
+        (lambda t: None if t == "b" else 1, "is None, not a number or an array of numbers"),
+        (lambda t: t, "is a str, not a number or an array of numbers"),
+        (lambda t: [1.0, float("nan")], "holds NaN"),
+        (lambda t: [1] * (1 + (t == "b")), "became int64[2] where row 10 became int64[1]"),
+    ],
+)
+def test_a_function_that_fails_names_the_row(function: Any, text: str) -> None:
+    def first_is_fine(value: str) -> Any:
+        return (
+            1 if value == "a" and "became" not in text and text != "holds NaN" else function(value)
+        )
+
+    found = problem(lambda: converted(["a", "b"], first_is_fine))
+    assert found.column == "x"
+    assert found.text == text
+    assert found.row == (10 if text == "holds NaN" else 11)
+    if "became" in text:
+        assert found.remedy == SAME_SHAPE
+    if "KeyError" in text:
+        assert "It was given 'b'." in found.remedy
+
+
+# Weights
+
+
+def test_weights() -> None:
+    column = Column("w", "float32", weight=True)
+    found = to_numpy(pa.array([0, 1, 2], pa.int32()), column)
+    assert (found.dtype, found.tolist()) == (np.dtype("float32"), [0, 1, 2])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("inf"), float("nan"), None])
+def test_what_is_no_weight(bad: float | None) -> None:
+    array = pa.array([1.0, 2.0, bad])
+    found = problem(lambda: to_numpy(array, Column("w", "float32", weight=True), 5))
+    assert (found.column, found.row) == ("w", 7)
