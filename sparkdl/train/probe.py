@@ -20,6 +20,7 @@ from sparkdl.replica.flat import layout_of
 from sparkdl.replica.recipe import Recipe, seeded
 from sparkdl.step.compute import call_loss, to_tensors
 from sparkdl.sync.optimizer import OptimizerPlan
+from sparkdl.sync.traits import SEVERAL
 
 
 def pickled(recipe: Recipe) -> bytes:
@@ -80,12 +81,12 @@ def plan_optimizer(recipe: Recipe, module: nn.Module, slices: int) -> OptimizerP
     except ModelError:
         raise
     except Exception as error:
+        one_kind_only = "parameters" in str(error)  # of Muon: "only supports 2D parameters"
         raise ModelError(
             f"the optimizer cannot be built ({type(error).__name__}: {_text(error)}). Give a "
             "torch.optim class, a partial of one such as partial(torch.optim.Adam, lr=1e-3), or a "
-            "callable that is given the module and returns an optimizer; several for parts of the "
-            'model by name or pattern: optimizer={"encoder": torch.optim.Muon, "": '
-            "torch.optim.AdamW}."
+            "callable that is given the module and returns an optimizer."
+            + (f" {SEVERAL}" if one_kind_only else "")
         ) from error
     if slices > 1 and not plan.separate:
         raise ModelError(
