@@ -7,7 +7,7 @@ directly, their state pickled between two steps as between two versions.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,6 +33,14 @@ pytestmark = pytest.mark.parity
 
 STEPS = 8
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Net(nn.Module):
