@@ -21,6 +21,13 @@ from sparkdl.sync.state import SliceState
 if TYPE_CHECKING:
     from sparkdl.sync.optimizer import OptimizerPlan
 
+SEVERAL = (
+    "Give parameters that need another one their own, by name or pattern: "
+    'optimizer={"encoder": torch.optim.Muon, "embedding": torch.optim.SparseAdam, "": '
+    "torch.optim.AdamW}."
+)
+"""What to do where an optimizer does not take every parameter."""
+
 _SIZE, _WIDTH = 24, 4
 _STEPS = 3
 Span = tuple[int, int, int]
@@ -56,7 +63,7 @@ def find_traits(plan: OptimizerPlan, dimensions: Iterable[int], tables: bool) ->
         except Exception as error:
             raise ModelError(
                 f"optimizer {plan.name} fails on a parameter of {ndim} dimension"
-                f"{'s' if ndim > 1 else ''} with a dense gradient ({_text(error)}). {_SEVERAL}"
+                f"{'s' if ndim > 1 else ''} with a dense gradient ({_text(error)}). {SEVERAL}"
             ) from error
         found.append(Traits(_works_cut(plan, shape, apart, False), _same(together, apart)))
     if tables:
@@ -72,13 +79,6 @@ def find_traits(plan: OptimizerPlan, dimensions: Iterable[int], tables: bool) ->
             ) from error
         found.append(Traits(_works_cut(plan, shape, apart, True), _same(together, apart)))
     return Traits(all(t.elementwise for t in found), all(t.separate for t in found))
-
-
-_SEVERAL = (
-    "Give parameters that need another one their own, by name or pattern: "
-    'optimizer={"encoder": torch.optim.Muon, "embedding": torch.optim.SparseAdam, "": '
-    "torch.optim.AdamW}."
-)
 
 
 def _text(error: Exception) -> str:

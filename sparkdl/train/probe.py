@@ -25,6 +25,7 @@ from sparkdl.replica.recipe import Recipe, seeded
 from sparkdl.step.compute import to_tensors, weigh
 from sparkdl.step.loss import NoValuePerSample, call_loss, weighted_mean
 from sparkdl.sync.optimizer import OptimizerPlan
+from sparkdl.sync.traits import SEVERAL
 from sparkdl.train.engine import ValidationSet
 
 
@@ -89,12 +90,12 @@ def plan_optimizer(recipe: Recipe, module: nn.Module, slices: int | None) -> Opt
     except ModelError:
         raise
     except Exception as error:
+        one_kind_only = "parameters" in str(error)  # of Muon: "only supports 2D parameters"
         raise ModelError(
             f"the optimizer cannot be built ({type(error).__name__}: {_text(error)}). Give a "
             "torch.optim class, a partial of one such as partial(torch.optim.Adam, lr=1e-3), or a "
-            "callable that is given the module and returns an optimizer; several for parts of the "
-            'model by name or pattern: optimizer={"encoder": torch.optim.Muon, "": '
-            "torch.optim.AdamW}."
+            "callable that is given the module and returns an optimizer."
+            + (f" {SEVERAL}" if one_kind_only else "")
         ) from error
     if slices is not None and slices > 1 and not plan.separate:
         raise ModelError(

@@ -45,6 +45,8 @@ class Schedule:
         self._groups = [group for mirror in mirrors for group in mirror.param_groups]
         self._schedulers = [_scheduler(make, mirror) for mirror in mirrors] if make else []
         self._per, self._metric = per, metric
+        self._totals = [min(_total_steps(s), default=None) for s in self._schedulers]
+        self._steps = [0] * len(self._schedulers)
         self._exhausted: set[int] = set()
         self._plateaus = [isinstance(s, ReduceLROnPlateau) for s in self._schedulers]
         if metric is not None and not any(self._plateaus):
@@ -109,6 +111,13 @@ class Schedule:
         for number, (scheduler, wanted) in enumerate(zip(self._schedulers, which, strict=True)):
             if not wanted or number in self._exhausted:
                 continue
+            self._steps[number] += 1
+            total = self._totals[number]
+            if total is not None and self._steps[number] >= total:
+                # there are values for total_steps iterations; torch would go beyond the curve
+                if self._steps[number] > total:
+                    self._give_up(number, f"total_steps={total}")
+                continue
             groups = scheduler.optimizer.param_groups
             before = [_hyperparameters(group) for group in groups]
             arguments = () if metrics is None else (metrics[self._metric_of(metrics)],)
@@ -118,17 +127,22 @@ class Schedule:
                 try:
                     scheduler.step(*arguments)
                 except Exception as error:  # run out: no reason to lose a training under way
-                    self._exhausted.add(number)
                     for group, values in zip(groups, before, strict=True):
                         group.update(values)
-                    rates = ", ".join(f"{float(g['lr']):g}" for g in groups if "lr" in g)
-                    _log.warning(
-                        "schedule %s cannot go on (%s: %s): the learning rate stays at %s",
-                        type(scheduler).__name__,
-                        type(error).__name__,
-                        error,
-                        rates,
-                    )
+                    self._give_up(number, f"{type(error).__name__}: {error}")
+
+    def _give_up(self, number: int, reason: str) -> None:
+        """Keep the values of a scheduler from now on, and say so."""
+        self._exhausted.add(number)
+        scheduler = self._schedulers[number]
+        rates = [f"{float(g['lr']):g}" for g in scheduler.optimizer.param_groups if "lr" in g]
+        _log.warning(
+            "schedule %s cannot make step %d (%s): the learning rate stays at %s",
+            type(scheduler).__name__,
+            self._steps[number],
+            reason,
+            ", ".join(rates),
+        )
 
     def _metric_of(self, known: Sequence[str] | Mapping[str, float]) -> str:
         """The metric that a plateau follows."""

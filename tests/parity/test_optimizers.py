@@ -7,7 +7,7 @@ directly, their state pickled between two steps as between two versions.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,7 +32,15 @@ from sparkdl.train.state import TrainState
 pytestmark = pytest.mark.parity
 
 STEPS = 8
-TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12}
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Net(nn.Module):
@@ -92,9 +100,7 @@ ROWS: dict[str, Row] = {
     "SGD, default lr": Row(optim.SGD),
     "SGD, momentum": Row(partial(optim.SGD, lr=0.1, momentum=0.9, dampening=0.1)),
     "SGD, Nesterov": Row(partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True)),
-    "SGD, weight decay, maximize": Row(
-        partial(optim.SGD, lr=0.1, weight_decay=0.1, maximize=True)
-    ),
+    "SGD, weight decay, maximize": Row(partial(optim.SGD, lr=0.1, weight_decay=0.1, maximize=True)),
     "Adam": Row(partial(optim.Adam, lr=0.01)),
     "Adam, AMSGrad": Row(partial(optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.1)),
     "Adam, foreach": Row(partial(optim.Adam, lr=0.01, foreach=True)),
@@ -108,9 +114,7 @@ ROWS: dict[str, Row] = {
     "RMSprop, centered, momentum": Row(
         partial(optim.RMSprop, lr=0.01, centered=True, momentum=0.9)
     ),
-    "Adagrad": Row(
-        partial(optim.Adagrad, lr=0.1, initial_accumulator_value=0.1, lr_decay=0.1)
-    ),
+    "Adagrad": Row(partial(optim.Adagrad, lr=0.1, initial_accumulator_value=0.1, lr_decay=0.1)),
     "Adagrad, fused": Row(partial(optim.Adagrad, lr=0.1, fused=True)),
     "Adadelta": Row(partial(optim.Adadelta, lr=1.0)),
     "Adamax": Row(partial(optim.Adamax, lr=0.01)),
@@ -123,9 +127,7 @@ ROWS: dict[str, Row] = {
     "LAMB": Row(partial(sparkdl.optim.LAMB, lr=0.01, weight_decay=0.1), whole=True),
     "LAMB, not adapting": Row(partial(sparkdl.optim.LAMB, lr=0.01, adapt=False)),
     "Adafactor": Row(partial(optim.Adafactor, lr=0.1), whole=True),
-    "LBFGS": Row(
-        partial(optim.LBFGS, lr=0.1, max_iter=1, history_size=3), whole=True, single=True
-    ),
+    "LBFGS": Row(partial(optim.LBFGS, lr=0.1, max_iter=1, history_size=3), whole=True, single=True),
     "groups of SGD, one with momentum": Row(by_role(optim.SGD, momentum=0.9)),
     "groups of AdamW": Row(by_role(optim.AdamW, weight_decay=0.5, betas=(0.5, 0.9))),
     "groups of Adam, one AMSGrad": Row(by_role(optim.Adam, amsgrad=True)),
@@ -267,7 +269,7 @@ def test_slices_get_the_weights_of_the_whole(row: str, slices: int, dtype: torch
     on_the_whole(whole, ROWS[row].make)
     assert difference(module, whole) > 1e-4  # it did train
     on_slices(module, ROWS[row].make, slices)
-    tolerance = 1e-2 if "Muon" in row else TOLERANCE[dtype]  # Muon computes in bfloat16
+    tolerance = 1e-5 if "Muon" in row else TOLERANCE[dtype]  # Muon computes in bfloat16
     assert difference(module, whole) <= tolerance
 
 

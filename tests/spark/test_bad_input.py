@@ -756,15 +756,31 @@ OPTIMIZERS = [
         "LBFGS",
         lambda fit: fit(fit.good(), optimizer=torch.optim.LBFGS),
         ModelError,
-        "optimizer LBFGS does not work on slices of a parameter (…). Use one that treats each "
-        "element by itself: SGD, Adam, AdamW, RMSprop, Adagrad, ...",
+        "optimizer LBFGS evaluates the loss more than once in a step, and an iteration here is one "
+        "pass over one batch. Let each step be one evaluation: for LBFGS, "
+        "partial(torch.optim.LBFGS, max_iter=1) without line_search_fn.",
     ),
     Mistake(
-        "Adafactor",
-        lambda fit: fit(fit.good(), optimizer=torch.optim.Adafactor),
+        "LBFGS on several slices",
+        lambda fit: fit(fit.good(), optimizer=partial(torch.optim.LBFGS, max_iter=1), slices=2),
         ModelError,
-        "optimizer Adafactor needs whole tensors: cutting a parameter changes its update. Use one "
-        "that treats each element by itself: SGD, Adam, AdamW, RMSprop, ...",
+        "optimizer LBFGS looks at all parameters together, so they must be in one slice, and there "
+        "are 2: set slices=1.",
+    ),
+    Mistake(
+        "SparseAdam on dense gradients",
+        lambda fit: fit(fit.good(), optimizer=torch.optim.SparseAdam),
+        ModelError,
+        "optimizer SparseAdam fails on a parameter of 1 dimension with a dense gradient (…). Give "
+        "parameters that need another one their own, by name or pattern: "
+        'optimizer={"encoder": torch.optim.Muon, "embedding": torch.optim.SparseAdam, "": '
+        "torch.optim.AdamW}.",
+    ),
+    Mistake(
+        "no optimizer of that name",
+        lambda fit: fit(fit.good(), optimizer={"heat": torch.optim.SGD, "": torch.optim.Adam}),
+        ModelError,
+        'optimizer: "heat" is no submodule or parameter of the model.',
     ),
     Mistake(
         "foreign parameters",
@@ -788,6 +804,14 @@ OPTIMIZERS = [
         "schedule cannot be built on the optimizer (TypeError: …). Give a partial of a "
         "torch.optim.lr_scheduler class, such as "
         "partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100).",
+    ),
+    Mistake(
+        "plateau without validation",
+        lambda fit: fit(fit.good(), schedule=torch.optim.lr_scheduler.ReduceLROnPlateau),
+        ModelError,
+        "schedule ReduceLROnPlateau follows a metric of the validation, and there is none: give "
+        "validation=..., or a schedule that follows the iterations.",
+        jobs=True,
     ),
 ]
 

@@ -23,9 +23,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     dtype = draw(st.sampled_from([torch.float32, torch.float64]))
     step = ALIGNMENT // dtype.itemsize
     sizes = draw(
-        st.lists(
-            st.tuples(st.integers(0, 3), st.integers(0, 100), st.integers(1, 9)), min_size=1
-        )
+        st.lists(st.tuples(st.integers(0, 3), st.integers(0, 100), st.integers(1, 9)), min_size=1)
     )
     segments, position = [], 0
     for kind, length, width in sorted(sizes, key=lambda size: size[0]):

@@ -16,8 +16,13 @@ from sparkdl.errors import ModelError
 from sparkdl.replica.recipe import Recipe
 from sparkdl.sync.optimizer import OptimizerPlan
 from sparkdl.train.schedule import Schedule
+from sparkdl.train.state import TrainState, Validated
 
 SGD = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
+
+
+def advance(schedule: Schedule, iterations: int = 1) -> None:
+    schedule.after(TrainState(), TrainState(iteration=iterations))
 
 
 def two_groups(module: nn.Module) -> torch.optim.Optimizer:
@@ -43,6 +48,12 @@ ROWS: dict[str, Callable[..., Any]] = {
     "LambdaLR": partial(lr_scheduler.LambdaLR, lr_lambda=lambda i: 1 / (1 + i)),
     "CyclicLR": partial(lr_scheduler.CyclicLR, base_lr=0.1, max_lr=1.0, step_size_up=3),
     "OneCycleLR": partial(lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=10),
+    "two at once": lambda optimizer: lr_scheduler.ChainedScheduler(
+        [
+            lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4),
+            lr_scheduler.ExponentialLR(optimizer, 0.9),
+        ]
+    ),
     "warm-up, then decay": lambda optimizer: lr_scheduler.SequentialLR(
         optimizer,
         [
@@ -61,7 +72,8 @@ def test_values_are_those_of_torch(row: str, optimizer: Any) -> None:
     plan = plan_of(optimizer)
     parameters = [nn.Parameter(torch.zeros(1)) for _ in plan.groups]
     groups = [{**g, "params": [p]} for g, p in zip(plan.groups, parameters, strict=True)]
-    reference = plan.make(groups)
+    (part,) = plan.parts
+    reference = part.make(groups)
     scheduler = ROWS[row](reference)
     schedule = Schedule(plan, ROWS[row])
     seen = set()
@@ -74,7 +86,7 @@ def test_values_are_those_of_torch(row: str, optimizer: Any) -> None:
         rates = tuple(group["lr"] for group in reference.param_groups)
         assert schedule.learning_rates == rates
         seen.add(rates)
-        schedule.step()
+        advance(schedule)
         reference.step()
         scheduler.step()
     assert len(seen) > 2
@@ -85,14 +97,14 @@ def test_without_a_schedule_nothing_changes() -> None:
     for _ in range(3):
         assert schedule.changes() is None
         assert schedule.learning_rates == (0.5, 0.25)
-        schedule.step()
+        advance(schedule)
 
 
 def test_only_what_changes_travels() -> None:
     schedule = Schedule(plan_of(), partial(lr_scheduler.StepLR, step_size=1, gamma=0.5))
     changes: Any = schedule.changes()
     assert changes[0].keys() == {"initial_lr"}
-    schedule.step()
+    advance(schedule)
     (change,) = schedule.changes()  # type: ignore[misc]
     assert change == {"lr": 0.25, "initial_lr": 0.5}
 
@@ -104,7 +116,7 @@ def test_values_that_were_handed_out_stay_what_they_were(lr: Any) -> None:
     handed_out = []
     for _ in range(3):
         handed_out += schedule.changes() or ()
-        schedule.step()
+        advance(schedule)
     rates = [float({"lr": 0.5, **change}["lr"]) for change in handed_out]
     assert rates == pytest.approx([0.5, 0.45, 0.405])
 
@@ -113,7 +125,7 @@ def test_a_schedule_leaves_the_recipe_alone() -> None:
     """A second fit starts from the same learning rate."""
     rate = torch.tensor(0.5)
     plan = plan_of(partial(torch.optim.SGD, lr=rate))
-    Schedule(plan, ROWS["ExponentialLR"]).step()
+    advance(Schedule(plan, ROWS["ExponentialLR"]))
     assert rate == 0.5
     assert plan.groups[0]["lr"] == 0.5
 
@@ -122,14 +134,17 @@ def test_stepping_warns_of_nothing() -> None:
     schedule = Schedule(plan_of(), ROWS["StepLR"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        schedule.step()
-        schedule.step()
+        advance(schedule)
+        advance(schedule)
 
 
 def test_an_optimizer_without_a_learning_rate() -> None:
     class Fixed(torch.optim.Optimizer):
         def __init__(self, params: Any) -> None:
             super().__init__(params, {})
+
+        def step(self) -> None:  # type: ignore[override]
+            pass
 
     assert Schedule(plan_of(Fixed), None).learning_rates == ()
 
@@ -154,10 +169,208 @@ def test_what_is_no_schedule() -> None:
     )
 
 
-def test_a_schedule_that_follows_a_metric_is_refused() -> None:
-    """It would fail at its first step, after an iteration."""
-    assert mistake(lr_scheduler.ReduceLROnPlateau) == (
-        "schedule ReduceLROnPlateau wants a metric at each step, and schedules here follow the "
-        "iteration alone. Use another, such as "
-        "partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100)."
+# When it steps
+
+
+def state(
+    iteration: int, per_epoch: int = 4, metrics: tuple[dict[str, float], ...] = ()
+) -> TrainState:
+    """After ``iteration`` iterations, with a validation at the end of each of the first epochs."""
+    validations = tuple(
+        Validated(iteration=per_epoch * n, epoch=n, metrics=values)
+        for n, values in enumerate(metrics, 1)
+        if per_epoch * n <= iteration
     )
+    return TrainState(iteration=iteration, epoch=iteration // per_epoch, validations=validations)
+
+
+def live(schedule: Schedule, last: int, metrics: tuple[dict[str, float], ...] = ()) -> list[Any]:
+    """What the loop sees: the learning rates at each iteration, and at last the changes."""
+    seen: list[Any] = []
+    for t in range(last):
+        seen.append(schedule.learning_rates)
+        schedule.after(state(t, metrics=metrics), state(t + 1, metrics=metrics))
+    return [*seen, schedule.changes()]
+
+
+HALVE = partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
+PLATEAU = partial(lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0)
+
+
+def test_per_epoch_it_steps_between_two_epochs() -> None:
+    *rates, _ = live(Schedule(plan_of(), HALVE, "epoch"), 9)
+    assert rates == [(0.5,)] * 4 + [(0.25,)] * 4 + [(0.125,)]
+
+
+def test_a_plateau_steps_at_validations_by_their_metric() -> None:
+    metrics = (
+        {"accuracy": 0.5, "loss": 1.0},
+        {"accuracy": 0.6, "loss": 1.0},
+        {"accuracy": 0.6, "loss": 0.1},
+    )
+    by_accuracy = Schedule(plan_of(), partial(PLATEAU, mode="max"), metric="accuracy")
+    *rates, _ = live(by_accuracy, 14, metrics)
+    assert rates == [(0.5,)] * 12 + [(0.25,)] * 2
+    by_loss = Schedule(plan_of(), PLATEAU, "epoch", metric="loss")
+    *rates, _ = live(by_loss, 14, metrics)
+    assert rates == [(0.5,)] * 8 + [(0.25,)] * 6
+
+
+def test_a_plateau_follows_the_loss_where_there_is_nothing_else() -> None:
+    *rates, _ = live(Schedule(plan_of(), PLATEAU), 10, ({"loss": 1.0}, {"loss": 2.0}))
+    assert rates[-1] == (0.25,)
+
+
+def test_a_validation_is_seen_once() -> None:
+    """The loop may say what happened before the validation and after it."""
+    schedule = Schedule(plan_of(), PLATEAU)
+    metrics = ({"loss": 1.0}, {"loss": 2.0})
+    before, bare, validated = state(7, metrics=metrics), state(8), state(8, metrics=metrics)
+    schedule.catch_up(before)
+    schedule.after(before, state(8, metrics=metrics[:1]))
+    schedule.after(state(8, metrics=metrics[:1]), validated)
+    schedule.after(validated, validated)
+    assert schedule.learning_rates == (0.25,)
+    assert bare.iteration == validated.iteration
+
+
+METRICS = tuple({"loss": value} for value in (1.0, 1.5, 0.7, 0.8, 0.9))
+
+
+@pytest.mark.parametrize("per", ["iteration", "epoch"])
+@pytest.mark.parametrize("row", [*ROWS, "plateau"])
+@pytest.mark.parametrize("stop", [0, 3, 9])
+def test_catching_up_gives_the_bits_of_a_live_run(row: str, per: str, stop: int) -> None:
+    make = PLATEAU if row == "plateau" else ROWS[row]
+    one, other = (Schedule(plan_of(two_groups), make, per) for _ in range(2))
+    expected = live(one, stop, METRICS)[-1]
+    other.catch_up(state(stop, metrics=METRICS))
+    assert other.changes() == expected
+    assert other.learning_rates == one.learning_rates
+    for t in range(stop, stop + 6):
+        for schedule in (one, other):
+            schedule.after(state(t, metrics=METRICS), state(t + 1, metrics=METRICS))
+        assert one.changes() == other.changes()
+
+
+def test_each_of_several_optimizers_has_the_schedule() -> None:
+    plan = plan_of(
+        {"weight": partial(torch.optim.SGD, lr=1.0), "": partial(torch.optim.Adam, lr=0.1)}
+    )
+    schedule = Schedule(plan, HALVE)
+    assert schedule.learning_rates == (1.0, 0.1)
+    advance(schedule, 2)
+    assert schedule.learning_rates == (0.25, 0.025)
+    assert [change["lr"] for change in schedule.changes() or ()] == [0.25, 0.025]
+
+
+# Running out
+
+
+def test_a_schedule_that_runs_out_keeps_its_values_and_says_so_once(caplog: Any) -> None:
+    make = partial(lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=5)
+    schedule = Schedule(plan_of(), make)
+    *rates, last = live(schedule, 5)
+    assert schedule.learning_rates == rates[-1] == pytest.approx((1 / 25 / 1e4,))
+    assert not caplog.records  # nobody has asked for more
+    for t in range(5, 9):
+        schedule.after(state(t), state(t + 1))
+        assert schedule.changes() == last
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("sparkdl", "WARNING")
+    assert record.getMessage() == (
+        "schedule OneCycleLR cannot make step 6 (total_steps=5): the learning rate stays at 4e-06"
+    )
+
+
+def test_one_that_runs_out_does_not_stop_another(caplog: Any) -> None:
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        if isinstance(optimizer, torch.optim.Adam):
+            return HALVE(optimizer)
+        return lr_scheduler.LambdaLR(optimizer, lambda i: [1.0, 0.5][i])
+
+    plan = plan_of(
+        {"weight": partial(torch.optim.SGD, lr=1.0), "": partial(torch.optim.Adam, lr=1.0)}
+    )
+    schedule = Schedule(plan, make)
+    advance(schedule, 4)
+    assert schedule.learning_rates == (0.5, 0.0625)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "schedule LambdaLR cannot make step 2 (IndexError: list index out of range): the learning "
+        "rate stays at 0.5"
+    )
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=10)
+
+
+def after_warm_up(optimizer: torch.optim.Optimizer) -> Any:
+    warm_up = lr_scheduler.ConstantLR(optimizer, total_iters=5)
+    return lr_scheduler.SequentialLR(optimizer, [warm_up, one_cycle(optimizer)], milestones=[5])
+
+
+def chained(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.ChainedScheduler([HALVE(optimizer), one_cycle(optimizer)])
+
+
+@pytest.mark.parametrize(
+    ("make", "per", "total", "fits", "too_long", "needed"),
+    [
+        (one_cycle, "iteration", 10, 10, 11, "11 iterations: set total_steps=11."),
+        (one_cycle, "epoch", 10, 40, 41, "11 epochs: set total_steps=11."),
+        (after_warm_up, "iteration", 15, 15, 16, "16 iterations: set total_steps=16."),
+        (chained, "iteration", 10, 10, 12, "12 iterations: set total_steps=12."),
+    ],
+)
+def test_a_schedule_shorter_than_the_run_is_refused(
+    make: Any, per: str, total: int, fits: int, too_long: int, needed: str
+) -> None:
+    schedule = Schedule(plan_of(), make, per)
+    for limit in (None, 1, fits):
+        schedule.check(limit, 4)
+    with pytest.raises(ModelError) as caught:
+        schedule.check(too_long, 4)
+    assert str(caught.value) == (
+        f"schedule ends after total_steps={total}, and the run has {needed}"
+    )
+
+
+def test_a_schedule_as_long_as_the_run_does_not_run_out(caplog: Any) -> None:
+    schedule = Schedule(plan_of(), one_cycle)
+    schedule.check(10)
+    live(schedule, 10)
+    assert not caplog.records
+
+
+# Metrics
+
+
+def test_a_plateau_wants_a_validation() -> None:
+    with pytest.raises(ModelError) as caught:
+        Schedule(plan_of(), PLATEAU).check(10)
+    assert str(caught.value) == (
+        "schedule ReduceLROnPlateau follows a metric of the validation, and there is none: give "
+        "validation=..., or a schedule that follows the iterations."
+    )
+
+
+@pytest.mark.parametrize(
+    ("metric", "end"),
+    [(None, "."), ("acuracy", '. "acuracy" is none of them. Did you mean "accuracy"?')],
+)
+def test_a_plateau_wants_to_know_its_metric(metric: str | None, end: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        Schedule(plan_of(), PLATEAU, metric=metric).check(10, metrics=["loss", "accuracy"])
+    assert str(caught.value) == (
+        "schedule ReduceLROnPlateau follows one metric of the validation, which gives loss, "
+        f"accuracy: name it with schedule_metric{end}"
+    )
+    Schedule(plan_of(), PLATEAU).check(10, metrics=["loss"])
+    Schedule(plan_of(), PLATEAU, metric="accuracy").check(10, metrics=["loss", "accuracy"])
+
+
+def test_a_metric_is_for_a_plateau_only() -> None:
+    with pytest.raises(ModelError, match=r'^schedule_metric="loss" is for ReduceLROnPlateau'):
+        Schedule(plan_of(), HALVE, metric="loss")

@@ -1,0 +1,279 @@
+"""A step on a slice: what state it keeps for whom, and that versions in slabs keep it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from sparkdl.replica.flat import FlatModule
+from sparkdl.replica.recipe import Recipe
+from sparkdl.slab.pool import Pool
+from sparkdl.slab.root import SlabConfig, open_root, remove_root
+from sparkdl.sync.apply import step_slice
+from sparkdl.sync.optimizer import OptimizerPlan
+from sparkdl.sync.plan import Piece, SlicePlan, slice_plans
+from sparkdl.sync.state import SliceState
+from sparkdl.sync.store import first_version, next_version, pack, unpack
+
+
+class Net(nn.Module):
+    """Parameters by number: 0 scale, 1 and 2 first, 3 last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.last = nn.Linear(7, 30, bias=False)
+
+
+def parts_of(make: Any, slices: int = 1) -> tuple[FlatModule, OptimizerPlan, list[SlicePlan]]:
+    torch.manual_seed(0)
+    module = Net()
+    plan = OptimizerPlan.of(
+        Recipe(module, torch.square, make, 0), list(module.parameters()), module
+    )
+    flat = FlatModule(module)
+    return flat, plan, slice_plans(flat.layout, slices, whole=not plan.elementwise)
+
+
+def states_of(flat: FlatModule, plans: list[SlicePlan]) -> list[SliceState]:
+    return [SliceState(flat.flat[plan.start : plan.stop].clone()) for plan in plans]
+
+
+def gradient_of(plan: SlicePlan, step: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(plan.dense_length, generator=generator)
+
+
+def test_state_is_as_long_as_what_is_trained() -> None:
+    flat, optimizer, plans = parts_of(optim.Adam, 3)
+    for plan, state in zip(plans, states_of(flat, plans), strict=True):
+        for step in range(4):
+            absent = frozenset({3} if step < 1 else {1})
+            step_slice(plan, state, gradient_of(plan), absent, optimizer)
+        lengths = {name: len(array) for name, array in state.arrays.items()}
+        assert lengths == dict.fromkeys(("exp_avg", "exp_avg_sq"), plan.trainable_length)
+        steps = {0: 4, 1: 1, 2: 4, 3: 3}
+        numbers = {p.number for p in plan.parameters}
+        assert state.held == dict.fromkeys(numbers, ("exp_avg", "exp_avg_sq"))
+        assert state.others == {number: {"step": steps[number]} for number in numbers}
+
+
+def test_a_parameter_has_the_state_of_its_own_optimizer_only() -> None:
+    flat, optimizer, (plan,) = parts_of(
+        {"first": partial(optim.SGD, lr=0.1, momentum=0.9), "scale": optim.SGD, "": optim.Adam}
+    )
+    (state,) = states_of(flat, [plan])
+    for step in range(2):
+        step_slice(plan, state, gradient_of(plan, step), frozenset(), optimizer)
+        state.held, state.others = unpack(pack(state))
+    adam = ("exp_avg", "exp_avg_sq")
+    assert state.arrays.keys() == {"momentum_buffer", *adam}
+    assert {n: set(names) for n, names in state.held.items()} == {
+        1: {"momentum_buffer"},
+        2: {"momentum_buffer"},
+        3: set(adam),
+    } | ({0: set()} if 0 in state.held else {})
+    (piece,) = [p for p in plan.parameters if p.number == 3]
+    assert not state.arrays["momentum_buffer"][piece.start : piece.stop].any()
+
+
+def test_what_a_step_may_not_touch() -> None:
+    """Parameters of no optimizer, buffers, and the caller's gradient."""
+    flat = FlatModule(nn.Sequential(nn.Linear(9, 9), nn.BatchNorm1d(9)))
+    module = flat.module
+
+    def make(module: Any) -> optim.Optimizer:
+        return optim.AdamW([module[0].weight], lr=0.1)
+
+    parameters = [p for _, p in flat.parameters]
+    optimizer = OptimizerPlan.of(Recipe(module, torch.square, make, 0), parameters, module)
+    (plan,) = slice_plans(flat.layout, 1)
+    (state,) = states_of(flat, [plan])
+    before, gradient = copy.deepcopy(state.weights), gradient_of(plan)
+    kept = gradient.clone()
+    step_slice(plan, state, gradient, frozenset(), optimizer)
+    changed = (state.weights != before).nonzero().flatten().tolist()
+    assert changed == list(range(81))
+    assert torch.equal(gradient, kept)
+
+
+def test_a_slice_of_buffers_only_is_left_alone() -> None:
+    flat = FlatModule(nn.BatchNorm1d(200))
+    plan = slice_plans(flat.layout, 4)[-1]
+    assert plan.trainable_length == 0
+    (state,) = states_of(flat, [plan])
+    before = state.weights.clone()
+    _, optimizer, _ = parts_of(optim.Adam)
+    step_slice(plan, state, torch.empty(0), frozenset(), optimizer)
+    assert torch.equal(state.weights, before)
+    assert (state.arrays, state.held, state.others) == ({}, {}, {})
+
+
+class Replacing(optim.Optimizer):
+    """Gives its parameters new memory, as some optimizers from elsewhere do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = p.data - group["lr"] * p.grad
+
+
+def test_an_optimizer_that_replaces_memory() -> None:
+    flat, optimizer, (plan,) = parts_of(Replacing)
+    one, other = states_of(flat, [plan, plan])
+    step_slice(plan, one, gradient_of(plan), frozenset(), optimizer)
+    step_slice(plan, other, gradient_of(plan), frozenset(), parts_of(partial(optim.SGD, lr=0.1))[1])
+    torch.testing.assert_close(one.weights, other.weights)
+    assert not torch.equal(one.weights, flat.flat)
+
+
+class Recording(optim.SGD):
+    """Wants the loss, and keeps what it was and the kinds of gradients that it saw."""
+
+    def step(self, closure: Callable[[], Any]) -> None:  # type: ignore[override]
+        (parameter,) = self.param_groups[0]["params"]
+        self.state[parameter] = {"loss": float(closure()), "shape": tuple(parameter.shape)}
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (6,), ()])
+def test_an_optimizer_that_wants_the_loss_gets_it_and_pieces_have_their_shape(
+    shape: tuple[int, ...],
+) -> None:
+    length = 6 if shape else 1
+    plan = SlicePlan(0, 0, length, (Piece(0, "parameter", 0, length, shape),))
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(shape))
+    part = replace_make(module, Recording)
+    state = SliceState(torch.zeros(length))
+    step_slice(plan, state, torch.ones(length), frozenset(), part, loss=torch.tensor(2.5))
+    assert state.others[0] == {"loss": 2.5, "shape": shape or (1,)}
+    step_slice(plan, state, torch.ones(length), frozenset(), part)
+    assert state.others[0]["loss"] != state.others[0]["loss"]  # not given: NaN
+
+
+def replace_make(module: nn.Module, kind: Any) -> OptimizerPlan:
+    recipe = Recipe(module, torch.square, partial(optim.SGD, lr=0.1), 0)
+    plan = OptimizerPlan.of(recipe, list(module.parameters()), module)
+    return replace(plan, parts=tuple(replace(part, make=kind) for part in plan.parts))
+
+
+# Sparse gradients
+
+TABLE = SlicePlan(0, 0, 12, (Piece(0, "parameter", 0, 12, (4, 3), True, 2),))
+
+
+def table_step(
+    make: Any, state: SliceState, sparse: Any, absent: frozenset[int] = frozenset()
+) -> SliceState:
+    module = nn.Embedding(9, 3, sparse=True)
+    recipe = Recipe(module, torch.square, make, 0)
+    plan = OptimizerPlan.of(recipe, list(module.parameters()), module)
+    step_slice(TABLE, state, torch.empty(0), absent, plan, None, sparse)
+    return state
+
+
+def test_only_rows_with_a_gradient_move_and_repeated_ones_add_up() -> None:
+    rows, values = torch.tensor([3, 1, 3]), torch.tensor([[1.0] * 3, [10.0] * 3, [2.0] * 3])
+    state = table_step(partial(optim.SGD, lr=1.0), SliceState(torch.zeros(12)), {0: (rows, values)})
+    assert state.weights.view(4, 3)[:, 0].tolist() == [0, -10, 0, -3]
+
+
+def test_a_table_without_rows_here_counts_the_step_and_an_absent_one_does_not() -> None:
+    state = SliceState(torch.zeros(12))
+    for _ in range(2):
+        table_step(optim.SparseAdam, state, {})
+    assert state.others[0]["step"] == 2
+    table_step(optim.SparseAdam, state, {}, absent=frozenset({0}))
+    assert state.others[0]["step"] == 2
+    assert not state.weights.any()
+
+
+# Versions in slabs
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    config = SlabConfig.new(str(tmp_path), "test")
+    open_root(config, create=True)
+    pool = Pool(config)
+    yield pool
+    pool.close()
+    remove_root(config)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal to the bit, whatever it is nested in."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        optim.SGD,
+        optim.Adam,
+        partial(optim.Adagrad, lr=0.1),
+        partial(optim.LBFGS, max_iter=1, history_size=2),
+        optim.Adafactor,
+        {"first": partial(optim.SGD, lr=0.1, momentum=0.9), "": optim.Adam},
+    ],
+)
+def test_versions_in_slabs_go_the_way_of_one_state_in_memory(pool: Pool, make: Any) -> None:
+    flat, optimizer, (plan,) = parts_of(make)
+    (state,) = states_of(flat, [plan])
+    handle = first_version(pool, state.weights, tick=0)
+    for tick in range(1, 6):
+        absent = frozenset({1} if tick == 1 else set())
+        gradient = gradient_of(plan, tick)
+        loss = torch.tensor(1 / tick)
+        step_slice(plan, state, gradient, absent, optimizer, loss=loss)
+        with next_version(pool, handle, torch.float32, tick, tick - 1) as (copied, new):
+            step_slice(plan, copied, gradient, absent, optimizer, loss=loss)
+            handle = new.seal(copied)
+    with next_version(pool, handle, torch.float32, 6, 5) as (last, _):
+        assert torch.equal(last.weights, state.weights)
+        assert last.held == state.held
+        assert last.arrays.keys() == state.arrays.keys()
+        assert all(torch.equal(last.arrays[name], state.arrays[name]) for name in state.arrays)
+        assert same(last.others, state.others)
+
+
+def test_others_may_be_anything_with_tensors_in_it() -> None:
+    others = {
+        3: {
+            "step": torch.tensor(2.0),
+            "lists": [torch.arange(3), (torch.ones(2, 2).double(), None, 0.5)],
+            "low": torch.ones(2, dtype=torch.bfloat16),
+            "flag": torch.tensor([True]),
+            "sparse": torch.eye(2).to_sparse(),
+            "text": "abc",
+        }
+    }
+    held, found = unpack(pack(SliceState(torch.empty(0), {}, {3: ("a",)}, others)))
+    assert held == {3: ("a",)}
+    found = found[3]
+    assert found["step"].shape == ()
+    assert found["step"] == 2
+    assert torch.equal(found["lists"][0], torch.arange(3))
+    assert torch.equal(found["lists"][1][0], torch.ones(2, 2).double())
+    assert found["lists"][1][1:] == (None, 0.5)
+    assert found["low"].dtype == torch.bfloat16
+    assert found["flag"].dtype == torch.bool
+    assert torch.equal(found["sparse"].to_dense(), torch.eye(2))
+    assert found["text"] == "abc"
+    found["lists"][0].add_(1)  # its own memory, and writable
