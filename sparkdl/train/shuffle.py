@@ -192,7 +192,7 @@ class ShuffleEngine:
             faults = [fault for report in reports for fault in report.faults]
             return (reports, built, time.perf_counter() - started), faults
 
-        return self._commit(*self._until_placed(submit, doing, self._samples))
+        return self._commit(self._until_placed(submit, doing, self._samples))
 
     def _submit(self, step: Step) -> tuple[list[SliceReport], float]:
         """Run the stages of one step: the slices' reports, and the seconds to build the RDDs."""
