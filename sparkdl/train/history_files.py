@@ -61,7 +61,7 @@ def to_csv(content: dict[str, Any]) -> str:
     metrics = list(dict.fromkeys(name for found in validated.values() for name in found))
     timings = content["timings"]
     file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
+    writer = csv.writer(file)
     writer.writerow(
         [*KINDS, *(_TIMING + name for name in timings), *(_METRIC + m for m in metrics)]
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl.errors import ParameterError
@@ -249,6 +249,7 @@ def test_json_brings_everything_back(tmp_path: Path, history: History) -> None:
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -8,7 +8,7 @@ import pickle
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparkdl
@@ -191,6 +191,7 @@ EXPRESSIONS = st.recursive(
 STEPS = st.tuples(st.integers(0, 30), st.integers(0, 10)).map(lambda p: (p[0], p[0] + p[1]))
 
 
+@settings(deadline=None)
 @given(EXPRESSIONS, EXPRESSIONS, STEPS)
 def test_they_combine_as_truth_values_do(a: Trigger, b: Trigger, step: tuple[int, int]) -> None:
     before, after = state(step[0]), state(step[1])
@@ -200,6 +201,7 @@ def test_they_combine_as_truth_values_do(a: Trigger, b: Trigger, step: tuple[int
     assert (~~a)(before, after) is a(before, after)
 
 
+@settings(deadline=None)
 @given(EXPRESSIONS)
 def test_from_its_limit_on_it_is_always_true(trigger: Trigger) -> None:
     limit = trigger.limit(PER_EPOCH)
@@ -207,6 +209,7 @@ def test_from_its_limit_on_it_is_always_true(trigger: Trigger) -> None:
         assert set(range(limit, 40)) <= set(fires(trigger, 39))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 7), st.lists(st.integers(1, 30), min_size=1, max_size=20))
 def test_every_is_true_once_for_the_multiples_of_a_jump(n: int, jumps: list[int]) -> None:
     now, fired, crossings = 0, 0, 0
@@ -217,6 +220,7 @@ def test_every_is_true_once_for_the_multiples_of_a_jump(n: int, jumps: list[int]
     assert fired == crossings
 
 
+@settings(deadline=None)
 @given(st.floats(0.1, 50), st.lists(st.floats(0, 20), min_size=1, max_size=30))
 def test_every_seconds_is_true_at_most_once_a_period(period: float, taken: list[float]) -> None:
     trigger, now, fired = every_seconds(period), 0.0, 0
@@ -297,6 +301,7 @@ def test_plateau(scores: tuple[float, ...], higher: bool, min_delta: float, expe
     assert at(plateau("accuracy", 2, min_delta), current) is expected
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 5), max_size=12), st.integers(1, 4), st.integers(0, 2))
 def test_plateau_is_the_same_in_either_direction(
     scores: list[int], patience: int, min_delta: int
