@@ -185,7 +185,10 @@ def test_sequences_functions_and_weights(reader: Reader, here: bool) -> None:
     assert isinstance(samples.preview[0], Ragged)
     assert samples.preview[0].lengths.max() == 5
     assert same(
-        samples, reader.samples(texts(reader).repartition(3), features, ["label"], columns=specs, weight="w")
+        samples,
+        reader.samples(
+            texts(reader).repartition(3), features, ["label"], columns=specs, weight="w"
+        ),
     )
 
 
