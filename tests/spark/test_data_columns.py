@@ -1,0 +1,392 @@
+"""Images, sequences, functions and weights: from DataFrames and RDDs into samples and predictions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from pyspark import StorageLevel, cloudpickle
+from pyspark.core.rdd import RDD
+from torch import nn
+
+from sparkdl.data.columns import Convert, Image, Sequence
+from sparkdl.data.partition import Field, close_partitions, open_partition
+from sparkdl.data.ragged import Padding, Ragged, concatenate
+from sparkdl.data.samples import Sample, SampleSet, Source, materialize, materialize_here
+from sparkdl.errors import DataError
+from sparkdl.infer.output import Output
+from sparkdl.infer.predict import predict_dataframe, predict_rdd
+from sparkdl.infer.predictor import ShippedModule
+from sparkdl.slab.pool import close_pool
+from sparkdl.slab.root import SlabConfig, remove_root
+
+pytestmark = pytest.mark.spark
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Reader:
+    """Makes sample sets and reads them back."""
+
+    def __init__(self, spark: Any) -> None:
+        self.spark, self.context = spark, spark.sparkContext
+        self.slab = SlabConfig.new("/dev/shm", self.context.applicationId)
+        self.rdds: list[RDD] = []
+
+    def samples(self, data: Any, features: Any, label: Any = (), **more: Any) -> SampleSet:
+        here, replicas = more.pop("here", True), more.pop("replicas", 2)
+        source = Source(data, tuple(features), tuple(label), replicas, "float32", self.slab, **more)
+        return materialize_here(source) if here else materialize(source, self.persist)
+
+    def persist(self, rdd: RDD) -> RDD:
+        self.rdds.append(rdd.persist(StorageLevel.MEMORY_AND_DISK))
+        return rdd
+
+    def rows(self, samples: SampleSet) -> list[Any]:
+        """The rows of each field, all partitions, each in canonical order."""
+        parts = [
+            open_partition(handle).gather(np.arange(handle.num_rows))
+            for handle in samples.handles
+            if handle.num_rows
+        ]
+        return [concatenate(rows) for rows in zip(*parts, strict=True)]
+
+
+@pytest.fixture
+def reader(spark: Any) -> Iterator[Reader]:
+    reader = Reader(spark)
+    yield reader
+    close_partitions()
+    close_pool(reader.slab)
+    remove_root(reader.slab)
+    for rdd in reader.rdds:
+        rdd.unpersist()
+
+
+def same(left: SampleSet, right: SampleSet) -> bool:
+    return (
+        left.counts == right.counts
+        and left.fields == right.fields
+        and [h.checksum for h in left.handles] == [h.checksum for h in right.handles]
+    )
+
+
+# Images
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight PNGs of 6 x 5, the first pixel of number i all of value i, and one that is broken."""
+    folder = tmp_path_factory.mktemp("pictures")
+    random = np.random.default_rng(0)
+    for i in range(8):
+        pixels = random.integers(0, 256, (6, 5, 3), dtype=np.uint8)
+        pixels[0, 0] = i
+        PIL.Image.fromarray(pixels).save(folder / f"{i}.png")
+    broken = tmp_path_factory.mktemp("broken")
+    (broken / "x.png").write_bytes(b"no picture at all")
+    return folder
+
+
+def expected_pixels(folder: Path) -> np.ndarray:
+    """(8, 3, 6, 5), ordered by the first pixel."""
+    return np.stack(
+        [np.asarray(PIL.Image.open(folder / f"{i}.png")).transpose(2, 0, 1) for i in range(8)]
+    )
+
+
+def test_images_of_sparks_two_sources(reader: Reader, pictures: Path) -> None:
+    """The image source needs no specification; binaryFile's bytes have one."""
+    decoded = reader.spark.read.format("image").load(str(pictures))
+    encoded = reader.spark.read.format("binaryFile").load(f"{pictures}/*.png")
+    found = [
+        reader.samples(decoded, ["image"]),
+        reader.samples(encoded, ["content"], columns={"content": Image()}),
+        reader.samples(encoded, ["content"], columns={"content": Image()}, here=False),
+    ]
+    expected = expected_pixels(pictures).astype(np.float32) * np.float32(1 / 255)
+    for samples, name in zip(found, ["image", "content", "content"], strict=True):
+        assert samples.fields == (Field(name, "float32", (3, 6, 5)),)
+        (images,) = reader.rows(samples)
+        np.testing.assert_array_equal(images[np.argsort(images[:, 0, 0, 0])], expected)
+    assert same(found[1], found[2])
+
+
+def test_resized_bytes_and_a_mask_as_label(reader: Reader, pictures: Path) -> None:
+    data = reader.spark.read.format("binaryFile").load(f"{pictures}/*.png")
+    data = data.selectExpr("content", "content AS mask")
+    specs = {"content": Image(size=(4, 3), scale=None), "mask": Image(mode="L", scale=None)}
+    samples = reader.samples(data, ["content"], ["mask"], columns=specs)
+    assert samples.fields == (
+        Field("content", "uint8", (3, 4, 3)),
+        Field("mask", "uint8", (1, 6, 5)),
+    )
+    assert (samples.num_features, samples.num_labels, samples.weighted) == (1, 1, False)
+
+
+def test_a_damaged_image_names_its_row(reader: Reader) -> None:
+    data = reader.spark.createDataFrame([(bytearray(b"broken"),)], "photo binary").repartition(1)
+    with pytest.raises(DataError) as caught:
+        reader.samples(data, ["photo"], columns={"photo": Image()}, replicas=1)
+    assert str(caught.value).startswith(
+        'column "photo", row 0 of partition 0: is no image that can be read (6 bytes'
+    )
+
+
+# Sequences and functions
+
+
+def texts(reader: Reader, count: int = 30) -> Any:
+    return reader.spark.range(count).selectExpr(
+        "transform(sequence(1, 1 + int(id % 7)), i -> i * id) AS words",
+        "concat('n', id) AS text",
+        "map('id', id) AS bag",
+        "float(id % 2) AS label",
+        "double(id) / 10 AS w",
+    )
+
+
+def number(text: str) -> int:
+    return int(text[1:])
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_sequences_functions_and_weights(reader: Reader, here: bool) -> None:
+    """A map, which Spark cannot hash, among them: the rows are redistributed by content."""
+    specs = {
+        "words": Sequence(max_length=5, padding=-1, lengths=True),
+        "text": Convert(number),
+        "bag": Convert(lambda entries: dict(entries)["id"]),
+    }
+    features = ["words", "text", "bag"]
+    data = texts(reader).repartition(5)
+    samples = reader.samples(data, features, ["label"], columns=specs, weight="w", here=here)
+    assert samples.fields == (
+        Field("words", "int64", (), Padding(value=-1, lengths=True)),
+        Field("text", "int64", ()),
+        Field("bag", "int64", ()),
+        Field("label", "float32", ()),
+        Field("w", "float32", ()),
+    )
+    assert (samples.num_features, samples.num_labels, samples.weighted) == (3, 1, True)
+    words, text, bag, label, weight = reader.rows(samples)
+    assert sorted(text.tolist()) == list(range(30))
+    assert text.tolist() == bag.tolist()
+    np.testing.assert_allclose(weight, text / 10, rtol=1e-6)
+    np.testing.assert_array_equal(label, text % 2)
+    assert [row.tolist() for row in words] == [
+        [i * n for i in range(1, 2 + n % 7)][:5] for n in text.tolist()
+    ]
+    assert isinstance(samples.preview[0], Ragged)
+    assert samples.preview[0].lengths.max() == 5
+    assert same(
+        samples,
+        reader.samples(
+            texts(reader).repartition(3), features, ["label"], columns=specs, weight="w"
+        ),
+    )
+
+
+def test_a_function_that_fails_names_column_and_row(reader: Reader) -> None:
+    data = texts(reader, 4).selectExpr("if(text = 'n3', 'three', text) AS text").coalesce(1)
+    with pytest.raises(DataError) as caught:
+        reader.samples(data, ["text"], columns={"text": Convert(number)}, replicas=1)
+    assert str(caught.value) == (
+        'column "text", row 3 of partition 0: the function of this column raised ValueError: '
+        "invalid literal for int() with base 10: 'hree'. It was given 'three'. Mend the function, or "
+        "filter such rows."
+    )
+
+
+def test_a_bad_weight_names_its_row(reader: Reader) -> None:
+    data = texts(reader, 4).selectExpr("w AS x", "w - 0.25 AS w").coalesce(1)
+    with pytest.raises(DataError, match=r'column "w", row 0 of partition 0: is -0\.25, and a wei'):
+        reader.samples(data, ["x"], weight="w", replicas=1)
+
+
+def test_large_rows_are_decoded_in_parts(reader: Reader) -> None:
+    """1,200 rows that grow to 48 KB each: 56 MB decoded, from one Arrow batch."""
+    data = reader.spark.range(0, 1200, 1, 1)
+    specs = {"id": Convert(lambda i: np.full(12_000, i, np.float32))}
+    samples = reader.samples(data, ["id"], columns=specs, replicas=1, here=False)
+    (found,) = (open_partition(samples.handles[0]).gather(np.arange(1200))[0],)
+    assert sorted(found[:, 7].tolist()) == list(range(1200))
+
+
+# RDDs
+
+
+def records(reader: Reader, values: list[Any], parts: int = 2) -> RDD:
+    return reader.context.parallelize(values, parts)
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_records_of_varying_length_with_weights(reader: Reader, here: bool) -> None:
+    values = [Sample((list(range(1, 2 + i % 4)), float(i)), i % 2, weight=i / 2) for i in range(12)]
+    specs = {"features[0]": Sequence(max_length=3)}
+    samples = reader.samples(
+        records(reader, values, 3), ["f"], ["l"], columns=specs, weight="weight", here=here
+    )
+    assert samples.fields == (
+        Field("features[0]", "int64", (), Padding()),
+        Field("features[1]", "float32", ()),
+        Field("label", "int64", ()),
+        Field("weight", "float32", ()),
+    )
+    assert (samples.num_features, samples.num_labels, samples.weighted) == (2, 1, True)
+    words, numbers, _, weights = reader.rows(samples)
+    assert [row.tolist() for row in words] == [list(range(1, 2 + int(i) % 4))[:3] for i in numbers]
+    np.testing.assert_array_equal(weights, numbers / 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "more", "text"),
+    [
+        (
+            [Sample([1.0], 1.0)],
+            {"weight": "weight"},
+            'field "weight", row 0 of partition 0: is None. Give Sample(features, label, weight)',
+        ),
+        (
+            [([1.0], 1.0)],
+            {"weight": "weight"},
+            'field "weight", row 0 of partition 0: is missing.',
+        ),
+        (
+            [Sample([1.0], 1.0, weight=-1)],
+            {"weight": "weight"},
+            'field "weight", row 0 of partition 0: is -1.0, and a weight is a finite number',
+        ),
+        (
+            [([1.0], 1.0)],
+            {"columns": {"features": Image()}},
+            'columns["features"] is a sparkdl.Image, which is for DataFrames',
+        ),
+        (
+            [([1.0], 1.0)],
+            {"columns": {"words": Sequence()}},
+            'columns names "words", which is no field of the records. They have: features, label.',
+        ),
+        (
+            [(1.0, 1.0)],
+            {"columns": {"features": Sequence()}},
+            'field "features", row 0 of partition 0: is a number, not a sequence of numbers.',
+        ),
+        (
+            [([[1.0, 2.0]], 1.0), ([[1.0, 2.0], [3.0, 4.0]], 1.0), ([[1.0]], 1.0)],
+            {"columns": {"features": Sequence()}},
+            'field "features", row 2 of partition 0: is float32[1, 1] where row 0 is float32[1, 2]',
+        ),
+    ],
+)
+def test_records_that_cannot(
+    reader: Reader, values: list[Any], more: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        reader.samples(records(reader, values, 1), ["f"], ["l"], replicas=1, **more)
+    assert str(caught.value).startswith(text)
+
+
+# Predictions
+
+
+class Mean(nn.Module):
+    """Mean of each row's words, by its length, plus one number a row."""
+
+    def forward(
+        self, words: torch.Tensor, lengths: torch.Tensor, number: torch.Tensor
+    ) -> torch.Tensor:
+        seen = torch.arange(words.shape[1]) < lengths[:, None]
+        return (words * seen).sum(dim=1) / lengths + number
+
+
+def test_predictions_on_sequences_and_text(reader: Reader) -> None:
+    """Padding does not depend on what the batches are."""
+    specs = {"words": Sequence(padding=99, lengths=True), "text": Convert(number)}
+    module = ShippedModule.of(Mean(), reader.context)
+    found = predict_dataframe(
+        texts(reader),
+        module,
+        ["words", "text"],
+        Output((), "float32"),
+        "float32",
+        "p",
+        4,
+        None,
+        specs,
+    )
+    for row in found.collect():
+        assert row.p == pytest.approx(sum(row.words) / len(row.words) + number(row.text))
+    values = [([1, 2, 3], 1), ([4], 0), ([5, 7], 2)]
+    for batch_size in (1, 2, 10):
+        outputs = predict_rdd(
+            records(reader, [(value,) for value in values], 1).map(lambda v: v[0]),
+            module,
+            2,
+            "float32",
+            batch_size,
+            None,
+            {"features[0]": Sequence(lengths=True)},
+        )
+        assert outputs.collect() == [3.0, 4.0, 8.0]
+
+
+def test_an_output_as_long_as_the_sequences(reader: Reader) -> None:
+    """Batches differ in length, and so do the lists that come out."""
+    module = ShippedModule.of(nn.Identity(), reader.context)
+    found = predict_dataframe(
+        texts(reader, 7).coalesce(1),
+        module,
+        ["words"],
+        Output((7,), "int64"),
+        "float32",
+        "p",
+        3,
+        None,
+        {"words": Sequence(padding=-1)},
+    ).collect()
+    assert [row.p[: len(row.words)] for row in found] == [row.words for row in found]
+    assert [len(row.p) for row in found] == [3, 3, 3, 6, 6, 6, 7]
+
+
+def test_predictions_on_images(reader: Reader, pictures: Path) -> None:
+    data = reader.spark.read.format("binaryFile").load(f"{pictures}/*.png")
+    module = ShippedModule.of(nn.Flatten(), reader.context)
+    found = predict_dataframe(
+        data,
+        module,
+        ["content"],
+        Output((90,), "float32"),
+        "float32",
+        "p",
+        3,
+        None,
+        {"content": Image(scale=1)},
+    ).select("p")
+    values = np.array([row.p for row in found.collect()])
+    np.testing.assert_array_equal(
+        values[np.argsort(values[:, 0])], expected_pixels(pictures).reshape(8, -1)
+    )
+
+
+def test_a_damaged_image_in_predictions(reader: Reader) -> None:
+    data = reader.spark.createDataFrame([(bytearray(b"broken"),)], "photo binary")
+    module = ShippedModule.of(nn.Flatten(), reader.context)
+    found = predict_dataframe(
+        data,
+        module,
+        ["photo"],
+        Output((1,), "float32"),
+        "float32",
+        "p",
+        3,
+        None,
+        {"photo": Image()},
+    )
+    with pytest.raises(Exception, match='column "photo", row 0 of the partition: is no image'):
+        found.collect()
