@@ -10,7 +10,7 @@ import torch
 
 from sparkdl.errors import ParameterError, raise_all
 from sparkdl.infer.metric import Metric
-from sparkdl.step.compute import call_loss
+from sparkdl.step.loss import call_loss
 
 States: TypeAlias = list[Any]
 """[samples seen, (sum of the loss, sum of its weights), a state for each metric]; pickles."""

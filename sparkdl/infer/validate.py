@@ -16,7 +16,7 @@ from sparkdl.data.assemble import Assembly, plain_batch
 from sparkdl.data.mapped import MappedPartition, open_partition
 from sparkdl.infer.predictor import evaluating
 from sparkdl.infer.scoring import Scorer
-from sparkdl.replica.cache import LiveReplica
+from sparkdl.replica.live import LiveReplica
 from sparkdl.step.job import Seat
 from sparkdl.step.loss import weighted_mean
 from sparkdl.step.replica import to_mini_batch

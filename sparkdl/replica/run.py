@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparkdl.errors import StaleReferenceError
-from sparkdl.replica.cache import LiveReplica, live_replica
+from sparkdl.replica.cache import live_replica
+from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import Recipe
 from sparkdl.slab.root import SlabConfig, open_root
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from sparkdl.clock import Clock
-from sparkdl.replica.cache import LiveReplica
+from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.recipe import seeded
 from sparkdl.step.loss import call_loss, weighted_mean

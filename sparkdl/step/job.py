@@ -15,7 +15,7 @@ from sparkdl.clock import Clock
 from sparkdl.data.handle import SampleHandle
 from sparkdl.data.mapped import open_partition
 from sparkdl.frames import send
-from sparkdl.replica.cache import LiveReplica
+from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import weights_digest
 from sparkdl.replica.run import ReplicaHandle, Run, install_recipe, open_replica
 from sparkdl.slab.pool import Pool, open_pool

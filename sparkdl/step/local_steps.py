@@ -13,7 +13,7 @@ import torch
 
 from sparkdl.clock import Clock
 from sparkdl.data.assemble import Batch
-from sparkdl.replica.cache import LiveReplica
+from sparkdl.replica.live import LiveReplica
 from sparkdl.step.compute import Gradients, forward_backward, take_gradients
 from sparkdl.step.replica import Outcome, Work, to_mini_batch
 from sparkdl.sync.apply import step_slice

@@ -15,7 +15,7 @@ from sparkdl.clock import Clock
 from sparkdl.data.assemble import Assembly, Batch, training_batch, visit_order
 from sparkdl.data.batches import derive_seed
 from sparkdl.data.mapped import MappedPartition
-from sparkdl.replica.cache import LiveReplica
+from sparkdl.replica.live import LiveReplica
 from sparkdl.step.compute import (
     Gradients,
     MiniBatch,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparkdl.replica.cache import LiveReplica
+from sparkdl.replica.live import LiveReplica
 from sparkdl.slab.pool import Pool
 from sparkdl.sync.codec import as_tensor, decode, encode
 from sparkdl.sync.plan import SlicePlan

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sparkdl.replica.cache import LiveReplica
 from sparkdl.replica.flat import Layout
+from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.run import Run, open_replica
 from sparkdl.sync.optimizer import OptimizerPlan
 from sparkdl.sync.owner import Owner

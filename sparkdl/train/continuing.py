@@ -95,8 +95,8 @@ def begin_batch(before: TrainState, iterations_per_epoch: int) -> TrainState:
 
 
 def history_of(before: TrainedModel | None) -> History:
-    """The history to go on with."""
-    return History() if before is None else before.history
+    """The history to go on with, a copy of its own."""
+    return History() if before is None else History.from_json_bytes(before.history.to_json_bytes())
 
 
 def _is_empty(data: DataFrame | RDD[Any]) -> bool:

@@ -16,7 +16,7 @@ from sparkdl.data.batches import EpochPlan
 from sparkdl.data.mapped import MappedPartition, open_partition
 from sparkdl.data.samples import SampleSet
 from sparkdl.infer.validate import score_partition
-from sparkdl.replica.cache import LiveReplica
+from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.run import Run
 from sparkdl.step.local_steps import several_steps

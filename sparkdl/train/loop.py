@@ -60,6 +60,7 @@ def train(
             before, state = state, stage(previous, state)
             if state is not before:
                 tell(stage.hook)
+        schedule.after(previous, state)
         if state.epoch > previous.epoch:
             tell("on_epoch_end")
     tell("on_fit_end")
