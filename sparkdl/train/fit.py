@@ -16,7 +16,7 @@ from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.data.assemble import Assembly, preview_batch
+from sparkdl.data.assemble import Assembly, input_fields, preview_batch
 from sparkdl.data.batches import EpochPlan
 from sparkdl.data.samples import SampleSet, Source, materialize, materialize_here
 from sparkdl.errors import DataError, ParameterError
@@ -46,6 +46,7 @@ from sparkdl.train.local import LocalEngine
 from sparkdl.train.loop import Stage, train
 from sparkdl.train.probe import (
     build_model,
+    check_columns,
     check_policy,
     check_scorer,
     check_single_rows,
@@ -183,6 +184,7 @@ def _prepare(trainer: Trainer, start: TrainedModel | None) -> _Model:
         trainer.augment,
     )
     payload = pickled(recipe)
+    check_columns(trainer.columns)
     module = build_model(payload)
     layout = layout_of(module)
     check_policy(policy, module, layout)
@@ -273,7 +275,13 @@ def _try_out(
     """Run model, loss and metrics on a few rows, here; what the model puts out."""
     assembly = replace(_assembly(trainer, samples, model.float_dtype), augment=trainer.augment)
     batch = preview_batch(assembly, samples.preview, augment=True)
-    output = try_model(model.module, model.recipe, batch, samples.fields, samples.num_features)
+    output = try_model(
+        model.module,
+        model.recipe,
+        batch,
+        input_fields(assembly, samples.fields),
+        samples.fields[samples.num_features : samples.num_features + samples.num_labels],
+    )
     plan = EpochPlan(samples.counts, trainer.batch_size * trainer.local_steps)
     limit = trainer.stop.limit(plan.num_iterations)
     check_single_rows(model.module, batch.inputs, plan, limit)
