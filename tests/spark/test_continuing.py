@@ -142,8 +142,8 @@ def test_what_start_cannot_be(frame):
     frozen = trainer(freeze=["0"])
     assert mistake(lambda: frozen.fit(df, start=kept)) == (
         "the optimizer's state in start= does not fit: "
-        'buffer "0.weight" is of kind "float" here and "parameter" in start; '
-        'buffer "0.bias" is of kind "float" here and "parameter" in start. '
+        'parameter "0.weight" of start is not in this model; '
+        'parameter "0.bias" of start is not in this model. '
         "To begin with its weights alone, pass optimizer_state=False."
     )
     trained = frozen.fit(df, start=kept, optimizer_state=False)
