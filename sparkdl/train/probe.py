@@ -152,7 +152,8 @@ def try_model(
     """Forward, loss and backward on a few real rows; what the model puts out for a sample.
 
     ``batch``: those rows, as in training, and what its inputs and labels are. ``module`` is a private
-    copy: its running statistics may change. Returns None where the output is not a single tensor (it trains, but cannot be predicted
+    copy: its running statistics may change. Returns None where the output is not a single tensor (it
+    trains, but cannot be predicted
     with). Raises :class:`ModelError`.
     """
     loss, policy = recipe.loss, recipe.policy
