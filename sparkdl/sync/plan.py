@@ -111,8 +111,8 @@ def _allowed(layout: Layout, ideal: int, whole: bool) -> int:
 
 def _piece(number: int, segment: Segment, low: int, high: int, start: int) -> Piece:
     length, shape, first_row = high - low, segment.shape, 0
-    if segment.sparse:
-        width = max(1, segment.length // max(1, segment.shape[0]))
+    if length < segment.length and segment.sparse:
+        width = segment.shape[1]
         shape, first_row = (length // width, width), (low - segment.start) // width
     elif length < segment.length:
         shape = ()
