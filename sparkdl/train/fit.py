@@ -25,15 +25,17 @@ from sparkdl.infer.output import Output
 from sparkdl.infer.scoring import Scorer
 from sparkdl.infer.validate import WeightedLoss
 from sparkdl.replica.flat import FlatModule, Layout, layout_of
-from sparkdl.replica.recipe import Recipe
+from sparkdl.replica.recipe import Recipe, weights_digest
 from sparkdl.replica.run import Run
 from sparkdl.session import context_of, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
 from sparkdl.sync.optimizer import OptimizerPlan
 from sparkdl.train.callbacks import ProgressBar
+from sparkdl.train.checkpoint.identity import ModelIdentity
 from sparkdl.train.checkpointing import Checkpointer, Identity, Resuming
 from sparkdl.train.continuing import (
     Carried,
+    KeptState,
     PackSlice,
     ReadCarried,
     begin_batch,
@@ -78,8 +80,8 @@ def fit(
         raise ParameterError(
             "resume= and start= exclude each other: a resumed run has its weights."
         )
-    slices = chosen_state(start, optimizer_state)
-    trained, _ = run(trainer, data, resume=resume, start=start, slices=slices)
+    kept = chosen_state(start, optimizer_state)
+    trained, _ = run(trainer, data, resume=resume, start=start, kept=kept)
     return trained
 
 
@@ -88,20 +90,23 @@ def run(
     data: DataFrame | RDD[Any],
     resume: str | os.PathLike[str] | None = None,
     start: TrainedModel | None = None,
-    slices: tuple[bytes, ...] | None = None,
+    kept: KeptState | None = None,
     carried: Carried | None = None,
     only_state: bool = False,
     one_pass: bool = False,
 ) -> tuple[TrainedModel, TrainState]:
     """Train; the result and where the run ended.
 
-    ``slices``: state to begin with. ``carried``: an earlier pass to go on from. ``only_state``: of a
+    ``kept``: state to begin with. ``carried``: an earlier pass to go on from. ``only_state``: of a
     checkpoint its state is wanted, whatever data it was made with. ``one_pass``: stop after it.
     """
     context = context_of(data)
     settings = settings_of(context)
     tell_what_costs_speed(context)
     model = _prepare(trainer, start)
+    optimizers = tuple(part.name for part in model.optimizer.parts)
+    if kept is not None:
+        kept.check(ModelIdentity.of(model.layout), optimizers)
     resuming = None if resume is None else Resuming(trainer, resume)
     replicas = trainer.replicas or (resuming and resuming.replicas) or context.defaultParallelism
     slab = SlabConfig.new(settings.slab_dir, context.applicationId)
@@ -112,9 +117,9 @@ def run(
         validation = _validation_set(trainer, source, samples, resources)
         output = _try_out(trainer, model, samples, validation)
         engine = _engine(trainer, context, model, samples, replicas, resources)
-        identity = Identity.of(trainer, model.layout, samples.handles, [model.optimizer.name])
+        identity = Identity.of(trainer, model.layout, samples.handles, optimizers)
         state, history = _begin(
-            trainer, engine, None if only_state else identity, resuming, slices, carried, resources
+            trainer, engine, None if only_state else identity, resuming, kept, carried, resources
         )
         if one_pass:
             trainer = replace_stop(trainer, state.epoch + 1)
@@ -124,8 +129,8 @@ def run(
             trainer, engine, model.schedule, stages, [*trainer.callbacks, bar], state, history
         )
         flats = _weights(trainer, engine, state)
-        kept = trainer.keep_optimizer_state or one_pass
-        packed = tuple(engine.with_states(PackSlice())) if kept else None
+        wanted = trainer.keep_optimizer_state or one_pass
+        packed = tuple(engine.with_states(PackSlice())) if wanted else None
     results = {
         which: TrainedModel(
             module=_with_weights(pickle.loads(model.payload), flat),
@@ -144,7 +149,9 @@ def run(
     }
     trained = results[CURRENT]
     trained.ema, trained.best = results.get(AVERAGE), results.get(BEST)
-    trained.optimizer_state = packed
+    if packed is not None:
+        digest = weights_digest(trained.module)
+        trained.optimizer_state = KeptState(packed, identity.model, optimizers, digest)
     return trained, state
 
 
@@ -315,7 +322,7 @@ def _begin(
     engine: Engine,
     identity: Identity | None,
     resuming: Resuming | None,
-    slices: tuple[bytes, ...] | None,
+    kept: KeptState | None,
     carried: Carried | None,
     resources: Resources,
 ) -> tuple[TrainState, History]:
@@ -328,8 +335,9 @@ def _begin(
             state = begin_batch(state, per_epoch)
         return state, restored.history
     if carried is not None:
-        slices = carried.trained.optimizer_state
-    if slices is not None:
+        kept = carried.trained.optimizer_state
+    if kept is not None:
+        slices = kept.slices
         large = sum(map(len, slices)) > INLINE_BYTES and trainer.engine != "local"
         engine.start(ReadCarried(resources.broadcast(slices) if large else slices))
     else:
