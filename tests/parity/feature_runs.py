@@ -61,6 +61,19 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)).double()
 
 
+class Centred(nn.Module):
+    """A running mean that a single row has too, unlike batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.lerp_(x.mean(0), 0.2)
+        return x - self.mean
+
+
 @dataclass
 class Parts:
     """Samples in partitions. ``rows``: by replica, its arrays in canonical order, once trained on."""
@@ -72,7 +85,9 @@ class Parts:
 
     @staticmethod
     def of(
-        sizes: Sequence[int], make: Callable[[np.random.Generator], Any] | None = None, seed: int = 0
+        sizes: Sequence[int],
+        make: Callable[[np.random.Generator], Any] | None = None,
+        seed: int = 0,
     ) -> Parts:
         """``make(generator)``: a record."""
         generator = np.random.default_rng([seed, *sizes])
@@ -184,8 +199,8 @@ def fit_here(trainer: sparkdl.Trainer, parts: Parts, **how: Any) -> Seen:
     trainer = replace(trainer, callbacks=[*trainer.callbacks, notes])
     seen.states = notes.states
     with (
-        mock.patch.object(fit_module, "context_of", lambda data: NoCluster()),
-        mock.patch.object(fit_module, "tell_what_costs_speed", lambda context: []),
+        mock.patch.object(fit_module, "context_of", return_value=NoCluster()),
+        mock.patch.object(fit_module, "tell_what_costs_speed"),
         mock.patch.object(fit_module, "materialize_here", _handed_over),
         mock.patch.object(LocalEngine, "step", step),
     ):
@@ -241,7 +256,9 @@ def parts_of(trainer: sparkdl.Trainer, parts: Parts, t: int) -> list[Part | None
         tensors = to_tensors([column[order] for column in rows], torch.device("cpu"))
         end = parts.num_features + parts.num_labels
         weights = tensors[end] if trainer.weight is not None else None
-        found.append(Part(tensors[: parts.num_features], tensors[parts.num_features : end], weights))
+        found.append(
+            Part(tensors[: parts.num_features], tensors[parts.num_features : end], weights)
+        )
     return found
 
 
