@@ -105,8 +105,8 @@ def models_of(trained: TrainedModel) -> dict[str, TrainedModel]:
 def redacted(value: Any, key: str = "") -> Any:
     """``value`` with what stands under secret-looking keys, and passwords in URLs, replaced."""
     if isinstance(value, dict):
-        if key == ".data.columns":  # names of columns, such as "tokens"
-            key = ""
+        if key == ".data.columns":  # a column may well be named "tokens"
+            return {k: redacted(v, "") for k, v in value.items()}
         return {k: v if k == "use" else redacted(v, f"{key}.{k}") for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [redacted(v, key) for v in value]
