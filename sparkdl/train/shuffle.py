@@ -129,7 +129,8 @@ class ShuffleEngine:
             PrepareOwner(run, source, run.replicas),
         )
         self._replicas, self._owners = resources.persist(replicas), resources.persist(owners)
-        self._two_stages = self._policy.clip_norm is None or self._policy.local_steps > 1
+        alone = self._policy.clip_norm is None or self._policy.local_steps > 1
+        self._two_stages = alone or run.slices == 1
         self._updaters = self._owners
         if not self._two_stages and run.slices != run.replicas:
             self._updaters = resources.persist(map_frames(owners, Recount(run.slices)))
