@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pyspark import InheritableThread, RDD
+from pyspark import RDD, InheritableThread
 from pyspark.sql import SparkSession
 from torch import nn
 

@@ -112,7 +112,12 @@ def table(sampler: Sampler, limits: dict[str, float]) -> str:
     """Peaks in MiB."""
     head = ("process", "phase", "anonymous", "mapped", "shared", "limit")
     rows = [
-        (kind, phase, *(f"{peak.get(part, 0) >> 20}" for part in PARTS), f"{limits[kind] * 1024:.0f}")
+        (
+            kind,
+            phase,
+            *(f"{peak.get(part, 0) >> 20}" for part in PARTS),
+            f"{limits[kind] * 1024:.0f}",
+        )
         for (kind, phase), peak in sorted(sampler.peaks.items(), key=lambda item: item[0][0])
     ]
     lines = [f"{'MiB':16}{'':10}" + "".join(f"{name:>11}" for name in head[2:])]
@@ -160,7 +165,9 @@ def measure(folder: Path, options: argparse.Namespace) -> int:
     overhead = max(0.1 * options.limit, 0.375)
     limits = dict.fromkeys(KINDS, options.limit) | {KINDS[1]: options.limit + overhead}
     print(table(sampler, limits))
-    print(f"\nprivate memory of Python: {'enforced by RLIMIT_DATA' if options.enforce else 'measured'}")
+    print(
+        f"\nprivate memory of Python: {'enforced by RLIMIT_DATA' if options.enforce else 'measured'}"
+    )
     over = [kind for kind in KINDS if sampler.peak(kind) > limits[kind] * GIB]
     for kind in over:
         print(f"{kind}: over its limit", file=sys.stderr)

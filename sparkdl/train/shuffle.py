@@ -129,7 +129,8 @@ class ShuffleEngine:
             PrepareOwner(run, source, run.replicas),
         )
         self._replicas, self._owners = resources.persist(replicas), resources.persist(owners)
-        self._two_stages = self._policy.clip_norm is None or self._policy.local_steps > 1
+        needs_norms = self._policy.clip_norm is not None and self._policy.local_steps == 1
+        self._two_stages = not needs_norms or run.slices == 1
         self._updaters = self._owners
         if not self._two_stages and run.slices != run.replicas:
             self._updaters = resources.persist(map_frames(owners, Recount(run.slices)))
