@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparkdl.data.batches import drawn, generator, permutation, remembered
+from sparkdl.data.handle import Field
 from sparkdl.data.ragged import Ragged, Rows, dense, model_inputs
 from sparkdl.errors import ParameterError
 
@@ -109,6 +110,16 @@ def preview_batch(assembly: Assembly, preview: Sequence[Rows], augment: bool = F
         return fields_to_batch(assembly, preview)
     everything = np.arange(len(preview[0]))
     return fields_to_batch(assembly, [rows[everything] for rows in preview], (everything, 0, 0))
+
+
+def input_fields(assembly: Assembly, fields: Sequence[Field]) -> list[Field]:
+    """A description of each of :attr:`Batch.inputs`; ``fields`` are those of a sample."""
+    found: list[Field] = []
+    for field in fields[: assembly.num_features]:
+        found.append(field)
+        if field.padding is not None and field.padding.lengths:
+            found.append(Field(f"lengths of {field.name}", "int64", ()))
+    return found
 
 
 def fields_to_batch(

@@ -82,9 +82,12 @@ class EvaluateDataFrame:
     def _parts(self, batches: Iterable[pa.RecordBatch]) -> Iterator[list[Any]]:
         seen = 0
         for batch in batches:
-            if batch.num_rows:
-                yield _arrays(batch, self.columns, seen)
-                seen += batch.num_rows
+            # what grows when decoded is taken in smaller parts
+            grows = any(column.grows for column in self.columns)
+            rows = self.evaluation.batch_size if grows else max(1, batch.num_rows)
+            for start in range(0, batch.num_rows, rows):
+                yield _arrays(batch.slice(start, rows), self.columns, seen + start)
+            seen += batch.num_rows
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Both engines run this: a task of the forward-backward job, and the local engine.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -60,7 +61,7 @@ class Work:
         cuts = [start + (stop - start) * j // count for j in range(count + 1)]
         return [
             training_batch(assembly, partition, order[low:high], self.step.epoch, self.replica)
-            for low, high in zip(cuts, cuts[1:], strict=False)
+            for low, high in itertools.pairwise(cuts)
             if high > low
         ]
 

@@ -58,7 +58,7 @@ class Synchronize:
         state = frames[0][0].state
         loss = _loss(frames)
         with next_version(pool, state, owner.dtype, self.step.tick, self.step.floor) as (new, to):
-            clock.lap("copy")
+            clock.lap("update")
             reduced = owner.reduce(contributions, new.weights, _scratch_tensor(run, owner))
             _check_references(pool, frames)
             clock.lap("reduce")
@@ -74,7 +74,7 @@ class Synchronize:
             clock.lap("update")
             handle = to.seal(new)
             histograms = owner.histograms(new, reduced) if self.step.histograms else {}
-        clock.lap("seal")
+        clock.lap("update")
         return replace(
             report, state=handle, seconds=clock.seconds, norm=norm, histograms=histograms
         )
@@ -161,7 +161,7 @@ class Update:
             new,
             to,
         ):
-            clock.lap("copy")
+            clock.lap("update")
             reduced = owner.adopt(alone, _scratch_tensor(run, owner))
             norm = owner.update(
                 new,
@@ -175,7 +175,7 @@ class Update:
             clock.lap("update")
             handle = to.seal(new)
             histograms = owner.histograms(new, reduced) if self.step.histograms else {}
-        clock.lap("seal")
+        clock.lap("update")
         return replace(
             report,
             state=handle,

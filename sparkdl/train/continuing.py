@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparkdl.errors import ParameterError
+from sparkdl.replica.flat import layout_of
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.state import SliceState
+from sparkdl.train.checkpoint.identity import ModelIdentity, first_few
 from sparkdl.train.checkpoint.slices import Part, recut, to_bytes, unpack
 from sparkdl.train.history import History
 from sparkdl.train.state import TrainState
@@ -26,10 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Carried:
-    """What one ``partial_fit`` hands to the next."""
+    """What one ``partial_fit`` hands to the next: its result, where it ended, and the slices of the
+    best weights, where they are kept."""
 
     trained: TrainedModel
     state: TrainState
+    best: tuple[bytes, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,22 @@ class ReadCarried:
         slices: Sequence[bytes] = getattr(self.packed, "value", self.packed)
         parts: list[Part] = [unpack(data) for data in slices]
         return recut(parts, plan, dtype)
+
+
+def check_start(start: TrainedModel, model: ModelIdentity, optimizer: str) -> None:
+    """Raise :class:`sparkdl.ParameterError` where the optimizer's state in ``start`` is of another
+    model, or of another optimizer."""
+    before = ModelIdentity.of(layout_of(start.module))
+    problems = [
+        phrase.replace("the checkpoint", "start") for phrase in first_few(model.differences(before))
+    ]
+    if start.optimizer_name != optimizer:
+        problems.append(f"the optimizer is {optimizer} here and {start.optimizer_name} in start")
+    if problems:
+        raise ParameterError(
+            f"the optimizer's state in start= does not fit: {'; '.join(problems)}. To begin with "
+            "its weights alone, pass optimizer_state=False."
+        )
 
 
 def chosen_state(
@@ -82,11 +102,9 @@ def partial_fit(
         if _is_empty(data):
             return before.trained
         resume = None
-    trained, state = run(
-        trainer, data, resume=resume, carried=before, only_state=True, one_pass=True
-    )
-    trainer._carried[:] = [Carried(trained, state)]
-    return trained
+    done = run(trainer, data, resume=resume, carried=before, one_pass=True)
+    trainer._carried[:] = [done]
+    return done.trained
 
 
 def begin_batch(before: TrainState, iterations_per_epoch: int) -> TrainState:

@@ -16,7 +16,7 @@ from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.data.assemble import Assembly, preview_batch
+from sparkdl.data.assemble import Assembly, input_fields, preview_batch
 from sparkdl.data.batches import EpochPlan
 from sparkdl.data.samples import SampleSet, Source, materialize, materialize_here
 from sparkdl.errors import DataError, ParameterError
@@ -31,12 +31,15 @@ from sparkdl.session import context_of, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
 from sparkdl.sync.optimizer import OptimizerPlan
 from sparkdl.train.callbacks import ProgressBar
-from sparkdl.train.checkpointing import Checkpointer, Identity, Resuming
+from sparkdl.train.checkpoint.identity import ModelIdentity
+from sparkdl.train.checkpoint.store import CheckpointStore
+from sparkdl.train.checkpointing import Checkpointer, Identity
 from sparkdl.train.continuing import (
     Carried,
     PackSlice,
     ReadCarried,
     begin_batch,
+    check_start,
     chosen_state,
     history_of,
 )
@@ -46,6 +49,7 @@ from sparkdl.train.local import LocalEngine
 from sparkdl.train.loop import Stage, train
 from sparkdl.train.probe import (
     build_model,
+    check_columns,
     check_policy,
     check_scorer,
     check_single_rows,
@@ -55,13 +59,14 @@ from sparkdl.train.probe import (
 )
 from sparkdl.train.progress import first_state
 from sparkdl.train.resources import Resources
+from sparkdl.train.resuming import Resuming
 from sparkdl.train.schedule import Schedule
 from sparkdl.train.shuffle import ShuffleEngine
 from sparkdl.train.state import TrainState
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.trainer import Trainer
 from sparkdl.train.triggers import MaxEpoch
-from sparkdl.train.validation import Validator, best_of
+from sparkdl.train.validation import Validator
 
 INLINE_BYTES = 1 << 20
 
@@ -79,8 +84,7 @@ def fit(
             "resume= and start= exclude each other: a resumed run has its weights."
         )
     slices = chosen_state(start, optimizer_state)
-    trained, _ = run(trainer, data, resume=resume, start=start, slices=slices)
-    return trained
+    return run(trainer, data, resume=resume, start=start, slices=slices).trained
 
 
 def run(
@@ -90,19 +94,22 @@ def run(
     start: TrainedModel | None = None,
     slices: tuple[bytes, ...] | None = None,
     carried: Carried | None = None,
-    only_state: bool = False,
     one_pass: bool = False,
-) -> tuple[TrainedModel, TrainState]:
+) -> Carried:
     """Train; the result and where the run ended.
 
-    ``slices``: state to begin with. ``carried``: an earlier pass to go on from. ``only_state``: of a
-    checkpoint its state is wanted, whatever data it was made with. ``one_pass``: stop after it.
+    ``slices``: state to begin with. ``one_pass``: over the data, which are a part of what is trained
+    on. ``carried``: the pass before it.
     """
     context = context_of(data)
     settings = settings_of(context)
     tell_what_costs_speed(context)
     model = _prepare(trainer, start)
-    resuming = None if resume is None else Resuming(trainer, resume)
+    if start is not None and slices is not None:
+        check_start(start, ModelIdentity.of(model.layout), model.optimizer.name)
+    resuming = None if resume is None else Resuming(trainer, resume, any_data=one_pass)
+    if trainer.checkpoint is not None:
+        CheckpointStore(trainer.checkpoint.path).prepare()
     replicas = trainer.replicas or (resuming and resuming.replicas) or context.defaultParallelism
     slab = SlabConfig.new(settings.slab_dir, context.applicationId)
     bar = ProgressBar(settings.progress)
@@ -110,11 +117,11 @@ def run(
         source = _source(trainer, data, replicas, model.float_dtype, slab)
         samples = _materialize(trainer, source, resources)
         validation = _validation_set(trainer, source, samples, resources)
-        output = _try_out(trainer, model, samples, validation)
+        output = _try_out(trainer, model, samples, validation, endless=one_pass)
         engine = _engine(trainer, context, model, samples, replicas, resources)
         identity = Identity.of(trainer, model.layout, samples.handles, [model.optimizer.name])
         state, history = _begin(
-            trainer, engine, None if only_state else identity, resuming, slices, carried, resources
+            trainer, engine, identity, resuming, slices, carried, resources, anew=one_pass
         )
         if one_pass:
             trainer = replace_stop(trainer, state.epoch + 1)
@@ -126,6 +133,8 @@ def run(
         flats = _weights(trainer, engine, state)
         kept = trainer.keep_optimizer_state or one_pass
         packed = tuple(engine.with_states(PackSlice())) if kept else None
+        best = BEST in flats and one_pass
+        packed_best = tuple(engine.with_states(PackSlice(), BEST)) if best else None
     results = {
         which: TrainedModel(
             module=_with_weights(pickle.loads(model.payload), flat),
@@ -144,8 +153,8 @@ def run(
     }
     trained = results[CURRENT]
     trained.ema, trained.best = results.get(AVERAGE), results.get(BEST)
-    trained.optimizer_state = packed
-    return trained, state
+    trained.optimizer_state, trained.optimizer_name = packed, model.optimizer.name
+    return Carried(trained, state, packed_best)
 
 
 @dataclass(frozen=True)
@@ -183,6 +192,7 @@ def _prepare(trainer: Trainer, start: TrainedModel | None) -> _Model:
         trainer.augment,
     )
     payload = pickled(recipe)
+    check_columns(trainer.columns)
     module = build_model(payload)
     layout = layout_of(module)
     check_policy(policy, module, layout)
@@ -268,14 +278,27 @@ def _validation_set(
 
 
 def _try_out(
-    trainer: Trainer, model: _Model, samples: SampleSet, validation: ValidationSet | None
+    trainer: Trainer,
+    model: _Model,
+    samples: SampleSet,
+    validation: ValidationSet | None,
+    endless: bool,
 ) -> Output | None:
-    """Run model, loss and metrics on a few rows, here; what the model puts out."""
+    """Run model, loss and metrics on a few rows, here; what the model puts out.
+
+    ``endless``: ``stop`` plays no part.
+    """
     assembly = replace(_assembly(trainer, samples, model.float_dtype), augment=trainer.augment)
     batch = preview_batch(assembly, samples.preview, augment=True)
-    output = try_model(model.module, model.recipe, batch, samples.fields, samples.num_features)
+    output = try_model(
+        model.module,
+        model.recipe,
+        batch,
+        input_fields(assembly, samples.fields),
+        samples.fields[samples.num_features : samples.num_features + samples.num_labels],
+    )
     plan = EpochPlan(samples.counts, trainer.batch_size * trainer.local_steps)
-    limit = trainer.stop.limit(plan.num_iterations)
+    limit = None if endless else trainer.stop.limit(plan.num_iterations)
     check_single_rows(model.module, batch.inputs, plan, limit)
     metrics = list(validation.scorer.higher_is_better) if validation else []
     model.schedule.check(limit, plan.num_iterations, metrics)
@@ -313,27 +336,32 @@ def _engine(
 def _begin(
     trainer: Trainer,
     engine: Engine,
-    identity: Identity | None,
+    identity: Identity,
     resuming: Resuming | None,
     slices: tuple[bytes, ...] | None,
     carried: Carried | None,
     resources: Resources,
+    anew: bool,
 ) -> tuple[TrainState, History]:
-    """Give the engine its first state; where the run stands and what happened before."""
+    """Give the engine its first state; where the run stands and what happened before.
+
+    ``anew``: at the beginning of the data, also where a checkpoint is of the middle of a pass.
+    """
     per_epoch = engine.plan.num_iterations
     restored = None if resuming is None else resuming.restore(engine, identity)
     if restored is not None:
-        state = restored.state
-        if identity is None:
-            state = begin_batch(state, per_epoch)
-        return state, restored.history
+        state = replace(restored.state, iterations_per_epoch=per_epoch)
+        return begin_batch(state, per_epoch) if anew else state, restored.history
     if carried is not None:
         slices = carried.trained.optimizer_state
-    if slices is not None:
-        large = sum(map(len, slices)) > INLINE_BYTES and trainer.engine != "local"
-        engine.start(ReadCarried(resources.broadcast(slices) if large else slices))
-    else:
-        engine.start()
+
+    def read(packed: tuple[bytes, ...]) -> ReadCarried:
+        large = sum(map(len, packed)) > INLINE_BYTES and trainer.engine != "local"
+        return ReadCarried(resources.broadcast(packed) if large else packed)
+
+    engine.start(None if slices is None else read(slices))
+    if carried is not None and carried.best is not None:
+        engine.start(read(carried.best), which=BEST)
     if carried is not None:
         return begin_batch(carried.state, per_epoch), history_of(carried.trained)
     return begin_batch(first_state(trainer.policy), per_epoch), History()
@@ -350,7 +378,9 @@ def _stages(
     if validation is not None and trainer.validation is not None:
         stages.append(Validator(engine, trainer.validation, validation, history))
     if trainer.checkpoint is not None:
-        stages.append(Checkpointer(trainer, engine, identity, history))
+        checkpointer = Checkpointer(trainer, engine, identity, history)
+        checkpointer.check()
+        stages.append(checkpointer)
     return stages
 
 
@@ -359,8 +389,7 @@ def _weights(trainer: Trainer, engine: Engine, state: TrainState) -> dict[str, t
     wanted = [CURRENT]
     if trainer.ema is not None:
         wanted.append(AVERAGE)
-    kept = trainer.validation.best if trainer.validation is not None else None
-    if kept is not None and best_of(state, kept) is not None:
+    if state.best is not None:
         wanted.append(BEST)
     return {which: engine.weights(which) for which in wanted}
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from sparkdl.data.assemble import Batch, preview_batch
 from sparkdl.data.batches import EpochPlan
+from sparkdl.data.columns import Specs
 from sparkdl.data.handle import Field
 from sparkdl.errors import ModelError, nearest
 from sparkdl.infer.output import Output
@@ -62,6 +63,21 @@ def _cannot_travel(recipe: Recipe, error: Exception) -> ModelError:
         f"{culprit} cannot be pickled, so it cannot travel to the executors "
         f"({type(error).__name__}: {error}). {remedy}"
     )
+
+
+def check_columns(specs: Specs) -> None:
+    """Raise :class:`ModelError` for a column's function that cannot travel."""
+    from pyspark import cloudpickle
+
+    for name, spec in specs.items():
+        try:
+            pickle.loads(cloudpickle.dumps(spec))
+        except Exception as error:
+            raise ModelError(
+                f'the function of columns["{name}"] cannot be pickled, so it cannot travel to the '
+                f"executors ({type(error).__name__}: {error}). Use a function of an importable "
+                "module, with no open resource in it."
+            ) from None
 
 
 def build_model(payload: bytes) -> nn.Module:
@@ -130,23 +146,22 @@ def try_model(
     module: nn.Module,
     recipe: Recipe,
     batch: Batch,
-    fields: Sequence[Field],
-    num_features: int,
+    inputs_are: Sequence[Field],
+    labels_are: Sequence[Field],
 ) -> Output | None:
     """Forward, loss and backward on a few real rows; what the model puts out for a sample.
 
-    ``batch``: those rows, as in training. ``module`` is a private copy: its running statistics may
-    change. Returns None where the output is not a single tensor (it trains, but cannot be predicted
+    ``batch``: those rows, as in training, and what its inputs and labels are. ``module`` is a private
+    copy: its running statistics may change. Returns None where the output is not a single tensor (it
+    trains, but cannot be predicted
     with). Raises :class:`ModelError`.
     """
     loss, policy = recipe.loss, recipe.policy
     inputs, targets = (
         to_tensors(arrays, torch.device("cpu")) for arrays in (batch.inputs, batch.targets)
     )
-    fields = [*input_fields(fields[:num_features]), *fields[num_features:]]
-    num_features = len(inputs)
     shown = ", ".join(
-        f'"{field.name}" {list(t.shape)}' for field, t in zip(fields, inputs, strict=False)
+        f'"{field.name}" {list(t.shape)}' for field, t in zip(inputs_are, inputs, strict=True)
     )
     module.train()
     with seeded(recipe.seed), warnings.catch_warnings():
@@ -156,10 +171,10 @@ def try_model(
         except Exception as error:
             raise ModelError(
                 f"the model fails on the first rows ({shown}; {_dtypes(inputs)}): "
-                f"{type(error).__name__}: {_text(error)}.{_input_hint(error, inputs, fields)}"
+                f"{type(error).__name__}: {_text(error)}.{_input_hint(error, inputs, inputs_are)}"
             ) from error
-        _check_shapes(output, targets, len(inputs[0]), fields[num_features:])
-        weights = _weights_of(batch, targets, policy, fields[num_features:])
+        _check_shapes(output, targets, len(inputs[0]), labels_are)
+        weights = _weights_of(batch, targets, policy, labels_are)
         try:
             if policy.weighted:
                 weighted_mean(loss, output, targets, torch.ones(len(inputs[0])))
@@ -176,7 +191,7 @@ def try_model(
             raise ModelError(
                 f"the loss fails on output {_shape(output)} and label {labels}: "
                 f"{type(error).__name__}: {_text(error)}."
-                f"{_label_hint(error, targets, fields[num_features:])}"
+                f"{_label_hint(error, targets, labels_are)}"
             ) from error
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             found = (
@@ -192,7 +207,7 @@ def try_model(
             value.backward()
         except RuntimeError as error:
             hint = (
-                _label_hint(error, targets, fields[num_features:])
+                _label_hint(error, targets, labels_are)
                 if "dtype" in str(error)
                 else " It must depend on the model's output through torch operations."
             )
@@ -225,16 +240,6 @@ def _check_classes(targets: Sequence[torch.Tensor], classes: int, labels: Sequen
             f'class_weights has {classes} classes, 0 to {classes - 1}, and "{labels[0].name}" goes '
             f"from {low} to {high}: give a weight for each class, in a list."
         )
-
-
-def input_fields(features: Sequence[Field]) -> list[Field]:
-    """What the model is called with: the features, each followed by its lengths if it asks so."""
-    found = []
-    for field in features:
-        found.append(field)
-        if field.padding is not None and field.padding.lengths:
-            found.append(Field(f"lengths of {field.name}", "int64", ()))
-    return found
 
 
 def check_scorer(module: nn.Module, validation: ValidationSet) -> None:
@@ -328,7 +333,7 @@ def _input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequen
     hints = []
     integers = [
         (field.name, tensor)
-        for field, tensor in zip(fields, inputs, strict=False)
+        for field, tensor in zip(fields, inputs, strict=True)
         if not tensor.is_floating_point()
     ]
     if integers and isinstance(error, IndexError):

@@ -176,7 +176,7 @@ class ShuffleEngine:
         doing = f"iteration {iteration.index + 1}, epoch {iteration.epoch + 1}"
         rows = self.plan.rows(iteration.batch)
 
-        def submit() -> tuple[tuple[list[SliceReport], float, float], list[Fault]]:
+        def submit() -> tuple[tuple[list[SliceReport], float], list[Fault]]:
             self._tick += 1
             started = time.perf_counter()
             step = Step(
@@ -189,15 +189,14 @@ class ShuffleEngine:
                 iteration.loss_scale,
                 iteration.histograms,
             )
-            reports, built = self._submit(step)
+            reports = self._submit(step)
             faults = [fault for report in reports for fault in report.faults]
-            return (reports, built, time.perf_counter() - started), faults
+            return (reports, time.perf_counter() - started), faults
 
         return self._commit(self._until_placed(submit, doing, self._samples))
 
-    def _submit(self, step: Step) -> tuple[list[SliceReport], float]:
-        """Run the stages of one step: the slices' reports, and the seconds to build the RDDs."""
-        started = time.perf_counter()
+    def _submit(self, step: Step) -> list[SliceReport]:
+        """Run the stages of one step."""
         with stage_name(self._context, "forward-backward"):
             gradients = self._at_seats(ForwardBackward(step), self._samples)
             received = shuffle_frames(gradients, self._run.slices)
@@ -209,12 +208,10 @@ class ShuffleEngine:
                 body = Update(step)
         with stage_name(self._context, "parameter synchronization"):
             updated = map_frames(zip_frames(received, self._updaters), body)
-            updated._jrdd  # noqa: B018 - building ends here
-            built = time.perf_counter() - started
-            return [pickle.loads(frame) for frame in self._collect(updated)], built
+            return [pickle.loads(frame) for frame in self._collect(updated)]
 
-    def _commit(self, result: tuple[list[SliceReport], float, float]) -> StepResult:
-        reports, built, total = result
+    def _commit(self, result: tuple[list[SliceReport], float]) -> StepResult:
+        reports, total = result
         reports = sorted(reports, key=lambda report: report.index)
         replicas = reports[0].replicas
         self._states = tuple(report.state for report in reports if report.state)
@@ -225,7 +222,6 @@ class ShuffleEngine:
         working = sum(sum(seconds.values()) for seconds in in_tasks)
         seconds = {
             "schedule": max(0.0, total - working),
-            "build": built,
             **in_tasks[0],
             **in_tasks[1],
             "iteration": total,

@@ -54,6 +54,8 @@ class TrainState:
     "gradients/NAME" for each trainable parameter."""
     validations: tuple[Validated, ...] = ()
     """Every validation so far, oldest first."""
+    best: Validated | None = None
+    """The validation whose weights are kept; None without ``Validation(best=...)``."""
     higher_is_better: Mapping[str, bool] = field(default_factory=dict)
     """For each metric of the validation, whether more is better."""
     checkpoint: str | None = None

@@ -36,6 +36,8 @@ class TrainedModel:
     best: TrainedModel | None = None
     optimizer_state: tuple[bytes, ...] | None = None
     """The state of every slice, packed; with ``Trainer(keep_optimizer_state=True)``."""
+    optimizer_name: str | None = None
+    """The optimizer that it is of."""
 
     def __init__(
         self,

@@ -75,26 +75,25 @@ class Validator:
         values = self._data.scorer.values(self._engine.score(self._data))
         record = Validated(iteration=state.iteration, epoch=state.epoch, metrics=values)
         self._history.append_validation(record)
-        state = replace(
+        higher = self._data.scorer.higher_is_better
+        metric, best = self._validation.best, state.best
+        if metric is not None and is_better(record, best, metric, higher[metric]):
+            self._engine.keep_best()
+            best = record
+        return replace(
             state,
             validations=(*state.validations, record),
-            higher_is_better=self._data.scorer.higher_is_better,
+            best=best,
+            higher_is_better=higher,
         )
-        if self._validation.best is not None and is_best(state, self._validation.best):
-            self._engine.keep_best()
-        return state
 
 
-def is_best(state: TrainState, metric: str) -> bool:
-    """Whether the last validation's value is better than every one before; NaN never is."""
-    values = [v.metrics.get(metric, math.nan) for v in state.validations]
-    sign = 1.0 if state.higher_is_better.get(metric, False) else -1.0
-    before = [sign * value for value in values[:-1] if not math.isnan(value)]
-    return not math.isnan(values[-1]) and all(sign * values[-1] > value for value in before)
+def is_better(record: Validated, best: Validated | None, metric: str, higher: bool) -> bool:
+    """Whether a validation's value is better than the best before; NaN never is.
 
-
-def best_of(state: TrainState, metric: str) -> Validated | None:
-    """The validation with the best value, the earliest of equals; None without any."""
-    sign = 1.0 if state.higher_is_better.get(metric, False) else -1.0
-    known = [v for v in state.validations if not math.isnan(v.metrics.get(metric, math.nan))]
-    return max(known, key=lambda v: sign * v.metrics[metric], default=None)
+    ``higher``: more is better.
+    """
+    value = record.metrics[metric]
+    if math.isnan(value) or best is None:
+        return not math.isnan(value)
+    return value > best.metrics[metric] if higher else value < best.metrics[metric]

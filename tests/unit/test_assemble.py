@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from sparkdl.data import batches
 from sparkdl.data.assemble import (
     Assembly,
+    input_fields,
     plain_batch,
     preview_batch,
     training_batch,
@@ -73,6 +74,8 @@ def test_a_plain_batch(make: Make) -> None:
         assert row[:length].tolist() == expected.tolist()
         assert (row[length:] == -1).all()
     np.testing.assert_array_equal(pictures, photo)
+    names = [field.name for field in input_fields(ASSEMBLY, partition.fields)]
+    assert names == ["words", "lengths of words", "photo"]
     np.testing.assert_array_equal(batch.targets[0], label)
     np.testing.assert_array_equal(batch.weights, weight)
 

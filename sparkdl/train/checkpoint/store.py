@@ -13,16 +13,19 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from sparkdl.errors import CheckpointError, DamagedCheckpoint
+from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
 from sparkdl.train.checkpoint.files import Entry, Folder, unfinished
 from sparkdl.train.checkpoint.manifest import Manifest, StoredFile, checksum
-from sparkdl.train.checkpoint.tasks import read_checked
+from sparkdl.train.checkpoint.tasks import read_checked, write_probe
 
 MANIFEST = "manifest.json"
 HISTORY = "history.json"
+
+INCOMPLETE = "it has no manifest: it was not completed"
+NOT_SHARED = "The path must be on a file system that the driver and all executors share."
 
 _FOLDER = re.compile(r"iteration-(\d{10,})-([0-9a-f]{12})[0-9a-f]{8}")
 _OWN = re.compile(r"manifest\.json|history\.json|[a-z]+-\d{5,}-[0-9a-f]{16}\.safetensors")
@@ -34,6 +37,11 @@ class Skipped:
 
     uri: str
     reason: str
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether it was begun and never completed, as when the driver is killed."""
+        return self.reason == INCOMPLETE
 
 
 class CheckpointStore:
@@ -52,19 +60,44 @@ class CheckpointStore:
     def open(path: str | os.PathLike[str]) -> CheckpointStore:
         """The store at ``path``: a folder of checkpoints, or one checkpoint as if it were alone.
 
-        Raises :class:`sparkdl.CheckpointError` where there is no such folder.
+        Raises :class:`sparkdl.ParameterError` where there is no such folder.
         """
         store = CheckpointStore(path)
         entries = store._root.entries()
         store._single = MANIFEST in entries or _FOLDER.fullmatch(store._root.name) is not None
         if not entries:
-            raise CheckpointError(
+            raise ParameterError(
                 f"there is no checkpoint in {store}: the folder is empty or does not exist."
             )
         return store
 
     def __str__(self) -> str:
         return str(self._root)
+
+    def prepare(self) -> None:
+        """Make the folder and write into it, so that a path that cannot be written fails early.
+
+        Raises :class:`sparkdl.CheckpointError`.
+        """
+        self._root.make()
+        self._root.delete(write_probe(self._root.uri))
+
+    def check_probes(self, probes: Iterable[str | CheckpointError]) -> None:
+        """Delete what tasks wrote with ``tasks.try_probe``.
+
+        Raises :class:`sparkdl.CheckpointError` where one could not, or where it is not to be seen
+        from here.
+        """
+        entries, problem = self._root.entries(), None
+        for probe in probes:
+            if isinstance(probe, CheckpointError):
+                problem = f"an executor {probe}"
+            elif probe in entries:
+                self._root.delete(probe)
+            else:
+                problem = f"what an executor wrote into {self} is not to be seen from the driver."
+        if problem:
+            raise CheckpointError(f"{problem} {NOT_SHARED}")
 
     def begin(self, iteration: int) -> str:
         """Make the folder of a new checkpoint; its URI, for ``tasks.write_slice``."""
@@ -88,8 +121,8 @@ class CheckpointStore:
             problem = _problem(file, entries)
             if problem:
                 raise CheckpointError(
-                    f"the checkpoint {folder} is not complete: seen from the driver, {problem}. The "
-                    "path must be on a file system that the driver and all executors share."
+                    f"the checkpoint {folder} is not complete: seen from the driver, {problem}. "
+                    f"{NOT_SHARED}"
                 )
         record = StoredFile(name=HISTORY, nbytes=len(history), checksum=checksum(history))
         manifest = replace(manifest, history=record)
@@ -118,8 +151,10 @@ class CheckpointStore:
         """Note that the checkpoint ``uri`` turned out to be of no use."""
         self.skipped.append(Skipped(str(Folder(uri)), reason))
 
-    def none_usable(self) -> CheckpointError:
+    def none_usable(self) -> CheckpointError | ParameterError:
         """The error to raise when no candidate is left; it tells why each was skipped."""
+        if not self.skipped:
+            return ParameterError(f"there is no checkpoint to resume from in {self}.")
         reasons = "".join(f"\n  - {s.uri}: {s.reason}" for s in self.skipped)
         return CheckpointError(f"there is no checkpoint to resume from in {self}.{reasons}")
 
@@ -169,7 +204,7 @@ def _stamp(item: tuple[int, Folder]) -> tuple[int, str]:
 def _manifest(folder: Folder) -> Manifest:
     entries = folder.entries()
     if MANIFEST not in entries:
-        raise DamagedCheckpoint("it has no manifest: it was not completed")
+        raise DamagedCheckpoint(INCOMPLETE)
     manifest = Manifest.from_json(folder.read(MANIFEST))
     for file in manifest.all_files:
         problem = _problem(file, entries)

@@ -36,6 +36,21 @@ def write_slice(
     )
 
 
+def write_probe(directory: str) -> str:
+    """Write a small file into a folder, to see whether that works; its name."""
+    name = f"probe-{secrets.token_hex(8)}"
+    Folder(directory).write(name, b"probe\n")
+    return name
+
+
+def try_probe(directory: str) -> str | CheckpointError:
+    """:func:`write_probe`, or why it failed."""
+    try:
+        return write_probe(directory)
+    except CheckpointError as error:
+        return CheckpointError(str(error))
+
+
 def read_slice_files(
     directory: str, files: Sequence[SliceFile], plan: SlicePlan, dtype: torch.dtype
 ) -> SliceState:
