@@ -59,15 +59,13 @@ class Reader(nn.Module):
         self.score = nn.Linear(32, 1)
 
     def forward(self, letters: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        packed = pack_padded_sequence(
-            self.letters(letters), lengths.cpu(), batch_first=True, enforce_sorted=False
-        )
+        steps = self.letters(letters)
+        packed = pack_padded_sequence(steps, lengths.cpu(), batch_first=True, enforce_sorted=False)
         return self.score(self.gru(packed)[1][0]).squeeze(1)
 
 
 def main(spark: SparkSession, epochs: int = 15) -> dict[str, float]:
     train, test = string_frame(spark).randomSplit([0.8, 0.2], seed=1)
-
     trainer = sparkdl.Trainer(
         model=Reader,
         loss=nn.BCEWithLogitsLoss(),

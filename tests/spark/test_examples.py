@@ -25,6 +25,8 @@ LEARNED = {
     "tabular_etl": ("r2", 0.35),
     "two_inputs": ("accuracy", 0.9),
     "rdd_samples": ("accuracy", 0.93),
+    "images": ("accuracy", 0.92),
+    "sequences": ("accuracy", 0.97),
 }
 
 
