@@ -13,11 +13,14 @@ import yaml
 from torch import nn
 
 import sparkdl
+from jobs import console
 from jobs.building import EveryEpochs, checkpoint_of, schedule_of, trainer_of
 from jobs.components import Component
 from jobs.config import parse, read_config
 from jobs.resuming import config_file, resume_point
-from sparkdl import ParameterError, TrainState
+from jobs.saved import _metrics
+from jobs.train import summaries_of
+from sparkdl import CheckpointError, ParameterError, TrainState, summaries
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALLEST: dict[str, Any] = {
@@ -243,3 +246,32 @@ def test_the_example_makes_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trainer.validation.best == "accuracy"
     assert trainer.checkpoint is not None
     assert trainer.checkpoint.every == EveryEpochs(5)
+
+
+def test_summaries(tmp_path: Path) -> None:
+    every = {"csv": True, "tensorboard": True, "mlflow": True}
+    found = summaries_of(parse(smallest(summaries=every)), tmp_path)
+    kinds = [summaries.HistoryFile, summaries.TensorBoard, summaries.MLflow]
+    assert [type(callback) for callback in found] == kinds
+    assert summaries_of(parse(smallest()), tmp_path) == []
+
+
+def test_metrics_of_a_run_folder_that_are_code_need_trust() -> None:
+    content = {"metrics": ["accuracy", {"use": "torchmetrics:F1Score", "task": "binary"}]}
+    assert _metrics(content, trust=False) == ["accuracy"]
+    name, made = _metrics(content, trust=True)
+    assert name == "accuracy"
+    assert type(made).__name__ == "BinaryF1Score"
+
+
+@pytest.mark.parametrize("kind", [CheckpointError, ParameterError, FileNotFoundError])
+def test_a_mistake_ends_a_job_with_one_line(
+    kind: type[Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def job() -> None:
+        raise kind("there is no checkpoint")
+
+    with pytest.raises(SystemExit) as caught:
+        console.run(job)
+    assert caught.value.code == 2
+    assert capsys.readouterr() == ("", "error: there is no checkpoint\n")
