@@ -1,7 +1,7 @@
 """Fine-tuning: a network trained on the digits 0 to 4 learns 5 to 9 with a new head.
 
-The convolutions start from the first training's weights and are frozen; only the head learns, from
-few images. The result is a moving average of its weights.
+The convolutions keep the first training's weights; only the head learns, from few images, and what
+counts is a moving average of its weights.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ class Network(nn.Module):
             nn.ReLU(),
             nn.Flatten(),
         )
-        self.heads = nn.ModuleDict({head: nn.Linear(32 * 4 * 4, 5)})
+        self.heads = nn.ModuleDict({head: nn.Linear(512, 5)})
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        (head,) = self.heads.values()
-        return head(self.body(pixels))
+        return next(iter(self.heads.values()))(self.body(pixels))
 
 
 def main(spark: SparkSession, epochs: int = 3) -> dict[str, float]:
@@ -71,7 +70,7 @@ def main(spark: SparkSession, epochs: int = 3) -> dict[str, float]:
     tuned = tuning.fit(few)
 
     result = tuned.ema.evaluate(test, metrics=["accuracy"])
-    print(f"{few.count()} images of new digits: accuracy {result['accuracy']:.3f} on the others")
+    print(f"{few.count()} new digits: accuracy {result['accuracy']:.3f} on the others")
     return result
 
 

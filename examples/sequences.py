@@ -12,13 +12,12 @@ from functools import partial
 import torch
 from pyspark.sql import DataFrame, SparkSession
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence
 
 import sparkdl
 
 LETTERS = "BTSXPVE"
 GRAMMAR = ["T1P2", "S1X3", "T2V4", "X2S5", "P3V5"]
-"""For each state two letters, each with the state that it leads to."""
+"""For each state two letters, each with the state it leads to."""
 
 
 def reber(draw: random.Random, right: bool) -> str:
@@ -30,7 +29,7 @@ def reber(draw: random.Random, right: bool) -> str:
     if right:
         return f"{text}E"
     place = draw.randrange(1, len(text))
-    wrong = draw.choice([c for c in "TSXPV" if c not in (text[place], text[place - 1])])
+    wrong = draw.choice([c for c in "TSXPV" if c not in text[place - 1 : place + 1]])
     return f"{text[:place]}{wrong}{text[place + 1 :]}E"
 
 
@@ -54,10 +53,9 @@ class Reader(nn.Module):
         self.score = nn.Linear(32, 1)
 
     def forward(self, letters: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        packed = pack_padded_sequence(
-            self.letters(letters), lengths.cpu(), batch_first=True, enforce_sorted=False
-        )
-        return self.score(self.gru(packed)[1][0]).squeeze(1)
+        states, _ = self.gru(self.letters(letters))  # (B, T, 32), the padded ones too
+        last = states[torch.arange(len(lengths)), lengths - 1]
+        return self.score(last).squeeze(1)
 
 
 def main(spark: SparkSession, epochs: int = 12) -> dict[str, float]:
