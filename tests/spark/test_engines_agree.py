@@ -106,7 +106,7 @@ CASES = {
     "clip_norm, N == M": {"clip_norm": 0.3, "slices": 2},
     "clip_norm, N == 1": {"clip_norm": 0.3, "slices": 1},
     "clip_value": {"clip_value": 0.02, "clip_norm": 0.1, "histograms": sparkdl.every(2)},
-    "accumulate": {"accumulate": 3},
+    "accumulate": {"accumulate": 3, "model": smooth},
     "local_steps": {"local_steps": 2, "clip_norm": 0.5, "model": smooth},
     "regularisers": {"l1": 0.01, "l2": {"*.weight": 0.1}},
     "tables": {

@@ -97,7 +97,7 @@ def test_start_from_takes_parameters_and_buffers() -> None:
     [
         (lambda s: s.pop("head.bias"), 'the weights lack "head.bias"'),
         (lambda s: s.update({"haed.bias": torch.ones(2)}), 'no "haed.bias". Did you mean "head.bias"?'),
-        (lambda s: s.update({"head.bias": torch.ones(3)}), 'is [3] in the weights and [2] in the model'),
+        (lambda s: s.update({"head.bias": torch.ones(3)}), 'is [3] in the weights and [2] in the'),
         (lambda s: s.clear(), "and 6 more"),
     ],
     ids=["missing", "unknown", "shape", "many"],
