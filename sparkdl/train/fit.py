@@ -168,7 +168,7 @@ def _try_out(
     )
     plan = EpochPlan(samples.counts, trainer.batch_size * trainer.local_steps)
     limit = None if endless else trainer.stop.limit(plan.num_iterations)
-    check_single_rows(model.module, batch.inputs, plan, limit)
+    check_single_rows(model.module, batch.inputs, plan, limit, trainer.policy)
     metrics = list(validation.scorer.higher_is_better) if validation else []
     model.schedule.check(limit, plan.num_iterations, metrics)
     if validation is not None:

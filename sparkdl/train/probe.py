@@ -134,9 +134,13 @@ def check_scorer(module: nn.Module, validation: ValidationSet) -> None:
 
 
 def check_single_rows(
-    module: nn.Module, inputs: Sequence[np.ndarray], plan: EpochPlan, iterations: int | None
+    module: nn.Module,
+    inputs: Sequence[np.ndarray],
+    plan: EpochPlan,
+    iterations: int | None,
+    policy: Policy,
 ) -> None:
-    """Raise :class:`ModelError` where a mini-batch would have one row and the model needs more.
+    """Raise :class:`ModelError` where a forward pass would have one row and the model needs more.
 
     Batch norm does. ``inputs``: what the model is called with; ``iterations`` is the last one of
     the run, as far as it is known.
@@ -148,17 +152,36 @@ def check_single_rows(
     except Exception as error:
         last = plan.num_iterations - 1
         for batch in (*range(min(last, _SEARCHED_BATCHES)), last):
-            single = any(stop - start == 1 for start, stop in plan.rows(batch))
+            single = any(_has_single(stop - start, policy) for start, stop in plan.rows(batch))
             if single and (iterations is None or batch < iterations):
+                cut = "".join(
+                    f", {name}={getattr(policy, name)}"
+                    for name in ("local_steps", "accumulate")
+                    if getattr(policy, name) > 1
+                )
                 raise ModelError(
                     f"the model needs mini-batches of more than one row ({text_of(error)}), and in "
                     f"iteration {batch + 1} of each epoch a replica gets one: {plan.num_samples} "
-                    f"rows, batch_size={plan.batch_size}, replicas={len(plan.counts)}. Choose "
-                    "another batch_size or fewer replicas."
+                    f"rows, batch_size={plan.batch_size // policy.local_steps}, "
+                    f"replicas={len(plan.counts)}{cut}. Choose another batch_size or fewer replicas"
+                    f"{', or cut less' if cut else ''}."
                 ) from error
 
 
 _SEARCHED_BATCHES = 1000
+
+
+def _has_single(rows: int, policy: Policy) -> bool:
+    """Whether the rows of a replica, cut for local steps and micro-batches, leave one row alone."""
+    return any(
+        1 in _cut(part, min(policy.accumulate, part))
+        for part in _cut(rows, policy.local_steps)
+        if part
+    )
+
+
+def _cut(rows: int, count: int) -> list[int]:
+    return [rows * (i + 1) // count - rows * i // count for i in range(count)]
 
 
 def _output_in_use(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Output | None:

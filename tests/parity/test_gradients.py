@@ -18,6 +18,7 @@ from feature_runs import (
     differ,
     fit_here,
     mlp,
+    normed,
     one_thread,
     parts_of,
     plain_loss,
@@ -330,3 +331,27 @@ def test_rows_that_no_sample_has_keep_their_bits():
         start, end = before.state_dict()[name], seen.steps[-1][name]
         assert torch.equal(start[9:], end[9:])
         assert not (start[:9] == end[:9]).all(dim=1).any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"accumulate": 3}, "batch_size=8, replicas=2, accumulate=3. Choose"),
+        ({"local_steps": 4, "batch_size": 2}, "batch_size=2, replicas=2, local_steps=4. Choose"),
+        ({"local_steps": 2, "accumulate": 3}, "local_steps=2, accumulate=3. Choose"),
+        ({"accumulate": 2}, None),
+        ({"local_steps": 2, "batch_size": 8}, None),
+    ],
+    ids=str,
+)
+def test_a_micro_batch_of_one_row_is_found_before_the_first_iteration(changes, told):
+    """Batch norm cannot train on one row."""
+    trainer, parts = trainer_of((24, 24), model=normed, **changes), Parts.of((24, 24))
+    if told is None:
+        assert len(fit_here(trainer, parts).flats) == ITERATIONS
+        return
+    with pytest.raises(sparkdl.ModelError) as error:
+        fit_here(trainer, parts)
+    assert "in iteration 1 of each epoch a replica gets one: 48 rows" in str(error.value)
+    assert told in str(error.value)
+    assert str(error.value).endswith("or fewer replicas, or cut less.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -35,8 +36,7 @@ def test_counts_are_numpys(values: np.ndarray) -> None:
 def test_parts_add_up_to_the_whole(values: np.ndarray, cuts: list[int]) -> None:
     bounds = [0, *sorted(min(c, len(values)) for c in cuts), len(values)]
     parts = [
-        Histogram.of(torch.from_numpy(values[low:high]))
-        for low, high in zip(bounds, bounds[1:], strict=False)
+        Histogram.of(torch.from_numpy(values[low:high])) for low, high in itertools.pairwise(bounds)
     ]
     joined, whole = Histogram.join(parts), Histogram.of(torch.from_numpy(values))
     assert (joined.counts == whole.counts).all()
@@ -49,7 +49,7 @@ def test_edges_cover_everything_and_ascend() -> None:
     assert (np.diff(EDGES) > 0).all()
     assert (EDGES[0], EDGES[-1]) == (-math.inf, math.inf)
     assert len(EDGES) == 2 * 161 + 2
-    assert (EDGES == -EDGES[::-1]).all()
+    assert np.array_equal(EDGES, -EDGES[::-1])
 
 
 def test_zero_is_in_the_middle_bin() -> None:
