@@ -67,9 +67,9 @@ def _driver(folder: Path) -> int:
         try:
             line = (entry / "cmdline").read_bytes().split(b"\0")
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if str(SCRIPT).encode() in line and parent == os.getpid():
-                if Path(os.readlink(entry / "cwd")) == folder:
-                    return int(entry.name)
+            ours = str(SCRIPT).encode() in line and parent == os.getpid()
+            if ours and Path(os.readlink(entry / "cwd")) == folder:
+                return int(entry.name)
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
     raise AssertionError("the script's process is not there")

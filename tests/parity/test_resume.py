@@ -260,7 +260,11 @@ def assert_same_end(one: Ended, other: Ended, cut_alike: bool = True) -> None:
     if cut_alike:
         for best in (False, True) if left.best else (False,):
             for a, b in zip(one.parts(best), other.parts(best), strict=True):
-                assert (a.start, a.stop, a.trainable_length) == (b.start, b.stop, b.trainable_length)
+                assert (a.start, a.stop, a.trainable_length) == (
+                    b.start,
+                    b.stop,
+                    b.trainable_length,
+                )
                 assert_same_value(vars(a.state), vars(b.state), f"slice at {a.start}")
 
 
@@ -426,9 +430,7 @@ def test_what_resume_cannot_be(df, straight, tmp_path):
     nowhere.mkdir()
     assert refusal(df, nowhere, trainer) == expected
     (nowhere / "notes.txt").write_text("mine")
-    assert refusal(df, nowhere, trainer) == (
-        f"there is no checkpoint to resume from in {nowhere}."
-    )
+    assert refusal(df, nowhere, trainer) == (f"there is no checkpoint to resume from in {nowhere}.")
     with pytest.raises(sparkdl.ParameterError) as caught:
         trainer.fit(df, resume="latest", start=trained)
     assert str(caught.value) == (

@@ -139,7 +139,9 @@ def test_keep(df, tmp_path):
 
     class Told(sparkdl.Callback):
         def on_checkpoint(self, trainer, state) -> None:
-            told.append((state.iteration, Path(state.checkpoint).name, len(iterations_of(tmp_path))))
+            told.append(
+                (state.iteration, Path(state.checkpoint).name, len(iterations_of(tmp_path)))
+            )
 
     run = trainer(tmp_path, 7, every=1, keep=2, engine="local", callbacks=[Told()])
     run.fit(df)
@@ -166,9 +168,7 @@ def test_a_file_system_of_fsspec(df):
     assert iterations_of(path) == [4]
     resumed = trainer(path, 6, engine="local", keep=1).fit(df, resume="latest")
     assert resumed.history.losses == straight.history.losses
-    for one, other in zip(
-        straight.module.parameters(), resumed.module.parameters(), strict=True
-    ):
+    for one, other in zip(straight.module.parameters(), resumed.module.parameters(), strict=True):
         assert torch.equal(one, other)
 
 

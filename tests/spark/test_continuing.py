@@ -296,7 +296,9 @@ def test_a_new_trainer_goes_on_from_the_checkpoint(frame, tmp_path, engine):
 
 def test_latest_of_nothing_is_the_beginning(frame, tmp_path):
     run = online(checkpoint=sparkdl.Checkpoint(tmp_path / "run"))
-    assert bits(run.partial_fit(frame(12), resume="latest")) == bits(online().partial_fit(frame(12)))
+    assert bits(run.partial_fit(frame(12), resume="latest")) == bits(
+        online().partial_fit(frame(12))
+    )
     assert len(list((tmp_path / "run").iterdir())) == 1
 
 
