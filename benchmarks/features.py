@@ -6,7 +6,8 @@ A perceptron 784-512-512-10 (2.7 MB of parameters), Adam, global batch 256, M = 
 For each feature two fits take turns in one session, an iteration of the one, an iteration of the
 other, so that both meet the same noise of the machine; the first quarter is warm-up. What runs every
 tenth iteration is spread over ten: nine ordinary ones and one of these, medians each. Local steps are
-counted per batch. Milliseconds.
+counted per batch. Milliseconds, of time and of processor time: that of this process, Spark's JVM and
+the Python workers together, which says more than time does while the machine is busy with other work.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 from pyspark import RDD, InheritableThread
 from pyspark.sql import SparkSession
 from torch import nn
+from usage import cpu_seconds
 
 import sparkdl
 
@@ -79,24 +81,27 @@ class Turns:
 
 @dataclass
 class Laps(sparkdl.Callback):
-    """Seconds of each iteration with all that follows it, without waiting for the turn."""
+    """Of each iteration with all that follows it, without waiting for the turn: seconds, and seconds
+    of processor time."""
 
     turns: Turns
     number: int
-    seconds: list[float] = field(default_factory=list)
-    _since: float | None = None
+    taken: list[tuple[float, float]] = field(default_factory=list)
+    _since: tuple[float, float] | None = None
 
     def on_iteration_start(self, trainer, state) -> None:
         self._book()
         self.turns.wait(self.number)
-        self._since = time.perf_counter()
+        processor = cpu_seconds()
+        self._since = time.perf_counter(), processor
 
     def on_fit_end(self, trainer, state) -> None:
         self._book()
 
     def _book(self) -> None:
         if self._since is not None:
-            self.seconds.append(time.perf_counter() - self._since)
+            ended, (began, processor) = time.perf_counter(), self._since
+            self.taken.append((ended - began, cpu_seconds() - processor))
 
 
 def samples(spark: SparkSession) -> RDD:
@@ -127,7 +132,7 @@ def features(data: RDD, folder: str) -> dict[str, dict[str, Any]]:
 
 
 def side_by_side(data: RDD, extra: dict[str, Any], iterations: int) -> tuple[list, list]:
-    """Seconds of each iteration of the run with ``extra``, and of a plain run, warm-up left out."""
+    """What each iteration took with ``extra``, and in a plain run; warm-up left out."""
     turns = Turns()
     plain = {"slices": extra["slices"]} if "slices" in extra else {}
     laps = [Laps(turns, 0), Laps(turns, 1)]
@@ -160,18 +165,19 @@ def side_by_side(data: RDD, extra: dict[str, Any], iterations: int) -> tuple[lis
         thread.join()
     if problems:
         raise problems[0]
-    return laps[0].seconds[warm:], laps[1].seconds[warm:]
+    return laps[0].taken[warm:], laps[1].taken[warm:]
 
 
-def cost(seconds: list[float], steps: int) -> tuple[float, float, float]:
-    """Milliseconds per batch: an ordinary iteration, a tenth one, and the mean of ten."""
+def cost(seconds: list[float], steps: int) -> tuple[float, float]:
+    """Milliseconds per batch: an ordinary iteration, and the mean of ten with a tenth one."""
     tenth = seconds[PERIOD - 1 :: PERIOD]
     others = [s for i, s in enumerate(seconds, 1) if i % PERIOD]
     often, seldom = (statistics.median(some) * 1e3 / steps for some in (others, tenth))
-    return often, seldom, ((PERIOD - 1) * often + seldom) / PERIOD
+    return often, ((PERIOD - 1) * often + seldom) / PERIOD
 
 
 def measure(spark: SparkSession, iterations: int, wanted: Callable[[str], bool]) -> list[dict]:
+    """Every feature's figures, printed as they come."""
     data = samples(spark).persist()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -179,27 +185,27 @@ def measure(spark: SparkSession, iterations: int, wanted: Callable[[str], bool])
             if not wanted(name):
                 continue
             with_it, plain = side_by_side(data, extra, iterations)
-            steps = extra.get("local_steps", 1)
-            periodic = name.endswith("/ 10")
-            often, seldom, mean = cost(with_it, steps)
-            base = cost(plain, 1)[0]
-            value = mean if periodic else often
-            rows.append(
-                {
-                    "feature": name,
-                    "ms": value,
-                    "plain": base,
-                    "ratio": value / base,
-                    "tenth": seldom if periodic else None,
-                }
-            )
-            print(_line(rows[-1]), flush=True)
+            row: dict[str, Any] = {"feature": name}
+            for what, own, base in zip(
+                ("time", "processor"),
+                zip(*with_it, strict=True),
+                zip(*plain, strict=True),
+                strict=True,
+            ):
+                value = cost(list(own), extra.get("local_steps", 1))[name.endswith("/ 10")]
+                row[what], row[f"{what}, plain"] = value, cost(list(base), 1)[0]
+            rows.append(row)
+            print(line(row), flush=True)
     return rows
 
 
-def _line(row: dict[str, Any]) -> str:
-    tenth = f"{row['tenth']:10.1f}" if row["tenth"] is not None else ""
-    return f"{row['feature']:18}{row['ms']:8.1f}{row['plain']:8.1f}{row['ratio']:8.2f}{tenth}"
+def line(row: dict[str, Any]) -> str:
+    """Of time, then of processor time: with the feature, without, ratio."""
+    cells = f"{row['feature']:18}"
+    for what in ("time", "processor"):
+        own, base = row[what], row[f"{what}, plain"]
+        cells += f"{own:9.1f}{base:9.1f}{own / base:9.2f}"
+    return cells
 
 
 def main() -> None:
@@ -214,7 +220,10 @@ def main() -> None:
         "local[2]", **{"spark.ui.enabled": "false", "spark.sparkdl.progress": "false"}
     )
     try:
-        print(f"{'feature':18}{'ms':>8}{'plain':>8}{'ratio':>8}{'the tenth':>10}")
+        print(
+            f"{'feature':18}"
+            + f"{'ms':>9}{'plain':>9}{'ratio':>9}{'CPU ms':>9}{'plain':>9}{'ratio':>9}"
+        )
         rows = measure(spark, options.iterations, lambda name: name.startswith(only))
     finally:
         spark.stop()

@@ -33,9 +33,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import torch
-from memory import KINDS, PARTS, Sampler, stopwatch
 from pyspark.sql import SparkSession
 from torch import nn
+from usage import KINDS, PARTS, Sampler, stopwatch
 
 import sparkdl
 

@@ -1,4 +1,4 @@
-"""Peaks of resident memory of a process and all its descendants, by kind and by phase."""
+"""What this process and all its descendants take: peaks of resident memory, and processor time."""
 
 from __future__ import annotations
 
@@ -90,6 +90,18 @@ def _kind(process: int) -> str:
     except OSError:
         return KINDS[2]
     return KINDS[1] if name.startswith("java") else KINDS[2]
+
+
+def cpu_seconds() -> float:
+    """Processor time so far of this process and all that descend from it and live."""
+    ticks = 0
+    for process in _descendants(os.getpid()):
+        try:
+            stat = Path(f"/proc/{process}/stat").read_text()
+        except OSError:
+            continue
+        ticks += sum(map(int, stat.rpartition(")")[2].split()[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def stopwatch() -> float:
