@@ -158,6 +158,20 @@ def test_the_best_model_is_that_of_its_iteration(sizes, slices, held_out, best):
     assert seen.trained.best.history is not None
 
 
+def test_of_equals_the_first_is_kept():
+    """Steps too small to change any prediction."""
+    sgd = partial(torch.optim.SGD, lr=1e-9)
+    trainer, parts, _ = validated(
+        (22, 21), 2, (9, 8), optimizer=sgd, validation={"best": "accuracy"}
+    )
+    seen = fit_here(trainer, parts)
+    values = [v["metrics"]["accuracy"] for v in seen.trained.history.validations]
+    assert values == [values[0]] * 4
+    found = FlatModule(seen.trained.best.module).flat
+    assert torch.equal(found, seen.flats[1])
+    assert not torch.equal(found, seen.flats[3])
+
+
 def test_some_best_model_is_not_the_last():
     sgd = partial(torch.optim.SGD, lr=6.0)
     trainer, parts, _ = validated(

@@ -174,6 +174,24 @@ def test_gradients_are_rounded_to_nearest_and_buffers_not(wire, dtype, slices) -
     assert not torch.equal(flat, flat.to(dtype).float())
 
 
+@pytest.mark.parametrize("slices", [1, 3])
+def test_places_without_a_gradient_are_zero_whatever_lay_there(slices: int) -> None:
+    live = live_of()
+    outcome = outcome_of(live, [[1, 2], [3, 4], [5, 6]])
+    number = [s.name for s, _ in live.flat.parameters].index("first.weight")
+    outcome.gradients.dense[number] = None
+    plans, *_, sections = sections_of(live, outcome, slices)
+    places = [
+        section.gradient[piece.start : piece.stop]
+        for plan, section in zip(plans, sections, strict=True)
+        for piece in plan.parameters
+        if piece.number == number
+    ]
+    assert sum(map(len, places)) == WIDTH * WIDTH
+    assert not torch.cat(places).any()
+    assert all(number in section.absent for section in sections)
+
+
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16])
 def test_what_was_rounded_is_summed_in_fp32(wire: torch.dtype) -> None:
     """Where a sum in the wire's dtype would lose the small ones."""
