@@ -206,7 +206,7 @@ def passes(run: sparkdl.Trainer, frame, seeds) -> sparkdl.TrainedModel:
 def test_it_is_a_function_of_what_it_was_given(frame):
     validation = sparkdl.Validation(frame(10, 99), best="loss")
     runs = [
-        online(engine=engine, model=with_buffers, batch_size=6, ema=0.9, validation=validation)
+        online(engine=engine, model=with_buffers, batch_size=7, ema=0.9, validation=validation)
         for engine in ("local", "local", "shuffle")
     ]
     one, other, third = (passes(run, frame, range(3)) for run in runs)
@@ -273,7 +273,7 @@ def test_a_new_trainer_goes_on_from_the_checkpoint(frame, tmp_path, engine):
     changes = {
         "engine": engine,
         "model": with_buffers,
-        "batch_size": 6,
+        "batch_size": 7,
         "ema": 0.9,
         "validation": sparkdl.Validation(frame(10, 99), best="loss"),
     }
