@@ -3,13 +3,13 @@
     python benchmarks/iteration.py [--sizes 0.1,1,10,100] [--iterations 200] [--json FILE]
 
 For each size of the model (MB of fp32 parameters): one iteration of the shuffle engine at M = N = 2,
-split into building the RDDs, the forward-backward tasks and the synchronization tasks; the same step
+split into Spark's part, the forward-backward tasks and the synchronization tasks; the same step
 in one process; DDP over Gloo with 2 ranks of one thread; a bare Gloo all-reduce of the same bytes;
 and an empty two-stage PySpark job of the same session. Medians, milliseconds; quote the ratios, the
 machine is noisy. Adam, global batch 64, layers of equal width.
 
-"beyond compute" is the whole iteration less forward and backward (of the slower replica) and less
-Adam's arithmetic (of the slower slice): all that Spark, slabs and copies cost.
+"beyond compute" is the whole iteration less forward and backward (of the slower replica): all that
+Spark, slabs, copies and Adam cost.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def iteration(spark: SparkSession, size: float, steps: int) -> dict[str, float]:
     whole = [b - a for a, b in itertools.pairwise(clock)]
     records, whole = records[steps // 4 :], whole[steps // 4 :]
     parts = {key: median_ms([r[key] for r in records]) for key in records[0]}
-    compute = [r["compute"] + r["update"] for r in records[-len(whole) :]]
+    compute = [r["forward"] + r["backward"] for r in records[-len(whole) :]]
     parts["iteration"] = median_ms(whole)
     parts["beyond"] = median_ms([w - c for w, c in zip(whole, compute, strict=True)])
     return parts
@@ -203,10 +203,10 @@ def main() -> None:
         spark.stop()
     empty = median_ms(empties)
     header = (
-        "MB,iteration,build,forward-backward: data,fetch,compute,publish,synchronize: copy,reduce,"
-        "update,seal,beyond compute,1 process,DDP x2,all-reduce"
+        "MB,iteration,schedule,data,fetch,forward,backward,publish,reduce,update,beyond compute,"
+        "1 process,DDP x2,all-reduce"
     ).split(",")
-    keys = "iteration,build,data,fetch,compute,publish,copy,reduce,update,seal,beyond".split(",")
+    keys = "iteration,schedule,data,fetch,forward,backward,publish,reduce,update,beyond".split(",")
     rows = [header]
     for size in sizes:
         others = (single[size], distributed[size]["step"], distributed[size]["all_reduce"])

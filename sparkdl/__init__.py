@@ -22,7 +22,7 @@ from sparkdl.train.callbacks import Callback
 from sparkdl.train.checkpoint import Checkpoint
 from sparkdl.train.history import History
 from sparkdl.train.persistence import load
-from sparkdl.train.state import TrainState
+from sparkdl.train.state import TrainState, Validated
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.trainer import Trainer
 from sparkdl.train.triggers import (
@@ -67,6 +67,7 @@ __all__ = [
     "Trigger",
     "TrustError",
     "UserError",
+    "Validated",
     "Validation",
     "every",
     "every_epoch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,7 @@ def step_slice(
                 piece = pieces[number]
                 held = {name: _view(state.arrays[name], piece) for name in state.held[number]}
                 optimizer.state[tensor] = {**held, **state.others[number]}
-        if _wants_loss(optimizer):
+        if _wants_loss(type(optimizer)):  # type: ignore[arg-type]
             optimizer.step(_evaluate_once(loss, type(optimizer).__name__))
         else:
             optimizer.step()
@@ -96,8 +97,9 @@ def _held_by(
     return [(p, numbers[id(p)]) for group in optimizer.param_groups for p in group["params"]]
 
 
-def _wants_loss(optimizer: torch.optim.Optimizer) -> bool:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+@functools.cache
+def _wants_loss(kind: type[torch.optim.Optimizer]) -> bool:
+    closure = inspect.signature(kind.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 

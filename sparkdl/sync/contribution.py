@@ -12,6 +12,7 @@ The same bytes lie in a slab or travel through the shuffle; a :class:`SectionMap
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -124,21 +125,22 @@ def write_gradients(
 
 def first_not_finite(plan: SlicePlan, section: Contribution) -> int | None:
     """The number of the first parameter with an inf or a NaN in this section; None: all finite."""
+    if all(map(_sums_up, [section.gradient, *[values for _, values in section.tables.values()]])):
+        return None
     for piece in plan.parameters:
         if piece.sparse:
             values = section.tables[piece.number][1] if piece.number in section.tables else None
         else:
             values = section.gradient[piece.start : piece.stop]
-        if values is not None and not _finite(values):
+        if values is not None and not torch.isfinite(values).all():
             return piece.number
     return None
 
 
-def _finite(values: torch.Tensor) -> bool:
-    """A sum is one fast pass, and not finite where an element is not; the reverse is looked up."""
-    return bool(torch.isfinite(values.sum(dtype=torch.float32))) or bool(
-        torch.isfinite(values).all()
-    )
+def _sums_up(values: torch.Tensor) -> bool:
+    """Whether the sum is finite, one fast pass: it is not where an element is not, nor where finite
+    ones add up to too much."""
+    return math.isfinite(values.sum(dtype=torch.float32).item())
 
 
 def _parts(

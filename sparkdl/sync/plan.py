@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from dataclasses import dataclass
 
 from sparkdl.replica.flat import ALIGNMENT, Layout, Segment
@@ -102,7 +103,7 @@ def _allowed(layout: Layout, ideal: int, whole: bool) -> int:
     if whole:
         return segment.start if ideal - segment.start <= end - ideal else end
     if segment.sparse:
-        width = max(1, segment.length // max(1, segment.shape[0]))
+        width = max(1, math.prod(segment.shape[1:]))
         cut = segment.start + (ideal - segment.start) // width * width
         return cut if cut < segment.stop else end
     step = ALIGNMENT // layout.dtype.itemsize
@@ -112,7 +113,7 @@ def _allowed(layout: Layout, ideal: int, whole: bool) -> int:
 def _piece(number: int, segment: Segment, low: int, high: int, start: int) -> Piece:
     length, shape, first_row = high - low, segment.shape, 0
     if segment.sparse:
-        width = max(1, segment.length // max(1, segment.shape[0]))
+        width = max(1, math.prod(segment.shape[1:]))
         shape, first_row = (length // width, width), (low - segment.start) // width
     elif length < segment.length:
         shape = ()

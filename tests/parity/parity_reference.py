@@ -19,14 +19,15 @@ from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
 import sparkdl
-import sparkdl.train.trainer as trainer_module
+import sparkdl.train.fit as fit_module
 from sparkdl.data.batches import EpochPlan, derive_seed, permutation
-from sparkdl.data.partition import close_partitions, open_partition
+from sparkdl.data.mapped import close_partitions, open_partition
 from sparkdl.data.samples import SampleSet, Source, materialize_here
 from sparkdl.replica.flat import Layout, layout_of
 from sparkdl.replica.recipe import Recipe, seeded
 from sparkdl.slab.root import SlabConfig, remove_root
-from sparkdl.step.compute import call_loss, to_tensors
+from sparkdl.step.compute import to_tensors
+from sparkdl.step.loss import call_loss
 from sparkdl.train.local import LocalEngine
 from sparkdl.train.shuffle import ShuffleEngine
 
@@ -121,7 +122,7 @@ def observe(
     trainer = replace(trainer, engine=engine, stop=stop, replicas=len(data.counts))
     with (
         mock.patch.object(kind, "step", step),
-        mock.patch.object(trainer_module, "materialize_here", return_value=data.samples),
+        mock.patch.object(fit_module, "materialize_here", return_value=data.samples),
     ):
         trained = trainer.fit(data.df)
     assert len(flats) == iterations

@@ -23,7 +23,8 @@ from parity_reference import (
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import sparkdl
-import sparkdl.train.local
+import sparkdl.sync.owner
+from sparkdl.sync.gradient import Reduced
 
 pytestmark = [pytest.mark.parity, pytest.mark.spark]
 
@@ -146,10 +147,10 @@ def test_the_comparison_notices_a_wrong_mean(datasets, expected, wrong):
 
     def reduce(plan, contributions, out):
         chosen = contributions if wrong == "unweighted" else contributions[:-1]
-        out.copy_(sum(c.values[: len(out)] for c in chosen) / len(chosen))
-        return frozenset()
+        out.copy_(sum(c.gradient for c in chosen) / len(chosen))
+        return Reduced(out)
 
-    with mock.patch.object(sparkdl.train.local, "reduce_gradients", reduce):
+    with mock.patch.object(sparkdl.sync.owner, "reduce_gradients", reduce):
         observed = observe(trainer_of(case), dataset_of(datasets, case), "local")
     assert worst_error(observed.steps, expected(case).steps) > 1e-3
 

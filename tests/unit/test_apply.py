@@ -236,7 +236,7 @@ def same(one: Any, other: Any) -> bool:
 def test_versions_in_slabs_go_the_way_of_one_state_in_memory(pool: Pool, make: Any) -> None:
     flat, optimizer, (plan,) = parts_of(make)
     (state,) = states_of(flat, [plan])
-    handle = first_version(pool, state.weights, tick=0)
+    handle = first_version(pool, state, tick=0)
     for tick in range(1, 6):
         absent = frozenset({1} if tick == 1 else set())
         gradient = gradient_of(plan, tick)

@@ -12,22 +12,17 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from sparkdl.errors import CheckpointError, DamagedCheckpoint
 from sparkdl.replica.flat import ALIGNMENT, Layout, Segment
+from sparkdl.replica.recipe import Recipe
+from sparkdl.sync.apply import step_slice
 from sparkdl.sync.optimizer import OptimizerPlan
+from sparkdl.sync.owner import EMA
 from sparkdl.sync.plan import SlicePlan, slice_plans
-from sparkdl.sync.update import SliceState, step_slice
-from sparkdl.train.checkpoint.slices import (
-    Part,
-    others_of,
-    pack,
-    recut,
-    state_of,
-    to_bytes,
-    unpack,
-    vectors_of,
-)
+from sparkdl.sync.state import SliceState
+from sparkdl.train.checkpoint.slices import Part, pack, recut, to_bytes, unpack
 
 KINDS = ("parameter", "average", "exact")
 quick = settings(deadline=None, max_examples=120)
@@ -91,20 +86,25 @@ def runs(draw: st.DrawFn) -> tuple[Layout, dict[str, Any]]:
 
     numbers = [i for i, s in enumerate(layout.segments) if s.kind == "parameter"]
     with_state = {n for n in numbers if draw(st.booleans())}
-    arrays = {}
-    for name in draw(st.lists(st.sampled_from(["exp_avg", "mask", "sum"]), unique=True)):
+    arrays, held = {}, dict.fromkeys(sorted(with_state), ())
+    names = draw(st.lists(st.sampled_from(["exp_avg", "mask", "sum", EMA]), unique=True))
+    for name in names:
         dtype = draw(st.sampled_from([layout.dtype, torch.bfloat16, torch.int64]))
         owners = {n for n in with_state if draw(st.booleans())}
+        if name == EMA:  # of all parameters, and no optimizer's
+            dtype, owners = layout.dtype, set(numbers)
         whole = torch.zeros(layout.size, dtype=dtype)
         for n in owners:
             s = layout.segments[n]
             whole[s.start : s.stop] = noise(s.length, dtype)
+            if name != EMA:
+                held[n] += (name,)
         arrays[name] = whole, owners
     keys = st.dictionaries(st.text(max_size=4), VALUES, max_size=3)
     return layout, {
         "weights": noise(layout.size, layout.dtype),
-        "ema": noise(layout.size, layout.dtype) if draw(st.booleans()) else None,
         "arrays": arrays,
+        "held": held,
         "others": {n: draw(keys) for n in sorted(with_state)},
     }
 
@@ -113,11 +113,15 @@ def state_in(run: dict[str, Any], plan: SlicePlan) -> SliceState:
     """The state that slice ``plan`` of the run has."""
     mine = {p.number for p in plan.parameters}
     place = slice(plan.start, plan.start + plan.trainable_length)
-    return state_of(
+    return SliceState(
         run["weights"][plan.start : plan.stop].clone(),
-        {name: whole[place].clone() for name, (whole, own) in run["arrays"].items() if own & mine},
+        {
+            name: whole[place].clone()
+            for name, (whole, own) in run["arrays"].items()
+            if own & mine or name == EMA
+        },
+        {number: names for number, names in run["held"].items() if number in mine},
         {number: values for number, values in run["others"].items() if number in mine},
-        {} if run["ema"] is None else {"ema": run["ema"][plan.start : plan.stop].clone()},
     )
 
 
@@ -144,16 +148,15 @@ def assert_value(found: Any, expected: Any) -> None:
 def assert_state(found: SliceState, expected: SliceState, plan: SlicePlan) -> None:
     """Equal bits; an array that is missing is one of zeros."""
     assert bits(found.weights) == bits(expected.weights)
-    assert set(vectors_of(found)) == set(vectors_of(expected))
-    for name, vector in vectors_of(expected).items():
-        assert bits(vectors_of(found)[name]) == bits(vector)
+    assert (EMA in found.arrays) == (EMA in expected.arrays)
     assert set(expected.arrays) <= set(found.arrays)
     for name, array in found.arrays.items():
         assert array.shape == (plan.trainable_length,)
         other = expected.arrays.get(name, torch.zeros_like(array))
         assert array.dtype == other.dtype
         assert bits(array) == bits(other)
-    assert_value(others_of(found), others_of(expected))
+    assert found.held == expected.held
+    assert_value(found.others, expected.others)
 
 
 @quick
@@ -197,30 +200,34 @@ def test_a_parameter_over_three_slices_takes_its_state_from_where_it_starts() ->
     first, second, third = slice_plans(layout, 3)
     assert [p.parameters[0].length for p in (first, second, third)] == [32, 32, 32]
     parts = [
-        unpack(to_bytes(p, state_of(torch.zeros(32), {}, {0: {"place": i}}, {})))
+        unpack(to_bytes(p, SliceState(torch.zeros(32), {}, {0: ()}, {0: {"place": i}})))
         for i, p in enumerate((first, second, third))
     ]
     (whole,) = slice_plans(layout, 1)
-    assert others_of(recut([parts[2], parts[0], parts[1]], whole, torch.float32)) == {
-        0: {"place": 0}
-    }
-    del others_of(parts[0].state)[0]  # it had no state there yet
-    assert others_of(recut([parts[2], parts[0], parts[1]], whole, torch.float32)) == {
-        0: {"place": 1}
-    }
+    found = recut([parts[2], parts[0], parts[1]], whole, torch.float32)
+    assert found.others == {0: {"place": 0}}
+    del parts[0].state.others[0], parts[0].state.held[0]  # it had no state there yet
+    found = recut([parts[2], parts[0], parts[1]], whole, torch.float32)
+    assert found.others == {0: {"place": 1}}
 
 
 def test_an_array_that_some_slices_lack_is_zero_there() -> None:
     layout = layout_of_lengths(16, 16)
     first, second = slice_plans(layout, 2)
     parts = [
-        Part(0, 16, 16, state_of(torch.ones(16), {}, {}, {})),
-        Part(16, 32, 16, state_of(torch.ones(16), {"sum": torch.full((16,), 5.0)}, {1: {}}, {})),
+        Part(0, 16, 16, SliceState(torch.ones(16))),
+        Part(
+            16,
+            32,
+            16,
+            SliceState(torch.ones(16), {"sum": torch.full((16,), 5.0)}, {1: ("sum",)}, {1: {}}),
+        ),
     ]
     (whole,) = slice_plans(layout, 1)
     state = recut(parts, whole, torch.float32)
     assert state.arrays["sum"].tolist() == [0.0] * 16 + [5.0] * 16
-    assert others_of(state) == {1: {}}
+    assert state.others == {1: {}}
+    assert state.held == {1: ("sum",)}
     assert recut(parts, first, torch.float32).arrays == {}
     assert recut(parts, second, torch.float32).arrays["sum"].tolist() == [5.0] * 16
 
@@ -229,8 +236,8 @@ def test_an_empty_slice_knows_of_the_average() -> None:
     layout = layout_of_lengths(3)
     empty, full = slice_plans(layout, 2)
     assert (empty.length, full.length) == (0, 16)
-    part = Part(0, 16, 3, state_of(torch.ones(16), {}, {}, {"ema": torch.ones(16)}))
-    assert vectors_of(recut([part], empty, torch.float32))["ema"].shape == (0,)
+    part = Part(0, 16, 3, SliceState(torch.ones(16), {EMA: torch.ones(3)}))
+    assert recut([part], empty, torch.float32).arrays[EMA].shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -245,8 +252,9 @@ def test_an_empty_slice_knows_of_the_average() -> None:
 def test_steps_of_an_optimizer_go_on_as_if_never_stored(optimizer: Any) -> None:
     """Two steps on two slices, stored, read into three, one more step: as three steps on one."""
     layout = layout_of_lengths(40, 7, 30)
-    members = (tuple(range(3)),)
-    plan = OptimizerPlan(optimizer, "it", ({},), members)
+    module = nn.ParameterList([nn.Parameter(torch.zeros(n)) for n in (40, 7, 30)])
+    recipe = Recipe(module, torch.square, optimizer, 0)
+    plan = OptimizerPlan.of(recipe, list(module.parameters()), module)
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(4, layout.size, generator=generator)
 
@@ -287,27 +295,29 @@ class Strange:
 def test_state_that_cannot_be_stored_is_named(value: Any, says: str) -> None:
     (plan,) = slice_plans(layout_of_lengths(16), 1)
     with pytest.raises(CheckpointError) as caught:
-        pack(plan, state_of(torch.zeros(16), {}, {0: {"cache": value}}, {}))
+        pack(plan, SliceState(torch.zeros(16), {}, {0: ()}, {0: {"cache": value}}))
     assert says in str(caught.value)
 
 
 def test_a_key_that_is_no_text_is_named() -> None:
     (plan,) = slice_plans(layout_of_lengths(16), 1)
     with pytest.raises(CheckpointError, match="parameter 0 has the key 3, a int"):
-        pack(plan, state_of(torch.zeros(16), {}, {0: {3: 1}}, {}))  # type: ignore[dict-item]
+        pack(plan, SliceState(torch.zeros(16), {}, {0: ()}, {0: {3: 1}}))  # type: ignore[dict-item]
 
 
 def test_tensors_that_share_memory_are_stored_apart() -> None:
     (plan,) = slice_plans(layout_of_lengths(16), 1)
     memory = torch.arange(32.0)
-    state = state_of(memory[:16], {"a": memory[:16], "b": memory[8:24]}, {0: {"t": memory[3]}}, {})
+    arrays = {"a": memory[:16], "b": memory[8:24]}
+    state = SliceState(memory[:16], arrays, {0: ("a", "b")}, {0: {"t": memory[3]}})
     part = unpack(to_bytes(plan, state))
     assert_state(part.state, state, plan)
 
 
 def test_a_file_holds_no_pickle_and_says_what_it_is() -> None:
     (plan,) = slice_plans(layout_of_lengths(16), 1)
-    data = to_bytes(plan, state_of(torch.zeros(16), {}, {0: {"step": torch.tensor(2.0)}}, {}))
+    others = {0: {"step": torch.tensor(2.0)}}
+    data = to_bytes(plan, SliceState(torch.zeros(16), {}, {0: ()}, others))
     assert set(safetensors.torch.load(data)) == {"weights", "other.1"}
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     assert header["__metadata__"]["format"] == "sparkdl-slice"
@@ -316,7 +326,7 @@ def test_a_file_holds_no_pickle_and_says_what_it_is() -> None:
 @pytest.fixture(name="stored")
 def a_stored_slice() -> bytes:
     (plan,) = slice_plans(layout_of_lengths(16), 1)
-    return to_bytes(plan, state_of(torch.zeros(16), {"a": torch.ones(16)}, {}, {}))
+    return to_bytes(plan, SliceState(torch.zeros(16), {"a": torch.ones(16)}))
 
 
 def metadata(**changes: str) -> bytes:
@@ -327,6 +337,7 @@ def metadata(**changes: str) -> bytes:
         "stop": "16",
         "trainable_length": "16",
         "others": "[]",
+        "held": "[]",
     }
     return safetensors.torch.save({"weights": torch.zeros(16)}, {**content, **changes})
 
@@ -346,6 +357,10 @@ def metadata(**changes: str) -> bytes:
         metadata(others='[[0, [["a", {"tensor": "absent"}]]]]'),
         metadata(others='[[0, [["a", {"code": "x"}]]]]'),
         metadata(others="[" * 100_000),
+        metadata(held="{"),
+        metadata(held="[[0, []]]"),
+        metadata(others="[[0, []]]"),
+        metadata(held='[[0, ["absent"]]]', others="[[0, []]]"),
     ],
 )
 def test_bytes_that_are_no_slice_are_damage(data: bytes) -> None:
@@ -363,13 +378,13 @@ def test_a_cut_file_is_damage(stored: bytes) -> None:
 def test_parts_must_cover_the_slice_once() -> None:
     layout = layout_of_lengths(64)
     plans = slice_plans(layout, 4)
-    parts = [unpack(to_bytes(p, state_of(torch.ones(16), {}, {}, {}))) for p in plans]
+    parts = [unpack(to_bytes(p, SliceState(torch.ones(16)))) for p in plans]
     (whole,) = slice_plans(layout, 1)
     for wrong in (parts[:3], parts[1:], [*parts[:1], *parts[2:]], [*parts, parts[1]], []):
         with pytest.raises(DamagedCheckpoint, match="exactly once"):
             recut(wrong, whole, torch.float32)
     with pytest.raises(DamagedCheckpoint, match="float32"):
         recut(parts, whole, torch.float64)
-    with_average = Part(0, 16, 16, state_of(torch.ones(16), {}, {}, {"ema": torch.ones(16)}))
+    with_average = Part(0, 16, 16, SliceState(torch.ones(16), {EMA: torch.ones(16)}))
     with pytest.raises(DamagedCheckpoint, match="ema"):
         recut([with_average, *parts[1:]], whole, torch.float32)

@@ -16,10 +16,10 @@ import torch
 from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
 from sparkdl.replica.flat import ALIGNMENT, Layout, Segment
 from sparkdl.sync.plan import slice_plans
+from sparkdl.sync.state import SliceState
 from sparkdl.train.checkpoint.files import Folder
 from sparkdl.train.checkpoint.identity import DataIdentity, ModelIdentity
 from sparkdl.train.checkpoint.manifest import Best, Manifest, StoredFile, checksum
-from sparkdl.train.checkpoint.slices import others_of, state_of
 from sparkdl.train.checkpoint.store import HISTORY, MANIFEST, CheckpointStore
 from sparkdl.train.checkpoint.tasks import read_slice_files, write_slice
 
@@ -49,7 +49,8 @@ def write(
         weights = flat(iteration)[plan.start : plan.stop]
         arrays = {"sum": -weights[: plan.trainable_length]} if plan.parameters else {}
         others = {p.number: {"step": torch.tensor(float(iteration))} for p in plan.parameters}
-        state = state_of(weights, arrays, others, {})
+        held = dict.fromkeys(others, ("sum",))
+        state = SliceState(weights, arrays, held, others)
         for _ in range(attempts):
             file = write_slice(directory, plan.index, plan, state)
         files.append(file)
@@ -116,7 +117,7 @@ def test_what_is_committed_is_found_and_read(kind: str, slices: int, tmp_path: P
         if plan.parameters:
             expected = -flat(20)[plan.start : plan.start + plan.trainable_length]
             assert torch.equal(state.arrays["sum"], expected)
-        assert others_of(state) == {p.number: {"step": torch.tensor(20.0)} for p in plan.parameters}
+        assert state.others == {p.number: {"step": torch.tensor(20.0)} for p in plan.parameters}
 
 
 def test_one_checkpoint_can_be_opened_by_its_own_path(store: CheckpointStore) -> None:
@@ -182,7 +183,7 @@ def test_a_file_that_the_driver_does_not_see_is_no_checkpoint(store: CheckpointS
 def test_the_files_of_the_best_weights_are_checked_too(store: CheckpointStore) -> None:
     directory, manifest = write(store, 10)
     (plan,) = slice_plans(LAYOUT, 1)
-    file = write_slice(directory, 0, plan, state_of(flat(5), {}, {}, {}), kind="best")
+    file = write_slice(directory, 0, plan, SliceState(flat(5)), kind="best")
     best = Best(iteration=5, epoch=1, metric="loss", value=0.5, files=(file,))
     store.commit(directory, replace(manifest, best=best), b"")
     ((uri, found),) = store.candidates()

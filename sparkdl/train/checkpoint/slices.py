@@ -19,6 +19,7 @@ import safetensors.torch
 import torch
 
 from sparkdl.errors import CheckpointError, DamagedCheckpoint
+from sparkdl.sync.owner import EMA
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.state import SliceState
 from sparkdl.train.checkpoint.tree import STORABLE, decode, encode
@@ -138,16 +139,19 @@ def recut(parts: Iterable[Part], plan: SlicePlan, dtype: torch.dtype) -> SliceSt
 
     ``parts``: at least those that overlap with the slice, in any order; each is let go before the
     next is taken. ``dtype``: of the flat vector. An array is zero where no part has it: there the
-    parameter had no such state. What belongs to a whole parameter comes from the part where the
-    parameter starts, else from the next one that has it. Raises
-    :class:`sparkdl.DamagedCheckpoint` where the parts do not cover the slice exactly.
+    parameter had no such state. The moving average is in every part or in none. What belongs to a
+    whole parameter comes from the part where the parameter starts, else from the next one that has
+    it. Raises :class:`sparkdl.DamagedCheckpoint` where the parts do not cover the slice exactly.
     """
     weights = torch.empty(plan.length, dtype=dtype)
     arrays: dict[str, torch.Tensor] = {}
     others: dict[int, tuple[int, dict[str, Any], tuple[str, ...]]] = {}
     numbers = {piece.number for piece in plan.parameters}
     covered: list[tuple[int, int]] = []
+    averaged: list[tuple[int, int]] = []
     for part in parts:
+        if EMA in part.state.arrays:  # an empty slice has it too
+            arrays.setdefault(EMA, torch.zeros(plan.trainable_length, dtype=dtype))
         low, high = max(part.start, plan.start), min(part.stop, plan.stop)
         if low >= high:
             continue
@@ -156,6 +160,8 @@ def recut(parts: Iterable[Part], plan: SlicePlan, dtype: torch.dtype) -> SliceSt
             low - part.start : high - part.start
         ]
         covered.append((low, high))
+        if EMA in part.state.arrays:
+            averaged.append((low, high))
         for name, source in part.state.arrays.items():
             if name not in arrays:
                 arrays[name] = torch.zeros(plan.trainable_length, dtype=source.dtype)
@@ -169,7 +175,9 @@ def recut(parts: Iterable[Part], plan: SlicePlan, dtype: torch.dtype) -> SliceSt
         for number, values in part.state.others.items():
             if number in numbers and (number not in others or part.start < others[number][0]):
                 others[number] = part.start, values, part.state.held[number]
-    _check_cover(covered, plan)
+    _check_cover("weights", covered, plan)
+    if EMA in arrays:
+        _check_cover(EMA, averaged, plan)
     # Copies: an optimizer counts its steps in place, and two slices may come from one part.
     return SliceState(
         weights,
@@ -184,7 +192,7 @@ def _check_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         raise DamagedCheckpoint(f'"{name}" is {tensor.dtype} in one place and {dtype} in another')
 
 
-def _check_cover(spans: list[tuple[int, int]], plan: SlicePlan) -> None:
+def _check_cover(name: str, spans: list[tuple[int, int]], plan: SlicePlan) -> None:
     position = plan.start
     for low, high in sorted(spans):
         if low != position:
@@ -192,5 +200,5 @@ def _check_cover(spans: list[tuple[int, int]], plan: SlicePlan) -> None:
         position = high
     if position != plan.stop:
         raise DamagedCheckpoint(
-            f"the files do not hold elements {position} to {plan.stop} of the weights exactly once"
+            f'the files do not hold elements {position} to {plan.stop} of "{name}" exactly once'
         )

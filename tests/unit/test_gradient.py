@@ -1,0 +1,198 @@
+"""Sums of gradients in replica order: the mathematics of one slice."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkdl.sync.contribution import Contribution
+from sparkdl.sync.gradient import reduce_gradients
+from sparkdl.sync.plan import Piece, SlicePlan
+
+NAN = float("nan")
+
+
+def plan_of(*pieces: Piece) -> SlicePlan:
+    return SlicePlan(0, 0, max(piece.stop for piece in pieces), pieces)
+
+
+GRADIENT = plan_of(Piece(0, "parameter", 0, 4))
+
+
+def contributions(
+    values: list[list[float]], weights: list[float], dtype: torch.dtype = torch.float32
+) -> list[Contribution]:
+    return [
+        Contribution(replica, weight, torch.tensor(row, dtype=dtype), torch.empty(0, dtype=dtype))
+        for replica, (row, weight) in enumerate(zip(values, weights, strict=True))
+    ]
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()
+
+
+def reduced(
+    items: list[Contribution], dtype: torch.dtype | None = None, plan: SlicePlan = GRADIENT
+) -> torch.Tensor:
+    out = torch.full((plan.dense_length,), NAN, dtype=dtype or items[0].gradient.dtype)
+    assert reduce_gradients(plan, items, out).gradient is out
+    return out
+
+
+def test_the_mean_is_weighted_by_counts() -> None:
+    items = contributions([[1, 2, 3, 4], [5, 6, 7, 8]], [1, 3])
+    assert reduced(items).tolist() == [4.0, 5.0, 6.0, 7.0]
+
+
+def test_weights_need_not_be_whole_numbers() -> None:
+    items = contributions([[1, 2, 3, 4], [5, 6, 7, 8]], [0.125, 0.375])
+    assert reduced(items).tolist() == [4.0, 5.0, 6.0, 7.0]
+
+
+def test_no_weight_at_all_is_no_gradient() -> None:
+    """A batch whose samples all have weight 0."""
+    items = contributions([[1, 2, 3, 4], [5, 6, 7, 8]], [0, 0])
+    assert reduced(items).tolist() == [0.0] * 4
+
+
+def test_one_replica_keeps_its_bits() -> None:
+    values = [0.1, -3e-42, 1e38, -0.0]
+    (item,) = contributions([values], [17])
+    assert bits(reduced([item])) == bits(item.gradient)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(
+                st.floats(-1e6, 1e6, width=32).filter(lambda x: x == 0 or abs(x) > 1e-30),
+                min_size=4,
+                max_size=4,
+            ),
+            st.integers(1, 100),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_the_order_of_arrival_changes_no_bit(
+    rows: list[tuple[list[float], int]], random: object
+) -> None:
+    items = contributions([values for values, _ in rows], [count for _, count in rows])
+    arrived = list(items)
+    random.shuffle(arrived)  # type: ignore[attr-defined]
+    assert bits(reduced(arrived)) == bits(reduced(items))
+    total = sum(item.weight for item in items)
+    exact = torch.stack([i.gradient.double() * i.weight for i in items]).sum(0) / total
+    scale = max(float(item.gradient.abs().max()) for item in items)
+    assert (reduced(items).double() - exact).abs().max() <= scale * 1e-6
+
+
+def test_the_sum_runs_in_replica_order() -> None:
+    """Where rounding makes a difference: (1 + tiny) - 1, not 1 - 1 + tiny."""
+    values = [[1.0] * 4, [2.0**-24] * 4, [-1.0] * 4]
+    expected = (torch.tensor(1 / 3) + torch.tensor(2.0**-24) / 3) - torch.tensor(1 / 3)
+    for arrival in itertools.permutations(contributions(values, [1, 1, 1])):
+        assert reduced(list(arrival))[0] == expected
+    swapped = contributions([values[0], values[2], values[1]], [1, 1, 1])
+    assert reduced(swapped)[0] != expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_only_the_dense_trainable_part_is_summed(dtype: torch.dtype) -> None:
+    """A table's rows and the buffers go their own ways."""
+    plan = plan_of(
+        Piece(0, "parameter", 0, 2),
+        Piece(1, "parameter", 2, 6, (2, 3), True),
+        Piece(2, "average", 8, 2),
+    )
+    buffers = torch.full((2,), NAN, dtype=dtype)
+    rows = torch.tensor([1]), torch.ones(1, 3, dtype=dtype)
+    items = [
+        Contribution(0, 1, torch.tensor([1, 2], dtype=dtype), buffers, tables={1: rows}),
+        Contribution(1, 1, torch.tensor([3, 4], dtype=dtype), buffers),
+    ]
+    out = torch.full((2,), NAN, dtype=dtype)
+    found = reduce_gradients(plan, items, out)
+    assert out.dtype == dtype
+    assert out.tolist() == [2.0, 3.0]
+    numbers, values = found.tables[1]
+    assert (numbers.tolist(), values.tolist()) == ([1], [[0.5] * 3])
+    assert values.dtype == dtype
+
+
+def test_what_travels_in_another_dtype_is_summed_in_that_of_the_model() -> None:
+    """1 + 2**-9 is 1 in bfloat16: the sum must not be rounded to it on the way."""
+    items = contributions([[1.0] * 4, [2.0**-8] * 4], [1, 1], torch.bfloat16)
+    assert reduced(items, torch.float32).tolist() == [(1 + 2.0**-8) / 2] * 4
+
+
+def test_contributions_are_left_as_they_are() -> None:
+    items = contributions([[1, 2, 3, 4], [5, 6, 7, 8]], [1, 3])
+    reduced(items)
+    assert [item.gradient.tolist() for item in items] == [[1, 2, 3, 4], [5, 6, 7, 8]]
+
+
+@pytest.mark.parametrize(
+    ("absent", "expected"),
+    [
+        ([{1, 2}, {2, 3}, {2}], {2}),
+        ([{1}, set(), {1}], set()),
+        ([{0, 1}], {0, 1}),
+        ([set(), set()], set()),
+    ],
+)
+def test_a_parameter_is_absent_where_no_replica_has_it(
+    absent: list[set[int]], expected: set[int]
+) -> None:
+    items = [
+        Contribution(replica, 1, torch.zeros(4), torch.empty(0), frozenset(numbers))
+        for replica, numbers in enumerate(absent)
+    ]
+    assert reduce_gradients(GRADIENT, items, torch.empty(4)).absent == frozenset(expected)
+
+
+# Tables: rows of the replicas are added up, each row in replica order
+
+TABLE = plan_of(Piece(0, "parameter", 0, 24, (8, 3), True))
+
+
+def with_rows(replica: int, weight: float, rows: list[int], seed: int) -> Contribution:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(len(rows), 3, generator=generator)
+    tables = {0: (torch.tensor(rows, dtype=torch.int64), values)}
+    return Contribution(replica, weight, torch.empty(0), torch.empty(0), tables=tables)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(
+        st.tuples(st.sets(st.integers(0, 7)), st.integers(0, 9)), min_size=1, max_size=5
+    ).filter(lambda parts: any(weight for _, weight in parts)),
+    st.randoms(use_true_random=False),
+)
+def test_rows_add_up_as_the_whole_table_would(
+    parts: list[tuple[set[int], int]], random: object
+) -> None:
+    items = [with_rows(i, weight, sorted(rows), i) for i, (rows, weight) in enumerate(parts)]
+    arrived = list(items)
+    random.shuffle(arrived)  # type: ignore[attr-defined]
+    numbers, values = reduce_gradients(TABLE, arrived, torch.empty(0)).tables[0]
+    assert numbers.tolist() == sorted(set().union(*[rows for rows, _ in parts]))
+    total, whole = sum(weight for _, weight in parts), torch.zeros(8, 3)
+    for item in items:
+        rows, mine = item.tables[0]
+        whole[rows] = whole[rows].add(mine, alpha=item.weight / total)
+    assert bits(values) == bits(whole[numbers])
+
+
+def test_a_table_that_no_replica_touched_has_no_rows() -> None:
+    item = Contribution(0, 1, torch.empty(0), torch.empty(0), frozenset({0}))
+    assert reduce_gradients(TABLE, [item], torch.empty(0)).tables == {}
