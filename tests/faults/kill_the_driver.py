@@ -87,7 +87,7 @@ def main() -> None:
     if given["hold"]:
         CheckpointStore.commit = held
     with session(given["master"]) as spark:
-        run = trainer(Path(given["folder"]), given["engine"], told)
+        run = trainer(Path(given["checkpoints"]), given["engine"], told)
         trained = run.fit(frame(spark), resume="latest")
     answer({"digest": digest(trained.module), "losses": trained.history.losses})
 

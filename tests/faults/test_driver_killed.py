@@ -33,7 +33,13 @@ def undisturbed(spark):
 def run(folder: Path, engine: str, hold: int = 0, master: str = "local[2]") -> dict:
     told, checkpoints = str(folder / "told"), str(folder / "checkpoints")
     return launch(
-        SCRIPT, folder, master=master, folder=checkpoints, told=told, engine=engine, hold=hold
+        SCRIPT,
+        folder,
+        master=master,
+        checkpoints=checkpoints,
+        told=told,
+        engine=engine,
+        hold=hold,
     )
 
 
