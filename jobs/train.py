@@ -23,7 +23,6 @@ from jobs.resuming import LATEST, config_file, resume_point
 from jobs.run_folder import RunFolder, models_of
 from jobs.sections import Config
 from sparkdl import summaries
-from sparkdl.train.validation import best_of
 
 
 def main() -> None:
@@ -132,7 +131,7 @@ def summarize(
         **{f"validation {name}": value for name, value in state.metrics.items()},
     }
     if trained.best is not None and config.validation is not None and config.validation.best:
-        best = best_of(state, config.validation.best)
+        best = state.best
         if best is not None:
             found["best epoch"] = best.epoch
     return found

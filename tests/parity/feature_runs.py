@@ -30,6 +30,7 @@ from sparkdl.replica.flat import Layout, layout_of
 from sparkdl.replica.recipe import Recipe
 from sparkdl.step.compute import to_tensors
 from sparkdl.train import fit as fit_module
+from sparkdl.train import placing as placing_module
 from sparkdl.train.local import LocalEngine
 
 WIDTH, CLASSES, BATCH_SIZE, ITERATIONS = 6, 3, 8, 9
@@ -201,7 +202,7 @@ def fit_here(trainer: sparkdl.Trainer, parts: Parts, **how: Any) -> Seen:
     with (
         mock.patch.object(fit_module, "context_of", return_value=NoCluster()),
         mock.patch.object(fit_module, "tell_what_costs_speed"),
-        mock.patch.object(fit_module, "materialize_here", _handed_over),
+        mock.patch.object(placing_module, "materialize_here", _handed_over),
         mock.patch.object(LocalEngine, "step", step),
     ):
         seen.trained = trainer.fit(parts, **how)
