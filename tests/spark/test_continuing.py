@@ -135,16 +135,16 @@ def test_what_start_cannot_be(frame):
     )
     sgd = trainer(optimizer=partial(torch.optim.SGD, lr=0.1))
     assert mistake(lambda: sgd.fit(df, start=kept)) == (
-        "the optimizer's state in start= does not fit: the optimizer is SGD here and Adam in start. "
-        "To begin with its weights alone, pass optimizer_state=False."
+        "the optimizer state of start= does not fit: the optimizer is SGD here and Adam in start. "
+        "Pass optimizer_state=False to go on with the weights alone."
     )
     sgd.fit(df, start=kept, optimizer_state=False)
     frozen = trainer(freeze=["0"])
     assert mistake(lambda: frozen.fit(df, start=kept)) == (
-        "the optimizer's state in start= does not fit: "
+        "the optimizer state of start= does not fit: "
         'parameter "0.weight" of start is not in this model; '
         'parameter "0.bias" of start is not in this model. '
-        "To begin with its weights alone, pass optimizer_state=False."
+        "Pass optimizer_state=False to go on with the weights alone."
     )
     trained = frozen.fit(df, start=kept, optimizer_state=False)
     for name in ("0.weight", "0.bias"):
