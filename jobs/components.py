@@ -31,7 +31,7 @@ class Component:
         """From a name, or a mapping with the name under ``use`` and the arguments beside it."""
         if isinstance(value, str):
             return Component(value)
-        if isinstance(value, dict) and isinstance(value.get("use"), str):
+        if _is_named(value):
             return Component(value["use"], {k: v for k, v in value.items() if k != "use"})
         raise ParameterError("give module:name, or a mapping with it under use.")
 
@@ -40,10 +40,29 @@ class Component:
         return {"use": self.use, **self.arguments}
 
     def resolve(self) -> Callable[..., Any]:
-        """What the name stands for, with the arguments bound to it. Raises ParameterError."""
+        """What the name stands for, with the arguments bound to it. Raises ParameterError.
+
+        An argument that is itself a mapping with ``use`` is what that names.
+        """
         found = find(self.use)
         _check_arguments(self.use, found, self.arguments)
-        return functools.partial(found, **self.arguments) if self.arguments else found
+        arguments = {
+            name: Component.of(value).resolve() if _is_named(value) else value
+            for name, value in self.arguments.items()
+        }
+        return functools.partial(found, **arguments) if arguments else found
+
+    def make(self) -> Any:
+        """What calling it gives. Raises ParameterError."""
+        found = self.resolve()
+        try:
+            return found()
+        except ParameterError:
+            raise
+        except Exception as error:
+            raise ParameterError(
+                f'"{self.use}" cannot be made ({type(error).__name__}: {error}).'
+            ) from error
 
     def resolve_loss(self) -> Callable[..., Any]:
         """Likewise; a class, such as ``torch.nn:CrossEntropyLoss``, becomes an instance."""
@@ -51,12 +70,8 @@ class Component:
         inner = found.func if isinstance(found, functools.partial) else found
         if not isinstance(inner, type):
             return found
-        try:
-            return found()
-        except Exception as error:
-            raise ParameterError(
-                f'"{self.use}" cannot be made ({type(error).__name__}: {error}).'
-            ) from error
+        made: Callable[..., Any] = self.make()
+        return made
 
     def is_torch_loss(self) -> bool:
         """A loss of ``torch.nn``: naming it can run no other code."""
@@ -73,6 +88,10 @@ class Component:
                 found.__module__ == module
             )
         return False
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("use"), str)
 
 
 def find(use: str) -> Any:

@@ -7,91 +7,17 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from jobs.components import Component
+from jobs.sections import Config
 from sparkdl import ParameterError
 from sparkdl.errors import nearest, raise_all
 
 REDACTED = "[redacted]"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SparkSection:
-    """The session."""
-
-    master: str | None = None
-    """Used where ``spark-submit`` gives none; null: all cores of this machine."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """Any Spark settings, also those of sparkdl."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataSection:
-    """Where the samples are."""
-
-    train: str
-    """Path of the training data."""
-    test: str | None = None
-    """Path of held-out data, to evaluate on after training."""
-    format: str = "parquet"
-    """Any format that ``spark.read`` knows."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Options of ``spark.read``."""
-    prepare: str | None = None
-    """A known data set to write to ``train`` and ``test`` where these do not exist."""
-    features: str | list[str] = "features"
-    """Input column, or a list of them."""
-    label: str | list[str] | None = "label"
-    """Label column, a list of them, or null."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingSection:
-    """How long, in what batches, by how many."""
-
-    epochs: int = 10
-    """Passes over the training data."""
-    max_iterations: int | None = None
-    """Stop after so many iterations, if that comes first."""
-    batch_size: int = 256
-    """The global batch: samples of all replicas together."""
-    replicas: int | None = None
-    """Copies of the model; null: the cluster's task slots."""
-    slices: int | None = None
-    """Parts of the parameter vector; null: as many as replicas."""
-    engine: str = "shuffle"
-    """shuffle, or local for debugging."""
-    seed: int = 0
-    """Of the weights, the shuffling and dropout."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Everything that a training job is told."""
-
-    name: str = "run"
-    """The run folder is ``<runs>/<name>-<time>``."""
-    runs: str = "runs"
-    """Where run folders go."""
-    data: DataSection
-    model: Component
-    loss: Component
-    optimizer: Component
-    schedule: Component | None = None
-    """Learning-rate schedule; an argument ``iterations`` stands for their number."""
-    training: TrainingSection = TrainingSection()
-    metrics: list[str] = field(default_factory=list)
-    """Computed on the test data, beside the loss."""
-    spark: SparkSection = SparkSection()
-
-    def content(self) -> dict[str, Any]:
-        """As plain values, defaults included: what :func:`parse` reads."""
-        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
 
 def read_config(path: str | Path, changes: Sequence[str] = ()) -> Config:
@@ -157,7 +83,7 @@ def parse(content: dict[str, Any]) -> Config:
 
 
 # Mappings whose keys hold dots of their own.
-_FLAT = {("spark", "settings"), ("data", "options")}
+_FLAT = {("spark", "settings"), ("data", "options"), ("gradients", "l1"), ("gradients", "l2")}
 
 _WANTED = {
     str: "text",
@@ -189,35 +115,70 @@ def _section(kind: type[Any], content: Any, prefix: str, problems: list[str]) ->
 
 
 def _value(hint: Any, value: Any, key: str, problems: list[str]) -> Any:
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None and type(None) in options:
-        return None
-    if Component in options:
-        try:
-            return Component.of(value)
-        except ParameterError as error:
-            problems.append(f"{key}: {error}")
-            return None
-    if dataclasses.is_dataclass(hint):
-        return _section(hint, {} if value is None else value, f"{key}.", problems)
-    for option in options:
-        origin = typing.get_origin(option) or option
-        if origin is dict and isinstance(value, (dict, type(None))):
-            return dict(value or {})
-        if origin is list and isinstance(value, list) and all(isinstance(v, str) for v in value):
-            return value
-        if isinstance(origin, type) and type(value) is origin and origin is not list:
-            return value
-    wanted = " or ".join(_shown(option) for option in options)
-    quote = f" (quote it: '{value}')" if str in options and isinstance(value, (int, float)) else ""
-    problems.append(f"{key}: give {wanted}, not {_shown(type(value))}{quote}.")
+    section = _section_of(hint)
+    if section is not None and not (value is None and type(None) in _options(hint)):
+        return _section(section, {} if value is None else value, f"{key}.", problems)
+    try:
+        return _converted(hint, value)
+    except ParameterError as error:
+        problems.append(f"{key}: {error}")
+    except TypeError:
+        options = _options(hint)
+        wanted = " or ".join(_shown(option) for option in options)
+        number = isinstance(value, (int, float)) and str in options
+        quote = f" (quote it: '{value}')" if number else ""
+        problems.append(f"{key}: give {wanted}, not {_shown(type(value))}{quote}.")
     return None
 
 
+def _options(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def _section_of(hint: Any) -> Any:
+    """The section that ``hint`` stands for, which may be optional; None for a value."""
+    found = [o for o in _options(hint) if dataclasses.is_dataclass(o) and o is not Component]
+    return found[0] if found else None
+
+
+def _converted(hint: Any, value: Any) -> Any:
+    """``value`` as the first type of ``hint`` that takes it.
+
+    Raises TypeError where none does, ParameterError for what is no component.
+    """
+    if value is None and type(None) in _options(hint):
+        return None
+    failure: ParameterError | TypeError = TypeError(hint)
+    for option in _options(hint):
+        try:
+            return _as(option, value)
+        except ParameterError as error:
+            failure = error if isinstance(failure, TypeError) else failure
+        except TypeError:
+            continue
+    raise failure
+
+
+def _as(kind: Any, value: Any) -> Any:
+    origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if kind is Component:
+        return Component.of(value)
+    if origin is dict and isinstance(value, (dict, type(None))):
+        return {name: _converted(inner[1], entry) for name, entry in (value or {}).items()}
+    if origin is list and isinstance(value, list):
+        return [_converted(inner[0], entry) for entry in value]
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is Any or type(value) is kind:
+        return value
+    raise TypeError(kind)
+
+
 def _shown(kind: Any) -> str:
-    origin = typing.get_origin(kind) or kind
+    origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
     if origin is list:
-        return "a list of texts" if typing.get_args(kind) else "a list"
+        what = {str: " of texts", float: " of numbers"}.get(inner[0] if inner else None, "")
+        return f"a list{what}"
     if origin is dict:
         return "a mapping"
     return _WANTED.get(origin, f"a {getattr(origin, '__name__', origin)}")
@@ -226,24 +187,16 @@ def _shown(kind: Any) -> str:
 def _elsewhere(key: str) -> str:
     """Where a key would be right that stands in a wrong section."""
     for name, hint in typing.get_type_hints(Config).items():
-        if dataclasses.is_dataclass(hint) and hint is not Component:
-            close = nearest(key, typing.get_type_hints(hint))
-            if close:
-                return close.replace('"', f'"{name}.', 1)
+        section = _section_of(hint)
+        close = section and nearest(key, typing.get_type_hints(section))
+        if close:
+            return close.replace('"', f'"{name}.', 1)
     return ""
 
 
 def _is_component(path: Sequence[str]) -> bool:
     hint = typing.get_type_hints(Config).get(path[0]) if len(path) == 1 else None
-    return Component in (hint, *typing.get_args(hint))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Component):
-        return value.content()
-    if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    return value
+    return Component in _options(hint)
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:

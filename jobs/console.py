@@ -22,7 +22,7 @@ def run(job: Callable[[], None]) -> NoReturn:
 
     try:
         job()
-    except (sparkdl.UserError, OSError) as error:
+    except (sparkdl.UserError, sparkdl.CheckpointError, OSError) as error:
         status, message = 2, str(error)
     except sparkdl.TrainingError as error:
         status, message = 1, str(error)
@@ -115,13 +115,23 @@ def _readable(value: Any) -> str:
 
 
 class EpochLines(Callback):
-    """About ten lines a run, for logs; nothing where the progress bar is drawn."""
+    """About ten lines a run, for logs; nothing where the progress bar is drawn.
+
+    ``state`` is the last one seen.
+    """
 
     def __init__(self, epochs: int, progress: str = "auto") -> None:
         self._every = max(1, -(-epochs // 10))
         self._epochs = epochs
         self._shown = progress == "auto" and not sys.stderr.isatty()
         self._losses: list[float] = []
+        self._line = ""
+        self.state = TrainState()
+
+    def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
+        self.state = state
+        if state.checkpoint is not None:
+            print(f"on from iteration {state.iteration:,}: {state.checkpoint}", flush=True)
 
     def on_epoch_start(self, trainer: Trainer, state: TrainState) -> None:
         self._losses = []
@@ -130,14 +140,23 @@ class EpochLines(Callback):
         self._losses.append(state.loss)
 
     def on_epoch_end(self, trainer: Trainer, state: TrainState) -> None:
-        if self._shown and (state.epoch % self._every == 0 or state.epoch == self._epochs):
-            loss = sum(self._losses) / len(self._losses)
-            rate = state.samples / state.seconds
-            print(
-                f"epoch {state.epoch:>3}/{self._epochs}   loss {loss:<8.4g}   "
-                f"{rate:,.0f} samples/s",
-                flush=True,
-            )
+        loss = sum(self._losses) / len(self._losses)
+        self._line = f"epoch {state.epoch:>3}/{self._epochs}   loss {loss:<8.4g}   "
+        if state.validations and state.validations[-1].iteration == state.iteration:
+            found = [f"{name} {value:<7.4g}" for name, value in state.metrics.items()]
+            self._line += f"validation {' '.join(found)}  "
+        self._line += f"{state.samples / state.seconds:,.0f} samples/s"
+        if state.epoch % self._every == 0:
+            self._show()
+
+    def on_fit_end(self, trainer: Trainer, state: TrainState) -> None:
+        self.state = state
+        self._show()
+
+    def _show(self) -> None:
+        if self._shown and self._line:
+            print(self._line, flush=True)
+        self._line = ""
 
 
 def read_options(pairs: list[str]) -> dict[str, str]:

@@ -6,13 +6,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.config import DataSection
+from jobs.sections import DataSection
 from sparkdl import ParameterError
 from sparkdl.errors import nearest
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+_SHARES = 1 << 20
 _DEFAULTS = {"csv": {"header": "true", "inferSchema": "true"}}
 
 
@@ -20,6 +21,21 @@ def read(spark: SparkSession, path: str, format: str, options: dict[str, Any]) -
     """The data at ``path``; a CSV has a header and typed columns unless ``options`` differ."""
     options = {**_DEFAULTS.get(format, {}), **options}
     return spark.read.format(format).options(**options).load(path)
+
+
+def split(data: DataFrame, share: float, seed: int) -> tuple[DataFrame, DataFrame]:
+    """``data`` without about ``share`` of its rows, and these.
+
+    Which rows is decided by a hash of their content and the seed, so it is the same wherever and
+    however often the data is read, on any number of cores; equal rows stay together.
+    """
+    from pyspark.sql import functions as f
+    from pyspark.sql.types import MapType
+
+    columns = [x.name for x in data.schema.fields if not isinstance(x.dataType, MapType)]
+    quoted = [f.col("`" + name.replace("`", "``") + "`") for name in columns]
+    held = f.pmod(f.xxhash64(f.lit(seed), *quoted), f.lit(_SHARES)) < round(share * _SHARES)
+    return data.where(~held), data.where(held)
 
 
 def prepare(data: DataSection) -> None:

@@ -1,4 +1,4 @@
-"""The folder of a run: its configuration, history, loss curve and model."""
+"""The folder of a run: its configuration, history, curves and models."""
 
 from __future__ import annotations
 
@@ -19,8 +19,16 @@ from typing import Any
 
 import yaml
 
-from jobs.config import REDACTED, Config
-from sparkdl import History, ParameterError, TrainedModel, UserError, __version__
+from jobs.config import REDACTED
+from jobs.sections import Config
+from sparkdl import (
+    CheckpointError,
+    History,
+    ParameterError,
+    TrainedModel,
+    UserError,
+    __version__,
+)
 
 # A key whose value is a secret; a number only where it is not a size, such as max_tokens.
 _KEY = r"(access|account|api|encryption|private|shared)[._-]?key|(^|[._-])(key|token)$"
@@ -38,7 +46,10 @@ class RunFolder:
     @staticmethod
     @contextlib.contextmanager
     def create(runs: str, name: str) -> Iterator[RunFolder]:
-        """Make the folder; take it away again where a mistake of the user ends the block."""
+        """Make the folder; take it away again where a mistake of the user ends the block.
+
+        Unless it holds a checkpoint by then.
+        """
         if not re.fullmatch(r"[\w][\w.+-]*", name):
             raise ParameterError(f'name: "{name}" cannot be part of a folder name.')
         stamp = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -54,8 +65,9 @@ class RunFolder:
                 path = Path(runs) / f"{stamp}-{number}"
         try:
             yield RunFolder(path)
-        except UserError:
-            shutil.rmtree(path)
+        except (UserError, CheckpointError):
+            if not any(path.glob("checkpoints/*/manifest.json")):
+                shutil.rmtree(path)
             raise
 
     def write_config(self, config: Config) -> None:
@@ -72,20 +84,30 @@ class RunFolder:
         )
 
     def write_training(self, trained: TrainedModel) -> None:
-        """``model/``, ``history.json`` and ``loss.png``."""
-        trained.save(self.path / "model")
-        trained.history.save(self.path / "history.json")
-        draw_losses(trained.history, self.path / "loss.png")
+        """``model/``, ``best/`` and ``ema/`` where there are such, the history and its curves."""
+        for name, one in models_of(trained).items():
+            one.save(self.path / name)
+        for suffix in ("json", "csv"):
+            trained.history.save(self.path / f"history.{suffix}")
+        draw_curves(trained.history, self.path / "curves.png")
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """``summary.json``."""
         (self.path / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
 
 
+def models_of(trained: TrainedModel) -> dict[str, TrainedModel]:
+    """By the folder's name: the last, that of the best validation, the moving average."""
+    found = {"model": trained, "best": trained.best, "ema": trained.ema}
+    return {name: one for name, one in found.items() if one is not None}
+
+
 def redacted(value: Any, key: str = "") -> Any:
     """``value`` with what stands under secret-looking keys, and passwords in URLs, replaced."""
     if isinstance(value, dict):
-        return {k: redacted(v, f"{key}.{k}") for k, v in value.items()}
+        if key == ".data.columns":  # a column may well be named "tokens"
+            return {k: redacted(v, "") for k, v in value.items()}
+        return {k: v if k == "use" else redacted(v, f"{key}.{k}") for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [redacted(v, key) for v in value]
     if isinstance(value, str):
@@ -117,8 +139,8 @@ def find_model(path: str | Path) -> tuple[Path, Path | None]:
     raise FileNotFoundError(f"{given} is neither a run folder nor a model (no model.json in it).")
 
 
-def draw_losses(history: History, path: Path) -> None:
-    """``loss.png``; matplotlib says nothing about its fonts."""
+def draw_curves(history: History, path: Path) -> None:
+    """``curves.png``; matplotlib says nothing about its fonts."""
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     from sparkdl.summaries import plot_history
 

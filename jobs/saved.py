@@ -16,11 +16,11 @@ from jobs.run_folder import find_model
 
 @dataclass(frozen=True)
 class Saved:
-    """A loaded model, the folder it is in, and the metrics of its run."""
+    """A loaded model, the folder for what is found out about it, and the metrics of its run."""
 
     trained: sparkdl.TrainedModel
     folder: Path
-    metrics: list[str] = field(default_factory=list)
+    metrics: list[Any] = field(default_factory=list)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +56,19 @@ def load(
     )
     for module in trained.module.modules():
         ship(type(module).__module__)
-    return Saved(trained, run or model, config.get("metrics") or [])
+    # best/ and ema/ of a run are written into themselves, what is of its model into the run
+    folder = run if run is not None and model.name == "model" else model
+    return Saved(trained, folder, _metrics(config, trust))
+
+
+def _metrics(config: dict[str, Any], trust: bool) -> list[Any]:
+    """Those of the run; what a component makes, which is code of the folder's choice, with trust."""
+    found = config.get("metrics") or []
+    return [
+        Component.of(m).make() if isinstance(m, dict) else m
+        for m in found
+        if trust or isinstance(m, str)
+    ]
 
 
 def _loss(

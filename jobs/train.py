@@ -1,15 +1,15 @@
 """Train a model as a YAML file says: ``spark-submit jobs/train.py --config conf/digits.yaml``.
 
-Writes a new folder, ``runs/<name>-<time>``: config.yaml, history.json, loss.png, summary.json and
-model/. Any key can be changed on the command line: ``--set training.epochs=5 --set model.width=16``.
+Writes a new folder, ``runs/<name>-<time>``: config.yaml, history.json and .csv, curves.png,
+summary.json, model/ (the last), best/ (of the best validation), ema/, checkpoints/. Any key can be
+changed on the command line: ``--set training.epochs=5 --set model.width=16``. ``--resume`` goes on
+from the checkpoints of an earlier run, in a new folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,119 +17,124 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to import `jobs` from anywhere
 
 import sparkdl
-from jobs import console, datasets
-from jobs.components import Component
-from jobs.config import Config, read_config
-from jobs.run_folder import RunFolder
-from sparkdl.errors import raise_all
+from jobs import building, console, datasets
+from jobs.config import read_config
+from jobs.resuming import LATEST, config_file, resume_point
+from jobs.run_folder import RunFolder, models_of
+from jobs.sections import Config
+from sparkdl import summaries
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="train.py", description="Train a model as a YAML file says."
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help="the YAML file")
+    parser.add_argument(
+        "--config", metavar="FILE",
+        help="the YAML file; default: that of the run folder to resume",
+    )  # fmt: skip
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE",
         help="change a key of the file, such as training.epochs=5; may be repeated",
     )  # fmt: skip
+    parser.add_argument(
+        "--resume", metavar="latest|PATH",
+        help="go on from a run folder, a checkpoint, or the latest run of this name",
+    )  # fmt: skip
     arguments = parser.parse_args()
-    config = read_config(arguments.config, arguments.set)
-    trainer = trainer_of(config)
+    config = read_config(config_file(arguments.config, arguments.resume), arguments.set)
+    trainer = building.trainer_of(config)
+    resume = arguments.resume and resume_point(arguments.resume, config)
     datasets.prepare(config.data)
     with console.session(f"train {config.name}", config.spark.master, config.spark.settings) as s:
-        train(s, config, trainer)
+        if arguments.resume == LATEST and resume is None:
+            print(f"no run of {config.name} to go on from: from the beginning")
+        train(s, config, trainer, resume)
 
 
-def trainer_of(config: Config) -> sparkdl.Trainer:
-    """The trainer that ``config`` describes, without its schedule, whose length the data sets."""
-    found: dict[str, Any] = {}
-    problems = []
-    for name in ("model", "loss", "optimizer", "schedule"):
-        component = getattr(config, name)
-        if component is not None:
-            try:
-                resolve = component.resolve_loss if name == "loss" else component.resolve
-                found[name] = resolve()
-            except sparkdl.ParameterError as error:
-                problems.append(f"{name}: {error}")
-    training = config.training
-    for name in ("epochs", "max_iterations"):
-        value = getattr(training, name)
-        if value is not None and value < 1:
-            problems.append(f"training.{name}={value}: give a whole number of at least 1.")
-    raise_all(sparkdl.ParameterError, problems)
-    stop = sparkdl.max_epoch(training.epochs)
-    if training.max_iterations is not None:
-        stop = stop | sparkdl.max_iteration(training.max_iterations)
-    return sparkdl.Trainer(
-        model=found["model"],
-        loss=found["loss"],
-        optimizer=found["optimizer"],
-        features=config.data.features,
-        label=config.data.label,
-        batch_size=training.batch_size,
-        replicas=training.replicas,
-        slices=training.slices,
-        engine=training.engine,
-        stop=stop,
-        seed=training.seed,
-    )
-
-
-def train(spark: Any, config: Config, trainer: sparkdl.Trainer) -> None:
+def train(spark: Any, config: Config, trainer: sparkdl.Trainer, resume: str | None = None) -> None:
     """Train, write the run folder, evaluate, and say how it went."""
     data = config.data
-    samples = datasets.read(spark, data.train, data.format, data.options)
+    samples, held = read_samples(spark, config)
     test = data.test and datasets.read(spark, data.test, data.format, data.options)
     count = samples.count()
-    iterations = config.training.epochs * math.ceil(count / trainer.batch_size)
-    iterations = max(1, min(iterations, config.training.max_iterations or iterations))
-    trainer = dataclasses.replace(
-        trainer,
-        schedule=config.schedule and schedule_of(config.schedule, iterations),
-        callbacks=[
-            console.EpochLines(
-                config.training.epochs, spark.conf.get("spark.sparkdl.progress", "auto")
-            )
-        ],
+    batch = trainer.batch_size * trainer.local_steps
+    iterations = building.training_iterations(config.training, batch, count)
+    lines = console.EpochLines(
+        config.training.epochs, spark.conf.get("spark.sparkdl.progress", "auto")
     )
     print(
-        f"{config.name}: {count:,} samples, batches of {trainer.batch_size}, "
-        f"{iterations:,} iterations on {spark.sparkContext.master}",
+        f"{config.name}: {count:,} samples{f' and {held.count():,} to validate on' if held else ''}"
+        f", batches of {trainer.batch_size}, {iterations:,} iterations "
+        f"on {spark.sparkContext.master}",
         flush=True,
     )
     with RunFolder.create(config.runs, config.name) as folder:
         folder.write_config(config)
-        trained = trainer.fit(samples)
+        trainer = dataclasses.replace(
+            trainer,
+            schedule=config.schedule and building.schedule_of(config.schedule, iterations),
+            validation=trainer.validation and dataclasses.replace(trainer.validation, data=held),
+            checkpoint=config.checkpoint and building.checkpoint_of(config.checkpoint, folder.path),
+            callbacks=[lines, *summaries_of(config, folder.path), *trainer.callbacks],
+        )
+        trained = trainer.fit(samples, resume=resume)
         folder.write_training(trained)
-        summary = summarize(trained, count)
+        summary = summarize(trained, count, lines.state, config)
         if test:
-            found = trained.evaluate(test, config.metrics)
-            summary |= {f"test {name}": value for name, value in found.items()}
+            metrics = building.metrics_of(config.metrics)
+            for which, model in models_of(trained).items():
+                prefix = "" if which == "model" else f"{which} "
+                found = model.evaluate(test, metrics)
+                summary |= {f"{prefix}test {name}": value for name, value in found.items()}
         folder.write_summary(summary)
     print(f"\n{console.table(summary)}\n\n{folder.path}")
 
 
-def schedule_of(schedule: Component, iterations: int) -> Any:
-    """A partial of the scheduler's class; the argument ``iterations`` becomes their number."""
-    arguments = {k: iterations if v == "iterations" else v for k, v in schedule.arguments.items()}
-    return functools.partial(Component(schedule.use).resolve(), **arguments)
+def read_samples(spark: Any, config: Config) -> tuple[Any, Any]:
+    """The training data and the validation data, or None."""
+    data, validation = config.data, config.validation
+    samples = datasets.read(spark, data.train, data.format, data.options)
+    if validation is None:
+        return samples, None
+    if validation.share is not None:
+        return datasets.split(samples, validation.share, config.training.seed)
+    return samples, datasets.read(spark, validation.data, data.format, data.options)
 
 
-def summarize(trained: sparkdl.TrainedModel, count: int) -> dict[str, Any]:
+def summaries_of(config: Config, folder: Path) -> list[sparkdl.Callback]:
+    """The callbacks that ``config.summaries`` asks for."""
+    section = config.summaries
+    found: list[sparkdl.Callback] = []
+    if section.csv:
+        found.append(summaries.HistoryFile(folder / "history.csv"))
+    if section.tensorboard:
+        found.append(summaries.TensorBoard(folder / "tensorboard"))
+    if section.mlflow:
+        found.append(summaries.MLflow(folder.name))
+    return found
+
+
+def summarize(
+    trained: sparkdl.TrainedModel, count: int, state: sparkdl.TrainState, config: Config
+) -> dict[str, Any]:
     """The figures of the table in the end."""
-    last = list(trained.history)[-1]
     epochs = trained.history.epochs()
-    return {
+    found = {
         "samples": count,
         "parameters": sum(p.numel() for p in trained.module.parameters()),
         "epochs": len(epochs),
         "iterations": len(trained.history),
-        "seconds": last["seconds"],
-        "samples/s": last["samples"] / last["seconds"],
+        "seconds": state.seconds,
+        "samples/s": state.samples / state.seconds,
         "train loss": epochs[-1]["loss"],
+        **{f"validation {name}": value for name, value in state.metrics.items()},
     }
+    if trained.best is not None and config.validation is not None and config.validation.best:
+        best = state.best
+        if best is not None:
+            found["best epoch"] = best.epoch
+    return found
 
 
 if __name__ == "__main__":

@@ -16,7 +16,11 @@ from typing import Any
 import pyspark
 import torch
 
+import sparkdl
+
 RESULT = "RESULT "
+PATHS = [str(Path(__file__).parent), str(Path(sparkdl.__file__).parents[1])]
+"""Of the tests' helpers, and of the very package that the tests import."""
 QUIET = {
     "spark.ui.enabled": "false",
     "spark.driver.bindAddress": "127.0.0.1",
@@ -39,7 +43,7 @@ def launch(script: Path, folder: Path, seconds: float = 550, **spec: Any) -> dic
     folder.mkdir(parents=True, exist_ok=True)
     environment = {
         **os.environ,
-        "PYTHONPATH": str(Path(__file__).parent),
+        "PYTHONPATH": os.pathsep.join(PATHS),
         "PYSPARK_PYTHON": sys.executable,
         "SPARK_LOCAL_IP": "127.0.0.1",
         "SPARK_LOCAL_DIRS": str(folder / "local"),

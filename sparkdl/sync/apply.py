@@ -56,7 +56,7 @@ def step_slice(
                 piece = pieces[number]
                 held = {name: _view(state.arrays[name], piece) for name in state.held[number]}
                 optimizer.state[tensor] = {**held, **state.others[number]}
-        if _wants_loss(type(optimizer)):
+        if _wants_loss(type(optimizer)):  # type: ignore[arg-type]
             optimizer.step(_evaluate_once(loss, type(optimizer).__name__))
         else:
             optimizer.step()

@@ -104,7 +104,10 @@ def _numbers(trainer: Trainer) -> Iterator[str]:
         value = getattr(trainer, name)
         for strength in value.values() if isinstance(value, Mapping) else (value,):
             if not (_is_number(strength) and strength >= 0):
-                yield f"{name}={value!r}: give a number >= 0, or a mapping from patterns to such."
+                yield (
+                    f"{name}={value!r}: give a number of at least 0, or a mapping of patterns to "
+                    "such."
+                )
                 break
     yield from _class_weights(trainer.class_weights)
     if isinstance(trainer.seed, bool) or not isinstance(trainer.seed, int):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparkdl.errors import ParameterError
-from sparkdl.replica.flat import layout_of
+from sparkdl.replica.recipe import weights_digest
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.state import SliceState
 from sparkdl.train.checkpoint.identity import ModelIdentity, first_few
@@ -37,6 +37,33 @@ class Carried:
 
 
 @dataclass(frozen=True)
+class KeptState:
+    """The state of every slice, packed, and what it belongs to.
+
+    ``optimizers``: their names. ``weights``: the digest of the result's module.
+    """
+
+    slices: tuple[bytes, ...]
+    model: ModelIdentity
+    optimizers: tuple[str, ...]
+    weights: str
+
+    def check(self, model: ModelIdentity, optimizers: tuple[str, ...]) -> None:
+        """Raise :class:`sparkdl.ParameterError` where it is no state of this model and optimizer."""
+        problems = first_few(model.differences(self.model, "start"))
+        if self.optimizers != optimizers:
+            problems.append(
+                f"the optimizer is {', '.join(optimizers)} here and {', '.join(self.optimizers)} "
+                "in start"
+            )
+        if problems:
+            raise ParameterError(
+                f"the optimizer state of start= does not fit: {'; '.join(problems)}. Pass "
+                "optimizer_state=False to go on with the weights alone."
+            )
+
+
+@dataclass(frozen=True)
 class PackSlice:
     """Run on the owner: its slice as bytes, in the form of a checkpoint's file."""
 
@@ -59,26 +86,8 @@ class ReadCarried:
         return recut(parts, plan, dtype)
 
 
-def check_start(start: TrainedModel, model: ModelIdentity, optimizer: str) -> None:
-    """Raise :class:`sparkdl.ParameterError` where the optimizer's state in ``start`` is of another
-    model, or of another optimizer."""
-    before = ModelIdentity.of(layout_of(start.module))
-    problems = [
-        phrase.replace("the checkpoint", "start") for phrase in first_few(model.differences(before))
-    ]
-    if start.optimizer_name != optimizer:
-        problems.append(f"the optimizer is {optimizer} here and {start.optimizer_name} in start")
-    if problems:
-        raise ParameterError(
-            f"the optimizer's state in start= does not fit: {'; '.join(problems)}. To begin with "
-            "its weights alone, pass optimizer_state=False."
-        )
-
-
-def chosen_state(
-    start: TrainedModel | None, optimizer_state: bool | None
-) -> tuple[bytes, ...] | None:
-    """The slices to begin with, where the optimizer's state is wanted and there."""
+def chosen_state(start: TrainedModel | None, optimizer_state: bool | None) -> KeptState | None:
+    """The state to begin with, where the optimizer's is wanted and there."""
     if start is None or optimizer_state is False:
         if start is None and optimizer_state is not None:
             raise ParameterError("optimizer_state= says what to do with start=: give that too.")
@@ -88,7 +97,13 @@ def chosen_state(
             "start= has no optimizer state: it is kept with Trainer(keep_optimizer_state=True) "
             "only. Train it so, or pass optimizer_state=False."
         )
-    return start.optimizer_state
+    kept = start.optimizer_state
+    if kept is not None and kept.weights != weights_digest(start.module):
+        raise ParameterError(
+            "start.module was changed after its training, so the optimizer state that was kept does "
+            "not belong to it. Pass optimizer_state=False to go on with the weights alone."
+        )
+    return kept
 
 
 def partial_fit(

@@ -5,41 +5,35 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import safetensors.torch
 import torch
 from pyspark import SparkContext
 from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.data.assemble import Assembly, input_fields, preview_batch
+from sparkdl.data.assemble import input_fields, preview_batch
 from sparkdl.data.batches import EpochPlan
-from sparkdl.data.samples import SampleSet, Source, materialize, materialize_here
-from sparkdl.errors import DataError, ParameterError
-from sparkdl.infer.metrics import resolve
+from sparkdl.data.samples import SampleSet
+from sparkdl.errors import ParameterError
 from sparkdl.infer.output import Output
-from sparkdl.infer.scoring import Scorer
-from sparkdl.infer.validate import WeightedLoss
-from sparkdl.replica.flat import FlatModule, Layout, layout_of
-from sparkdl.replica.recipe import Recipe
+from sparkdl.replica.flat import FlatModule
+from sparkdl.replica.recipe import Recipe, weights_digest
 from sparkdl.replica.run import Run
 from sparkdl.session import context_of, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
-from sparkdl.sync.optimizer import OptimizerPlan
 from sparkdl.train.callbacks import ProgressBar
 from sparkdl.train.checkpoint.identity import ModelIdentity
 from sparkdl.train.checkpoint.store import CheckpointStore
 from sparkdl.train.checkpointing import Checkpointer, Identity
 from sparkdl.train.continuing import (
     Carried,
+    KeptState,
     PackSlice,
     ReadCarried,
     begin_batch,
-    check_start,
     chosen_state,
     history_of,
 )
@@ -47,20 +41,12 @@ from sparkdl.train.engine import AVERAGE, BEST, CURRENT, Engine, ValidationSet
 from sparkdl.train.history import History
 from sparkdl.train.local import LocalEngine
 from sparkdl.train.loop import Stage, train
-from sparkdl.train.probe import (
-    build_model,
-    check_columns,
-    check_policy,
-    check_scorer,
-    check_single_rows,
-    pickled,
-    plan_optimizer,
-    try_model,
-)
+from sparkdl.train.placing import assembly, place, source, validation_set
+from sparkdl.train.prepare import Prepared, prepare
+from sparkdl.train.probe import check_scorer, check_single_rows, try_model
 from sparkdl.train.progress import first_state
 from sparkdl.train.resources import Resources
 from sparkdl.train.resuming import Resuming
-from sparkdl.train.schedule import Schedule
 from sparkdl.train.shuffle import ShuffleEngine
 from sparkdl.train.state import TrainState
 from sparkdl.train.trained import TrainedModel
@@ -69,6 +55,7 @@ from sparkdl.train.triggers import MaxEpoch
 from sparkdl.train.validation import Validator
 
 INLINE_BYTES = 1 << 20
+"""State to begin with that is larger is broadcast."""
 
 
 def fit(
@@ -83,8 +70,8 @@ def fit(
         raise ParameterError(
             "resume= and start= exclude each other: a resumed run has its weights."
         )
-    slices = chosen_state(start, optimizer_state)
-    return run(trainer, data, resume=resume, start=start, slices=slices).trained
+    kept = chosen_state(start, optimizer_state)
+    return run(trainer, data, resume=resume, start=start, kept=kept).trained
 
 
 def run(
@@ -92,21 +79,21 @@ def run(
     data: DataFrame | RDD[Any],
     resume: str | os.PathLike[str] | None = None,
     start: TrainedModel | None = None,
-    slices: tuple[bytes, ...] | None = None,
+    kept: KeptState | None = None,
     carried: Carried | None = None,
     one_pass: bool = False,
 ) -> Carried:
     """Train; the result and where the run ended.
 
-    ``slices``: state to begin with. ``one_pass``: over the data, which are a part of what is trained
-    on. ``carried``: the pass before it.
+    ``kept``: state to begin with. ``one_pass``: over the data, which are a part of what is trained
+    on; ``carried``: the pass before it.
     """
     context = context_of(data)
     settings = settings_of(context)
     tell_what_costs_speed(context)
-    model = _prepare(trainer, start)
-    if start is not None and slices is not None:
-        check_start(start, ModelIdentity.of(model.layout), model.optimizer.name)
+    model = prepare(trainer, start)
+    if kept is not None:
+        kept.check(ModelIdentity.of(model.layout), model.optimizers)
     resuming = None if resume is None else Resuming(trainer, resume, any_data=one_pass)
     if trainer.checkpoint is not None:
         CheckpointStore(trainer.checkpoint.path).prepare()
@@ -114,25 +101,25 @@ def run(
     slab = SlabConfig.new(settings.slab_dir, context.applicationId)
     bar = ProgressBar(settings.progress)
     with Resources(context, slab) as resources, contextlib.closing(bar):
-        source = _source(trainer, data, replicas, model.float_dtype, slab)
-        samples = _materialize(trainer, source, resources)
-        validation = _validation_set(trainer, source, samples, resources)
+        training = source(trainer, data, replicas, model.float_dtype, slab)
+        samples = place(trainer, training, resources)
+        validation = validation_set(trainer, training, samples, resources)
         output = _try_out(trainer, model, samples, validation, endless=one_pass)
         engine = _engine(trainer, context, model, samples, replicas, resources)
-        identity = Identity.of(trainer, model.layout, samples.handles, [model.optimizer.name])
+        identity = Identity.of(trainer, model.layout, samples.handles, model.optimizers)
         state, history = _begin(
-            trainer, engine, identity, resuming, slices, carried, resources, anew=one_pass
+            trainer, engine, identity, resuming, kept, carried, resources, anew=one_pass
         )
         if one_pass:
-            trainer = replace_stop(trainer, state.epoch + 1)
+            trainer = replace(trainer, stop=MaxEpoch(state.epoch + 1))
         model.schedule.catch_up(state)
         stages = _stages(trainer, engine, validation, identity, history)
         state = train(
             trainer, engine, model.schedule, stages, [*trainer.callbacks, bar], state, history
         )
         flats = _weights(trainer, engine, state)
-        kept = trainer.keep_optimizer_state or one_pass
-        packed = tuple(engine.with_states(PackSlice())) if kept else None
+        wanted = trainer.keep_optimizer_state or one_pass
+        packed = tuple(engine.with_states(PackSlice())) if wanted else None
         best = BEST in flats and one_pass
         packed_best = tuple(engine.with_states(PackSlice(), BEST)) if best else None
     results = {
@@ -153,133 +140,15 @@ def run(
     }
     trained = results[CURRENT]
     trained.ema, trained.best = results.get(AVERAGE), results.get(BEST)
-    trained.optimizer_state, trained.optimizer_name = packed, model.optimizer.name
+    if packed is not None:
+        digest = weights_digest(trained.module)
+        trained.optimizer_state = KeptState(packed, identity.model, model.optimizers, digest)
     return Carried(trained, state, packed_best)
-
-
-@dataclass(frozen=True)
-class _Model:
-    """The recipe and what follows from it; ``module`` is for trying."""
-
-    recipe: Recipe
-    payload: bytes
-    module: nn.Module
-    layout: Layout
-    optimizer: OptimizerPlan
-    schedule: Schedule
-
-    @property
-    def float_dtype(self) -> str:
-        return str(self.layout.dtype).removeprefix("torch.")
-
-
-def _prepare(trainer: Trainer, start: TrainedModel | None) -> _Model:
-    """Build everything that needs no data, and find what is wrong with it."""
-    weights = _weights_file(trainer) if start is None else start.module.state_dict()
-    policy = replace(
-        trainer.policy, weighted=trainer.weight is not None or trainer.class_weights is not None
-    )
-    recipe = Recipe(
-        trainer.model,
-        trainer.loss,
-        trainer.optimizer,
-        trainer.seed,
-        policy,
-        weights,
-        trainer.strict_weights,
-        tuple(trainer.freeze),
-        tuple(trainer.unfreeze),
-        trainer.augment,
-    )
-    payload = pickled(recipe)
-    check_columns(trainer.columns)
-    module = build_model(payload)
-    layout = layout_of(module)
-    check_policy(policy, module, layout)
-    optimizer = plan_optimizer(recipe, module, trainer.slices)
-    schedule = Schedule(optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric)
-    return _Model(recipe, payload, module, layout, optimizer, schedule)
-
-
-def _weights_file(trainer: Trainer) -> Mapping[str, torch.Tensor] | None:
-    """The state_dict to start from."""
-    weights = trainer.weights
-    if weights is None or isinstance(weights, Mapping):
-        return weights
-    try:
-        return safetensors.torch.load_file(str(weights))
-    except (OSError, safetensors.SafetensorError) as error:
-        raise ParameterError(
-            f'weights="{os.fspath(weights)}" cannot be read as a safetensors file ({error}). Give '
-            "its path, or a state_dict."
-        ) from None
-
-
-def _source(
-    trainer: Trainer,
-    data: DataFrame | RDD[Any],
-    replicas: int,
-    float_dtype: str,
-    slab: SlabConfig,
-) -> Source:
-    return Source(
-        data,
-        trainer.feature_columns,
-        trainer.label_columns,
-        replicas,
-        float_dtype,
-        slab,
-        columns=trainer.columns,
-        weight=trainer.weight,
-    )
-
-
-def _materialize(trainer: Trainer, source: Source, resources: Resources) -> SampleSet:
-    if trainer.engine == "local":
-        return materialize_here(source)
-    return materialize(source, resources.persist)
-
-
-def _assembly(trainer: Trainer, samples: SampleSet, float_dtype: str) -> Assembly:
-    """How training rows become mini-batches, but for ``augment``, which travels with the recipe."""
-    return Assembly(
-        num_features=samples.num_features,
-        num_labels=samples.num_labels,
-        weighted=samples.weighted,
-        bucketing=trainer.bucketing,
-        float_dtype=float_dtype,
-        seed=trainer.seed,
-    )
-
-
-def _validation_set(
-    trainer: Trainer, training: Source, samples: SampleSet, resources: Resources
-) -> ValidationSet | None:
-    """The validation's samples, in slabs beside the training's."""
-    validation = trainer.validation
-    if validation is None:
-        return None
-    try:
-        found = _materialize(trainer, replace(training, data=validation.data), resources)
-    except DataError as error:
-        raise DataError(f"validation data: {error}") from None
-    for mine, theirs in zip(found.fields, samples.fields, strict=True):
-        if mine != theirs:
-            raise DataError(
-                f'validation data: "{mine.name}" is {mine}, in the training data {theirs}.'
-            )
-    scorer = Scorer(
-        trainer.loss,
-        tuple(resolve(validation.metrics)),
-        WeightedLoss(trainer.loss) if samples.weighted else None,
-    )
-    assembly = _assembly(trainer, samples, training.float_dtype)
-    return ValidationSet(found, scorer, assembly, validation.batch_size)
 
 
 def _try_out(
     trainer: Trainer,
-    model: _Model,
+    model: Prepared,
     samples: SampleSet,
     validation: ValidationSet | None,
     endless: bool,
@@ -288,18 +157,18 @@ def _try_out(
 
     ``endless``: ``stop`` plays no part.
     """
-    assembly = replace(_assembly(trainer, samples, model.float_dtype), augment=trainer.augment)
-    batch = preview_batch(assembly, samples.preview, augment=True)
+    how = replace(assembly(trainer, samples, model.float_dtype), augment=trainer.augment)
+    batch = preview_batch(how, samples.preview, augment=True)
     output = try_model(
         model.module,
         model.recipe,
         batch,
-        input_fields(assembly, samples.fields),
+        input_fields(how, samples.fields),
         samples.fields[samples.num_features : samples.num_features + samples.num_labels],
     )
     plan = EpochPlan(samples.counts, trainer.batch_size * trainer.local_steps)
     limit = None if endless else trainer.stop.limit(plan.num_iterations)
-    check_single_rows(model.module, batch.inputs, plan, limit)
+    check_single_rows(model.module, batch.inputs, plan, limit, trainer.policy)
     metrics = list(validation.scorer.higher_is_better) if validation else []
     model.schedule.check(limit, plan.num_iterations, metrics)
     if validation is not None:
@@ -310,7 +179,7 @@ def _try_out(
 def _engine(
     trainer: Trainer,
     context: SparkContext,
-    model: _Model,
+    model: Prepared,
     samples: SampleSet,
     replicas: int,
     resources: Resources,
@@ -322,7 +191,7 @@ def _engine(
         trainer.seed,
         replicas,
         trainer.slices or (replicas if model.optimizer.separate else 1),
-        _assembly(trainer, samples, model.float_dtype),
+        assembly(trainer, samples, model.float_dtype),
         tuple(max(1, round(trainer.batch_size * rows / total)) for rows in samples.counts),
         int(context.getConf().get("spark.task.cpus", "1") or 1),
     )
@@ -338,7 +207,7 @@ def _begin(
     engine: Engine,
     identity: Identity,
     resuming: Resuming | None,
-    slices: tuple[bytes, ...] | None,
+    kept: KeptState | None,
     carried: Carried | None,
     resources: Resources,
     anew: bool,
@@ -352,14 +221,14 @@ def _begin(
     if restored is not None:
         state = replace(restored.state, iterations_per_epoch=per_epoch)
         return begin_batch(state, per_epoch) if anew else state, restored.history
-    if carried is not None:
-        slices = carried.trained.optimizer_state
 
     def read(packed: tuple[bytes, ...]) -> ReadCarried:
         large = sum(map(len, packed)) > INLINE_BYTES and trainer.engine != "local"
         return ReadCarried(resources.broadcast(packed) if large else packed)
 
-    engine.start(None if slices is None else read(slices))
+    if carried is not None:
+        kept = carried.trained.optimizer_state
+    engine.start(None if kept is None else read(kept.slices))
     if carried is not None and carried.best is not None:
         engine.start(read(carried.best), which=BEST)
     if carried is not None:
@@ -392,11 +261,6 @@ def _weights(trainer: Trainer, engine: Engine, state: TrainState) -> dict[str, t
     if state.best is not None:
         wanted.append(BEST)
     return {which: engine.weights(which) for which in wanted}
-
-
-def replace_stop(trainer: Trainer, epochs: int) -> Trainer:
-    """The trainer with another end: one pass over what it is given."""
-    return replace(trainer, stop=MaxEpoch(epochs))
 
 
 def _with_weights(recipe: Recipe, weights: torch.Tensor) -> nn.Module:

@@ -1,11 +1,9 @@
-"""Trying the model, the loss and the optimizer on the driver before any task trains."""
+"""Trying the model, the loss and the metrics on the driver before any task trains."""
 
 from __future__ import annotations
 
-import fnmatch
-import pickle
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,132 +12,16 @@ from torch import nn
 
 from sparkdl.data.assemble import Batch, preview_batch
 from sparkdl.data.batches import EpochPlan
-from sparkdl.data.columns import Specs
 from sparkdl.data.handle import Field
-from sparkdl.errors import ModelError, nearest
+from sparkdl.errors import ModelError
 from sparkdl.infer.output import Output
 from sparkdl.infer.predictor import evaluating
-from sparkdl.replica.care import check_modules
-from sparkdl.replica.flat import Layout, layout_of
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.recipe import Recipe, seeded
 from sparkdl.step.compute import to_tensors, weigh
 from sparkdl.step.loss import NoValuePerSample, call_loss, weighted_mean
-from sparkdl.sync.optimizer import OptimizerPlan
-from sparkdl.sync.traits import SEVERAL
 from sparkdl.train.engine import ValidationSet
-
-
-def pickled(recipe: Recipe) -> bytes:
-    """The recipe as bytes. Raises :class:`ModelError` that names the part that cannot travel."""
-    from pyspark import cloudpickle
-
-    try:
-        data = cloudpickle.dumps(recipe)
-        pickle.loads(data)
-        return data
-    except Exception as error:
-        raise _cannot_travel(recipe, error) from None
-
-
-def _cannot_travel(recipe: Recipe, error: Exception) -> ModelError:
-    """Which part of the recipe it was."""
-    from pyspark import cloudpickle
-
-    culprit = "model"
-    for name in ("model", "loss", "optimizer", "augment"):
-        try:
-            pickle.loads(cloudpickle.dumps(getattr(recipe, name)))
-        except Exception as cause:
-            culprit, error = name, cause
-            break
-    remedy = (
-        "Pass a function that builds the module (model=make_model), and open files, locks, "
-        "connections and Spark sessions inside it."
-        if culprit == "model"
-        else "Use a function or class of an importable module, with no open resource in it."
-    )
-    return ModelError(
-        f"{culprit} cannot be pickled, so it cannot travel to the executors "
-        f"({type(error).__name__}: {error}). {remedy}"
-    )
-
-
-def check_columns(specs: Specs) -> None:
-    """Raise :class:`ModelError` for a column's function that cannot travel."""
-    from pyspark import cloudpickle
-
-    for name, spec in specs.items():
-        try:
-            pickle.loads(cloudpickle.dumps(spec))
-        except Exception as error:
-            raise ModelError(
-                f'the function of columns["{name}"] cannot be pickled, so it cannot travel to the '
-                f"executors ({type(error).__name__}: {error}). Use a function of an importable "
-                "module, with no open resource in it."
-            ) from None
-
-
-def build_model(payload: bytes) -> nn.Module:
-    """The module of a pickled recipe. Raises :class:`ModelError` where the user's function fails."""
-    try:
-        return pickle.loads(payload).build()
-    except ModelError:
-        raise
-    except Exception as error:
-        raise ModelError(
-            f"model() raised {type(error).__name__}: {error}. It is called without arguments; the "
-            "traceback above shows where it failed."
-        ) from error
-
-
-def plan_optimizer(recipe: Recipe, module: nn.Module, slices: int | None) -> OptimizerPlan:
-    """The recipe's optimizers on ``module``, found fit for ``slices`` (None: as many as it allows).
-
-    Raises :class:`ModelError`.
-    """
-    named = dict(module.named_parameters())
-    layout = layout_of(module)
-    parameters = [named[s.name] for s in layout.segments if s.kind == "parameter"]
-    try:
-        plan = OptimizerPlan.of(recipe, parameters, module)
-    except ModelError:
-        raise
-    except Exception as error:
-        one_kind_only = "parameters" in str(error)  # of Muon: "only supports 2D parameters"
-        raise ModelError(
-            f"the optimizer cannot be built ({type(error).__name__}: {_text(error)}). Give a "
-            "torch.optim class, a partial of one such as partial(torch.optim.Adam, lr=1e-3), or a "
-            "callable that is given the module and returns an optimizer."
-            + (f" {SEVERAL}" if one_kind_only else "")
-        ) from error
-    if slices is not None and slices > 1 and not plan.separate:
-        raise ModelError(
-            f"optimizer {plan.name} looks at all parameters together, so they must be in one "
-            f"slice, and there are {slices}: set slices=1."
-        )
-    return plan
-
-
-def check_policy(policy: Policy, module: nn.Module, layout: Layout) -> None:
-    """What a run asks for that this module cannot do. Raises :class:`ModelError`."""
-    check_modules(module, policy.activation_checkpointing)
-    tables = [segment.name for segment in layout.segments if segment.sparse]
-    if policy.local_steps > 1 and tables:
-        raise ModelError(
-            f"local_steps={policy.local_steps} needs dense gradients, and the embedding "
-            f'"{tables[0].rpartition(".")[0]}" has sparse=True: leave one of the two out.'
-        )
-    names = [s.name for s in layout.segments if s.kind == "parameter"]
-    for option in ("l1", "l2"):
-        value = getattr(policy, option)
-        for pattern in value if isinstance(value, Mapping) else ():
-            if not fnmatch.filter(names, pattern):
-                raise ModelError(
-                    f'{option}: no trainable parameter matches "{pattern}".'
-                    f"{nearest(pattern, names)} A pattern is of the whole name, such as "
-                    '"encoder.*" or "*.weight".'
-                )
+from sparkdl.train.hints import dtypes_of, input_hint, label_hint, shape_of, short, text_of
 
 
 def try_model(
@@ -170,8 +52,8 @@ def try_model(
             output = module(*inputs)
         except Exception as error:
             raise ModelError(
-                f"the model fails on the first rows ({shown}; {_dtypes(inputs)}): "
-                f"{type(error).__name__}: {_text(error)}.{_input_hint(error, inputs, inputs_are)}"
+                f"the model fails on the first rows ({shown}; {dtypes_of(inputs)}): "
+                f"{type(error).__name__}: {text_of(error)}.{input_hint(error, inputs, inputs_are)}"
             ) from error
         _check_shapes(output, targets, len(inputs[0]), labels_are)
         weights = _weights_of(batch, targets, policy, labels_are)
@@ -187,11 +69,11 @@ def try_model(
                 'torch loss, a function with reduction="none", or one that returns shape [rows].'
             ) from None
         except Exception as error:
-            labels = ", ".join(f"{list(t.shape)} {_short(t)}" for t in targets) or "no label"
+            labels = ", ".join(f"{list(t.shape)} {short(t)}" for t in targets) or "no label"
             raise ModelError(
-                f"the loss fails on output {_shape(output)} and label {labels}: "
-                f"{type(error).__name__}: {_text(error)}."
-                f"{_label_hint(error, targets, labels_are)}"
+                f"the loss fails on output {shape_of(output)} and label {labels}: "
+                f"{type(error).__name__}: {text_of(error)}."
+                f"{label_hint(error, targets, labels_are)}"
             ) from error
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             found = (
@@ -207,12 +89,12 @@ def try_model(
             value.backward()
         except RuntimeError as error:
             hint = (
-                _label_hint(error, targets, labels_are)
+                label_hint(error, targets, labels_are)
                 if "dtype" in str(error)
                 else " It must depend on the model's output through torch operations."
             )
             raise ModelError(
-                f"the loss cannot be differentiated: RuntimeError: {_text(error)}.{hint}"
+                f"the loss cannot be differentiated: RuntimeError: {text_of(error)}.{hint}"
             ) from error
         return _output_in_use(module, inputs)
 
@@ -252,9 +134,13 @@ def check_scorer(module: nn.Module, validation: ValidationSet) -> None:
 
 
 def check_single_rows(
-    module: nn.Module, inputs: Sequence[np.ndarray], plan: EpochPlan, iterations: int | None
+    module: nn.Module,
+    inputs: Sequence[np.ndarray],
+    plan: EpochPlan,
+    iterations: int | None,
+    policy: Policy,
 ) -> None:
-    """Raise :class:`ModelError` where a mini-batch would have one row and the model needs more.
+    """Raise :class:`ModelError` where a forward pass would have one row and the model needs more.
 
     Batch norm does. ``inputs``: what the model is called with; ``iterations`` is the last one of
     the run, as far as it is known.
@@ -266,17 +152,36 @@ def check_single_rows(
     except Exception as error:
         last = plan.num_iterations - 1
         for batch in (*range(min(last, _SEARCHED_BATCHES)), last):
-            single = any(stop - start == 1 for start, stop in plan.rows(batch))
+            single = any(_has_single(stop - start, policy) for start, stop in plan.rows(batch))
             if single and (iterations is None or batch < iterations):
+                cut = "".join(
+                    f", {name}={getattr(policy, name)}"
+                    for name in ("local_steps", "accumulate")
+                    if getattr(policy, name) > 1
+                )
                 raise ModelError(
-                    f"the model needs mini-batches of more than one row ({_text(error)}), and in "
+                    f"the model needs mini-batches of more than one row ({text_of(error)}), and in "
                     f"iteration {batch + 1} of each epoch a replica gets one: {plan.num_samples} "
-                    f"rows, batch_size={plan.batch_size}, replicas={len(plan.counts)}. Choose "
-                    "another batch_size or fewer replicas."
+                    f"rows, batch_size={plan.batch_size // policy.local_steps}, "
+                    f"replicas={len(plan.counts)}{cut}. Choose another batch_size or fewer replicas"
+                    f"{', or cut less' if cut else ''}."
                 ) from error
 
 
 _SEARCHED_BATCHES = 1000
+
+
+def _has_single(rows: int, policy: Policy) -> bool:
+    """Whether the rows of a replica, cut for local steps and micro-batches, leave one row alone."""
+    return any(
+        1 in _cut(part, min(policy.accumulate, part))
+        for part in _cut(rows, policy.local_steps)
+        if part
+    )
+
+
+def _cut(rows: int, count: int) -> list[int]:
+    return [rows * (i + 1) // count - rows * i // count for i in range(count)]
 
 
 def _output_in_use(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Output | None:
@@ -305,69 +210,3 @@ def _check_shapes(
             f'the output has shape {shapes[0]} and the label "{labels[0].name}" {shapes[1]} '
             f"({rows} rows): torch would broadcast them against each other; {remedy}."
         )
-
-
-def _shape(output: Any) -> str:
-    if isinstance(output, torch.Tensor):
-        return f"{list(output.shape)} {_short(output)}"
-    return type(output).__name__
-
-
-def _short(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _dtypes(tensors: Sequence[torch.Tensor]) -> str:
-    return ", ".join(_short(tensor) for tensor in tensors)
-
-
-def _text(error: Exception) -> str:
-    return str(error).rstrip(". ")
-
-
-def _range(tensor: torch.Tensor) -> str:
-    return f"from {int(tensor.min())} to {int(tensor.max())}"
-
-
-def _input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequence[Field]) -> str:
-    hints = []
-    integers = [
-        (field.name, tensor)
-        for field, tensor in zip(fields, inputs, strict=True)
-        if not tensor.is_floating_point()
-    ]
-    if integers and isinstance(error, IndexError):
-        ranges = ", ".join(f'"{name}" {_range(tensor)}' for name, tensor in integers)
-        hints.append(
-            f" The data goes in {ranges}: an embedding needs one row for each number from 0 on."
-        )
-    elif integers:
-        hints.append(
-            " Integer columns stay integers; cast a column that holds measurements: "
-            'df.withColumn(name, df[name].cast("float")) or .cast("array<float>").'
-        )
-    if len(inputs) > 1:
-        hints.append(
-            f" Each of the {len(inputs)} feature columns is an input of its own, model(a, b, ...); "
-            "for one input join them first: VectorAssembler, or functions.array(...)."
-        )
-    return "".join(hints)
-
-
-def _label_hint(error: Exception, targets: Sequence[torch.Tensor], labels: Sequence[Field]) -> str:
-    if len(targets) != 1:
-        return ""
-    name, target = labels[0].name, targets[0]
-    if target.is_floating_point():
-        what, kind = "class numbers", "long"
-    elif isinstance(error, IndexError):
-        return (
-            f' "{name}" goes {_range(target)}: give the model an output for each class from 0 on, '
-            "or number the classes anew (pyspark.ml.feature.StringIndexer)."
-        )
-    else:
-        what, kind = "measurements", "float"
-    kind = kind if target.ndim == 1 else f"array<{kind}>"
-    return (
-        f' If "{name}" holds {what}, cast it: df.withColumn("{name}", df["{name}"].cast("{kind}")).'
-    )

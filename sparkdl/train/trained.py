@@ -21,6 +21,7 @@ from sparkdl.infer.output import Output
 from sparkdl.infer.predict import Finish, predict_dataframe, predict_rdd
 from sparkdl.infer.predictor import ShippedModule
 from sparkdl.infer.scoring import Scorer
+from sparkdl.train.continuing import KeptState
 from sparkdl.train.history import History
 
 
@@ -34,10 +35,8 @@ class TrainedModel:
 
     ema: TrainedModel | None = None
     best: TrainedModel | None = None
-    optimizer_state: tuple[bytes, ...] | None = None
-    """The state of every slice, packed; with ``Trainer(keep_optimizer_state=True)``."""
-    optimizer_name: str | None = None
-    """The optimizer that it is of."""
+    optimizer_state: KeptState | None = None
+    """The state of every slice, with ``Trainer(keep_optimizer_state=True)``; it is not saved."""
 
     def __init__(
         self,

@@ -16,15 +16,18 @@ from launch import digest, launch
 from pyspark import cloudpickle
 
 import sparkdl
-from sparkdl.data.partition import PartitionWriter, SampleHandle
+from sparkdl.data.assemble import Assembly
+from sparkdl.data.handle import SampleHandle
+from sparkdl.data.partition import PartitionWriter
 from sparkdl.errors import StaleReferenceError
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.run import ReplicaHandle, Run
 from sparkdl.slab.pool import Pool, close_pool, open_pool
 from sparkdl.slab.root import SlabConfig, remove_root
-from sparkdl.step.job import ForwardBackward, PrepareReplica
+from sparkdl.step.job import AtSeats, ForwardBackward, PrepareReplica
 from sparkdl.sync.codec import decode
-from sparkdl.sync.job import PrepareOwner, RecipeSource, Synchronize, initial_state
+from sparkdl.sync.job import Synchronize
+from sparkdl.sync.owners import InitialState, PrepareOwner, RecipeSource
 from sparkdl.sync.records import SliceHandle, SliceReport, Step
 
 pytestmark = pytest.mark.faults
@@ -126,7 +129,8 @@ class Bench:
     """The task bodies of a run with 2 replicas and 3 slices, run in this process without Spark."""
 
     def __init__(self, folder: Path) -> None:
-        self.run = Run(SlabConfig.new(str(folder), "twins"), 0, 2, 3, num_features=1, threads=1)
+        slab = SlabConfig.new(str(folder), "twins")
+        self.run = Run(slab, 0, 2, 3, Assembly(num_features=1, num_labels=1), (6, 6), threads=1)
         recipe = Recipe(
             model, torch.nn.CrossEntropyLoss(), partial(torch.optim.Adam, lr=1e-2), seed=0
         )
@@ -138,9 +142,9 @@ class Bench:
             handle = ReplicaHandle(self.run, index, samples.checksum)
             (replica,) = PrepareReplica(source)(index, [pickle.dumps(handle)])
             self.seats.append((replica, pickle.dumps(samples)))
-        self.owners = [list(PrepareOwner(self.run, source)(n, [])) for n in range(3)]
+        self.owners = [list(PrepareOwner(self.run, source, 2)(n, [])) for n in range(3)]
         self.states: tuple[SliceHandle, ...] = tuple(
-            pickle.loads(next(initial_state(n, iter(self.owners[n])))).state for n in range(3)
+            pickle.loads(next(InitialState()(n, iter(self.owners[n])))).state for n in range(3)
         )
         self.step = Step(0, 0, tick=1, floor=0, rows=((0, 6), (0, 6)))
 
@@ -159,7 +163,7 @@ class Bench:
 
     def forward_backward(self, index: int) -> list[bytes]:
         """The frames of one attempt, one a slice (each sent after its address)."""
-        body = ForwardBackward(self.step, self.states)
+        body = AtSeats(ForwardBackward(self.step), self.states)
         return list(body(index, iter([self.seats[index]])))[1::2]
 
     def synchronize(self, n: int, gradients: list[bytes]) -> SliceReport:

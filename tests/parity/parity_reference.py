@@ -19,7 +19,7 @@ from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
 import sparkdl
-import sparkdl.train.fit as fit_module
+import sparkdl.train.placing as placing_module
 from sparkdl.data.batches import EpochPlan, derive_seed, permutation
 from sparkdl.data.mapped import close_partitions, open_partition
 from sparkdl.data.samples import SampleSet, Source, materialize_here
@@ -122,7 +122,7 @@ def observe(
     trainer = replace(trainer, engine=engine, stop=stop, replicas=len(data.counts))
     with (
         mock.patch.object(kind, "step", step),
-        mock.patch.object(fit_module, "materialize_here", return_value=data.samples),
+        mock.patch.object(placing_module, "materialize_here", return_value=data.samples),
     ):
         trained = trainer.fit(data.df)
     assert len(flats) == iterations

@@ -1061,7 +1061,7 @@ def test_a_bad_setting_stops_a_fit(
 ) -> None:
     bad = ContextWith(**{"spark.sparkdl.progress": "yes"})
     monkeypatch.setattr(
-        "sparkdl.train.trainer.settings_of",
+        "sparkdl.train.fit.settings_of",
         lambda context: settings_of(bad),  # type: ignore[arg-type]
     )
     fit, before = Fit(spark), num_jobs()

@@ -18,7 +18,7 @@ from pyspark import SparkContext, cloudpickle
 from torch import nn
 
 import sparkdl
-import sparkdl.train.shuffle as shuffle_engine
+import sparkdl.train.places as places
 
 pytestmark = pytest.mark.spark
 WIDTH = 8
@@ -98,14 +98,14 @@ def test_three_hundred_iterations_leave_everything_flat(spark, df):
     files, slabs = innards.files(context, "shuffle"), slab_files(context)
     census = Census(context, at={20, 100, 200, 320})
     lineage = []
-    forget = shuffle_engine.forget_shuffles
+    forget = places.forget_shuffles
 
     def noted(rdd):
         if len(census.rdds) % 50 == 0:
             lineage.append(len(rdd._jrdd.toDebugString().splitlines()))
         forget(rdd)
 
-    with mock.patch.object(shuffle_engine, "forget_shuffles", noted):
+    with mock.patch.object(places, "forget_shuffles", noted):
         trained = trainer(320, 16, census).fit(df)
 
     assert len(trained.history) == 320

@@ -18,7 +18,7 @@ from pyspark.sql.types import DoubleType, StructField, StructType, UserDefinedTy
 from torch import nn
 
 import sparkdl
-from sparkdl.data.partition import close_partitions, open_partition
+from sparkdl.data.mapped import close_partitions, open_partition
 from sparkdl.data.samples import (
     Sample,
     SampleSet,

@@ -16,7 +16,8 @@ from pyspark.core.rdd import RDD
 from torch import nn
 
 from sparkdl.data.columns import Convert, Image, Sequence
-from sparkdl.data.partition import Field, close_partitions, open_partition
+from sparkdl.data.handle import Field
+from sparkdl.data.mapped import close_partitions, open_partition
 from sparkdl.data.ragged import Padding, Ragged, concatenate
 from sparkdl.data.samples import Sample, SampleSet, Source, materialize, materialize_here
 from sparkdl.errors import DataError

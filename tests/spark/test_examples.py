@@ -25,6 +25,11 @@ LEARNED = {
     "tabular_etl": ("r2", 0.35),
     "two_inputs": ("accuracy", 0.9),
     "rdd_samples": ("accuracy", 0.93),
+    "images": ("accuracy", 0.9),
+    "sequences": ("accuracy", 0.95),
+    "streaming": ("accuracy", 0.85),
+    "fine_tuning": ("accuracy", 0.9),
+    "early_stopping": ("accuracy", 0.94),
 }
 
 

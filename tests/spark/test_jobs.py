@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pytest
 import yaml
 from pyarrow import parquet
 
+import sparkdl
+from jobs import datasets
+from jobs.sections import TrainingSection
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "conf/digits.yaml"
+TRAINING = ", ".join(f.name for f in dataclasses.fields(TrainingSection))
 
 
 @dataclass(frozen=True)
@@ -30,7 +42,10 @@ class Done:
 
 
 def job(name: str, *arguments: object, cwd: Path, submit: bool = False) -> Done:
-    """Run ``jobs/<name>.py`` in ``cwd``, with nothing of ours in the environment."""
+    """Run ``jobs/<name>.py`` in ``cwd``, with nothing of ours in the environment.
+
+    But for the place of this checkout: its workers import it, whichever one is installed.
+    """
     start = [sys.executable]
     if submit:
         start = [str(Path(sys.executable).with_name("spark-submit")), "--master", "local[1]"]
@@ -39,7 +54,7 @@ def job(name: str, *arguments: object, cwd: Path, submit: bool = False) -> Done:
         for k, v in os.environ.items()
         if not k.startswith(("SPARK_", "PYSPARK_", "PYTHONPATH"))
     }
-    environment["SPARK_LOCAL_IP"] = "127.0.0.1"
+    environment |= {"SPARK_LOCAL_IP": "127.0.0.1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*start, str(ROOT / f"jobs/{name}.py"), *map(str, arguments)],
         cwd=cwd,
@@ -63,38 +78,98 @@ def trained(work: Path) -> Path:
     done = job(
         "train", "--config", CONFIG, "--set", "training.epochs=4", "--set", "model.width=8",
         "--set", "optimizer.lr=3e-3", "--set", "schedule=null", "--set", "name=short",
+        "--set", "checkpoint.every_epochs=2", "--set", "checkpoint.keep=null",
+        "--set", "gradients.clip_norm=5", "--set", "care.ema=0.9",
+        "--set", "summaries.tensorboard=true",
         "--set", "spark.settings.spark.test.password=hunter2",
         cwd=work, submit=True,
     )  # fmt: skip
     assert done.status == 0, done.err
     assert done.err == ""
     lines = done.out.splitlines()
-    assert lines[0] == "short: 1,437 samples, batches of 64, 92 iterations on local[1]"
-    assert lines[1].startswith("epoch   1/4   loss ")
-    table = {line.rsplit("   ", 1)[0].strip() for line in lines[6:-2]}
-    assert table == {
-        "samples", "parameters", "epochs", "iterations", "seconds", "samples/s",
-        "train loss", "test loss", "test accuracy",
-    }  # fmt: skip
+    assert lines[0] == (
+        "short: 1,296 samples and 141 to validate on, batches of 64, 84 iterations on local[1]"
+    )
+    for epoch, line in enumerate(lines[1:5], start=1):
+        assert re.fullmatch(
+            rf"epoch   {epoch}/4   loss [\d.]+ +validation loss [\d.]+ +accuracy [\d.]+ +"
+            r"[\d,]+ samples/s",
+            line,
+        )
+    table = [line.rsplit("   ", 1)[0].strip() for line in lines[6:-2]]
+    assert table == [
+        "samples", "parameters", "epochs", "iterations", "seconds", "samples/s", "train loss",
+        "validation loss", "validation accuracy", "best epoch", "test loss", "test accuracy",
+        "best test loss", "best test accuracy", "ema test loss", "ema test accuracy",
+    ]  # fmt: skip
     return work / lines[-1]
 
 
 def test_the_run_folder(trained: Path, work: Path) -> None:
     assert trained.parent == work / "runs"
-    files = sorted(str(p.relative_to(trained)) for p in trained.rglob("*") if p.is_file())
-    assert [f for f in files if f != "evaluation.json"] == [
-        "config.yaml", "history.json", "loss.png", "model/history.json", "model/model.json",
-        "model/model.safetensors", "summary.json",
-    ]  # fmt: skip
-    history = json.loads((trained / "history.json").read_text())
-    assert len(history["iterations"]) == 92
-    assert len(history["epochs"]) == 4
+    kinds = {str(p.relative_to(trained)) for p in trained.iterdir()} - {"evaluation.json"}
+    assert kinds == {
+        "best", "checkpoints", "config.yaml", "curves.png", "ema", "history.csv", "history.json",
+        "model", "summary.json", "tensorboard",
+    }  # fmt: skip
+    for name in ("model", "best", "ema"):
+        found = sorted(path.name for path in (trained / name).iterdir())
+        assert found == ["history.json", "model.json", "model.safetensors"]
+    history = sparkdl.History.load(trained / "history.json")
+    assert len(history) == 84
+    assert len(history.epochs()) == 4
+    assert [record["epoch"] for record in history.validations] == [1, 2, 3, 4]
+    assert sparkdl.History.load(trained / "history.csv").losses == history.losses
     recipe = json.loads((trained / "model/model.json").read_text())["recipe"]
     assert recipe["kind"] == "name"
     assert recipe["name"] == "jobs.models:digits_convnet"
     summary = json.loads((trained / "summary.json").read_text())
-    assert summary["iterations"] == 92
+    assert summary["iterations"] == 84
     assert summary["test accuracy"] > 0.8
+    scores = [record["metrics"]["accuracy"] for record in history.validations]
+    assert summary["best epoch"] == scores.index(max(scores)) + 1
+    made = [path.name.split("-")[1] for path in sorted((trained / "checkpoints").iterdir())]
+    assert [int(iteration) for iteration in made] == [42, 84]
+    assert len(list((trained / "tensorboard").iterdir())) == 1
+
+
+def test_a_broken_run_goes_on(trained: Path, work: Path) -> None:
+    """It ends with the bits of the run that was never broken, in another engine too."""
+    broken = work / "runs/short-20200101-000000"
+    first = min((trained / "checkpoints").iterdir())
+    shutil.copytree(first, broken / "checkpoints" / first.name)
+    shutil.copy(trained / "config.yaml", broken)
+    done = job(
+        "train", "--resume", broken, "--set", "training.engine=local",
+        "--set", "spark.settings.spark.test.password=hunter2",
+        cwd=work,
+    )  # fmt: skip
+    assert (done.status, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert lines[1].startswith("on from iteration 42: ")
+    assert lines[1].endswith(first.name)
+    assert [line.split("   ")[1] for line in lines[2:4]] == ["3/4", "4/4"]
+    resumed = work / lines[-1]
+    assert resumed != broken
+    for name in ("model", "best", "ema"):
+        weights = [(run / name / "model.safetensors").read_bytes() for run in (trained, resumed)]
+        assert weights[0] == weights[1]
+    losses = [sparkdl.History.load(run / "history.json").losses for run in (trained, resumed)]
+    assert losses[0] == losses[1]
+
+
+def test_what_is_held_out_does_not_depend_on_partitions(spark: SparkSession) -> None:
+    data = spark.range(2000).selectExpr("id", "map('a', id) AS extra")
+    held = []
+    for partitions in (1, 5):
+        parts = datasets.split(data.repartition(partitions), 0.2, seed=3)
+        ids = [{row.id for row in part.select("id").collect()} for part in parts]
+        assert ids[0] | ids[1] == set(range(2000))
+        assert not ids[0] & ids[1]
+        held.append(ids[1])
+    assert held[0] == held[1]
+    assert 300 < len(held[0]) < 500
+    assert {row.id for row in datasets.split(data, 0.2, seed=4)[1].collect()} != held[0]
 
 
 def test_the_resolved_configuration(trained: Path) -> None:
@@ -108,11 +183,11 @@ def test_the_resolved_configuration(trained: Path) -> None:
     assert config["spark"]["settings"]["spark.test.password"] == "[redacted]"
 
 
-def test_the_loss_curve_is_an_image(trained: Path) -> None:
+def test_the_curves_are_an_image(trained: Path) -> None:
     from matplotlib import image
 
-    pixels = image.imread(trained / "loss.png")
-    assert pixels.shape == (540, 960, 4)
+    pixels = image.imread(trained / "curves.png")
+    assert pixels.shape == (756, 960, 4)  # loss, accuracy, learning rate
     assert pixels.std() > 0.01
 
 
@@ -199,7 +274,7 @@ def test_other_formats_and_models_of_a_file(work: Path) -> None:
         (
             ["training.epoch=3"],
             f'{CONFIG}: unknown key "training.epoch". Did you mean "training.epochs"? Known here: '
-            "epochs, max_iterations, batch_size, replicas, slices, engine, seed.",
+            f"{TRAINING}.",
         ),
         (
             ["model=jobs.models:digits_convnett", "training.epochs=0"],

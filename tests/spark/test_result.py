@@ -19,7 +19,7 @@ from pyspark.sql import functions
 from torch import nn
 
 import sparkdl
-from sparkdl.data.partition import Field
+from sparkdl.data.handle import Field
 from sparkdl.infer.output import Output
 from sparkdl.infer.predictor import INLINE_BYTES, ShippedModule
 

@@ -225,7 +225,7 @@ def test_the_progress_bar(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sparkdl.train.trainer.settings_of", lambda c: Settings(progress=mode))
+    monkeypatch.setattr("sparkdl.train.fit.settings_of", lambda c: Settings(progress=mode))
     losses = trainer(engine="local").fit(table).history.losses
     captured = capsys.readouterr()
     assert captured.out == ""

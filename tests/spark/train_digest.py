@@ -44,11 +44,12 @@ def main() -> None:
     received, roots = [], set()
     commit = ShuffleEngine._commit
 
-    def noted(self, reports, *rest):
+    def noted(self, result):
+        reports = result[0]
         received.append(sum(report.bytes_received for report in reports))
         roots.update(report.token for report in reports)
         roots.update(r.token for report in reports for r in report.replicas)
-        return commit(self, reports, *rest)
+        return commit(self, result)
 
     ShuffleEngine._commit = noted
     results = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparkdl.errors import CheckpointError, DamagedCheckpoint
+from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
 from sparkdl.replica.flat import ALIGNMENT, Layout, Segment
 from sparkdl.sync.plan import slice_plans
 from sparkdl.sync.state import SliceState
@@ -136,7 +136,7 @@ def test_one_checkpoint_can_be_opened_by_its_own_path(store: CheckpointStore) ->
 
 
 def test_a_path_without_checkpoints_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=f"no checkpoint in {tmp_path}/none"):
+    with pytest.raises(ParameterError, match=f"no checkpoint in {tmp_path}/none"):
         CheckpointStore.open(tmp_path / "none")
     (tmp_path / "notes.txt").write_text("")
     store = CheckpointStore.open(tmp_path)

@@ -1,55 +1,310 @@
-"""What a replica sends to a slice: inf and NaN in it are found, and named by their parameter."""
+"""What a replica sends: sections of fixed place, rounded to nearest, tables never dense."""
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sparkdl.replica.flat import layout_of
+from sparkdl.clock import Clock
+from sparkdl.replica.flat import ALIGNMENT
+from sparkdl.replica.live import LiveReplica
+from sparkdl.replica.policy import Policy
+from sparkdl.replica.recipe import Recipe
+from sparkdl.step.compute import MiniBatch, forward_backward, take_gradients
+from sparkdl.step.replica import Outcome, section_maps, sections_nbytes, write_sections
 from sparkdl.sync.contribution import (
     Contribution,
     SectionMap,
+    cut_rows,
     first_not_finite,
     open_section,
     section_nbytes,
-    write_gradients,
 )
-from sparkdl.sync.plan import SlicePlan, slice_plans
+from sparkdl.sync.gradient import (
+    NORM_EPSILON,
+    Reduced,
+    clip_norm,
+    clip_values,
+    reduce_gradients,
+    squared_norm,
+    strengths,
+)
+from sparkdl.sync.plan import Piece, SlicePlan, slice_plans
 
-MODEL = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7))
-LAYOUT = layout_of(MODEL)
-
-
-def sections(gradients: list[torch.Tensor]) -> list[tuple[SlicePlan, Contribution]]:
-    written = []
-    for plan in slice_plans(LAYOUT, 2):
-        section = SectionMap(torch.float32)
-        data = bytearray(section_nbytes(plan, torch.float32, section))
-        contribution = open_section(plan, torch.float32, section, memoryview(data))
-        write_gradients(LAYOUT, plan, gradients, {}, contribution)
-        written.append((plan, contribution))
-    return written
+NAMES, WIDTH = 1000, 8
 
 
-def found(gradients: list[torch.Tensor]) -> list[int]:
-    numbers = [first_not_finite(plan, section) for plan, section in sections(gradients)]
-    return [number for number in numbers if number is not None]
+class Net(nn.Module):
+    """A table among dense parameters, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.table = nn.Embedding(NAMES, WIDTH, sparse=True)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.first(self.table(x).sum(1)))
 
 
+def live_of(**policy: object) -> LiveReplica:
+    recipe = Recipe(
+        Net, lambda output: (output**2).mean() + output.sum(), torch.optim.SGD, 1, Policy(**policy)
+    )
+    return LiveReplica.of(recipe)
+
+
+def outcome_of(live: LiveReplica, rows: list[list[int]]) -> Outcome:
+    batch = MiniBatch([torch.tensor(rows)], [])
+    loss = forward_backward(live, batch, 0, 1.0, Clock())
+    return Outcome(loss, batch.weight, len(batch), take_gradients(live))
+
+
+def sections_of(live: LiveReplica, outcome: Outcome, slices: int):
+    plans = slice_plans(live.flat.layout, slices)
+    maps = section_maps(live, plans, outcome)
+    sizes = sections_nbytes(live, plans, maps)
+    memory = np.full(sum(sizes), 0xAB, np.uint8)  # a section may find anything in its memory
+    return plans, maps, sizes, write_sections(live, plans, maps, outcome, memory)
+
+
+# Tables
+
+
+@pytest.mark.parametrize("slices", [1, 3, 7])
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_bytes_follow_the_touched_rows_and_not_the_table(slices: int, wire: str) -> None:
+    live, item = live_of(wire=wire), {"fp32": 4, "bf16": 2}[wire]
+    found = {}
+    for touched in (4, 8, 64):
+        rows = np.linspace(0, NAMES - 1, touched).astype(int).reshape(-1, 2).tolist()
+        *_, sizes, _ = sections_of(live, outcome_of(live, rows), slices)
+        found[touched] = sum(sizes)
+    row = 8 + WIDTH * item
+    for less, more in ((4, 8), (8, 64)):
+        grown = found[more] - found[less]
+        assert abs(grown - (more - less) * row) <= 2 * slices * ALIGNMENT  # parts are aligned
+    assert found[64] < NAMES * WIDTH * item / 2
+
+
+@pytest.mark.parametrize("slices", [1, 2, 3, 7])
+def test_rows_of_all_slices_are_the_gradient(slices: int) -> None:
+    live = live_of()
+    outcome = outcome_of(live, [[0, 5], [5, 999], [500, 501]])
+    plans, *_, sections = sections_of(live, outcome, slices)
+    numbers, values = [], []
+    for plan, section in zip(plans, sections, strict=True):
+        for piece in plan.tables:
+            rows, gradient = section.tables[piece.number]
+            assert ((rows >= 0) & (rows < piece.shape[0])).all()
+            numbers += (rows + piece.first_row).tolist()
+            values.append(gradient)
+    assert numbers == [0, 5, 500, 501, 999]
+    (wanted,) = outcome.gradients.tables.values()
+    assert torch.equal(torch.cat(values), wanted[1])
+
+
+@settings(deadline=None, max_examples=50)
 @given(
-    number=st.integers(0, 3),
-    place=st.integers(0),
-    wrong=st.sampled_from([float("inf"), float("nan")]),
+    st.sets(st.integers(0, 99), max_size=30),
+    st.lists(st.integers(0, 100), min_size=0, max_size=4),
 )
-def test_a_wrong_element_is_found_wherever_it_is(number: int, place: int, wrong: float) -> None:
-    gradients = [torch.ones_like(p) for p in MODEL.parameters()]
-    gradients[number].view(-1)[place % gradients[number].numel()] = wrong
-    assert found(gradients) == [number]
+def test_cut_rows_gives_each_row_to_one_piece(rows: set[int], cuts: list[int]) -> None:
+    numbers = torch.tensor(sorted(rows), dtype=torch.int64)
+    values = numbers.double()[:, None] * torch.ones(1, 3)
+    bounds, found = [0, *sorted(cuts), 100], []
+    for low, high in itertools.pairwise(bounds):
+        piece = Piece(0, "parameter", 0, (high - low) * 3, (high - low, 3), True, low)
+        mine, gradient = cut_rows(piece, (numbers, values))
+        assert torch.equal(mine + low, gradient[:, 0].long())
+        assert len(mine) == 0 or 0 <= int(mine.min()) <= int(mine.max()) < high - low
+        found += (mine + low).tolist()
+    assert found == sorted(rows)
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, 3e38, -3e38])
-def test_finite_elements_are_finite_whatever_their_sum(value: float) -> None:
-    assert found([torch.full_like(p, value) for p in MODEL.parameters()]) == []
+def test_rows_add_up_in_replica_order_without_a_dense_table() -> None:
+    plan = SlicePlan(0, 0, 30, (Piece(0, "parameter", 0, 30, (10, 3), True, 0),))
+
+    def item(replica: int, weight: float, rows: list[int]) -> Contribution:
+        values = torch.tensor([[float(10 * replica + r)] * 3 for r in rows])
+        table = {0: (torch.tensor(rows), values)} if rows else {}
+        absent = frozenset() if rows else frozenset({0})
+        return Contribution(replica, weight, torch.empty(0), torch.empty(0), absent, table)
+
+    items = [item(2, 1.0, [1, 4]), item(0, 3.0, [4, 9]), item(1, 4.0, [])]
+    reduced = reduce_gradients(plan, items, torch.empty(0))
+    numbers, values = reduced.tables[0]
+    assert numbers.tolist() == [1, 4, 9]
+    assert values[:, 0].tolist() == [21 / 8, 4 * 3 / 8 + 24 / 8, 9 * 3 / 8]
+    assert reduced.absent == frozenset()
+
+
+# Dense parts
+
+
+@pytest.mark.parametrize(("wire", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize("slices", [1, 3])
+def test_gradients_are_rounded_to_nearest_and_buffers_not(wire, dtype, slices) -> None:
+    live = live_of(wire=wire)
+    outcome = outcome_of(live, [[1, 2], [3, 4], [5, 6]])
+    plans, maps, _, sections = sections_of(live, outcome, slices)
+    flat = torch.zeros(live.flat.layout.size)
+    for segment, gradient in zip(live.flat.layout.segments, outcome.gradients.dense, strict=False):
+        if gradient is not None:
+            flat[segment.start : segment.stop] = gradient.reshape(-1)
+    buffers = live.flat.buffers()
+    assert {m.wire for m in maps} == {dtype}
+    for plan, section in zip(plans, sections, strict=True):
+        assert section.gradient.dtype == dtype
+        assert section.buffers.dtype == torch.float32
+        for piece in plan.parameters:
+            if not piece.sparse:
+                start = plan.start + piece.start
+                exact = flat[start : start + piece.length]
+                assert torch.equal(section.gradient[piece.start : piece.stop], exact.to(dtype))
+        begin = plan.start + plan.buffers_start - live.flat.layout.buffers_start
+        assert torch.equal(section.buffers, buffers[begin : begin + len(section.buffers)])
+    assert not torch.equal(flat, flat.to(dtype).float())
+
+
+@pytest.mark.parametrize("slices", [1, 3])
+def test_places_without_a_gradient_are_zero_whatever_lay_there(slices: int) -> None:
+    live = live_of()
+    outcome = outcome_of(live, [[1, 2], [3, 4], [5, 6]])
+    number = [s.name for s, _ in live.flat.parameters].index("first.weight")
+    outcome.gradients.dense[number] = None
+    plans, *_, sections = sections_of(live, outcome, slices)
+    places = [
+        section.gradient[piece.start : piece.stop]
+        for plan, section in zip(plans, sections, strict=True)
+        for piece in plan.parameters
+        if piece.number == number
+    ]
+    assert sum(map(len, places)) == WIDTH * WIDTH
+    assert not torch.cat(places).any()
+    assert all(number in section.absent for section in sections)
+
+
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16])
+def test_what_was_rounded_is_summed_in_fp32(wire: torch.dtype) -> None:
+    """Where a sum in the wire's dtype would lose the small ones."""
+    plan = SlicePlan(0, 0, 2, (Piece(0, "parameter", 0, 2),))
+    values = [256.0, 1.0, 1.0, 1.0]
+    items = [
+        Contribution(m, 1.0, torch.full((2,), value, dtype=wire), torch.empty(0))
+        for m, value in enumerate(values)
+    ]
+    found = reduce_gradients(plan, items, torch.empty(2)).gradient
+    assert found.dtype == torch.float32
+    assert found.tolist() == [sum(values) / 4] * 2
+
+
+@pytest.mark.parametrize("rows", [{}, {1: 3}, {1: 0}])
+@pytest.mark.parametrize("arrays", [{}, {"exp_avg": "float32", "steps": "int64"}])
+def test_parts_begin_at_multiples_of_64_and_do_not_overlap(rows, arrays) -> None:
+    live = live_of()
+    (plan,) = slice_plans(live.flat.layout, 1)
+    table = plan.tables[0].number
+    layout = SectionMap(
+        torch.bfloat16, dict.fromkeys([table] * len(rows), next(iter(rows.values()), 0)), arrays
+    )
+    nbytes = section_nbytes(plan, torch.float32, layout)
+    memory = np.zeros(nbytes, np.uint8)
+    section = open_section(plan, torch.float32, layout, memory, replica=4, weight=2.5)
+    assert (section.replica, section.weight) == (4, 2.5)
+    parts = [section.gradient, section.buffers, *section.arrays.values()]
+    parts += [t for pair in section.tables.values() for t in pair]
+    assert set(section.arrays) == set(arrays)
+    for mark, part in enumerate(parts, start=1):
+        if part.numel():
+            assert (part.data_ptr() - memory.ctypes.data) % ALIGNMENT == 0
+            part.view(-1).view(torch.uint8).fill_(mark)
+    for mark, part in enumerate(parts, start=1):
+        assert (part.reshape(-1).view(torch.uint8) == mark).all()
+    assert nbytes % ALIGNMENT == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("where", ["first.weight", "first.bias", "table.weight", "norm.weight"])
+@pytest.mark.parametrize("slices", [1, 3])
+def test_the_first_parameter_that_is_not_finite(value, where, slices) -> None:
+    live = live_of()
+    outcome = outcome_of(live, [[1, 2], [3, 4], [5, 6]])
+    names = [s.name for s, _ in live.flat.parameters]
+    number = names.index(where)
+    if where == "table.weight":
+        outcome.gradients.tables[number][1][-1, 3] = value
+    else:
+        outcome.gradients.dense[number].view(-1)[-1] = value
+    plans, *_, sections = sections_of(live, outcome, slices)
+    found = [first_not_finite(p, s) for p, s in zip(plans, sections, strict=True)]
+    assert set(found) == ({number} if slices == 1 else {None, number})
+
+
+def test_large_finite_gradients_are_finite() -> None:
+    """Their sum overflows; they do not."""
+    plan = SlicePlan(0, 0, 4, (Piece(0, "parameter", 0, 4),))
+    big = Contribution(0, 1.0, torch.full((4,), 3e38), torch.empty(0))
+    assert first_not_finite(plan, big) is None
+
+
+# Norms
+
+
+def test_the_norm_is_torchs_and_leaves_out_padding_and_the_absent() -> None:
+    plan = SlicePlan(0, 0, 12, (Piece(0, "parameter", 0, 3), Piece(1, "parameter", 4, 4)))
+    gradient = torch.tensor([3.0, 0.0, 0.0, 99.0, 4.0, 0.0, 0.0, 0.0])
+    table = {2: (torch.tensor([0]), torch.tensor([[12.0]]))}
+    assert squared_norm(plan, Reduced(gradient)) == 25.0
+    assert squared_norm(plan, Reduced(gradient, frozenset({1}))) == 9.0
+    assert squared_norm(plan, Reduced(gradient, tables=table)) == 169.0
+
+
+@pytest.mark.parametrize(("limit", "scale"), [(1.0, 1 / (5 + NORM_EPSILON)), (5.1, 1.0)])
+def test_clip_norm_scales_tables_too(limit: float, scale: float) -> None:
+    table = {2: (torch.tensor([0]), torch.tensor([[4.0]], dtype=torch.float64))}
+    reduced = Reduced(torch.tensor([3.0], dtype=torch.float64), tables=table)
+    assert clip_norm(reduced, [9.0, 16.0], limit) == 5.0
+    assert reduced.gradient.item() == pytest.approx(3 * scale, rel=1e-15)
+    assert reduced.tables[2][1].item() == pytest.approx(4 * scale, rel=1e-15)
+
+
+def test_clip_values_clips_tables_too() -> None:
+    table = {2: (torch.tensor([0]), torch.tensor([[-4.0, 0.1]]))}
+    reduced = Reduced(torch.tensor([3.0, -0.2]), tables=table)
+    clip_values(reduced, 0.5)
+    assert reduced.gradient.tolist() == [0.5, pytest.approx(-0.2)]
+    assert reduced.tables[2][1].tolist() == [[-0.5, pytest.approx(0.1)]]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.0, {}),
+        (0.5, {"first.weight": 0.5, "first.bias": 0.5, "norm.weight": 0.5, "norm.bias": 0.5}),
+        (
+            {"*.weight": 0.1, "first.*": 0.25},
+            {"first.weight": 0.35, "first.bias": 0.25, "norm.weight": 0.1},
+        ),
+        ({"first.bias": 0.0}, {}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_strengths_by_pattern_and_never_of_tables_or_buffers(value, expected) -> None:
+    layout = live_of().flat.layout
+    found = {layout.segments[n].name: s for n, s in strengths(value, layout).items()}
+    assert found == expected
+
+
+def test_the_helper_counts_bytes_of_the_table_it_would_be() -> None:
+    """The figures above mean something: the dense table is far larger than any section."""
+    live = live_of()
+    make = partial(sections_of, live, outcome_of(live, [[1, 2], [3, 4]]))
+    assert sum(make(1)[2]) < live.flat.layout.nbytes / 10

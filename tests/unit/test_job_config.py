@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +14,10 @@ import yaml
 from jobs.components import Component, find
 from jobs.config import REDACTED, apply_change, parse, read_config
 from jobs.run_folder import RunFolder, find_model, redacted
-from sparkdl import ParameterError, UserError
+from jobs.sections import Config, TrainingSection
+from sparkdl import CheckpointError, ParameterError, UserError
 
+NAMES = ("model", "loss", "optimizer", "schedule")
 ROOT = Path(__file__).resolve().parents[2]
 SMALLEST = {
     "data": {"train": "a.parquet"},
@@ -43,11 +47,18 @@ def test_defaults_and_round_trip() -> None:
 
 
 def test_the_example_names_every_key() -> None:
-    given = yaml.safe_load((ROOT / "conf/digits.yaml").read_text())
+    text = (ROOT / "conf/digits.yaml").read_text()
+    given = yaml.safe_load(text)
     content = read_config(ROOT / "conf/digits.yaml").content()
     assert given.keys() == content.keys()
-    for section in ("data", "training", "spark"):
-        assert given[section].keys() == content[section].keys()
+    assert given["early_stopping"] is None
+    for section, value in content.items():
+        if section not in NAMES and isinstance(value, dict):
+            assert given[section].keys() == value.keys()
+    line = re.search(r"^early_stopping: null +# or (.*)$", text, re.MULTILINE)
+    assert line
+    one = parse(smallest(early_stopping=yaml.safe_load(line[1]))).content()["early_stopping"]
+    assert yaml.safe_load(line[1]).keys() == one.keys()
 
 
 @pytest.mark.parametrize(
@@ -60,6 +71,8 @@ def test_the_example_names_every_key() -> None:
         ("loss.reduction=mean", ("loss",), {"use": "torch.nn:MSELoss", "reduction": "mean"}),
         ("data.features=[a, b]", ("data", "features"), ["a", "b"]),
         ("schedule=null", ("schedule",), None),
+        ("validation.share=0.1", ("validation",), {"share": 0.1}),
+        ("gradients.l1.*.weight=1e-4", ("gradients", "l1"), {"*.weight": 1e-4}),
         ("name=a=b", ("name",), "a=b"),
         (
             "spark.settings.spark.executor.memory=2g",
@@ -83,8 +96,8 @@ def test_every_mistake_is_told_at_once(file: Path) -> None:
     ]  # fmt: skip
     with pytest.raises(ParameterError) as caught:
         read_config(file, changes)
-    top = "name, runs, data, model, loss, optimizer, schedule, training, metrics, spark"
-    training = "epochs, max_iterations, batch_size, replicas, slices, engine, seed"
+    top = ", ".join(f.name for f in dataclasses.fields(Config))
+    training = ", ".join(f.name for f in dataclasses.fields(TrainingSection))
     assert str(caught.value).splitlines() == [
         f"{file}: 6 problems:",
         f'  - unknown key "batchsize". Did you mean "training.batch_size"? Known here: {top}.',
@@ -223,6 +236,7 @@ def test_secrets_are_redacted() -> None:
         "spark.hadoop.fs.azure.account.key.me.blob.net": "k",
         "options": {"user": "me", "password": 1234, "url": "jdbc://me:pw@host/db"},
         "api_token": "t",
+        "token_embedding": {"use": "torch.optim:SGD", "lr": 0.1},
         "max_tokens": 512,
         "keep": [1, "monkey"],
         "monkey": "see",
@@ -233,11 +247,17 @@ def test_secrets_are_redacted() -> None:
         "spark.hadoop.fs.azure.account.key.me.blob.net": REDACTED,
         "options": {"user": "me", "password": REDACTED, "url": f"jdbc://me:{REDACTED}@host/db"},
         "api_token": REDACTED,
+        "token_embedding": {"use": "torch.optim:SGD", "lr": 0.1},
         "max_tokens": 512,
         "keep": [1, "monkey"],
         "monkey": "see",
         "null_password": None,
     }
+
+
+def test_names_of_columns_are_no_secrets() -> None:
+    content = {"data": {"columns": {"tokens": {"use": "sparkdl:Sequence", "mode": "L"}}}}
+    assert redacted(content) == content
 
 
 def test_a_redacted_value_must_be_given_anew() -> None:
@@ -263,6 +283,22 @@ def test_a_mistake_leaves_no_run_folder(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), RunFolder.create(str(tmp_path), "b"):
         raise RuntimeError("a fault: the folder stays")
     assert [p.name[:1] for p in tmp_path.iterdir()] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("file", "stays"), [("manifest.json", True), ("slice-00000.safetensors", False)]
+)
+def test_a_run_folder_with_a_checkpoint_stays(tmp_path: Path, file: str, stays: bool) -> None:
+    def fail() -> None:
+        with RunFolder.create(str(tmp_path), "a") as folder:
+            checkpoint = folder.path / "checkpoints" / "iteration-1"
+            checkpoint.mkdir(parents=True)
+            (checkpoint / file).write_text("{}")
+            raise CheckpointError("the disk is full")
+
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        fail()
+    assert len(list(tmp_path.iterdir())) == stays
 
 
 def test_find_model(tmp_path: Path) -> None:

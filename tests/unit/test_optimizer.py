@@ -18,7 +18,7 @@ from sparkdl.errors import ModelError
 from sparkdl.replica.optimizers import build_optimizers
 from sparkdl.replica.recipe import Recipe
 from sparkdl.sync.optimizer import OptimizerPlan
-from sparkdl.train.probe import plan_optimizer
+from sparkdl.train.recipes import plan_optimizer
 
 
 class Net(nn.Module):

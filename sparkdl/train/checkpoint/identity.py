@@ -47,24 +47,24 @@ class ModelIdentity:
             ),
         )
 
-    def differences(self, stored: ModelIdentity) -> Iterator[str]:
-        """How this model differs from the one ``stored`` in a checkpoint, a phrase each."""
+    def differences(self, stored: ModelIdentity, where: str = "the checkpoint") -> Iterator[str]:
+        """How this model differs from the one ``stored`` in ``where``, a phrase each."""
         here, there = ({t.name: t for t in m.tensors} for m in (self, stored))
         for name, one in here.items():
             other = there.get(name)
             if other is None:
-                yield f"{one} is not in the checkpoint"
+                yield f"{one} is not in {where}"
             elif one.shape != other.shape:
-                yield f"{one} is {list(one.shape)} here and {list(other.shape)} in the checkpoint"
+                yield f"{one} is {list(one.shape)} here and {list(other.shape)} in {where}"
             elif one.dtype != other.dtype:
-                yield f"{one} is {one.dtype} here and {other.dtype} in the checkpoint"
+                yield f"{one} is {one.dtype} here and {other.dtype} in {where}"
             elif one.kind != other.kind:
-                yield f'{one} is of kind "{one.kind}" here and "{other.kind}" in the checkpoint'
+                yield f'{one} is of kind "{one.kind}" here and "{other.kind}" in {where}'
         for name, other in there.items():
             if name not in here:
-                yield f"{other} of the checkpoint is not in this model"
+                yield f"{other} of {where} is not in this model"
         if self.dtype != stored.dtype:
-            yield f"the model trains in {self.dtype} here and in {stored.dtype} in the checkpoint"
+            yield f"the model trains in {self.dtype} here and in {stored.dtype} in {where}"
         if list(here) != list(there) and set(here) == set(there):
             i = next(i for i, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
             one, other = self.tensors[i], stored.tensors[i]

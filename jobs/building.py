@@ -1,0 +1,204 @@
+"""From a configuration to a trainer, before there is any data; every mistake told at once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sparkdl
+from jobs.components import Component
+from jobs.run_folder import find_model
+from jobs.sections import CheckpointSection, Config, TrainingSection, ValidationSection
+from sparkdl.errors import raise_all
+
+
+@dataclass(frozen=True)
+class EveryEpochs(sparkdl.Trigger):
+    """True at each multiple of ``epochs`` epochs."""
+
+    epochs: int
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise sparkdl.ParameterError(
+                f"every_epochs={self.epochs}: give a whole number of at least 1."
+            )
+
+    def __call__(self, previous: sparkdl.TrainState, current: sparkdl.TrainState) -> bool:
+        return current.epoch // self.epochs > previous.epoch // self.epochs
+
+
+def trainer_of(config: Config) -> sparkdl.Trainer:
+    """The trainer that ``config`` describes, but for what is known later.
+
+    The validation has no data, checkpoints without a path of their own have a relative one, and
+    schedule and summaries are missing. Raises :class:`sparkdl.ParameterError`.
+    """
+    problems: list[str] = []
+
+    def of(key: str, make: Callable[[], Any]) -> Any:
+        try:
+            return make()
+        except (sparkdl.ParameterError, FileNotFoundError) as error:
+            problems.append(f"{key}: {error}")
+        return None
+
+    data, training, gradients, care = config.data, config.training, config.gradients, config.care
+    found = {
+        "model": of("model", config.model.resolve),
+        "loss": of("loss", config.loss.resolve_loss),
+        "optimizer": of("optimizer", functools.partial(_optimizer, config.optimizer)),
+        "augment": data.augment and of("data.augment", data.augment.resolve),
+        "columns": {
+            name: of(f"data.columns.{name}", column.make) for name, column in data.columns.items()
+        },
+        "weights": care.weights and of("care.weights", lambda: weights_file(care.weights)),
+        "callbacks": [of("callbacks", callback.make) for callback in config.callbacks],
+    }
+    if config.schedule is not None:
+        of("schedule", config.schedule.resolve)
+    _check_counts(config, problems)
+    of("metrics", lambda: metrics_of(config.metrics))
+    validation = config.validation and of("validation", lambda: validation_of(config.validation))
+    checkpoint = config.checkpoint and of("checkpoint", lambda: checkpoint_of(config.checkpoint))
+    raise_all(sparkdl.ParameterError, problems)
+    every = config.summaries.histograms
+    return sparkdl.Trainer(
+        **found,
+        features=data.features,
+        label=data.label,
+        weight=data.weight,
+        class_weights=data.class_weights,
+        bucketing=data.bucketing,
+        schedule_per=training.schedule_per,
+        schedule_metric=training.schedule_metric,
+        batch_size=training.batch_size,
+        replicas=training.replicas,
+        slices=training.slices,
+        engine=training.engine,
+        precision=training.precision,
+        seed=training.seed,
+        accumulate=gradients.accumulate,
+        local_steps=gradients.local_steps,
+        clip_norm=gradients.clip_norm,
+        clip_value=gradients.clip_value,
+        l1=gradients.l1,
+        l2=gradients.l2,
+        on_nan=gradients.on_nan,
+        wire=gradients.wire,
+        strict_weights=care.strict_weights,
+        freeze=care.freeze,
+        unfreeze=care.unfreeze,
+        activation_checkpointing=care.activation_checkpointing,
+        compile=care.compile,
+        ema=care.ema,
+        stop=stop_of(config),
+        validation=validation,
+        checkpoint=checkpoint,
+        histograms=None if every is None else sparkdl.every(every),
+    )
+
+
+def _optimizer(optimizer: Component | dict[str, Component]) -> Any:
+    if isinstance(optimizer, Component):
+        return optimizer.resolve()
+    return {submodule: one.resolve() for submodule, one in optimizer.items()}
+
+
+def _check_counts(config: Config, problems: list[str]) -> None:
+    counts: list[tuple[str, Any, tuple[str, ...]]] = [
+        ("training", config.training, ("epochs", "max_iterations")),
+        ("early_stopping", config.early_stopping, ("patience",)),
+        ("summaries", config.summaries, ("histograms",)),
+    ]
+    for section, content, names in counts:
+        for name in names:
+            value = getattr(content, name, None)
+            if value is not None and value < 1:
+                problems.append(f"{section}.{name}={value}: give a whole number of at least 1.")
+    if not config.optimizer:
+        problems.append("optimizer: give module:name, or a mapping with it under use.")
+    if config.early_stopping and config.validation is None:
+        problems.append("early_stopping needs a validation: set validation.share or .data.")
+
+
+def stop_of(config: Config) -> sparkdl.Trigger:
+    """After the epochs, or at whatever else comes first."""
+    training, early = config.training, config.early_stopping
+    stop = sparkdl.max_epoch(training.epochs)
+    if training.max_iterations is not None:
+        stop = stop | sparkdl.max_iteration(training.max_iterations)
+    if training.max_seconds is not None:
+        stop = stop | sparkdl.max_time(training.max_seconds)
+    if training.min_loss is not None:
+        stop = stop | sparkdl.min_loss(training.min_loss)
+    if early is not None and early.patience is not None:
+        stop = stop | sparkdl.plateau(early.metric, early.patience, early.min_delta)
+    if early is not None and early.target is not None:
+        stop = stop | sparkdl.max_score(early.metric, early.target)
+    return stop
+
+
+def every_of(section: ValidationSection | CheckpointSection) -> sparkdl.Trigger:
+    """When any of the ``every_`` keys says so; without one: each epoch."""
+    kinds: dict[str, Callable[[Any], sparkdl.Trigger]] = {
+        "every_epochs": EveryEpochs,
+        "every_iterations": sparkdl.every,
+        "every_seconds": sparkdl.every_seconds,
+    }
+    found = [
+        make(getattr(section, name))
+        for name, make in kinds.items()
+        if getattr(section, name, None) is not None
+    ]
+    return functools.reduce(lambda a, b: a | b, found) if found else sparkdl.every_epoch()
+
+
+def metrics_of(metrics: list[str | Component]) -> list[Any]:
+    """Names as they are; what a component makes."""
+    return [m.make() if isinstance(m, Component) else m for m in metrics]
+
+
+def validation_of(section: ValidationSection) -> sparkdl.Validation:
+    """Without its data. Raises ParameterError."""
+    problems = []
+    if (section.data is None) == (section.share is None):
+        problems.append("give either data, a path, or share, a part of the training data.")
+    if section.share is not None and not 0 < section.share < 1:
+        problems.append(f"share={section.share}: give a number between 0 and 1, such as 0.1.")
+    raise_all(sparkdl.ParameterError, problems)
+    return sparkdl.Validation(
+        None,
+        metrics=metrics_of(section.metrics),
+        every=every_of(section),
+        best=section.best,
+        batch_size=section.batch_size,
+    )
+
+
+def checkpoint_of(section: CheckpointSection, folder: Path | None = None) -> sparkdl.Checkpoint:
+    """In its own path, else in that of a run ``folder``. Raises ParameterError."""
+    path = section.path or (folder or Path()) / "checkpoints"
+    return sparkdl.Checkpoint(path, every=every_of(section), keep=section.keep)
+
+
+def weights_file(path: str) -> str:
+    """A safetensors file: ``path`` itself, or that of the saved model which is there."""
+    if not Path(path).is_dir():
+        return path
+    return str(find_model(path)[0] / "model.safetensors")
+
+
+def schedule_of(schedule: Component, iterations: int) -> Any:
+    """The scheduler's class, with its arguments; the value "iterations" becomes their number."""
+    arguments = {k: iterations if v == "iterations" else v for k, v in schedule.arguments.items()}
+    return Component(schedule.use, arguments).resolve()
+
+
+def training_iterations(training: TrainingSection, batch: int, count: int) -> int:
+    """How many there are for ``count`` samples in global batches of ``batch``, at the most."""
+    iterations = training.epochs * -(-count // batch)
+    return max(1, min(iterations, training.max_iterations or iterations))

@@ -1,0 +1,67 @@
+"""``--resume``: from a run folder, or from the latest one, to its checkpoints."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from jobs.config import read_yaml
+from jobs.sections import Config
+from sparkdl import ParameterError
+
+LATEST = "latest"
+
+
+def config_file(config: str | None, resume: str | None) -> Path:
+    """The file that is told, else that of the run folder to resume. Raises ParameterError."""
+    if config is not None:
+        return Path(config)
+    if resume is not None and (Path(resume) / "config.yaml").is_file():
+        return Path(resume) / "config.yaml"
+    raise ParameterError("give --config FILE; only --resume with a run folder goes without.")
+
+
+def resume_point(resume: str, config: Config) -> str | None:
+    """What ``Trainer.fit(resume=...)`` is given: checkpoints, or None where ``latest`` has none.
+
+    ``resume``: a run folder, a folder of checkpoints, one checkpoint, or "latest": that of
+    ``checkpoint.path``, else of the newest run of this name that has any. Raises ParameterError.
+    """
+    if resume != LATEST:
+        return _of_folder(Path(resume)) or resume
+    if config.checkpoint is not None and config.checkpoint.path is not None:
+        return LATEST
+    for folder in reversed(_runs(Path(config.runs), config.name)):
+        if has_checkpoint(folder):
+            return str(folder / "checkpoints")
+    return None
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a run folder has a complete one."""
+    return any(folder.glob("checkpoints/*/manifest.json"))
+
+
+def _of_folder(folder: Path) -> str | None:
+    """The checkpoints of a run folder; None where it is none."""
+    if not (folder / "config.yaml").is_file():
+        return None
+    told = (read_yaml(folder / "config.yaml").get("checkpoint") or {}).get("path")
+    if told:
+        return str(told)
+    if not has_checkpoint(folder):
+        raise ParameterError(
+            f"--resume: {folder} has no checkpoint. Train it with a checkpoint section, such as "
+            "--set checkpoint.every_epochs=1."
+        )
+    return str(folder / "checkpoints")
+
+
+def _runs(runs: Path, name: str) -> list[Path]:
+    """The run folders of a name, the oldest first."""
+    found = []
+    for folder in runs.glob(f"{name}-*"):
+        stamp = re.fullmatch(r"(\d{8}-\d{6})(?:-(\d+))?", folder.name[len(name) + 1 :])
+        if stamp:
+            found.append((stamp[1], int(stamp[2] or 1), folder))
+    return [folder for *_, folder in sorted(found)]

@@ -1,0 +1,82 @@
+"""What to do about a model or a loss that fails on the first rows, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sparkdl.data.handle import Field
+
+
+def shape_of(output: Any) -> str:
+    """Shape and dtype of a model's output, or its type."""
+    if isinstance(output, torch.Tensor):
+        return f"{list(output.shape)} {short(output)}"
+    return type(output).__name__
+
+
+def short(tensor: torch.Tensor) -> str:
+    """The dtype without ``torch.``."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def dtypes_of(tensors: Sequence[torch.Tensor]) -> str:
+    """Their dtypes, separated by commas."""
+    return ", ".join(short(tensor) for tensor in tensors)
+
+
+def text_of(error: Exception) -> str:
+    """What an exception says, to stand inside a sentence."""
+    return str(error).rstrip(". ")
+
+
+def _range(tensor: torch.Tensor) -> str:
+    return f"from {int(tensor.min())} to {int(tensor.max())}"
+
+
+def input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequence[Field]) -> str:
+    """What to do where the model fails on its inputs."""
+    hints = []
+    integers = [
+        (field.name, tensor)
+        for field, tensor in zip(fields, inputs, strict=True)
+        if not tensor.is_floating_point()
+    ]
+    if integers and isinstance(error, IndexError):
+        ranges = ", ".join(f'"{name}" {_range(tensor)}' for name, tensor in integers)
+        hints.append(
+            f" The data goes in {ranges}: an embedding needs one row for each number from 0 on."
+        )
+    elif integers:
+        hints.append(
+            " Integer columns stay integers; cast a column that holds measurements: "
+            'df.withColumn(name, df[name].cast("float")) or .cast("array<float>").'
+        )
+    if len(inputs) > 1:
+        hints.append(
+            f" Each of the {len(inputs)} feature columns is an input of its own, model(a, b, ...); "
+            "for one input join them first: VectorAssembler, or functions.array(...)."
+        )
+    return "".join(hints)
+
+
+def label_hint(error: Exception, targets: Sequence[torch.Tensor], labels: Sequence[Field]) -> str:
+    """What to do where the loss fails on the label."""
+    if len(targets) != 1:
+        return ""
+    name, target = labels[0].name, targets[0]
+    if target.is_floating_point():
+        what, kind = "class numbers", "long"
+    elif isinstance(error, IndexError):
+        return (
+            f' "{name}" goes {_range(target)}: give the model an output for each class from 0 on, '
+            "or number the classes anew (pyspark.ml.feature.StringIndexer)."
+        )
+    else:
+        what, kind = "measurements", "float"
+    kind = kind if target.ndim == 1 else f"array<{kind}>"
+    return (
+        f' If "{name}" holds {what}, cast it: df.withColumn("{name}", df["{name}"].cast("{kind}")).'
+    )

@@ -1,0 +1,177 @@
+"""Where a run's replicas and owners are: the persisted RDDs, and tasks at their places."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from py4j.protocol import Py4JError
+from pyspark import StorageLevel
+from pyspark.core.rdd import RDD
+
+from sparkdl.data.samples import SampleSet
+from sparkdl.errors import ModelError, StateLostError, TrainingError
+from sparkdl.frames import (
+    collect_frames,
+    forget_shuffles,
+    map_frames,
+    shuffle_frames,
+    stage_name,
+    zip_frames,
+)
+from sparkdl.replica.policy import Policy
+from sparkdl.replica.run import ReplicaHandle, Run
+from sparkdl.step.job import (
+    AtSeats,
+    AtSeatsWithBytes,
+    PadFrames,
+    PrepareReplica,
+    SeatTask,
+    check_replica,
+)
+from sparkdl.sync.owners import PrepareOwner, PublishWeights, RecipeSource, Recount
+from sparkdl.sync.records import (
+    MOVED,
+    SAMPLES_CHANGED,
+    SAMPLES_FOREIGN,
+    STATE_FOREIGN,
+    Fault,
+    SliceHandle,
+)
+from sparkdl.train.failure import faults_explained
+from sparkdl.train.resources import Resources
+
+INLINE_BYTES = 1 << 20
+"""A recipe up to this size travels inside the task, a larger one in a broadcast."""
+MAX_SUBMISSIONS = 4
+"""How often a job is submitted when tasks find themselves on another node than expected."""
+
+
+class Places:
+    """The persisted RDDs of a run, and the node of each replica.
+
+    ``owners`` lie where the slices' state lies, in as many records as there are replicas;
+    ``updaters`` are the same in as many as there are slices, where a job needs them so.
+    """
+
+    def __init__(
+        self, samples: SampleSet, run: Run, recipe: bytes, policy: Policy, resources: Resources
+    ) -> None:
+        assert samples.rdd is not None
+        self.samples, self._run, self._policy = samples.rdd, run, policy
+        self._context = resources.context
+        self.tokens: tuple[str, ...] = ()
+        context = self._context
+        if len(recipe) > INLINE_BYTES:
+            source = RecipeSource(None, resources.broadcast(recipe))
+        else:
+            source = RecipeSource(recipe)
+        handles = [
+            pickle.dumps(ReplicaHandle(run, index, handle.checksum))
+            for index, handle in enumerate(samples.handles)
+        ]
+        replicas = map_frames(context.parallelize(handles, run.replicas), PrepareReplica(source))
+        owners = map_frames(
+            context.parallelize(range(run.slices), run.slices),
+            PrepareOwner(run, source, run.replicas),
+        )
+        self._replicas, self.owners = resources.persist(replicas), resources.persist(owners)
+        alone = policy.clip_norm is None or policy.local_steps > 1
+        self.two_stages = alone or run.slices == 1
+        self.updaters = self.owners
+        if not self.two_stages and run.slices != run.replicas:
+            self.updaters = resources.persist(map_frames(owners, Recount(run.slices)))
+
+    def place_replicas(self) -> None:
+        """Build every replica where its samples are; note its node."""
+        with stage_name(self._context, "set up replicas"):
+            seats = zip_frames(self._replicas, self.samples)
+            replicas = map_frames(seats, _first_of_seat)
+            checked = collect_frames(map_frames(replicas, check_replica))
+        tokens, digests = zip(*[pickle.loads(frame) for frame in checked], strict=True)
+        if len(set(digests)) > 1:
+            raise ModelError(
+                "model() gave different initial weights in different processes: draw them with "
+                "torch, numpy or random only (all three are seeded), or pass a module instance."
+            )
+        self.tokens = tokens
+
+    def at_owners(self, task: Callable[..., Any], name: str) -> list[Any]:
+        """The pickled results of a task over the owner RDD, in slice order."""
+        with stage_name(self._context, name):
+            return [pickle.loads(f) for f in collect_frames(map_frames(self.owners, task))]
+
+    def at_seats(
+        self,
+        task: SeatTask,
+        samples: RDD,
+        states: tuple[SliceHandle, ...],
+        checksums: tuple[int, ...] | None = None,
+    ) -> RDD:
+        """``task`` at every replica's place, with version t (``states``) by reference or as bytes.
+
+        ``samples``: a record for each replica; ``checksums``: of them, where they are not the
+        training samples.
+        """
+        seats = zip_frames(self._replicas, samples)
+        nodes = {*self.tokens, *[state.token for state in states]}
+        if len(nodes) == 1:
+            return map_frames(seats, AtSeats(task, states, checksums))
+        publish = PublishWeights(states, self.tokens, everything=self._policy.local_steps > 1)
+        published = shuffle_frames(map_frames(self.owners, publish), self._run.replicas)
+        padded = map_frames(seats, PadFrames(self._run.slices))
+        body = AtSeatsWithBytes(task, states, checksums)
+        return map_frames(zip_frames(padded, published), body)
+
+    def until_placed(
+        self, submit: Callable[[], tuple[Any, list[Fault]]], doing: str, samples: RDD
+    ) -> Any:
+        """Submit, again where tasks found themselves on another node than expected."""
+        faults: list[Fault] = []
+        for _ in range(MAX_SUBMISSIONS):
+            with faults_explained(doing):
+                result, faults = submit()
+            if not faults:
+                return result
+            self._resolve(faults, doing, samples)
+        raise TrainingError(
+            f"{doing}: after {MAX_SUBMISSIONS} submissions tasks still find "
+            f"themselves on other nodes than their data: {sorted({f.kind for f in faults})}."
+        )
+
+    def _resolve(self, faults: list[Fault], doing: str, samples: RDD) -> None:
+        """Prepare the next submission after tasks reported faults, or give up."""
+        for fault in faults:
+            if fault.kind == STATE_FOREIGN:
+                raise StateLostError(
+                    f"{doing}: the state of a slice is out of reach (its node or "
+                    "executor is gone). Fit again, from a checkpoint with resume=, or from the "
+                    "initial weights."
+                )
+            if fault.kind == SAMPLES_CHANGED:
+                raise TrainingError(
+                    f"{doing}: partition {fault.partition} was computed again and "
+                    "holds other rows: the source of the data is not deterministic. Write it out "
+                    "(df.write.parquet) or checkpoint it, and fit on that."
+                )
+        moved = {fault.partition: fault.token for fault in faults if fault.kind == MOVED}
+        self.tokens = tuple(moved.get(i, token) for i, token in enumerate(self.tokens))
+        if any(fault.kind == SAMPLES_FOREIGN for fault in faults):
+            samples.unpersist(blocking=True)  # each partition is written where it is read
+            samples.persist(StorageLevel.MEMORY_AND_DISK)
+
+
+def collect_and_forget(rdd: RDD) -> list[bytes]:
+    """All frames; the shuffles behind them are deleted."""
+    try:
+        return collect_frames(rdd)
+    finally:
+        with contextlib.suppress(Py4JError):
+            forget_shuffles(rdd)
+
+
+def _first_of_seat(partition: int, seats: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+    for replica, _ in list(seats):
+        yield replica

@@ -1,0 +1,86 @@
+"""What a fit builds before it looks at the data, and what it finds wrong there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from sparkdl.errors import ParameterError
+from sparkdl.replica.flat import Layout, layout_of
+from sparkdl.replica.recipe import Recipe
+from sparkdl.sync.optimizer import OptimizerPlan
+from sparkdl.train.recipes import build_model, check_columns, check_policy, pickled, plan_optimizer
+from sparkdl.train.schedule import Schedule
+from sparkdl.train.trained import TrainedModel
+
+if TYPE_CHECKING:
+    from sparkdl.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The recipe and what follows from it; ``module`` is for trying."""
+
+    recipe: Recipe
+    payload: bytes
+    module: nn.Module
+    layout: Layout
+    optimizer: OptimizerPlan
+    schedule: Schedule
+
+    @property
+    def optimizers(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(part.name for part in self.optimizer.parts)
+
+    @property
+    def float_dtype(self) -> str:
+        return str(self.layout.dtype).removeprefix("torch.")
+
+
+def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
+    """Build everything that needs no data, and find what is wrong with it."""
+    weights = _weights_file(trainer) if start is None else start.module.state_dict()
+    policy = replace(
+        trainer.policy, weighted=trainer.weight is not None or trainer.class_weights is not None
+    )
+    recipe = Recipe(
+        trainer.model,
+        trainer.loss,
+        trainer.optimizer,
+        trainer.seed,
+        policy,
+        weights,
+        trainer.strict_weights,
+        tuple(trainer.freeze),
+        tuple(trainer.unfreeze),
+        trainer.augment,
+    )
+    payload = pickled(recipe)
+    check_columns(trainer.columns)
+    module = build_model(payload)
+    layout = layout_of(module)
+    check_policy(policy, module, layout)
+    optimizer = plan_optimizer(recipe, module, trainer.slices)
+    schedule = Schedule(optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric)
+    return Prepared(recipe, payload, module, layout, optimizer, schedule)
+
+
+def _weights_file(trainer: Trainer) -> Mapping[str, torch.Tensor] | None:
+    """The state_dict to start from."""
+    weights = trainer.weights
+    if weights is None or isinstance(weights, Mapping):
+        return weights
+    try:
+        return safetensors.torch.load_file(str(weights))
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ParameterError(
+            f'weights="{os.fspath(weights)}" cannot be read as a safetensors file ({error}). Give '
+            "its path, or a state_dict."
+        ) from None

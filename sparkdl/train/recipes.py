@@ -1,0 +1,131 @@
+"""What the user gave, made into what travels: checked, pickled, built, planned."""
+
+from __future__ import annotations
+
+import fnmatch
+import pickle
+from collections.abc import Mapping
+
+from torch import nn
+
+from sparkdl.data.columns import Specs
+from sparkdl.errors import ModelError, nearest
+from sparkdl.replica.care import check_modules
+from sparkdl.replica.flat import Layout, layout_of
+from sparkdl.replica.policy import Policy
+from sparkdl.replica.recipe import Recipe
+from sparkdl.sync.optimizer import OptimizerPlan
+from sparkdl.sync.traits import SEVERAL
+from sparkdl.train.hints import text_of
+
+
+def pickled(recipe: Recipe) -> bytes:
+    """The recipe as bytes. Raises :class:`ModelError` that names the part that cannot travel."""
+    from pyspark import cloudpickle
+
+    try:
+        data = cloudpickle.dumps(recipe)
+        pickle.loads(data)
+        return data
+    except Exception as error:
+        raise _cannot_travel(recipe, error) from None
+
+
+def _cannot_travel(recipe: Recipe, error: Exception) -> ModelError:
+    """Which part of the recipe it was."""
+    from pyspark import cloudpickle
+
+    culprit = "model"
+    for name in ("model", "loss", "optimizer", "augment"):
+        try:
+            pickle.loads(cloudpickle.dumps(getattr(recipe, name)))
+        except Exception as cause:
+            culprit, error = name, cause
+            break
+    remedy = (
+        "Pass a function that builds the module (model=make_model), and open files, locks, "
+        "connections and Spark sessions inside it."
+        if culprit == "model"
+        else "Use a function or class of an importable module, with no open resource in it."
+    )
+    return ModelError(
+        f"{culprit} cannot be pickled, so it cannot travel to the executors "
+        f"({type(error).__name__}: {error}). {remedy}"
+    )
+
+
+def check_columns(specs: Specs) -> None:
+    """Raise :class:`ModelError` for a column's function that cannot travel."""
+    from pyspark import cloudpickle
+
+    for name, spec in specs.items():
+        try:
+            pickle.loads(cloudpickle.dumps(spec))
+        except Exception as error:
+            raise ModelError(
+                f'the function of columns["{name}"] cannot be pickled, so it cannot travel to the '
+                f"executors ({type(error).__name__}: {error}). Use a function of an importable "
+                "module, with no open resource in it."
+            ) from None
+
+
+def build_model(payload: bytes) -> nn.Module:
+    """The module of a pickled recipe. Raises :class:`ModelError` where the user's function fails."""
+    try:
+        return pickle.loads(payload).build()
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"model() raised {type(error).__name__}: {error}. It is called without arguments; the "
+            "traceback above shows where it failed."
+        ) from error
+
+
+def plan_optimizer(recipe: Recipe, module: nn.Module, slices: int | None) -> OptimizerPlan:
+    """The recipe's optimizers on ``module``, found fit for ``slices`` (None: as many as it allows).
+
+    Raises :class:`ModelError`.
+    """
+    named = dict(module.named_parameters())
+    layout = layout_of(module)
+    parameters = [named[s.name] for s in layout.segments if s.kind == "parameter"]
+    try:
+        plan = OptimizerPlan.of(recipe, parameters, module)
+    except ModelError:
+        raise
+    except Exception as error:
+        one_kind_only = "parameters" in str(error)  # of Muon: "only supports 2D parameters"
+        raise ModelError(
+            f"the optimizer cannot be built ({type(error).__name__}: {text_of(error)}). Give a "
+            "torch.optim class, a partial of one such as partial(torch.optim.Adam, lr=1e-3), or a "
+            "callable that is given the module and returns an optimizer."
+            + (f" {SEVERAL}" if one_kind_only else "")
+        ) from error
+    if slices is not None and slices > 1 and not plan.separate:
+        raise ModelError(
+            f"optimizer {plan.name} looks at all parameters together, so they must be in one "
+            f"slice, and there are {slices}: set slices=1."
+        )
+    return plan
+
+
+def check_policy(policy: Policy, module: nn.Module, layout: Layout) -> None:
+    """What a run asks for that this module cannot do. Raises :class:`ModelError`."""
+    check_modules(module, policy.activation_checkpointing)
+    tables = [segment.name for segment in layout.segments if segment.sparse]
+    if policy.local_steps > 1 and tables:
+        raise ModelError(
+            f"local_steps={policy.local_steps} needs dense gradients, and the embedding "
+            f'"{tables[0].rpartition(".")[0]}" has sparse=True: leave one of the two out.'
+        )
+    names = [s.name for s in layout.segments if s.kind == "parameter"]
+    for option in ("l1", "l2"):
+        value = getattr(policy, option)
+        for pattern in value if isinstance(value, Mapping) else ():
+            if not fnmatch.filter(names, pattern):
+                raise ModelError(
+                    f'{option}: no trainable parameter matches "{pattern}".'
+                    f"{nearest(pattern, names)} A pattern is of the whole name, such as "
+                    '"encoder.*" or "*.weight".'
+                )

@@ -1,0 +1,341 @@
+"""The whole of ``fit`` without a cluster, and plain PyTorch on the same global batches.
+
+:func:`fit_here` is ``Trainer.fit`` with ``engine="local"``; Spark would only bring the rows to this
+process, so they are handed over as lists, one a partition. :func:`plainly` trains one module on each
+global batch as a whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from pyspark import SparkConf
+from torch import nn
+
+import sparkdl
+from sparkdl.data.batches import EpochPlan, permutation
+from sparkdl.data.mapped import open_partition
+from sparkdl.data.preview import Preview
+from sparkdl.data.samples import SampleSet, Source, _sample_set
+from sparkdl.replica.flat import Layout, layout_of
+from sparkdl.replica.recipe import Recipe
+from sparkdl.step.compute import to_tensors
+from sparkdl.train import fit as fit_module
+from sparkdl.train import placing as placing_module
+from sparkdl.train.local import LocalEngine
+
+WIDTH, CLASSES, BATCH_SIZE, ITERATIONS = 6, 3, 8, 9
+
+CUTS = [
+    ((43,), 1),
+    ((43,), 5),
+    ((22, 21), 1),
+    ((40, 3), 2),
+    ((0, 43), 5),
+    ((15, 14, 14), 2),
+    ((30, 2, 11), 5),
+    ((39, 0, 4), 1),
+]
+"""Rows of each partition (M of them), and N. 43 rows are six batches of 8, the last one short."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Smooth, so that no gradient is exactly or nearly zero and Adam's steps are well defined."""
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16, dtype=dtype), nn.Tanh(), nn.Linear(16, CLASSES, dtype=dtype)
+    )
+
+
+def normed() -> nn.Module:
+    """With buffers."""
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)).double()
+
+
+class Centred(nn.Module):
+    """A running mean that a single row has too, unlike batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.lerp_(x.mean(0), 0.2)
+        return x - self.mean
+
+
+@dataclass
+class Parts:
+    """Samples in partitions. ``rows``: by replica, its arrays in canonical order, once trained on."""
+
+    records: list[list[Any]]
+    rows: list[list[np.ndarray] | None] = field(default_factory=list)
+    num_features: int = 1
+    num_labels: int = 1
+
+    @staticmethod
+    def of(
+        sizes: Sequence[int],
+        make: Callable[[np.random.Generator], Any] | None = None,
+        seed: int = 0,
+    ) -> Parts:
+        """``make(generator)``: a record."""
+        generator = np.random.default_rng([seed, *sizes])
+        make = make or classified
+        return Parts([[make(generator) for _ in range(size)] for size in sizes])
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(map(len, self.records))
+
+
+def classified(generator: np.random.Generator) -> sparkdl.Sample:
+    """Numbers and a class."""
+    return sparkdl.Sample(generator.normal(size=WIDTH), int(generator.integers(CLASSES)))
+
+
+def weighted(generator: np.random.Generator) -> sparkdl.Sample:
+    """Likewise, with a weight: one in five is 0."""
+    sample = classified(generator)
+    weight = 0.0 if generator.random() < 0.2 else float(generator.gamma(2.0))
+    return replace(sample, weight=weight)
+
+
+def trainer_of(sizes: Sequence[int], slices: int = 1, **changes: Any) -> sparkdl.Trainer:
+    values: dict[str, Any] = {
+        "model": mlp,
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": partial(torch.optim.Adam, lr=1e-2),
+        "batch_size": BATCH_SIZE,
+        "replicas": len(sizes),
+        "slices": slices,
+        "engine": "local",
+        "stop": sparkdl.max_iteration(ITERATIONS),
+        "seed": 3,
+    }
+    return sparkdl.Trainer(**{**values, **changes})
+
+
+class NoCluster:
+    """What a fit on the local engine asks of a SparkContext beside the data."""
+
+    _jsc = None
+    applicationId = "local-features"
+    defaultParallelism = 2
+
+    def getConf(self) -> SparkConf:
+        return SparkConf(loadDefaults=False).set("spark.sparkdl.progress", "false")
+
+    def getLocalProperty(self, key: str) -> None:
+        return None
+
+    def setJobGroup(self, *args: Any) -> None:
+        pass
+
+
+def _handed_over(source: Source) -> SampleSet:
+    parts: Parts = source.data
+    assert source.replicas == len(parts.records)
+    task = source.records_task
+    handles = [pickle.loads(next(task(m, part))) for m, part in enumerate(parts.records)]
+    preview = Preview.of(handles)
+    first = [preview.read(m, handles[m]) for m in preview.rows]
+    samples = _sample_set(source, None, handles, Preview.join(first))
+    parts.num_features, parts.num_labels = samples.num_features, samples.num_labels
+    parts.rows = [
+        [np.array(column) for column in open_partition(h).gather(np.arange(h.num_rows))]
+        if h.num_rows
+        else None
+        for h in handles
+    ]
+    return samples
+
+
+class Notes(sparkdl.Callback):
+    """The state after every iteration."""
+
+    def __init__(self) -> None:
+        self.states: list[sparkdl.TrainState] = []
+
+    def on_iteration_end(self, trainer: sparkdl.Trainer, state: sparkdl.TrainState) -> None:
+        self.states.append(state)
+
+
+@dataclass
+class Seen:
+    """A run: the flat vector and every tensor by name after each iteration, states, the result."""
+
+    flats: list[torch.Tensor] = field(default_factory=list)
+    steps: list[Tensors] = field(default_factory=list)
+    states: list[sparkdl.TrainState] = field(default_factory=list)
+    trained: Any = None
+
+    @property
+    def losses(self) -> list[float]:
+        return [state.loss for state in self.states]
+
+
+def fit_here(trainer: sparkdl.Trainer, parts: Parts, **how: Any) -> Seen:
+    """``trainer.fit(parts)`` on the local engine, watched."""
+    seen, notes, original = Seen(), Notes(), LocalEngine.step
+    layout = layout_of(recipe_of(trainer).build())
+
+    def step(self: LocalEngine, iteration: Any) -> Any:
+        result = original(self, iteration)
+        seen.flats.append(self.weights().clone())
+        seen.steps.append(by_name(layout, seen.flats[-1]))
+        return result
+
+    trainer = replace(trainer, callbacks=[*trainer.callbacks, notes])
+    seen.states = notes.states
+    with (
+        mock.patch.object(fit_module, "context_of", return_value=NoCluster()),
+        mock.patch.object(fit_module, "tell_what_costs_speed"),
+        mock.patch.object(placing_module, "materialize_here", _handed_over),
+        mock.patch.object(LocalEngine, "step", step),
+    ):
+        seen.trained = trainer.fit(parts, **how)
+    return seen
+
+
+def recipe_of(trainer: sparkdl.Trainer) -> Recipe:
+    return Recipe(
+        trainer.model,
+        trainer.loss,
+        trainer.optimizer,
+        trainer.seed,
+        frozen=tuple(trainer.freeze),
+        unfrozen=tuple(trainer.unfreeze),
+    )
+
+
+def by_name(layout: Layout, flat: torch.Tensor) -> Tensors:
+    """Parameters and floating buffers out of a flat vector."""
+    return {
+        s.name: flat[s.start : s.stop].view(s.shape) for s in layout.segments if s.kind != "exact"
+    }
+
+
+@dataclass
+class Part:
+    """Some rows: inputs, targets, weights (None: none)."""
+
+    inputs: list[torch.Tensor]
+    targets: list[torch.Tensor]
+    weights: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.inputs[0])
+
+    def __getitem__(self, rows: slice) -> Part:
+        weights = None if self.weights is None else self.weights[rows]
+        return Part([t[rows] for t in self.inputs], [t[rows] for t in self.targets], weights)
+
+
+def parts_of(trainer: sparkdl.Trainer, parts: Parts, t: int) -> list[Part | None]:
+    """What each replica works on in iteration ``t``; None where it has no row."""
+    plan = EpochPlan(parts.counts, trainer.batch_size * trainer.local_steps)
+    epoch, batch = divmod(t, plan.num_iterations)
+    found: list[Part | None] = []
+    for m, (start, stop) in enumerate(plan.rows(batch)):
+        rows = parts.rows[m]
+        if rows is None or start == stop:
+            found.append(None)
+            continue
+        order = permutation(trainer.seed, epoch, m, parts.counts[m])[start:stop]
+        tensors = to_tensors([column[order] for column in rows], torch.device("cpu"))
+        end = parts.num_features + parts.num_labels
+        weights = tensors[end] if trainer.weight is not None else None
+        found.append(
+            Part(tensors[: parts.num_features], tensors[parts.num_features : end], weights)
+        )
+    return found
+
+
+def whole(trainer: sparkdl.Trainer, parts: Parts, t: int) -> Part:
+    """The global batch of iteration ``t``."""
+    pieces = [part for part in parts_of(trainer, parts, t) if part is not None]
+    weights = [p.weights for p in pieces if p.weights is not None]
+    return Part(
+        [torch.cat(list(c)) for c in zip(*(p.inputs for p in pieces), strict=True)],
+        [torch.cat(list(c)) for c in zip(*(p.targets for p in pieces), strict=True)],
+        torch.cat(weights) if weights else None,
+    )
+
+
+def plain_loss(trainer: sparkdl.Trainer, module: nn.Module, part: Part) -> torch.Tensor:
+    return trainer.loss(module(*part.inputs), *part.targets)
+
+
+def plainly(
+    trainer: sparkdl.Trainer,
+    parts: Parts,
+    loss: Callable[[nn.Module, Part], torch.Tensor] | None = None,
+    before: Callable[[nn.Module], None] | None = None,
+    optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]] | None = None,
+    iterations: int = ITERATIONS,
+) -> tuple[list[Tensors], list[float]]:
+    """Plain PyTorch: tensors by name and loss after each iteration; ``before`` each step."""
+    recipe = recipe_of(trainer)
+    module = copy.deepcopy(recipe.build()).train()
+    many = optimizers(module) if optimizers else [recipe.build_optimizer(module)]
+    steps, losses = [], []
+    with one_thread():
+        for t in range(iterations):
+            part = whole(trainer, parts, t)
+            module.zero_grad(set_to_none=True)
+            value = loss(module, part) if loss else plain_loss(trainer, module, part)
+            value.backward()
+            if before is not None:
+                before(module)
+            for optimizer in many:
+                optimizer.step()
+            steps.append(snapshot(module))
+            losses.append(float(value.detach()))
+    return steps, losses
+
+
+def snapshot(module: nn.Module) -> Tensors:
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def assert_close(seen: list[Tensors], wanted: list[Tensors], tolerance: float = 1e-11) -> None:
+    """Norm of the difference by norm, of every tensor after every iteration."""
+    assert len(seen) == len(wanted)
+    for t, (left, right) in enumerate(zip(seen, wanted, strict=True)):
+        for name, tensor in left.items():
+            error = float((tensor.double() - right[name].double()).norm())
+            size = float(right[name].double().norm())
+            assert error <= tolerance * max(size, 1e-3), (t + 1, name, error / max(size, 1e-3))
+
+
+def differ(left: list[Tensors], right: list[Tensors]) -> bool:
+    """Whether the last iteration's tensors are far apart: that a feature does something."""
+    return any(
+        float((left[-1][name] - right[-1][name]).abs().max()) > 1e-5
+        for name in left[-1]
+        if left[-1][name].is_floating_point() and left[-1][name].numel()
+    )
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """As in a task with one core: the number of threads changes the bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

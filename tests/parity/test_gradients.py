@@ -1,0 +1,357 @@
+"""What happens to the gradient between backward and the optimizer, against plain PyTorch in fp64."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from feature_runs import (
+    CLASSES,
+    CUTS,
+    ITERATIONS,
+    WIDTH,
+    Parts,
+    assert_close,
+    differ,
+    fit_here,
+    mlp,
+    normed,
+    one_thread,
+    parts_of,
+    plain_loss,
+    plainly,
+    recipe_of,
+    snapshot,
+    trainer_of,
+    weighted,
+)
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+import sparkdl
+
+pytestmark = pytest.mark.parity
+cuts = pytest.mark.parametrize(("sizes", "slices"), CUTS, ids=str)
+NORM, VALUE = 0.7, 0.05
+
+
+# Clipping
+
+
+@cuts
+def test_clip_norm_is_torchs(sizes, slices):
+    parts, norms = Parts.of(sizes), []
+    trainer = trainer_of(sizes, slices, clip_norm=NORM, optimizer=partial(torch.optim.SGD, lr=0.5))
+    seen = fit_here(trainer, parts)
+    clip = partial(clip_grad_norm_, max_norm=NORM)
+    wanted, losses = plainly(
+        trainer, parts, before=lambda m: norms.append(float(clip(m.parameters())))
+    )
+    assert min(norms) < NORM < max(norms), "both sides of the limit are to be seen"
+    assert_close(seen.steps, wanted)
+    assert seen.losses == pytest.approx(losses, rel=1e-11)
+    assert [r["gradient_norm"] for r in seen.trained.history] == pytest.approx(norms, rel=1e-11)
+
+
+def test_without_clip_norm_no_norm_is_measured():
+    seen = fit_here(trainer_of((43,)), Parts.of((43,)))
+    assert {r["gradient_norm"] for r in seen.trained.history} == {None}
+
+
+@cuts
+def test_clip_value_is_torchs(sizes, slices):
+    parts = Parts.of(sizes)
+    trainer = trainer_of(
+        sizes, slices, clip_value=VALUE, optimizer=partial(torch.optim.SGD, lr=0.5)
+    )
+    seen = fit_here(trainer, parts)
+    wanted, _ = plainly(trainer, parts, before=lambda m: clip_grad_value_(m.parameters(), VALUE))
+    assert differ(wanted, plainly(trainer, parts)[0])
+    assert_close(seen.steps, wanted)
+
+
+@cuts
+def test_values_are_clipped_before_the_norm(sizes, slices):
+    parts, norms = Parts.of(sizes), []
+
+    def both(module):
+        clip_grad_value_(module.parameters(), VALUE)
+        norms.append(float(clip_grad_norm_(module.parameters(), 0.1)))
+
+    sgd = partial(torch.optim.SGD, lr=0.5)
+    trainer = trainer_of(sizes, slices, clip_value=VALUE, clip_norm=0.1, optimizer=sgd)
+    seen = fit_here(trainer, parts)
+    assert_close(seen.steps, plainly(trainer, parts, before=both)[0])
+    assert [r["gradient_norm"] for r in seen.trained.history] == pytest.approx(norms, rel=1e-11)
+
+
+# Accumulation
+
+ROWS_SEEN: list[int] = []
+
+
+class Watched(nn.Module):
+    """Notes how many rows each forward pass of training has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x):
+        if self.training and torch.is_grad_enabled():
+            ROWS_SEEN.append(len(x))
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("accumulate", [2, 3, 100])
+@cuts
+def test_micro_batches_add_up_to_the_mini_batch(sizes, slices, accumulate):
+    parts = Parts.of(sizes)
+    trainer = trainer_of(sizes, slices, model=Watched, accumulate=accumulate)
+    ROWS_SEEN.clear()
+    seen = fit_here(trainer, parts)
+    trained_on = ROWS_SEEN[1:]  # the first forward pass is the trial on the driver
+    given = [len(p) for t in range(ITERATIONS) for p in parts_of(trainer, parts, t) if p]
+    cut = [
+        rows * (i + 1) // count - rows * i // count
+        for rows in given
+        for count in [min(accumulate, rows)]
+        for i in range(count)
+    ]
+    assert trained_on == cut
+    wanted, losses = plainly(trainer, parts)
+    assert_close(seen.steps, wanted)
+    assert seen.losses == pytest.approx(losses, rel=1e-11)
+
+
+@cuts
+def test_micro_batches_of_weighted_samples(sizes, slices):
+    parts = Parts.of(sizes, weighted)
+    trainer = trainer_of(sizes, slices, weight="weight", accumulate=3)
+    seen = fit_here(trainer, parts)
+
+    def loss(module, part):
+        each = nn.functional.cross_entropy(module(*part.inputs), *part.targets, reduction="none")
+        return (each * part.weights).sum() / part.weights.sum()
+
+    assert_close(seen.steps, plainly(trainer, parts, loss)[0])
+
+
+# Local steps
+
+
+def several_steps(trainer, parts, before=None, penalty=None, iterations=ITERATIONS):
+    """Each replica takes its own steps from one state; weights and moments are then averaged."""
+    recipe = recipe_of(trainer)
+    module = copy.deepcopy(recipe.build()).train()
+    optimizer = recipe.build_optimizer(module)
+    steps, losses = [], []
+    with one_thread():
+        for t in range(iterations):
+            copies, total_loss = [], 0.0
+            found = [part for part in parts_of(trainer, parts, t) if part is not None]
+            total = sum(map(len, found))
+            for part in found:
+                live = copy.deepcopy(module)
+                own = recipe.build_optimizer(live)
+                own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                k, rows = trainer.local_steps, len(part)
+                for j in range(k):
+                    piece = part[rows * j // k : rows * (j + 1) // k]
+                    if not len(piece):
+                        continue
+                    own.zero_grad(set_to_none=True)
+                    value = plain_loss(trainer, live, piece)
+                    total_loss += float(value.detach()) * len(piece) / total
+                    (value if penalty is None else value + penalty(live)).backward()
+                    if before is not None:
+                        before(live)
+                    own.step()
+                copies.append((live, own, rows / total))
+            with torch.no_grad():
+                for name, tensor in module.named_parameters():
+                    tensor.copy_(sum(dict(c.named_parameters())[name] * w for c, _, w in copies))
+                for name, tensor in module.named_buffers():
+                    tensor.copy_(sum(dict(c.named_buffers())[name] * w for c, _, w in copies))
+            state = copies[0][1].state_dict()  # step counts are the first replica's
+            for number, values in state["state"].items():
+                for name, value in values.items():
+                    if torch.is_tensor(value) and value.ndim:
+                        every = [o.state_dict()["state"][number][name] * w for _, o, w in copies]
+                        values[name] = sum(every)
+            optimizer.load_state_dict(state)
+            steps.append(snapshot(module))
+            losses.append(total_loss)
+    return steps, losses
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [partial(torch.optim.Adam, lr=1e-2), partial(torch.optim.SGD, lr=0.1, momentum=0.9)],
+    ids=["adam", "sgd"],
+)
+@pytest.mark.parametrize("local_steps", [2, 3])
+@cuts
+def test_local_steps(sizes, slices, local_steps, optimizer):
+    parts = Parts.of(sizes)
+    trainer = trainer_of(sizes, slices, optimizer=optimizer, local_steps=local_steps)
+    seen = fit_here(trainer, parts)
+    wanted, losses = several_steps(trainer, parts)
+    assert_close(seen.steps, wanted)
+    assert seen.losses == pytest.approx(losses, rel=1e-11)
+
+
+@pytest.mark.parametrize(("sizes", "slices"), [((22, 21), 2), ((30, 2, 11), 5)], ids=str)
+def test_local_steps_clip_and_regularise_each_step(sizes, slices):
+    parts = Parts.of(sizes)
+    sgd = partial(torch.optim.SGD, lr=0.5)
+    trainer = trainer_of(
+        sizes, slices, optimizer=sgd, local_steps=3, clip_norm=NORM, clip_value=VALUE, l2=0.1
+    )
+    seen = fit_here(trainer, parts)
+
+    def clip(module):
+        clip_grad_value_(module.parameters(), VALUE)
+        clip_grad_norm_(module.parameters(), NORM)
+
+    wanted, _ = several_steps(
+        trainer, parts, clip, lambda m: 0.05 * sum((p**2).sum() for p in m.parameters())
+    )
+    assert_close(seen.steps, wanted)
+
+
+# Regularisers
+
+REGULARISERS = [
+    ({"l1": 0.01}, {"*": (0.01, 0.0)}),
+    ({"l2": 0.1}, {"*": (0.0, 0.1)}),
+    ({"l1": 0.01, "l2": 0.1}, {"*": (0.01, 0.1)}),
+    (
+        {"l1": {"0.weight": 0.02}, "l2": {"*.weight": 0.1, "2.*": 0.05}},
+        {"0.weight": (0.02, 0.1), "2.weight": (0.0, 0.15), "2.bias": (0.0, 0.05)},
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "strengths"), REGULARISERS, ids=["l1", "l2", "both", "patterns"])
+@cuts
+def test_regularisers_are_penalties_added_to_the_loss(sizes, slices, given, strengths):
+    parts, bare = Parts.of(sizes), []
+    trainer = trainer_of(sizes, slices, **given)
+    seen = fit_here(trainer, parts)
+
+    def loss(module, part):
+        value = plain_loss(trainer, module, part)
+        bare.append(float(value.detach()))
+        for name, p in module.named_parameters():
+            l1, l2 = strengths.get(name, strengths.get("*", (0.0, 0.0)))
+            value = value + l1 * p.abs().sum() + l2 / 2 * (p**2).sum()
+        return value
+
+    wanted, _ = plainly(trainer, parts, loss)
+    assert_close(seen.steps, wanted)
+    assert seen.losses == pytest.approx(bare, rel=1e-11), "the loss is reported without them"
+
+
+# Sparse tables
+
+NAMES = 37
+
+
+class Tagged(nn.Module):
+    """Two tables, one of them too large to be touched as a whole by any batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags = nn.EmbeddingBag(NAMES, 5, mode="mean", sparse=True)
+        self.first = nn.Embedding(NAMES, 3, sparse=True)
+        self.out = nn.Linear(8, CLASSES)
+        self.double()
+
+    def forward(self, tags):
+        return self.out(torch.tanh(torch.cat([self.tags(tags), self.first(tags[:, 0])], 1)))
+
+
+def tags(generator: np.random.Generator) -> sparkdl.Sample:
+    return sparkdl.Sample(
+        generator.integers(0, NAMES, size=WIDTH), int(generator.integers(CLASSES))
+    )
+
+
+def two_optimizers(module):
+    return [
+        torch.optim.SparseAdam([module.tags.weight, module.first.weight], lr=1e-2),
+        torch.optim.Adam(module.out.parameters(), lr=1e-2),
+    ]
+
+
+@cuts
+def test_sparse_adam_on_tables(sizes, slices):
+    parts = Parts.of(sizes, tags)
+    trainer = trainer_of(sizes, slices, model=Tagged, optimizer=two_optimizers)
+    seen = fit_here(trainer, parts)
+    wanted, losses = plainly(trainer, parts, optimizers=two_optimizers)
+    assert_close(seen.steps, wanted)
+    assert seen.losses == pytest.approx(losses, rel=1e-11)
+
+
+@pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.2}, {"clip_value": 0.01}], ids=str)
+@cuts
+def test_sgd_on_tables_clipped_like_all_else(sizes, slices, changes):
+    """torch clips no sparse gradient by value: the reference is the same model with dense tables."""
+    parts = Parts.of(sizes, tags)
+    sgd = partial(torch.optim.SGD, lr=0.5)
+    trainer = trainer_of(sizes, slices, model=Tagged, optimizer=sgd, **changes)
+    seen = fit_here(trainer, parts)
+
+    def dense():
+        module = Tagged()
+        module.tags.sparse = module.first.sparse = False
+        return module
+
+    def before(module):
+        if "clip_norm" in changes:
+            clip_grad_norm_(module.parameters(), changes["clip_norm"])
+        if "clip_value" in changes:
+            clip_grad_value_(module.parameters(), changes["clip_value"])
+
+    wanted, _ = plainly(trainer_of(sizes, model=dense, optimizer=sgd), parts, before=before)
+    assert_close(seen.steps, wanted)
+
+
+def test_rows_that_no_sample_has_keep_their_bits():
+    parts = Parts.of((22, 21), lambda g: sparkdl.Sample(g.integers(0, 9, size=WIDTH), 1))
+    trainer = trainer_of((22, 21), 5, model=Tagged, optimizer=two_optimizers, l2=0.1)
+    before = recipe_of(trainer).build()
+    seen = fit_here(trainer, parts)
+    for name in ("tags.weight", "first.weight"):
+        start, end = before.state_dict()[name], seen.steps[-1][name]
+        assert torch.equal(start[9:], end[9:])
+        assert not (start[:9] == end[:9]).all(dim=1).any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"accumulate": 3}, "batch_size=8, replicas=2, accumulate=3. Choose"),
+        ({"local_steps": 4, "batch_size": 2}, "batch_size=2, replicas=2, local_steps=4. Choose"),
+        ({"local_steps": 2, "accumulate": 3}, "local_steps=2, accumulate=3. Choose"),
+        ({"accumulate": 2}, None),
+        ({"local_steps": 2, "batch_size": 8}, None),
+    ],
+    ids=str,
+)
+def test_a_micro_batch_of_one_row_is_found_before_the_first_iteration(changes, told):
+    """Batch norm cannot train on one row."""
+    trainer, parts = trainer_of((24, 24), model=normed, **changes), Parts.of((24, 24))
+    if told is None:
+        assert len(fit_here(trainer, parts).flats) == ITERATIONS
+        return
+    with pytest.raises(sparkdl.ModelError) as error:
+        fit_here(trainer, parts)
+    assert "in iteration 1 of each epoch a replica gets one: 48 rows" in str(error.value)
+    assert told in str(error.value)
+    assert str(error.value).endswith("or fewer replicas, or cut less.")

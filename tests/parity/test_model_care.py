@@ -1,0 +1,354 @@
+"""What starts, what trains, how the module runs, and what is kept of it."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from feature_runs import (
+    CLASSES,
+    CUTS,
+    WIDTH,
+    Parts,
+    assert_close,
+    fit_here,
+    mlp,
+    normed,
+    one_thread,
+    parts_of,
+    plain_loss,
+    plainly,
+    recipe_of,
+    trainer_of,
+    whole,
+)
+from torch import nn
+from torch.optim.swa_utils import get_ema_avg_fn
+
+import sparkdl
+from sparkdl.replica.flat import FlatModule
+from sparkdl.sync.histogram import EDGES
+
+pytestmark = pytest.mark.parity
+cuts = pytest.mark.parametrize(("sizes", "slices"), CUTS, ids=str)
+SIZES = (22, 21)
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleDict(
+            {"first": nn.Linear(WIDTH, 8), "second": nn.Linear(8, 8), "norm": nn.LayerNorm(8)}
+        )
+        self.head = nn.Linear(8, CLASSES)
+        self.double()
+
+    def forward(self, x):
+        hidden = torch.tanh(self.encoder["first"](x))
+        return self.head(torch.tanh(self.encoder["norm"](self.encoder["second"](hidden))))
+
+
+# Freezing
+
+FROZEN = [
+    (["encoder"], [], {"head.weight", "head.bias"}),
+    (["encoder"], ["head", "encoder.first.bias"], {"head.weight", "head.bias", "encoder.first.bias"}),
+    (["*.bias"], [], {"head.weight", *(f"encoder.{n}.weight" for n in ("first", "second", "norm"))}),
+    (["encoder.first.weight", "head"], ["head.bias"], None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("freeze", "unfreeze", "trains"), FROZEN, ids=str)
+def test_frozen_parameters_keep_their_bits(freeze, unfreeze, trains):
+    parts = Parts.of(SIZES)
+    trainer = trainer_of(SIZES, 3, model=Deep, freeze=freeze, unfreeze=unfreeze, l2=0.1)
+    start = recipe_of(trainer_of(SIZES, model=Deep)).build().state_dict()
+    end = fit_here(trainer, parts).trained.module.state_dict()
+    if trains is None:
+        trains = set(start) - {"encoder.first.weight", "head.weight"}
+    for name, tensor in end.items():
+        assert torch.equal(tensor, start[name]) == (name not in trains), name
+
+
+def test_what_is_not_frozen_trains_as_in_torch():
+    parts = Parts.of(SIZES)
+    trainer = trainer_of(SIZES, 2, model=Deep, freeze=["encoder"], unfreeze=["*.norm.*"])
+    seen = fit_here(trainer, parts)
+    assert set(seen.steps[0]) == {
+        "encoder.norm.weight", "encoder.norm.bias", "head.weight", "head.bias"
+    }  # fmt: skip
+    assert_close(seen.steps, plainly(trainer, parts)[0])
+
+
+def test_unfreeze_reaches_what_the_model_itself_froze():
+    def frozen():
+        return mlp().requires_grad_(False)
+
+    trainer = trainer_of(SIZES, model=frozen, unfreeze=["2"])
+    assert set(fit_here(trainer, Parts.of(SIZES)).steps[0]) == {"2.weight", "2.bias"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"freeze": ["encoder.firts"]}, 'freeze: no parameter matches "encoder.firts".'),
+        ({"unfreeze": ["*.wieght"]}, 'unfreeze: no parameter matches "*.wieght".'),
+        ({"freeze": ["*"]}, "no trainable parameter"),
+        ({"activation_checkpointing": ["encodr"]}, 'matches "encodr". Did you mean "encoder"?'),
+        ({"l1": {"bias": 0.1}}, 'l1: no trainable parameter matches "bias".'),
+        ({"l2": {"encoder": 0.1}}, 'l2: no trainable parameter matches "encoder".'),
+        ({"weights": {"x": torch.ones(2)}}, 'the model has no "x".'),
+        ({"weights": {"head.bias": torch.ones(2)}}, '"head.bias" is [2] in the weights and [3] in'),
+        ({"weights": {"x": torch.ones(2)}, "strict_weights": False}, "no name of the weights (x)"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_name_without_a_match_is_an_error(changes, message):
+    with pytest.raises(sparkdl.ModelError) as error:
+        fit_here(trainer_of(SIZES, model=Deep, **changes), Parts.of(SIZES))
+    assert message in str(error.value)
+
+
+def test_a_file_of_weights_that_cannot_be_read(tmp_path):
+    (tmp_path / "bad.safetensors").write_bytes(b"no such thing")
+    for name in ("bad.safetensors", "missing.safetensors"):
+        with pytest.raises(
+            sparkdl.ParameterError, match=f"{name}.*cannot be read as a safetensors"
+        ):
+            fit_here(trainer_of(SIZES, weights=tmp_path / name), Parts.of(SIZES))
+
+
+# Weights to start from
+
+
+@pytest.fixture
+def state():
+    torch.manual_seed(99)
+    return normed().state_dict()
+
+
+def continued(trainer, parts, module):
+    """The first step of plain SGD from ``module``."""
+    loss = plain_loss(trainer, module.train(), whole(trainer, parts, 0))
+    loss.backward()
+    return float(loss.detach()), {
+        n: (p - 0.1 * p.grad).detach() for n, p in module.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("form", ["state_dict", "str", "Path"])
+def test_weights_to_start_from(state, form, tmp_path):
+    path = tmp_path / "start.safetensors"
+    safetensors.torch.save_file(state, path)
+    given = {"state_dict": state, "str": str(path), "Path": path}[form]
+    sizes = (43,)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    trainer = trainer_of(sizes, model=normed, weights=given, optimizer=sgd)
+    parts, kept = Parts.of(sizes), copy.deepcopy(state)
+    seen = fit_here(trainer, parts)
+    module = normed()
+    module.load_state_dict(state)
+    loss, wanted = continued(trainer, parts, module)
+    assert seen.losses[0] == pytest.approx(loss, rel=1e-12)
+    step = {name: seen.steps[0][name] for name in wanted}
+    assert_close([step], [wanted], 1e-12)
+    torch.testing.assert_close(seen.steps[0]["1.running_mean"], module[1].running_mean)
+    assert all(torch.equal(state[n], kept[n]) for n in state), "what was given is not changed"
+
+
+def test_not_strict_takes_what_fits_by_name(state):
+    del state["2.weight"]
+    state["other.weight"] = torch.ones(3)
+    sizes = (43,)
+    parts = Parts.of(sizes)
+    with pytest.raises(
+        sparkdl.ModelError, match=r'the weights lack "2.weight".*strict_weights=False'
+    ):
+        fit_here(trainer_of(sizes, model=normed, weights=state), parts)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    trainer = trainer_of(sizes, model=normed, weights=state, strict_weights=False, optimizer=sgd)
+    seen = fit_here(trainer, parts)
+    module = recipe_of(trainer).build()
+    module.load_state_dict({n: t for n, t in state.items() if n != "other.weight"}, strict=False)
+    loss, wanted = continued(trainer, parts, module)
+    assert seen.losses[0] == pytest.approx(loss, rel=1e-12)
+    assert_close([{n: seen.steps[0][n] for n in wanted}], [wanted], 1e-12)
+
+
+# How the module runs
+
+PASSES: list[int] = []
+
+
+class Counted(nn.Module):
+    """A block that notes each of its forward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x):
+        PASSES.append(len(x))
+        return torch.tanh(self.dropout(self.layer(x)))
+
+
+def blocks():
+    module = nn.Sequential(Counted(), Counted(), nn.Linear(WIDTH, CLASSES)).double()
+    return module
+
+
+@pytest.mark.parametrize("patterns", [["0"], ["[01]"], ["0", "1"]], ids=str)
+def test_activation_checkpointing_gives_the_same_bits(patterns):
+    """Dropout's draws in the second pass are those of the first."""
+    parts = Parts.of(SIZES)
+    PASSES.clear()
+    plain = fit_here(trainer_of(SIZES, 2, model=blocks), parts)
+    passes = len(PASSES)
+    PASSES.clear()
+    again = fit_here(trainer_of(SIZES, 2, model=blocks, activation_checkpointing=patterns), parts)
+    assert len(PASSES) > passes + 9, "activations are computed again in backward"
+    for left, right in zip(plain.flats, again.flats, strict=True):
+        assert torch.equal(left, right)
+    assert "forward" not in vars(again.trained.module[0]), "the result has no trace of it"
+
+
+COMPILED: list[int] = []
+
+
+def counting_backend(graph, inputs):
+    COMPILED.append(len(inputs))
+    return graph.forward
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"backend": "eager"}, {"backend": counting_backend, "dynamic": True}],
+    ids=["eager", "own"],
+)
+def test_a_compiled_model_trains_alike(options):
+    parts = Parts.of(SIZES)
+    COMPILED.clear()
+    torch._dynamo.reset()
+    seen = fit_here(trainer_of(SIZES, 2, compile=options), parts)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert bool(COMPILED) == (options["backend"] is counting_backend)
+    assert_close(seen.steps, plainly(trainer_of(SIZES), parts)[0])
+    assert type(seen.trained.module) is nn.Sequential
+    assert list(seen.trained.module.state_dict()) == list(mlp().state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_compiled_by_inductor():
+    parts = Parts.of((43,))
+    torch._dynamo.reset()
+    trainer = trainer_of((43,), model=partial(mlp, torch.float32), compile=True)
+    seen = fit_here(trainer, parts)
+    assert_close(seen.steps, plainly(trainer, parts)[0], 1e-3)
+
+
+# The moving average
+
+
+AVERAGED = [(*cut, 0.9, {}) for cut in CUTS] + [
+    ((30, 2, 11), 5, 0.999, {}),
+    ((22, 21), 3, 0.9, {"local_steps": 2}),
+    ((30, 2, 11), 5, 0.9, {"local_steps": 3}),
+    ((22, 21), 3, 0.9, {"clip_norm": 0.3}),
+]
+
+
+@pytest.mark.parametrize(("sizes", "slices", "decay", "changes"), AVERAGED, ids=str)
+def test_ema_is_the_recursion_of_swa_utils(sizes, slices, decay, changes):
+    parts, update = Parts.of(sizes), get_ema_avg_fn(decay)
+    trainer = trainer_of(sizes, slices, ema=decay, **changes)
+    seen = fit_here(trainer, parts)
+    start = recipe_of(trainer).build().state_dict()
+    average = {name: tensor.clone() for name, tensor in start.items()}
+    for step in seen.steps:
+        average = {name: update(average[name], step[name], None) for name in average}
+    assert_close([seen.trained.ema.module.state_dict()], [average])
+    assert_close([seen.trained.module.state_dict()], [seen.steps[-1]], 0.0)
+    bare = fit_here(trainer_of(sizes, slices, **changes), parts)
+    assert all(torch.equal(a, b) for a, b in zip(seen.flats, bare.flats, strict=True))
+    assert bare.trained.ema is None
+
+
+def test_ema_has_the_buffers_of_the_last_iteration():
+    sizes = (24, 24)
+    seen = fit_here(trainer_of(sizes, 3, model=normed, ema=0.9), Parts.of(sizes))
+    average, last = seen.trained.ema.module[1], seen.trained.module[1]
+    assert torch.equal(average.running_mean, last.running_mean)
+    assert int(average.num_batches_tracked) == int(last.num_batches_tracked) == 9
+    assert not torch.equal(average.weight, last.weight)
+
+
+# Histograms
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.2])
+@cuts
+def test_histograms_are_numpys(sizes, slices, clip_norm):
+    """Of the weights after the step, and of the gradient that made it."""
+    parts = Parts.of(sizes)
+    sgd = partial(torch.optim.SGD, lr=0.5)
+    trainer = trainer_of(
+        sizes, slices, optimizer=sgd, histograms=sparkdl.every(3), clip_norm=clip_norm
+    )
+    seen = fit_here(trainer, parts)
+    with_them = [t for t, state in enumerate(seen.states) if state.histograms]
+    assert with_them == [2, 5, 8]
+    for t in with_them:
+        module = recipe_of(trainer).build()
+        module.load_state_dict(seen.steps[t - 1])
+        plain_loss(trainer, module, whole(trainer, parts, t)).backward()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), clip_norm)
+        found = seen.states[t].histograms
+        assert set(found) == {
+            f"{what}/{name}" for what in ("weights", "gradients") for name in seen.steps[t]
+        }
+        for name, p in module.named_parameters():
+            check(found[f"weights/{name}"], seen.steps[t][name].numpy(), exactly=True)
+            check(found[f"gradients/{name}"], p.grad.numpy(), exactly=False)
+
+
+def check(histogram, values, exactly):
+    counts, _ = np.histogram(values, EDGES)
+    assert histogram.counts.sum() == values.size, "no padding is counted"
+    if exactly:
+        assert (histogram.counts == counts).all()
+    else:  # a value may lie on the other side of a border by its last bit
+        assert np.abs(np.cumsum(histogram.counts) - np.cumsum(counts)).max() <= 1
+    assert histogram.smallest == pytest.approx(values.min(), rel=1e-10)
+    assert histogram.largest == pytest.approx(values.max(), rel=1e-10)
+    assert histogram.total == pytest.approx(values.sum(), rel=1e-9, abs=1e-12)
+    assert histogram.squares == pytest.approx((values**2).sum(), rel=1e-9)
+
+
+# Buffers, with what touches them
+
+
+@pytest.mark.parametrize("changes", [{"accumulate": 1}, {"clip_norm": 0.2}], ids=str)
+@pytest.mark.parametrize(("sizes", "slices"), [((24, 24), 1), ((16, 32), 3)], ids=str)
+def test_running_statistics_are_averaged_by_rows(sizes, slices, changes):
+    parts = Parts.of(sizes)
+    trainer = trainer_of(sizes, slices, model=normed, **changes)
+    seen = fit_here(trainer, parts)
+    flat = FlatModule(recipe_of(trainer).build())
+    with one_thread():
+        for t, step in enumerate(seen.steps):
+            found = [p for p in parts_of(trainer, parts, t) if p is not None]
+            mean = 0.0
+            for part in found:
+                live = copy.deepcopy(flat.module).train()
+                live(*part.inputs)
+                mean = mean + live[1].running_mean * (len(part) / sum(map(len, found)))
+            torch.testing.assert_close(step["1.running_mean"], mean, rtol=1e-11, atol=1e-13)
+            flat.flat.copy_(seen.flats[t])
+            flat.refresh()

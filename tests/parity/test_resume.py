@@ -1,0 +1,591 @@
+"""A run that goes on from a checkpoint is the run that never stopped, bit for bit."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from parity_models import CLASSES, WIDTH, dropped_out
+from pyspark import cloudpickle
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau
+
+import sparkdl
+import sparkdl.train.placing
+from sparkdl.data.partition import close_partitions
+from sparkdl.data.samples import SampleSet, Source, materialize_here
+from sparkdl.slab.root import SlabConfig, remove_root
+from sparkdl.train.checkpoint.manifest import Manifest
+from sparkdl.train.checkpoint.slices import Part, unpack
+from sparkdl.train.checkpoint.store import CheckpointStore
+
+pytestmark = [pytest.mark.parity, pytest.mark.spark]
+
+ITERATIONS = 20  # 51 rows in batches of 9: six iterations an epoch, the last one short
+
+
+def everything() -> nn.Module:
+    """Random draws, running statistics, and a buffer that counts."""
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16),
+        nn.BatchNorm1d(16),
+        nn.Tanh(),
+        nn.Dropout(0.3),
+        nn.Linear(16, CLASSES),
+    )
+
+
+class Tables(nn.Module):
+    """A sparse embedding of classes of numbers, and a dense head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 8, sparse=True)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.table(words).mean(dim=1)))
+
+
+class Reader(nn.Module):
+    """The mean over a sequence, padded with word 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 8, padding_idx=0)
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.drop(torch.tanh(self.table(words).mean(dim=1))))
+
+
+def shuffled_words(words: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return np.where(rng.random(len(words)) < 0.3, 1, words)
+
+
+def steep(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Overflows in fp16 until the loss scale has come down."""
+    return 100 * nn.functional.cross_entropy(output, target)
+
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+CASES: dict[str, dict] = {
+    "everything": {
+        "optimizer": partial(torch.optim.Adam, lr=1e-2),
+        "schedule": partial(OneCycleLR, max_lr=0.05, total_steps=ITERATIONS),
+        "clip_norm": 0.5,
+        "ema": 0.9,
+        "slices": 4,
+        "validation": 3,
+    },
+    "plateau": {
+        "model": dropped_out,
+        "optimizer": partial(torch.optim.SGD, lr=2.0, momentum=0.9),
+        "schedule": partial(ReduceLROnPlateau, factor=0.5, patience=0),
+        "schedule_metric": "loss",
+        "accumulate": 2,
+        "l1": 1e-4,
+        "wire": "bf16",
+        "validation": 2,
+    },
+    "fp16": {
+        "loss": steep,
+        "precision": "fp16",
+        "optimizer": partial(torch.optim.AdamW, lr=1e-2),
+        "schedule": partial(CosineAnnealingLR, T_max=5),
+    },
+    "local steps": {
+        "optimizer": partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
+        "model": dropped_out,
+        "local_steps": 2,
+        "ema": 0.8,
+    },
+    "sparse tables and two optimizers": {
+        "model": Tables,
+        "features": "words",
+        "optimizer": {
+            "table": partial(torch.optim.SparseAdam, lr=0.05),
+            "": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        },
+        "schedule": partial(CosineAnnealingLR, T_max=ITERATIONS),
+        "schedule_per": "epoch",
+        "slices": 2,
+    },
+    "whole tensors": {
+        "optimizer": partial(torch.optim.Adafactor, lr=0.05),
+        "clip_value": 0.1,
+        "slices": 2,
+    },
+    "augment and bucketing": {
+        "model": Reader,
+        "features": "text",
+        "columns": {"text": sparkdl.Sequence()},
+        "augment": shuffled_words,
+        "bucketing": 12,
+        "class_weights": [1.0, 2.0, 0.5],
+        "optimizer": partial(torch.optim.Adagrad, lr=0.1),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def df(spark):
+    """51 rows in three uneven partitions."""
+    generator = np.random.default_rng(4)
+
+    def row() -> tuple:
+        words = generator.integers(1, 20, size=5).tolist()
+        text = generator.integers(1, 20, size=int(generator.integers(1, 9))).tolist()
+        features = generator.normal(size=WIDTH).tolist()
+        return features, words, text, int(generator.integers(CLASSES))
+
+    parts = [[row() for _ in range(size)] for size in (20, 13, 18)]
+    records = spark.sparkContext.parallelize(parts, 3).flatMap(list)
+    schema = "features array<float>, words array<long>, text array<long>, label long"
+    return spark.createDataFrame(records, schema)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def read_once(spark) -> Iterator[None]:
+    """The local engine is handed partitions that were read already, from slabs of this module."""
+    slab = SlabConfig.new("auto", spark.sparkContext.applicationId)
+    made: dict[object, SampleSet] = {}
+    kept: list[object] = []  # so that no two DataFrames have one id
+
+    def read(source: Source) -> SampleSet:
+        key = (id(source.data), source.features, source.replicas, source.float_dtype)
+        if key not in made:
+            kept.append(source.data)
+            made[key] = materialize_here(replace(source, slab=slab))
+        return made[key]
+
+    with mock.patch.object(sparkdl.train.placing, "materialize_here", read):
+        yield
+    close_partitions()
+    remove_root(slab)
+
+
+def trainer_of(case: str, data, folder: Path, every: int = 1, **changes) -> sparkdl.Trainer:
+    values = {
+        "model": everything,
+        "loss": nn.CrossEntropyLoss(),
+        "batch_size": 9,
+        "replicas": 3,
+        "engine": "local",
+        "stop": sparkdl.max_iteration(ITERATIONS),
+        "seed": 5,
+        "checkpoint": sparkdl.Checkpoint(folder, every=sparkdl.every(every), keep=None),
+        **CASES[case],
+        **changes,
+    }
+    if isinstance(values.get("validation"), int):
+        often = sparkdl.every(values["validation"])
+        metrics = ["accuracy"] if case == "everything" else []
+        values["validation"] = sparkdl.Validation(data, metrics, every=often, best="loss")
+    return sparkdl.Trainer(**values)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """All that a run leaves: results, history, and its last checkpoint."""
+
+    trained: sparkdl.TrainedModel
+    uri: str
+    manifest: Manifest
+
+    @staticmethod
+    def of(trained: sparkdl.TrainedModel, folder: Path) -> Ended:
+        uri, manifest = next(iter(CheckpointStore(folder).candidates()))
+        assert manifest.iteration == ITERATIONS
+        return Ended(trained, uri, manifest)
+
+    def parts(self, best: bool = False) -> list[Part]:
+        files = self.manifest.files if not best else self.manifest.best.files
+        return [unpack(Path(self.uri, file.name).read_bytes()) for file in files]
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.contiguous().flatten().numpy().tobytes()
+        == other.contiguous().flatten().numpy().tobytes()
+    )
+
+
+def assert_same_value(one: object, other: object, where: str) -> None:
+    if isinstance(one, torch.Tensor):
+        assert same_bits(one, other), where
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_same_value(one[key], other[key], f"{where}.{key}")
+    else:
+        assert one == other, where
+
+
+def assert_same_modules(one, other) -> None:
+    assert (one is None) == (other is None)
+    if one is not None:
+        assert_same_value(dict(one.module.state_dict()), dict(other.module.state_dict()), "module")
+
+
+def assert_same_end(one: Ended, other: Ended, cut_alike: bool = True) -> None:
+    for which in ("ema", "best"):
+        assert_same_modules(getattr(one.trained, which), getattr(other.trained, which))
+    assert_same_modules(one.trained, other.trained)
+    for left, right in zip(one.trained.history, other.trained.history, strict=True):
+        for record in (left, right):
+            del record["seconds"], record["timings"]
+        assert left == right
+    assert one.trained.history.validations == other.trained.history.validations
+    left, right = one.manifest, other.manifest
+    names = ("iteration", "epoch", "position", "samples", "loss_scale", "skipped", "validations")
+    for name in (*names, "extra", "layout", "data", "replicas", "optimizers"):
+        assert getattr(left, name) == getattr(right, name), name
+    if left.best is not None:
+        assert replace(left.best, files=()) == replace(right.best, files=())
+    if cut_alike:
+        for best in (False, True) if left.best else (False,):
+            for a, b in zip(one.parts(best), other.parts(best), strict=True):
+                assert (a.start, a.stop, a.trainable_length) == (
+                    b.start,
+                    b.stop,
+                    b.trainable_length,
+                )
+                assert_same_value(vars(a.state), vars(b.state), f"slice at {a.start}")
+
+
+@pytest.fixture(scope="module")
+def straight(df, tmp_path_factory):
+    """The run that never stopped, with a checkpoint after every iteration; made once a case."""
+    made: dict[str, tuple[Ended, Path]] = {}
+
+    def get(case: str) -> tuple[Ended, Path]:
+        if case not in made:
+            folder = tmp_path_factory.mktemp("straight")
+            made[case] = Ended.of(trainer_of(case, df, folder).fit(df), folder), folder
+        return made[case]
+
+    return get
+
+
+def checkpoints(folder: Path) -> Iterator[Path]:
+    return iter(sorted(folder.glob("iteration-*")))
+
+
+FROM = (1, 2, 5, 6, 7, 11, 19)
+"""Some of them: before, at and after the end of an epoch, which is six iterations."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_from_every_iteration(df, straight, tmp_path, case):
+    expected, folder = straight(case)
+    found = list(checkpoints(folder))
+    assert [int(path.name.split("-")[1]) for path in found] == list(range(1, ITERATIONS + 1))
+    for number in range(1, ITERATIONS) if case == "everything" else FROM:
+        path, mine = found[number - 1], tmp_path / str(number)
+        resumed = trainer_of(case, df, mine, every=ITERATIONS).fit(df, resume=path)
+        assert_same_end(expected, Ended.of(resumed, mine))
+
+
+def test_the_cases_are_what_they_say(straight):
+    """Scales moved, learning rates fell, validations were made: else the tests above are empty."""
+    scaled, _ = straight("fp16")
+    assert 0 < scaled.manifest.skipped < ITERATIONS
+    assert scaled.manifest.loss_scale < 2**16
+    assert scaled.manifest.extra["loss_scale_age"] > 0
+    rates = [record["learning_rate"] for record in straight("plateau")[0].trained.history]
+    assert len(set(rates)) > 2
+    for case in ("everything", "plateau"):
+        ended, _ = straight(case)
+        assert ended.manifest.best.iteration > 0
+        assert len(ended.manifest.validations) == ITERATIONS // CASES[case]["validation"]
+
+
+def test_from_the_last_iteration_there_is_nothing_to_do(df, straight):
+    expected, folder = straight("everything")
+    *_, last = checkpoints(folder)
+    done = trainer_of("everything", df, folder, checkpoint=None).fit(df, resume=last)
+    assert_same_modules(expected.trained, done)
+    assert_same_modules(expected.trained.best, done.best)
+    assert_same_modules(expected.trained.ema, done.ema)
+    assert done.history.losses == expected.trained.history.losses
+
+
+@pytest.mark.parametrize("slices", [1, 2, 7])
+@pytest.mark.parametrize("case", ["plateau", "whole tensors", "sparse tables and two optimizers"])
+def test_cut_anew(df, straight, tmp_path, case, slices):
+    expected, folder = straight(case)
+    path = list(checkpoints(folder))[7]
+    trainer = trainer_of(case, df, tmp_path, every=ITERATIONS, slices=slices)
+    resumed = Ended.of(trainer.fit(df, resume=path), tmp_path)
+    assert resumed.manifest.slices == slices
+    assert_same_end(expected, resumed, cut_alike=False)
+
+
+@pytest.mark.parametrize("case", ["everything", "sparse tables and two optimizers"])
+def test_engines_change_places(df, straight, tmp_path, case):
+    """local to 6, shuffle to 13, local to 20."""
+    expected, folder = straight(case)
+    path = list(checkpoints(folder))[5]
+    between = trainer_of(
+        case, df, tmp_path / "shuffle", every=13, engine="shuffle", stop=sparkdl.max_iteration(13)
+    )
+    assert len(between.fit(df, resume=path).history) == 13
+    last = trainer_of(case, df, tmp_path / "local", every=ITERATIONS)
+    resumed = last.fit(df, resume=tmp_path / "shuffle")
+    assert_same_end(expected, Ended.of(resumed, tmp_path / "local"))
+
+
+def test_the_checkpoint_says_how_many_replicas(df, straight, tmp_path):
+    expected, folder = straight("everything")
+    path = list(checkpoints(folder))[9]
+    trainer = trainer_of("everything", df, tmp_path, every=ITERATIONS, replicas=None)
+    assert df.sparkSession.sparkContext.defaultParallelism != 3
+    assert_same_end(expected, Ended.of(trainer.fit(df, resume=path), tmp_path))
+
+
+def test_latest_goes_on_again_and_again(df, straight, tmp_path):
+    """Three iterations at a time, in one folder."""
+    expected, _ = straight("everything")
+    for stop in (*range(3, ITERATIONS, 3), ITERATIONS):
+        trainer = trainer_of("everything", df, tmp_path, stop=sparkdl.max_iteration(stop))
+        trained = trainer.fit(df, resume="latest")
+        assert len(trained.history) == stop
+    assert_same_end(expected, Ended.of(trained, tmp_path))
+
+
+# What differs, and what is damaged
+
+
+def refusal(df, resume, trainer: sparkdl.Trainer) -> str:
+    with pytest.raises(sparkdl.ParameterError) as caught:
+        trainer.fit(df, resume=resume)
+    return str(caught.value)
+
+
+def narrow() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+def test_another_run_is_refused(df, straight, tmp_path):
+    """Nothing trains, and what differs is named."""
+    _, folder = straight("plateau")
+    path = list(checkpoints(folder))[3]
+    plain = replace(trainer_of("plateau", df, tmp_path), checkpoint=None)
+    begin = f"the checkpoint {path} is of another run: "
+    end = ". Give what it was made with, or fit without resume= (in another folder)."
+
+    def said(data=df, **changes) -> str:
+        text = refusal(data, path, replace(plain, **changes))
+        assert text.startswith(begin)
+        assert text.endswith(end)
+        return text.removeprefix(begin).removesuffix(end)
+
+    assert said(batch_size=8) == "batch_size is 8 here and 9 in the checkpoint"
+    assert said(seed=6) == "seed is 6 here and 5 in the checkpoint"
+    assert said(local_steps=2, wire="fp32") == "local_steps is 2 here and 1 in the checkpoint"
+    assert said(replicas=2).startswith("replicas is 2 here and 3 in the checkpoint; ")
+    assert said(optimizer=torch.optim.Adam) == (
+        "the optimizer is Adam here and SGD in the checkpoint"
+    )
+    assert said(model=narrow) == (
+        'parameter "0.weight" is [8, 6] here and [32, 6] in the checkpoint; '
+        'parameter "0.bias" is [8] here and [32] in the checkpoint; '
+        'parameter "2.weight" is not in the checkpoint; '
+        'parameter "2.bias" is not in the checkpoint; '
+        'parameter "3.weight" of the checkpoint is not in this model; and 1 more'
+    )
+    assert said(data=df.limit(50)) == "the data has 50 rows here and 51 in the checkpoint"
+    other = df.selectExpr("transform(features, x -> x + float(1)) AS features", "label")
+    assert said(data=other) == "; ".join(
+        f"partition {i} holds other rows than in the checkpoint (checksum)" for i in range(3)
+    )
+
+
+def test_what_resume_cannot_be(df, straight, tmp_path):
+    trained = straight("whole tensors")[0].trained
+    trainer = trainer_of("whole tensors", df, tmp_path / "mine")
+    without = replace(trainer, checkpoint=None)
+    assert refusal(df, "latest", without) == (
+        'resume="latest" means the latest of checkpoint=sparkdl.Checkpoint(path), which the trainer '
+        "does not have. Give it, or the path of a checkpoint."
+    )
+    nowhere = tmp_path / "nowhere"
+    expected = f"there is no checkpoint in {nowhere}: the folder is empty or does not exist."
+    assert refusal(df, nowhere, without) == expected
+    nowhere.mkdir()
+    assert refusal(df, nowhere, trainer) == expected
+    (nowhere / "notes.txt").write_text("mine")
+    assert refusal(df, nowhere, trainer) == (f"there is no checkpoint to resume from in {nowhere}.")
+    with pytest.raises(sparkdl.ParameterError) as caught:
+        trainer.fit(df, resume="latest", start=trained)
+    assert str(caught.value) == (
+        "resume= and start= exclude each other: a resumed run has its weights."
+    )
+
+
+def test_latest_of_an_empty_folder_is_the_beginning(df, straight, tmp_path):
+    expected, _ = straight("whole tensors")
+    trainer = trainer_of("whole tensors", df, tmp_path, every=ITERATIONS)
+    assert_same_end(expected, Ended.of(trainer.fit(df, resume="latest"), tmp_path))
+
+
+def truncate(folder: Path) -> None:
+    path = sorted(folder.glob("slice-00001-*"))[0]
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(folder: Path) -> None:
+    path = sorted(folder.glob("slice-00001-*"))[0]
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+
+
+def flip_best(folder: Path) -> None:
+    path = sorted(folder.glob("best-00000-*"))[0]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def flip_history(folder: Path) -> None:
+    path = folder / "history.json"
+    path.write_bytes(path.read_bytes().replace(b"loss", b"lost"))
+
+
+def flip_manifest(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"iteration": 8', '"iteration": 9', 1))
+
+
+def lose_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+DAMAGES = {
+    truncate: r'the file "slice-00001-\w+\.safetensors" has \d+ bytes instead of \d+',
+    flip: r"{path}: slice-00001-\w+\.safetensors: its bytes were changed \(checksum\)",
+    flip_best: r"{path}: best-00000-\w+\.safetensors: its bytes were changed \(checksum\)",
+    flip_history: r"{path}: history\.json: its bytes were changed \(checksum\)",
+    flip_manifest: r"its manifest was changed \(checksum\)",
+    lose_manifest: r"it has no manifest: it was not completed",
+}
+
+
+@pytest.mark.parametrize("engine", ["local", "shuffle"])
+@pytest.mark.parametrize("damage", [flip, flip_best], ids=lambda d: d.__name__)
+def test_the_one_before_a_damaged_one_is_taken(df, straight, tmp_path, caplog, damage, engine):
+    _take_the_one_before(df, straight, tmp_path, caplog, damage, engine)
+
+
+@pytest.mark.parametrize(
+    "damage", [truncate, flip_history, flip_manifest, lose_manifest], ids=lambda d: d.__name__
+)
+def test_the_one_before_any_damaged_one_is_taken(df, straight, tmp_path, caplog, damage):
+    _take_the_one_before(df, straight, tmp_path, caplog, damage, "local")
+
+
+def _take_the_one_before(df, straight, tmp_path, caplog, damage, engine) -> None:
+    expected, folder = straight("everything")
+    for path in list(checkpoints(folder))[6:8]:
+        newest = Path(shutil.copytree(path, tmp_path / path.name))
+    damage(newest)
+    trainer = trainer_of(
+        "everything", df, tmp_path, every=ITERATIONS, engine=engine, callbacks=[starts := Starts()]
+    )
+    with caplog.at_level(logging.WARNING, logger="sparkdl"):
+        resumed = trainer.fit(df, resume="latest")
+    assert starts.iterations == [7]
+    reason = DAMAGES[damage].replace("{path}", re.escape(str(newest)))
+    (warning,) = [r.getMessage() for r in caplog.records if "is skipped" in r.getMessage()]
+    assert re.fullmatch(f"checkpoint {re.escape(str(newest))} is skipped: {reason}", warning)
+    assert_same_end(expected, Ended.of(resumed, tmp_path))
+
+
+class Starts(sparkdl.Callback):
+    """Where runs began."""
+
+    def __init__(self) -> None:
+        self.iterations: list[int] = []
+
+    def on_fit_start(self, trainer, state) -> None:
+        self.iterations.append(state.iteration)
+
+
+def test_where_all_are_damaged_the_reasons_are_listed(df, straight, tmp_path):
+    _, folder = straight("everything")
+    older, newer = [
+        Path(shutil.copytree(path, tmp_path / path.name)) for path in list(checkpoints(folder))[6:8]
+    ]
+    truncate(older)
+    flip(newer)
+    trainer = trainer_of("everything", df, tmp_path)
+    for resume in ("latest", tmp_path):
+        with pytest.raises(sparkdl.CheckpointError) as caught:
+            trainer.fit(df, resume=resume)
+        lines = str(caught.value).splitlines()
+        assert lines[0] == f"there is no checkpoint to resume from in {tmp_path}."
+        assert len(lines) == 3
+        assert any(line.startswith(f"  - {older}: the file ") for line in lines)
+        assert any(
+            line.startswith(f"  - {newer}: ") and line.endswith("(checksum)") for line in lines
+        )
+    assert sorted(tmp_path.iterdir()) == sorted([older, newer])
+
+
+def test_latest_begins_anew_where_none_was_ever_complete(df, straight, tmp_path, caplog):
+    """The driver was killed in its first checkpoint: starting again must just work."""
+    expected, folder = straight("whole tensors")
+    first = Path(shutil.copytree(next(checkpoints(folder)), tmp_path / "iteration-x"))
+    first = first.rename(tmp_path / next(checkpoints(folder)).name)
+    lose_manifest(first)
+    trainer = trainer_of("whole tensors", df, tmp_path, every=ITERATIONS)
+    with caplog.at_level(logging.WARNING, logger="sparkdl"):
+        resumed = trainer.fit(df, resume="latest")
+    assert any("not completed" in record.getMessage() for record in caplog.records)
+    assert_same_end(expected, Ended.of(resumed, tmp_path))
+    assert not first.exists()  # pruned with the first one that is complete
+
+
+# What may differ
+
+
+def test_best_by_another_metric_begins_anew(df, straight, tmp_path):
+    """The weights that were kept are the best by the loss: of no use for the accuracy."""
+    _, folder = straight("everything")
+    path = list(checkpoints(folder))[12]
+    often = sparkdl.every(3)
+    validation = sparkdl.Validation(df, ["accuracy"], every=often, best="accuracy")
+    trainer = trainer_of("everything", df, tmp_path, every=ITERATIONS, validation=validation)
+    ended = Ended.of(trainer.fit(df, resume=path), tmp_path)
+    assert ended.manifest.best.metric == "accuracy"
+    assert ended.manifest.best.iteration in (15, 18)
+    assert ended.trained.best is not None
+    unvalidated = replace(trainer, stop=sparkdl.max_iteration(14), checkpoint=None)
+    assert unvalidated.fit(df, resume=path).best is None
+
+
+def test_another_precision_has_a_scale_of_its_own(df, straight, tmp_path):
+    _, folder = straight("fp16")
+    path = list(checkpoints(folder))[9]
+    full = trainer_of("fp16", df, tmp_path / "fp32", every=ITERATIONS, precision="fp32")
+    trained = full.fit(df, resume=path)
+    assert {record["loss_scale"] for record in list(trained.history)[10:]} == {1.0}
+    back = replace(full, precision="fp16", stop=sparkdl.max_iteration(21), checkpoint=None)
+    (*_, last) = back.fit(df, resume=tmp_path / "fp32").history
+    assert last["loss_scale"] >= 2**15

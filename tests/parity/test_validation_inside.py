@@ -1,0 +1,235 @@
+"""Validation inside training: the weights as they stand, every row once, the best ones kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from feature_runs import (
+    WIDTH,
+    Centred,
+    Notes,
+    Parts,
+    classified,
+    fit_here,
+    mlp,
+    recipe_of,
+    trainer_of,
+    weighted,
+)
+from torch import nn
+
+import sparkdl
+from sparkdl.infer.scoring import Scorer
+from sparkdl.replica.flat import FlatModule
+
+pytestmark = pytest.mark.parity
+CUTS = [
+    ((43,), 1, (17,)),
+    ((22, 21), 3, (9, 8)),
+    ((22, 21), 2, (0, 17)),
+    ((30, 2, 11), 2, (5, 0, 1)),
+    ((39, 0, 4), 1, (2, 30, 2)),
+]
+cuts = pytest.mark.parametrize(("sizes", "slices", "held_out"), CUTS, ids=str)
+
+
+def centred():
+    return nn.Sequential(Centred(), nn.Dropout(0.3), mlp())
+
+
+def module_at(trainer, flat):
+    """The model with a flat vector in it."""
+    built = FlatModule(recipe_of(trainer).build())
+    built.flat.copy_(flat)
+    built.refresh()
+    return built.module.eval()
+
+
+def all_rows(parts, dtype=torch.float64):
+    samples = [s for part in parts.records for s in part]
+    inputs = torch.tensor(np.array([s.features for s in samples]), dtype=dtype)
+    labels = torch.tensor([s.label for s in samples])
+    weights = [s.weight for s in samples]
+    return inputs, labels, None if None in weights else torch.tensor(weights, dtype=dtype)
+
+
+def validated(sizes, slices, held_out, make=classified, **changes):
+    parts, others = Parts.of(sizes, make), Parts.of(held_out, make, seed=1)
+    given = {"metrics": ["accuracy"], "every": sparkdl.every(2), "batch_size": 4}
+    given |= changes.pop("validation", {})
+    trainer = trainer_of(sizes, slices, validation=sparkdl.Validation(others, **given), **changes)
+    return trainer, parts, others
+
+
+@pytest.mark.parametrize("every", [sparkdl.every(2), sparkdl.every_epoch()], ids=str)
+@cuts
+def test_values_are_those_of_the_model_at_that_moment(sizes, slices, held_out, every):
+    trainer, parts, others = validated(
+        sizes, slices, held_out, model=centred, validation={"every": every}, batch_size=9
+    )
+    seen = fit_here(trainer, parts)
+    inputs, labels, _ = all_rows(others)
+    found = seen.trained.history.validations
+    due = [2, 4, 6, 8] if every == sparkdl.every(2) else [5]
+    assert [v["iteration"] for v in found] == due
+    assert [v["epoch"] for v in found] == [i // 5 for i in due]
+    for record in found:
+        module = module_at(trainer, seen.flats[record["iteration"] - 1])
+        with torch.no_grad():
+            output = module(inputs)
+        accuracy = float((output.argmax(1) == labels).double().mean())
+        assert record["metrics"]["accuracy"] == pytest.approx(accuracy, abs=1e-12)
+        loss = float(F.cross_entropy(output, labels))
+        assert record["metrics"]["loss"] == pytest.approx(loss, rel=1e-11)
+
+
+@cuts
+def test_values_are_those_of_the_scorer_of_evaluate(sizes, slices, held_out):
+    """The fold that ``evaluate`` runs, over all rows at once."""
+    trainer, parts, others = validated(sizes, slices, held_out, validation={"metrics": ["top@2"]})
+    seen = fit_here(trainer, parts)
+    inputs, labels, _ = all_rows(others)
+    from sparkdl.infer.metrics import resolve
+
+    scorer = Scorer(trainer.loss, tuple(resolve(["top@2"])))
+    for record in seen.trained.history.validations:
+        with torch.no_grad():
+            output = module_at(trainer, seen.flats[record["iteration"] - 1])(inputs)
+        states = scorer.update(scorer.start(), output, [labels], None, len(labels))
+        assert record["metrics"] == pytest.approx(scorer.values(states), rel=1e-11)
+
+
+@cuts
+def test_training_is_not_touched_by_it(sizes, slices, held_out):
+    """Running statistics and dropout's draws are those of a run without validation."""
+    trainer, parts, _ = validated(
+        sizes, slices, held_out, model=centred, validation={"best": "loss"}
+    )
+    seen = fit_here(trainer, parts)
+    bare = fit_here(replace(trainer, validation=None), parts)
+    assert len(seen.trained.history.validations) == 4
+    assert all(torch.equal(a, b) for a, b in zip(seen.flats, bare.flats, strict=True))
+
+
+@pytest.mark.parametrize("class_weights", [None, [0.2, 3.0, 1.0]], ids=str)
+@cuts
+def test_the_loss_is_weighted_by_samples_and_not_by_classes(sizes, slices, held_out, class_weights):
+    trainer, parts, others = validated(
+        sizes, slices, held_out, weighted, weight="weight", class_weights=class_weights
+    )
+    seen = fit_here(trainer, parts)
+    inputs, labels, weights = all_rows(others)
+    for record in seen.trained.history.validations:
+        with torch.no_grad():
+            output = module_at(trainer, seen.flats[record["iteration"] - 1])(inputs)
+        each = F.cross_entropy(output, labels, reduction="none")
+        wanted = float((each * weights).sum() / weights.sum())
+        assert record["metrics"]["loss"] == pytest.approx(wanted, rel=1e-11)
+
+
+# The best model
+
+
+@pytest.mark.parametrize("best", ["loss", "accuracy"])
+@cuts
+def test_the_best_model_is_that_of_its_iteration(sizes, slices, held_out, best):
+    sgd = partial(torch.optim.SGD, lr=6.0)  # restless: the last is not the best
+    trainer, parts, _ = validated(
+        sizes,
+        slices,
+        held_out,
+        optimizer=sgd,
+        validation={"best": best, "every": sparkdl.every(1)},
+    )
+    seen = fit_here(trainer, parts)
+    values = [v["metrics"][best] for v in seen.trained.history.validations]
+    wanted = int(np.argmin(values) if best == "loss" else np.argmax(values))  # the first of equals
+    kept = module_at(trainer, seen.flats[wanted]).state_dict()
+    found = seen.trained.best.module.state_dict()
+    assert all(torch.equal(found[name], kept[name]) for name in kept)
+    shorter = fit_here(replace(trainer, stop=sparkdl.max_iteration(wanted + 1)), parts)
+    last = shorter.trained.module.state_dict()
+    assert all(torch.equal(found[name], last[name]) for name in last)
+    assert seen.trained.best.history is not None
+
+
+def test_of_equals_the_first_is_kept():
+    """Steps too small to change any prediction."""
+    sgd = partial(torch.optim.SGD, lr=1e-9)
+    trainer, parts, _ = validated(
+        (22, 21), 2, (9, 8), optimizer=sgd, validation={"best": "accuracy"}
+    )
+    seen = fit_here(trainer, parts)
+    values = [v["metrics"]["accuracy"] for v in seen.trained.history.validations]
+    assert values == [values[0]] * 4
+    found = FlatModule(seen.trained.best.module).flat
+    assert torch.equal(found, seen.flats[1])
+    assert not torch.equal(found, seen.flats[3])
+
+
+def test_some_best_model_is_not_the_last():
+    sgd = partial(torch.optim.SGD, lr=6.0)
+    trainer, parts, _ = validated(
+        (22, 21), 2, (9, 8), optimizer=sgd, validation={"best": "loss", "every": sparkdl.every(1)}
+    )
+    seen = fit_here(trainer, parts)
+    values = [v["metrics"]["loss"] for v in seen.trained.history.validations]
+    assert np.argmin(values) < len(values) - 1
+    assert fit_here(replace(trainer, validation=None), parts).trained.best is None
+
+
+# Early stopping
+
+
+@pytest.mark.parametrize("patience", [1, 2, 4])
+@pytest.mark.parametrize("metric", ["loss", "accuracy"])
+def test_plateau_stops_after_patience_validations_without_gain(metric, patience):
+    sgd = partial(torch.optim.SGD, lr=3.0)
+    trainer, parts, _ = validated(
+        (22, 21),
+        2,
+        (9, 8),
+        optimizer=sgd,
+        stop=sparkdl.max_iteration(60),
+        validation={"every": sparkdl.every(2)},
+    )
+    values = [v["metrics"][metric] for v in fit_here(trainer, parts).trained.history.validations]
+    sign, best, wait, stopped = -1 if metric == "loss" else 1, -np.inf, 0, None
+    for number, value in enumerate(values, start=1):
+        best, wait = (sign * value, 0) if sign * value > best else (best, wait + 1)
+        if wait == patience:
+            stopped = number
+            break
+    assert stopped is not None
+    assert stopped < len(values)
+    stop = sparkdl.max_iteration(60) | sparkdl.plateau(metric, patience)
+    early = fit_here(replace(trainer, stop=stop), parts)
+    assert len(early.trained.history.validations) == stopped
+    assert len(early.flats) == 2 * stopped
+
+
+def test_the_state_tells_callbacks_of_it():
+    told = []
+
+    class Told(sparkdl.Callback):
+        def on_validation_end(self, trainer, state):
+            told.append((state.iteration, dict(state.metrics), dict(state.higher_is_better)))
+
+    trainer, parts, _ = validated((22, 21), 2, (9, 8), callbacks=[Told()])
+    seen = fit_here(trainer, parts)
+    records = seen.trained.history.validations
+    assert [(i, m) for i, m, _ in told] == [(r["iteration"], r["metrics"]) for r in records]
+    assert told[0][2] == {"loss": False, "accuracy": True}
+
+
+def test_validation_data_must_look_like_the_training_data():
+    trainer, parts, _ = validated((22, 21), 2, (9, 8))
+    wrong = Parts([[sparkdl.Sample(np.zeros(WIDTH + 1), 0)], []])
+    trainer = replace(trainer, validation=sparkdl.Validation(wrong), callbacks=[Notes()])
+    with pytest.raises(sparkdl.DataError, match=r"validation data: .*in the training data"):
+        fit_here(trainer, parts)

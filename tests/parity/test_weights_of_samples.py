@@ -1,0 +1,236 @@
+"""Weights of samples and classes: the weighted mean over the global batch, as torch computes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from feature_runs import (
+    CLASSES,
+    CUTS,
+    ITERATIONS,
+    WIDTH,
+    Parts,
+    assert_close,
+    classified,
+    differ,
+    fit_here,
+    parts_of,
+    plainly,
+    recipe_of,
+    snapshot,
+    trainer_of,
+    weighted,
+    whole,
+)
+from torch import nn
+
+import sparkdl
+
+pytestmark = pytest.mark.parity
+cuts = pytest.mark.parametrize(("sizes", "slices"), CUTS, ids=str)
+OF_CLASSES = [0.3, 2.5, 1.0]
+
+
+def weighted_cross_entropy(module, part):
+    each = F.cross_entropy(module(*part.inputs), *part.targets, reduction="none")
+    return (each * part.weights).sum() / part.weights.sum()
+
+
+@cuts
+def test_sample_weights(sizes, slices):
+    parts = Parts.of(sizes, weighted)
+    trainer = trainer_of(sizes, slices, weight="weight")
+    seen = fit_here(trainer, parts)
+    wanted, losses = plainly(trainer, parts, weighted_cross_entropy)
+    assert differ(wanted, plainly(trainer, parts)[0])
+    assert_close(seen.steps, wanted)
+    assert seen.losses == pytest.approx(losses, rel=1e-11)
+
+
+@pytest.mark.parametrize(
+    "given", [OF_CLASSES, tuple(OF_CLASSES), {0: 0.3, 1: 2.5, 2: 1}, {0: 0.3, 1: 2.5}], ids=str
+)
+@cuts
+def test_class_weights_are_those_of_cross_entropy(sizes, slices, given):
+    if isinstance(given, dict) and 2 not in given:
+        given = {**given, 2: 1.0} if sizes == (43,) else {**given, 5: 7.0}  # missing ones count 1
+    parts = Parts.of(sizes)
+    trainer = trainer_of(sizes, slices, class_weights=given)
+    seen = fit_here(trainer, parts)
+    table = torch.tensor(OF_CLASSES, dtype=torch.float64)
+    wanted, losses = plainly(
+        trainer, parts, lambda m, p: F.cross_entropy(m(*p.inputs), *p.targets, weight=table)
+    )
+    assert differ(wanted, plainly(trainer, parts)[0])
+    assert_close(seen.steps, wanted)
+    assert seen.losses == pytest.approx(losses, rel=1e-11)
+
+
+@cuts
+def test_both_weights_multiply(sizes, slices):
+    parts = Parts.of(sizes, weighted)
+    trainer = trainer_of(sizes, slices, weight="weight", class_weights=OF_CLASSES)
+    seen = fit_here(trainer, parts)
+    table = torch.tensor(OF_CLASSES, dtype=torch.float64)
+
+    def loss(module, part):
+        each = F.cross_entropy(module(*part.inputs), *part.targets, reduction="none")
+        weights = part.weights * table[part.targets[0]]
+        return (each * weights).sum() / weights.sum()
+
+    assert_close(seen.steps, plainly(trainer, parts, loss)[0])
+
+
+def by_hand(output, target):
+    """A value for each sample, and no ``reduction``."""
+    return ((output - target) ** 2).mean(dim=1)
+
+
+def with_reduction(output, target, reduction="mean"):
+    values = (output - target).abs()
+    return values if reduction == "none" else values.mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "each"),
+    [
+        (nn.MSELoss(), lambda o, t: ((o - t) ** 2).mean(1)),
+        (F.smooth_l1_loss, lambda o, t: F.smooth_l1_loss(o, t, reduction="none").mean(1)),
+        (by_hand, by_hand),
+        (with_reduction, lambda o, t: (o - t).abs().mean(1)),
+    ],
+    ids=["module", "function", "by sample", "own reduction"],
+)
+def test_every_kind_of_loss_can_be_weighted(loss, each):
+    sizes = (15, 14, 14)
+
+    def row(g):
+        return sparkdl.Sample(g.normal(size=WIDTH), g.normal(size=CLASSES), float(g.gamma(2.0)))
+
+    parts = Parts.of(sizes, row)
+    trainer = trainer_of(sizes, 2, loss=loss, weight="weight")
+    seen = fit_here(trainer, parts)
+
+    def reference(module, part):
+        values = each(module(*part.inputs), *part.targets)
+        return (values * part.weights).sum() / part.weights.sum()
+
+    wanted, losses = plainly(trainer, parts, reference)
+    assert_close(seen.steps, wanted)
+    assert seen.losses == pytest.approx(losses, rel=1e-11)
+
+
+def with_zeros(sizes, chosen):
+    """Partitions whose ``chosen`` have only samples of weight 0, and the others none."""
+    parts = Parts.of(sizes, lambda g: replace(classified(g), weight=float(g.gamma(2.0))))
+    for m in chosen:
+        parts.records[m] = [replace(sample, weight=0.0) for sample in parts.records[m]]
+    return parts
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"clip_norm": 0.2}, {"accumulate": 2}, {"l2": 0.1}], ids=str
+)
+@pytest.mark.parametrize(("sizes", "zero"), [((22, 21), {0}), ((15, 14, 14), {0, 2})], ids=str)
+def test_a_replica_without_any_weight_changes_nothing(sizes, zero, changes):
+    parts = with_zeros(sizes, zero)
+    trainer = trainer_of(sizes, 2, weight="weight", **changes)
+    seen = fit_here(trainer, parts)
+
+    def loss(module, part):
+        penalty = sum((p**2).sum() for p in module.parameters()) * changes.get("l2", 0.0) / 2
+        return weighted_cross_entropy(module, part) + penalty
+
+    def before(module):
+        if "clip_norm" in changes:
+            nn.utils.clip_grad_norm_(module.parameters(), changes["clip_norm"])
+
+    assert_close(seen.steps, plainly(trainer, parts, loss, before)[0])
+    assert any(
+        part.weights.sum() == 0
+        for t in range(ITERATIONS)
+        for part in parts_of(trainer, parts, t)
+        if part is not None
+    )
+
+
+@pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.2}, {"local_steps": 2}], ids=str)
+def test_no_weight_at_all_changes_no_parameter(changes):
+    sizes = (22, 21)
+    trainer = trainer_of(sizes, 2, weight="weight", **changes)
+    seen = fit_here(trainer, with_zeros(sizes, {0, 1}))
+    start = recipe_of(trainer).build().state_dict()
+    assert seen.losses == [0.0] * ITERATIONS
+    for step in seen.steps:
+        for name, tensor in step.items():
+            assert torch.equal(tensor, start[name]), name
+
+
+def rarely_weighted(generator):
+    return replace(classified(generator), weight=float(generator.random() < 0.3))
+
+
+@pytest.mark.parametrize(("sizes", "slices"), [((24,), 1), ((12, 12), 3)], ids=str)
+def test_a_batch_without_weight_is_passed_over_between_others(sizes, slices):
+    """Adam's moments and step count do not move either, as if it had never been."""
+    parts = Parts.of(sizes, rarely_weighted)
+    trainer = trainer_of(sizes, slices, weight="weight", batch_size=2)
+    seen = fit_here(trainer, parts)
+    module = recipe_of(trainer).build()
+    optimizer, passed = recipe_of(trainer).build_optimizer(module), 0
+    for t in range(ITERATIONS):
+        part = whole(trainer, parts, t)
+        if float(part.weights.sum()):
+            optimizer.zero_grad()
+            weighted_cross_entropy(module, part).backward()
+            optimizer.step()
+        else:
+            passed += 1
+            assert seen.losses[t] == 0.0
+        assert_close([seen.steps[t]], [snapshot(module)])
+    assert 0 < passed < ITERATIONS - 1
+
+
+@cuts
+def test_local_steps_count_replicas_by_their_weights(sizes, slices):
+    """With SGD and steps that start from the same weights the average is linear in the shares."""
+    parts = Parts.of(sizes, weighted)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    trainer = trainer_of(sizes, slices, weight="weight", local_steps=2, optimizer=sgd)
+    seen = fit_here(trainer, parts)
+    recipe = recipe_of(trainer)
+    current = {n: p.detach().clone() for n, p in recipe.build().named_parameters()}
+    for t in range(ITERATIONS):
+        moved, total = {n: torch.zeros_like(p) for n, p in current.items()}, 0.0
+        for part in parts_of(trainer, parts, t):
+            if part is None:
+                continue
+            live = recipe.build()
+            live.load_state_dict(current)
+            optimizer, rows = recipe.build_optimizer(live), len(part)
+            for low, high in ((0, rows // 2), (rows // 2, rows)):
+                piece = part[low:high]
+                if not len(piece) or not float(piece.weights.sum()):
+                    continue
+                optimizer.zero_grad()
+                weighted_cross_entropy(live, piece).backward()
+                optimizer.step()
+            weight = float(part.weights.sum())
+            total += weight
+            for name, p in live.named_parameters():
+                moved[name] += (p.detach() - current[name]) * weight
+        current = {n: p + moved[n] / total for n, p in current.items()}
+        assert_close([seen.steps[t]], [current], 1e-10)
+
+
+def test_weights_need_a_value_for_each_sample():
+    parts = Parts.of((10,), lambda g: classified(g))
+    with pytest.raises(sparkdl.ModelError, match="need a value for each sample"):
+        fit_here(
+            trainer_of((10,), loss=lambda o, t: F.cross_entropy(o, t), class_weights=[1, 2, 3]),
+            parts,
+        )

@@ -1,0 +1,297 @@
+"""Checkpoints of a run on Spark: who writes them, what is kept, what a bad path does."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import secrets
+import sys
+import tracemalloc
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import innards
+import numpy as np
+import pytest
+import torch
+from pyspark import TaskContext, cloudpickle
+from torch import nn
+
+import sparkdl
+from sparkdl.train.checkpoint.store import CheckpointStore
+from sparkdl.train.shuffle import ShuffleEngine
+
+pytestmark = pytest.mark.spark
+WIDTH = 6
+
+
+def model(hidden: int = 8) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, hidden), nn.Tanh(), nn.Linear(hidden, 2))
+
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="module")
+def df(spark):
+    generator = np.random.default_rng(0)
+    rows = [(generator.normal(size=WIDTH).tolist(), i % 2) for i in range(32)]
+    records = spark.sparkContext.parallelize(rows, 2)
+    return spark.createDataFrame(records, "features array<float>, label long")
+
+
+def trainer(folder, iterations: int = 6, every: int = 2, keep=None, **changes) -> sparkdl.Trainer:
+    values = {
+        "model": model,
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": partial(torch.optim.Adam, lr=1e-2),
+        "batch_size": 16,
+        "replicas": 2,
+        "slices": 3,
+        "stop": sparkdl.max_iteration(iterations),
+        "checkpoint": sparkdl.Checkpoint(folder, every=sparkdl.every(every), keep=keep),
+    }
+    return sparkdl.Trainer(**{**values, **changes})
+
+
+def iterations_of(folder) -> list[int]:
+    return [manifest.iteration for _, manifest in CheckpointStore(folder).candidates()]
+
+
+def where(index, plan, state) -> tuple[int, bool, int]:
+    return os.getpid(), TaskContext.get() is not None, len(state.weights)
+
+
+def test_slices_are_written_by_tasks_in_parallel(spark, df, tmp_path, num_jobs, monkeypatch):
+    """One job for the slices: a task each, in processes that are not the driver's."""
+    seen, jobs = [], []
+    original = ShuffleEngine.with_states
+
+    def with_states(self, use, *rest):
+        before = num_jobs()
+        results = original(self, use, *rest)
+        jobs.append((type(use).__name__, num_jobs() - before))
+        if type(use).__name__ == "WriteSlice":
+            seen.append(original(self, where, *rest))
+        return results
+
+    monkeypatch.setattr(ShuffleEngine, "with_states", with_states)
+    trained = trainer(tmp_path, iterations=4).fit(df)
+    assert jobs == [("TryFolder", 1), ("WriteSlice", 1), ("WriteSlice", 1)]
+    for places in seen:
+        assert len(places) == 3
+        assert all(in_task and pid != os.getpid() for pid, in_task, _ in places)
+        total = sum(length for *_, length in places)
+        assert total >= sum(p.numel() for p in trained.module.parameters())
+    for uri, manifest in CheckpointStore(tmp_path).candidates():
+        assert len(manifest.files) == 3
+        names = {path.name for path in Path(uri).iterdir()}
+        assert names == {"manifest.json", "history.json", *(file.name for file in manifest.files)}
+
+
+class Peak(sparkdl.Callback):
+    """The most memory that Python's allocators of the driver held since the first iteration."""
+
+    def on_iteration_end(self, trainer, state) -> None:
+        if state.iteration == 1:
+            gc.collect()
+            tracemalloc.start()
+
+    def on_fit_end(self, trainer, state) -> None:
+        self.bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+
+
+def test_the_driver_never_holds_the_weights(df, tmp_path):
+    """A checkpoint of 60 MB (weights and Adam's two moments) costs the driver nothing."""
+    small, large = Peak(), Peak()
+    changes = {"iterations": 4, "keep": 1}
+    trainer(tmp_path / "small", callbacks=[small], **changes).fit(df)
+    trainer(tmp_path / "large", callbacks=[large], model=partial(model, 500_000), **changes).fit(df)
+    (folder,) = (tmp_path / "large").iterdir()
+    assert sum(path.stat().st_size for path in folder.iterdir()) > 50e6
+    assert large.bytes < small.bytes + 0.5e6
+
+
+def test_keep(df, tmp_path):
+    """The newest two; what is not sparkdl's stays."""
+    (tmp_path / "notes.txt").write_text("mine")
+    told = []
+
+    class Told(sparkdl.Callback):
+        def on_checkpoint(self, trainer, state) -> None:
+            told.append(
+                (state.iteration, Path(state.checkpoint).name, len(iterations_of(tmp_path)))
+            )
+
+    run = trainer(tmp_path, 7, every=1, keep=2, engine="local", callbacks=[Told()])
+    run.fit(df)
+    assert iterations_of(tmp_path) == [7, 6]
+    assert [(iteration, count) for iteration, _, count in told] == [
+        (1, 1),
+        *((i, 2) for i in range(2, 8)),
+    ]
+    assert all(name.startswith(f"iteration-{iteration:010d}-") for iteration, name, _ in told)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["notes.txt", *(name for _, name, _ in told[-2:])]
+    )
+    longer = replace(run, stop=sparkdl.max_iteration(8))
+    longer.fit(df, resume="latest")
+    assert iterations_of(tmp_path) == [8, 7]
+
+
+def test_a_file_system_of_fsspec(df):
+    """``memory://`` is in this process, as the local engine is."""
+    pytest.importorskip("fsspec")
+    path = f"memory://{secrets.token_hex(4)}/run"
+    straight = trainer(path, 6, engine="local", checkpoint=None).fit(df)
+    trainer(path, 4, engine="local", keep=1).fit(df)
+    assert iterations_of(path) == [4]
+    resumed = trainer(path, 6, engine="local", keep=1).fit(df, resume="latest")
+    assert resumed.history.losses == straight.history.losses
+    for one, other in zip(straight.module.parameters(), resumed.module.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_path_that_tasks_do_not_share_is_found_before_iteration_1(df, nothing_left):
+    """``memory://`` again: what a task writes is in the task's process."""
+    pytest.importorskip("fsspec")
+    path = f"memory://{secrets.token_hex(4)}/run"
+    counter = Counter()
+    with pytest.raises(sparkdl.CheckpointError) as caught:
+        trainer(path, callbacks=[counter]).fit(df)
+    assert str(caught.value) == (
+        f"what an executor wrote into {path} is not to be seen from the driver. "
+        "The path must be on a file system that the driver and all executors share."
+    )
+    assert counter.iterations == 0
+
+
+class Counter(sparkdl.Callback):
+    iterations = 0
+
+    def on_iteration_end(self, trainer, state) -> None:
+        self.iterations += 1
+
+
+@pytest.mark.parametrize("engine", ["local", "shuffle"])
+def test_a_path_that_cannot_be_written_is_found_before_the_data_are_read(
+    df, tmp_path, num_jobs, engine
+):
+    (tmp_path / "file").write_text("")
+    jobs = num_jobs()
+    with pytest.raises(sparkdl.CheckpointError) as caught:
+        trainer(tmp_path / "file" / "run", engine=engine).fit(df)
+    assert str(caught.value) == f"cannot make the folder {tmp_path}/file/run: Not a directory."
+    assert num_jobs() == jobs
+
+
+def test_nothing_is_left_in_the_folder_of_a_run_without_a_checkpoint(df, tmp_path):
+    trainer(tmp_path / "run", iterations=1).fit(df)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+class Away(sparkdl.Callback):
+    """Moves a folder away after iteration 3; a file is in its place."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_iteration_end(self, trainer, state) -> None:
+        if state.iteration == 3:
+            self.path.rename(f"{self.path}.gone")
+            self.path.touch()
+
+
+@pytest.mark.parametrize("engine", ["local", "shuffle"])
+def test_a_checkpoint_that_fails_ends_the_run(df, tmp_path, nothing_left, engine):
+    """Its folder is gone in iteration 3: the checkpoint after iteration 4 is one clear error."""
+    path = tmp_path / "run"
+    counter = Counter()
+    run = trainer(path, engine=engine, callbacks=[counter, Away(path)])
+    with pytest.raises(sparkdl.CheckpointError) as caught:
+        run.fit(df)
+    assert str(caught.value).startswith(
+        f"after iteration 4 no checkpoint could be written: cannot make the folder {path}"
+    )
+    assert counter.iterations == 4
+    gone = Path(f"{path}.gone")
+    path.unlink()
+    gone.rename(path)
+    resumed = replace(run, callbacks=[]).fit(df, resume="latest")
+    assert len(resumed.history) == 6
+    assert iterations_of(path) == [6, 4, 2]
+
+
+def test_a_slice_that_cannot_be_written_is_named(df, tmp_path, monkeypatch, nothing_left):
+    """The tasks fail, not the driver: still a CheckpointError, with what they said."""
+    original = CheckpointStore.begin
+
+    def begin(self, iteration):
+        folder = original(self, iteration)
+        Path(folder).rmdir()
+        return folder
+
+    monkeypatch.setattr(CheckpointStore, "begin", begin)
+    with pytest.raises(sparkdl.CheckpointError) as caught:
+        trainer(tmp_path).fit(df)
+    first, *_ = str(caught.value).splitlines()
+    assert re.fullmatch(
+        r"after iteration 2 no checkpoint could be written: reading the state: partition \d on "
+        r"\S.* failed once\. .*CheckpointError: cannot write \S+\.safetensors: "
+        r"No such file or directory\.",
+        first,
+    )
+
+
+# Bounded
+
+
+def slab_files(context) -> set[str]:
+    roots = [d for base in ("/dev/shm", "/tmp") for d in Path(base).glob("sparkdl-*")]
+    mine = [root for root in roots if context.applicationId in root.name]
+    return {str(path) for root in mine for path in root.iterdir()}
+
+
+class Census(sparkdl.Callback):
+    """Counts what there is after some iterations."""
+
+    def __init__(self, context, at: set[int]) -> None:
+        self.context, self.at = context, at
+        self.before = slab_files(context)
+        self.counts: dict[int, dict[str, object]] = {}
+        self.bytes: dict[int, int] = {}
+
+    def on_fit_start(self, trainer, state) -> None:
+        tracemalloc.start()
+
+    def on_iteration_end(self, trainer, state) -> None:
+        if state.iteration in self.at:
+            gc.collect()
+            self.bytes[state.iteration] = tracemalloc.get_traced_memory()[0]
+            self.counts[state.iteration] = {
+                "persisted RDDs": innards.persisted(self.context),
+                "cached blocks": innards.blocks(self.context, "rdd"),
+                "slabs": len(slab_files(self.context) - self.before),
+            }
+
+    def on_fit_end(self, trainer, state) -> None:
+        tracemalloc.stop()
+
+
+@pytest.mark.slow
+def test_three_hundred_iterations_with_checkpoints_and_validations_stay_flat(
+    spark, df, tmp_path, nothing_left
+):
+    census = Census(spark.sparkContext, {49, 159, 309})
+    validation = sparkdl.Validation(df, ["accuracy"], every=sparkdl.every(10), best="loss")
+    run = trainer(tmp_path, 310, every=10, keep=2, validation=validation, callbacks=[census])
+    trained = run.fit(df)
+    assert len(trained.history.validations) == 31
+    assert trained.best is not None
+    assert iterations_of(tmp_path) == [310, 300]
+    first = census.counts[49]
+    assert first == census.counts[159] == census.counts[309]
+    assert (census.bytes[309] - census.bytes[159]) / 150 < 600  # history, validations

@@ -1,0 +1,293 @@
+"""Every feature of an iteration gives the same bits on the shuffle engine as in one process."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from pyspark import cloudpickle
+from torch import nn
+
+import sparkdl
+from sparkdl.train.local import LocalEngine
+from sparkdl.train.shuffle import ShuffleEngine
+
+pytestmark = pytest.mark.spark
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
+
+WIDTH, CLASSES, NAMES = 6, 3, 40
+SCHEMA = "features array<double>, tags array<long>, words array<long>, label long, weight double"
+
+
+def model() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, CLASSES)
+    )
+
+
+def smooth() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+class Tagged(nn.Module):
+    """A sparse table, which three slices cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags = nn.EmbeddingBag(NAMES, 5, sparse=True)
+        self.out = nn.Linear(5, CLASSES)
+
+    def forward(self, tags):
+        return self.out(torch.tanh(self.tags(tags)))
+
+
+class Words(nn.Module):
+    """Sequences of any length, and their lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(NAMES, 5, padding_idx=0)
+        self.out = nn.Linear(5, CLASSES)
+
+    def forward(self, words, lengths):
+        return self.out(torch.tanh(self.words(words).sum(1) / lengths[:, None]))
+
+
+class Amplified(nn.Module):
+    """Its scaled gradient overflows fp16 in the first iterations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        return self.layer(x) * 8.0
+
+
+class Fragile(nn.Module):
+    """Its gradient is NaN where a number of the batch is above 2.2, which few are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.mean(0), 0.1)
+        output = self.layer(x)
+        if output.requires_grad and bool((x > 2.2).any()):
+            output.register_hook(_spoil)
+        return output
+
+
+def _spoil(gradient):
+    return gradient * float("nan")
+
+
+def sparse_and_dense(module):
+    return [
+        torch.optim.SparseAdam([module.tags.weight], lr=1e-2),
+        torch.optim.Adam(module.out.parameters(), lr=1e-2),
+    ]
+
+
+def jitter(features, rng):
+    return features + rng.normal(scale=0.1, size=features.shape).astype(features.dtype)
+
+
+CASES = {
+    "plain": {},
+    "clip_norm, N != M": {"clip_norm": 0.3, "slices": 3},
+    "clip_norm, N == M": {"clip_norm": 0.3, "slices": 2},
+    "clip_norm, N == 1": {"clip_norm": 0.3, "slices": 1},
+    "clip_value": {"clip_value": 0.02, "clip_norm": 0.1, "histograms": sparkdl.every(2)},
+    "accumulate": {"accumulate": 3, "model": smooth},
+    "local_steps": {"local_steps": 2, "clip_norm": 0.5, "model": smooth},
+    "regularisers": {"l1": 0.01, "l2": {"*.weight": 0.1}},
+    "tables": {
+        "model": Tagged,
+        "features": "tags",
+        "optimizer": sparse_and_dense,
+        "histograms": sparkdl.every(2),
+    },
+    "tables, clip_norm": {
+        "model": Tagged,
+        "features": "tags",
+        "optimizer": sparse_and_dense,
+        "clip_norm": 0.05,
+        "wire": "bf16",
+    },
+    "wire bf16": {"wire": "bf16"},
+    "wire fp16": {"wire": "fp16", "clip_norm": 0.3},
+    "precision bf16": {"precision": "bf16"},
+    "precision fp16": {"precision": "fp16", "model": Amplified},
+    "skip": {"on_nan": "skip", "model": Fragile},
+    "skip, clip_norm": {"on_nan": "skip", "model": Fragile, "clip_norm": 0.3},
+    "ema": {"ema": 0.9, "clip_norm": 0.3},
+    "ema, local_steps": {"ema": 0.9, "local_steps": 2, "model": smooth},
+    "weights": {"weight": "weight", "class_weights": [0.5, 2.0, 1.0]},
+    "augment": {"augment": jitter},
+    "sequences": {
+        "model": Words,
+        "features": "words",
+        "columns": {"words": sparkdl.Sequence(lengths=True)},
+        "bucketing": 16,
+    },
+    "care": {
+        "freeze": ["0"],
+        "unfreeze": ["0.bias"],
+        "activation_checkpointing": ["4"],
+        "compile": {"backend": "eager"},
+        "histograms": sparkdl.every(3),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def frames(spark):
+    """Training and validation rows in two uneven partitions each, one of them small."""
+
+    def make(sizes, seed):
+        generator = np.random.default_rng(seed)
+        parts = [[_row(generator) for _ in range(size)] for size in sizes]
+        rdd = spark.sparkContext.parallelize(parts, len(parts)).flatMap(list)
+        df = spark.createDataFrame(rdd, SCHEMA).cache()
+        df.count()
+        return df
+
+    made = make((28, 12), 1), make((9, 0), 2)
+    yield made
+    for df in made:
+        df.unpersist()
+
+
+def _row(generator):
+    return (
+        generator.normal(size=WIDTH).tolist(),
+        generator.integers(0, NAMES, size=4).tolist(),
+        generator.integers(1, NAMES, size=generator.integers(1, 9)).tolist(),
+        int(generator.integers(CLASSES)),
+        float(generator.gamma(2.0) * (generator.random() > 0.2)),
+    )
+
+
+class Notes(sparkdl.Callback):
+    def __init__(self) -> None:
+        self.states: list[sparkdl.TrainState] = []
+
+    def on_iteration_end(self, trainer, state):
+        self.states.append(state)
+
+
+def trainer_of(changes, validation) -> sparkdl.Trainer:
+    values = {
+        "model": model,
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": partial(torch.optim.Adam, lr=1e-2),
+        "batch_size": 10,
+        "replicas": 2,
+        "slices": 3,
+        "stop": sparkdl.max_iteration(6),
+        "seed": 5,
+        "validation": sparkdl.Validation(
+            validation, metrics=["accuracy"], every=sparkdl.every(3), best="loss"
+        ),
+    }
+    return sparkdl.Trainer(**{**values, **changes})
+
+
+def run(trainer, df, engine):
+    notes = Notes()
+    trained = replace(trainer, engine=engine, callbacks=[notes]).fit(df)
+    return trained, notes.states
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_bits(frames, case):
+    df, validation = frames
+    trainer = trainer_of(CASES[case], validation)
+    here, here_states = run(trainer, df, "local")
+    there, there_states = run(trainer, df, "shuffle")
+    for which in ("", "ema", "best"):
+        one, other = (getattr(t, which) if which else t for t in (here, there))
+        assert (one is None) == (other is None) == (which == "ema" and trainer.ema is None)
+        if one is not None:
+            _same(one.module, other.module)
+    assert len(here_states) == len(there_states) == 6
+    for a, b in zip(here_states, there_states, strict=True):
+        for name in ("loss", "gradient_norm", "skipped", "loss_scale", "samples", "iteration"):
+            assert getattr(a, name) == getattr(b, name), name
+        _same_histograms(a.histograms, b.histograms)
+    assert here.history.validations == there.history.validations
+    assert len(here.history.validations) == 2
+    _shows(case, there_states, there)
+
+
+def _same(one, other):
+    left, right = one.state_dict(), other.state_dict()
+    assert list(left) == list(right)
+    for name, tensor in left.items():
+        assert tensor.dtype == right[name].dtype
+        assert tensor.numpy().tobytes() == right[name].numpy().tobytes(), name
+
+
+def _same_histograms(one, other):
+    assert (one is None) == (other is None)
+    if one is not None:
+        assert list(one) == list(other)
+        for name, histogram in one.items():
+            assert (histogram.counts == other[name].counts).all(), name
+            for figure in ("smallest", "largest", "total", "squares"):
+                assert getattr(histogram, figure) == getattr(other[name], figure), (name, figure)
+
+
+def _shows(case, states, trained):
+    """The run was one in which the feature had something to do."""
+    if "clip_norm" in case:
+        skips = [0, *[state.skipped for state in states]]
+        for state, before in zip(states, skips, strict=False):
+            assert (state.gradient_norm is None) == (state.skipped > before)
+        assert any(state.gradient_norm for state in states)
+    if case.startswith("skip"):
+        assert 0 < states[-1].skipped < 6
+    if case == "precision fp16":
+        assert states[-1].loss_scale < 2.0**16
+        assert 0 < states[-1].skipped < 6
+    if "histograms" in CASES[case]:
+        sizes = {p.numel() for p in trained.module.parameters()}
+        found = [s.histograms for s in states if s.histograms]
+        assert len(found) == 6 // CASES[case]["histograms"].iterations
+        assert {h.counts.sum() for n, h in found[0].items() if n.startswith("weights/")} <= sizes
+
+
+def test_the_engines_are_two(frames):
+    """That the comparison is not of one with itself."""
+    df, validation = frames
+    told = []
+
+    class Told(sparkdl.Callback):
+        def on_iteration_start(self, trainer, state):
+            told.append(trainer.engine)
+
+    for engine in ("local", "shuffle"):
+        trainer = trainer_of({"stop": sparkdl.max_iteration(1)}, validation)
+        replace(trainer, engine=engine, callbacks=[Told()]).fit(df)
+    assert told == ["local", "shuffle"]
+    assert LocalEngine.step is not ShuffleEngine.step
+
+
+def test_what_validation_measures_is_what_evaluate_measures(frames):
+    df, validation = frames
+    trainer = trainer_of({"stop": sparkdl.max_iteration(3)}, validation)
+    trained = trainer.fit(df)
+    last = trained.history.validations[-1]
+    assert last["iteration"] == 3
+    evaluated = trained.evaluate(validation, metrics=["accuracy"])
+    assert last["metrics"] == pytest.approx(evaluated, rel=1e-6)
+    best = min(v["metrics"]["loss"] for v in trained.history.validations)
+    assert trained.best.evaluate(validation)["loss"] == pytest.approx(best, rel=1e-6)

@@ -1,0 +1,82 @@
+"""Every page of the guide runs, top to bottom, as it stands there."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import pytest
+from pyspark import cloudpickle
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pyspark.sql import SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
+
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide"
+PAGES = sorted(page.name for page in GUIDE.glob("*.md"))
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def namespace(spark: SparkSession) -> Iterator[ModuleType]:
+    """What a page's blocks share; what they define travels to the workers as from a notebook."""
+    module = sys.modules["guide_page"] = ModuleType("guide_page")
+    module.spark = spark
+    cloudpickle.register_pickle_by_value(module)
+    yield module
+    cloudpickle.unregister_pickle_by_value(module)
+    del sys.modules["guide_page"]
+
+
+def run_page(page: Path, module: ModuleType) -> None:
+    """Run the page's blocks in order; a failure names the page and its line."""
+    text = page.read_text()
+    linecache.cache[str(page)] = (len(text), None, text.splitlines(keepends=True), str(page))
+    for block in BLOCK.finditer(text):
+        line = text.count("\n", 0, block.start(1))
+        try:
+            exec(compile("\n" * line + block[1], str(page), "exec"), vars(module))
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            at = next((f.lineno for f in reversed(frames) if f.filename == str(page)), None)
+            at = at or getattr(error, "lineno", None) or line + 1
+            pytest.fail(
+                f"docs/guide/{page.name}, line {at}: {type(error).__name__}: {error}\n"
+                + "".join(traceback.format_exception(error)),
+                pytrace=False,
+            )
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_runs(
+    page: str, namespace: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page(GUIDE / page, namespace)
+
+
+def test_a_failure_names_page_and_line(namespace: ModuleType, tmp_path: Path) -> None:
+    page = tmp_path / "broken.md"
+    page.write_text("# Title\n\n```python\nx = 1\n```\n\nText.\n\n```python\ny = x\ny / 0\n```\n")
+    with pytest.raises(pytest.fail.Exception, match=r"broken\.md, line 11: ZeroDivisionError"):
+        run_page(page, namespace)
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (GUIDE / "index.md").read_text()
+    listed = re.findall(r"^- \[[^]]+\]\((\w+\.md)\): .+", index, re.MULTILINE)
+    assert sorted(listed) == [page for page in PAGES if page != "index.md"]
+
+
+def test_every_link_leads_somewhere() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#]+)", (GUIDE / page).read_text()):
+            assert "://" in link or (GUIDE / link).exists(), f"{page}: {link}"

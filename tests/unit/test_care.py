@@ -1,0 +1,197 @@
+"""Starting weights, frozen parameters, activation checkpointing and compilation, on bare modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from sparkdl.errors import ModelError
+from sparkdl.replica.care import (
+    check_modules,
+    freeze,
+    matches,
+    matches_module,
+    runnable,
+    start_from,
+)
+from sparkdl.replica.policy import Policy
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.ModuleDict(
+        {
+            "encoder": nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)),
+            "encoder2": nn.Linear(4, 4),
+            "head": nn.Linear(4, 2),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "expected"),
+    [
+        ("encoder", "encoder.0.weight", True),
+        ("encoder", "encoder2.weight", False),
+        ("encoder.0", "encoder.0.bias", True),
+        ("encoder.0", "encoder.01.bias", False),
+        ("head.weight", "head.weight", True),
+        ("*.weight", "encoder.0.weight", True),
+        ("*.weight", "head.bias", False),
+        ("encoder.?.bias", "encoder.0.bias", True),
+        ("encoder.[1-9].bias", "encoder.0.bias", False),
+        ("Head", "head.weight", False),
+        ("*", "anything.at.all", True),
+        ("weight", "head.weight", False),
+    ],
+)
+def test_matches(pattern: str, name: str, expected: bool) -> None:
+    assert matches(pattern, name) is expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "expected"),
+    [("encoder", "encoder.0", False), ("encoder.*", "encoder.0", True), ("head", "head", True)],
+)
+def test_a_module_is_matched_itself_and_not_through_its_parent(pattern, name, expected) -> None:
+    assert matches_module(pattern, name) is expected
+
+
+@pytest.mark.parametrize(
+    ("frozen", "unfrozen", "trains"),
+    [
+        ([], [], 8),
+        (["encoder"], [], 4),
+        (["*"], ["head"], 2),
+        (["*.weight"], ["encoder.1.weight"], 5),
+        (["head"], ["head"], 8),
+    ],
+)
+def test_freeze(frozen: list[str], unfrozen: list[str], trains: int) -> None:
+    module = make()
+    freeze(module, frozen, unfrozen)
+    assert sum(p.requires_grad for p in module.parameters()) == trains
+
+
+@pytest.mark.parametrize("option", ["freeze", "unfreeze"])
+def test_a_pattern_without_a_match_names_what_there_is(option: str) -> None:
+    frozen, unfrozen = (["haed.weight"], []) if option == "freeze" else ([], ["haed.weight"])
+    with pytest.raises(ModelError) as error:
+        freeze(make(), frozen, unfrozen)
+    assert str(error.value).startswith(
+        f'{option}: no parameter matches "haed.weight". Did you mean "head.weight"? The model has '
+        "encoder.0.weight, encoder.0.bias,"
+    )
+
+
+def test_start_from_takes_parameters_and_buffers() -> None:
+    state = {k: torch.full_like(v, 3) for k, v in make().state_dict().items()}
+    module = make()
+    start_from(module, state, strict=True)
+    assert all((v == 3).all() for v in module.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("head.bias"), 'the weights lack "head.bias"'),
+        (lambda s: s.update({"haed.bias": torch.ones(2)}), 'no "haed.bias". Did you mean "head.bias"?'),
+        (lambda s: s.update({"head.bias": torch.ones(3)}), 'is [3] in the weights and [2] in the'),
+        (lambda s: s.clear(), "and 6 more"),
+    ],
+    ids=["missing", "unknown", "shape", "many"],
+)  # fmt: skip
+def test_strict_weights_must_fit(change, message) -> None:
+    module, state = make(), make().state_dict()
+    change(state)
+    before = {k: v.clone() for k, v in module.state_dict().items()}
+    with pytest.raises(ModelError) as error:
+        start_from(module, state, strict=True)
+    assert str(error.value).startswith("weights do not fit the model: ")
+    assert message in str(error.value)
+    assert "strict_weights=False" in str(error.value)
+    assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
+
+
+def test_not_strict_leaves_out_what_only_one_has() -> None:
+    module, state = make(), {"head.bias": torch.ones(2), "other": torch.ones(1)}
+    before = {k: v.clone() for k, v in module.state_dict().items()}
+    start_from(module, state, strict=False)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, torch.ones(2) if name == "head.bias" else before[name])
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"head.bias": torch.ones(5)}, '"head.bias" is [5] in the weights and [2] in the model'),
+        ({"nothing": torch.ones(1)}, "no name of the weights (nothing) is one of the model"),
+    ],
+)
+def test_not_strict_does_not_hide_mistakes(state, message) -> None:
+    with pytest.raises(ModelError) as error:
+        start_from(make(), state, strict=False)
+    assert message in str(error.value)
+    assert "strict_weights" not in str(error.value)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+        self.first = nn.Linear(3, 4)
+        self.second = Counted()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)), factor=2.0)
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        self.passes += 1
+        return torch.tanh(self.layer(x)) * factor
+
+
+def test_checkpointed_modules_compute_twice_and_give_the_same_gradients() -> None:
+    x, found = torch.randn(5, 3), {}
+    for patterns in ((), ("second",)):
+        torch.manual_seed(0)
+        module = Chain()
+        call = runnable(module, Policy(activation_checkpointing=patterns))
+        assert call is module
+        call(x).sum().backward()
+        found[patterns] = [p.grad for p in module.parameters()]
+        assert module.second.passes == (2 if patterns else 1)
+        with torch.no_grad():
+            call(x)
+        assert module.second.passes == (3 if patterns else 2), "without gradients: once"
+    assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
+
+
+def test_check_modules_wants_a_match() -> None:
+    check_modules(make(), ["encoder", "encoder.*", "head"])
+    with pytest.raises(ModelError, match=r'activation_checkpointing: no submodule matches "haed"'):
+        check_modules(make(), ["haed"])
+    with pytest.raises(ModelError, match="no submodule matches"):
+        check_modules(make(), ["head.weight"])
+
+
+def test_compile_takes_torchs_options() -> None:
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    module, x = nn.Sequential(nn.Linear(3, 2), nn.Tanh()), torch.randn(4, 3)
+    call = runnable(module, Policy(compile={"backend": backend, "fullgraph": True}))
+    torch.testing.assert_close(call(x), module(x))
+    assert len(graphs) == 1
+    assert list(module.state_dict()) == ["0.weight", "0.bias"]

@@ -1,0 +1,218 @@
+"""Every message about a wrong parameter of the trainer: what is wrong, and what to do."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sparkdl
+from sparkdl.train.trainer import _table
+
+GOOD: dict[str, Any] = {
+    "model": lambda: nn.Linear(2, 2),
+    "loss": nn.MSELoss(),
+    "optimizer": torch.optim.Adam,
+}
+DATA = object()  # a validation reads it in fit, not before
+
+COUNTS = [
+    ({name: value}, f"{name}={value!r}: give a whole number of at least 1.")
+    for name in ("batch_size", "replicas", "slices", "accumulate", "local_steps", "bucketing")
+    for value in (0, -1, 1.5, True, "4")
+] + [
+    ({name: None}, f"{name}=None: give a whole number of at least 1.")
+    for name in ("batch_size", "accumulate", "local_steps")
+]
+NUMBERS = (
+    [
+        ({name: value}, f"{name}={value!r}: give a number above 0, or None.")
+        for name in ("clip_norm", "clip_value")
+        for value in (0, -1.0, math.inf, math.nan, True, "1")
+    ]
+    + [
+        ({"ema": value}, f"ema={value!r}: give a decay between 0 and 1, such as 0.999, or None.")
+        for value in (0, 1, 1.5, -0.1, math.nan, True, "0.9")
+    ]
+    + [
+        ({name: value}, f"{name}={value!r}: give a number of at least 0, or a mapping of patterns")
+        for name in ("l1", "l2")
+        for value in (-1e-9, math.nan, math.inf, True, None, "0", {"*": -1.0}, {"a": 0.1, "b": "c"})
+    ]
+    + [
+        ({"seed": value}, f"seed={value!r}: give a whole number.")
+        for value in (1.0, True, "1", None)
+    ]
+    + [
+        ({"seed": value}, f"seed={value}: give a number from 0 to 2**63 - 1.")
+        for value in (-1, 2**63)
+    ]
+)
+_REMEDY = "give a list with the weight of each class, or a mapping {class: weight}, all >= 0."
+CLASS_WEIGHTS = [
+    ({"class_weights": "balanced"}, f"class_weights is a str: {_REMEDY}"),
+    ({"class_weights": 2.0}, f"class_weights is a float: {_REMEDY}"),
+    ({"class_weights": torch.ones(3)}, f"class_weights is a Tensor: {_REMEDY}"),
+    ({"class_weights": []}, f"class_weights=[]: {_REMEDY}"),
+    ({"class_weights": {}}, f"class_weights={{}}: {_REMEDY}"),
+    ({"class_weights": [1.0, -1.0]}, f"class_weights=[1.0, -1.0]: {_REMEDY}"),
+    ({"class_weights": [1.0, math.nan]}, f"class_weights=[1.0, nan]: {_REMEDY}"),
+    (
+        {"class_weights": {"a": 1.0}},
+        "class_weights={'a': 1.0}: classes are whole numbers from 0 on.",
+    ),
+    ({"class_weights": {-1: 1.0}}, "class_weights={-1: 1.0}: classes are whole numbers from 0 on."),
+    ({"class_weights": {True: 1.0}}, "class_weights={True: 1.0}: classes are whole numbers"),
+]
+CHOICES = [
+    ({"engine": "shufle"}, 'engine="shufle": use one of local, shuffle. Did you mean "shuffle"?'),
+    ({"engine": None}, 'engine="None": use one of local, shuffle.'),
+    ({"precision": "fp8"}, 'precision="fp8": use one of fp32, bf16, fp16.'),
+    ({"precision": torch.bfloat16}, 'precision="torch.bfloat16": use one of fp32, bf16, fp16.'),
+    ({"wire": "bf61"}, 'wire="bf61": use one of fp32, bf16, fp16. Did you mean "bf16"?'),
+    ({"on_nan": "skipp"}, 'on_nan="skipp": use one of raise, skip. Did you mean "skip"?'),
+    ({"schedule_per": "batch"}, 'schedule_per="batch": use one of iteration, epoch.'),
+]
+ADAM = torch.optim.Adam([nn.Parameter(torch.zeros(1))])
+KINDS = [
+    ({"model": 3}, "model is a int: give a function that builds a torch.nn.Module, or a module."),
+    ({"loss": "mse"}, "loss is a str: give a function of (output, target), such as"),
+    ({"loss": nn.MSELoss}, "loss is the class MSELoss: give an instance, MSELoss()."),
+    ({"optimizer": "adam"}, "optimizer is a str: give a torch.optim class, or a partial of one"),
+    ({"optimizer": ADAM}, "optimizer is already built; give its recipe: partial(torch.optim.Adam,"),
+    ({"schedule": 0.1}, "schedule is a float: give a partial of a torch.optim.lr_scheduler class"),
+    ({"augment": "flip"}, "augment is a str: give a function of (*features, rng)."),
+    ({"stop": 10}, "stop is a int: give a trigger, such as sparkdl.max_epoch(10)."),
+    ({"validation": DATA}, "validation is a object: give sparkdl.Validation(data, metrics=[...])."),
+    ({"checkpoint": "path"}, 'checkpoint is a str: give sparkdl.Checkpoint("path").'),
+    ({"histograms": True}, "histograms is a bool: give a trigger, such as sparkdl.every(100)."),
+    ({"callbacks": sparkdl.Callback()}, "callbacks is a Callback: give a list of sparkdl.Callback"),
+    ({"callbacks": [sparkdl.Callback]}, "callback Callback is a class: give an instance of it."),
+    ({"callbacks": [print]}, "callback <built-in function print> is not a sparkdl.Callback."),
+    ({"weight": 1.0}, "weight is a float: give the name of a column."),
+    ({"schedule_metric": 3}, "schedule_metric is a int: give the name of a metric of the validation."),
+    ({"compile": "inductor"}, "compile is a str: give True, or a mapping of torch.compile's options."),
+    ({"weights": nn.Linear(1, 1)}, "weights is a Linear: give a state_dict, or the path"),
+    ({"strict_weights": 1}, "strict_weights is a int: give True or False."),
+    ({"keep_optimizer_state": None}, "keep_optimizer_state is a NoneType: give True or False."),
+]  # fmt: skip
+NAMES = [
+    ({"features": []}, "features is empty: name at least one column."),
+    ({"features": 3}, "features=3: give a column name, or a list of names."),
+    ({"features": ["a", 1]}, "features=['a', 1]: give a column name, or a list of names."),
+    ({"label": {"y"}}, "label={'y'}: give a column name, or a list of names."),
+    ({"freeze": "encoder"}, "freeze='encoder': give a list of names or patterns, such as"),
+    ({"unfreeze": [1]}, "unfreeze=[1]: give a list of names or patterns, such as"),
+    ({"activation_checkpointing": None}, "activation_checkpointing=None: give a list of names"),
+    ({"columns": ["a"]}, "columns is a list: give a dict of column names"),
+    (
+        {"features": ["words"], "columns": {"wrods": sparkdl.Sequence()}},
+        'columns["wrods"] is neither a feature nor a label. Did you mean "words"?',
+    ),
+    ({"columns": {"features": sparkdl.Image}}, 'columns["features"] is the class Image'),
+    ({"weight": "w", "columns": {"w": sparkdl.Sequence()}}, 'columns["w"] is the weight'),
+]  # fmt: skip
+ACCURATE = sparkdl.Validation(DATA, metrics=["accuracy"])
+COMBINATIONS = [
+    (
+        {"wire": "bf16", "local_steps": 2},
+        'wire="bf16" with local_steps=2: replicas then send weights and optimizer state, which must '
+        'not be rounded. Use wire="fp32".',
+    ),
+    (
+        {"stop": sparkdl.max_score("accuracy", 0.9)},
+        'stop waits for the metric "accuracy", and there is no validation: give '
+        'validation=sparkdl.Validation(data, metrics=["accuracy"]).',
+    ),
+    (
+        {"stop": sparkdl.max_epoch(3) | ~sparkdl.plateau("acuracy", 2), "validation": ACCURATE},
+        'stop waits for the metric "acuracy", which the validation does not have. Did you mean '
+        '"accuracy"? It has: accuracy, loss.',
+    ),
+    (
+        {"histograms": sparkdl.max_score("loss", 1.0)},
+        'histograms waits for the metric "loss", and there is no validation',
+    ),
+    (
+        {"checkpoint": sparkdl.Checkpoint("p", every=sparkdl.plateau("mae", 1)),
+         "validation": ACCURATE},
+        'checkpoint.every waits for the metric "mae", which the validation does not have.',
+    ),
+    (
+        {"validation": sparkdl.Validation(DATA, every=sparkdl.max_score("auc", 1.0))},
+        'validation.every waits for the metric "auc", which the validation does not have.',
+    ),
+]  # fmt: skip
+TABLE = [*COUNTS, *NUMBERS, *CLASS_WEIGHTS, *CHOICES, *KINDS, *NAMES, *COMBINATIONS]
+
+
+@pytest.mark.parametrize(("changes", "message"), TABLE, ids=[str(i) for i in range(len(TABLE))])
+def test_message(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(sparkdl.ParameterError) as error:
+        sparkdl.Trainer(**{**GOOD, **changes})
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value), "one mistake, one sentence"
+
+
+ACCEPTED: list[dict[str, Any]] = [
+    {"replicas": None, "slices": None, "bucketing": None, "clip_norm": None, "ema": None},
+    {"clip_norm": 1, "clip_value": 1e-9, "ema": 0.999, "l1": {"*": 0.0}, "l2": {}, "seed": 2**63 - 1},
+    {"class_weights": [0.0, 1], "compile": {"backend": "eager"}, "weights": {}},
+    {"class_weights": {0: 1.0, 7: 0}, "wire": "bf16", "precision": "fp16", "on_nan": "skip"},
+    {"features": ("a", "b"), "label": None, "weight": "w", "freeze": ("a",), "callbacks": ()},
+    {"optimizer": {"": torch.optim.SGD}, "schedule": partial, "augment": lambda x, rng: x},
+    {"stop": sparkdl.plateau("loss", 2), "validation": sparkdl.Validation(DATA)},
+    {"model": nn.Linear(1, 1), "local_steps": 3, "wire": "fp32"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", ACCEPTED, ids=str)
+def test_accepted(changes: dict[str, Any]) -> None:
+    trainer = sparkdl.Trainer(**{**GOOD, **changes})
+    for name, value in changes.items():
+        assert getattr(trainer, name) is value
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(sparkdl.ParameterError) as error:
+        sparkdl.Trainer(**{**GOOD, "batch_size": 0, "wire": "x", "ema": 2, "callbacks": [print]})
+    lines = str(error.value).splitlines()
+    assert lines[0] == "4 problems:"
+    assert all(line.startswith("  - ") for line in lines[1:])
+    assert len(lines) == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"every": 3}, "Validation(every=3): give a trigger, such as sparkdl.every_epoch()."),
+        ({"batch_size": 0}, "Validation(batch_size=0): give at least 1."),
+        ({"batch_size": True}, "Validation(batch_size=True): give a whole number."),
+        ({"batch_size": 1.5}, "Validation(batch_size=1.5): give a whole number."),
+        (
+            {"best": "auc", "metrics": ["accuracy"]},
+            'Validation(best="auc") is not one of its metrics: loss, accuracy.',
+        ),
+    ],
+    ids=str,
+)
+def test_validation(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(sparkdl.ParameterError) as error:
+        sparkdl.Validation(DATA, **changes)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("weights", "table"),
+    [
+        (None, None),
+        ([1, 2.5], (1.0, 2.5)),
+        ({0: 0.5, 3: 2}, (0.5, 1.0, 1.0, 2.0)),
+    ],
+)
+def test_class_weights_as_a_table(weights: Any, table: Any) -> None:
+    assert _table(weights) == table
