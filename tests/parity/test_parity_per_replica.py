@@ -29,7 +29,7 @@ import sparkdl
 pytestmark = [pytest.mark.parity, pytest.mark.spark]
 
 SCHEMA = "features array<double>, label long"
-ADAM = partial(torch.optim.Adam, lr=1e-2)
+ADAM = partial(torch.optim.Adam, lr=1e-2, fused=False)  # the kernel of a plain loop
 
 
 def trainer_of(model, optimizer=ADAM, **kwargs) -> sparkdl.Trainer:
