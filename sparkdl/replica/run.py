@@ -27,6 +27,7 @@ class Run:
     torch's threads in a task (they change the bits, so they are fixed).
 
     ``shares``: for each replica, about how many rows of its partition a mini-batch takes.
+    ``whole_tensors``: slices are cut between tensors only, because the optimizer wants it so.
     """
 
     slab: SlabConfig
@@ -36,6 +37,7 @@ class Run:
     assembly: Assembly
     shares: tuple[int, ...]
     threads: int
+    whole_tensors: bool = False
 
     @property
     def key(self) -> str:

@@ -76,12 +76,15 @@ class OptimizerPlan:
 
     @staticmethod
     def of(
-        recipe: Recipe, parameters: Sequence[torch.nn.Parameter], module: torch.nn.Module
+        recipe: Recipe,
+        parameters: Sequence[torch.nn.Parameter],
+        module: torch.nn.Module,
+        try_out: bool = True,
     ) -> OptimizerPlan:
-        """Take the recipe's optimizers apart and try them on a few numbers.
+        """Take the recipe's optimizers apart and, with ``try_out``, try them on a few numbers.
 
-        ``parameters`` are the trainable ones in layout order. Raises
-        :class:`sparkdl.errors.ModelError`.
+        ``parameters`` are the trainable ones in layout order. Without the trial ``elementwise`` and
+        ``separate`` are not known. Raises :class:`sparkdl.errors.ModelError`.
         """
         number = {id(p): i for i, p in enumerate(parameters)}
         names = {id(p): name for name, p in module.named_parameters()}
@@ -118,7 +121,8 @@ class OptimizerPlan:
             )
         tables = {number[key] for key in sparse_tables(module) if key in number}
         dimensions = [p.ndim for p in parameters]
-        traits = [t for part in parts for t in _traits_of(part, dimensions, tables)]
+        tried = parts if try_out else []
+        traits = [t for part in tried for t in _traits_of(part, dimensions, tables)]
         return OptimizerPlan(
             parts=tuple(parts),
             elementwise=all(t.elementwise for t in traits),

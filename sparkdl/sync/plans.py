@@ -24,14 +24,14 @@ class RunPlans:
     layout: Layout
 
     @staticmethod
-    def of(replica: LiveReplica, slices: int) -> RunPlans:
-        """Derive from a built recipe."""
+    def of(replica: LiveReplica, run: Run) -> RunPlans:
+        """Derive from a built recipe. What the optimizers allow the driver has tried, for all."""
         recipe, layout = replica.recipe, replica.flat.layout
         parameters = [parameter for _, parameter in replica.flat.parameters]
-        optimizer = OptimizerPlan.of(recipe, parameters, replica.flat.module)
+        optimizer = OptimizerPlan.of(recipe, parameters, replica.flat.module, try_out=False)
         owners = [
             Owner.of(plan, optimizer, recipe.policy, layout)
-            for plan in slice_plans(layout, slices, whole=not optimizer.elementwise)
+            for plan in slice_plans(layout, run.slices, whole=run.whole_tensors)
         ]
         (everything,) = slice_plans(layout, 1)
         return RunPlans(owners, Owner.of(everything, optimizer, recipe.policy, layout), layout)
@@ -53,7 +53,7 @@ def plans_of(run: Run) -> RunPlans:
     """The plans of ``run``, kept between tasks."""
     plans = _plans.get(run.key)
     if plans is None:
-        plans = _plans[run.key] = RunPlans.of(open_replica(run), run.slices)
+        plans = _plans[run.key] = RunPlans.of(open_replica(run), run)
         while len(_plans) > _KEEP:
             _plans.popitem(last=False)
     return plans

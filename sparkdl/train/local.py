@@ -58,7 +58,7 @@ class LocalEngine:
         self._partitions = _open(samples)
         loaded: Recipe = pickle.loads(recipe)
         self._replica = LiveReplica.of(loaded)
-        self._plans = RunPlans.of(self._replica, run.slices)
+        self._plans = RunPlans.of(self._replica, run)
         self._states: list[SliceState] = []
         self._best: list[SliceState] = []
 
