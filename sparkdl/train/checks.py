@@ -11,6 +11,7 @@ import torch
 
 from sparkdl.data.columns import check_specs
 from sparkdl.errors import nearest
+from sparkdl.infer.metrics import resolve
 from sparkdl.replica.policy import PRECISIONS
 from sparkdl.train.callbacks import Callback
 from sparkdl.train.checkpoint import Checkpoint
@@ -170,7 +171,7 @@ def _combinations(trainer: Trainer) -> Iterator[str]:
         )
     known = {"loss"}
     if isinstance(trainer.validation, Validation):
-        known = {"loss", *(metric.name for metric in resolve_metrics(trainer.validation))}
+        known = {"loss", *(metric.name for metric in resolve(trainer.validation.metrics))}
     for name in ("stop", "histograms"):
         yield from _unknown_metrics(name, getattr(trainer, name), trainer, known)
     for name, holder in (("validation", trainer.validation), ("checkpoint", trainer.checkpoint)):
@@ -191,13 +192,6 @@ def _unknown_metrics(where: str, trigger: Any, trainer: Trainer, known: set[str]
                 f'{where} waits for the metric "{metric}", which the validation does not have.'
                 f"{nearest(metric, known)} It has: {', '.join(sorted(known))}."
             )
-
-
-def resolve_metrics(validation: Validation) -> list[Any]:
-    """The metrics of a validation beside the loss."""
-    from sparkdl.infer.metrics import resolve
-
-    return list(resolve(validation.metrics))
 
 
 def _is_number(value: Any) -> bool:

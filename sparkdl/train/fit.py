@@ -41,6 +41,7 @@ from sparkdl.train.engine import AVERAGE, BEST, CURRENT, Engine, ValidationSet
 from sparkdl.train.history import History
 from sparkdl.train.local import LocalEngine
 from sparkdl.train.loop import Stage, train
+from sparkdl.train.places import INLINE_BYTES
 from sparkdl.train.placing import assembly, place, source, validation_set
 from sparkdl.train.prepare import Prepared, prepare
 from sparkdl.train.probe import check_scorer, check_single_rows, try_model
@@ -53,9 +54,6 @@ from sparkdl.train.trained import TrainedModel
 from sparkdl.train.trainer import Trainer
 from sparkdl.train.triggers import MaxEpoch
 from sparkdl.train.validation import Validator
-
-INLINE_BYTES = 1 << 20
-"""State to begin with that is larger is broadcast."""
 
 
 def fit(

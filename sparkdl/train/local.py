@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -137,11 +138,7 @@ class LocalEngine:
         report = ReplicaReport(
             replica, outcome.count, outcome.weight, outcome.loss, "", clock.seconds, problem
         )
-        sections = [
-            Contribution(replica, c.weight, c.gradient, c.buffers, c.absent, c.tables, c.arrays)
-            for c in sections
-        ]
-        return report, sections, outcome
+        return report, [replace(section, replica=replica) for section in sections], outcome
 
     def _synchronize(
         self,

@@ -44,7 +44,7 @@ from sparkdl.train.failure import faults_explained
 from sparkdl.train.resources import Resources
 
 INLINE_BYTES = 1 << 20
-"""A recipe up to this size travels inside the task, a larger one in a broadcast."""
+"""A recipe or a state up to this size travels inside the task, a larger one in a broadcast."""
 MAX_SUBMISSIONS = 4
 """How often a job is submitted when tasks find themselves on another node than expected."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -217,8 +217,6 @@ class Trainer:
 
 def expected(state: TrainState) -> TrainState:
     """What the counters will be after the next iteration."""
-    from dataclasses import replace
-
     ends = state.position + 1 == state.iterations_per_epoch
     return replace(state, iteration=state.iteration + 1, epoch=state.epoch + ends)
 
