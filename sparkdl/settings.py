@@ -32,6 +32,14 @@ SETTINGS: dict[str, Setting] = {
         "that executors of one host stay apart. A slab root inside it has mode 0700, a random "
         "name, and is removed when the run ends.",
     ),
+    "spark.sparkdl.stages": Setting(
+        default="auto",
+        doc="Spark stages of an iteration. 'two': forward-backward, then synchronization. 'one': "
+        "each replica makes the whole update itself before its next forward, where all replicas are "
+        "on one node and the gradient is not clipped by its norm. 'auto': one where that is faster, "
+        "by the update's measured time. The bits are the same.",
+        choices=("auto", "one", "two"),
+    ),
     "spark.sparkdl.progress": Setting(
         default="auto",
         doc="Progress bar while fitting. 'auto': on a terminal and in notebooks only.",
@@ -66,6 +74,7 @@ class Settings:
 
     slab_dir: str = "auto"
     progress: str = "auto"
+    stages: str = "auto"
 
     @staticmethod
     def read(get: Callable[[str, str], str], keys: list[str]) -> Settings:
@@ -86,5 +95,7 @@ class Settings:
         ]
         raise_all(ParameterError, problems)
         return Settings(
-            slab_dir=values["spark.sparkdl.slab.dir"], progress=values["spark.sparkdl.progress"]
+            slab_dir=values["spark.sparkdl.slab.dir"],
+            progress=values["spark.sparkdl.progress"],
+            stages=values["spark.sparkdl.stages"],
         )

@@ -40,5 +40,10 @@ class Policy:
         return PRECISIONS[self.wire]
 
     @property
+    def clips_norm(self) -> bool:
+        """Whether the owners need each other's norms; after local steps replicas clip their own."""
+        return self.clip_norm is not None and self.local_steps == 1
+
+    @property
     def scales_loss(self) -> bool:
         return self.precision == "fp16"

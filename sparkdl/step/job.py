@@ -15,6 +15,7 @@ from sparkdl.clock import Clock
 from sparkdl.data.handle import SampleHandle
 from sparkdl.data.mapped import open_partition
 from sparkdl.frames import send
+from sparkdl.message import posted
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import weights_digest
 from sparkdl.replica.run import ReplicaHandle, Run, install_recipe, open_replica
@@ -31,7 +32,7 @@ from sparkdl.step.replica import (
 )
 from sparkdl.sync.codec import encode
 from sparkdl.sync.fetch import Arrived, load_weights, read_frame, whole_state
-from sparkdl.sync.job import room_for
+from sparkdl.sync.job import apply_pending, room_for
 from sparkdl.sync.owners import RecipeSource
 from sparkdl.sync.plans import plans_of
 from sparkdl.sync.records import (
@@ -42,7 +43,9 @@ from sparkdl.sync.records import (
     Fault,
     GradientHeader,
     ReplicaReport,
+    SeatReport,
     SliceHandle,
+    SliceReport,
     Step,
 )
 from sparkdl.worker import settle_worker
@@ -127,11 +130,13 @@ SeatTask = Callable[[Seat], Iterator[bytes]]
 class AtSeats:
     """Body over (replica, samples) pairs: ``task`` at each, weights by reference.
 
-    ``checksums``: of the samples of each partition, where they are not the training samples.
+    ``states``: version t of every slice; None: of the step that the job was told, see
+    :mod:`sparkdl.message`. ``checksums``: of the samples of each partition, where they are not the
+    training samples.
     """
 
     task: SeatTask
-    states: tuple[SliceHandle, ...]
+    states: tuple[SliceHandle, ...] | None = None
     checksums: tuple[int, ...] | None = None
 
     def __call__(self, partition: int, seats: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
@@ -144,7 +149,7 @@ class AtSeatsWithBytes:
     """Likewise, with the weights of other nodes as bytes through a shuffle."""
 
     task: SeatTask
-    states: tuple[SliceHandle, ...]
+    states: tuple[SliceHandle, ...] | None = None
     checksums: tuple[int, ...] | None = None
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
@@ -164,61 +169,97 @@ def _seat(
     handle: ReplicaHandle = pickle.loads(replica)
     checksum = handle.checksum if body.checksums is None else body.checksums[handle.index]
     pool = open_pool(handle.run.slab)
-    return Seat(
-        handle.run, handle.index, pickle.loads(samples), checksum, body.states, arrived, pool
-    )
+    states = posted().states if body.states is None else body.states
+    return Seat(handle.run, handle.index, pickle.loads(samples), checksum, states, arrived, pool)
 
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """Run one replica for one step: a frame for each slice, addressed to its owner."""
+    """Run one replica for one step: a frame for each slice, addressed to its owner.
 
-    step: Step
+    ``step``: None: the one that the job was told.
+    """
+
+    step: Step | None = None
 
     def __call__(self, seat: Seat) -> Iterator[bytes]:
-        run = seat.run
-        fault = seat.fault()
-        if fault is not None:
-            for n in range(run.slices):
-                yield from send(n, encode(GradientHeader(seat.index, fault=fault)))
-            return
-        work = Work(self.step, seat.index, run.assembly, run.shares[seat.index])
-        start, stop = work.rows
-        if stop > start:
-            yield from self._work(seat, work)
-        else:
-            report = ReplicaReport(seat.index, 0, 0.0, 0.0, seat.pool.token)
-            for n, header in enumerate(_headers(seat, Outcome(), report)):
-                yield from send(n, encode(header))
+        step = self.step or posted()
+        for n, (header, payload) in enumerate(contributions(seat, step)):
+            yield from send(n, encode(header, payload))
         settle_worker()
 
-    def _work(self, seat: Seat, work: Work) -> Iterator[bytes]:
-        pool, clock, tick = seat.pool, Clock(), self.step.tick
-        live, outcome = _outcome(seat, work, clock)
-        plans = plans_of(seat.run).slices
-        maps = section_maps(live, plans, outcome)
-        sizes = sections_nbytes(live, plans, maps)
-        with pool.claim("gradient", room_for(sum(sizes), *maps), tick, floor=tick) as claim:
-            sections = write_sections(live, plans, maps, outcome, claim.bytes)
-        problem = not_finite(live, plans, sections, outcome)
-        clock.lap("publish")
-        report = ReplicaReport(
-            seat.index,
-            outcome.count,
-            outcome.weight,
-            outcome.loss,
-            pool.token,
-            clock.seconds,
-            problem,
-        )
-        place = 0
-        for n, header in enumerate(_headers(seat, outcome, report)):
-            here = seat.states[n].token == pool.token
-            reference = claim.reference.part(place, sizes[n]) if here else None
-            payload = None if here else torch.from_numpy(claim.bytes[place : place + sizes[n]])
-            header = replace(header, section=maps[n], reference=reference)
-            yield from send(n, encode(header, payload))
-            place += sizes[n]
+
+@dataclass(frozen=True)
+class AtOnce:
+    """An iteration as one task a replica, with no shuffle: apply what the iteration before left
+    pending, to all slices; then forward and backward, whose gradients are left pending in turn.
+
+    Every replica makes the same update, bit for bit what the owners make: for models so small that
+    this costs less than a stage. One frame, a pickled :class:`SeatReport`.
+    """
+
+    step: Step | None = None
+
+    def __call__(self, seat: Seat) -> Iterator[bytes]:
+        step = self.step or posted()
+        reports: tuple[SliceReport, ...] = ()
+        if step.pending is not None and seat.fault() is None:
+            reports = tuple(apply_pending(step, n, seat.run) for n in range(seat.run.slices))
+            new = tuple(report.state for report in reports if report.state is not None)
+            assert len(new) == seat.run.slices
+            seat = replace(seat, states=new)
+        headers = tuple(header for header, _ in contributions(seat, step))
+        yield pickle.dumps(SeatReport(headers, reports))
+        settle_worker()
+
+
+Sent = tuple[GradientHeader, torch.Tensor | None]
+"""What a replica has for a slice: the header and, for another node, the bytes."""
+
+
+def contributions(seat: Seat, step: Step) -> list[Sent]:
+    """Forward, backward, publish: what goes to each slice."""
+    fault = seat.fault()
+    if fault is not None:
+        return [(GradientHeader(seat.index, fault=fault), None)] * seat.run.slices
+    run = seat.run
+    work = Work(step, seat.index, run.assembly, run.shares[seat.index])
+    start, stop = work.rows
+    if stop > start:
+        return _contributions(seat, work)
+    report = ReplicaReport(seat.index, 0, 0.0, 0.0, seat.pool.token)
+    return [(header, None) for header in _headers(seat, Outcome(), report)]
+
+
+def _contributions(seat: Seat, work: Work) -> list[Sent]:
+    pool, clock, step = seat.pool, Clock(), work.step
+    live, outcome = _outcome(seat, work, clock)
+    plans = plans_of(seat.run).slices
+    maps = section_maps(live, plans, outcome)
+    sizes = sections_nbytes(live, plans, maps)
+    room = room_for(sum(sizes), *maps)
+    with pool.claim("gradient", room, step.tick, floor=step.gradients_floor) as claim:
+        sections = write_sections(live, plans, maps, outcome, claim.bytes)
+    problem = not_finite(live, plans, sections, outcome)
+    clock.lap("publish")
+    report = ReplicaReport(
+        seat.index,
+        outcome.count,
+        outcome.weight,
+        outcome.loss,
+        pool.token,
+        clock.seconds,
+        problem,
+    )
+    sent: list[Sent] = []
+    place = 0
+    for n, header in enumerate(_headers(seat, outcome, report)):
+        here = seat.states[n].token == pool.token
+        reference = claim.reference.part(place, sizes[n]) if here else None
+        payload = None if here else torch.from_numpy(claim.bytes[place : place + sizes[n]])
+        sent.append((replace(header, section=maps[n], reference=reference), payload))
+        place += sizes[n]
+    return sent
 
 
 def _outcome(seat: Seat, work: Work, clock: Clock) -> tuple[LiveReplica, Outcome]:

@@ -15,11 +15,13 @@ import torch
 
 from sparkdl.clock import Clock
 from sparkdl.frames import send
+from sparkdl.message import posted
 from sparkdl.replica.run import Run
 from sparkdl.slab.pool import Pool, Reference, open_pool
 from sparkdl.sync.codec import decode, encode
 from sparkdl.sync.contribution import Contribution, SectionMap, open_section
 from sparkdl.sync.owner import Owner
+from sparkdl.sync.owners import run_of
 from sparkdl.sync.plans import plans_of
 from sparkdl.sync.records import (
     STATE_FOREIGN,
@@ -39,45 +41,74 @@ _KEEP = 2
 
 @dataclass(frozen=True)
 class Synchronize:
-    """Body of the synchronization stage: reduce slice n, update it, write version t+1."""
+    """Body of the synchronization stage: reduce slice n, update it, write version t+1.
 
-    step: Step
+    ``step``: None: the one that the job was told, see :mod:`sparkdl.message`; so for the others.
+    """
+
+    step: Step | None = None
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         frames, run = _read(pairs)
-        yield pickle.dumps(self._synchronize(partition, run, frames))
+        step = self.step or posted()
+        yield pickle.dumps(synchronize(step, partition, run, frames))
         settle_worker()
 
-    def _synchronize(self, partition: int, run: Run, frames: list[Frame]) -> SliceReport:
-        clock, pool = Clock(), open_pool(run.slab)
-        report = _checked(partition, pool, frames)
-        if report.faults or report.skipped:
-            return report
-        owner = plans_of(run).owners[partition]
-        contributions = _contributions(owner, pool, frames)
-        state = frames[0][0].state
-        loss = _loss(frames)
-        with next_version(pool, state, owner.dtype, self.step.tick, self.step.floor) as (new, to):
-            clock.lap("update")
-            reduced = owner.reduce(contributions, new.weights, _scratch_tensor(run, owner))
-            _check_references(pool, frames)
-            clock.lap("reduce")
-            norm = owner.update(
-                new,
-                reduced,
-                contributions,
-                self.step.hyperparameters,
-                [owner.squared_norm(reduced)] if owner.clips_norm else (),
-                loss,
-                _others(frames),
-            )
-            clock.lap("update")
-            handle = to.seal(new)
-            histograms = owner.histograms(new, reduced) if self.step.histograms else {}
+
+@dataclass(frozen=True)
+class ApplyPending:
+    """Body over the owner RDD: what the synchronization stage does, with what is pending."""
+
+    step: Step
+
+    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
+        yield pickle.dumps(apply_pending(self.step, partition, run_of(frames)))
+        settle_worker()
+
+
+def apply_pending(step: Step, partition: int, run: Run) -> SliceReport:
+    """Bring slice ``partition`` to the version after the pending iteration."""
+    pending = step.pending
+    assert pending is not None
+    nothing = memoryview(b"")
+    frames: list[Frame] = [(header, nothing) for header in pending.headers[partition]]
+    then = replace(step, hyperparameters=pending.hyperparameters, histograms=False)
+    try:
+        return synchronize(then, partition, run, frames)
+    except Exception as error:
+        error.add_note(f"This is the update at the end of iteration {pending.index + 1}.")
+        raise
+
+
+def synchronize(step: Step, partition: int, run: Run, frames: list[Frame]) -> SliceReport:
+    """Reduce slice ``partition``, update it, write the next version."""
+    clock, pool = Clock(), open_pool(run.slab)
+    report = _checked(partition, pool, frames)
+    if report.faults or report.skipped:
+        return report
+    owner = plans_of(run).owners[partition]
+    contributions = _contributions(owner, pool, frames)
+    state = frames[0][0].state
+    loss = _loss(frames)
+    with next_version(pool, state, owner.dtype, step.tick, step.floor) as (new, to):
         clock.lap("update")
-        return replace(
-            report, state=handle, seconds=clock.seconds, norm=norm, histograms=histograms
+        reduced = owner.reduce(contributions, new.weights, _scratch_tensor(run, owner))
+        _check_references(pool, frames)
+        clock.lap("reduce")
+        norm = owner.update(
+            new,
+            reduced,
+            contributions,
+            step.hyperparameters,
+            [owner.squared_norm(reduced)] if owner.clips_norm else (),
+            loss,
+            _others(frames),
         )
+        clock.lap("update")
+        handle = to.seal(new)
+        histograms = owner.histograms(new, reduced) if step.histograms else {}
+    clock.lap("update")
+    return replace(report, state=handle, seconds=clock.seconds, norm=norm, histograms=histograms)
 
 
 @dataclass(frozen=True)
@@ -85,11 +116,11 @@ class Reduce:
     """Body of the reduction stage, where the global norm must be known before the update: reduce
     slice n into a slab, and tell every slice its part of the norm."""
 
-    step: Step
+    step: Step | None = None
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         frames, run = _read(pairs)
-        header = self._reduce(partition, run, frames)
+        header = self._reduce(self.step or posted(), partition, run, frames)
         yield from send(partition, encode(header))
         told = encode(ReducedHeader(partition, header.squares))
         for other in range(run.slices):
@@ -97,7 +128,7 @@ class Reduce:
                 yield from send(other, told)
         settle_worker()
 
-    def _reduce(self, partition: int, run: Run, frames: list[Frame]) -> ReducedHeader:
+    def _reduce(self, step: Step, partition: int, run: Run, frames: list[Frame]) -> ReducedHeader:
         clock, pool = Clock(), open_pool(run.slab)
         report = _checked(partition, pool, frames)
         if report.faults or report.skipped:
@@ -112,7 +143,7 @@ class Reduce:
         pool.check(state.weights)
         section = owner.reduced_map(reduced)
         nbytes = owner.reduced_nbytes(section)
-        with pool.claim("reduced", room_for(nbytes, section), self.step.tick, self.step.tick) as to:
+        with pool.claim("reduced", room_for(nbytes, section), step.tick, step.tick) as to:
             owner.write_reduced(section, reduced, contributions, to.bytes[:nbytes])
             reference = to.reference.part(0, nbytes)
         _check_references(pool, frames)
@@ -134,15 +165,18 @@ class Reduce:
 class Update:
     """Body of the update stage after :class:`Reduce`: clip by the global norm, update slice n."""
 
-    step: Step
+    step: Step | None = None
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         frames, run = _read(pairs)
         frames.sort(key=lambda frame: frame[0].index)
-        yield pickle.dumps(self._update(partition, run, [header for header, _ in frames]))
+        headers = [header for header, _ in frames]
+        yield pickle.dumps(self._update(self.step or posted(), partition, run, headers))
         settle_worker()
 
-    def _update(self, partition: int, run: Run, headers: list[ReducedHeader]) -> SliceReport:
+    def _update(
+        self, step: Step, partition: int, run: Run, headers: list[ReducedHeader]
+    ) -> SliceReport:
         clock, pool = Clock(), open_pool(run.slab)
         mine = headers[partition]
         report = mine.report
@@ -157,7 +191,7 @@ class Update:
         alone = open_section(
             owner.plan, owner.dtype, mine.section, pool.read(mine.reference), absent=mine.absent
         )
-        with next_version(pool, mine.state, owner.dtype, self.step.tick, self.step.floor) as (
+        with next_version(pool, mine.state, owner.dtype, step.tick, step.floor) as (
             new,
             to,
         ):
@@ -167,14 +201,14 @@ class Update:
                 new,
                 reduced,
                 [alone],
-                self.step.hyperparameters,
+                step.hyperparameters,
                 [header.squares for header in headers],
                 mine.loss,
             )
             pool.check(mine.reference)
             clock.lap("update")
             handle = to.seal(new)
-            histograms = owner.histograms(new, reduced) if self.step.histograms else {}
+            histograms = owner.histograms(new, reduced) if step.histograms else {}
         clock.lap("update")
         return replace(
             report,

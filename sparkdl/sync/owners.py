@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sparkdl.frames import send
+from sparkdl.message import posted
 from sparkdl.replica.cache import forget
 from sparkdl.replica.run import Run, install_recipe, open_replica
 from sparkdl.slab.pool import open_pool
@@ -110,18 +111,20 @@ def _initial_weights(run: Run) -> torch.Tensor:
 class PublishWeights:
     """Body over the owner RDD, where replicas live on other nodes: weights to each replica.
 
-    ``states``: version t of every slice; ``replica_tokens``: the node of each replica, ``None``
+    ``states``: version t of every slice, None: of the step that the job was told;
+    ``replica_tokens``: the node of each replica, ``None``
     where bytes must go whatever the node. ``everything``: the optimizer's state too.
     """
 
-    states: tuple[SliceHandle, ...]
+    states: tuple[SliceHandle, ...] | None
     replica_tokens: tuple[str | None, ...]
     everything: bool = False
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
         pool = open_pool(run.slab)
-        handle = self.states[partition]
+        states = posted().states if self.states is None else self.states
+        handle = states[partition]
         here = handle.token == pool.token
         by_reference = encode((partition, here, None))
         with_bytes = None

@@ -12,6 +12,20 @@ from sparkdl.sync.histogram import Histogram
 
 
 @dataclass(frozen=True)
+class Pending:
+    """An iteration whose gradients lie in slabs and are not applied yet, see :class:`AtOnce`.
+
+    ``index``, ``tick`` and ``hyperparameters`` are that iteration's; ``headers``: for each slice,
+    those of the replicas that had samples, in replica order.
+    """
+
+    index: int
+    tick: int
+    hyperparameters: tuple[Mapping[str, Any], ...] | None
+    headers: tuple[tuple[GradientHeader, ...], ...]
+
+
+@dataclass(frozen=True)
 class Step:
     """One iteration as the driver submits it.
 
@@ -19,7 +33,8 @@ class Step:
     one too; ``floor`` is the tick of the committed state, below which state buffers are free.
     ``rows``: for each replica, the range of its epoch's permutation. ``hyperparameters``: one
     mapping a parameter group. ``loss_scale``: what replicas multiply their loss by before backward.
-    ``histograms``: whether owners shall report them.
+    ``histograms``: whether owners shall report them. ``states``: the committed version of every
+    slice. ``pending``: what is to be applied to it first.
     """
 
     index: int
@@ -30,6 +45,13 @@ class Step:
     hyperparameters: tuple[Mapping[str, Any], ...] | None = None
     loss_scale: float = 1.0
     histograms: bool = False
+    states: tuple[SliceHandle, ...] = ()
+    pending: Pending | None = None
+
+    @property
+    def gradients_floor(self) -> int:
+        """The tick below which nobody needs gradients any more."""
+        return self.tick if self.pending is None else self.pending.tick
 
 
 @dataclass(frozen=True)
@@ -111,6 +133,15 @@ class GradientHeader:
     state: SliceHandle | None = None
     report: ReplicaReport | None = None
     fault: Fault | None = None
+
+
+@dataclass(frozen=True)
+class SeatReport:
+    """What a task that is a whole iteration tells the driver: its replica's headers, one a slice, and
+    the slices' new version, where something was pending."""
+
+    headers: tuple[GradientHeader, ...]
+    slices: tuple[SliceReport, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -138,3 +138,12 @@ def slowest(many: Sequence[Mapping[str, float]]) -> dict[str, float]:
         for activity, value in seconds.items():
             result[activity] = max(value, result.get(activity, 0.0))
     return result
+
+
+def summed(many: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """For each activity the seconds of all together."""
+    result: dict[str, float] = {}
+    for seconds in many:
+        for activity, value in seconds.items():
+            result[activity] = result.get(activity, 0.0) + value
+    return result

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from pyspark import SparkContext
 from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 from torch import nn
@@ -23,6 +22,7 @@ from sparkdl.replica.flat import FlatModule
 from sparkdl.replica.recipe import Recipe, weights_digest
 from sparkdl.replica.run import Run
 from sparkdl.session import context_of, settings_of, tell_what_costs_speed
+from sparkdl.settings import Settings
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train.callbacks import ProgressBar
 from sparkdl.train.checkpoint.identity import ModelIdentity
@@ -103,7 +103,7 @@ def run(
         samples = place(trainer, training, resources)
         validation = validation_set(trainer, training, samples, resources)
         output = _try_out(trainer, model, samples, validation, endless=one_pass)
-        engine = _engine(trainer, context, model, samples, replicas, resources)
+        engine = _engine(trainer, settings, model, samples, replicas, resources)
         identity = Identity.of(trainer, model.layout, samples.handles, model.optimizers)
         state, history = _begin(
             trainer, engine, identity, resuming, kept, carried, resources, anew=one_pass
@@ -176,12 +176,13 @@ def _try_out(
 
 def _engine(
     trainer: Trainer,
-    context: SparkContext,
+    settings: Settings,
     model: Prepared,
     samples: SampleSet,
     replicas: int,
     resources: Resources,
 ) -> Engine:
+    context = resources.context
     total = sum(samples.counts)
     batch_size = trainer.batch_size * trainer.local_steps
     made = Run(
@@ -197,7 +198,14 @@ def _engine(
     if trainer.engine == "local":
         return LocalEngine(samples, made, model.payload, batch_size)
     return ShuffleEngine(
-        samples, model.layout, made, model.payload, trainer.policy, batch_size, resources
+        samples,
+        model.layout,
+        made,
+        model.payload,
+        trainer.policy,
+        batch_size,
+        resources,
+        settings.stages,
     )
 
 

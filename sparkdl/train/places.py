@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from py4j.protocol import Py4JError
 from pyspark import StorageLevel
 from pyspark.core.rdd import RDD
 
@@ -15,7 +13,6 @@ from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ModelError, StateLostError, TrainingError
 from sparkdl.frames import (
     collect_frames,
-    forget_shuffles,
     map_frames,
     shuffle_frames,
     stage_name,
@@ -78,8 +75,7 @@ class Places:
             PrepareOwner(run, source, run.replicas),
         )
         self._replicas, self.owners = resources.persist(replicas), resources.persist(owners)
-        alone = policy.clip_norm is None or policy.local_steps > 1
-        self.two_stages = alone or run.slices == 1
+        self.two_stages = not policy.clips_norm or run.slices == 1
         self.updaters = self.owners
         if not self.two_stages and run.slices != run.replicas:
             self.updaters = resources.persist(map_frames(owners, Recount(run.slices)))
@@ -109,21 +105,26 @@ class Places:
         samples: RDD,
         states: tuple[SliceHandle, ...],
         checksums: tuple[int, ...] | None = None,
+        told: bool = False,
     ) -> RDD:
         """``task`` at every replica's place, with version t (``states``) by reference or as bytes.
 
         ``samples``: a record for each replica; ``checksums``: of them, where they are not the
-        training samples.
+        training samples. ``told``: the tasks find version t in what their job is told.
         """
         seats = zip_frames(self._replicas, samples)
-        nodes = {*self.tokens, *[state.token for state in states]}
-        if len(nodes) == 1:
-            return map_frames(seats, AtSeats(task, states, checksums))
-        publish = PublishWeights(states, self.tokens, everything=self._policy.local_steps > 1)
+        given = None if told else states
+        if self.one_node(states):
+            return map_frames(seats, AtSeats(task, given, checksums))
+        publish = PublishWeights(given, self.tokens, everything=self._policy.local_steps > 1)
         published = shuffle_frames(map_frames(self.owners, publish), self._run.replicas)
         padded = map_frames(seats, PadFrames(self._run.slices))
-        body = AtSeatsWithBytes(task, states, checksums)
+        body = AtSeatsWithBytes(task, given, checksums)
         return map_frames(zip_frames(padded, published), body)
+
+    def one_node(self, states: tuple[SliceHandle, ...]) -> bool:
+        """Whether all replicas and all slices are on one node."""
+        return len({*self.tokens, *[state.token for state in states]}) == 1
 
     def until_placed(
         self, submit: Callable[[], tuple[Any, list[Fault]]], doing: str, samples: RDD
@@ -143,6 +144,15 @@ class Places:
 
     def _resolve(self, faults: list[Fault], doing: str, samples: RDD) -> None:
         """Prepare the next submission after tasks reported faults, or give up."""
+        self.give_up_on(faults, doing)
+        moved = {fault.partition: fault.token for fault in faults if fault.kind == MOVED}
+        self.tokens = tuple(moved.get(i, token) for i, token in enumerate(self.tokens))
+        if any(fault.kind == SAMPLES_FOREIGN for fault in faults):
+            samples.unpersist(blocking=True)  # each partition is written where it is read
+            samples.persist(StorageLevel.MEMORY_AND_DISK)
+
+    def give_up_on(self, faults: list[Fault], doing: str) -> None:
+        """Raise for what no other submission could mend."""
         for fault in faults:
             if fault.kind == STATE_FOREIGN:
                 raise StateLostError(
@@ -156,20 +166,6 @@ class Places:
                     "holds other rows: the source of the data is not deterministic. Write it out "
                     "(df.write.parquet) or checkpoint it, and fit on that."
                 )
-        moved = {fault.partition: fault.token for fault in faults if fault.kind == MOVED}
-        self.tokens = tuple(moved.get(i, token) for i, token in enumerate(self.tokens))
-        if any(fault.kind == SAMPLES_FOREIGN for fault in faults):
-            samples.unpersist(blocking=True)  # each partition is written where it is read
-            samples.persist(StorageLevel.MEMORY_AND_DISK)
-
-
-def collect_and_forget(rdd: RDD) -> list[bytes]:
-    """All frames; the shuffles behind them are deleted."""
-    try:
-        return collect_frames(rdd)
-    finally:
-        with contextlib.suppress(Py4JError):
-            forget_shuffles(rdd)
 
 
 def _first_of_seat(partition: int, seats: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:

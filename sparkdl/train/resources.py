@@ -12,7 +12,8 @@ from pyspark import SparkContext, StorageLevel
 from pyspark.core.rdd import RDD
 
 from sparkdl.data.partition import close_partitions
-from sparkdl.frames import stage_name
+from sparkdl.frames import forget_shuffles, stage_name
+from sparkdl.message import PROPERTY
 from sparkdl.replica.cache import forget
 from sparkdl.slab.pool import close_pool
 from sparkdl.slab.root import SlabConfig, remove_root
@@ -33,12 +34,15 @@ class Resources:
         "spark.jobGroup.id",
         "spark.job.description",
         "spark.job.interruptOnCancel",
+        "callSite.short",
+        PROPERTY,
     )
 
     def __init__(self, context: SparkContext, slab: SlabConfig) -> None:
         self.context, self.slab = context, slab
         self._rdds: list[RDD] = []
         self._broadcasts: list[Any] = []
+        self._shuffled: RDD | None = None
         self._before: dict[str, str | None] = {}
 
     def __enter__(self) -> Resources:
@@ -56,6 +60,12 @@ class Resources:
         self._broadcasts.append(self.context.broadcast(value))
         return self._broadcasts[-1]
 
+    def shuffled(self, rdd: RDD | None) -> None:
+        """The shuffles behind ``rdd`` are needed until the next call, or the end."""
+        if self._shuffled is not None:
+            forget_shuffles(self._shuffled)
+        self._shuffled = rdd
+
     def __exit__(self, *exc_info: object) -> None:
         alive = self.context._jsc is not None and not self.context._jsc.sc().isStopped()
         if alive:
@@ -65,6 +75,7 @@ class Resources:
                 self._clean_nodes()
         _clean_here(self.slab)
         if alive:
+            self.shuffled(None)
             for rdd in self._rdds:
                 with contextlib.suppress(Py4JError):
                     rdd.unpersist()

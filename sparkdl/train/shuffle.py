@@ -2,36 +2,29 @@
 
 Two: forward-backward, then synchronization. Where the gradient is clipped by its global norm and
 there is more than one slice, synchronization is two stages, since every slice must know the others'
-norms before it updates.
+norms before it updates. Of a small model on one node an iteration is a single stage: its gradients
+are left *pending*, and the next iteration begins with their update.
 """
 
 from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from sparkdl.data.batches import EpochPlan
 from sparkdl.data.samples import SampleSet
-from sparkdl.frames import (
-    collect_frames,
-    map_frames,
-    shuffle_frames,
-    stage_name,
-    zip_frames,
-)
+from sparkdl.frames import collect_and_forget, collect_frames, map_frames, stage_name
 from sparkdl.infer.validate import Score
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.run import Run
-from sparkdl.step.job import (
-    ForwardBackward,
-)
 from sparkdl.sync.codec import as_tensor, decode
-from sparkdl.sync.job import Reduce, Synchronize, Update
+from sparkdl.sync.job import ApplyPending
 from sparkdl.sync.owners import (
     CollectWeights,
     InitialState,
@@ -41,6 +34,9 @@ from sparkdl.sync.owners import (
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.records import (
     Fault,
+    Pending,
+    ReplicaReport,
+    SeatReport,
     SliceHandle,
     SliceReport,
     Step,
@@ -56,9 +52,12 @@ from sparkdl.train.engine import (
     ValidationSet,
     slowest,
     summarize,
+    summed,
 )
 from sparkdl.train.failure import faults_explained
-from sparkdl.train.places import Places, collect_and_forget
+from sparkdl.train.form import Form
+from sparkdl.train.jobs import SYNCHRONIZATION, IterationJobs
+from sparkdl.train.places import Places
 from sparkdl.train.resources import Resources
 
 COLLECT_BYTES = 256 << 20
@@ -77,15 +76,20 @@ class ShuffleEngine:
         policy: Policy,
         batch_size: int,
         resources: Resources,
+        stages: str = "auto",
     ) -> None:
         self.plan = EpochPlan(samples.counts, batch_size)
-        self._layout, self._run = layout, run
+        self._layout, self._run, self._policy = layout, run, policy
         self._context = resources.context
         self._context.setJobDescription("sparkdl: setting up the replicas")
         self._tick = self._floor = 0
         self._states: tuple[SliceHandle, ...] = ()
         self._best: tuple[SliceHandle, ...] = ()
+        self._pending: Pending | None = None
         self._places = Places(samples, run, recipe, policy, resources)
+        self._jobs = IterationJobs(self._places, run.slices, resources)
+        slots = self._context.defaultParallelism
+        self._form = Form(stages, run.replicas, run.slices, slots)
 
     def start(
         self,
@@ -115,9 +119,8 @@ class ShuffleEngine:
         doing = f"iteration {iteration.index + 1}, epoch {iteration.epoch + 1}"
         rows = self.plan.rows(iteration.batch)
 
-        def submit() -> tuple[tuple[list[SliceReport], float], list[Fault]]:
+        def submit() -> tuple[StepResult | None, list[Fault]]:
             self._tick += 1
-            started = time.perf_counter()
             step = Step(
                 iteration.index,
                 iteration.epoch,
@@ -127,38 +130,78 @@ class ShuffleEngine:
                 iteration.hyperparameters,
                 iteration.loss_scale,
                 iteration.histograms,
+                self._states,
+                self._pending,
             )
-            reports = self._submit(step)
-            faults = [fault for report in reports for fault in report.faults]
-            return (reports, time.perf_counter() - started), faults
+            started = time.perf_counter()
+            if self._form.at_once and self._can_be_at_once(step):
+                reports = self._jobs.at_once(step)
+                if reports is not None:
+                    return self._commit_at_once(step, reports, started)
+            if self._pending is not None:
+                self._apply_pending()
+                self._tick += 1
+                step = replace(
+                    step, tick=self._tick, floor=self._floor, states=self._states, pending=None
+                )
+            return self._commit(step, self._jobs.in_stages(step), started)
 
-        return self._commit(self._places.until_placed(submit, doing, self._places.samples))
+        return self._places.until_placed(submit, doing, self._places.samples)
 
-    def _submit(self, step: Step) -> list[SliceReport]:
-        """Run the stages of one step."""
-        places = self._places
-        with stage_name(self._context, "forward-backward"):
-            gradients = places.at_seats(ForwardBackward(step), places.samples, self._states)
-            received = shuffle_frames(gradients, self._run.slices)
-        body: Callable[..., Any] = Synchronize(step)
-        if not places.two_stages:
-            with stage_name(self._context, "reduce"):
-                reduced = map_frames(zip_frames(received, places.owners), Reduce(step))
-                received = shuffle_frames(reduced, self._run.slices)
-                body = Update(step)
-        with stage_name(self._context, "parameter synchronization"):
-            updated = map_frames(zip_frames(received, places.updaters), body)
-            return [pickle.loads(frame) for frame in collect_and_forget(updated)]
+    def _can_be_at_once(self, step: Step) -> bool:
+        """Norms and histograms are to be known when the iteration ends, not one later."""
+        early = self._policy.clips_norm or step.histograms
+        return not early and self._places.one_node(self._states)
 
-    def _commit(self, result: tuple[list[SliceReport], float]) -> StepResult:
-        reports, total = result
+    def _commit(
+        self, step: Step, reports: list[SliceReport], started: float
+    ) -> tuple[StepResult | None, list[Fault]]:
+        """After the two stages."""
+        faults = [fault for report in reports for fault in report.faults]
+        if faults:
+            return None, faults
         reports = sorted(reports, key=lambda report: report.index)
         replicas = reports[0].replicas
-        self._states = tuple(report.state for report in reports if report.state)
+        self._states = _states_of(reports)
         self._places.tokens = tuple(r.token for r in sorted(replicas, key=lambda r: r.replica))
         if not reports[0].skipped:
-            self._floor = self._tick
-        in_tasks = [slowest([r.seconds for r in some]) for some in (replicas, reports)]
+            self._floor = step.tick
+            self._form.note(reports)
+        return self._result(replicas, reports, [r.seconds for r in reports], started), []
+
+    def _commit_at_once(
+        self, step: Step, seats: list[SeatReport], started: float
+    ) -> tuple[StepResult | None, list[Fault]]:
+        """After the one stage: what was pending is applied, the new gradients are pending."""
+        faults = [header.fault for seat in seats for header in seat.headers if header.fault]
+        if faults:
+            return None, faults
+        if step.pending is not None:
+            self._states, self._floor = _states_of(seats[0].slices), step.tick
+        replicas = [seat.headers[0].report for seat in seats]
+        reports = [report for report in replicas if report is not None]
+        self._pending = None
+        if not any(report.not_finite for report in reports):
+            headers = zip(*[seat.headers for seat in seats], strict=True)
+            self._pending = Pending(
+                step.index,
+                step.tick,
+                step.hyperparameters,
+                tuple(tuple(replace(h, report=None) for h in some) for some in headers),
+            )
+        updates = [summed([report.seconds for report in seat.slices]) for seat in seats]
+        return self._result(reports, [], updates, started), []
+
+    def _result(
+        self,
+        replicas: Sequence[ReplicaReport],
+        slices: Sequence[SliceReport],
+        updates: Sequence[Mapping[str, float]],
+        started: float,
+    ) -> StepResult:
+        """``updates``: seconds by activity of the tasks that updated."""
+        total = time.perf_counter() - started
+        in_tasks = [slowest([r.seconds for r in replicas]), slowest(updates)]
         working = sum(sum(seconds.values()) for seconds in in_tasks)
         seconds = {
             "schedule": max(0.0, total - working),
@@ -166,10 +209,31 @@ class ShuffleEngine:
             **in_tasks[1],
             "iteration": total,
         }
-        return summarize(replicas, reports, self._layout, seconds)
+        return summarize(replicas, slices, self._layout, seconds)
+
+    def _apply_pending(self) -> None:
+        """Bring the state up to date: what reads it comes between two iterations."""
+        if self._pending is None:
+            return
+        self._tick += 1
+        step = Step(
+            self._pending.index,
+            0,
+            self._tick,
+            self._floor,
+            (),
+            states=self._states,
+            pending=self._pending,
+        )
+        doing = f"the update of iteration {self._pending.index + 1}"
+        with faults_explained(doing):
+            reports: list[SliceReport] = self._places.at_owners(ApplyPending(step), SYNCHRONIZATION)
+        self._places.give_up_on([fault for report in reports for fault in report.faults], doing)
+        self._states, self._floor, self._pending = _states_of(reports), self._tick, None
 
     def score(self, validation: ValidationSet) -> list[Any]:
         """One job over the replicas' places and the validation samples."""
+        self._apply_pending()
         samples = validation.samples
         rdd = samples.rdd
         assert rdd is not None
@@ -187,12 +251,14 @@ class ShuffleEngine:
 
     def keep_best(self) -> None:
         """Copy the weights beside the state, where they lie."""
+        self._apply_pending()
         with faults_explained("keeping the best weights"):
             task = KeepWeights(self._states, self._tick)
             self._best = tuple(self._places.at_owners(task, "keep the best weights"))
 
     def weights(self, which: str = CURRENT) -> torch.Tensor:
         """One job, or one a slice where they are large."""
+        self._apply_pending()
         self._context.setJobDescription("sparkdl: collecting the weights")
         states = self._best if which == BEST else self._states
         with (
@@ -212,6 +278,11 @@ class ShuffleEngine:
         self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
     ) -> list[Any]:
         """One task a slice, in parallel."""
+        self._apply_pending()
         states = self._best if which == BEST else self._states
         with faults_explained("reading the state"):
             return self._places.at_owners(WithState(states, use), "read the state")
+
+
+def _states_of(reports: Sequence[SliceReport]) -> tuple[SliceHandle, ...]:
+    return tuple(report.state for report in reports if report.state)

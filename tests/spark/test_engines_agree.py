@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from pyspark import cloudpickle
 from torch import nn
 
 import sparkdl
+from sparkdl.train import form, shuffle
+from sparkdl.train.jobs import IterationJobs
 from sparkdl.train.local import LocalEngine
 from sparkdl.train.shuffle import ShuffleEngine
 
@@ -207,12 +210,33 @@ def run(trainer, df, engine):
     return trained, notes.states
 
 
+@pytest.mark.parametrize("stages", ["two", "one", "auto"])
+@pytest.mark.parametrize("case", ["plain", "skip", "local_steps", "tables", "ema", "care"])
+def test_same_bits_in_any_number_of_stages(frames, monkeypatch, case, stages):
+    """``auto``: the first three updates are measured, so that a run has both."""
+    monkeypatch.setattr(form, "STAGE_SECONDS", 1e9)
+    monkeypatch.setattr(shuffle, "Form", lambda _, *sizes: form.Form(stages, *sizes))
+    at_once = mock.Mock(wraps=IterationJobs.at_once)
+    monkeypatch.setattr(IterationJobs, "at_once", lambda *args: at_once(*args))
+    df, validation = frames
+    trainer = trainer_of(CASES[case], validation)
+    _compare(case, trainer, run(trainer, df, "local"), run(trainer, df, "shuffle"))
+    without = {"two": 6, "one": 0, "auto": 3}[stages]
+    histograms = trainer.histograms.iterations if trainer.histograms else 7
+    expected = [i for i in range(without + 1, 7) if i % histograms]
+    if case != "skip" or stages != "auto":  # what is skipped is not measured
+        assert at_once.call_count == len(expected)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_same_bits(frames, case):
     df, validation = frames
     trainer = trainer_of(CASES[case], validation)
-    here, here_states = run(trainer, df, "local")
-    there, there_states = run(trainer, df, "shuffle")
+    _compare(case, trainer, run(trainer, df, "local"), run(trainer, df, "shuffle"))
+
+
+def _compare(case, trainer, one, other):
+    (here, here_states), (there, there_states) = one, other
     for which in ("", "ema", "best"):
         one, other = (getattr(t, which) if which else t for t in (here, there))
         assert (one is None) == (other is None) == (which == "ema" and trainer.ema is None)
