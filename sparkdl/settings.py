@@ -52,6 +52,10 @@ SPARK_SETTINGS: dict[str, tuple[str, str]] = {
         "true",
         "over loopback TCP each Python task loses 40 ms to delayed ACKs",
     ),
+    "spark.python.daemon.module": (
+        "sparkdl.daemon",
+        "each Python worker imports torch for itself otherwise: seconds, and 200 MB of memory",
+    ),
     "spark.shuffle.compress": (
         "false",
         "float gradients do not compress; compressing them costs CPU for nothing",
@@ -63,9 +67,14 @@ SPARK_SETTINGS: dict[str, tuple[str, str]] = {
     "spark.ui.showConsoleProgress": ("false", "sparkdl draws its own progress bar"),
     "spark.log.level": ("ERROR", "keeps the console readable; warnings stay in the Spark UI"),
 }
-"""Key -> (value, reason). The first two cost time when they are missing; fit says so once."""
+"""Key -> (value, reason)."""
 
-NEEDED_FOR_SPEED = ("spark.python.unix.domain.socket.enabled", "spark.shuffle.compress")
+NEEDED_FOR_SPEED = (
+    "spark.python.unix.domain.socket.enabled",
+    "spark.python.daemon.module",
+    "spark.shuffle.compress",
+)
+"""Those that cost time when they are missing; fit says so once."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,7 @@ QUIET = {
     "spark.sparkdl.progress": "false",
     # All executors are there before the first task: else one of them could get every partition.
     "spark.scheduler.minRegisteredResourcesRatio": "1.0",
-    # For short lives: torch is imported once an executor, and the JVM compiles quickly.
-    "spark.python.daemon.module": "preloaded_daemon",
+    # For short lives: the JVM compiles quickly.
     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
 }

@@ -98,6 +98,16 @@ def test_a_session_has_the_settings(spark: Any) -> None:
     assert tell_what_costs_speed(spark.sparkContext) == []
 
 
+def test_workers_are_forked_with_torch_in_them(spark: Any) -> None:
+    def look(_: int) -> tuple[bool, bool]:
+        import gc
+        import sys
+
+        return "torch" in sys.modules, gc.get_freeze_count() > 100_000
+
+    assert spark.sparkContext.parallelize([0], 1).map(look).collect() == [(True, True)]
+
+
 def test_the_users_settings_win(tmp_path: Path) -> None:
     said, _ = run(
         """
