@@ -100,18 +100,18 @@ class RunningJob:
     :func:`collect_frames` makes 21, since it opens a socket for them.
     """
 
-    FEW = 8
-    """Up to so many frames are fetched one by one; more through a socket after all."""
+    FEW = 16
+    """Up to so many frames are fetched one by one, each with a call; more through a socket."""
 
-    def __init__(self, rdd: RDD) -> None:
-        self._context = rdd.ctx
+    def __init__(self, rdd: RDD, count: int) -> None:
+        self._context, self._count = rdd.ctx, count
         self._future = rdd._jrdd.collectAsync()
 
     def frames(self) -> list[bytes]:
-        """Wait for the end; all frames, partition by partition."""
+        """Wait for the end; all ``count`` frames, partition by partition."""
         found = self._future.get()
-        if found.size() <= self.FEW:
-            return [bytes(frame) for frame in found]
+        if self._count <= self.FEW:
+            return [bytes(found.get(i)) for i in range(self._count)]
         jvm = self._context._jvm
         assert jvm is not None
         iterator = jvm.scala.jdk.javaapi.CollectionConverters.asScala(found.iterator())

@@ -49,17 +49,22 @@ class IterationJobs:
             task = AtOnce()
             samples, states = self._places.samples, step.states
             self._at_once = self._places.at_seats(task, samples, states, told=True)
-        return self._run(self._at_once, AT_ONCE, lambda: self._resources.shuffled(None))
+        replicas = len(self._places.tokens)
+        return self._run(self._at_once, replicas, AT_ONCE, lambda: self._resources.shuffled(None))
 
     def in_stages(self, step: Step) -> list[SliceReport]:
         """Forward-backward, then synchronization; a report a slice."""
         if not post(self._context, step):
-            return self._run(self._build(step.states, step), SYNCHRONIZATION)
-        rdd = self._next if self._next_for == self._nodes(step.states) else None
-        if rdd is None:
-            rdd = self._build(step.states)
+            told = self._build(step.states, step)
+            return self._run(
+                told, self._slices, SYNCHRONIZATION, lambda: self._resources.shuffled(told)
+            )
+        ready = self._next if self._next_for == self._nodes(step.states) else None
+        rdd = ready or self._build(step.states)
         self._next = None
-        return self._run(rdd, SYNCHRONIZATION, lambda: self._prepare(rdd, step.states))
+        return self._run(
+            rdd, self._slices, SYNCHRONIZATION, lambda: self._prepare(rdd, step.states)
+        )
 
     def _prepare(self, running: RDD, states: tuple[SliceHandle, ...]) -> None:
         """While ``running`` runs: delete the shuffle before it, build what probably comes after."""
@@ -70,13 +75,11 @@ class IterationJobs:
         """What the RDDs depend on."""
         return self._places.samples, self._places.tokens, tuple(s.token for s in states)
 
-    def _run(self, rdd: RDD, name: str, meanwhile: Callable[[], None] | None = None) -> list[Any]:
+    def _run(self, rdd: RDD, count: int, name: str, meanwhile: Callable[[], None]) -> list[Any]:
+        """The ``count`` reports of a job; ``meanwhile`` is done while it runs."""
         with stage_name(self._context, name):
-            job = RunningJob(rdd)
-            if meanwhile is not None:
-                meanwhile()
-            else:
-                self._resources.shuffled(rdd)
+            job = RunningJob(rdd, count)
+            meanwhile()
         return [pickle.loads(frame) for frame in job.frames()]
 
     def _build(self, states: tuple[SliceHandle, ...], step: Step | None = None) -> RDD:

@@ -219,13 +219,14 @@ def test_same_bits_in_any_number_of_stages(frames, monkeypatch, case, stages):
     at_once = mock.Mock(wraps=IterationJobs.at_once)
     monkeypatch.setattr(IterationJobs, "at_once", lambda *args: at_once(*args))
     df, validation = frames
-    trainer = trainer_of(CASES[case], validation)
+    trainer = trainer_of({**CASES[case], "clip_norm": None}, validation)
     _compare(case, trainer, run(trainer, df, "local"), run(trainer, df, "shuffle"))
     without = {"two": 6, "one": 0, "auto": 3}[stages]
     histograms = trainer.histograms.iterations if trainer.histograms else 7
     expected = [i for i in range(without + 1, 7) if i % histograms]
-    if case != "skip" or stages != "auto":  # what is skipped is not measured
-        assert at_once.call_count == len(expected)
+    if case == "skip" and stages == "auto":
+        expected = expected[1:]  # an update that is left out is not measured
+    assert at_once.call_count == len(expected)
 
 
 @pytest.mark.parametrize("case", CASES)
