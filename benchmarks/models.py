@@ -1,0 +1,306 @@
+"""The models that are timed, each with its samples, loss, optimizer and global batches.
+
+A sample is a row of features and a label, drawn at random where it is needed: rows of an RDD or of a
+DataFrame by Spark's tasks, tensors by the baselines. Images travel as flat rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pyspark import RDD
+from pyspark.sql import DataFrame, SparkSession
+from torch import nn, optim
+
+Arrays = tuple[np.ndarray, np.ndarray]
+
+
+def mlp(*widths: int) -> nn.Module:
+    """Perceptron with ReLU between its layers."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def lenet() -> nn.Module:
+    """LeNet-5 as BigDL has it: 22,278 parameters."""
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 28, 28)),
+        *(nn.Conv2d(1, 6, 5), nn.Tanh(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 12, 5), nn.Tanh(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(192, 100), nn.Tanh(), nn.Linear(100, 10)),
+    )
+
+
+class Residual(nn.Module):
+    """Two 3x3 convolutions and a way around them (He et al., 2015)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *(nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs)),
+            *(nn.ReLU(), nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)),
+            nn.BatchNorm2d(outputs),
+        )
+        self.around = nn.Sequential()
+        if inputs != outputs:
+            self.around.append(nn.Conv2d(inputs, outputs, 1, stride, bias=False))
+            self.around.append(nn.BatchNorm2d(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.body(x) + self.around(x))
+
+
+def resnet() -> nn.Module:
+    """ResNet-18 for images of 32x32: 11.2 M parameters."""
+    widths = (64, 64, 128, 256, 512)
+    blocks = [
+        Residual(
+            outputs if second else inputs, outputs, 2 if outputs > inputs and not second else 1
+        )
+        for inputs, outputs in pairwise(widths)
+        for second in (False, True)
+    ]
+    return nn.Sequential(
+        *(nn.Unflatten(1, (3, 32, 32)), nn.Conv2d(3, 64, 3, 1, 1, bias=False)),
+        *(nn.BatchNorm2d(64), nn.ReLU(), *blocks),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)),
+    )
+
+
+TOKENS, LENGTH = 24_000, 128
+
+
+class Encoder(nn.Module):
+    """Transformer encoder, 4 layers of width 512, that classifies a text: 25 M parameters."""
+
+    def __init__(self, width: int = 512, layers: int = 4) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(TOKENS, width)
+        self.places = nn.Parameter(torch.zeros(LENGTH, width))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True) for _ in range(layers)
+        )
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.tokens(tokens) + self.places
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden.mean(1))
+
+
+USERS, ITEMS = 138_493, 26_744
+"""Of MovieLens-20M."""
+
+
+class NCF(nn.Module):
+    """Neural collaborative filtering (He et al., 2017), sparse tables: 20 M parameters."""
+
+    def __init__(self, product: int = 56, width: int = 64) -> None:
+        super().__init__()
+        self.product, size = product, product + width
+        self.tables = nn.ModuleDict(
+            {
+                "user": nn.Embedding(USERS, size, sparse=True),
+                "item": nn.Embedding(ITEMS, size, sparse=True),
+            }
+        )
+        self.tower = nn.Sequential(mlp(2 * width, width, width // 2, width // 4), nn.ReLU())
+        self.head = nn.Linear(product + width // 4, 1)
+
+    def forward(self, pairs: torch.Tensor) -> torch.Tensor:
+        users = self.tables["user"](pairs[:, 0])
+        items = self.tables["item"](pairs[:, 1])
+        product = users[:, : self.product] * items[:, : self.product]
+        tower = self.tower(torch.cat([users[:, self.product :], items[:, self.product :]], 1))
+        return self.head(torch.cat([product, tower], 1)).squeeze(1)
+
+
+def square(width: int, depth: int) -> nn.Module:
+    """``depth`` square layers with tanh, no biases: 4 * depth * width**2 bytes."""
+    layers = [(nn.Linear(width, width, bias=False), nn.Tanh()) for _ in range(depth)]
+    return nn.Sequential(*(module for pair in layers for module in pair))
+
+
+def draw_vectors(width: int, classes: int, draw: np.random.Generator, rows: int) -> Arrays:
+    return draw.random((rows, width), dtype=np.float32), draw.integers(classes, size=rows)
+
+
+def draw_texts(draw: np.random.Generator, rows: int) -> Arrays:
+    return draw.integers(TOKENS, size=(rows, LENGTH)), draw.integers(2, size=rows)
+
+
+def draw_pairs(draw: np.random.Generator, rows: int) -> Arrays:
+    users, items = draw.integers(USERS, size=rows), draw.integers(ITEMS, size=rows)
+    return np.stack([users, items], 1), draw.integers(2, size=rows).astype(np.float32)
+
+
+def draw_targets(width: int, draw: np.random.Generator, rows: int) -> Arrays:
+    x, y = (draw.standard_normal((rows, width), dtype=np.float32) for _ in range(2))
+    return x, y
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A model, and how it is trained. ``optimizer``: as :class:`sparkdl.Trainer` takes it."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    draw: Callable[[np.random.Generator, int], Arrays]
+    batches: tuple[int, ...]
+    samples: int = 16_384
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = nn.CrossEntropyLoss()  # noqa: RUF009
+    optimizer: Any = partial(optim.SGD, lr=0.01)  # noqa: RUF009
+    large: bool = False
+    """An iteration computes for a second or so: a few of them do."""
+
+    @property
+    def parameters(self) -> int:
+        """How many there are, without making them."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in self.make().parameters())
+
+    def arrays(self, rows: int, seed: int = 0) -> Arrays:
+        """Features, one row a sample, and labels."""
+        return self.draw(np.random.default_rng(seed), rows)
+
+    def tensors(self, rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = self.arrays(rows, seed)
+        return torch.from_numpy(x), torch.from_numpy(y)
+
+    def optimizers(self, module: nn.Module) -> list[optim.Optimizer]:
+        """What plain PyTorch needs: one optimizer a submodule that :attr:`optimizer` names, the
+        longest name first."""
+        if not isinstance(self.optimizer, Mapping):
+            return [self.optimizer(module.parameters())]
+        left, made = dict(module.named_parameters()), []
+        for name in sorted(self.optimizer, key=len, reverse=True):
+            chosen = [key for key in left if key.startswith(name)]
+            made.append(self.optimizer[name]([left.pop(key) for key in chosen]))
+        return made
+
+    def rdd(self, spark: SparkSession, partitions: int, samples: int | None = None) -> RDD:
+        """``(features, label)`` records, drawn by the tasks; each partition has as many."""
+        each = -(-(samples or self.samples) // partitions)
+        numbers = spark.sparkContext.parallelize(range(partitions), partitions)
+        return numbers.mapPartitionsWithIndex(partial(_records, self, each))
+
+    def dataframe(self, spark: SparkSession, partitions: int, samples: int) -> DataFrame:
+        """Columns ``features`` (an array) and ``label``, drawn by the tasks."""
+        schema = pa.schema([_arrow(f, c) for f, c in zip(NAMES, self.arrays(1), strict=True)])
+        fields = ", ".join(f"{field.name} {_sql(field.type)}" for field in schema)
+        numbers = spark.range(0, samples, numPartitions=partitions)
+        return numbers.mapInArrow(partial(_batches, self, schema), fields)
+
+
+NAMES = ("features", "label")
+
+
+def _records(work: Work, rows: int, partition: int, _: Iterable[int]) -> Iterator[Any]:
+    yield from zip(*work.arrays(rows, partition), strict=True)
+
+
+def _batches(
+    work: Work, schema: pa.Schema, batches: Iterable[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        if batch.num_rows:
+            columns = work.arrays(batch.num_rows, seed=batch.column(0)[0].as_py())
+            values = [_column(array, f.type) for array, f in zip(columns, schema, strict=True)]
+            yield pa.RecordBatch.from_arrays(values, schema=schema)
+
+
+def _column(array: np.ndarray, kind: pa.DataType) -> pa.Array:
+    if array.ndim == 1:
+        return pa.array(array, kind)
+    offsets = np.arange(0, array.size + 1, array.shape[1], dtype=np.int32)
+    return pa.ListArray.from_arrays(offsets, pa.array(array.reshape(-1)))
+
+
+def _arrow(name: str, array: np.ndarray) -> pa.Field:
+    kind = pa.from_numpy_dtype(array.dtype)
+    return pa.field(name, pa.list_(kind) if array.ndim == 2 else kind)
+
+
+def _sql(kind: pa.DataType) -> str:
+    if pa.types.is_list(kind):
+        return f"array<{_sql(kind.value_type)}>"
+    return {"float": "float", "int64": "bigint"}[str(kind)]
+
+
+def squares(width: int, depth: int, batch: int = 64) -> Work:
+    """Square layers under Adam: for the cost of so many bytes of parameters."""
+    return Work(
+        name=f"{depth} layers {width}x{width}",
+        make=partial(square, width, depth),
+        draw=partial(draw_targets, width),
+        batches=(batch,),
+        samples=8 * batch,
+        loss=nn.MSELoss(),
+        optimizer=partial(optim.Adam, lr=1e-4),
+        large=4 * depth * width**2 > 5e7,
+    )
+
+
+def tabular(inputs: int = 100, batch: int = 1024, samples: int = 200_000) -> Work:
+    """A perceptron on rows of floats."""
+    return Work(
+        name=f"MLP {inputs}-256-256-10",
+        make=partial(mlp, inputs, 256, 256, 10),
+        draw=partial(draw_vectors, inputs, 10),
+        batches=(batch,),
+        samples=samples,
+        optimizer=partial(optim.Adam, lr=1e-3),
+    )
+
+
+WORKS = {
+    "mlp": Work(
+        name="MLP 784-512-512-10",
+        make=partial(mlp, 784, 512, 512, 10),
+        draw=partial(draw_vectors, 784, 10),
+        batches=(128, 256, 1024),
+    ),
+    "lenet": Work(
+        name="LeNet-5", make=lenet, draw=partial(draw_vectors, 784, 10), batches=(256, 128, 1024)
+    ),
+    "resnet": Work(
+        name="ResNet-18, 32x32",
+        make=resnet,
+        draw=partial(draw_vectors, 3072, 10),
+        batches=(64,),
+        samples=1024,
+        optimizer=partial(optim.SGD, lr=0.01, momentum=0.9),
+        large=True,
+    ),
+    "transformer": Work(
+        name="Transformer encoder",
+        make=Encoder,
+        draw=draw_texts,
+        batches=(16,),
+        samples=1024,
+        optimizer=partial(optim.AdamW, lr=1e-4),
+        large=True,
+    ),
+    "ncf": Work(
+        name="NCF",
+        make=NCF,
+        draw=draw_pairs,
+        batches=(4096,),
+        samples=262_144,
+        loss=nn.BCEWithLogitsLoss(),
+        optimizer={
+            "tables": partial(optim.SparseAdam, lr=1e-3),
+            "": partial(optim.Adam, lr=1e-3),
+        },
+    ),
+}
