@@ -18,18 +18,30 @@ from typing import Any
 import bigdl
 import ddp
 import torch
-from empty_jobs import fresh_jobs_ms
+from empty_jobs import jobs_ms, one_stage_job, two_stage_job
 from harness import (
     hardware,
     in_fresh_process,
     markdown,
     median_ms,
     options,
+    session,
     write_json,
 )
 from models import WORKS
 
 MB = 1_000_000
+
+
+def fresh_jobs_ms(jobs: int) -> tuple[float, float]:
+    """Of one stage and of two, in a session of their own, after so many of both."""
+    spark = session()
+    try:
+        for job in (one_stage_job, two_stage_job):
+            jobs_ms(spark, job, jobs)
+        return jobs_ms(spark, one_stage_job, jobs), jobs_ms(spark, two_stage_job, jobs)
+    finally:
+        spark.stop()
 
 
 def one_process_ms(work: str, batch: int, steps: int, warm_up: int) -> float:

@@ -45,7 +45,7 @@ def session(master: str = f"local[{RANKS}]", **settings: str) -> SparkSession:
     return sparkdl.session(master, **(quiet | settings))
 
 
-def trainer(work: Work, batch: int, iterations: int, **more: Any) -> sparkdl.Trainer:
+def trainer(work: Work, batch: int, stop: sparkdl.Trigger, **more: Any) -> sparkdl.Trainer:
     """A trainer of ``work`` with two replicas, unless ``more`` says otherwise."""
     return sparkdl.Trainer(
         **{
@@ -54,7 +54,7 @@ def trainer(work: Work, batch: int, iterations: int, **more: Any) -> sparkdl.Tra
             "optimizer": work.optimizer,
             "batch_size": batch,
             "replicas": RANKS,
-            "stop": sparkdl.max_iteration(iterations),
+            "stop": stop,
             **more,
         }
     )

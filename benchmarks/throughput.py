@@ -36,6 +36,8 @@ from harness import (
 )
 from models import WORKS
 
+import sparkdl
+
 LOCAL_STEPS = 8
 EMPTY_JOBS = 60
 PARTS = ("schedule", "data", "fetch", "forward", "backward", "publish", "reduce", "update")
@@ -48,10 +50,12 @@ def shuffle(name: str, batch: int, iterations: int, local: int) -> dict[str, Any
     spark = session()
     try:
         data = work.rdd(spark, partitions=2).persist()
-        found: dict[str, Any] = {"laps": laps(trainer(work, batch, iterations).fit(data).history)}
+        found: dict[str, Any] = {
+            "laps": laps(trainer(work, batch, sparkdl.max_iteration(iterations)).fit(data).history)
+        }
         found["empty"] = jobs_ms(spark, two_stage_job, EMPTY_JOBS)
         if local:
-            several = trainer(work, batch, local, local_steps=LOCAL_STEPS)
+            several = trainer(work, batch, sparkdl.max_iteration(local), local_steps=LOCAL_STEPS)
             found["local"] = laps(several.fit(data).history)
     finally:
         spark.stop()
