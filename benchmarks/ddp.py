@@ -95,9 +95,9 @@ def median_ms(seconds: list[float]) -> float:
 
 
 def whole_steps(options: argparse.Namespace) -> dict[str, float]:
-    from models import WORKS
+    from models import work_named
 
-    work, world = WORKS[options.work], dist.get_world_size()
+    work, world = work_named(options.work), dist.get_world_size()
     torch.manual_seed(0)
     module = nn.parallel.DistributedDataParallel(work.make())
     x, y = work.tensors(max(work.samples, options.batch) // world, seed=dist.get_rank())
@@ -135,7 +135,7 @@ def slowest(do: Callable[[], Any], steps: int, after: Callable[[], Any] = bool) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", help="a key of models.WORKS")
+    parser.add_argument("--work", help="as models.work_named takes it: mlp, 1000x25, ...")
     parser.add_argument("--batch", type=int, default=256, help="of all ranks together")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=5)

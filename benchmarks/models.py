@@ -251,6 +251,12 @@ def squares(width: int, depth: int, batch: int = 64) -> Work:
     )
 
 
+def work_named(text: str) -> Work:
+    """One of :data:`WORKS`, or "1000x25": 25 square layers of 1000."""
+    width, _, depth = text.partition("x")
+    return squares(int(width), int(depth)) if width.isdigit() else WORKS[text]
+
+
 def tabular(inputs: int = 100, batch: int = 1024, samples: int = 200_000) -> Work:
     """A perceptron on rows of floats."""
     return Work(

@@ -82,6 +82,53 @@ def _memory(process: int) -> dict[str, int] | None:
     return {part: int(fields[part].split()[0]) << 10 for part in PARTS}
 
 
+SHARES = ("private", "shared", "files")
+_LINES = {"Pss_Anon": "private", "Pss_Shmem": "shared", "Pss_File": "files"}
+
+
+def shares(process: int) -> dict[str, int]:
+    """Bytes that a process holds, a page that n processes map counted 1/n: its own, those of slabs
+    and other shared memory, those of files such as libraries. Empty where it is ending."""
+    try:
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return {}
+    found = dict(line.split(":", 1) for line in lines if ":" in line)
+    return {
+        part: int(found[line].split()[0]) << 10 for line, part in _LINES.items() if line in found
+    }
+
+
+class Watch(threading.Thread):
+    """Looks, every ``interval`` seconds, at the Python processes below this one that have no children:
+    Spark's workers, DDP's ranks. Each sample holds the ``shares`` of every one of them."""
+
+    def __init__(self, interval: float = 0.2) -> None:
+        super().__init__(daemon=True)
+        self.interval = interval
+        self.samples: list[list[dict[str, int]]] = []
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.wait(self.interval):
+            below = _descendants(os.getpid())
+            parents = {_parent(process) for process in below}
+            leaves = [p for p in below if p not in parents and _kind(p) == KINDS[2]]
+            self.samples.append([found for found in map(shares, leaves) if found])
+
+    def end(self) -> None:
+        """Stop; may be called twice."""
+        self._ended.set()
+        self.join()
+
+
+def _parent(process: int) -> int:
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
 def _kind(process: int) -> str:
     if process == os.getpid():
         return KINDS[0]
