@@ -133,4 +133,4 @@ def options(description: str | None) -> argparse.ArgumentParser:
 
 def write_json(path: str | None, figures: Any) -> None:
     if path:
-        Path(path).write_text(json.dumps(figures, indent=1) + "\n")
+        Path(path).write_text(json.dumps(figures, indent=1, default=vars) + "\n")

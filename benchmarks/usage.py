@@ -9,6 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 
 KINDS = ("driver, Python", "driver, JVM", "worker, Python")
+EXECUTOR, COMPILERS = "executor, JVM", "JVM's compilers"
 PARTS = ("RssAnon", "RssFile", "RssShmem")
 
 
@@ -39,7 +40,7 @@ class Sampler(threading.Thread):
     def sample(self) -> None:
         """Look at every process once."""
         for process in _descendants(os.getpid()):
-            found = _memory(process)
+            found = resident(process)
             if found is None:
                 continue
             kind = _kind(process)
@@ -71,7 +72,7 @@ def _descendants(root: int) -> list[int]:
     return found
 
 
-def _memory(process: int) -> dict[str, int] | None:
+def resident(process: int) -> dict[str, int] | None:
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
@@ -141,14 +142,46 @@ def _kind(process: int) -> str:
 
 def cpu_seconds() -> float:
     """Processor time so far of this process and all that descend from it and live."""
-    ticks = 0
+    return sum(_processor(process) for process in _descendants(os.getpid()))
+
+
+def cpu_by_kind() -> dict[str, float]:
+    """Likewise, for each of ``KINDS``, for the JVMs of executors that have one of their own, and for
+    the compilers in all JVMs, which are counted nowhere else."""
+    found = dict.fromkeys((*KINDS, EXECUTOR, COMPILERS), 0.0)
     for process in _descendants(os.getpid()):
+        kind, seconds = _kind(process), _processor(process)
+        if kind == KINDS[1]:
+            kind = EXECUTOR if _kind(_parent(process)) == KINDS[1] else kind
+            compilers = _compilers(process)
+            found[COMPILERS] += compilers
+            seconds -= compilers
+        found[kind] += seconds
+    return found
+
+
+def _processor(process: int, under: str = "") -> float:
+    """Of a process, or of the thread of it that is ``under`` its directory in /proc."""
+    try:
+        stat = Path(f"/proc/{process}/{under}stat").read_text()
+    except OSError:
+        return 0.0
+    ticks = sum(map(int, stat.rpartition(")")[2].split()[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _compilers(process: int) -> float:
+    """Of a JVM's threads that compile. They end when they like, unless the JVM has
+    ``-XX:-UseDynamicNumberOfCompilerThreads``."""
+    seconds = 0.0
+    for thread in Path(f"/proc/{process}/task").glob("*"):
         try:
-            stat = Path(f"/proc/{process}/stat").read_text()
+            name = (thread / "comm").read_text()
         except OSError:
             continue
-        ticks += sum(map(int, stat.rpartition(")")[2].split()[11:13]))
-    return ticks / os.sysconf("SC_CLK_TCK")
+        if name.startswith(("C1 Comp", "C2 Comp")):
+            seconds += _processor(process, f"task/{thread.name}/")
+    return seconds
 
 
 def stopwatch() -> float:
