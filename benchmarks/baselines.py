@@ -28,7 +28,7 @@ from harness import (
     session,
     write_json,
 )
-from models import WORKS
+from models import WORKS, work_named
 
 MB = 1_000_000
 
@@ -52,7 +52,7 @@ def one_process_ms(work: str, batch: int, steps: int, warm_up: int) -> float:
 def _one_process(name: str, batch: int, steps: int, warm_up: int) -> float:
     torch.set_num_threads(os.cpu_count() or 1)
     torch.manual_seed(0)
-    work = WORKS[name]
+    work = work_named(name)
     module = work.make()
     x, y = work.tensors(max(work.samples, batch))
     feed = ddp.batches(x, y, batch)

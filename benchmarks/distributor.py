@@ -18,13 +18,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
-from models import NAMES, Work
 from pyspark.ml.functions import predict_batch_udf
 from pyspark.ml.torch.distributor import TorchDistributor
 from pyspark.sql import DataFrame
 from pyspark.sql.types import ArrayType, FloatType
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from work import NAMES, Work
 
 
 class ParquetRows(Dataset):

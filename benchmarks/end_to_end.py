@@ -29,7 +29,8 @@ from harness import (
     trainer,
     write_json,
 )
-from models import Work, tabular
+from models import tabular
+from work import Work
 
 import sparkdl
 

@@ -9,15 +9,16 @@ import math
 import multiprocessing
 import os
 import statistics
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from models import Work
 from pyspark import __version__ as pyspark_version
 from pyspark.sql import SparkSession
+from work import Work
 
 import sparkdl
 
@@ -30,10 +31,20 @@ Lap = Mapping[str, float]
 
 
 def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)`` in a process, and so in a JVM, of its own."""
+    """``function(*args)`` in a process, and so in a JVM, of its own.
+
+    RuntimeError, with the traceback, for any exception: Spark's own do not pickle.
+    """
     start = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=start) as pool:
-        return pool.submit(function, *args).result()
+        return pool.submit(_call, function, args).result()
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    try:
+        return function(*args)
+    except Exception:
+        raise RuntimeError(traceback.format_exc()) from None
 
 
 def session(master: str = f"local[{RANKS}]", **settings: str) -> SparkSession:

@@ -3,14 +3,14 @@
     python benchmarks/scaling.py [--largest 256] [--computing 2.0] [--quick] [--json FILE]
 
 A model of 1 KB, one sample a replica, M = N = 2, 4, ... partitions on the two slots of ``local[2]``,
-where tasks queue: nearly all of it is scheduling. Then M = 2, N = 1 and 2 with 4 to 40 MB of parameters. The
-overhead of an iteration is all of it but forward and backward of the slowest replica. The formula of
-``cost_model.py`` is fitted to some points and checked against the others ("held out"), with and without
-a term for the M x N blocks of the shuffle.
+where tasks queue: nearly all of it is scheduling. Then M = 2, N = 1 and 2 with 4 to 40 MB of
+parameters. The overhead of an iteration is all of it but forward and backward of the slowest replica.
+The formula of ``cost_model.py`` is fitted to some points and checked against the others ("held out"),
+with and without a term for the M x N blocks of the shuffle.
 
 Driver: processor time of its Python and of its JVM. On ``local[2]`` that JVM is the executor too, so a
-second pass on ``local-cluster[1,2,1024]`` tells them apart; the JVM's compilers are left out. Memory: the JVM's heap in use after a
-collection, slabs, and the driver's Python, as each partition adds to them.
+second pass on ``local-cluster[1,2,1024]`` tells them apart; the JVM's compilers are left out. Memory:
+the JVM's heap in use after a collection, slabs, and the driver's Python, as partitions add to them.
 
 Last, clusters of one replica and one slice a node, under the assumptions that are printed with the
 table, and what BigDL's authors published.
@@ -41,8 +41,9 @@ from harness import (
     trainer,
     write_json,
 )
-from models import Work, squares
+from models import squares
 from usage import KINDS, cpu_by_kind, resident
+from work import Work
 
 import sparkdl
 

@@ -77,13 +77,14 @@ def memory(found: list[Row]) -> str:
 
 
 def assumed(computing: float) -> str:
+    """What the next table takes for granted."""
     return (
-        f"Clusters, P = {PARAMETERS:g} MB. Assumed: one replica and one slice a node, on a slot of its\n"
-        f"own; a batch that grows with the nodes and computes for {computing:g} s, no stragglers; the\n"
-        "fixed part is that of M = N = 2 here, less the driver's; the driver's processor time for a pair\n"
-        "of tasks is the same for each node and hidden by nothing; an owner reads one block of each\n"
-        f"replica; each node sends P and receives P twice, at {GBIT:g} Gbit/s each way, and no switch is\n"
-        "the limit. Nothing of this was run on a cluster."
+        f"Clusters, P = {PARAMETERS:g} MB. Assumed: one replica and one slice a node, on a slot of "
+        f"its own; a batch that grows with the nodes and computes for {computing:g} s, no stragglers; "
+        "the fixed part is that of M = N = 2 here, less the driver's; the driver's processor time for "
+        "a pair of tasks is the same for each node, and nothing hides it; an owner reads one block of "
+        f"each replica; each node sends P and receives P twice, at {GBIT:g} Gbit/s each way, and no "
+        "switch is the limit. Nothing of this was run on a cluster."
     )
 
 
