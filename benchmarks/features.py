@@ -24,24 +24,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from harness import RANKS, session
+from models import WORKS
 from pyspark import RDD, InheritableThread
 from pyspark.sql import SparkSession
-from torch import nn
 from usage import cpu_seconds
 
 import sparkdl
 
+WORK = WORKS["mlp"]
 BATCH = 256
 PERIOD = 10
 PATIENCE = 120.0
-
-
-def make_model() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
-    )
 
 
 @dataclass
@@ -104,13 +99,6 @@ class Laps(sparkdl.Callback):
             self.taken.append((ended - began, cpu_seconds() - processor))
 
 
-def samples(spark: SparkSession) -> RDD:
-    """Random images, 2 partitions."""
-    draw = np.random.default_rng(0)
-    rows = [(draw.random(784, dtype=np.float32), int(draw.integers(10))) for _ in range(8 * BATCH)]
-    return spark.sparkContext.parallelize(rows, 2)
-
-
 def features(data: RDD, folder: str) -> dict[str, dict[str, Any]]:
     """Name -> what the trainer is given beyond the plain run."""
     tenth = sparkdl.every(PERIOD)
@@ -142,11 +130,11 @@ def side_by_side(data: RDD, extra: dict[str, Any], iterations: int) -> tuple[lis
     def run(number: int, more: dict[str, Any]) -> None:
         try:
             sparkdl.Trainer(
-                model=make_model,
-                loss=nn.CrossEntropyLoss(),
+                model=WORK.make,
+                loss=WORK.loss,
                 optimizer=partial(torch.optim.Adam, lr=1e-4),
                 batch_size=BATCH,
-                replicas=2,
+                replicas=RANKS,
                 stop=sparkdl.max_iteration(warm + iterations),
                 callbacks=[laps[number]],
                 **more,
@@ -178,7 +166,7 @@ def cost(seconds: list[float], steps: int) -> tuple[float, float]:
 
 def measure(spark: SparkSession, iterations: int, wanted: Callable[[str], bool]) -> list[dict]:
     """Every feature's figures, printed as they come."""
-    data = samples(spark).persist()
+    data = WORK.rdd(spark, RANKS, 8 * BATCH).persist()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name, extra in features(data, folder).items():
@@ -215,10 +203,7 @@ def main() -> None:
     parser.add_argument("--json", help="also write the figures to this file")
     options = parser.parse_args()
     only = tuple(options.only.split(",")) if options.only else ("",)
-    torch.set_num_threads(1)
-    spark = sparkdl.session(
-        "local[2]", **{"spark.ui.enabled": "false", "spark.sparkdl.progress": "false"}
-    )
+    spark = session()
     try:
         print(
             f"{'feature':18}"

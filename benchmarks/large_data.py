@@ -33,6 +33,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import torch
+from harness import session
+from models import mlp
 from pyspark.sql import SparkSession
 from torch import nn
 from usage import KINDS, PARTS, Sampler, stopwatch
@@ -45,10 +47,6 @@ CLASSES = 16
 BATCH = 4096
 FILES = 16
 ROWS_AT_ONCE = 1024
-
-
-def make_model() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 128), nn.ReLU(), nn.Linear(128, CLASSES))
 
 
 def random_rows(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -89,18 +87,13 @@ class Phases(sparkdl.Callback):
         self.ends.append(stopwatch())
 
 
-def session(folder: Path, limit: float, enforce: bool) -> SparkSession:
+def limited_session(folder: Path, limit: float, enforce: bool) -> SparkSession:
     """A session whose heap, and the private memory of whose workers, are limited to ``limit`` GiB."""
-    here = str(Path(__file__).resolve().parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
     os.environ["PRIVATE_MEMORY"] = str(int(limit * GIB))
     daemon = {"spark.python.daemon.module": "limited_daemon"} if enforce else {}
-    return sparkdl.session(
-        "local[2]",
+    return session(
         **{
             "spark.driver.memory": f"{int(limit * 1024)}m",
-            "spark.ui.enabled": "false",
-            "spark.sparkdl.progress": "false",
             "spark.local.dir": str(folder / "spark"),
             "spark.sparkdl.slab.dir": str(folder / "slabs"),
             **daemon,
@@ -131,7 +124,7 @@ def measure(folder: Path, options: argparse.Namespace) -> int:
     (folder / "slabs").mkdir()
     sampler = Sampler()
     sampler.start()
-    spark = session(folder, options.limit, options.enforce)
+    spark = limited_session(folder, options.limit, options.enforce)
     if options.enforce:  # of this process, now that the JVM is out of it
         limit = int(options.limit * GIB)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -143,7 +136,7 @@ def measure(folder: Path, options: argparse.Namespace) -> int:
         sampler.phase = "slabs"
         phases = Phases(sampler, [])
         trainer = sparkdl.Trainer(
-            model=make_model,
+            model=partial(mlp, WIDTH, 128, CLASSES),
             loss=nn.CrossEntropyLoss(),
             optimizer=partial(torch.optim.SGD, lr=0.1),
             batch_size=BATCH,

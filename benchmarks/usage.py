@@ -9,6 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 
 KINDS = ("driver, Python", "driver, JVM", "worker, Python")
+EXECUTOR, COMPILERS = "executor, JVM", "JVM's compilers"
 PARTS = ("RssAnon", "RssFile", "RssShmem")
 
 
@@ -39,7 +40,7 @@ class Sampler(threading.Thread):
     def sample(self) -> None:
         """Look at every process once."""
         for process in _descendants(os.getpid()):
-            found = _memory(process)
+            found = resident(process)
             if found is None:
                 continue
             kind = _kind(process)
@@ -71,7 +72,7 @@ def _descendants(root: int) -> list[int]:
     return found
 
 
-def _memory(process: int) -> dict[str, int] | None:
+def resident(process: int) -> dict[str, int] | None:
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
@@ -80,6 +81,53 @@ def _memory(process: int) -> dict[str, int] | None:
     if "RssAnon" not in fields:
         return None  # it is ending
     return {part: int(fields[part].split()[0]) << 10 for part in PARTS}
+
+
+SHARES = ("private", "shared", "files")
+_LINES = {"Pss_Anon": "private", "Pss_Shmem": "shared", "Pss_File": "files"}
+
+
+def shares(process: int) -> dict[str, int]:
+    """Bytes that a process holds, a page that n processes map counted 1/n: its own, those of slabs
+    and other shared memory, those of files such as libraries. Empty where it is ending."""
+    try:
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return {}
+    found = dict(line.split(":", 1) for line in lines if ":" in line)
+    return {
+        part: int(found[line].split()[0]) << 10 for line, part in _LINES.items() if line in found
+    }
+
+
+class Watch(threading.Thread):
+    """Looks, every ``interval`` seconds, at the Python processes below this one that have no children:
+    Spark's workers, DDP's ranks. Each sample holds the ``shares`` of every one of them."""
+
+    def __init__(self, interval: float = 0.2) -> None:
+        super().__init__(daemon=True)
+        self.interval = interval
+        self.samples: list[list[dict[str, int]]] = []
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.wait(self.interval):
+            below = _descendants(os.getpid())
+            parents = {_parent(process) for process in below}
+            leaves = [p for p in below if p not in parents and _kind(p) == KINDS[2]]
+            self.samples.append([found for found in map(shares, leaves) if found])
+
+    def end(self) -> None:
+        """Stop; may be called twice."""
+        self._ended.set()
+        self.join()
+
+
+def _parent(process: int) -> int:
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def _kind(process: int) -> str:
@@ -94,14 +142,46 @@ def _kind(process: int) -> str:
 
 def cpu_seconds() -> float:
     """Processor time so far of this process and all that descend from it and live."""
-    ticks = 0
+    return sum(_processor(process) for process in _descendants(os.getpid()))
+
+
+def cpu_by_kind() -> dict[str, float]:
+    """Likewise, for each of ``KINDS``, for the JVMs of executors that have one of their own, and for
+    the compilers in all JVMs, which are counted nowhere else."""
+    found = dict.fromkeys((*KINDS, EXECUTOR, COMPILERS), 0.0)
     for process in _descendants(os.getpid()):
+        kind, seconds = _kind(process), _processor(process)
+        if kind == KINDS[1]:
+            kind = EXECUTOR if _kind(_parent(process)) == KINDS[1] else kind
+            compilers = _compilers(process)
+            found[COMPILERS] += compilers
+            seconds -= compilers
+        found[kind] += seconds
+    return found
+
+
+def _processor(process: int, under: str = "") -> float:
+    """Of a process, or of the thread of it that is ``under`` its directory in /proc."""
+    try:
+        stat = Path(f"/proc/{process}/{under}stat").read_text()
+    except OSError:
+        return 0.0
+    ticks = sum(map(int, stat.rpartition(")")[2].split()[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _compilers(process: int) -> float:
+    """Of a JVM's threads that compile. They end when they like, unless the JVM has
+    ``-XX:-UseDynamicNumberOfCompilerThreads``."""
+    seconds = 0.0
+    for thread in Path(f"/proc/{process}/task").glob("*"):
         try:
-            stat = Path(f"/proc/{process}/stat").read_text()
+            name = (thread / "comm").read_text()
         except OSError:
             continue
-        ticks += sum(map(int, stat.rpartition(")")[2].split()[11:13]))
-    return ticks / os.sysconf("SC_CLK_TCK")
+        if name.startswith(("C1 Comp", "C2 Comp")):
+            seconds += _processor(process, f"task/{thread.name}/")
+    return seconds
 
 
 def stopwatch() -> float:
