@@ -199,7 +199,7 @@ def distance(hook) -> float:
     it is what each of them would send every time, and it cancels out in the mean."""
     scales = torch.logspace(-1, 0, 400, dtype=torch.float64).view(20, 20)
     own = torch.zeros(20, 20, dtype=torch.float64)
-    own[0] = 1.5
+    own[0] = 1.5 * (-1.0) ** torch.arange(20)
     weights, states = torch.full((20, 20), 0.2, dtype=torch.float64), [{}, {}]
     for t in range(800):
         for replica, sign in enumerate((1, -1)):
