@@ -19,6 +19,7 @@ from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import weights_digest
 from sparkdl.replica.run import ReplicaHandle, Run, install_recipe, open_replica
 from sparkdl.slab.pool import Pool, open_pool
+from sparkdl.step.compressing import compress_here, residual_fault
 from sparkdl.step.local_steps import several_steps
 from sparkdl.step.replica import (
     Outcome,
@@ -177,7 +178,7 @@ class ForwardBackward:
 
     def __call__(self, seat: Seat) -> Iterator[bytes]:
         run = seat.run
-        fault = seat.fault()
+        fault = seat.fault() or residual_fault(self.step, seat.index, seat.pool.token)
         if fault is not None:
             for n in range(run.slices):
                 yield from send(n, encode(GradientHeader(seat.index, fault=fault)))
@@ -195,6 +196,10 @@ class ForwardBackward:
     def _work(self, seat: Seat, work: Work) -> Iterator[bytes]:
         pool, clock, tick = seat.pool, Clock(), self.step.tick
         live, outcome = _outcome(seat, work, clock)
+        residual = None
+        if live.recipe.compression is not None:
+            outcome, residual = compress_here(live, outcome, work, pool)
+            clock.lap("compress")
         plans = plans_of(seat.run).slices
         maps = section_maps(live, plans, outcome)
         sizes = sections_nbytes(live, plans, maps)
@@ -210,6 +215,7 @@ class ForwardBackward:
             pool.token,
             clock.seconds,
             problem,
+            residual,
         )
         place = 0
         for n, header in enumerate(_headers(seat, outcome, report)):

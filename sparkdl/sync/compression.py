@@ -44,7 +44,8 @@ class GradBucket:
     """The gradient of one parameter on one replica, with what the last iterations left out of it.
 
     ``gradient``: the parameter's shape, in the dtype of the model's flat vector (float32 or float64),
-    contiguous, finite. ``state``: what the hook kept of this parameter; empty the first time.
+    contiguous, finite, not to be changed. ``state``: what the hook kept of this parameter, as copies;
+    empty the first time.
     ``seed``: of this parameter, replica and iteration, for random draws. ``iteration`` counts from 0.
     """
 
@@ -108,7 +109,9 @@ class PowerSGD:
 
     def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-            raise ParameterError(f"PowerSGD: rank={self.rank!r}: give a whole number of at least 1.")
+            raise ParameterError(
+                f"PowerSGD: rank={self.rank!r}: give a whole number of at least 1."
+            )
 
     def __call__(self, bucket: GradBucket) -> dict[str, torch.Tensor]:
         """The low-rank form: ``left`` has orthonormal columns."""
@@ -160,6 +163,7 @@ def compress(
     state = dict(bucket.state)
     residual = state.pop(RESIDUAL, None)
     gradient = bucket.gradient if residual is None else bucket.gradient + residual
+    state = {name: tensor.clone() for name, tensor in state.items()}  # the hook may change its own
     if not math.isfinite(gradient.sum().item()) and not gradient.isfinite().all():
         return {"values": gradient.to(wire)}, dict(bucket.state)
     made = hook(replace(bucket, gradient=gradient, state=state))
@@ -176,7 +180,9 @@ def compress(
     return sent, kept
 
 
-def decompress(sent: Tensors, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def decompress(
+    sent: Tensors, shape: torch.Size | tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
     """The dense gradient of what travelled: new memory, ``shape``, ``dtype``.
 
     Raises ValueError where ``sent`` is none of the three forms or does not fit the shape.

@@ -43,7 +43,7 @@ def specs_of(tensors: ByParameter) -> tuple[TensorSpec, ...]:
 
 def packed_nbytes(specs: Sequence[TensorSpec]) -> int:
     """Bytes of all of them; a multiple of 64."""
-    return sum(_aligned(spec.nbytes) for spec in specs)
+    return sum(aligned(spec.nbytes) for spec in specs)
 
 
 def open_packed(
@@ -56,20 +56,17 @@ def open_packed(
         raw = np.frombuffer(data, np.uint8, spec.nbytes, place)
         tensor = as_tensor(raw.data, getattr(torch, spec.dtype)).view(spec.shape)
         found.setdefault(spec.number, {})[spec.name] = tensor
-        place += _aligned(spec.nbytes)
+        place += aligned(spec.nbytes)
     return found
 
 
-def write_packed(
-    specs: Sequence[TensorSpec], tensors: ByParameter, out: np.ndarray | memoryview
-) -> dict[int, dict[str, torch.Tensor]]:
-    """Copy ``tensors`` to where ``specs`` says; they as they lie there."""
-    placed = open_packed(specs, out)
-    for number, named in placed.items():
+def copy_packed(places: ByParameter, tensors: ByParameter) -> None:
+    """Copy the values of ``tensors`` to where :func:`open_packed` has their places."""
+    for number, named in places.items():
         for name, place in named.items():
             place.copy_(tensors[number][name])
-    return placed
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """The next multiple of 64."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -19,7 +19,8 @@ class Step:
     one too; ``floor`` is the tick of the committed state, below which state buffers are free.
     ``rows``: for each replica, the range of its epoch's permutation. ``hyperparameters``: one
     mapping a parameter group. ``loss_scale``: what replicas multiply their loss by before backward.
-    ``histograms``: whether owners shall report them.
+    ``histograms``: whether owners shall report them. ``residuals``: where gradients are compressed,
+    what each replica keeps; None before its first iteration.
     """
 
     index: int
@@ -30,6 +31,7 @@ class Step:
     hyperparameters: tuple[Mapping[str, Any], ...] | None = None
     loss_scale: float = 1.0
     histograms: bool = False
+    residuals: tuple[ResidualHandle | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,14 @@ class SliceHandle:
         return [*own, self.others] if self.others else own
 
 
+@dataclass(frozen=True)
+class ResidualHandle:
+    """Where what a replica keeps between iterations lies: the ``version``-th of its kind, from 1."""
+
+    reference: Reference
+    version: int
+
+
 MOVED = "moved"
 """The task ran on another node than the references it was given are for; bytes will do."""
 SAMPLES_FOREIGN = "samples foreign"
@@ -64,6 +74,8 @@ SAMPLES_CHANGED = "samples changed"
 """The partition was computed again and holds other rows: the source is not deterministic."""
 STATE_FOREIGN = "state foreign"
 """The synchronization task does not run where the slice's state lies."""
+RESIDUAL_FOREIGN = "residual foreign"
+"""The task does not run where what its replica left out of its gradients lies."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,7 @@ class Fault:
 class ReplicaReport:
     """What replica ``replica`` did: samples, their weight in the mean (their number, or the sum of
     their weights), mean loss over them, node, seconds by activity. ``not_finite``: what is inf or
-    NaN ("the loss", or a parameter's gradient), else empty."""
+    NaN ("the loss", or a parameter's gradient), else empty. ``residual``: what it keeps now."""
 
     replica: int
     count: int
@@ -88,6 +100,7 @@ class ReplicaReport:
     token: str
     seconds: Mapping[str, float] = field(default_factory=dict)
     not_finite: str = ""
+    residual: ResidualHandle | None = None
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from sparkdl.infer.validate import Score
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.run import Run
+from sparkdl.step.compressing import InitialResiduals, ReadResiduals, WithResiduals
 from sparkdl.step.job import (
     ForwardBackward,
 )
@@ -38,9 +39,11 @@ from sparkdl.sync.owners import (
     KeepWeights,
     WithState,
 )
+from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.records import (
     Fault,
+    ResidualHandle,
     SliceHandle,
     SliceReport,
     Step,
@@ -85,6 +88,7 @@ class ShuffleEngine:
         self._tick = self._floor = 0
         self._states: tuple[SliceHandle, ...] = ()
         self._best: tuple[SliceHandle, ...] = ()
+        self._residuals: tuple[ResidualHandle | None, ...] = (None,) * run.replicas
         self._places = Places(samples, run, recipe, policy, resources)
 
     def start(
@@ -127,6 +131,7 @@ class ShuffleEngine:
                 iteration.hyperparameters,
                 iteration.loss_scale,
                 iteration.histograms,
+                self._residuals,
             )
             reports = self._submit(step)
             faults = [fault for report in reports for fault in report.faults]
@@ -158,6 +163,8 @@ class ShuffleEngine:
         self._places.tokens = tuple(r.token for r in sorted(replicas, key=lambda r: r.replica))
         if not reports[0].skipped:
             self._floor = self._tick
+            new = {report.replica: report.residual for report in replicas}
+            self._residuals = tuple(new.get(m) or old for m, old in enumerate(self._residuals))
         in_tasks = [slowest([r.seconds for r in some]) for some in (replicas, reports)]
         working = sum(sum(seconds.values()) for seconds in in_tasks)
         seconds = {
@@ -215,3 +222,24 @@ class ShuffleEngine:
         states = self._best if which == BEST else self._states
         with faults_explained("reading the state"):
             return self._places.at_owners(WithState(states, use), "read the state")
+
+    def start_residuals(
+        self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
+    ) -> None:
+        """One task a replica, in parallel."""
+        with faults_explained("setting up the replicas"):
+            task = InitialResiduals(read, reported)
+            found = dict(self._places.at_replicas(task, "write the replicas' residuals"))
+        problem = next((r for r in found.values() if isinstance(r, Exception)), None)
+        if problem is not None:
+            raise problem
+        self._residuals = tuple(found[replica] for replica in range(self._run.replicas))
+
+    def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
+        """One task a replica, in parallel; no job where none keeps any."""
+        if not any(self._residuals):
+            return []
+        with faults_explained("reading the replicas' residuals"):
+            task = WithResiduals(self._residuals, use)
+            found = dict(self._places.at_replicas(task, "read the replicas' residuals"))
+        return [found[m] for m, handle in enumerate(self._residuals) if handle is not None]
