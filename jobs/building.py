@@ -49,8 +49,10 @@ def trainer_of(config: Config) -> sparkdl.Trainer:
     data, training, gradients, care = config.data, config.training, config.gradients, config.care
     found = {
         "model": of("model", config.model.resolve),
-        "loss": of("loss", config.loss.resolve_loss),
+        "loss": of("loss", config.loss.resolve_instance),
         "optimizer": of("optimizer", functools.partial(_optimizer, config.optimizer)),
+        "compression": gradients.compression
+        and of("gradients.compression", gradients.compression.resolve_instance),
         "augment": data.augment and of("data.augment", data.augment.resolve),
         "columns": {
             name: of(f"data.columns.{name}", column.make) for name, column in data.columns.items()

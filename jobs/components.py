@@ -64,8 +64,8 @@ class Component:
                 f'"{self.use}" cannot be made ({type(error).__name__}: {error}).'
             ) from error
 
-    def resolve_loss(self) -> Callable[..., Any]:
-        """Likewise; a class, such as ``torch.nn:CrossEntropyLoss``, becomes an instance."""
+    def resolve_instance(self) -> Callable[..., Any]:
+        """As :meth:`resolve`; a class, such as ``torch.nn:CrossEntropyLoss``, becomes an instance."""
         found = self.resolve()
         inner = found.func if isinstance(found, functools.partial) else found
         if not isinstance(inner, type):

@@ -75,7 +75,7 @@ def _loss(
     config: dict[str, Any], given: str | None, trust: bool, run: Path | None
 ) -> Callable[..., Any] | None:
     if given:
-        return Component(given).resolve_loss()
+        return Component(given).resolve_instance()
     if not config.get("loss"):
         return None
     loss = Component.of(config["loss"])
@@ -84,4 +84,4 @@ def _loss(
             f'{run}/config.yaml names the loss "{loss.use}", which is not of torch.nn. Pass '
             f"--loss {loss.use} if that is yours, or --trust if you trust the folder."
         )
-    return loss.resolve_loss()
+    return loss.resolve_instance()

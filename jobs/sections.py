@@ -149,6 +149,8 @@ class GradientsSection:
     """What is done about a NaN: raise, or skip the update."""
     wire: str = "fp32"
     """What gradients travel in: fp32, bf16 or fp16."""
+    compression: Component | None = None
+    """What makes them smaller before: sparkdl:TopK, sparkdl:PowerSGD, or a function of your own."""
 
 
 @dataclass(frozen=True, kw_only=True)

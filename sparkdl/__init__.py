@@ -18,6 +18,7 @@ from sparkdl.errors import (
 )
 from sparkdl.infer.metrics import MeanMetric, Metric
 from sparkdl.session import session
+from sparkdl.sync.compression import GradBucket, PowerSGD, TopK
 from sparkdl.train.callbacks import Callback
 from sparkdl.train.checkpoint import Checkpoint
 from sparkdl.train.history import History
@@ -49,17 +50,20 @@ __all__ = [
     "Convert",
     "DamagedCheckpoint",
     "DataError",
+    "GradBucket",
     "History",
     "Image",
     "MeanMetric",
     "Metric",
     "ModelError",
     "ParameterError",
+    "PowerSGD",
     "Sample",
     "Sequence",
     "SessionError",
     "SparkdlError",
     "StateLostError",
+    "TopK",
     "TrainState",
     "TrainedModel",
     "Trainer",

@@ -27,7 +27,8 @@ class Recipe:
     """What the user gave: model (callable or module), loss, optimizer and policy, and the seed.
 
     ``weights``: a state_dict to start from. ``frozen``, ``unfrozen``: patterns of parameter names.
-    ``augment``: what happens to a sample's inputs before each use.
+    ``augment``: what happens to a sample's inputs before each use. ``compression``: what becomes of
+    a gradient before it is sent.
     """
 
     model: Callable[[], nn.Module] | nn.Module
@@ -40,6 +41,7 @@ class Recipe:
     frozen: tuple[str, ...] = ()
     unfrozen: tuple[str, ...] = ()
     augment: Callable[..., Any] | None = None
+    compression: Callable[..., Any] | None = None
 
     def build(self) -> nn.Module:
         """The module with its initial weights, the same in every process.

@@ -20,6 +20,7 @@ from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import weights_digest
 from sparkdl.replica.run import ReplicaHandle, Run, install_recipe, open_replica
 from sparkdl.slab.pool import Pool, open_pool
+from sparkdl.step.compressing import compress_here, residual_fault
 from sparkdl.step.local_steps import several_steps
 from sparkdl.step.replica import (
     Outcome,
@@ -219,7 +220,7 @@ Sent = tuple[GradientHeader, torch.Tensor | None]
 
 def contributions(seat: Seat, step: Step) -> list[Sent]:
     """Forward, backward, publish: what goes to each slice."""
-    fault = seat.fault()
+    fault = seat.fault() or residual_fault(step, seat.index, seat.pool.token)
     if fault is not None:
         return [(GradientHeader(seat.index, fault=fault), None)] * seat.run.slices
     run = seat.run
@@ -234,6 +235,10 @@ def contributions(seat: Seat, step: Step) -> list[Sent]:
 def _contributions(seat: Seat, work: Work) -> list[Sent]:
     pool, clock, step = seat.pool, Clock(), work.step
     live, outcome = _outcome(seat, work, clock)
+    residual = None
+    if live.recipe.compression is not None:
+        outcome, residual = compress_here(live, outcome, work, pool)
+        clock.lap("compress")
     plans = plans_of(seat.run).slices
     maps = section_maps(live, plans, outcome)
     sizes = sections_nbytes(live, plans, maps)
@@ -250,6 +255,7 @@ def _contributions(seat: Seat, work: Work) -> list[Sent]:
         pool.token,
         clock.seconds,
         problem,
+        residual,
     )
     sent: list[Sent] = []
     place = 0

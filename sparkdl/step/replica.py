@@ -34,6 +34,7 @@ from sparkdl.sync.contribution import (
     section_nbytes,
     write_gradients,
 )
+from sparkdl.sync.packing import ByParameter, TensorSpec, copy_packed, specs_of
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.records import Step
 
@@ -76,6 +77,8 @@ class Outcome:
     """What a replica made: its mean loss, its weight in the average, and what it sends.
 
     ``others``: after local steps, the optimizers' state that is not in arrays, packed.
+    ``compressed``: what a hook made of the dense gradients, by parameter number, and ``kept``: what
+    the replica keeps of them.
     """
 
     loss: float = 0.0
@@ -84,6 +87,8 @@ class Outcome:
     gradients: Gradients = field(default_factory=lambda: Gradients([], {}))
     arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
     others: bytes = b""
+    compressed: ByParameter | None = None
+    kept: ByParameter = field(default_factory=dict)
 
 
 def to_mini_batch(batch: Batch, live: LiveReplica, classes: bool = True) -> MiniBatch:
@@ -124,9 +129,18 @@ def section_maps(
                 if piece.number in outcome.gradients.tables
             },
             arrays,
+            _specs(plan, outcome),
         )
         for plan in plans
     ]
+
+
+def _specs(plan: SlicePlan, outcome: Outcome) -> tuple[TensorSpec, ...] | None:
+    """Of the compressed gradients of a slice."""
+    if outcome.compressed is None:
+        return None
+    numbers = [p.number for p in plan.parameters if p.number in outcome.compressed]
+    return specs_of({number: outcome.compressed[number] for number in numbers})
 
 
 def sections_nbytes(
@@ -161,6 +175,8 @@ def write_sections(
         write_gradients(
             layout, plan, outcome.gradients.dense, outcome.gradients.tables, contribution
         )
+        if contribution.compressed is not None and outcome.compressed is not None:
+            copy_packed(contribution.compressed, outcome.compressed)
         start = plan.start + plan.buffers_start - layout.buffers_start
         contribution.buffers.copy_(buffers[start : start + len(contribution.buffers)])
         for name, array in outcome.arrays.items():

@@ -2,7 +2,8 @@
 
 A *section* is one contribution in memory. In this order, each part from a multiple of 64 bytes on:
 
-* the dense gradient, ``plan.dense_length`` elements in the wire's dtype;
+* the dense gradient, ``plan.dense_length`` elements in the wire's dtype; or, where a hook compresses
+  it, what that sends of each parameter (:mod:`sparkdl.sync.compression`);
 * the buffers, in the dtype of the flat vector;
 * optimizer state, where replicas step by themselves (``local_steps``): one part an array;
 * for each sparse table the numbers of its touched rows (int64), then their gradients (wire's dtype).
@@ -12,6 +13,7 @@ The same bytes lie in a slab or travel through the shuffle; a :class:`SectionMap
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +23,8 @@ import torch
 
 from sparkdl.replica.flat import ALIGNMENT, Layout
 from sparkdl.sync.codec import as_tensor
+from sparkdl.sync.compression import decompress
+from sparkdl.sync.packing import ByParameter, TensorSpec, open_packed, packed_nbytes
 from sparkdl.sync.plan import Piece, SlicePlan
 
 Rows = tuple[torch.Tensor, torch.Tensor]
@@ -30,11 +34,13 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 @dataclass(frozen=True)
 class SectionMap:
     """How long the variable parts of a section are: ``rows`` of each sparse table by its number,
-    and the dtype name of each array of optimizer state."""
+    the dtype name of each array of optimizer state, and in place of a dense gradient the tensors in
+    which it is ``compressed``."""
 
     wire: torch.dtype
     rows: Mapping[int, int] = field(default_factory=dict)
     arrays: Mapping[str, str] = field(default_factory=dict)
+    compressed: tuple[TensorSpec, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,7 @@ class Contribution:
 
     ``gradient``: (dense_length,); ``buffers``: the rest of the slice; ``tables``: by parameter
     number, rows counted from the piece's first; ``absent``: parameters without a gradient.
+    ``compressed``: what stands for the gradient, by parameter number; ``gradient`` is then empty.
     """
 
     replica: int
@@ -52,6 +59,18 @@ class Contribution:
     absent: frozenset[int] = frozenset()
     tables: Mapping[int, Rows] = field(default_factory=dict)
     arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    compressed: ByParameter | None = None
+
+    def dense_gradient(self, plan: SlicePlan, dtype: torch.dtype) -> torch.Tensor:
+        """(dense_length,) in ``dtype``, zero where this replica sent nothing."""
+        if self.compressed is None:
+            return self.gradient if self.gradient.dtype == dtype else self.gradient.to(dtype)
+        dense = torch.zeros(plan.dense_length, dtype=dtype)
+        for piece in plan.parameters:
+            if piece.number in self.compressed:
+                found = decompress(self.compressed[piece.number], piece.shape, dtype)
+                dense[piece.start : piece.stop] = found.view(-1)
+        return dense
 
 
 def section_nbytes(plan: SlicePlan, dtype: torch.dtype, layout: SectionMap) -> int:
@@ -70,11 +89,15 @@ def open_section(
     absent: frozenset[int] = frozenset(),
 ) -> Contribution:
     """A contribution whose tensors share the memory of ``data`` (to be read, or to be written)."""
-    parts: dict[str, torch.Tensor] = {}
+    parts: dict[str, torch.Tensor] = {"gradient": torch.empty(0, dtype=layout.wire)}
+    compressed: ByParameter | None = None
     place = 0
     for name, nbytes, kind in _parts(plan, dtype, layout):
         raw = np.frombuffer(data, np.uint8, nbytes, place)
-        parts[name] = as_tensor(raw.data, kind)
+        if name == "compressed":
+            compressed = open_packed(layout.compressed or (), raw)
+        else:
+            parts[name] = as_tensor(raw.data, kind)
         place += _aligned(nbytes)
     tables = {}
     for piece in plan.tables:
@@ -83,7 +106,7 @@ def open_section(
             tables[piece.number] = parts[f"rows {piece.number}"], values
     arrays = {name: parts[f"array {name}"] for name in layout.arrays}
     return Contribution(
-        replica, weight, parts["gradient"], parts["buffers"], absent, tables, arrays
+        replica, weight, parts["gradient"], parts["buffers"], absent, tables, arrays, compressed
     )
 
 
@@ -105,7 +128,7 @@ def write_gradients(
 ) -> None:
     """Write the gradients of a replica (by parameter number) into a section, rounding to its dtype.
 
-    Places of parameters without a gradient are zeroed.
+    Places of parameters without a gradient are zeroed. In a compressed section: the tables alone.
     """
     for piece in plan.parameters:
         if piece.sparse:
@@ -114,6 +137,8 @@ def write_gradients(
                     out.tables[piece.number], cut_rows(piece, tables[piece.number]), strict=True
                 ):
                     place.copy_(values)
+            continue
+        if out.compressed is not None:
             continue
         gradient, place = gradients[piece.number], out.gradient[piece.start : piece.stop]
         if gradient is None:
@@ -125,11 +150,17 @@ def write_gradients(
 
 def first_not_finite(plan: SlicePlan, section: Contribution) -> int | None:
     """The number of the first parameter with an inf or a NaN in this section; None: all finite."""
-    if all(map(_sums_up, [section.gradient, *[values for _, values in section.tables.values()]])):
+    compressed = section.compressed or {}
+    floats = {n: [t for t in c.values() if t.is_floating_point()] for n, c in compressed.items()}
+    tables = [values for _, values in section.tables.values()]
+    if all(map(_sums_up, [section.gradient, *tables, *itertools.chain(*floats.values())])):
         return None
     for piece in plan.parameters:
         if piece.sparse:
             values = section.tables[piece.number][1] if piece.number in section.tables else None
+        elif section.compressed is not None:
+            found = floats.get(piece.number)
+            values = torch.cat([t.reshape(-1) for t in found]) if found else None
         else:
             values = section.gradient[piece.start : piece.stop]
         if values is not None and not torch.isfinite(values).all():
@@ -146,7 +177,10 @@ def _sums_up(values: torch.Tensor) -> bool:
 def _parts(
     plan: SlicePlan, dtype: torch.dtype, layout: SectionMap
 ) -> Iterator[tuple[str, int, torch.dtype]]:
-    yield "gradient", plan.dense_length * layout.wire.itemsize, layout.wire
+    if layout.compressed is None:
+        yield "gradient", plan.dense_length * layout.wire.itemsize, layout.wire
+    else:
+        yield "compressed", packed_nbytes(layout.compressed), torch.uint8
     yield "buffers", (plan.length - plan.buffers_start) * dtype.itemsize, dtype
     for name, kind in layout.arrays.items():
         array = getattr(torch, kind)

@@ -42,7 +42,7 @@ def reduce_gradients(
     total = sum(c.weight for c in ordered)
     shares = [c.weight / total if total else 0.0 for c in ordered]
     for i, (item, share) in enumerate(zip(ordered, shares, strict=True)):
-        values = item.gradient if item.gradient.dtype == out.dtype else item.gradient.to(out.dtype)
+        values = item.dense_gradient(plan, out.dtype)
         if i == 0:
             torch.mul(values, share, out=out)
         else:

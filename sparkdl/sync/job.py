@@ -221,7 +221,7 @@ class Update:
 
 def room_for(nbytes: int, *sections: SectionMap) -> int:
     """The size of buffer to claim: of variable sections a power of two, so that sizes are few."""
-    if any(section.rows for section in sections):
+    if any(section.rows or section.compressed for section in sections):
         return 1 << max(nbytes - 1, 4095).bit_length()
     return nbytes
 

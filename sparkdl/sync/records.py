@@ -34,7 +34,8 @@ class Step:
     ``rows``: for each replica, the range of its epoch's permutation. ``hyperparameters``: one
     mapping a parameter group. ``loss_scale``: what replicas multiply their loss by before backward.
     ``histograms``: whether owners shall report them. ``states``: the committed version of every
-    slice. ``pending``: what is to be applied to it first.
+    slice. ``pending``: what is to be applied to it first. ``residuals``: where gradients are
+    compressed, what each replica keeps; None before its first iteration.
     """
 
     index: int
@@ -47,6 +48,7 @@ class Step:
     histograms: bool = False
     states: tuple[SliceHandle, ...] = ()
     pending: Pending | None = None
+    residuals: tuple[ResidualHandle | None, ...] = ()
 
     @property
     def gradients_floor(self) -> int:
@@ -78,6 +80,14 @@ class SliceHandle:
         return [*own, self.others] if self.others else own
 
 
+@dataclass(frozen=True)
+class ResidualHandle:
+    """Where what a replica keeps between iterations lies: the ``version``-th of its kind, from 1."""
+
+    reference: Reference
+    version: int
+
+
 MOVED = "moved"
 """The task ran on another node than the references it was given are for; bytes will do."""
 SAMPLES_FOREIGN = "samples foreign"
@@ -86,6 +96,8 @@ SAMPLES_CHANGED = "samples changed"
 """The partition was computed again and holds other rows: the source is not deterministic."""
 STATE_FOREIGN = "state foreign"
 """The synchronization task does not run where the slice's state lies."""
+RESIDUAL_FOREIGN = "residual foreign"
+"""The task does not run where what its replica left out of its gradients lies."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,7 @@ class Fault:
 class ReplicaReport:
     """What replica ``replica`` did: samples, their weight in the mean (their number, or the sum of
     their weights), mean loss over them, node, seconds by activity. ``not_finite``: what is inf or
-    NaN ("the loss", or a parameter's gradient), else empty."""
+    NaN ("the loss", or a parameter's gradient), else empty. ``residual``: what it keeps now."""
 
     replica: int
     count: int
@@ -110,6 +122,7 @@ class ReplicaReport:
     token: str
     seconds: Mapping[str, float] = field(default_factory=dict)
     not_finite: str = ""
+    residual: ResidualHandle | None = None
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from sparkdl.replica.flat import Layout
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.state import SliceState
 from sparkdl.train.checkpoint import Checkpoint
-from sparkdl.train.checkpoint.config import describe_trainer
+from sparkdl.train.checkpoint.config import describe, describe_trainer
 from sparkdl.train.checkpoint.files import Folder
 from sparkdl.train.checkpoint.identity import DataIdentity, ModelIdentity
-from sparkdl.train.checkpoint.manifest import Best, Manifest, SliceFile
+from sparkdl.train.checkpoint.manifest import Best, Manifest, ReplicaFile, SliceFile
+from sparkdl.train.checkpoint.residuals import WriteResiduals
 from sparkdl.train.checkpoint.store import CheckpointStore
 from sparkdl.train.checkpoint.tasks import try_probe, write_slice
 from sparkdl.train.engine import BEST, Engine
@@ -89,7 +90,8 @@ class Checkpointer:
         """Write a checkpoint and prune; its URI."""
         directory = self._store.begin(state.iteration)
         files = self._engine.with_states(WriteSlice(directory, "slice"))
-        manifest = self._manifest(state, files, self._best(directory, state))
+        residuals = self._engine.with_residuals(WriteResiduals(directory))
+        manifest = self._manifest(state, files, residuals, self._best(directory, state))
         self._store.commit(directory, manifest, self._history.to_json_bytes())
         self._store.prune(self._settings.keep)
         return directory
@@ -106,7 +108,13 @@ class Checkpointer:
             files=tuple(self._engine.with_states(WriteSlice(directory, "best"), BEST)),
         )
 
-    def _manifest(self, state: TrainState, files: Sequence[SliceFile], best: Any) -> Manifest:
+    def _manifest(
+        self,
+        state: TrainState,
+        files: Sequence[SliceFile],
+        residuals: Sequence[ReplicaFile],
+        best: Any,
+    ) -> Manifest:
         own = self._identity.constants
         return Manifest(
             iteration=state.iteration,
@@ -123,6 +131,7 @@ class Checkpointer:
             data=self._identity.data,
             optimizers=self._identity.optimizers,
             files=tuple(sorted(files, key=lambda file: file.index)),
+            residuals=tuple(residuals),
             loss_scale=state.loss_scale,
             skipped=state.skipped,
             validations=state.validations,
@@ -132,6 +141,7 @@ class Checkpointer:
                 "loss_scale_age": state.loss_scale_age,
                 "scales_loss": self._trainer.policy.scales_loss,
                 "higher_is_better": dict(state.higher_is_better),
+                "compression": describe(self._trainer.compression),
             },
         )
 

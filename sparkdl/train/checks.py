@@ -46,6 +46,11 @@ _KINDS: tuple[tuple[str, Any, str], ...] = (
         "give a partial of a torch.optim.lr_scheduler class, such as partial(StepLR, step_size=10)",
     ),
     ("augment", (Callable, type(None)), "give a function of (*features, rng)"),
+    (
+        "compression",
+        (Callable, type(None)),
+        "give sparkdl.TopK(), sparkdl.PowerSGD(), a function of a sparkdl.GradBucket, or None",
+    ),
     ("stop", Trigger, "give a trigger, such as sparkdl.max_epoch(10)"),
     ("validation", (Validation, type(None)), "give sparkdl.Validation(data, metrics=[...])"),
     ("checkpoint", (Checkpoint, type(None)), 'give sparkdl.Checkpoint("path")'),
@@ -76,6 +81,9 @@ def problems_of(trainer: Trainer) -> Iterator[str]:
     if isinstance(trainer.loss, type):
         name = trainer.loss.__name__
         yield f"loss is the class {name}: give an instance, {name}()."
+    if isinstance(trainer.compression, type):
+        name = trainer.compression.__name__
+        yield f"compression is the class {name}: give an instance, {name}()."
     if isinstance(trainer.optimizer, torch.optim.Optimizer):
         name = type(trainer.optimizer).__name__
         yield f"optimizer is already built; give its recipe: partial(torch.optim.{name}, lr=...)."
@@ -168,6 +176,15 @@ def _combinations(trainer: Trainer) -> Iterator[str]:
         yield (
             f'wire="{trainer.wire}" with local_steps={trainer.local_steps}: replicas then send '
             'weights and optimizer state, which must not be rounded. Use wire="fp32".'
+        )
+    if (
+        isinstance(trainer.local_steps, int)
+        and trainer.local_steps > 1
+        and trainer.compression is not None
+    ):
+        yield (
+            f"compression with local_steps={trainer.local_steps}: replicas then send weights and "
+            "optimizer state, not gradients. Leave one of the two out."
         )
     known = {"loss"}
     if isinstance(trainer.validation, Validation):

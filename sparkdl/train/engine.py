@@ -13,7 +13,9 @@ from sparkdl.data.batches import EpochPlan
 from sparkdl.data.samples import SampleSet
 from sparkdl.infer.scoring import Scorer
 from sparkdl.replica.flat import Layout
+from sparkdl.step.compressing import ReadResiduals
 from sparkdl.sync.histogram import Histogram
+from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.records import ReplicaReport, SliceReport
 from sparkdl.sync.state import SliceState
@@ -100,6 +102,18 @@ class Engine(Protocol):
         self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
     ) -> list[Any]:
         """``use(index, plan, state)`` of every slice, run where it lies; the results in order."""
+
+    def start_residuals(
+        self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
+    ) -> None:
+        """Let every replica keep what ``read`` gives, as if its last iteration had left it.
+
+        Raises the first of ``reported`` that ``read`` raised in a task.
+        """
+
+    def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
+        """``use(replica, kept)`` of every replica that keeps something between iterations, run where
+        it lies; the results in order."""
 
 
 def summarize(

@@ -13,7 +13,17 @@ if TYPE_CHECKING:
     from sparkdl.train.history import History
 
 WHOLE = "iteration"
-_ORDER = ("schedule", "data", "fetch", "forward", "backward", "publish", "reduce", "update")
+_ORDER = (
+    "schedule",
+    "data",
+    "fetch",
+    "forward",
+    "backward",
+    "compress",
+    "publish",
+    "reduce",
+    "update",
+)
 
 
 def timings(columns: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:

@@ -20,6 +20,7 @@ from sparkdl.infer.validate import score_partition
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.run import Run
+from sparkdl.step.compressing import ReadResiduals, compress_outcome
 from sparkdl.step.local_steps import several_steps
 from sparkdl.step.replica import (
     Outcome,
@@ -33,6 +34,7 @@ from sparkdl.step.replica import (
 from sparkdl.sync.contribution import Contribution
 from sparkdl.sync.gradient import Reduced
 from sparkdl.sync.owner import EMA
+from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.plans import RunPlans
 from sparkdl.sync.records import ReplicaReport, SliceReport, Step
@@ -62,6 +64,7 @@ class LocalEngine:
         self._plans = RunPlans.of(self._replica, run)
         self._states: list[SliceState] = []
         self._best: list[SliceState] = []
+        self._residuals: dict[int, ByParameter] = {}
 
     def start(
         self,
@@ -96,16 +99,19 @@ class LocalEngine:
                 iteration.loss_scale,
                 iteration.histograms,
             )
-            reports, sections, others = [], [], []
+            reports, sections, others, kept = [], [], [], {}
             for replica, (start, stop) in enumerate(step.rows):
                 if stop > start:
                     report, mine, outcome = self._replica_step(step, replica)
                     reports.append(report)
                     sections.append(mine)
                     others.append(outcome.others)
+                    if outcome.compressed is not None:
+                        kept[replica] = outcome.kept
             slices: list[SliceReport] = []
             if not any(report.not_finite for report in reports):
                 slices = self._synchronize(step, reports, sections, next(iter(others), b""))
+                self._residuals |= kept
             started.lap("iteration")
             seconds = slowest([*[r.seconds for r in reports], *[s.seconds for s in slices]])
             seconds = {**seconds, **started.seconds}
@@ -130,6 +136,9 @@ class LocalEngine:
             state = join_states(self._plans.slices, self._states, live.flat.flat.device)
             clock.lap("fetch")
             outcome = several_steps(live, batches, work, state, self._plans.whole, clock)
+        if live.recipe.compression is not None:
+            outcome = compress_outcome(live, outcome, work, self._residuals.get(replica, {}))
+            clock.lap("compress")
         maps = section_maps(live, self._plans.slices, outcome)
         memory = np.zeros(sum(sections_nbytes(live, self._plans.slices, maps)), np.uint8)
         sections = write_sections(live, self._plans.slices, maps, outcome, memory)
@@ -220,6 +229,17 @@ class LocalEngine:
         """One after another."""
         plans, states = self._plans.slices, self._best if which == BEST else self._states
         return [use(n, plans[n], state) for n, state in enumerate(states)]
+
+    def start_residuals(
+        self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
+    ) -> None:
+        """Read all of them."""
+        found = {replica: read(replica) for replica in range(self._run.replicas)}
+        self._residuals = {replica: kept for replica, kept in found.items() if kept is not None}
+
+    def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
+        """One after another."""
+        return [use(replica, kept) for replica, kept in sorted(self._residuals.items())]
 
     def _load(self, weights: torch.Tensor) -> None:
         self._replica.flat.flat.copy_(weights)

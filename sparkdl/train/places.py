@@ -31,6 +31,7 @@ from sparkdl.step.job import (
 from sparkdl.sync.owners import PrepareOwner, PublishWeights, RecipeSource, Recount
 from sparkdl.sync.records import (
     MOVED,
+    RESIDUAL_FOREIGN,
     SAMPLES_CHANGED,
     SAMPLES_FOREIGN,
     STATE_FOREIGN,
@@ -99,6 +100,12 @@ class Places:
         with stage_name(self._context, name):
             return [pickle.loads(f) for f in collect_frames(map_frames(self.owners, task))]
 
+    def at_replicas(self, task: SeatTask, name: str) -> list[Any]:
+        """The pickled results of a task at every replica's place that needs no weights."""
+        seats = zip_frames(self._replicas, self.samples)
+        with stage_name(self._context, name):
+            return [pickle.loads(f) for f in collect_frames(map_frames(seats, AtSeats(task, ())))]
+
     def at_seats(
         self,
         task: SeatTask,
@@ -159,6 +166,12 @@ class Places:
                     f"{doing}: the state of a slice is out of reach (its node or "
                     "executor is gone). Fit again, from a checkpoint with resume=, or from the "
                     "initial weights."
+                )
+            if fault.kind == RESIDUAL_FOREIGN:
+                raise StateLostError(
+                    f"{doing}: what replica {fault.partition} left out of its compressed gradients is "
+                    "out of reach (its node or executor is gone). Fit again, from a checkpoint with "
+                    "resume=, or from the initial weights."
                 )
             if fault.kind == SAMPLES_CHANGED:
                 raise TrainingError(

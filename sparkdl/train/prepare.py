@@ -15,7 +15,14 @@ from sparkdl.errors import ParameterError
 from sparkdl.replica.flat import Layout, layout_of
 from sparkdl.replica.recipe import Recipe
 from sparkdl.sync.optimizer import OptimizerPlan
-from sparkdl.train.recipes import build_model, check_columns, check_policy, pickled, plan_optimizer
+from sparkdl.train.recipes import (
+    build_model,
+    check_columns,
+    check_compression,
+    check_policy,
+    pickled,
+    plan_optimizer,
+)
 from sparkdl.train.schedule import Schedule
 from sparkdl.train.trained import TrainedModel
 
@@ -61,12 +68,14 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
         tuple(trainer.freeze),
         tuple(trainer.unfreeze),
         trainer.augment,
+        trainer.compression,
     )
     payload = pickled(recipe)
     check_columns(trainer.columns)
     module = build_model(payload)
     layout = layout_of(module)
     check_policy(policy, module, layout)
+    check_compression(recipe, layout)
     optimizer = plan_optimizer(recipe, module, trainer.slices)
     schedule = Schedule(optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric)
     return Prepared(recipe, payload, module, layout, optimizer, schedule)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import fnmatch
 import pickle
 from collections.abc import Mapping
+from dataclasses import replace
 
+import torch
 from torch import nn
 
 from sparkdl.data.columns import Specs
 from sparkdl.errors import ModelError, nearest
 from sparkdl.replica.care import check_modules
-from sparkdl.replica.flat import Layout, layout_of
+from sparkdl.replica.flat import Layout, Segment, layout_of
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.recipe import Recipe
+from sparkdl.sync.compression import GradBucket, compress
 from sparkdl.sync.optimizer import OptimizerPlan
 from sparkdl.sync.traits import SEVERAL
 from sparkdl.train.hints import text_of
@@ -36,7 +39,7 @@ def _cannot_travel(recipe: Recipe, error: Exception) -> ModelError:
     from pyspark import cloudpickle
 
     culprit = "model"
-    for name in ("model", "loss", "optimizer", "augment"):
+    for name in ("model", "loss", "optimizer", "augment", "compression"):
         try:
             pickle.loads(cloudpickle.dumps(getattr(recipe, name)))
         except Exception as cause:
@@ -129,3 +132,31 @@ def check_policy(policy: Policy, module: nn.Module, layout: Layout) -> None:
                     f"{nearest(pattern, names)} A pattern is of the whole name, such as "
                     '"encoder.*" or "*.weight".'
                 )
+
+
+def check_compression(recipe: Recipe, layout: Layout) -> None:
+    """Try the hook on one parameter of each number of dimensions, the smallest, twice: the second
+    time it has a state. Raises :class:`ModelError`."""
+    if recipe.compression is None:
+        return
+    tried: dict[int, Segment] = {}
+    for segment in layout.segments:
+        if segment.kind == "parameter" and not segment.sparse and segment.length:
+            dimensions = len(segment.shape)
+            if dimensions not in tried or segment.length < tried[dimensions].length:
+                tried[dimensions] = segment
+    for segment in tried.values():
+        bucket = GradBucket(
+            name=segment.name, gradient=torch.ones(segment.shape, dtype=layout.dtype)
+        )
+        try:
+            for iteration in range(2):
+                bucket = replace(bucket, iteration=iteration)
+                _, kept = compress(recipe.compression, bucket, layout.dtype)
+                bucket = replace(bucket, state=kept)
+        except Exception as error:
+            raise ModelError(
+                f'compression fails on a gradient of "{segment.name}" {list(segment.shape)}: '
+                f"{type(error).__name__}: {text_of(error)}. It is a function of a sparkdl.GradBucket "
+                "that returns a dictionary of tensors, as sparkdl.TopK and sparkdl.PowerSGD do."
+            ) from error

@@ -13,8 +13,10 @@ from sparkdl.errors import DamagedCheckpoint, ParameterError
 from sparkdl.replica.policy import Policy
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.state import SliceState
+from sparkdl.train.checkpoint.config import describe
 from sparkdl.train.checkpoint.identity import first_few
 from sparkdl.train.checkpoint.manifest import Manifest, SliceFile
+from sparkdl.train.checkpoint.residuals import ReadResiduals
 from sparkdl.train.checkpoint.store import CheckpointStore
 from sparkdl.train.checkpoint.tasks import read_slice_files
 from sparkdl.train.checkpointing import Identity
@@ -34,7 +36,8 @@ logger = logging.getLogger("sparkdl")
 class Restored:
     """A checkpoint that was chosen: where it is, what it says, and its history.
 
-    ``metric``: by which the run that goes on keeps the best weights, if it does. ``policy``: of it.
+    ``metric``: by which the run that goes on keeps the best weights, if it does. ``policy``: of it;
+    ``compression``: its hook in words, None where replicas are to begin with nothing left out.
     """
 
     uri: str
@@ -42,6 +45,7 @@ class Restored:
     history: History
     policy: Policy
     metric: str | None = None
+    compression: str | None = None
 
     @property
     def state(self) -> TrainState:
@@ -83,6 +87,23 @@ class Restored:
         engine.start(self._reader(self.manifest.files), (DamagedCheckpoint,))
         if self.best is not None and self.manifest.best is not None:
             engine.start(self._reader(self.manifest.best.files), (DamagedCheckpoint,), BEST)
+        if self.compression is not None:
+            self._load_residuals(engine)
+
+    def _load_residuals(self, engine: Engine) -> None:
+        """What replicas had left out of their gradients is of use to the same hook only."""
+        before = self.manifest.extra.get("compression", "None")
+        if before == self.compression:
+            read = ReadResiduals(self.uri, self.manifest.residuals)
+            engine.start_residuals(read, (DamagedCheckpoint,))
+        else:
+            logger.warning(
+                "compression is %s and was %s in the checkpoint %s: what its replicas had left out of "
+                "their gradients stays out, and replicas begin with nothing left out",
+                self.compression,
+                before,
+                self.uri,
+            )
 
     def _reader(self, files: Sequence[SliceFile]) -> Any:
         return functools.partial(_read, self.uri, tuple(files))
@@ -113,6 +134,7 @@ class Resuming:
         self._found = list(self._store.candidates())
         self._any_data = any_data
         self._policy = trainer.policy
+        self._compression = None if any_data else describe(trainer.compression)
         self._metric = trainer.validation.best if trainer.validation else None
 
     @property
@@ -131,7 +153,9 @@ class Resuming:
             self._check(uri, manifest, identity)
             try:
                 history = History.from_json_bytes(self._store.read_history(uri, manifest))
-                restored = Restored(uri, manifest, history, self._policy, self._metric)
+                restored = Restored(
+                    uri, manifest, history, self._policy, self._metric, self._compression
+                )
                 restored.load(engine)
             except DamagedCheckpoint as error:
                 self._store.skip(uri, str(error))

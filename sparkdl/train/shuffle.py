@@ -23,6 +23,7 @@ from sparkdl.infer.validate import Score
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.run import Run
+from sparkdl.step.compressing import InitialResiduals, ReadResiduals, WithResiduals
 from sparkdl.sync.codec import as_tensor, decode
 from sparkdl.sync.job import ApplyPending
 from sparkdl.sync.owners import (
@@ -31,11 +32,13 @@ from sparkdl.sync.owners import (
     KeepWeights,
     WithState,
 )
+from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.records import (
     Fault,
     Pending,
     ReplicaReport,
+    ResidualHandle,
     SeatReport,
     SliceHandle,
     SliceReport,
@@ -86,6 +89,7 @@ class ShuffleEngine:
         self._states: tuple[SliceHandle, ...] = ()
         self._best: tuple[SliceHandle, ...] = ()
         self._pending: Pending | None = None
+        self._residuals: tuple[ResidualHandle | None, ...] = (None,) * run.replicas
         self._places = Places(samples, run, recipe, policy, resources)
         self._jobs = IterationJobs(self._places, run.slices, resources)
         slots = self._context.defaultParallelism
@@ -132,6 +136,7 @@ class ShuffleEngine:
                 iteration.histograms,
                 self._states,
                 self._pending,
+                self._residuals,
             )
             started = time.perf_counter()
             if self._form.at_once and self._can_be_at_once(step):
@@ -167,6 +172,7 @@ class ShuffleEngine:
         if not reports[0].skipped:
             self._floor = step.tick
             self._form.note(reports)
+            self._keep_residuals(replicas)
         return self._result(replicas, reports, [r.seconds for r in reports], started), []
 
     def _commit_at_once(
@@ -182,6 +188,7 @@ class ShuffleEngine:
         reports = [report for report in replicas if report is not None]
         self._pending = None
         if not any(report.not_finite for report in reports):
+            self._keep_residuals(reports)
             headers = zip(*[seat.headers for seat in seats], strict=True)
             self._pending = Pending(
                 step.index,
@@ -191,6 +198,10 @@ class ShuffleEngine:
             )
         updates = [summed([report.seconds for report in seat.slices]) for seat in seats]
         return self._result(reports, [], updates, started), []
+
+    def _keep_residuals(self, replicas: Sequence[ReplicaReport]) -> None:
+        new = {report.replica: report.residual for report in replicas}
+        self._residuals = tuple(new.get(m) or old for m, old in enumerate(self._residuals))
 
     def _result(
         self,
@@ -282,6 +293,27 @@ class ShuffleEngine:
         states = self._best if which == BEST else self._states
         with faults_explained("reading the state"):
             return self._places.at_owners(WithState(states, use), "read the state")
+
+    def start_residuals(
+        self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
+    ) -> None:
+        """One task a replica, in parallel."""
+        with faults_explained("setting up the replicas"):
+            task = InitialResiduals(read, reported)
+            found = dict(self._places.at_replicas(task, "write the replicas' residuals"))
+        problem = next((r for r in found.values() if isinstance(r, Exception)), None)
+        if problem is not None:
+            raise problem
+        self._residuals = tuple(found[replica] for replica in range(self._run.replicas))
+
+    def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
+        """One task a replica, in parallel; no job where none keeps any."""
+        if not any(self._residuals):
+            return []
+        with faults_explained("reading the replicas' residuals"):
+            task = WithResiduals(self._residuals, use)
+            found = dict(self._places.at_replicas(task, "read the replicas' residuals"))
+        return [found[m] for m, handle in enumerate(self._residuals) if handle is not None]
 
 
 def _states_of(reports: Sequence[SliceReport]) -> tuple[SliceHandle, ...]:

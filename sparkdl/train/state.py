@@ -48,7 +48,7 @@ class TrainState:
     """Iterations since the loss scale changed."""
     timings: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the last iteration by activity, the slowest task's: schedule, data, fetch,
-    forward, backward, publish, reduce, update; ``iteration`` is the whole of it."""
+    forward, backward, compress, publish, reduce, update; ``iteration`` is the whole of it."""
     histograms: Mapping[str, Histogram] | None = None
     """Of the last iteration where ``Trainer.histograms`` asked for them: "weights/NAME" and
     "gradients/NAME" for each trainable parameter."""

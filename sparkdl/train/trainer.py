@@ -15,6 +15,7 @@ from torch import nn
 from sparkdl.data.columns import Spec
 from sparkdl.errors import ParameterError, raise_all
 from sparkdl.replica.policy import Policy
+from sparkdl.sync.compression import GradBucket
 from sparkdl.train.callbacks import Callback
 from sparkdl.train.checkpoint import Checkpoint
 from sparkdl.train.checks import problems_of
@@ -106,6 +107,10 @@ class Trainer:
     wire: str = "fp32"
     """What gradients travel in, rounded to nearest: "fp32" (the model's dtype), "bf16" or "fp16".
     They are summed in the model's dtype."""
+    compression: Callable[[GradBucket], Mapping[str, torch.Tensor]] | None = None
+    """What makes gradients smaller before they travel: :class:`sparkdl.TopK`,
+    :class:`sparkdl.PowerSGD`, or a function of a :class:`sparkdl.GradBucket` that returns tensors by
+    name, see :mod:`sparkdl.sync.compression`. Slices are then cut between tensors."""
 
     # The model.
     weights: Mapping[str, torch.Tensor] | str | os.PathLike[str] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import re
 from dataclasses import replace
@@ -28,7 +29,8 @@ from sparkdl.step.job import AtSeats, ForwardBackward, PrepareReplica
 from sparkdl.sync.codec import decode
 from sparkdl.sync.job import Synchronize
 from sparkdl.sync.owners import InitialState, PrepareOwner, RecipeSource
-from sparkdl.sync.records import SliceHandle, SliceReport, Step
+from sparkdl.sync.records import RESIDUAL_FOREIGN, ResidualHandle, SliceHandle, SliceReport, Step
+from sparkdl.train.places import Places
 
 pytestmark = pytest.mark.faults
 SCRIPT = Path(train_with_faults.__file__)
@@ -128,11 +130,24 @@ def model() -> torch.nn.Module:
 class Bench:
     """The task bodies of a run with 2 replicas and 3 slices, run in this process without Spark."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, compression=None) -> None:
         slab = SlabConfig.new(str(folder), "twins")
-        self.run = Run(slab, 0, 2, 3, Assembly(num_features=1, num_labels=1), (6, 6), threads=1)
+        self.run = Run(
+            slab,
+            0,
+            2,
+            3,
+            Assembly(num_features=1, num_labels=1),
+            (6, 6),
+            threads=1,
+            whole_tensors=compression is not None,
+        )
         recipe = Recipe(
-            model, torch.nn.CrossEntropyLoss(), partial(torch.optim.Adam, lr=1e-2), seed=0
+            model,
+            torch.nn.CrossEntropyLoss(),
+            partial(torch.optim.Adam, lr=1e-2),
+            seed=0,
+            compression=compression,
         )
         source = RecipeSource(cloudpickle.dumps(recipe))
         generator = np.random.default_rng(0)
@@ -146,7 +161,7 @@ class Bench:
         self.states: tuple[SliceHandle, ...] = tuple(
             pickle.loads(next(InitialState()(n, iter(self.owners[n])))).state for n in range(3)
         )
-        self.step = Step(0, 0, tick=1, floor=0, rows=((0, 6), (0, 6)))
+        self.step = Step(0, 0, 1, 0, rows=((0, 6), (0, 6)), residuals=(None, None))
 
     def _samples(self, generator: np.random.Generator, rows: int) -> SampleHandle:
         writer = PartitionWriter(self.run.slab)
@@ -173,11 +188,17 @@ class Bench:
     def content(self, state: SliceHandle) -> list[bytes]:
         return [self.pool.read(reference).tobytes() for reference in state.references()]
 
-    def commit(self, states: tuple[SliceHandle, ...]) -> None:
+    def commit(self, states: tuple[SliceHandle, ...], residuals=None) -> None:
         """As the driver does: the next iteration, from these states."""
         step = self.step
         self.states = states
-        self.step = replace(step, index=step.index + 1, tick=step.tick + 1, floor=step.tick)
+        self.step = replace(
+            step,
+            index=step.index + 1,
+            tick=step.tick + 1,
+            floor=step.tick,
+            residuals=residuals or step.residuals,
+        )
 
     def files(self, role: str) -> int:
         return len(list(Path(self.run.slab.directory, self.run.slab.name).glob(f"{role}-*")))
@@ -262,6 +283,100 @@ def test_twins_do_not_make_the_pool_grow(bench):
         counts.append((bench.files("gradient"), bench.files("state")))
     assert counts[3:] == [counts[3]] * 12
     assert counts[-1][0] == 2 * 2  # two replicas, two attempts
+
+
+# What replicas keep where gradients are compressed.
+
+
+@pytest.fixture
+def compressing(tmp_path):
+    made = Bench(tmp_path, sparkdl.PowerSGD(2))
+    yield made
+    close_pool(made.run.slab)
+    remove_root(made.run.slab)
+
+
+def residuals_of(frames: list[list[bytes]]) -> tuple[ResidualHandle, ...]:
+    return tuple(decode(gradients[0])[0].report.residual for gradients in frames)
+
+
+def kept(bench: Bench, handle: ResidualHandle) -> bytes:
+    return bench.pool.read(handle.reference).tobytes()
+
+
+def test_twins_keep_the_same_residuals(compressing):
+    """Each is made from the committed version, which neither touches; so is one after a skip."""
+    bench, committed = compressing, None
+    for iteration in range(4):
+        twins = [[bench.forward_backward(m) for m in range(2)] for _ in range(2)]
+        first, second = map(residuals_of, twins)
+        for one, other in zip(first, second, strict=True):
+            assert one.reference.path != other.reference.path
+            assert one.version == other.version == iteration + 1
+            assert kept(bench, one) == kept(bench, other)
+        values = [kept(bench, handle) for handle in first]
+        if committed is not None:
+            assert [kept(bench, handle) for handle in bench.step.residuals] == committed
+            assert kept(bench, first[0]) != committed[0]
+        bench.step = replace(bench.step, tick=bench.step.tick + 1)  # skipped, and run again
+        gradients = [bench.forward_backward(m) for m in range(2)]
+        again = residuals_of(gradients)
+        states = tuple(bench.synchronize(n, [g[n] for g in gradients]).state for n in range(3))
+        committed = [kept(bench, handle) for handle in again]
+        assert committed == values
+        bench.commit(states, again)
+
+
+def test_a_late_twin_cannot_touch_committed_residuals(compressing):
+    bench, steps = compressing, []
+    for _ in range(3):
+        steps.append((bench.step, bench.states))
+        gradients = [bench.forward_backward(m) for m in range(2)]
+        states = tuple(bench.synchronize(n, [g[n] for g in gradients]).state for n in range(3))
+        bench.commit(states, residuals_of(gradients))
+    committed = [kept(bench, handle) for handle in bench.step.residuals]
+    now = bench.step
+    for n, late in enumerate(steps):
+        bench.step, bench.states = late
+        stale = pytest.raises(StaleReferenceError) if n < 2 else contextlib.nullcontext()
+        with stale:  # what the last one reads is there yet: it writes beside
+            bench.forward_backward(0)
+        bench.step = now
+        assert [kept(bench, handle) for handle in bench.step.residuals] == committed
+
+
+def test_residuals_do_not_make_the_pool_grow(compressing):
+    """Neither do attempts that lose or are skipped, nor a replica that has no rows for long."""
+    bench, counts = compressing, []
+    for iteration in range(16):
+        bench.step = replace(bench.step, rows=((0, 6), (0, 6 if iteration in (0, 12) else 0)))
+        for _ in range(3):  # two of them skipped
+            bench.step = replace(bench.step, tick=bench.step.tick + 1)
+            twins = [[bench.forward_backward(m) for m in range(2)] for _ in range(2)]
+        states = tuple(bench.synchronize(n, [g[n] for g in twins[0]]).state for n in range(3))
+        found = residuals_of(twins[0])
+        assert (found[1] is None) == (iteration not in (0, 12))
+        before = bench.step.residuals
+        bench.commit(states, tuple(new or old for new, old in zip(found, before, strict=True)))
+        for handle in bench.step.residuals:
+            bench.pool.check(handle.reference)
+        counts.append(bench.files("residual.0.[01]"))
+    assert counts[3:] == [counts[3]] * 13
+    assert counts[-1] == 2 * 2  # two versions, two attempts
+
+
+def test_a_replica_without_its_residual_reports_it(compressing):
+    bench = compressing
+    gradients = [bench.forward_backward(m) for m in range(2)]
+    mine, other = residuals_of(gradients)
+    foreign = replace(mine, reference=replace(mine.reference, token="elsewhere"))
+    bench.step = replace(bench.step, tick=2, residuals=(foreign, other))
+    frames = bench.forward_backward(0)
+    assert [decode(f)[0].fault.kind for f in frames] == [RESIDUAL_FOREIGN] * 3
+    report = bench.synchronize(0, [frames[0], bench.forward_backward(1)[0]])
+    assert [fault.kind for fault in report.faults] == [RESIDUAL_FOREIGN]
+    with pytest.raises(sparkdl.StateLostError, match=r"what replica 0 left out .* out of reach"):
+        Places._resolve(object(), list(report.faults), "iteration 2, epoch 1", None)
 
 
 def test_fail_at_is_no_part_of_the_product():

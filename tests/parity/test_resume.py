@@ -128,6 +128,17 @@ CASES: dict[str, dict] = {
         "clip_value": 0.1,
         "slices": 2,
     },
+    "top-k": {
+        "model": dropped_out,
+        "compression": sparkdl.TopK(0.05),
+        "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        "wire": "bf16",
+        "slices": 2,
+    },
+    "PowerSGD": {
+        "compression": sparkdl.PowerSGD(1),
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+    },
     "augment and bucketing": {
         "model": Reader,
         "features": "text",
@@ -252,6 +263,8 @@ def assert_same_end(one: Ended, other: Ended, cut_alike: bool = True) -> None:
         assert left == right
     assert one.trained.history.validations == other.trained.history.validations
     left, right = one.manifest, other.manifest
+    for a, b in zip(left.residuals, right.residuals, strict=True):
+        assert (a.replica, a.nbytes, a.checksum) == (b.replica, b.nbytes, b.checksum)
     names = ("iteration", "epoch", "position", "samples", "loss_scale", "skipped", "validations")
     for name in (*names, "extra", "layout", "data", "replicas", "optimizers"):
         assert getattr(left, name) == getattr(right, name), name
@@ -315,6 +328,26 @@ def test_the_cases_are_what_they_say(straight):
         assert len(ended.manifest.validations) == ITERATIONS // CASES[case]["validation"]
 
 
+def test_residuals_are_part_of_a_checkpoint(df, straight, tmp_path, caplog):
+    """Else the runs above that went on from them would show nothing."""
+    expected, folder = straight("top-k")
+    path = list(checkpoints(folder))[7]
+    assert [file.replica for file in expected.manifest.residuals] == [0, 1, 2]
+    resumed = trainer_of("top-k", df, tmp_path, every=ITERATIONS).fit(df, resume=path)
+    assert caplog.messages == []
+    assert resumed.history.losses == expected.trained.history.losses
+    other = sparkdl.TopK(0.06)
+    for here, kind in (({"compression": other}, other), ({"compression": None}, None)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "sparkdl"):
+            another = trainer_of("top-k", df, tmp_path, checkpoint=None, **here)
+            trained = another.fit(df, resume=path)
+        (message,) = caplog.messages
+        assert message.startswith(f"compression is {kind} and was TopK(ratio=0.05, error_feedback=")
+        assert trained.history.losses[8] == expected.trained.history.losses[8]
+        assert trained.history.losses != expected.trained.history.losses
+
+
 def test_from_the_last_iteration_there_is_nothing_to_do(df, straight):
     expected, folder = straight("everything")
     *_, last = checkpoints(folder)
@@ -326,7 +359,9 @@ def test_from_the_last_iteration_there_is_nothing_to_do(df, straight):
 
 
 @pytest.mark.parametrize("slices", [1, 2, 7])
-@pytest.mark.parametrize("case", ["plateau", "whole tensors", "sparse tables and two optimizers"])
+@pytest.mark.parametrize(
+    "case", ["plateau", "whole tensors", "sparse tables and two optimizers", "top-k"]
+)
 def test_cut_anew(df, straight, tmp_path, case, slices):
     expected, folder = straight(case)
     path = list(checkpoints(folder))[7]
@@ -336,7 +371,7 @@ def test_cut_anew(df, straight, tmp_path, case, slices):
     assert_same_end(expected, resumed, cut_alike=False)
 
 
-@pytest.mark.parametrize("case", ["everything", "sparse tables and two optimizers"])
+@pytest.mark.parametrize("case", ["everything", "sparse tables and two optimizers", "PowerSGD"])
 def test_engines_change_places(df, straight, tmp_path, case):
     """local to 6, shuffle to 13, local to 20."""
     expected, folder = straight(case)

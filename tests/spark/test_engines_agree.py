@@ -99,6 +99,16 @@ def sparse_and_dense(module):
     ]
 
 
+def half_at_random(bucket):
+    """A hook of a user's own, with a state."""
+    flat = bucket.gradient.reshape(-1)
+    chosen = torch.randperm(len(flat), generator=torch.Generator().manual_seed(bucket.seed))
+    chosen = chosen[: -(-len(flat) // 2)]
+    calls = bucket.state.get("calls", torch.zeros(1, dtype=torch.int64))
+    calls += 1
+    return {"values": flat[chosen], "indices": chosen, "calls": calls}
+
+
 def jitter(features, rng):
     return features + rng.normal(scale=0.1, size=features.shape).astype(features.dtype)
 
@@ -127,6 +137,21 @@ CASES = {
     },
     "wire bf16": {"wire": "bf16"},
     "wire fp16": {"wire": "fp16", "clip_norm": 0.3},
+    "compression top-k, clip_norm": {
+        "compression": sparkdl.TopK(0.1),
+        "clip_norm": 0.3,
+        "slices": 2,
+        "model": smooth,
+        "batch_size": 2,  # in some iterations a replica has no rows
+    },
+    "compression PowerSGD": {"compression": sparkdl.PowerSGD(2), "wire": "bf16"},
+    "compression, tables": {
+        "model": Tagged,
+        "features": "tags",
+        "optimizer": sparse_and_dense,
+        "compression": sparkdl.PowerSGD(1),
+    },
+    "skip, compression": {"on_nan": "skip", "model": Fragile, "compression": half_at_random},
     "precision bf16": {"precision": "bf16"},
     "precision fp16": {"precision": "fp16", "model": Amplified},
     "skip": {"on_nan": "skip", "model": Fragile},

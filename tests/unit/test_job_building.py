@@ -71,7 +71,7 @@ def smallest(**changes: Any) -> dict[str, Any]:
 
 
 def everything() -> dict[str, Any]:
-    # gradients.wire does not go with local_steps: see below.
+    # gradients.wire and .compression do not go with local_steps: see below.
     content: dict[str, Any] = yaml.safe_load(EVERYTHING.replace("1e-4", "0.0001"))
     return content
 
@@ -87,7 +87,8 @@ def test_the_defaults_are_those_of_the_trainer() -> None:
 
 def test_every_field_of_the_trainer_can_be_set() -> None:
     trainer = trainer_of(parse(everything()))
-    other = trainer_of(parse(smallest(gradients={"wire": "bf16"})))
+    top_k = {"use": "sparkdl:TopK", "ratio": 0.1}
+    other = trainer_of(parse(smallest(gradients={"wire": "bf16", "compression": top_k})))
     same = {
         field.name
         for field in dataclasses.fields(sparkdl.Trainer)
@@ -96,8 +97,8 @@ def test_every_field_of_the_trainer_can_be_set() -> None:
         and getattr(trainer, field.name) == field.default
     }
     # The schedule's length is set by the data; state cannot be kept for another process.
-    assert same == {"schedule", "keep_optimizer_state", "wire"}
-    assert other.wire == "bf16"
+    assert same == {"schedule", "keep_optimizer_state", "wire", "compression"}
+    assert (other.wire, other.compression) == ("bf16", sparkdl.TopK(0.1))
 
 
 def test_what_the_fields_are_set_to() -> None:

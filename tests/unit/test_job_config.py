@@ -183,9 +183,9 @@ def test_components_that_cannot_be(component: Component, message: str | None) ->
 
 
 def test_a_loss_class_becomes_an_instance() -> None:
-    loss = Component("torch.nn:CrossEntropyLoss", {"label_smoothing": 0.1}).resolve_loss()
+    loss = Component("torch.nn:CrossEntropyLoss", {"label_smoothing": 0.1}).resolve_instance()
     assert loss.label_smoothing == 0.1  # type: ignore[attr-defined]
-    function = Component("torch.nn.functional:mse_loss").resolve_loss()
+    function = Component("torch.nn.functional:mse_loss").resolve_instance()
     assert function.__name__ == "mse_loss"
 
 

@@ -85,6 +85,13 @@ KINDS = [
     ({"optimizer": "adam"}, "optimizer is a str: give a torch.optim class, or a partial of one"),
     ({"optimizer": ADAM}, "optimizer is already built; give its recipe: partial(torch.optim.Adam,"),
     ({"schedule": 0.1}, "schedule is a float: give a partial of a torch.optim.lr_scheduler class"),
+    ({"compression": "top-k"}, "compression is a str: give sparkdl.TopK(), sparkdl.PowerSGD(), a fun"),
+    ({"compression": sparkdl.TopK}, "compression is the class TopK: give an instance, TopK()."),
+    (
+        {"compression": sparkdl.TopK(), "local_steps": 2},
+        "compression with local_steps=2: replicas then send weights and optimizer state, not "
+        "gradients. Leave one of the two out.",
+    ),
     ({"augment": "flip"}, "augment is a str: give a function of (*features, rng)."),
     ({"stop": 10}, "stop is a int: give a trigger, such as sparkdl.max_epoch(10)."),
     ({"validation": DATA}, "validation is a object: give sparkdl.Validation(data, metrics=[...])."),

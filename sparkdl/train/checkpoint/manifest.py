@@ -50,6 +50,13 @@ class SliceFile(StoredFile):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplicaFile(StoredFile):
+    """The file of what ``replica`` keeps between iterations."""
+
+    replica: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Best:
     """The best validation so far, and the weights that it was of (in ``files``, if kept)."""
 
@@ -89,6 +96,8 @@ class Manifest:
     """Names of the optimizer classes."""
     files: tuple[SliceFile, ...] = ()
     """One a slice."""
+    residuals: tuple[ReplicaFile, ...] = ()
+    """Where gradients are compressed: one a replica that has left something out."""
     loss_scale: float = 1.0
     skipped: int = 0
     validations: tuple[Validated, ...] = ()
@@ -106,7 +115,7 @@ class Manifest:
     def all_files(self) -> tuple[StoredFile, ...]:
         """Every file that the checkpoint needs beside the manifest."""
         best = self.best.files if self.best else ()
-        return (*self.files, *best, *([self.history] if self.history else []))
+        return (*self.files, *self.residuals, *best, *([self.history] if self.history else []))
 
     def to_json(self) -> bytes:
         """As JSON with a checksum of its own. Raises CheckpointError for what JSON cannot hold."""

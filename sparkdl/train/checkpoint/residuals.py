@@ -1,0 +1,65 @@
+"""What replicas keep between iterations in a checkpoint: one safetensors file a replica.
+
+Tensors are named ``NUMBER.NAME``: the number of the parameter, and what the tensor is of it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import safetensors
+import safetensors.torch
+import torch
+
+from sparkdl.errors import DamagedCheckpoint
+from sparkdl.sync.packing import ByParameter
+from sparkdl.train.checkpoint.files import Folder
+from sparkdl.train.checkpoint.manifest import ReplicaFile, checksum
+from sparkdl.train.checkpoint.tasks import read_checked
+
+
+@dataclass(frozen=True)
+class WriteResiduals:
+    """Run at a replica's place: write what it keeps into the checkpoint ``directory``.
+
+    No two attempts write the same file, so a task may run twice.
+    """
+
+    directory: str
+
+    def __call__(self, replica: int, kept: ByParameter) -> ReplicaFile:
+        tensors = {
+            f"{number}.{name}": tensor.contiguous()
+            for number, named in kept.items()
+            for name, tensor in named.items()
+        }
+        data = safetensors.torch.save(tensors)
+        name = f"residual-{replica:05d}-{secrets.token_hex(8)}.safetensors"
+        Folder(self.directory).write(name, data)
+        return ReplicaFile(name=name, nbytes=len(data), checksum=checksum(data), replica=replica)
+
+
+@dataclass(frozen=True)
+class ReadResiduals:
+    """Run at a replica's place: what it kept, or None where it kept nothing.
+
+    Raises :class:`sparkdl.DamagedCheckpoint` that names the file.
+    """
+
+    directory: str
+    files: Sequence[ReplicaFile]
+
+    def __call__(self, replica: int) -> ByParameter | None:
+        file = next((file for file in self.files if file.replica == replica), None)
+        if file is None:
+            return None
+        folder, found = Folder(self.directory), dict[int, dict[str, torch.Tensor]]()
+        try:
+            for key, tensor in safetensors.torch.load(read_checked(folder, file)).items():
+                number, _, name = key.partition(".")
+                found.setdefault(int(number), {})[name] = tensor
+        except (DamagedCheckpoint, safetensors.SafetensorError, ValueError) as error:
+            raise DamagedCheckpoint(f"{folder}: {file.name}: {error}") from error
+        return found
