@@ -106,7 +106,7 @@ class PartitionWriter:
     def finish(self) -> SampleHandle:
         """Write what is left and the canonical order; the partition's handle."""
         self._flush()
-        hashes = np.concatenate([np.zeros(0, np.uint32), *self._hashes])
+        hashes = np.concatenate([np.zeros(0, np.uint64), *self._hashes])
         self._hashes = []
         paths = tuple(self._paths)
         rows = MappedPartition.map(paths, "", self._fields) if paths else None
