@@ -3,14 +3,16 @@
     python benchmarks/data_path.py [--rows 1000000] [--rounds 5] [--only ingest,gather,transform]
 
 *Ingest*: a DataFrame of ``--rows`` rows of array<float> (100 values) and a label, read from Parquet
-(8 files, uncompressed random floats), becomes the sample RDD of 2 replicas in ``local[2]``. Beside it, in turns in
-the same session: Spark writing that DataFrame as Parquet, and a bare ``mapInArrow`` that writes an
-Arrow file a partition into /dev/shm. One round warms up; medians of the others, seconds.
+(8 files, uncompressed random floats), becomes the sample RDD of 2 replicas in ``local[2]``. Beside
+it, in turns in the same session: Spark writing that DataFrame as Parquet, and a bare ``mapInArrow``
+that writes an Arrow file a partition into /dev/shm. One round warms up; medians of the others,
+seconds, and seconds of all processors' time, which says more where the machine is busy.
 
 *Gather*: mini-batches of random rows out of the mapped files of a partition, for several sizes of
-rows, batches and files; beside it ``np.copyto`` of as many bytes. GB/s.
+rows, batches and files; beside it a copy of as many rows that
+lie side by side. GB/s.
 
-*Transform*: predictions of a linear model for the same DataFrame, counted; and the bare scan. Rows a second.
+*Transform*: predictions of a linear model for the same DataFrame, dropped; and the bare scan.
 """
 
 from __future__ import annotations
@@ -31,11 +33,12 @@ import torch
 from pyspark import StorageLevel
 from pyspark.sql import DataFrame, SparkSession
 from torch import nn
+from usage import cpu_seconds
 
 import sparkdl
-from sparkdl.data import partition
 from sparkdl.data.mapped import open_partition
 from sparkdl.data.partition import PartitionWriter
+from sparkdl.data.parts import join_parts
 from sparkdl.data.samples import Source, materialize
 from sparkdl.slab.root import SlabConfig, remove_root
 
@@ -108,23 +111,30 @@ def scan(data: DataFrame) -> int:
 
 def in_turns(
     legs: dict[str, Callable[[DataFrame], int]], data: DataFrame, rounds: int
-) -> dict[str, float]:
-    """Median seconds of each leg."""
-    rows, seconds = data.count(), {name: [] for name in legs}
+) -> dict[str, tuple[float, float]]:
+    """Median seconds of each leg, and of processor time."""
+    rows, found = data.count(), {name: [] for name in legs}
     for _ in range(rounds + 1):
         for name, leg in legs.items():
-            started = time.perf_counter()
+            started, busy = time.perf_counter(), cpu_seconds()
             assert leg(data) in (rows, -1)
-            seconds[name].append(time.perf_counter() - started)
-    return {name: statistics.median(values[1:]) for name, values in seconds.items()}
+            found[name].append((time.perf_counter() - started, cpu_seconds() - busy))
+    return {
+        name: (statistics.median(s for s, _ in some[1:]), statistics.median(c for _, c in some[1:]))
+        for name, some in found.items()
+    }
 
 
 def measure_ingest(data: DataFrame, folder: str, rounds: int) -> None:
     legs = {"ingest": ingest, "write Parquet": as_parquet(folder), "bare mapInArrow": bare}
     found = in_turns(legs, data, rounds)
     print(f"\n{data.rdd.getNumPartitions()} partitions are read")
-    for name, value in found.items():
-        print(f"{name:>16}: {value:6.2f} s, {value / found['write Parquet']:5.2f} x write Parquet")
+    whole, all_busy = found["write Parquet"]
+    for name, (seconds, busy) in found.items():
+        print(
+            f"{name:>16}: {seconds:6.2f} s, {seconds / whole:5.2f} x write Parquet; "
+            f"processors {busy:6.2f} s, {busy / all_busy:5.2f} x"
+        )
 
 
 def measure_transform(data: DataFrame, rounds: int) -> None:
@@ -141,8 +151,8 @@ def measure_transform(data: DataFrame, rounds: int) -> None:
     found = in_turns(legs, data, rounds)
     rows = data.count()
     print()
-    for name, value in found.items():
-        print(f"{name:>16}: {value:6.2f} s, {rows / value / 1e6:5.2f} M rows/s")
+    for name, (seconds, busy) in found.items():
+        print(f"{name:>16}: {seconds:6.2f} s, {rows / seconds / 1e6:5.2f} M rows/s; {busy:6.2f} s")
 
 
 def measure_gather() -> None:
@@ -154,34 +164,35 @@ def measure_gather() -> None:
         values = draw.random((rows, width), dtype=np.float32)
         for files in (1, 4, 16):
             slab = SlabConfig.new("/dev/shm", "data-path")
-            partition.CHUNK_BYTES = max(1, values.nbytes // files)
-            writer = PartitionWriter(slab)
-            for part in np.array_split(values, 16):
-                writer.add(["features"], [part])
-            mapped = open_partition(writer.finish())
+            parts = []
+            for source, part in enumerate(np.array_split(values, files)):
+                writer = PartitionWriter(slab, source)
+                writer.add(["features"], [part], np.zeros(len(part), np.int32))
+                parts += writer.parts(1)
+            mapped = open_partition(join_parts(slab, parts))
             for batch in (32, 256, 4096):
-                print(_gather(mapped, draw, width, batch))
+                print(_gather(mapped, values, draw, batch))
             remove_root(slab)
 
 
-def _gather(mapped, draw, width: int, batch: int) -> str:
-    batches = [draw.integers(0, len(mapped.order), batch) for _ in range(max(8, 65536 // batch))]
-    source = np.ones((batch, width), np.float32)
-    target = np.empty_like(source)
+def _gather(mapped, values, draw, batch: int) -> str:
+    batches = [draw.integers(0, len(values), batch) for _ in range(max(8, 65536 // batch))]
+    starts = [int(rows[0]) % (len(values) - batch) for rows in batches]
+    target = np.empty_like(values[:batch])
     gathered, copied = [], []
     for _ in range(3):
         started = time.perf_counter()
         for rows in batches:
             mapped.gather(rows)
         middle = time.perf_counter()
-        for _ in batches:
-            np.copyto(target, source)
+        for start in starts:
+            np.copyto(target, values[start : start + batch])
         copied.append(time.perf_counter() - middle)
         gathered.append(middle - started)
-    nbytes = source.nbytes * len(batches) / 1e9
+    nbytes = target.nbytes * len(batches) / 1e9
     speed, copy = nbytes / min(gathered), nbytes / min(copied)
     return (
-        f"{4 * width:>7} B {len(mapped.chunks):>6} {batch:>6} {speed:>7.2f} GB/s "
+        f"{values[0].nbytes:>7} B {len(mapped.starts):>6} {batch:>6} {speed:>7.2f} GB/s "
         f"{copy:>7.2f} GB/s   {speed / copy:.2f}"
     )
 
