@@ -51,17 +51,26 @@ class Extreme:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """Rows that one task wrote into one directory; its files' names begin with ``path``."""
+
+    path: str
+    num_rows: int
+
+
+@dataclass(frozen=True)
 class SampleHandle:
     """The small record that the sample RDD holds for one partition.
 
-    ``paths`` are Arrow IPC files of this node (the one of ``token``), ``order_path`` the canonical
-    order of their rows. ``checksum`` covers the set of rows; ``extremes`` are of its integer fields
+    ``segments`` are files of this node (the one of ``token``), ``order_path`` the canonical order of
+    the partition's rows: their places in the segments, one after another, which may hold rows of other
+    partitions too. ``checksum`` covers the set of rows; ``extremes`` are of its integer fields
     and of the lengths of its rows.
     A partition that could not be written for a reason of the user's has a ``problem`` and no files.
     """
 
     token: str
-    paths: tuple[str, ...]
+    segments: tuple[Segment, ...]
     order_path: str
     num_rows: int
     checksum: int

@@ -1,24 +1,27 @@
-"""Writing a partition of samples: Arrow IPC files in slabs, chunk by chunk."""
+"""Writing partitions of samples into slabs.
+
+A task writes the rows it is given as they come. They are a partition, or, where they belong to
+several, a part of each: then a partition is an order of rows in the files of many tasks, and no
+row moves.
+"""
 
 from __future__ import annotations
 
 import errno
-import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
+from sparkdl.data.files import SegmentWriter
 from sparkdl.data.handle import Extreme, Field, SampleHandle
-from sparkdl.data.mapped import MappedPartition, close_partitions, open_partition, to_arrow
-from sparkdl.data.order import canonical_order, checksum, row_hashes
-from sparkdl.data.ragged import Ragged, Rows, concatenate
+from sparkdl.data.mapped import MappedPartition, close_partitions, open_partition
+from sparkdl.data.order import row_hashes
+from sparkdl.data.parts import Extremes, Part, join_parts, keep_extreme, where_there_is_room
+from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.data.schema import SAME_SHAPE, Problem, RowProblem
-from sparkdl.errors import SlabFullError
 from sparkdl.slab.root import SlabConfig, open_root
 
 __all__ = [
@@ -31,38 +34,42 @@ __all__ = [
     "open_partition",
 ]
 
-CHUNK_BYTES = 64 << 20
-
 
 class PartitionWriter:
-    """Streams rows into Arrow files of about 64 MiB, each one record batch.
+    """Streams rows into files. The samples are never held, only 8 to 12 bytes a row.
 
-    What it holds grows by 4 bytes a row while rows arrive, and by about 20 bytes a row in
-    :meth:`finish`; the samples themselves are never held as a whole. Raises
-    :class:`SlabFullError` where no slab directory has room.
+    Raises :class:`sparkdl.errors.SlabFullError` where no slab directory has room. ``source``: the
+    number of the task.
     """
 
-    def __init__(self, config: SlabConfig) -> None:
+    def __init__(self, config: SlabConfig, source: int = 0) -> None:
         root = open_root(config, create=True)
         assert root is not None
-        self._root = root
+        self._config, self._root, self._source = config, root, source
         self._stem = f"samples-{secrets.token_hex(8)}"
         self._fields: tuple[Field, ...] = ()
-        self._waiting: list[Sequence[Rows]] = []
-        self._waiting_bytes = 0
-        self._written_bytes = 0
+        self._writers: list[SegmentWriter] = []
         self._hashes: list[np.ndarray] = []
-        self._paths: list[str] = []
-        self._extremes: dict[tuple[int, int, bool], Extreme] = {}
+        self._partitions: list[np.ndarray] = []
+        self._extremes: Extremes = {}
+        self._nbytes = 0
         self.num_rows = 0
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row, on average so far; at least 1."""
-        return max(1, (self._written_bytes + self._waiting_bytes) // max(1, self.num_rows))
+        return max(1, self._nbytes // max(1, self.num_rows))
 
-    def add(self, names: Sequence[str], columns: Sequence[Rows]) -> None:
-        """Append rows: for each column an array of shape (rows, *shape), or a :class:`Ragged`."""
+    def add(
+        self,
+        names: Sequence[str],
+        columns: Sequence[Rows],
+        partitions: np.ndarray | None = None,
+    ) -> None:
+        """Append rows: for each column an array of shape (rows, *shape), or a :class:`Ragged`.
+
+        ``partitions``: to which each belongs, where that is not the same for all.
+        """
         if len(columns[0]) == 0:
             return
         fields = tuple(_field(name, column) for name, column in zip(names, columns, strict=True))
@@ -75,11 +82,33 @@ class PartitionWriter:
         for number, column in enumerate(columns):
             self._note_extremes(number, column)
         self._hashes.append(row_hashes(columns))
-        self._waiting.append(columns)
-        self._waiting_bytes += sum(column.nbytes for column in columns)
+        if partitions is not None:
+            self._partitions.append(partitions)
+        self._append(columns)
+        self._nbytes += sum(column.nbytes for column in columns)
         self.num_rows += len(columns[0])
-        if self._waiting_bytes >= CHUNK_BYTES:
-            self._flush()
+
+    def _append(self, columns: Sequence[Rows]) -> None:
+        """To the last segment, or to a new one in the first directory that has room."""
+        if self._writers:
+            try:
+                return self._writers[-1].append(columns)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+
+        def begin(directory: Path) -> SegmentWriter:
+            path = str(directory / f"{self._stem}-{len(self._writers)}")
+            writer = SegmentWriter(path, self._fields)
+            try:
+                writer.append(columns)
+            except OSError:
+                writer.remove()
+                raise
+            return writer
+
+        rows = self.num_rows + len(columns[0])
+        self._writers.append(where_there_is_room(self._root, begin, rows))
 
     def _note_extremes(self, number: int, column: Rows) -> None:
         if isinstance(column, Ragged):
@@ -98,71 +127,52 @@ class PartitionWriter:
         """Keep the extremes of ``values``, of which row i has those from ``offsets[i]`` on."""
         for sign, place in ((-1, int(values.argmin())), (1, int(values.argmax()))):
             row = self.num_rows + int(np.searchsorted(offsets, place, side="right")) - 1
-            found = Extreme(number, sign, int(values[place]), row, of_length)
-            known = self._extremes.get((number, sign, of_length))
-            if known is None or found.exceeds(known.value):
-                self._extremes[number, sign, of_length] = found
+            keep_extreme(self._extremes, Extreme(number, sign, int(values[place]), row, of_length))
 
     def finish(self) -> SampleHandle:
-        """Write what is left and the canonical order; the partition's handle."""
-        self._flush()
-        hashes = np.concatenate([np.zeros(0, np.uint32), *self._hashes])
-        self._hashes = []
-        paths = tuple(self._paths)
-        rows = MappedPartition.map(paths, "", self._fields) if paths else None
-        at_once = max(1, CHUNK_BYTES // self.row_bytes)
-        order = canonical_order(hashes, rows.contents if rows is not None else None, at_once)
-        order_path = self._write("order.npy", lambda path: _save(path, order))
-        return SampleHandle(
-            token=self._root.token,
-            paths=paths,
-            order_path=order_path,
-            num_rows=self.num_rows,
-            checksum=checksum(hashes),
-            fields=self._fields,
-            extremes=tuple(
-                replace(extreme, row=int(np.argmax(order == extreme.row)))
-                for extreme in self._extremes.values()
-            ),
-        )
+        """The handle of the partition that all rows are."""
+        hashes = self._close()
+        return join_parts(self._config, [self._part(np.arange(self.num_rows), hashes)])
+
+    def parts(self, count: int) -> Iterator[Part]:
+        """What there is of each of ``count`` partitions."""
+        hashes = self._close()
+        partitions = np.concatenate([np.zeros(0, np.int32), *self._partitions])
+        places = np.argsort(partitions, kind="stable")
+        ends = np.cumsum(np.bincount(partitions, minlength=count))[:-1]
+        for partition, chosen in enumerate(np.split(places, ends)):
+            part = self._part(chosen, hashes[chosen])
+            mine = [e for e in part.extremes if partitions[e.row] == partition]
+            yield replace(part, extremes=tuple(mine))
 
     def fail(self, problem: Problem) -> SampleHandle:
-        """The handle of a partition with a mistake in it; what was written is removed."""
-        for path in self._paths:
-            os.unlink(path)
-        return SampleHandle(self._root.token, (), "", 0, 0, (), problem=problem)
+        """Instead of :meth:`finish`, where a row is wrong: what was written is removed."""
+        return join_parts(self._config, [self.failed_part(problem)])
 
-    def _flush(self) -> None:
-        if not self._waiting:
-            return
-        columns = [concatenate(parts) for parts in zip(*self._waiting, strict=True)]
-        self._written_bytes += self._waiting_bytes
-        self._waiting, self._waiting_bytes = [], 0
-        batch = pa.record_batch(
-            [to_arrow(column) for column in columns], names=[f.name for f in self._fields]
-        )
+    def failed_part(self, problem: Problem) -> Part:
+        """Instead of :meth:`parts`."""
+        for writer in self._writers:
+            writer.remove()
+        self._writers, self._fields, self._extremes = [], (), {}
+        none = self._part(np.zeros(0, np.int64), np.zeros(0, np.uint64))
+        return replace(none, problem=problem)
 
-        def write(path: str) -> None:
-            with pa.OSFile(path, "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
-                writer.write_batch(batch)
+    def _close(self) -> np.ndarray:
+        """Close the files; the hashes of all rows."""
+        for writer in self._writers:
+            writer.close()
+        return np.concatenate([np.zeros(0, np.uint64), *self._hashes])
 
-        self._paths.append(self._write(f"{len(self._paths)}.arrow", write))
-
-    def _write(self, suffix: str, write: Any) -> str:
-        """Write a file in the first directory that has room for it."""
-        for directory in self._root.directories:
-            path = str(directory / f"{self._stem}-{suffix}")
-            try:
-                write(path)
-                return path
-            except OSError as error:
-                Path(path).unlink(missing_ok=True)
-                if error.errno != errno.ENOSPC:
-                    raise
-        raise SlabFullError(
-            "no room for the samples in "
-            f"{', '.join(map(str, self._root.directories))} after row {self.num_rows:,}. "
-            "Free space there, or point spark.sparkdl.slab.dir at a larger directory."
+    def _part(self, places: np.ndarray, hashes: np.ndarray) -> Part:
+        return Part(
+            token=self._root.token,
+            segments=tuple(writer.segment for writer in self._writers),
+            fields=self._fields,
+            places=places,
+            hashes=hashes,
+            extremes=tuple(self._extremes.values()),
+            row_bytes=self.row_bytes,
+            source=self._source,
         )
 
 
@@ -170,11 +180,3 @@ def _field(name: str, column: Rows) -> Field:
     if isinstance(column, Ragged):
         return Field(name, str(column.dtype), column.values.shape[1:], column.padding)
     return Field(name, str(column.dtype), column.shape[1:])
-
-
-def _save(path: str, order: np.ndarray) -> None:
-    """As ``np.save``, which would not say that the disk is full, only that less was written."""
-    with open(path, "wb") as file:
-        header = np.lib.format.header_data_from_array_1_0(order)
-        np.lib.format.write_array_header_1_0(file, header)
-        file.write(order.data)

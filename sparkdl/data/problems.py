@@ -18,12 +18,16 @@ INSIDE_VECTORS = (
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with one row of one column; found on an executor, raised on the driver."""
+    """What is wrong with one row of one column; found on an executor, raised on the driver.
+
+    ``partition``: of the data as they were read, where that is not the one that reports it.
+    """
 
     column: str
     row: int
     text: str
     remedy: str
+    partition: int | None = None
 
     def message(self, place: str, noun: str = "column") -> str:
         """One line for the user; ``place`` is the partition, ``noun`` what ``column`` names."""

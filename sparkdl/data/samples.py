@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import pickle
-from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pyarrow as pa
+from pyspark import SparkContext
 from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 
+from sparkdl.data.checks import check_handles
 from sparkdl.data.columns import Sequence, Specs
 from sparkdl.data.handle import Field, SampleHandle
 from sparkdl.data.preview import Preview
-from sparkdl.data.problems import SAME_SHAPE
 from sparkdl.data.ragged import Rows
 from sparkdl.data.records import Sample, WriteRecords, record_array, split_record
 from sparkdl.data.schema import Column, read_schema
 from sparkdl.data.tables import (
+    JoinParts,
     WriteDataFrame,
+    WriteParts,
+    address_parts,
     content_hash,
     first_field,
+    partition_of,
     select_columns,
     ship_batches,
 )
 from sparkdl.errors import DataError
-from sparkdl.frames import collect_frames, map_frames, stage_name
+from sparkdl.frames import (
+    collect_frames,
+    forget_shuffles,
+    map_frames,
+    shuffle_frames,
+    stage_name,
+)
 from sparkdl.slab.root import SlabConfig
 
 __all__ = [
@@ -40,6 +50,9 @@ __all__ = [
     "select_columns",
     "split_record",
 ]
+
+FILES_PER_SLOT = 4
+"""So many tasks at most read a table on a single node; each writes files of its own."""
 
 
 @dataclass(frozen=True)
@@ -105,16 +118,14 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
     :class:`sparkdl.errors.DataError`.
     """
     if isinstance(source.data, DataFrame):
-        chosen, columns = _chosen(source)
-        task = WriteDataFrame(source.slab, columns)
-        rows = chosen.mapInArrow(task, "handle binary").rdd  # type: ignore[arg-type]
-        rdd = map_frames(rows, first_field)
+        rdd = _write_table(source)
     else:
         _check_specs(source)
         rdd = map_frames(_redistribute(source), source.records_task)
     persist(rdd)
     with stage_name(rdd.ctx, "write samples into slabs"):
         handles = [pickle.loads(frame) for frame in collect_frames(rdd)]
+    forget_shuffles(rdd)  # a partition that is computed again then writes files of its own again
     check_handles(handles, source.noun)
     preview = Preview.of(handles)
     with stage_name(rdd.ctx, "look at the first samples"):
@@ -125,7 +136,9 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
 def materialize_here(source: Source) -> SampleSet:
     """Likewise, with every partition brought to this process (for the local engine)."""
     if isinstance(source.data, DataFrame):
-        chosen, columns = _chosen(source)
+        chosen, columns, divided = _chosen(source)
+        if not divided:
+            chosen = chosen.repartition(source.replicas, content_hash(chosen))
         shipped = chosen.mapInArrow(ship_batches, "partition int, batches binary")
         parts: dict[int, list[pa.RecordBatch]] = {m: [] for m in range(source.replicas)}
         for row in shipped.collect():
@@ -175,8 +188,39 @@ def _check_specs(source: Source) -> None:
             )
 
 
-def _chosen(source: Source) -> tuple[DataFrame, tuple[Column, ...]]:
-    """The columns of a sample, in M partitions."""
+def _write_table(source: Source) -> RDD:
+    """The handles of a DataFrame's partitions, one frame each."""
+    chosen, columns, divided = _chosen(source)
+    task = WriteDataFrame(source.slab, columns)
+    context = chosen.sparkSession._sc
+    if divided or not _one_node(context):
+        if not divided:
+            chosen = chosen.repartition(source.replicas, content_hash(chosen))
+        rows = chosen.mapInArrow(task, "handle binary").rdd  # type: ignore[arg-type]
+        return map_frames(rows, first_field)
+    # Every process can map every file: rows stay where they are read, and only numbers are shuffled.
+    target = partition_of(chosen, source.replicas).alias("partition")
+    tasks = FILES_PER_SLOT * max(source.replicas, context.defaultParallelism)
+    written = (
+        chosen.select("*", target)
+        .coalesce(tasks)
+        .mapInArrow(
+            WriteParts(task, source.replicas),  # type: ignore[arg-type]
+            "partition int, part binary",
+        )
+    )
+    addressed = map_frames(written.rdd, address_parts)
+    return map_frames(shuffle_frames(addressed, source.replicas), JoinParts(source.slab))
+
+
+def _one_node(context: SparkContext) -> bool:
+    """Whether all tasks run on this node for ever: no cluster, nor one that is only simulated."""
+    master = context.master or ""
+    return master == "local" or master.startswith("local[")
+
+
+def _chosen(source: Source) -> tuple[DataFrame, tuple[Column, ...], bool]:
+    """The columns of a sample, and whether they are in M partitions already."""
     data = source.data
     assert isinstance(data, DataFrame)
     inputs, labels, weights = read_schema(
@@ -189,9 +233,7 @@ def _chosen(source: Source) -> tuple[DataFrame, tuple[Column, ...]]:
     )
     columns = (*inputs, *labels, *weights)
     chosen = select_columns(data, columns)
-    if _partitions_without_running(chosen) != source.replicas:
-        chosen = chosen.repartition(source.replicas, content_hash(chosen))
-    return chosen, columns
+    return chosen, columns, _partitions_without_running(chosen) == source.replicas
 
 
 def _partitions_without_running(data: DataFrame) -> int | None:
@@ -213,27 +255,3 @@ def _redistribute(source: Source) -> RDD:
 
 def _identity(key: int) -> int:
     return key
-
-
-def check_handles(handles: abc.Sequence[SampleHandle], noun: str) -> None:
-    """Raise :class:`DataError` for what is wrong with a partition, or with all of them."""
-    for partition, handle in enumerate(handles):
-        if handle.problem is not None:
-            raise DataError(handle.problem.message(f"partition {partition}", noun))
-    filled = [(i, handle) for i, handle in enumerate(handles) if handle.num_rows]
-    if not filled:
-        raise DataError("the data is empty: there is no row to train on.")
-    first_partition, first = filled[0]
-    for partition, handle in filled[1:]:
-        names, wanted_names = ([field.name for field in h.fields] for h in (handle, first))
-        if names != wanted_names:
-            raise DataError(
-                f"row 0 of partition {partition} has {', '.join(names)} where row 0 of partition "
-                f"{first_partition} has {', '.join(wanted_names)}. {SAME_SHAPE}"
-            )
-        for found, wanted in zip(handle.fields, first.fields, strict=True):
-            if found != wanted:
-                raise DataError(
-                    f'{noun} "{found.name}", row 0 of partition {partition}: is {found} where row '
-                    f"0 of partition {first_partition} is {wanted}. {SAME_SHAPE}"
-                )

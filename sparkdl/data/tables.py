@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -14,10 +14,12 @@ from pyspark.sql import DataFrame, functions
 from pyspark.sql.types import MapType
 
 from sparkdl.data.partition import PartitionWriter
+from sparkdl.data.parts import join_parts
 from sparkdl.data.problems import RowProblem
 from sparkdl.data.schema import Column, quoted
 from sparkdl.data.values import to_numpy
 from sparkdl.errors import DataError
+from sparkdl.frames import send
 from sparkdl.slab.root import SlabConfig
 from sparkdl.worker import settle_worker
 
@@ -36,22 +38,25 @@ class WriteDataFrame:
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         writer = PartitionWriter(self.config)
-        names = [column.name for column in self.columns]
         try:
-            for batch in batches:
-                for part in self._parts(batch, writer):
-                    writer.add(
-                        names,
-                        [
-                            to_numpy(part.column(i), column, writer.num_rows)
-                            for i, column in enumerate(self.columns)
-                        ],
-                    )
+            self.write(batches, writer)
             handle = writer.finish()
         except RowProblem as error:
             handle = writer.fail(error.problem)
         yield pa.RecordBatch.from_pydict({"handle": [pickle.dumps(handle)]})
         settle_worker()
+
+    def write(self, batches: Iterable[pa.RecordBatch], writer: PartitionWriter) -> None:
+        """Raises :class:`RowProblem`. A column beyond :attr:`columns` tells rows' partitions."""
+        names = [column.name for column in self.columns]
+        for batch in batches:
+            for part in self._parts(batch, writer):
+                arrays = [
+                    to_numpy(part.column(i), column, writer.num_rows)
+                    for i, column in enumerate(self.columns)
+                ]
+                split = part.num_columns > len(names)
+                writer.add(names, arrays, part.column(len(names)).to_numpy() if split else None)
 
     def _parts(self, batch: pa.RecordBatch, writer: PartitionWriter) -> Iterator[pa.RecordBatch]:
         """The batch, cut where its tensors may be much larger than its columns: images, say."""
@@ -63,6 +68,53 @@ class WriteDataFrame:
             part = batch.slice(start, max(1, rows))
             yield part
             start += part.num_rows
+
+
+@dataclass(frozen=True)
+class WriteParts:
+    """Likewise, where the last column tells the partition of each row: a :class:`Part` of each of
+    ``count`` partitions comes out, with its number."""
+
+    table: WriteDataFrame
+    count: int
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        context = TaskContext.get()
+        assert context is not None
+        source = context.partitionId()
+        writer = PartitionWriter(self.table.config, source)
+        try:
+            self.table.write(batches, writer)
+            parts = list(writer.parts(self.count))
+        except RowProblem as error:
+            parts = [writer.failed_part(replace(error.problem, partition=source))]
+        for partition, part in enumerate(parts):
+            yield pa.RecordBatch.from_arrays(
+                [
+                    pa.array([partition], pa.int32()),
+                    pa.array([pickle.dumps(part, pickle.HIGHEST_PROTOCOL)], pa.binary()),
+                ],
+                names=["partition", "part"],
+            )
+        settle_worker()
+
+
+def address_parts(partition: int, rows: Iterable[Any]) -> Iterator[bytes]:
+    """Task over what :class:`WriteParts` gives: each part to its partition."""
+    for target, part in rows:
+        yield from send(target, bytes(part))
+    settle_worker()
+
+
+@dataclass(frozen=True)
+class JoinParts:
+    """Task over the parts of a partition, on the node where they are: its handle."""
+
+    config: SlabConfig
+
+    def __call__(self, partition: int, parts: Iterable[bytes]) -> Iterator[bytes]:
+        yield pickle.dumps(join_parts(self.config, [pickle.loads(part) for part in parts]))
+        settle_worker()
 
 
 def select_columns(data: DataFrame, columns: Sequence[Column]) -> DataFrame:
@@ -102,6 +154,14 @@ def content_hash(data: DataFrame) -> SparkColumn:
             for field in data.schema
         ]
     )
+
+
+def partition_of(data: DataFrame, count: int) -> SparkColumn:
+    """The partition into which ``data.repartition(count, content_hash(data))`` puts a row.
+
+    Spark's HashPartitioning is the Murmur3 hash (seed 42) of the expression, modulo ``count``.
+    """
+    return functions.pmod(functions.hash(content_hash(data)), functions.lit(count))
 
 
 def first_field(partition: int, rows: Iterable[Any]) -> Iterator[bytes]:

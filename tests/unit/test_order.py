@@ -38,7 +38,7 @@ def test_any_arrival_gives_the_same_rows_in_the_same_order(
     arrival = np.random.default_rng(seed + 1).permutation(rows)
     shuffled = [column[arrival] for column in columns]
     # without the "collide" case a tie would hardly ever be one of different rows
-    hashes = [row_hashes(c) % np.uint32(2 if collide else 2**32 - 1) for c in (columns, shuffled)]
+    hashes = [row_hashes(c) % np.uint64(2 if collide else 2**64 - 1) for c in (columns, shuffled)]
     for one, other in zip(in_order(columns, hashes[0]), in_order(shuffled, hashes[1]), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -67,7 +67,7 @@ def test_a_hash_sees_each_value_of_each_column(dtype: str) -> None:
     first = np.zeros((4, 2, 3), dtype)
     second = np.zeros(4, dtype)
     base = row_hashes([first, second])
-    assert base.dtype == np.uint32
+    assert base.dtype == np.uint64
     assert len(set(base.tolist())) == 1
     changed = first.copy()
     changed[2, 1, 2] = 1
@@ -82,6 +82,20 @@ def test_a_hash_does_not_depend_on_the_memory_layout() -> None:
     scattered = np.asfortranarray(column)
     assert not scattered.flags.c_contiguous
     np.testing.assert_array_equal(row_hashes([scattered]), row_hashes([column]))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "float32", "float64"])
+def test_rows_that_differ_in_signs_only_have_different_hashes(dtype: str) -> None:
+    """A sum of products alone would keep no more than the parity of the topmost bits."""
+    signs = (np.arange(4096)[:, None] >> np.arange(12)) & 1
+    assert len(set(row_hashes([(1 - 2 * signs).astype(dtype)]).tolist())) == 4096
+
+
+def test_the_checksum_sees_values_that_rows_trade() -> None:
+    column = np.arange(12, dtype=np.float32).reshape(4, 3)
+    traded = column.copy()
+    traded[[0, 1], 2] = column[[1, 0], 2]
+    assert checksum(row_hashes([traded])) != checksum(row_hashes([column]))
 
 
 @settings(deadline=None, max_examples=60)
@@ -105,8 +119,8 @@ def test_the_checksum_counts_equal_rows() -> None:
 
 def test_the_checksum_stays_what_it_is() -> None:
     hashes = row_hashes([np.array([1, 2, 3], np.int32)])
-    assert hashes.tolist() == [2583214201, 2337085335, 871461106]
-    assert checksum(hashes) == 24875422547937356700
+    assert hashes.tolist() == [6860782474596666437, 13485956406272572984, 14758989619158980308]
+    assert checksum(hashes) == 16658984426318668113
 
 
 # Rows of varying length
@@ -137,7 +151,7 @@ def test_any_arrival_of_ragged_rows(rows: list[list[int]], seed: int, at_once: i
     found = []
     for order in (np.arange(len(rows)), arrival):
         column = Ragged.of([np.array(rows[i], np.int8) for i in order])
-        hashes = row_hashes([column]) % np.uint32(2)
+        hashes = row_hashes([column]) % np.uint64(2)
         asked: list[int] = []
 
         def contents(

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import pickle
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sparkdl.data import partition as module
+from sparkdl.data import files, partition, parts
+from sparkdl.data.files import segment_files
 from sparkdl.data.partition import (
     Extreme,
     Field,
@@ -24,6 +25,7 @@ from sparkdl.data.partition import (
     close_partitions,
     open_partition,
 )
+from sparkdl.data.parts import join_parts
 from sparkdl.data.ragged import Padding, Ragged, Rows
 from sparkdl.data.schema import SAME_SHAPE, Problem, RowProblem
 from sparkdl.errors import SlabFullError, StaleReferenceError
@@ -84,7 +86,7 @@ def test_what_is_written_is_read(slab: SlabConfig) -> None:
         Field("n", "int64", ()),
         Field("flag", "bool", ()),
     )
-    assert len(handle.paths) == 1
+    assert [segment.num_rows for segment in handle.segments] == [50]
     found = all_rows(handle)
     assert [c.dtype for c in found] == [c.dtype for c in columns]
     assert as_set(found) == as_set(columns)
@@ -99,21 +101,69 @@ def test_each_kind_of_field(slab: SlabConfig, dtype: str, shape: tuple[int, ...]
     same(all_rows(handle), [column[order]])
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 500, 1 << 20])
+def write_parts(
+    slab: SlabConfig, columns: list[Any], cuts: list[int], names: list[str], count: int = 1
+) -> list[SampleHandle]:
+    """Row i is of partition i modulo ``count``; the rows between two cuts are written by one task."""
+    ends = [0, *cuts, len(columns[0])]
+    parts = []
+    for source, (start, stop) in enumerate(itertools.pairwise(ends)):
+        writer = PartitionWriter(slab, source)
+        for low, high in ((start, (start + stop) // 2), ((start + stop) // 2, stop)):
+            of = (np.arange(low, high) % count).astype(np.int32)
+            writer.add(names, [column[low:high] for column in columns], of)
+        parts.append(list(writer.parts(count)))
+    random = np.random.default_rng(0)
+    return [join_parts(slab, [row[m] for row in random.permutation(parts)]) for m in range(count)]
+
+
+@pytest.mark.parametrize("cuts", [[], [20], [10, 20, 21, 40, 40]])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_gather_is_numpy_indexing_in_canonical_order(
-    slab: SlabConfig, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+    slab: SlabConfig, cuts: list[int], dtype: str
 ) -> None:
     """However many files there are. The places in the files are those of arrival."""
-    monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
     columns = some_rows(60)
-    handle = write(slab, columns, cuts=[10, 20, 21, 40])
-    assert len(handle.paths) == {1: 5, 500: 3, 1 << 20: 1}[chunk_bytes]
+    columns[0] = columns[0].astype(dtype)
+    (handle,) = write_parts(slab, columns, cuts, NAMES)
+    assert len(handle.segments) == len(set(cuts)) + 1
     mapped = open_partition(handle)
     assert sorted(mapped.order.tolist()) == list(range(60))
     canonical = [column[mapped.order] for column in columns]
     for rows in ([], [0], [59, 0, 30, 30], range(60), np.random.default_rng(1).permutation(60)):
         chosen = np.array(rows, dtype=np.int64)
         same(mapped.gather(chosen), [column[chosen] for column in canonical])
+    same(canonical, all_rows(write(slab, columns)))
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_parts_that_stay_make_the_partitions_that_moved_rows_make(
+    slab: SlabConfig, count: int
+) -> None:
+    """Whatever tasks wrote them: same rows, order, checksum and extremes."""
+    columns = [column[np.arange(60) % 40] for column in some_rows(40)]
+    handles = write_parts(slab, columns, [7, 7, 30], NAMES, count)
+    for m, handle in enumerate(handles):
+        moved = write(slab, [column[m::count] for column in columns])
+        assert handle.num_rows == moved.num_rows
+        assert (handle.checksum, handle.fields) == (moved.checksum, moved.fields)
+        same(all_rows(handle), all_rows(moved))
+    found = [e for handle in handles for e in handle.extremes if e.field == 1]
+    assert max(e.value for e in found if e.sign == 1) == columns[1].max()
+    assert min(e.value for e in found if e.sign == -1) == columns[1].min()
+    for handle in handles:
+        for extreme in handle.extremes:
+            assert all_rows(handle)[extreme.field][extreme.row] == extreme.value
+
+
+def test_parts_of_different_shapes_are_a_mistake(slab: SlabConfig) -> None:
+    parts = []
+    for source, shape in enumerate(((0, 2), (3, 2), (3, 4))):
+        writer = PartitionWriter(slab, source)
+        writer.add(["x"], [np.zeros(shape, np.float32)], np.zeros(shape[0], np.int32))
+        parts += writer.parts(1)
+    text = "is float32[4] where row 0 of partition 1 is float32[2]"
+    assert join_parts(slab, parts[::-1]).problem == Problem("x", 0, text, SAME_SHAPE, 2)
 
 
 @settings(
@@ -166,7 +216,8 @@ def test_an_empty_partition(slab: SlabConfig) -> None:
     writer = PartitionWriter(slab)
     writer.add(["x"], [np.zeros((0, 3), np.float32)])
     handle = writer.finish()
-    assert (handle.num_rows, handle.paths, handle.fields, handle.checksum) == (0, (), (), 0)
+    assert (handle.num_rows, handle.segments, handle.fields) == (0, (), ())
+    assert handle.checksum == 0
     assert len(open_partition(handle).order) == 0
 
 
@@ -194,10 +245,7 @@ def test_rows_of_another_shape_are_a_mistake(
     assert caught.value.problem == Problem("x", 5, text, SAME_SHAPE)
 
 
-def test_a_failed_partition_leaves_no_file(
-    slab: SlabConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "CHUNK_BYTES", 1)
+def test_a_failed_partition_leaves_no_file(slab: SlabConfig) -> None:
     writer = PartitionWriter(slab)
     writer.add(["x"], [np.zeros(3)])
     assert len(sample_files(slab)) == 1
@@ -205,7 +253,9 @@ def test_a_failed_partition_leaves_no_file(
     handle = writer.fail(problem)
     assert sample_files(slab) == []
     assert handle.problem == problem
-    assert (handle.num_rows, handle.paths) == (0, ())
+    assert (handle.num_rows, handle.segments) == (0, ())
+    part = writer.failed_part(problem)
+    assert join_parts(slab, [part]).problem == problem
 
 
 def sample_files(slab: SlabConfig) -> list[str]:
@@ -225,45 +275,87 @@ def two_directories(slab: SlabConfig, tmp_path: Path, monkeypatch: pytest.Monkey
     second = tmp_path / "disk"
     second.mkdir()
     root = Root((first.directories[0], second), first.token)
-    monkeypatch.setattr(module, "open_root", lambda config, create=False: root)
+    for module in (partition, parts):
+        monkeypatch.setattr(module, "open_root", lambda config, create=False: root)
     return root
 
 
 class Full:
-    """Stands in for ``pa.OSFile``: some directories have no room left, noticed in mid-file."""
+    """Stands in for ``open``: some directories have so much room left, noticed in mid-file."""
 
-    def __init__(self, full: list[Path], error: int = errno.ENOSPC) -> None:
-        self.full, self.error, self.real = full, error, pa.OSFile
+    def __init__(self, full: list[Path], room: int = 50, error: int = errno.ENOSPC) -> None:
+        self.full, self.room, self.error = full, room, error
         self.refused = 0
 
-    def __call__(self, path: str, mode: str) -> Any:
-        if Path(path).parent in self.full:
-            Path(path).write_bytes(b"half a file")
-            self.refused += 1
-            raise OSError(self.error, "refused by the test", path)
-        return self.real(path, mode)
+    def __call__(self, path: str | Path, mode: str, buffering: int) -> Any:
+        file = open(path, mode, buffering=buffering)  # noqa: SIM115
+        return Limited(file, self) if Path(path).parent in self.full else file
 
 
+class Limited:
+    def __init__(self, file: Any, limit: Full) -> None:
+        self._file, self._limit = file, limit
+
+    def write(self, data: Any) -> int:
+        if self._limit.room == 0:
+            self._limit.refused += 1
+            raise OSError(self._limit.error, "refused by the test")
+        written = self._file.write(data[: self._limit.room])
+        self._limit.room -= written
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> Limited:
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._file.close()
+
+
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Full]:
+    def limit(*args: Any) -> Full:
+        full = Full(*args)
+        for module in (files, parts):
+            monkeypatch.setattr(module, "open", full, raising=False)
+        return full
+
+    return limit
+
+
+def varied_rows(count: int) -> list[Any]:
+    return [*some_rows(count), ragged_rows(count)[0]]
+
+
+@pytest.mark.parametrize("room", [0, 1, 24, 24 * 10 + 80 + 5, 5 * (24 + 9) + 30, 1000])
 def test_a_full_directory_gives_way_to_the_next(
-    slab: SlabConfig, two_directories: Root, monkeypatch: pytest.MonkeyPatch
+    slab: SlabConfig, two_directories: Root, limit: Callable[..., Full], room: int
 ) -> None:
+    """In the middle of any field, of the first rows or of later ones: those go elsewhere whole."""
     first, second = two_directories.directories
-    full = Full([first])
-    monkeypatch.setattr(module.pa, "OSFile", full)
-    columns = some_rows(10)
-    handle = write(slab, columns)
-    assert full.refused == 1
-    assert [Path(path).parent for path in handle.paths] == [second]
-    assert Path(handle.order_path).parent == first
-    assert not list(first.glob("*.arrow"))
-    same(all_rows(handle), [column[open_partition(handle).order] for column in columns])
+    full = limit([first], room)
+    columns, names = varied_rows(30), [*NAMES, "r"]
+    writer = PartitionWriter(slab)
+    for start in (0, 10, 20):
+        writer.add(names, [column[start : start + 10] for column in columns])
+    handle = writer.finish()
+    assert full.refused >= 1
+    folders = [Path(segment.path).parent for segment in handle.segments]
+    assert folders == ([first] if room == 1000 else []) + [second]
+    assert sum(segment.num_rows for segment in handle.segments) == 30
+    left = [path for path in first.glob("samples-*") if path.suffix != ".npy"]
+    assert len(left) == (5 if room == 1000 else 0)
+    mapped = open_partition(handle)
+    assert listed(mapped.gather(np.arange(30))) == listed([c[mapped.order] for c in columns])
 
 
 def test_no_room_anywhere_says_so(
-    slab: SlabConfig, two_directories: Root, monkeypatch: pytest.MonkeyPatch
+    slab: SlabConfig, two_directories: Root, limit: Callable[..., Full]
 ) -> None:
     first, second = two_directories.directories
-    monkeypatch.setattr(module.pa, "OSFile", Full([first, second]))
+    limit([first, second])
     with pytest.raises(SlabFullError) as caught:
         write(slab, some_rows(1234))
     assert str(caught.value) == (
@@ -274,10 +366,9 @@ def test_no_room_anywhere_says_so(
 
 
 def test_another_error_is_not_taken_for_a_full_directory(
-    slab: SlabConfig, two_directories: Root, monkeypatch: pytest.MonkeyPatch
+    slab: SlabConfig, two_directories: Root, limit: Callable[..., Full]
 ) -> None:
-    full = Full([two_directories.directories[0]], errno.EIO)
-    monkeypatch.setattr(module.pa, "OSFile", full)
+    full = limit([two_directories.directories[0]], 50, errno.EIO)
     with pytest.raises(OSError, match="refused by the test"):
         write(slab, some_rows(3))
     assert full.refused == 1
@@ -289,7 +380,9 @@ def test_another_error_is_not_taken_for_a_full_directory(
 @pytest.mark.parametrize("which", ["samples", "order"])
 def test_a_deleted_file_is_a_stale_reference(slab: SlabConfig, which: str) -> None:
     handle = write(slab, some_rows(5))
-    path = handle.paths[0] if which == "samples" else handle.order_path
+    path = handle.order_path
+    if which == "samples":
+        path = segment_files(handle.segments[0], handle.fields)[0]
     Path(path).unlink()
     with pytest.raises(StaleReferenceError) as caught:
         open_partition(handle)
@@ -315,12 +408,13 @@ def test_a_partition_is_mapped_once(slab: SlabConfig) -> None:
 def test_mapping_copies_nothing(slab: SlabConfig) -> None:
     """Every column lies in the mapped file itself."""
     handle = write(slab, some_rows(5))
-    (chunk,) = open_partition(handle).chunks
+    mapped = open_partition(handle)
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-    spans = [line[0].split("-") for line in maps if line[-1] == handle.paths[0]]
-    for column in chunk:
-        address = column.__array_interface__["data"][0]
-        assert any(int(start, 16) <= address < int(stop, 16) for start, stop in spans)
+    names = segment_files(handle.segments[0], handle.fields)
+    for column, name in zip(mapped.columns, names, strict=True):
+        (start, stop), *_ = [line[0].split("-") for line in maps if line[-1] == name]
+        address = column.values.arrays[0].ctypes.data
+        assert int(start, 16) <= address < int(stop, 16)
 
 
 @pytest.mark.parametrize(
@@ -349,17 +443,11 @@ def listed(columns: list[Rows]) -> list[list[Any]]:
     return [[row.tolist() for row in column] for column in columns]
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
-def test_ragged_rows_are_gathered(
-    slab: SlabConfig, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
+@pytest.mark.parametrize("cuts", [[], [20, 21]])
+def test_ragged_rows_are_gathered(slab: SlabConfig, cuts: list[int]) -> None:
     columns = ragged_rows(60)
-    writer = PartitionWriter(slab)
-    for start, stop in ((0, 20), (20, 21), (21, 60)):
-        writer.add(["a", "b", "c", "d"], [column[start:stop] for column in columns])
-    handle = writer.finish()
-    assert len(handle.paths) == (3 if chunk_bytes == 1 else 1)
+    (handle,) = write_parts(slab, columns, cuts, ["a", "b", "c", "d"])
+    assert len(handle.segments) == len(cuts) + 1
     assert handle.fields == (
         Field("a", "int32", (), Padding(value=-1)),
         Field("b", "float64", ()),
@@ -414,14 +502,10 @@ def test_a_ragged_field_shows_its_type() -> None:
 # Larger than memory
 
 
-def test_a_partition_is_never_held_as_a_whole(
-    slab: SlabConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """64 MB written and read in pieces: at no time is more than a few chunks of 1 MB allocated."""
-    monkeypatch.setattr(module, "CHUNK_BYTES", 1 << 20)
+def test_a_partition_is_never_held_as_a_whole(slab: SlabConfig) -> None:
+    """64 MB written and read in pieces: at no time is more than a few MB allocated."""
     random = np.random.default_rng(0)
     base = random.random((256, 128))
-    arrow_before = pa.total_allocated_bytes()
     tracemalloc.start()
     try:
         writer = PartitionWriter(slab)
@@ -439,15 +523,15 @@ def test_a_partition_is_never_held_as_a_whole(
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert sum(Path(path).stat().st_size for path in handle.paths) > 64 << 20
+    (x_file, _) = segment_files(handle.segments[0], handle.fields)
+    assert Path(x_file).stat().st_size == 64 << 20
     assert peak < 10 << 20
-    assert pa.total_allocated_bytes() - arrow_before < 1 << 20
     assert total > 0
 
 
 def test_equal_rows_without_end(slab: SlabConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows tie: their contents are compared piece by piece."""
-    monkeypatch.setattr(module, "CHUNK_BYTES", 1 << 14)
+    monkeypatch.setattr(parts, "COMPARE_BYTES", 1 << 14)
     writer = PartitionWriter(slab)
     for _ in range(20):
         writer.add(["x"], [np.ones((500, 16))])
