@@ -151,34 +151,37 @@ class LocalEngine:
         owners, clocks = self._plans.owners, [Clock() for _ in self._plans.owners]
         total = sum(report.weight for report in reports)
         loss = sum(r.loss * r.weight for r in reports) / total if total else 0.0
-        reduced: list[Reduced] = []
-        for n, owner in enumerate(owners):
-            clocks[n] = Clock()
-            out = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
-            mine = [replica[n] for replica in sections]
-            reduced.append(owner.reduce(mine, self._states[n].weights, out))
-            clocks[n].lap("reduce")
-        squares = [
-            owner.squared_norm(r) if owner.clips_norm else 0.0
-            for owner, r in zip(owners, reduced, strict=True)
-        ]
+        contributions = [[replica[n] for replica in sections] for n in range(len(owners))]
+        known: list[Reduced | None] = [None] * len(owners)
+        squares = [0.0] * len(owners)
+        for n, (owner, state) in enumerate(zip(owners, self._states, strict=True)):
+            if owner.clips_norm:
+                clocks[n] = Clock()
+                out = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
+                reduced = known[n] = owner.reduce(contributions[n], state.weights, out)
+                squares[n] = owner.squared_norm(reduced)
+                clocks[n].lap("reduce")
         slices = []
         for n, (owner, state) in enumerate(zip(owners, self._states, strict=True)):
-            clock = Clock()
-            norm = owner.update(
+            clock, keep = Clock(), None
+            if step.histograms:
+                keep = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
+            updated = owner.update(
                 state,
-                reduced[n],
-                [replica[n] for replica in sections],
+                state,
+                contributions[n],
                 step.hyperparameters,
-                squares,
-                loss,
-                others,
+                known=known[n],
+                squares=squares,
+                loss=loss,
+                others=others,
+                keep=keep,
             )
+            histograms = owner.histograms(state, updated.reduced) if step.histograms else {}
             clock.lap("update")
-            histograms = owner.histograms(state, reduced[n]) if step.histograms else {}
             seconds = {**clocks[n].seconds, **clock.seconds}
             slices.append(
-                SliceReport(n, "", None, seconds=seconds, norm=norm, histograms=histograms)
+                SliceReport(n, "", None, seconds=seconds, norm=updated.norm, histograms=histograms)
             )
         return slices
 
