@@ -5,6 +5,7 @@ Each is the body of one Spark task: frames in, frames out, safe to run twice.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from sparkdl.frames import send
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import weights_digest
 from sparkdl.replica.run import ReplicaHandle, Run, install_recipe, open_replica
-from sparkdl.slab.pool import Pool, open_pool
+from sparkdl.slab.pool import Claim, Pool, open_pool
 from sparkdl.step.local_steps import several_steps
 from sparkdl.step.replica import (
     Outcome,
@@ -29,7 +30,9 @@ from sparkdl.step.replica import (
     sections_nbytes,
     write_sections,
 )
+from sparkdl.step.streaming import GradientWriter, streams
 from sparkdl.sync.codec import encode
+from sparkdl.sync.contribution import SectionMap
 from sparkdl.sync.fetch import Arrived, load_weights, read_frame, whole_state
 from sparkdl.sync.job import room_for
 from sparkdl.sync.owners import RecipeSource
@@ -194,11 +197,21 @@ class ForwardBackward:
 
     def _work(self, seat: Seat, work: Work) -> Iterator[bytes]:
         pool, clock, tick = seat.pool, Clock(), self.step.tick
-        live, outcome = _outcome(seat, work, clock)
-        plans = plans_of(seat.run).slices
-        maps = section_maps(live, plans, outcome)
-        sizes = sections_nbytes(live, plans, maps)
-        with pool.claim("gradient", room_for(sum(sizes), *maps), tick, floor=tick) as claim:
+        live, plans = open_replica(seat.run), plans_of(seat.run).slices
+        with contextlib.ExitStack() as claims:
+
+            def room(outcome: Outcome) -> tuple[list[SectionMap], list[int], Claim]:
+                maps = section_maps(live, plans, outcome)
+                sizes = sections_nbytes(live, plans, maps)
+                nbytes = room_for(sum(sizes), *maps)
+                return maps, sizes, claims.enter_context(pool.claim("gradient", nbytes, tick, tick))
+
+            early, writer = None, None
+            if streams(live):
+                early = room(Outcome())
+                writer = GradientWriter(live, plans, early[0], early[2].bytes)
+            outcome = _outcome(seat, work, clock, writer)
+            maps, sizes, claim = early or room(outcome)
             sections = write_sections(live, plans, maps, outcome, claim.bytes)
         problem = not_finite(live, plans, sections, outcome)
         clock.lap("publish")
@@ -221,7 +234,7 @@ class ForwardBackward:
             place += sizes[n]
 
 
-def _outcome(seat: Seat, work: Work, clock: Clock) -> tuple[LiveReplica, Outcome]:
+def _outcome(seat: Seat, work: Work, clock: Clock, writer: GradientWriter | None) -> Outcome:
     """Do the replica's part of the iteration."""
     live = open_replica(seat.run)
     local_steps = live.recipe.policy.local_steps
@@ -230,13 +243,13 @@ def _outcome(seat: Seat, work: Work, clock: Clock) -> tuple[LiveReplica, Outcome
     live = seat.replica()
     if local_steps == 1:
         clock.lap("fetch")
-        return live, one_gradient(live, batches[0], work, clock)
+        return one_gradient(live, batches[0], work, clock, writer)
     plans, flat = plans_of(seat.run), live.flat.flat
     state = whole_state(
         plans.slices, seat.states, seat.arrived, seat.pool, plans.dtype, flat.device
     )
     clock.lap("fetch")
-    return live, several_steps(live, batches, work, state, plans.whole, clock)
+    return several_steps(live, batches, work, state, plans.whole, clock)
 
 
 def _headers(seat: Seat, outcome: Outcome, report: ReplicaReport) -> list[GradientHeader]:

@@ -30,6 +30,7 @@ from sparkdl.step.replica import (
     sections_nbytes,
     write_sections,
 )
+from sparkdl.step.streaming import GradientWriter, streams
 from sparkdl.sync.contribution import Contribution
 from sparkdl.sync.gradient import Reduced
 from sparkdl.sync.owner import EMA
@@ -123,15 +124,21 @@ class LocalEngine:
         batches = work.mini_batches(live, partition, local_steps)
         clock.lap("data")
         self._load(self.weights())
+        memory, writer = None, None
+        if streams(live):
+            maps = section_maps(live, self._plans.slices, Outcome())
+            memory = np.zeros(sum(sections_nbytes(live, self._plans.slices, maps)), np.uint8)
+            writer = GradientWriter(live, self._plans.slices, maps, memory)
         if local_steps == 1:
             clock.lap("fetch")
-            outcome = one_gradient(live, batches[0], work, clock)
+            outcome = one_gradient(live, batches[0], work, clock, writer)
         else:
             state = join_states(self._plans.slices, self._states, live.flat.flat.device)
             clock.lap("fetch")
             outcome = several_steps(live, batches, work, state, self._plans.whole, clock)
         maps = section_maps(live, self._plans.slices, outcome)
-        memory = np.zeros(sum(sections_nbytes(live, self._plans.slices, maps)), np.uint8)
+        if memory is None:
+            memory = np.zeros(sum(sections_nbytes(live, self._plans.slices, maps)), np.uint8)
         sections = write_sections(live, self._plans.slices, maps, outcome, memory)
         problem = not_finite(live, self._plans.slices, sections, outcome)
         clock.lap("publish")
