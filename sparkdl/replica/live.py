@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,20 +18,34 @@ from sparkdl.replica.recipe import Recipe
 @dataclass
 class LiveReplica:
     """A built recipe. ``call`` runs the module; ``version`` names the weights that ``flat.flat``
-    holds now."""
+    holds now. ``sink``, where it is set, is given the number and gradient of each parameter as soon
+    as backward has finished it, and the parameter lets go of it."""
 
     recipe: Recipe
     flat: FlatModule
     call: Callable[..., Any]
     version: str = ""
+    sink: Callable[[int, torch.Tensor], None] | None = None
 
     @staticmethod
     def of(recipe: Recipe, device: torch.device | str = "cpu") -> LiveReplica:
         """Build ``recipe`` on ``device``."""
         flat = FlatModule(recipe.build(), device)
-        return LiveReplica(recipe, flat, runnable(flat.module, recipe.policy))
+        live = LiveReplica(recipe, flat, runnable(flat.module, recipe.policy))
+        live_ref = weakref.ref(live)  # no cycle: what is dropped shall be freed at once
+        for number, (_, parameter) in enumerate(flat.parameters):
+            parameter.register_post_accumulate_grad_hook(partial(_finished, live_ref, number))
+        return live
 
     def clear_gradients(self) -> None:
         """Let go of every parameter's gradient."""
         for _, parameter in self.flat.parameters:
             parameter.grad = None
+
+
+def _finished(replica: weakref.ref[LiveReplica], number: int, parameter: torch.Tensor) -> None:
+    """Autograd's hook of parameter ``number``: its gradient is complete."""
+    live = replica()
+    if live is not None and live.sink is not None and parameter.grad is not None:
+        gradient, parameter.grad = parameter.grad, None
+        live.sink(number, gradient)

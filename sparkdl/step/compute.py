@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,24 +67,40 @@ def weigh(
     return of_class if weights is None else weights.double() * of_class
 
 
+Sink = Callable[[int, torch.Tensor], None]
+"""Takes the number and the gradient of a parameter."""
+
+
 def forward_backward(
-    replica: LiveReplica, batch: MiniBatch, seed: int, scale: float, clock: Clock
+    replica: LiveReplica,
+    batch: MiniBatch,
+    seed: int,
+    scale: float,
+    clock: Clock,
+    sink: Sink | None = None,
 ) -> float:
     """Leave the gradient of the mini-batch's mean loss in the parameters' ``grad``; the mean loss.
 
     Random draws inside the model (dropout) follow ``seed``. ``scale`` multiplies the loss before
     backward, against underflow in fp16, and is taken out of the gradients again. With
-    ``accumulate`` the mini-batch goes through in parts, and the gradients add up.
+    ``accumulate`` the mini-batch goes through in parts, and the gradients add up. ``sink`` takes each
+    gradient as soon as it is complete; what it was not given stays in ``grad``.
     """
     policy = replica.recipe.policy
     replica.flat.module.train()
     replica.clear_gradients()
     total, mean = batch.weight, 0.0
+    parts = [(p, p.weight / total if total else 0.0) for p in batch.parts(policy.accumulate)]
+    parts = [(part, share) for part, share in parts if share]
+
+    def take(number: int, gradient: torch.Tensor) -> None:
+        clock.lap("backward")
+        if sink is not None:
+            sink(number, gradient if scale == 1.0 else gradient.div_(scale))
+        clock.lap("publish")
+
     with seeded(seed):
-        for part in batch.parts(policy.accumulate):
-            share = part.weight / total if total else 0.0
-            if not share:
-                continue
+        for i, (part, share) in enumerate(parts):
             with _autocast(replica, policy):
                 output = replica.call(*part.inputs)
                 if part.weights is None:
@@ -92,7 +108,11 @@ def forward_backward(
                 else:
                     value = weighted_mean(replica.recipe.loss, output, part.targets, part.weights)
             clock.lap("forward")
-            (value if share * scale == 1.0 else value * (share * scale)).backward()
+            replica.sink = take if sink is not None and i == len(parts) - 1 else None
+            try:
+                (value if share * scale == 1.0 else value * (share * scale)).backward()
+            finally:
+                replica.sink = None
             mean += float(value.detach()) * share
             clock.lap("backward")
     if scale != 1.0:
@@ -115,14 +135,21 @@ def _autocast(replica: LiveReplica, policy: Policy) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Gradients:
-    """By parameter number: dense gradients (None: none, or in ``tables``), rows of sparse tables."""
+    """By parameter number: dense gradients (None: none, or elsewhere), rows of sparse tables.
+
+    ``written``: those that lie in the sections already; ``not_finite``: those of them with an inf or
+    a NaN, or None where nobody has looked yet.
+    """
 
     dense: list[torch.Tensor | None]
     tables: dict[int, Rows]
+    written: frozenset[int] = frozenset()
+    not_finite: frozenset[int] | None = None
 
     @property
     def absent(self) -> frozenset[int]:
-        return frozenset(n for n, g in enumerate(self.dense) if g is None and n not in self.tables)
+        elsewhere = self.written | self.tables.keys()
+        return frozenset(n for n, g in enumerate(self.dense) if g is None and n not in elsewhere)
 
 
 @torch.no_grad()

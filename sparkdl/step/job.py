@@ -5,6 +5,7 @@ Each is the body of one Spark task: frames in, frames out, safe to run twice.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from sparkdl.message import posted
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import weights_digest
 from sparkdl.replica.run import ReplicaHandle, Run, install_recipe, open_replica
-from sparkdl.slab.pool import Pool, open_pool
+from sparkdl.slab.pool import Claim, Pool, open_pool
 from sparkdl.step.compressing import compress_here, residual_fault
 from sparkdl.step.local_steps import several_steps
 from sparkdl.step.replica import (
@@ -31,7 +32,9 @@ from sparkdl.step.replica import (
     sections_nbytes,
     write_sections,
 )
+from sparkdl.step.streaming import GradientWriter, streams
 from sparkdl.sync.codec import encode
+from sparkdl.sync.contribution import SectionMap
 from sparkdl.sync.fetch import Arrived, load_weights, read_frame, whole_state
 from sparkdl.sync.job import apply_pending, room_for
 from sparkdl.sync.owners import RecipeSource
@@ -234,16 +237,26 @@ def contributions(seat: Seat, step: Step) -> list[Sent]:
 
 def _contributions(seat: Seat, work: Work) -> list[Sent]:
     pool, clock, step = seat.pool, Clock(), work.step
-    live, outcome = _outcome(seat, work, clock)
+    live, plans = open_replica(seat.run), plans_of(seat.run).slices
     residual = None
-    if live.recipe.compression is not None:
-        outcome, residual = compress_here(live, outcome, work, pool)
-        clock.lap("compress")
-    plans = plans_of(seat.run).slices
-    maps = section_maps(live, plans, outcome)
-    sizes = sections_nbytes(live, plans, maps)
-    room = room_for(sum(sizes), *maps)
-    with pool.claim("gradient", room, step.tick, floor=step.gradients_floor) as claim:
+    with contextlib.ExitStack() as claims:
+
+        def room(outcome: Outcome) -> tuple[list[SectionMap], list[int], Claim]:
+            maps = section_maps(live, plans, outcome)
+            sizes = sections_nbytes(live, plans, maps)
+            nbytes = room_for(sum(sizes), *maps)
+            claim = pool.claim("gradient", nbytes, step.tick, step.gradients_floor)
+            return maps, sizes, claims.enter_context(claim)
+
+        early, writer = None, None
+        if streams(live):
+            early = room(Outcome())
+            writer = GradientWriter(live, plans, early[0], early[2].bytes)
+        outcome = _outcome(seat, work, clock, writer)
+        if live.recipe.compression is not None:
+            outcome, residual = compress_here(live, outcome, work, pool)
+            clock.lap("compress")
+        maps, sizes, claim = early or room(outcome)
         sections = write_sections(live, plans, maps, outcome, claim.bytes)
     problem = not_finite(live, plans, sections, outcome)
     clock.lap("publish")
@@ -268,7 +281,7 @@ def _contributions(seat: Seat, work: Work) -> list[Sent]:
     return sent
 
 
-def _outcome(seat: Seat, work: Work, clock: Clock) -> tuple[LiveReplica, Outcome]:
+def _outcome(seat: Seat, work: Work, clock: Clock, writer: GradientWriter | None) -> Outcome:
     """Do the replica's part of the iteration."""
     live = open_replica(seat.run)
     local_steps = live.recipe.policy.local_steps
@@ -277,13 +290,13 @@ def _outcome(seat: Seat, work: Work, clock: Clock) -> tuple[LiveReplica, Outcome
     live = seat.replica()
     if local_steps == 1:
         clock.lap("fetch")
-        return live, one_gradient(live, batches[0], work, clock)
+        return one_gradient(live, batches[0], work, clock, writer)
     plans, flat = plans_of(seat.run), live.flat.flat
     state = whole_state(
         plans.slices, seat.states, seat.arrived, seat.pool, plans.dtype, flat.device
     )
     clock.lap("fetch")
-    return live, several_steps(live, batches, work, state, plans.whole, clock)
+    return several_steps(live, batches, work, state, plans.whole, clock)
 
 
 def _headers(seat: Seat, outcome: Outcome, report: ReplicaReport) -> list[GradientHeader]:

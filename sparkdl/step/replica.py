@@ -25,6 +25,7 @@ from sparkdl.step.compute import (
     to_tensors,
     weigh,
 )
+from sparkdl.step.streaming import GradientWriter
 from sparkdl.sync.contribution import (
     Contribution,
     SectionMap,
@@ -104,11 +105,19 @@ def to_mini_batch(batch: Batch, live: LiveReplica, classes: bool = True) -> Mini
     return MiniBatch(to_tensors(batch.inputs, device), targets, weights)
 
 
-def one_gradient(live: LiveReplica, batch: Batch, work: Work, clock: Clock) -> Outcome:
-    """Forward and backward over the mini-batch."""
+def one_gradient(
+    live: LiveReplica,
+    batch: Batch,
+    work: Work,
+    clock: Clock,
+    writer: GradientWriter | None = None,
+) -> Outcome:
+    """Forward and backward over the mini-batch; dense gradients go to ``writer``, if there is one."""
     mini_batch = to_mini_batch(batch, live)
-    loss = forward_backward(live, mini_batch, work.seed(), work.step.loss_scale, clock)
+    loss = forward_backward(live, mini_batch, work.seed(), work.step.loss_scale, clock, writer)
     gradients = take_gradients(live)
+    if writer is not None:
+        gradients = writer.finish(gradients)
     return Outcome(loss, mini_batch.weight, len(mini_batch), gradients)
 
 
@@ -159,7 +168,8 @@ def write_sections(
     outcome: Outcome,
     out: np.ndarray,
 ) -> list[Contribution]:
-    """Write what the replica contributes into ``out`` (uint8), slice after slice."""
+    """Write what the replica contributes into ``out`` (uint8), slice after slice, but for gradients
+    that are there already."""
     layout = live.flat.layout
     buffers = live.flat.buffers()
     sections, place = [], 0
@@ -173,7 +183,12 @@ def write_sections(
             absent=outcome.gradients.absent,
         )
         write_gradients(
-            layout, plan, outcome.gradients.dense, outcome.gradients.tables, contribution
+            layout,
+            plan,
+            outcome.gradients.dense,
+            outcome.gradients.tables,
+            contribution,
+            outcome.gradients.written,
         )
         if contribution.compressed is not None and outcome.compressed is not None:
             copy_packed(contribution.compressed, outcome.compressed)
@@ -195,8 +210,10 @@ def not_finite(
     """What is inf or NaN in a contribution, as it travels; empty: nothing."""
     if not np.isfinite(outcome.loss):
         return f"the loss ({outcome.loss})"
-    for plan, section in zip(plans, sections, strict=True):
-        number = first_not_finite(plan, section)
-        if number is not None:
-            return f'the gradient of "{live.flat.layout.segments[number].name}"'
-    return ""
+    known = outcome.gradients.not_finite
+    if known is None:
+        found = (first_not_finite(p, s) for p, s in zip(plans, sections, strict=True))
+        number = next((n for n in found if n is not None), None)
+    else:
+        number = min(known, default=None)
+    return "" if number is None else f'the gradient of "{live.flat.layout.segments[number].name}"'

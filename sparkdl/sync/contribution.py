@@ -125,12 +125,16 @@ def write_gradients(
     gradients: Sequence[torch.Tensor | None],
     tables: Mapping[int, Rows],
     out: Contribution,
+    written: frozenset[int] = frozenset(),
 ) -> None:
     """Write the gradients of a replica (by parameter number) into a section, rounding to its dtype.
 
-    Places of parameters without a gradient are zeroed. In a compressed section: the tables alone.
+    Places of parameters without a gradient are zeroed; those of ``written`` ones left as they are. In
+    a compressed section: the tables alone.
     """
     for piece in plan.parameters:
+        if piece.number in written:
+            continue
         if piece.sparse:
             if piece.number in out.tables:
                 for place, values in zip(
@@ -153,7 +157,7 @@ def first_not_finite(plan: SlicePlan, section: Contribution) -> int | None:
     compressed = section.compressed or {}
     floats = {n: [t for t in c.values() if t.is_floating_point()] for n, c in compressed.items()}
     tables = [values for _, values in section.tables.values()]
-    if all(map(_sums_up, [section.gradient, *tables, *itertools.chain(*floats.values())])):
+    if all(map(sums_up, [section.gradient, *tables, *itertools.chain(*floats.values())])):
         return None
     for piece in plan.parameters:
         if piece.sparse:
@@ -168,7 +172,7 @@ def first_not_finite(plan: SlicePlan, section: Contribution) -> int | None:
     return None
 
 
-def _sums_up(values: torch.Tensor) -> bool:
+def sums_up(values: torch.Tensor) -> bool:
     """Whether the sum is finite, one fast pass: it is not where an element is not, nor where finite
     ones add up to too much."""
     return math.isfinite(values.sum(dtype=torch.float32).item())

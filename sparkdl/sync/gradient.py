@@ -127,15 +127,27 @@ def squared_norm(plan: SlicePlan, reduced: Reduced) -> float:
     )
 
 
-def clip_norm(reduced: Reduced, squares: Sequence[float], limit: float) -> float:
-    """Scale so that the global norm is at most ``limit``; the norm before.
+def clip_factor(squares: Sequence[float], limit: float) -> tuple[float, float]:
+    """The global norm, and what to multiply a gradient by so that its norm is at most ``limit``.
 
     ``squares``: :func:`squared_norm` of every slice, in slice order.
     """
     norm = math.sqrt(sum(squares))
-    scale = min(1.0, limit / (norm + NORM_EPSILON))
+    return norm, min(1.0, limit / (norm + NORM_EPSILON))
+
+
+def clip_norm(reduced: Reduced, squares: Sequence[float], limit: float) -> float:
+    """Scale so that the global norm is at most ``limit``; the norm before. See :func:`clip_factor`."""
+    norm, scale = clip_factor(squares, limit)
     if scale < 1.0:
         reduced.gradient.mul_(scale)
         for _, values in reduced.tables.values():
             values.mul_(scale)
     return norm
+
+
+def scaled(reduced: Reduced, scale: float, out: torch.Tensor) -> Reduced:
+    """A gradient times ``scale``, the dense one in ``out``."""
+    torch.mul(reduced.gradient, scale, out=out)
+    tables = {number: (rows, values * scale) for number, (rows, values) in reduced.tables.items()}
+    return Reduced(out, reduced.absent, tables)

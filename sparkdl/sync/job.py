@@ -20,6 +20,7 @@ from sparkdl.replica.run import Run
 from sparkdl.slab.pool import Pool, Reference, open_pool
 from sparkdl.sync.codec import decode, encode
 from sparkdl.sync.contribution import Contribution, SectionMap, open_section
+from sparkdl.sync.gradient import Reduced
 from sparkdl.sync.owner import Owner
 from sparkdl.sync.owners import run_of
 from sparkdl.sync.plans import plans_of
@@ -90,25 +91,33 @@ def synchronize(step: Step, partition: int, run: Run, frames: list[Frame]) -> Sl
     contributions = _contributions(owner, pool, frames)
     state = frames[0][0].state
     loss = _loss(frames)
-    with next_version(pool, state, owner.dtype, step.tick, step.floor) as (new, to):
-        clock.lap("update")
-        reduced = owner.reduce(contributions, new.weights, _scratch_tensor(run, owner))
-        _check_references(pool, frames)
-        clock.lap("reduce")
-        norm = owner.update(
+    with next_version(pool, state, owner.dtype, step.tick, step.floor) as versions:
+        old, new, to = versions
+        known, squares, keep = None, [0.0], None
+        if owner.clips_norm:
+            known = owner.reduce(contributions, old.weights, _scratch_tensor(run, owner))
+            squares = [owner.squared_norm(known)]
+            clock.lap("reduce")
+        if step.histograms:
+            keep = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
+        updated = owner.update(
+            old,
             new,
-            reduced,
             contributions,
             step.hyperparameters,
-            [owner.squared_norm(reduced)] if owner.clips_norm else (),
-            loss,
-            _others(frames),
+            known=known,
+            squares=squares,
+            loss=loss,
+            others=_others(frames),
+            keep=keep,
         )
-        clock.lap("update")
+        _check_references(pool, frames)
         handle = to.seal(new)
-        histograms = owner.histograms(new, reduced) if step.histograms else {}
+        histograms = owner.histograms(new, updated.reduced) if step.histograms else {}
     clock.lap("update")
-    return replace(report, state=handle, seconds=clock.seconds, norm=norm, histograms=histograms)
+    return replace(
+        report, state=handle, seconds=clock.seconds, norm=updated.norm, histograms=histograms
+    )
 
 
 @dataclass(frozen=True)
@@ -192,29 +201,32 @@ class Update:
             owner.plan, owner.dtype, mine.section, pool.read(mine.reference), absent=mine.absent
         )
         with next_version(pool, mine.state, owner.dtype, step.tick, step.floor) as (
+            old,
             new,
             to,
         ):
-            clock.lap("update")
-            reduced = owner.adopt(alone, _scratch_tensor(run, owner))
-            norm = owner.update(
+            keep = None
+            if step.histograms:
+                keep = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
+            updated = owner.update(
+                old,
                 new,
-                reduced,
                 [alone],
                 step.hyperparameters,
-                [header.squares for header in headers],
-                mine.loss,
+                known=Reduced(alone.gradient, alone.absent, dict(alone.tables)),
+                squares=[header.squares for header in headers],
+                loss=mine.loss,
+                keep=keep,
             )
             pool.check(mine.reference)
-            clock.lap("update")
             handle = to.seal(new)
-            histograms = owner.histograms(new, reduced) if step.histograms else {}
+            histograms = owner.histograms(new, updated.reduced) if step.histograms else {}
         clock.lap("update")
         return replace(
             report,
             state=handle,
             seconds={**report.seconds, **clock.seconds},
-            norm=norm,
+            norm=updated.norm,
             histograms=histograms,
         )
 

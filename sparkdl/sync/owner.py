@@ -1,12 +1,19 @@
 """What the owner of a slice does in one iteration: reduce, update, average. Pure torch, no Spark.
 
 Both engines run this: the tasks of the parameter-synchronization job, and the local engine.
+
+[Note: one pass over the bytes] An update reads M gradients and version t and writes version t+1. Where
+the optimizer treats every element by itself this is done block by block: a block of the gradients is
+reduced, the block of version t is copied to its place in t+1, and torch's optimizer steps it there. No
+memory for the whole gradient is needed, and what one step wrote the next finds in cache. The bits are
+the same whatever the blocks are.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,14 +21,22 @@ import torch
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.policy import Policy
 from sparkdl.sync.apply import step_slice
+from sparkdl.sync.blocks import (
+    block_of_contribution,
+    block_of_reduced,
+    block_of_state,
+    cut_blocks,
+    keep_block,
+)
 from sparkdl.sync.buffers import merge_buffers
 from sparkdl.sync.contribution import Contribution, SectionMap, open_section, section_nbytes
 from sparkdl.sync.gradient import (
     Reduced,
-    clip_norm,
+    clip_factor,
     clip_values,
     reduce_gradients,
     regularise,
+    scaled,
     squared_norm,
     strengths,
 )
@@ -36,8 +51,20 @@ EMA = "sparkdl.ema"
 
 
 @dataclass(frozen=True)
+class Updated:
+    """``norm``: the global norm before clipping, where there is a limit. ``reduced``: the gradient as
+    it was applied; its dense part only where it was kept."""
+
+    norm: float | None
+    reduced: Reduced
+
+
+@dataclass(frozen=True)
 class Owner:
-    """The constants of a slice: its plan, the optimizer, the policy, regularisers by parameter."""
+    """The constants of a slice: its plan, the optimizer, the policy, regularisers by parameter.
+
+    ``separable``: the optimizer treats every element by itself.
+    """
 
     plan: SlicePlan
     optimizer: OptimizerPlan
@@ -45,9 +72,16 @@ class Owner:
     dtype: torch.dtype
     l1: Mapping[int, float]
     l2: Mapping[int, float]
+    separable: bool = False
 
     @staticmethod
-    def of(plan: SlicePlan, optimizer: OptimizerPlan, policy: Policy, layout: Layout) -> Owner:
+    def of(
+        plan: SlicePlan,
+        optimizer: OptimizerPlan,
+        policy: Policy,
+        layout: Layout,
+        separable: bool = False,
+    ) -> Owner:
         return Owner(
             plan,
             optimizer,
@@ -55,7 +89,14 @@ class Owner:
             layout.dtype,
             strengths(policy.l1, layout),
             strengths(policy.l2, layout),
+            separable,
         )
+
+    @functools.cached_property
+    def blocks(self) -> list[SlicePlan]:
+        """What is updated at a time; all of the slice where the optimizer wants whole tensors."""
+        cut = self.separable and self.policy.local_steps == 1
+        return cut_blocks(self.plan) if cut else [self.plan]
 
     def reduce(
         self, contributions: Sequence[Contribution], weights: torch.Tensor, out: torch.Tensor
@@ -64,18 +105,21 @@ class Owner:
 
         ``weights``: version t of the slice.
         """
-        reduced = reduce_gradients(self.plan, contributions, out)
+        return self._reduce(self.plan, contributions, weights, out)
+
+    def _reduce(
+        self,
+        block: SlicePlan,
+        contributions: Sequence[Contribution],
+        weights: torch.Tensor,
+        out: torch.Tensor,
+    ) -> Reduced:
+        reduced = reduce_gradients(block, contributions, out)
         if self.policy.local_steps == 1:
-            regularise(self.plan, reduced, weights, self.l1, self.l2)
+            regularise(block, reduced, weights, self.l1, self.l2)
             if self.policy.clip_value is not None:
                 clip_values(reduced, self.policy.clip_value)
         return reduced
-
-    def adopt(self, alone: Contribution, out: torch.Tensor) -> Reduced:
-        """What :meth:`write_reduced` wrote, with the dense gradient copied into ``out``."""
-        out.copy_(alone.gradient)
-        tables = {number: (rows, values.clone()) for number, (rows, values) in alone.tables.items()}
-        return Reduced(out, alone.absent, tables)
 
     @property
     def clips_norm(self) -> bool:
@@ -89,32 +133,74 @@ class Owner:
     @torch.no_grad()
     def update(
         self,
+        old: SliceState,
+        new: SliceState,
+        contributions: Sequence[Contribution],
+        hyperparameters: Sequence[Mapping[str, Any]] | None,
+        *,
+        known: Reduced | None = None,
+        squares: Sequence[float] = (),
+        loss: float = 0.0,
+        others: bytes = b"",
+        keep: torch.Tensor | None = None,
+    ) -> Updated:
+        """Write version t+1 into ``new``. See [Note: one pass over the bytes].
+
+        ``old``: version t. ``new`` has its ``held`` and ``others`` and as many arrays, with memory of
+        its own whose content does not matter, or is ``old`` itself. ``known``: the gradient, where it
+        is reduced already; it is not changed. ``squares``: :meth:`squared_norm` of every slice, where
+        it is clipped by norm. ``others``: after local steps, a replica's optimizer state that is not
+        in arrays, packed. ``keep``: (dense_length) memory for the gradient, where it is asked for.
+        """
+        norm, scale = None, 1.0
+        if self.clips_norm and self.policy.clip_norm is not None:
+            norm, scale = clip_factor(squares, self.policy.clip_norm)
+        if self.policy.ema is not None and EMA not in old.arrays:
+            new.arrays[EMA] = old.weights[: self.plan.trainable_length].clone()
+        before = replace(old, held=dict(old.held), others=dict(old.others))
+        lengths = [self._dense_length(block) for block in self.blocks]
+        memory = torch.empty(max(lengths), dtype=self.dtype) if keep is None else keep
+        part = Reduced(memory)
+        for block, length in zip(self.blocks, lengths, strict=True):
+            start, whole = block.start - self.plan.start, block is self.plan
+            out = memory[:length] if keep is None else memory[start : start + length]
+            if known is None:
+                parts = contributions
+                if not whole:
+                    parts = [block_of_contribution(self.plan, block, c) for c in contributions]
+                weights = old.weights[start : start + block.length]
+                part = self._reduce(block, parts, weights, out)
+            else:
+                part = scaled(block_of_reduced(self.plan, block, known), scale, out)
+            state = new if whole else block_of_state(self.plan, block, new, before)
+            if new is not old:
+                _copy(old, state, start)
+            self._step(block, state, part, contributions, hyperparameters, loss, others)
+            if not whole:
+                keep_block(self.plan, block, state, new)
+        merge_buffers(self.plan, contributions, new.weights)
+        return Updated(norm, Reduced(memory, part.absent, part.tables))
+
+    def _dense_length(self, block: SlicePlan) -> int:
+        """Elements of a block's dense gradient."""
+        return max(0, min(block.stop, self.plan.start + self.plan.dense_length) - block.start)
+
+    def _step(
+        self,
+        block: SlicePlan,
         state: SliceState,
         reduced: Reduced,
         contributions: Sequence[Contribution],
         hyperparameters: Sequence[Mapping[str, Any]] | None,
-        squares: Sequence[float] = (),
-        loss: float = 0.0,
-        others: bytes = b"",
-    ) -> float | None:
-        """Bring ``state``, the caller's own copy of version t, to t+1; the global norm, if clipped.
-
-        ``squares``: :meth:`squared_norm` of every slice. ``others``: after local steps, a replica's
-        optimizer state that is not in arrays, packed.
-        """
-        norm = None
-        if self.clips_norm and self.policy.clip_norm is not None:
-            norm = clip_norm(reduced, squares, self.policy.clip_norm)
-        average = state.arrays.get(EMA)
-        if self.policy.ema is not None and average is None:
-            average = state.weights[: self.plan.trainable_length].clone()
-            state.arrays[EMA] = average
-        merge_buffers(self.plan, contributions, state.weights)
+        loss: float,
+        others: bytes,
+    ) -> None:
+        """Bring a block's state, a copy of version t, to t+1."""
         if self.policy.local_steps > 1:
-            _average(self.plan, state, reduced, contributions, others)
+            _average(block, state, reduced, contributions, others)
         else:
             step_slice(
-                self.plan,
+                block,
                 state,
                 reduced.gradient,
                 reduced.absent,
@@ -123,9 +209,9 @@ class Owner:
                 sparse=reduced.tables,
                 loss=torch.tensor(loss, dtype=self.dtype),
             )
-        if self.policy.ema is not None and average is not None:
+        if self.policy.ema is not None:
+            average = state.arrays[EMA]
             average.lerp_(state.weights[: len(average)], 1.0 - self.policy.ema)
-        return norm
 
     def histograms(self, state: SliceState, reduced: Reduced) -> dict[tuple[str, int], Histogram]:
         """Of the weights and gradients of each parameter's piece in this slice."""
@@ -166,6 +252,14 @@ class Owner:
         merged = torch.zeros(self.plan.length, dtype=self.dtype)
         merge_buffers(self.plan, contributions, merged)
         place.buffers.copy_(merged[self.plan.buffers_start :])
+
+
+def _copy(whole: SliceState, block: SliceState, start: int) -> None:
+    """The weights and arrays of a block that begins with element ``start`` of the whole."""
+    block.weights.copy_(whole.weights[start : start + len(block.weights)])
+    for name, array in whole.arrays.items():
+        place = block.arrays[name]
+        place.copy_(array[start : start + len(place)])
 
 
 def _average(

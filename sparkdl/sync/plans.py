@@ -30,7 +30,7 @@ class RunPlans:
         parameters = [parameter for _, parameter in replica.flat.parameters]
         optimizer = OptimizerPlan.of(recipe, parameters, replica.flat.module, try_out=False)
         owners = [
-            Owner.of(plan, optimizer, recipe.policy, layout)
+            Owner.of(plan, optimizer, recipe.policy, layout, not run.whole_tensors)
             for plan in slice_plans(layout, run.slices, whole=run.whole_tensors)
         ]
         (everything,) = slice_plans(layout, 1)

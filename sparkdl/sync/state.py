@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,17 @@ class SliceState:
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
     held: dict[int, tuple[str, ...]] = field(default_factory=dict)
     others: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+def mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """``value`` with every ``kind`` in its dicts, lists and tuples changed."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: mapped(item, kind, change) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(mapped(item, kind, change) for item in value)
+    return value
 
 
 def join_states(

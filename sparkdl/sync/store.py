@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,30 +14,28 @@ import torch
 from sparkdl.slab.pool import Claim, Pool
 from sparkdl.sync.codec import as_tensor
 from sparkdl.sync.records import SliceHandle
-from sparkdl.sync.state import ARRAY_DTYPES, SliceState
+from sparkdl.sync.state import ARRAY_DTYPES, SliceState, mapped
 
 _ROUND = 4096
 
 
 @contextlib.contextmanager
 def next_version(
-    pool: Pool, old: SliceHandle, dtype: torch.dtype, tick: int, floor: int
-) -> Iterator[tuple[SliceState, NewVersion]]:
-    """Claim buffers and copy version t into them; the block may change the copy, then ``seal`` it.
+    pool: Pool, handle: SliceHandle, dtype: torch.dtype, tick: int, floor: int
+) -> Iterator[tuple[SliceState, SliceState, NewVersion]]:
+    """Version t, not to be written to, and buffers for t+1, which the block fills, then ``seal`` it.
 
-    The old buffers are checked after the copy, see [Note: who may write a buffer].
+    The buffers are as many and as long, and their content is undefined. What is not in arrays is
+    the same object in both, with memory of its own. That version t is what was read all the time is
+    checked by ``seal``, see [Note: who may write a buffer].
     """
     with contextlib.ExitStack() as claims:
-        new = NewVersion(pool, tick, floor, claims)
-        state = SliceState(new.array("weights", as_tensor(pool.read(old.weights), dtype)))
-        for name, kind, reference in old.arrays:
-            source = torch.from_numpy(pool.read(reference).view(kind))
-            state.arrays[name] = new.array(name, source)
-        if old.others is not None:
-            state.held, state.others = unpack(pool.read(old.others).data)
-        for reference in old.references():
-            pool.check(reference)
-        yield state, new
+        to = NewVersion(pool, tick, floor, claims, replaces=handle)
+        old = read_version(pool, handle, dtype)
+        new = SliceState(to.like("weights", old.weights), {}, old.held, old.others)
+        for name, array in old.arrays.items():
+            new.arrays[name] = to.like(name, array)
+        yield old, new, to
 
 
 class NewVersion:
@@ -50,31 +48,36 @@ class NewVersion:
         floor: int,
         claims: contextlib.ExitStack,
         role: str = "state",
+        replaces: SliceHandle | None = None,
     ) -> None:
         self._pool, self._tick, self._floor, self._claims = pool, tick, floor, claims
-        self._role = role
+        self._role, self._replaces = role, replaces
         self._claimed: dict[str, tuple[Claim, torch.Tensor]] = {}
 
-    def array(self, name: str, source: torch.Tensor) -> torch.Tensor:
-        """A slab-backed copy of ``source``."""
-        claim = self._claim(source.numel() * source.element_size())
-        kind = source.numpy().dtype
-        copy = torch.from_numpy(claim.bytes.view(kind))
-        copy.copy_(source)
-        self._claimed[name] = claim, copy
-        return copy
+    def like(self, name: str, other: torch.Tensor) -> torch.Tensor:
+        """A slab-backed tensor of the length and dtype of ``other``, its content undefined."""
+        claim = self._claim(other.numel() * other.element_size())
+        tensor = as_tensor(claim.bytes, other.dtype)
+        self._claimed[name] = claim, tensor
+        return tensor
 
     def seal(self, state: SliceState) -> SliceHandle:
-        """Write what is not in slabs yet (new optimizer state, others); the new version's handle."""
+        """Write what is not in slabs yet (new optimizer state, others); the new version's handle.
+
+        Raises :class:`sparkdl.errors.StaleReferenceError` if the version it replaces was overwritten
+        while it was read.
+        """
         for name, array in state.arrays.items():
             if name not in self._claimed:
-                self.array(name, array)
+                self.like(name, array).copy_(array)
         others = None
         if state.others:
             data = np.frombuffer(pack(state), dtype=np.uint8)
             claim = self._claim(-(-len(data) // _ROUND) * _ROUND)
             claim.bytes[: len(data)] = data
             others = claim.reference.part(0, len(data))
+        for reference in self._replaces.references() if self._replaces else ():
+            self._pool.check(reference)
         return SliceHandle(
             self._claimed["weights"][0].reference,
             tuple(
@@ -102,7 +105,7 @@ def pack(state: SliceState) -> bytes:
 
     Tensors go as NumPy arrays: torch's own pickling takes a millisecond for a step count.
     """
-    plain = state.held, _mapped(state.others, torch.Tensor, _to_array)
+    plain = state.held, mapped(state.others, torch.Tensor, _to_array)
     return pickle.dumps(plain, protocol=pickle.HIGHEST_PROTOCOL)
 
 
@@ -111,7 +114,7 @@ def unpack(
 ) -> tuple[dict[int, tuple[str, ...]], dict[int, dict[str, Any]]]:
     """``held`` and ``others``, the tensors in them with memory of their own."""
     held, others = pickle.loads(data)
-    return held, _mapped(others, _Array, lambda array: torch.tensor(array.values))
+    return held, mapped(others, _Array, lambda array: torch.tensor(array.values))
 
 
 def _to_array(tensor: torch.Tensor) -> _Array | torch.Tensor:
@@ -119,22 +122,11 @@ def _to_array(tensor: torch.Tensor) -> _Array | torch.Tensor:
     return _Array(tensor.detach().numpy()) if plain else tensor
 
 
-def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """``value`` with every ``kind`` in its dicts, lists and tuples changed."""
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _mapped(item, kind, change) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(item, kind, change) for item in value)
-    return value
-
-
 def first_version(pool: Pool, state: SliceState, tick: int, role: str = "state") -> SliceHandle:
     """Write a state that is not in slabs yet, in buffers of ``role``."""
     with contextlib.ExitStack() as claims:
         new = NewVersion(pool, tick, tick, claims, role)
-        new.array("weights", state.weights)
+        new.like("weights", state.weights).copy_(state.weights)
         return new.seal(state)
 
 

@@ -193,7 +193,8 @@ def _engine(
         assembly(trainer, samples, model.float_dtype),
         tuple(max(1, round(trainer.batch_size * rows / total)) for rows in samples.counts),
         int(context.getConf().get("spark.task.cpus", "1") or 1),
-        whole_tensors=not model.optimizer.elementwise or trainer.compression is not None,
+        whole_tensors=not (model.optimizer.elementwise and model.optimizer.separate)
+        or trainer.compression is not None,
     )
     if trainer.engine == "local":
         return LocalEngine(samples, made, model.payload, batch_size)

@@ -31,6 +31,7 @@ from sparkdl.step.replica import (
     sections_nbytes,
     write_sections,
 )
+from sparkdl.step.streaming import GradientWriter, streams
 from sparkdl.sync.contribution import Contribution
 from sparkdl.sync.gradient import Reduced
 from sparkdl.sync.owner import EMA
@@ -129,9 +130,14 @@ class LocalEngine:
         batches = work.mini_batches(live, partition, local_steps)
         clock.lap("data")
         self._load(self.weights())
+        memory, writer = None, None
+        if streams(live):
+            maps = section_maps(live, self._plans.slices, Outcome())
+            memory = np.zeros(sum(sections_nbytes(live, self._plans.slices, maps)), np.uint8)
+            writer = GradientWriter(live, self._plans.slices, maps, memory)
         if local_steps == 1:
             clock.lap("fetch")
-            outcome = one_gradient(live, batches[0], work, clock)
+            outcome = one_gradient(live, batches[0], work, clock, writer)
         else:
             state = join_states(self._plans.slices, self._states, live.flat.flat.device)
             clock.lap("fetch")
@@ -140,7 +146,8 @@ class LocalEngine:
             outcome = compress_outcome(live, outcome, work, self._residuals.get(replica, {}))
             clock.lap("compress")
         maps = section_maps(live, self._plans.slices, outcome)
-        memory = np.zeros(sum(sections_nbytes(live, self._plans.slices, maps)), np.uint8)
+        if memory is None:
+            memory = np.zeros(sum(sections_nbytes(live, self._plans.slices, maps)), np.uint8)
         sections = write_sections(live, self._plans.slices, maps, outcome, memory)
         problem = not_finite(live, self._plans.slices, sections, outcome)
         clock.lap("publish")
@@ -160,34 +167,37 @@ class LocalEngine:
         owners, clocks = self._plans.owners, [Clock() for _ in self._plans.owners]
         total = sum(report.weight for report in reports)
         loss = sum(r.loss * r.weight for r in reports) / total if total else 0.0
-        reduced: list[Reduced] = []
-        for n, owner in enumerate(owners):
-            clocks[n] = Clock()
-            out = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
-            mine = [replica[n] for replica in sections]
-            reduced.append(owner.reduce(mine, self._states[n].weights, out))
-            clocks[n].lap("reduce")
-        squares = [
-            owner.squared_norm(r) if owner.clips_norm else 0.0
-            for owner, r in zip(owners, reduced, strict=True)
-        ]
+        contributions = [[replica[n] for replica in sections] for n in range(len(owners))]
+        known: list[Reduced | None] = [None] * len(owners)
+        squares = [0.0] * len(owners)
+        for n, (owner, state) in enumerate(zip(owners, self._states, strict=True)):
+            if owner.clips_norm:
+                clocks[n] = Clock()
+                out = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
+                reduced = known[n] = owner.reduce(contributions[n], state.weights, out)
+                squares[n] = owner.squared_norm(reduced)
+                clocks[n].lap("reduce")
         slices = []
         for n, (owner, state) in enumerate(zip(owners, self._states, strict=True)):
-            clock = Clock()
-            norm = owner.update(
+            clock, keep = Clock(), None
+            if step.histograms:
+                keep = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
+            updated = owner.update(
                 state,
-                reduced[n],
-                [replica[n] for replica in sections],
+                state,
+                contributions[n],
                 step.hyperparameters,
-                squares,
-                loss,
-                others,
+                known=known[n],
+                squares=squares,
+                loss=loss,
+                others=others,
+                keep=keep,
             )
+            histograms = owner.histograms(state, updated.reduced) if step.histograms else {}
             clock.lap("update")
-            histograms = owner.histograms(state, reduced[n]) if step.histograms else {}
             seconds = {**clocks[n].seconds, **clock.seconds}
             slices.append(
-                SliceReport(n, "", None, seconds=seconds, norm=norm, histograms=histograms)
+                SliceReport(n, "", None, seconds=seconds, norm=updated.norm, histograms=histograms)
             )
         return slices
 

@@ -242,10 +242,13 @@ def test_versions_in_slabs_go_the_way_of_one_state_in_memory(pool: Pool, make: A
         gradient = gradient_of(plan, tick)
         loss = torch.tensor(1 / tick)
         step_slice(plan, state, gradient, absent, optimizer, loss=loss)
-        with next_version(pool, handle, torch.float32, tick, tick - 1) as (copied, new):
+        with next_version(pool, handle, torch.float32, tick, tick - 1) as (old, copied, new):
+            copied.weights.copy_(old.weights)
+            for name, array in old.arrays.items():
+                copied.arrays[name].copy_(array)
             step_slice(plan, copied, gradient, absent, optimizer, loss=loss)
             handle = new.seal(copied)
-    with next_version(pool, handle, torch.float32, 6, 5) as (last, _):
+    with next_version(pool, handle, torch.float32, 6, 5) as (last, _, _):
         assert torch.equal(last.weights, state.weights)
         assert last.held == state.held
         assert last.arrays.keys() == state.arrays.keys()

@@ -1,0 +1,201 @@
+"""What an iteration's two task bodies cost beyond forward and backward, without Spark.
+
+    python benchmarks/bytes.py [--sizes 0.1,2.7,100] [--iterations 40]
+
+Two processes of one thread each run the bodies of the two jobs at once, M = N = 2, with slabs in shared
+memory, and in the same run what they are held against: forward and backward of plain PyTorch, Gloo's
+all-reduce and Adam of the same parameters (what DDP does), and a copy of as many bytes as the bodies
+must at least move. Medians over the iterations of the slower process, milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from pyspark import cloudpickle
+from torch import nn
+
+from sparkdl.data.assemble import Assembly
+from sparkdl.data.partition import PartitionWriter
+from sparkdl.replica.recipe import Recipe
+from sparkdl.replica.run import ReplicaHandle, Run
+from sparkdl.slab.pool import close_pool
+from sparkdl.slab.root import SlabConfig, remove_root
+from sparkdl.step.job import AtSeats, ForwardBackward, PrepareReplica
+from sparkdl.sync.job import Synchronize
+from sparkdl.sync.owners import InitialState, PrepareOwner, RecipeSource
+from sparkdl.sync.records import Step
+
+RANKS = 2
+ROWS = 32
+WIDTH_AND_DEPTH = {0.1: (64, 6), 2.7: (256, 10), 10.0: (512, 10), 100.0: (1024, 25)}
+
+
+def make_model(size: float) -> nn.Module:
+    width, depth = WIDTH_AND_DEPTH[size]
+    layers = [m for _ in range(depth) for m in (nn.Linear(width, width, bias=False), nn.Tanh())]
+    return nn.Sequential(*layers)
+
+
+class Bodies:
+    """The task bodies of rank ``rank``: replica ``rank`` and slice ``rank``."""
+
+    def __init__(self, rank: int, size: float, slab: SlabConfig) -> None:
+        width = WIDTH_AND_DEPTH[size][0]
+        self.rank = rank
+        self.run = Run(
+            slab, 0, RANKS, RANKS, Assembly(num_features=1, num_labels=1), (ROWS, ROWS), threads=1
+        )
+        recipe = Recipe(
+            partial(make_model, size), nn.MSELoss(), partial(torch.optim.Adam, lr=1e-4), seed=0
+        )
+        source = RecipeSource(cloudpickle.dumps(recipe))
+        generator = np.random.default_rng(rank)
+        writer = PartitionWriter(slab)
+        columns = [generator.normal(size=(8 * ROWS, width)).astype("float32") for _ in "xy"]
+        writer.add(["features", "label"], columns)
+        samples = writer.finish()
+        handle = ReplicaHandle(self.run, rank, samples.checksum)
+        (replica,) = PrepareReplica(source)(rank, [pickle.dumps(handle)])
+        self.seat = replica, pickle.dumps(samples)
+        self.owner = list(PrepareOwner(self.run, source, RANKS)(rank, []))
+        (first,) = InitialState()(rank, iter(self.owner))
+        self.states = tuple(_gather(pickle.loads(first).state))
+        self.step = Step(0, 0, tick=1, floor=0, rows=((0, ROWS),) * RANKS)
+
+    def iteration(self) -> dict[str, float]:
+        """Seconds by activity, and of the two bodies."""
+        dist.barrier()
+        started = time.perf_counter()
+        body = AtSeats(ForwardBackward(self.step), self.states)
+        frames = list(body(self.rank, iter([self.seat])))[1::2]
+        seconds = {"forward-backward task": time.perf_counter() - started}
+        arrived = [sent[self.rank] for sent in _gather(frames)]
+        dist.barrier()
+        started = time.perf_counter()
+        (report,) = Synchronize(self.step)(
+            self.rank, iter(list(zip(arrived, self.owner, strict=True)))
+        )
+        seconds["synchronization task"] = time.perf_counter() - started
+        reports = _gather(pickle.loads(report))
+        self.states = tuple(r.state for r in reports)
+        assert not any(r.faults for r in reports)
+        for own in (*reports[0].replicas[self.rank : self.rank + 1], reports[self.rank]):
+            for activity, value in own.seconds.items():
+                seconds[activity] = seconds.get(activity, 0.0) + value
+        step = self.step
+        self.step = replace(step, tick=step.tick + 1, floor=step.tick)
+        return seconds
+
+
+class Plain:
+    """Plain PyTorch and Gloo on the same parameters."""
+
+    def __init__(self, rank: int, size: float) -> None:
+        self.model = make_model(size)
+        self.adam = torch.optim.Adam(self.model.parameters(), lr=1e-4)
+        self.fused = torch.optim.Adam(self.model.parameters(), lr=1e-4, fused=True)
+        width = WIDTH_AND_DEPTH[size][0]
+        self.x, self.y = torch.randn(2, ROWS, width)
+        count = sum(p.numel() for p in self.model.parameters())
+        self.flat, self.other = torch.zeros(count), torch.ones(count)
+
+    def iteration(self) -> dict[str, float]:
+        seconds = {}
+        for name, work in (
+            ("plain forward and backward", self._backward),
+            ("all-reduce", partial(dist.all_reduce, self.flat)),
+            ("Adam, torch's default", self.adam.step),
+            ("Adam, fused", self.fused.step),
+            ("a copy of the parameters", partial(self.flat.copy_, self.other)),
+        ):
+            dist.barrier()
+            started = time.perf_counter()
+            work()
+            seconds[name] = time.perf_counter() - started
+        return seconds
+
+    def _backward(self) -> None:
+        self.adam.zero_grad(set_to_none=True)
+        nn.functional.mse_loss(self.model(self.x), self.y).backward()
+
+
+def _gather(value: object) -> list:
+    everyone: list = [None] * RANKS
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def _rank(rank: int, folder: str, slabs: dict[float, SlabConfig], iterations: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    for size, slab in slabs.items():
+        bodies, plain, records = Bodies(rank, size, slab), Plain(rank, size), []
+        for _ in range(iterations + 5):
+            seconds = [s | t for s, t in [(bodies.iteration(), plain.iteration())]]
+            records += [
+                {name: max(each[name] for each in both) for name in both[0]}
+                for both in zip(*_gather(seconds), strict=True)
+            ]
+        if rank == 0:
+            _show(size, records[5:])
+        close_pool(slab)
+    dist.destroy_process_group()
+
+
+def _show(size: float, records: list[dict[str, float]]) -> None:
+    ms = {name: 1e3 * statistics.median([r[name] for r in records]) for name in records[0]}
+    one = size * 1e6
+    count = sum(p.numel() for p in make_model(size).parameters()) * 4
+    copy = ms["a copy of the parameters"] / 2  # for as many bytes read or written
+    touched = {  # in units of the parameters: bytes read and written by one process
+        "fetch": "read W, write W",
+        "publish": "read G, write G",
+        "update": "read M/N G and 3/N W, write 3/N W",
+    }
+    units = {"fetch": 2.0, "publish": 2.0, "update": 1 + 6 / RANKS}
+    print(
+        f"\n{size:g} MB of parameters ({count / 1e6:.1f} exactly); {one and len(records)} iterations"
+    )
+    for name, value in ms.items():
+        least = f"{units[name] * copy:8.2f}  {touched[name]}" if name in units else ""
+        print(f"  {name:28s}{value:9.3f}  {least}")
+    bodies = ms["forward-backward task"] + ms["synchronization task"]
+    beyond = bodies - ms["plain forward and backward"]
+    for adam in ("Adam, torch's default", "Adam, fused"):
+        ddp = ms["all-reduce"] + ms[adam]
+        print(f"  beyond {beyond:.2f} / (all-reduce + {adam}) {ddp:.2f} = {beyond / ddp:.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", default="0.1,2.7,100", help="MB of parameters")
+    parser.add_argument("--iterations", type=int, default=40)
+    options = parser.parse_args()
+    slabs = {
+        float(size): SlabConfig.new("/dev/shm", f"bytes{os.getpid()}")
+        for size in options.sizes.split(",")
+    }
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(_rank, (folder, slabs, options.iterations), nprocs=RANKS)
+    finally:
+        for slab in slabs.values():
+            remove_root(slab)
+            assert not Path(slab.directory, slab.name).exists()
+
+
+if __name__ == "__main__":
+    main()

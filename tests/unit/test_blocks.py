@@ -1,0 +1,165 @@
+"""An update in blocks gives the bits of one in a piece, whatever the blocks and the policy."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_plan import layouts
+from torch import nn, optim
+
+from sparkdl.replica.flat import FlatModule, Layout
+from sparkdl.replica.policy import Policy
+from sparkdl.replica.recipe import Recipe
+from sparkdl.sync import owner as owner_module
+from sparkdl.sync.blocks import cut_blocks
+from sparkdl.sync.contribution import Contribution
+from sparkdl.sync.optimizer import OptimizerPlan
+from sparkdl.sync.owner import Owner
+from sparkdl.sync.plan import SlicePlan, slice_plans
+from sparkdl.sync.state import SliceState
+
+quick = settings(deadline=None, max_examples=60)
+
+
+@quick
+@given(layouts(), st.integers(1, 4), st.integers(1, 6).map(lambda k: 64 * k))
+def test_blocks_cover_a_slice_and_its_pieces(layout: Layout, slices: int, elements: int) -> None:
+    for plan in slice_plans(layout, slices):
+        blocks = cut_blocks(plan, elements)
+        assert [b.start for b in blocks] == [plan.start, *(b.stop for b in blocks[:-1])]
+        assert blocks[-1].stop == plan.stop
+        assert all(block.length <= elements for block in blocks[:-1])
+        places = [
+            (p.number, block.start - plan.start + p.start + i)
+            for block in blocks
+            for p in block.pieces
+            for i in range(p.length)
+        ]
+        assert places == [(p.number, p.start + i) for p in plan.pieces for i in range(p.length)]
+
+
+class Net(nn.Module):
+    """Sizes that blocks of 64 and 128 cut in many ways, a sparse table and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(17, 29)
+        self.norm = nn.BatchNorm1d(29)
+        self.last = nn.Linear(29, 5)
+        self.table = nn.Embedding(7, 3, sparse=True)
+
+
+def optimizers(dense: Any, other: Any, module: Any) -> list[optim.Optimizer]:
+    """One for some of the dense parameters, one for the others, one for the table."""
+    parameters = [p for name, p in module.named_parameters() if not name.startswith("table")]
+    return [
+        dense(parameters[:3]),
+        other(parameters[3:]),
+        optim.SparseAdam([module.table.weight]),
+    ]
+
+
+SGD, MOMENTUM = partial(optim.SGD, lr=0.1), partial(optim.SGD, lr=0.1, momentum=0.9)
+MAKES = {
+    "sgd": partial(optimizers, SGD, SGD),
+    "momentum": partial(optimizers, partial(MOMENTUM, weight_decay=0.01), SGD),
+    "adagrad": partial(optimizers, partial(optim.Adagrad, lr=0.1), optim.RMSprop),
+    "adam": partial(optimizers, partial(optim.AdamW, lr=0.01), MOMENTUM),
+}
+POLICIES = {
+    "plain": Policy(),
+    "ema": Policy(ema=0.9),
+    "clipped": Policy(clip_norm=0.1, clip_value=0.5, l1=0.01, l2={"*.weight": 0.1}),
+}
+
+
+def contributions(plan: SlicePlan, seed: int) -> list[Contribution]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return [
+        Contribution(
+            replica,
+            1.0 + replica,
+            draw(plan.dense_length),
+            draw(plan.length - plan.buffers_start),
+            frozenset({2, seed}),
+            {p.number: (torch.arange(p.shape[0]), draw(*p.shape)) for p in plan.tables},
+        )
+        for replica in range(2)
+    ]
+
+
+def train(make: Any, policy: Policy, elements: int, in_place: bool, keep: bool) -> SliceState:
+    torch.manual_seed(0)
+    flat = FlatModule(Net())
+    parameters = [p for _, p in flat.parameters]
+    recipe = Recipe(flat.module, torch.square, make, 0, policy)
+    optimizer = OptimizerPlan.of(recipe, parameters, flat.module, try_out=False)
+    (plan,) = slice_plans(flat.layout, 1)
+    owner = Owner.of(plan, optimizer, policy, flat.layout, separable=True)
+    state = SliceState(flat.flat.clone())
+    with mock.patch.object(owner_module, "cut_blocks", partial(cut_blocks, elements=elements)):
+        for step in range(3):
+            given = contributions(plan, step)
+            known, squares = None, [0.0]
+            if owner.clips_norm:
+                known = owner.reduce(given, state.weights, torch.empty(plan.dense_length))
+                squares = [owner.squared_norm(known)]
+            old, new = state, state
+            if not in_place:
+                old = copy.deepcopy(state)
+                new = copy.deepcopy(state)
+                for array in (new.weights, *new.arrays.values()):
+                    array.fill_(float("nan"))
+            memory = torch.full((plan.dense_length,), float("nan")) if keep else None
+            before = copy.deepcopy(old)
+            owner.update(old, new, given, None, known=known, squares=squares, keep=memory)
+            if not in_place:
+                assert torch.equal(old.weights, before.weights)
+                assert torch.equal(
+                    torch.cat([*old.arrays.values(), torch.empty(0)]),
+                    torch.cat([*before.arrays.values(), torch.empty(0)]),
+                )
+            if memory is not None:
+                assert not memory.isnan().any()
+            state = new
+    assert (len(owner.blocks) > 1) == (elements < plan.length)
+    return state
+
+
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(deadline=None, max_examples=6)
+@given(st.integers(1, 12).map(lambda k: 64 * k), st.booleans(), st.booleans())
+def test_blocks_do_not_change_a_bit(
+    make: str, policy: str, elements: int, in_place: bool, keep: bool
+) -> None:
+    one = train(MAKES[make], POLICIES[policy], 1 << 20, True, True)
+    other = train(MAKES[make], POLICIES[policy], elements, in_place, keep)
+    assert torch.equal(one.weights, other.weights)
+    assert one.arrays.keys() == other.arrays.keys()
+    assert all(torch.equal(one.arrays[name], other.arrays[name]) for name in one.arrays)
+    assert one.held == other.held
+    assert one.others == other.others
+
+
+def test_an_optimizer_that_looks_at_whole_tensors_gets_them() -> None:
+    flat = FlatModule(Net())
+    parameters = [p for _, p in flat.parameters]
+    recipe = Recipe(flat.module, torch.square, MAKES["adam"], 0)
+    optimizer = OptimizerPlan.of(recipe, parameters, flat.module, try_out=False)
+    (plan,) = slice_plans(flat.layout, 1)
+    with mock.patch.object(owner_module, "cut_blocks", partial(cut_blocks, elements=64)):
+        assert Owner.of(plan, optimizer, Policy(), flat.layout).blocks == [plan]
+        local = Owner.of(plan, optimizer, Policy(local_steps=2), flat.layout, separable=True)
+        assert local.blocks == [plan]
