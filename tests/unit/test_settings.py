@@ -58,13 +58,15 @@ def test_a_setting_is_documented_and_its_default_allowed(key: str) -> None:
 def test_an_unknown_key_names_the_nearest() -> None:
     assert mistake({"spark.sparkdl.progres": "true"}) == (
         'unknown setting "spark.sparkdl.progres". Did you mean "spark.sparkdl.progress"? '
-        "Known: spark.sparkdl.slab.dir, spark.sparkdl.progress."
+        "Known: spark.sparkdl.slab.dir, spark.sparkdl.stages, "
+        "spark.sparkdl.progress."
     )
 
 
 def test_a_key_like_no_other() -> None:
     assert mistake({"xyzzy": "1"}) == (
-        'unknown setting "xyzzy". Known: spark.sparkdl.slab.dir, spark.sparkdl.progress.'
+        'unknown setting "xyzzy". Known: spark.sparkdl.slab.dir, spark.sparkdl.stages, "
+        "spark.sparkdl.progress.'
     )
 
 
@@ -78,7 +80,8 @@ def test_all_mistakes_are_told_at_once() -> None:
     assert mistake({"spark.sparkdl.progress": "yes", "spark.sparkdl.slabdir": "/x"}) == (
         "2 problems:\n"
         '  - unknown setting "spark.sparkdl.slabdir". Did you mean "spark.sparkdl.slab.dir"? '
-        "Known: spark.sparkdl.slab.dir, spark.sparkdl.progress.\n"
+        "Known: spark.sparkdl.slab.dir, spark.sparkdl.stages, "
+        "spark.sparkdl.progress.\n"
         '  - spark.sparkdl.progress = "yes": use one of auto, true, false.'
     )
 
