@@ -58,15 +58,14 @@ def test_a_setting_is_documented_and_its_default_allowed(key: str) -> None:
 def test_an_unknown_key_names_the_nearest() -> None:
     assert mistake({"spark.sparkdl.progres": "true"}) == (
         'unknown setting "spark.sparkdl.progres". Did you mean "spark.sparkdl.progress"? '
-        "Known: spark.sparkdl.slab.dir, spark.sparkdl.stages, "
-        "spark.sparkdl.progress."
+        "Known: spark.sparkdl.slab.dir, spark.sparkdl.stages, spark.sparkdl.progress."
     )
 
 
 def test_a_key_like_no_other() -> None:
     assert mistake({"xyzzy": "1"}) == (
-        'unknown setting "xyzzy". Known: spark.sparkdl.slab.dir, spark.sparkdl.stages, "
-        "spark.sparkdl.progress.'
+        'unknown setting "xyzzy". '
+        "Known: spark.sparkdl.slab.dir, spark.sparkdl.stages, spark.sparkdl.progress."
     )
 
 
