@@ -52,6 +52,11 @@ def fit(points: Sequence[Point], terms: dict[str, Term]) -> Fit:
     return Fit(terms, dict(zip(terms, map(float, found), strict=True)))
 
 
+def error(guess: Fit, points: Sequence[Point]) -> float:
+    """Mean of the relative errors, without their signs."""
+    return float(np.mean([abs(guess(point) / point.seconds - 1) for point in points]))
+
+
 def slope(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """(what is fixed, what each one adds), by least squares."""
     x, y = np.array(points).T

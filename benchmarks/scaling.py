@@ -29,7 +29,7 @@ from typing import Any
 import bigdl
 import pyspark
 import scaling_report as report
-from cost_model import SQUARE, TERMS, Point, fit, slope
+from cost_model import SQUARE, TERMS, Point, error, fit, slope
 from harness import (
     hardware,
     in_fresh_process,
@@ -110,13 +110,13 @@ def tiny_points(largest: int) -> list[int]:
     return [2**power for power in range(1, largest.bit_length())]
 
 
-def on_local(largest: int, depths: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Every point, on ``local[2]``, after a fit that warms the JVM."""
+def on_local(largest: int, depths: tuple[int, ...], warm: int) -> list[dict[str, Any]]:
+    """Every point, on ``local[2]``, after a fit of ``warm`` iterations for the JVM."""
     slabs = Path(tempfile.mkdtemp(prefix="scaling-", dir="/dev/shm"))
     spark = session(**KEEP_COMPILERS, **{"spark.sparkdl.slab.dir": str(slabs)})
     found = []
     try:
-        one_fit(spark, squares(*TINY, batch=2), Point(2, 2, 0.0), 200, None)
+        one_fit(spark, squares(*TINY, batch=2), Point(2, 2, 0.0), warm, None)
         for count in tiny_points(largest):
             work, point = squares(*TINY, batch=count), Point(count, count, 0.001)
             found.append(one_fit(spark, work, point, max(9, min(60, 600 // count)), slabs))
@@ -132,7 +132,7 @@ def on_local(largest: int, depths: tuple[int, ...]) -> list[dict[str, Any]]:
     return found
 
 
-def on_cluster(counts: list[int]) -> list[dict[str, Any]]:
+def on_cluster(counts: list[int], warm: int) -> list[dict[str, Any]]:
     """The smaller points where driver and executor are processes of their own."""
     with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
         os.environ["SPARK_HOME"] = folder  # executors make their folders in it
@@ -142,7 +142,7 @@ def on_cluster(counts: list[int]) -> list[dict[str, Any]]:
         spark = session("local-cluster[1,2,1024]", **KEEP_COMPILERS)
         try:
             works = {count: squares(*TINY, batch=count) for count in counts}
-            one_fit(spark, works[counts[0]], Point(counts[0], counts[0], 0.0), 200, None)
+            one_fit(spark, works[counts[0]], Point(counts[0], counts[0], 0.0), warm, None)
             return [
                 one_fit(spark, work, Point(count, count, 0.001), max(12, 300 // count), None)
                 for count, work in works.items()
@@ -156,11 +156,13 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=256, help="M = N up to this power of two")
     parser.add_argument("--computing", type=float, default=2.0, help="seconds, for the clusters")
     given = parser.parse_args()
-    largest, depths = (16, (1, 4, 10)) if given.quick else (given.largest, (1, 4, 10))
+    largest, warm = (8, 30) if given.quick else (given.largest, 200)
     print(hardware(), "\n", flush=True)
-    found = in_fresh_process(on_local, largest, depths)
-    apart = in_fresh_process(on_cluster, [2, 8] if given.quick else [2, 8, 32])
-    known = [row["point"] for row in found if not report.held_out(row["point"])]
+    found = in_fresh_process(on_local, largest, (1, 4, 10), warm)
+    apart = in_fresh_process(on_cluster, [2, 8] if given.quick else [2, 8, 32], warm)
+    points = [row["point"] for row in found]
+    known = [point for point in points if not report.held_out(point)]
+    others = [point for point in points if report.held_out(point)]
     plain, blocks = fit(known, TERMS), fit(known, TERMS | SQUARE)
     driver = slope([(row["point"].replicas, row[KINDS[0]] + row[KINDS[1]]) for row in apart])
     print("\nAn iteration on local[2]:\n")
@@ -170,8 +172,13 @@ def main() -> None:
     print(report.processor(apart))
     print(f"\ndriver: {driver[0] * 1e3:.1f} ms + {driver[1] * 1e3:.2f} ms x M\n")
     print(report.memory(found), "\n")
+    off = [error(guess, others) for guess in (plain, blocks)]
+    print(
+        f"Off at the points held out: {off[0]:.0%}, with M N {off[1]:.0%}; the better one is used.\n"
+    )
     print(report.assumed(given.computing), "\n")
-    print(report.clusters(blocks, driver[1], given.computing), "\n")
+    better = plain if off[0] <= off[1] else blocks
+    print(report.clusters(better, driver[1], given.computing), "\n")
     print(markdown(("published of BigDL", ""), bigdl.PUBLISHED))
     figures = {"local": found, "local-cluster": apart, "driver": driver}
     figures["constants"] = [found.constants for found in (plain, blocks)]

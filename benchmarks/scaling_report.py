@@ -91,11 +91,12 @@ def assumed(computing: float) -> str:
 def clusters(guess: Fit, driver: float, computing: float) -> str:
     """Overhead by nodes in ms, and throughput against the fewest nodes."""
     fixed = max(0.0, guess(Point(2, 2, 0.0)) - 2 * driver)
-    _, _, replica, owner, block = guess.constants.values()
+    _, _, replica, owner, *more = guess.constants.values()
+    block = max(0.0, *more, 0.0)
     network = 2 * PARAMETERS * 8e-3 / GBIT
 
     def overhead(nodes: int) -> tuple[float, float, float]:
-        blocks = max(0.0, block) * 2 * nodes  # the constant is for two slots that share N owners
+        blocks = block * 2 * nodes  # the constant is for two slots that share N owners
         moved = max(0.0, (replica + owner / nodes) * PARAMETERS)
         return fixed, driver * nodes, blocks + moved + network
 
