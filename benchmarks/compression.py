@@ -122,6 +122,7 @@ def draw(found: dict[str, Curves], path: str) -> None:
     right.set(xlabel="epoch", ylabel="held-out accuracy, %", ylim=(80, 100))
     for axes in (left, right):
         axes.grid(alpha=0.3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
     right.legend(fontsize=8)
     figure.suptitle(f"Digits, {REPLICAS} replicas: what gradients travel in")
     figure.savefig(path, dpi=130)

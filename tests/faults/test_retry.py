@@ -78,6 +78,18 @@ def test_a_fault_in_one_attempt_changes_no_bit(cluster, undisturbed, fault):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.spark
+def test_nor_where_replicas_keep_residuals(cluster, spark):
+    """On the cluster these lie on several nodes, each with slabs of its own."""
+    results, notes = cluster
+    df = train_with_faults.frame(spark)
+    here = train_with_faults.trainer(engine="local", **train_with_faults.COMPRESSION).fit(df)
+    assert [note.name for note in (notes / "compressed").iterdir()] == ["once"]
+    assert results["compressed"] == digest(here.module) != results["undisturbed"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.spark
 @pytest.mark.parametrize("fault", train_with_faults.LASTING)
 def test_a_task_that_fails_every_attempt_is_one_error(cluster, fault):
     results, notes = cluster

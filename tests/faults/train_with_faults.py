@@ -129,6 +129,8 @@ FAULTS = {
     "kill in forward-backward": ("forward-backward", 4, 2, {"kind": "kill"}),
     "kill in synchronization": ("synchronization", 4, 0, {"kind": "kill"}),
 }
+COMPRESSED = ("forward-backward", 4, 2)
+COMPRESSION = {"compression": sparkdl.PowerSGD(1)}
 LASTING = {
     "lasting in forward-backward": ("forward-backward", 3, 1, {"always": True}),
     "lasting in synchronization": ("synchronization", 5, 1, {"always": True}),
@@ -168,6 +170,8 @@ def main() -> None:
         for name, (job, iteration, partition, changes) in FAULTS.items():
             fault = fail_at(job, iteration, partition, Path(given["notes"]) / name, **changes)
             results[name] = digest(trainer(fault).fit(df).module)
+        fault = fail_at(*COMPRESSED, Path(given["notes"]) / "compressed", kind="kill")
+        results["compressed"] = digest(trainer(fault, **COMPRESSION).fit(df).module)
         for name, (job, iteration, partition, changes) in LASTING.items():
             fault = fail_at(job, iteration, partition, Path(given["notes"]) / name, **changes)
             try:
