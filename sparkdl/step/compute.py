@@ -18,13 +18,19 @@ from sparkdl.sync.contribution import Rows
 
 
 def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Arrays of a batch as tensors on ``device``; signed integers of any width become int64."""
+    """Arrays of a batch as tensors on ``device``; signed integers of any width become int64.
+
+    To a GPU they are copied from pinned memory, while this thread goes on; what is computed with them
+    waits for the copy, being on the same stream.
+    """
     tensors = []
     for array in arrays:
         tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
-        if array.dtype.kind == "i":
-            tensor = tensor.long()
-        tensors.append(tensor.to(device))
+        if device.type == "cuda":
+            tensor = tensor.pin_memory().to(device, non_blocking=True)
+        else:
+            tensor = tensor.to(device)
+        tensors.append(tensor.long() if array.dtype.kind == "i" else tensor)
     return tensors
 
 
