@@ -16,9 +16,11 @@ import pickle
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,18 +79,16 @@ class Bodies:
 
     def iteration(self) -> dict[str, float]:
         """Seconds by activity, and of the two bodies."""
-        dist.barrier()
-        started = time.perf_counter()
         body = AtSeats(ForwardBackward(self.step), self.states)
-        frames = list(body(self.rank, iter([self.seat])))[1::2]
-        seconds = {"forward-backward task": time.perf_counter() - started}
-        arrived = [sent[self.rank] for sent in _gather(frames)]
-        dist.barrier()
-        started = time.perf_counter()
-        (report,) = Synchronize(self.step)(
-            self.rank, iter(list(zip(arrived, self.owner, strict=True)))
+        frames, seconds = _timed(
+            "forward-backward task", lambda: list(body(self.rank, iter([self.seat])))[1::2]
         )
-        seconds["synchronization task"] = time.perf_counter() - started
+        arrived = [sent[self.rank] for sent in _gather(frames)]
+        pairs = list(zip(arrived, self.owner, strict=True))
+        (report,), own_seconds = _timed(
+            "synchronization task", lambda: list(Synchronize(self.step)(self.rank, iter(pairs)))
+        )
+        seconds |= own_seconds
         reports = _gather(pickle.loads(report))
         self.states = tuple(r.state for r in reports)
         assert not any(r.faults for r in reports)
@@ -121,15 +121,21 @@ class Plain:
             ("Adam, fused", self.fused.step),
             ("a copy of the parameters", partial(self.flat.copy_, self.other)),
         ):
-            dist.barrier()
-            started = time.perf_counter()
-            work()
-            seconds[name] = time.perf_counter() - started
+            seconds |= _timed(name, work)[1]
         return seconds
 
     def _backward(self) -> None:
         self.adam.zero_grad(set_to_none=True)
         nn.functional.mse_loss(self.model(self.x), self.y).backward()
+
+
+def _timed(name: str, work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+    """What ``work`` returned, and its seconds: real ones, and those of this process on a core."""
+    dist.barrier()
+    real, processor = time.perf_counter(), time.process_time()
+    result = work()
+    processor, real = time.process_time() - processor, time.perf_counter() - real
+    return result, {name: real, f"{name}, processor": processor}
 
 
 def _gather(value: object) -> list:
@@ -156,27 +162,34 @@ def _rank(rank: int, folder: str, slabs: dict[float, SlabConfig], iterations: in
 
 
 def _show(size: float, records: list[dict[str, float]]) -> None:
-    ms = {name: 1e3 * statistics.median([r[name] for r in records]) for name in records[0]}
-    one = size * 1e6
-    count = sum(p.numel() for p in make_model(size).parameters()) * 4
-    copy = ms["a copy of the parameters"] / 2  # for as many bytes read or written
-    touched = {  # in units of the parameters: bytes read and written by one process
-        "fetch": "read W, write W",
-        "publish": "read G, write G",
-        "update": "read M/N G and 3/N W, write 3/N W",
+    def ms(name: str) -> float:
+        return 1e3 * statistics.median([r[name] for r in records])
+
+    bodies = ["forward-backward task", "synchronization task"]
+    plain = ["plain forward and backward", "all-reduce", "Adam, torch's default", "Adam, fused"]
+    touched = {  # bytes that one process reads and writes at least, in units of the parameters
+        "fetch": (2.0, "read W, write W"),
+        "publish": (2.0, "read G, write G"),
+        "update": (1 + 6 / RANKS, "read G, read 3/N W, write 3/N W"),
     }
-    units = {"fetch": 2.0, "publish": 2.0, "update": 1 + 6 / RANKS}
-    print(
-        f"\n{size:g} MB of parameters ({count / 1e6:.1f} exactly); {one and len(records)} iterations"
-    )
-    for name, value in ms.items():
-        least = f"{units[name] * copy:8.2f}  {touched[name]}" if name in units else ""
-        print(f"  {name:28s}{value:9.3f}  {least}")
-    bodies = ms["forward-backward task"] + ms["synchronization task"]
-    beyond = bodies - ms["plain forward and backward"]
-    for adam in ("Adam, torch's default", "Adam, fused"):
-        ddp = ms["all-reduce"] + ms[adam]
-        print(f"  beyond {beyond:.2f} / (all-reduce + {adam}) {ddp:.2f} = {beyond / ddp:.2f}")
+    copy = "a copy of the parameters"
+    print(f"\n{size:g} MB of parameters, medians of {len(records)} iterations, ms\n")
+    print(f"  {'':28s}{'real':>9s}{'processor':>11s}   a copy of the bytes it must touch")
+    for name in (*bodies, *plain, copy):
+        print(f"  {name:28s}{ms(name):9.2f}{ms(f'{name}, processor'):11.2f}")
+    for name in ("data", "fetch", "forward", "backward", "publish", "reduce", "update"):
+        if name in records[0]:
+            units, what = touched.get(name, (0.0, ""))
+            least = f"{units / 2 * ms(copy):8.2f}  {what}" if units else ""
+            print(f"  {name:28s}{ms(name):9.2f}{'':14s}{least}")
+    for kind in ("", ", processor"):
+        beyond = sum(ms(f"{name}{kind}") for name in bodies) - ms(f"{plain[0]}{kind}")
+        for adam in plain[2:]:
+            ddp = ms(f"all-reduce{kind}") + ms(f"{adam}{kind}")
+            print(
+                f"  beyond forward and backward{kind}: {beyond:.2f}; "
+                f"all-reduce and {adam}: {ddp:.2f}; ratio {beyond / ddp:.2f}"
+            )
 
 
 def main() -> None:

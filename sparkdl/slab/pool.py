@@ -137,23 +137,34 @@ class Pool:
         return mapped
 
     def _free(self, root: Root, prefix: str, floor: int) -> tuple[str, _Mapped] | None:
+        """A locked buffer: one that this process knows, without looking around, else any."""
+        known = [path for path in self._mapped if path.rpartition("/")[2].startswith(prefix)]
+        for path in sorted(known):
+            if mapped := self._lock(path, floor):
+                return path, mapped
         names = [
-            str(directory / name)
+            f"{directory}/{name}"
             for directory in root.directories
             for name in os.listdir(directory)
             if name.startswith(prefix)
         ]
-        for path in sorted(names, key=lambda p: (p not in self._mapped, p)):
-            mapped = self._open(path)
-            if mapped.stamp()[0] >= floor:
-                continue
-            try:
-                fcntl.flock(mapped.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            if mapped.stamp()[0] < floor:
+        for path in sorted(set(names).difference(known)):
+            if mapped := self._lock(path, floor):
                 return path, mapped
-            fcntl.flock(mapped.fd, fcntl.LOCK_UN)
+        return None
+
+    def _lock(self, path: str, floor: int) -> _Mapped | None:
+        """The buffer, locked, if it is free."""
+        mapped = self._open(path)
+        if mapped.stamp()[0] >= floor:
+            return None
+        try:
+            fcntl.flock(mapped.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        if mapped.stamp()[0] < floor and os.fstat(mapped.fd).st_nlink:  # others must find it too
+            return mapped
+        fcntl.flock(mapped.fd, fcntl.LOCK_UN)
         return None
 
     def _create(self, root: Root, prefix: str, nbytes: int) -> tuple[str, _Mapped]:

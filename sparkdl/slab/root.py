@@ -53,7 +53,7 @@ def open_root(config: SlabConfig, create: bool = False) -> Root | None:
     user's own 0700 directory.
     """
     root = _open_roots.get(config.name)
-    if root is not None and (root.directories[0] / "token").exists():
+    if root is not None and os.path.exists(f"{root.directories[0]}/token"):
         return root
     _open_roots.pop(config.name, None)
     bases = _bases(config.directory)

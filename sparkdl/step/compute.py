@@ -93,7 +93,8 @@ def forward_backward(
     gradient as soon as it is complete; what it was not given stays in ``grad``.
     """
     policy = replica.recipe.policy
-    replica.flat.module.train()
+    if not all(child.training for child in replica.flat.module.modules()):
+        replica.flat.module.train()
     replica.clear_gradients()
     total, mean = batch.weight, 0.0
     parts = [(p, p.weight / total if total else 0.0) for p in batch.parts(policy.accumulate)]

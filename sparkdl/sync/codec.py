@@ -38,6 +38,8 @@ def as_tensor(data: memoryview | np.ndarray, dtype: torch.dtype) -> torch.Tensor
     written through it."""
     if len(data) == 0:
         return torch.empty(0, dtype=dtype)
+    if not (data if isinstance(data, memoryview) else data.data).readonly:
+        return torch.frombuffer(data, dtype=dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(data, dtype=dtype)

@@ -94,6 +94,8 @@ def regularise(
     l2: Mapping[int, float],
 ) -> None:
     """Add the gradient of ``l1 * sum |w| + l2 / 2 * sum w**2``, by parameter number."""
+    if not l1 and not l2:
+        return
     for piece in plan.parameters:
         if piece.sparse or piece.number in reduced.absent:
             continue

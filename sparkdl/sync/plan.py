@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -49,26 +50,26 @@ class SlicePlan:
     def length(self) -> int:
         return self.stop - self.start
 
-    @property
+    @functools.cached_property
     def dense_length(self) -> int:
         """Elements up to the end of the last dense trainable piece; dense gradients are this long."""
         return max((p.stop for p in self.parameters if not p.sparse), default=0)
 
-    @property
+    @functools.cached_property
     def trainable_length(self) -> int:
         """Elements up to the end of the last trainable piece; optimizer state is this long."""
         return max((p.stop for p in self.parameters), default=0)
 
-    @property
+    @functools.cached_property
     def buffers_start(self) -> int:
         """Where the buffers begin; they fill the rest of the slice."""
         return min((p.start for p in self.pieces if p.kind != "parameter"), default=self.length)
 
-    @property
+    @functools.cached_property
     def parameters(self) -> tuple[Piece, ...]:
         return tuple(p for p in self.pieces if p.kind == "parameter")
 
-    @property
+    @functools.cached_property
     def tables(self) -> tuple[Piece, ...]:
         """The pieces of sparse tables."""
         return tuple(p for p in self.pieces if p.sparse)

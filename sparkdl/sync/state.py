@@ -32,7 +32,7 @@ class SliceState:
     others: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
-def mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+def mapped(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
     """``value`` with every ``kind`` in its dicts, lists and tuples changed."""
     if isinstance(value, kind):
         return change(value)

@@ -455,3 +455,12 @@ def _hold(config: SlabConfig, sender: Connection) -> None:
     with Pool(config).claim("state", 8, 1, 1) as claim:
         sender.send(claim.reference.path)
         multiprocessing.Event().wait()
+
+
+def test_a_deleted_buffer_is_not_written_again(pool: Pool, config: SlabConfig) -> None:
+    """This process still has it mapped, but nobody else could find it."""
+    first = write(pool, 1, 1)
+    Path(first.path).unlink()
+    second = write(pool, 2, 2)
+    assert second.path != first.path
+    assert in_child(_read_in_child, config, second) == b"12345678"
