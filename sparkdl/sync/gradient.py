@@ -1,6 +1,6 @@
 """From the contributions of the replicas to the gradient that is applied. Pure torch, one slice.
 
-Reduce (sum in replica order, average), regularise, clip by value, clip by global norm: in this order.
+Reduce (sum in the shape of a tree, average), regularise, clip by value, clip by global norm: in this order.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from sparkdl.replica.flat import Layout
 from sparkdl.sync.contribution import Contribution, Rows
 from sparkdl.sync.plan import SlicePlan
+from sparkdl.sync.tree import Term, tree_sum
 
 NORM_EPSILON = 1e-6
 """Added to the norm before the division, as ``torch.nn.utils.clip_grad_norm_`` does."""
@@ -37,16 +38,12 @@ def reduce_gradients(
     plan: SlicePlan, contributions: Sequence[Contribution], out: torch.Tensor
 ) -> Reduced:
     """Average over the global batch, into ``out`` (dense_length): weighted by each replica's samples
-    and summed in replica order, in the dtype of ``out`` whatever travelled."""
+    and summed as [Note: the shape of a sum] says, in the dtype of ``out`` whatever travelled."""
     ordered = sorted(contributions, key=lambda c: c.replica)
-    total = sum(c.weight for c in ordered)
-    shares = [c.weight / total if total else 0.0 for c in ordered]
-    for i, (item, share) in enumerate(zip(ordered, shares, strict=True)):
-        values = item.gradient if item.gradient.dtype == out.dtype else item.gradient.to(out.dtype)
-        if i == 0:
-            torch.mul(values, share, out=out)
-        else:
-            out.add_(values, alpha=share)
+    shares = shares_of([c.weight for c in ordered])
+    tree_sum(
+        [Term(c.replica, c.gradient, share) for c, share in zip(ordered, shares, strict=True)], out
+    )
     tables = {}
     for piece in plan.tables:
         parts = [
@@ -57,6 +54,12 @@ def reduce_gradients(
         if parts:
             tables[piece.number] = _add_rows(parts, out.dtype)
     return Reduced(out, frozenset.intersection(*[c.absent for c in ordered]), tables)
+
+
+def shares_of(weights: Sequence[float]) -> list[float]:
+    """What each replica counts for in the average; ``weights`` in replica order."""
+    total = sum(weights)
+    return [weight / total if total else 0.0 for weight in weights]
 
 
 def _add_rows(
