@@ -116,6 +116,11 @@ class Seat:
                 return fault(MOVED)
         return None
 
+    @property
+    def received(self) -> dict[int, int]:
+        """Bytes of state that came from another node, by slice."""
+        return {n: state.nbytes for n, state in self.arrived.items() if state is not None}
+
     def replica(self) -> LiveReplica:
         """The live replica with version t in it."""
         live = open_replica(self.run)
@@ -227,7 +232,7 @@ def contributions(seat: Seat, step: Step) -> list[Sent]:
     start, stop = work.rows
     if stop > start:
         return _contributions(seat, work)
-    report = ReplicaReport(seat.index, 0, 0.0, 0.0, seat.pool.token)
+    report = ReplicaReport(seat.index, 0, 0.0, 0.0, seat.pool.token, received=seat.received)
     return [(header, None) for header in _headers(seat, Outcome(), report)]
 
 
@@ -250,6 +255,7 @@ def _contributions(seat: Seat, work: Work) -> list[Sent]:
         pool.token,
         clock.seconds,
         problem,
+        seat.received,
     )
     sent: list[Sent] = []
     place = 0

@@ -1,6 +1,7 @@
 """From the contributions of the replicas to the gradient that is applied. Pure torch, one slice.
 
-Reduce (sum in the shape of a tree, average), regularise, clip by value, clip by global norm: in this order.
+Reduce (average, summed in the shape of a tree), regularise, clip by value, clip by global norm: in
+this order.
 """
 
 from __future__ import annotations

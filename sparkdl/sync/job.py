@@ -244,10 +244,10 @@ def _checked(partition: int, pool: Pool, frames: list[Frame]) -> SliceReport:
     if not faults and state is not None and state.token != pool.token:
         faults = (Fault(STATE_FOREIGN, partition, pool.token),)
     skipped = not faults and not all(header.finite for header in headers)
-    received = sum(len(payload) for _, payload in frames)
+    received = {header.replica: len(payload) for header, payload in frames if len(payload)}
     kept = state if skipped else None
     return SliceReport(
-        partition, pool.token, kept, reports, faults, bytes_received=received, skipped=skipped
+        partition, pool.token, kept, reports, faults, received=received, skipped=skipped
     )
 
 

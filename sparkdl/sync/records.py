@@ -101,7 +101,8 @@ class Fault:
 class ReplicaReport:
     """What replica ``replica`` did: samples, their weight in the mean (their number, or the sum of
     their weights), mean loss over them, node, seconds by activity. ``not_finite``: what is inf or
-    NaN ("the loss", or a parameter's gradient), else empty."""
+    NaN ("the loss", or a parameter's gradient), else empty. ``received``: the bytes of weights that
+    came from another node, by slice."""
 
     replica: int
     count: int
@@ -110,6 +111,7 @@ class ReplicaReport:
     token: str
     seconds: Mapping[str, float] = field(default_factory=dict)
     not_finite: str = ""
+    received: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,7 @@ class SliceReport:
 
     ``skipped``: a gradient was not finite, and ``state`` is the old one. ``norm``: the global norm
     before clipping, where it was asked for. ``histograms``: by "weights" or "gradients" and number.
+    ``received``: the bytes of gradients that came from another node, by replica.
     """
 
     index: int
@@ -176,7 +179,7 @@ class SliceReport:
     replicas: tuple[ReplicaReport, ...] = ()
     faults: tuple[Fault, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
-    bytes_received: int = 0
+    received: Mapping[int, int] = field(default_factory=dict)
     skipped: bool = False
     norm: float | None = None
     histograms: Mapping[tuple[str, int], Histogram] = field(default_factory=dict)

@@ -25,6 +25,7 @@ from sparkdl.replica.policy import Policy
 from sparkdl.replica.run import Run
 from sparkdl.sync.codec import as_tensor, decode
 from sparkdl.sync.job import ApplyPending
+from sparkdl.sync.nodes import NodeBytes, between_nodes
 from sparkdl.sync.owners import (
     CollectWeights,
     InitialState,
@@ -167,7 +168,21 @@ class ShuffleEngine:
         if not reports[0].skipped:
             self._floor = step.tick
             self._form.note(reports)
-        return self._result(replicas, reports, [r.seconds for r in reports], started), []
+        updates = [r.seconds for r in reports]
+        traffic = self._traffic(step, reports)
+        return self._result(replicas, reports, updates, started, traffic), []
+
+    def _traffic(self, step: Step, slices: Sequence[SliceReport]) -> dict[str, NodeBytes]:
+        """What went between nodes; ``slices`` in order."""
+        replicas = {report.replica: report for report in slices[0].replicas}
+        return between_nodes(
+            [(replicas[m].token, s.token, size) for s in slices for m, size in s.received.items()],
+            [
+                (step.states[n].token, replica.token, size)
+                for replica in replicas.values()
+                for n, size in replica.received.items()
+            ],
+        )
 
     def _commit_at_once(
         self, step: Step, seats: list[SeatReport], started: float
@@ -198,6 +213,7 @@ class ShuffleEngine:
         slices: Sequence[SliceReport],
         updates: Sequence[Mapping[str, float]],
         started: float,
+        traffic: Mapping[str, NodeBytes] | None = None,
     ) -> StepResult:
         """``updates``: seconds by activity of the tasks that updated."""
         total = time.perf_counter() - started
@@ -209,7 +225,7 @@ class ShuffleEngine:
             **in_tasks[1],
             "iteration": total,
         }
-        return summarize(replicas, slices, self._layout, seconds)
+        return summarize(replicas, slices, self._layout, seconds, traffic)
 
     def _apply_pending(self) -> None:
         """Bring the state up to date: what reads it comes between two iterations."""
