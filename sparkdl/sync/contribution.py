@@ -27,14 +27,20 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 """Of a sparse table: numbers of rows (int64, (k,), ascending) and their gradients ((k, width))."""
 
 
+OWN, SUM, NOTHING = "own", "sum", "nothing"
+"""What a section has of a dense gradient: the replica's own; the weighted sum over a block of replicas
+of which this is the first, in the dtype of the flat vector; nothing, as it is in another's sum."""
+
+
 @dataclass(frozen=True)
 class SectionMap:
     """How long the variable parts of a section are: ``rows`` of each sparse table by its number,
-    and the dtype name of each array of optimizer state."""
+    and the dtype name of each array of optimizer state; ``gradient``: OWN, SUM or NOTHING."""
 
     wire: torch.dtype
     rows: Mapping[int, int] = field(default_factory=dict)
     arrays: Mapping[str, str] = field(default_factory=dict)
+    gradient: str = OWN
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,8 @@ class Contribution:
     """What replica ``replica`` gives to a slice. ``weight``: its samples, or the sum of their weights.
 
     ``gradient``: (dense_length,); ``buffers``: the rest of the slice; ``tables``: by parameter
-    number, rows counted from the piece's first; ``absent``: parameters without a gradient.
+    number, rows counted from the piece's first; ``absent``: parameters without a gradient. ``kind``:
+    what ``gradient`` is: OWN, SUM or NOTHING (then it is empty).
     """
 
     replica: int
@@ -52,6 +59,7 @@ class Contribution:
     absent: frozenset[int] = frozenset()
     tables: Mapping[int, Rows] = field(default_factory=dict)
     arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    kind: str = OWN
 
 
 def section_nbytes(plan: SlicePlan, dtype: torch.dtype, layout: SectionMap) -> int:
@@ -83,7 +91,14 @@ def open_section(
             tables[piece.number] = parts[f"rows {piece.number}"], values
     arrays = {name: parts[f"array {name}"] for name in layout.arrays}
     return Contribution(
-        replica, weight, parts["gradient"], parts["buffers"], absent, tables, arrays
+        replica,
+        weight,
+        parts["gradient"],
+        parts["buffers"],
+        absent,
+        tables,
+        arrays,
+        layout.gradient,
     )
 
 
@@ -146,7 +161,9 @@ def _sums_up(values: torch.Tensor) -> bool:
 def _parts(
     plan: SlicePlan, dtype: torch.dtype, layout: SectionMap
 ) -> Iterator[tuple[str, int, torch.dtype]]:
-    yield "gradient", plan.dense_length * layout.wire.itemsize, layout.wire
+    dense = dtype if layout.gradient == SUM else layout.wire
+    length = 0 if layout.gradient == NOTHING else plan.dense_length
+    yield "gradient", length * dense.itemsize, dense
     yield "buffers", (plan.length - plan.buffers_start) * dtype.itemsize, dtype
     for name, kind in layout.arrays.items():
         array = getattr(torch, kind)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sparkdl.replica.flat import Layout
-from sparkdl.sync.contribution import Contribution, Rows
+from sparkdl.sync.contribution import NOTHING, OWN, Contribution, Rows
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.tree import Term, tree_sum
 
@@ -42,9 +42,12 @@ def reduce_gradients(
     and summed as [Note: the shape of a sum] says, in the dtype of ``out`` whatever travelled."""
     ordered = sorted(contributions, key=lambda c: c.replica)
     shares = shares_of([c.weight for c in ordered])
-    tree_sum(
-        [Term(c.replica, c.gradient, share) for c, share in zip(ordered, shares, strict=True)], out
-    )
+    terms = [
+        Term(c.replica, c.gradient, share if c.kind == OWN else None)
+        for c, share in zip(ordered, shares, strict=True)
+        if c.kind != NOTHING
+    ]
+    tree_sum(terms, out)
     tables = {}
     for piece in plan.tables:
         parts = [

@@ -25,6 +25,10 @@ class Pending:
     headers: tuple[tuple[GradientHeader, ...], ...]
 
 
+Copies = Mapping[str, Mapping[int, "SliceHandle"]]
+"""By node (its token) and slice."""
+
+
 @dataclass(frozen=True)
 class Step:
     """One iteration as the driver submits it.
@@ -34,7 +38,8 @@ class Step:
     ``rows``: for each replica, the range of its epoch's permutation. ``hyperparameters``: one
     mapping a parameter group. ``loss_scale``: what replicas multiply their loss by before backward.
     ``histograms``: whether owners shall report them. ``states``: the committed version of every
-    slice. ``pending``: what is to be applied to it first.
+    slice. ``pending``: what is to be applied to it first. ``copies``: of the weights of other
+    nodes' slices, where nodes have them, see :mod:`sparkdl.sync.install`.
     """
 
     index: int
@@ -47,6 +52,7 @@ class Step:
     histograms: bool = False
     states: tuple[SliceHandle, ...] = ()
     pending: Pending | None = None
+    copies: Copies = field(default_factory=dict)
 
     @property
     def gradients_floor(self) -> int:
@@ -135,6 +141,39 @@ class GradientHeader:
     state: SliceHandle | None = None
     report: ReplicaReport | None = None
     fault: Fault | None = None
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a replica tells a task that sums for a node, see :class:`sparkdl.sync.combine.Combine`.
+
+    ``weight``: None of a replica that had no samples. ``headers``: of the slices that the task sums
+    for the replica's own node, by number.
+    """
+
+    replica: int
+    weight: float | None
+    headers: Mapping[int, GradientHeader]
+
+
+@dataclass(frozen=True)
+class HandedOn:
+    """The header of the frame from the owner of slice ``index`` to a replica's place: whether new
+    ``weights`` follow; ``report`` goes to the first place."""
+
+    index: int
+    report: SliceReport | None
+    weights: bool
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What a task that took weights for its node tells the driver: the copies by slice, on node
+    ``token``; and what the owners told it."""
+
+    token: str
+    copies: Mapping[int, SliceHandle]
+    reports: tuple[SliceReport, ...] = ()
 
 
 @dataclass(frozen=True)

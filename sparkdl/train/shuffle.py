@@ -57,7 +57,8 @@ from sparkdl.train.engine import (
 )
 from sparkdl.train.failure import faults_explained
 from sparkdl.train.form import Form
-from sparkdl.train.jobs import SYNCHRONIZATION, IterationJobs
+from sparkdl.train.jobs import SYNCHRONIZATION, IterationJobs, Synchronized
+from sparkdl.train.node_sums import NodeSums
 from sparkdl.train.places import Places
 from sparkdl.train.resources import Resources
 
@@ -88,7 +89,9 @@ class ShuffleEngine:
         self._best: tuple[SliceHandle, ...] = ()
         self._pending: Pending | None = None
         self._places = Places(samples, run, recipe, policy, resources)
-        self._jobs = IterationJobs(self._places, run.slices, resources)
+        self._jobs = IterationJobs(
+            self._places, run.slices, NodeSums(layout, run, policy), resources
+        )
         slots = self._context.defaultParallelism
         self._form = Form(stages, run.replicas, run.slices, slots)
 
@@ -155,34 +158,43 @@ class ShuffleEngine:
         return not early and self._places.one_node(self._states)
 
     def _commit(
-        self, step: Step, reports: list[SliceReport], started: float
+        self, step: Step, done: Synchronized, started: float
     ) -> tuple[StepResult | None, list[Fault]]:
-        """After the two stages."""
+        """After the two stages (or more)."""
+        reports = done.reports
         faults = [fault for report in reports for fault in report.faults]
         if faults:
             return None, faults
-        reports = sorted(reports, key=lambda report: report.index)
         replicas = reports[0].replicas
         self._states = _states_of(reports)
         self._places.tokens = tuple(r.token for r in sorted(replicas, key=lambda r: r.replica))
         if not reports[0].skipped:
             self._floor = step.tick
             self._form.note(reports)
+            self._places.note_copies(self._states, done.installed)
         updates = [r.seconds for r in reports]
-        traffic = self._traffic(step, reports)
+        traffic = self._traffic(step, done)
         return self._result(replicas, reports, updates, started, traffic), []
 
-    def _traffic(self, step: Step, slices: Sequence[SliceReport]) -> dict[str, NodeBytes]:
-        """What went between nodes; ``slices`` in order."""
-        replicas = {report.replica: report for report in slices[0].replicas}
-        return between_nodes(
-            [(replicas[m].token, s.token, size) for s in slices for m, size in s.received.items()],
-            [
-                (step.states[n].token, replica.token, size)
-                for replica in replicas.values()
-                for n, size in replica.received.items()
-            ],
-        )
+    def _traffic(self, step: Step, done: Synchronized) -> dict[str, NodeBytes]:
+        """What went between nodes."""
+        replicas = {report.replica: report for report in done.reports[0].replicas}
+        gradients = [
+            (replicas[m].token, report.token, nbytes)
+            for report in done.reports
+            for m, nbytes in report.received.items()
+        ]
+        to_replicas = [
+            (step.states[n].token, replica.token, nbytes)
+            for replica in replicas.values()
+            for n, nbytes in replica.received.items()
+        ]
+        to_nodes = [
+            (done.reports[n].token, node.token, copy.weights.nbytes)
+            for node in done.installed
+            for n, copy in node.copies.items()
+        ]
+        return between_nodes(gradients, [*to_replicas, *to_nodes])
 
     def _commit_at_once(
         self, step: Step, seats: list[SeatReport], started: float
