@@ -106,7 +106,7 @@ class Machine:
         found = self.stage(InitialState(), self.owners, slices)
         self.states: tuple[SliceHandle, ...] = tuple(pickle.loads(f).state for (f,) in found)
         self.copies: Copies = {}
-        self.tick = 1
+        self.tick, self.floor = 1, 0
 
     def _samples(self, generator: np.random.Generator, rows: int) -> Any:
         writer = PartitionWriter(self.run.slab)
@@ -161,9 +161,8 @@ class Machine:
 
     def step(self) -> Step:
         rows = tuple((0, rows) for rows in self.rows)
-        floor = self.tick - 1
         return Step(
-            self.tick - 1, 0, self.tick, floor, rows, states=self.states, copies=self.copies
+            self.floor, 0, self.tick, self.floor, rows, states=self.states, copies=self.copies
         )
 
     def plain(self) -> list[SliceReport]:
@@ -218,10 +217,11 @@ class Machine:
 
     def _commit(self, reports: list[SliceReport]) -> list[SliceReport]:
         reports = sorted(reports, key=lambda report: report.index)
-        self.tick += 1
         if not any(report.faults for report in reports):
+            self.floor = self.tick
             self.states = tuple(report.state for report in reports)
             self.copies = {}
+        self.tick += 1
         return reports
 
     def content(self) -> list[bytes]:
