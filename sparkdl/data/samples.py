@@ -114,7 +114,7 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
 
     Data that already has as many partitions keeps them. Other data is redistributed by the content
     of its rows, so that the result does not depend on how the source happened to be split.
-    ``persist`` persists an RDD and answers for unpersisting it. Raises
+    ``persist`` gives the RDD persisted, and answers for unpersisting it. Raises
     :class:`sparkdl.errors.DataError`.
     """
     if isinstance(source.data, DataFrame):
@@ -122,7 +122,7 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
     else:
         _check_specs(source)
         rdd = map_frames(_redistribute(source), source.records_task)
-    persist(rdd)
+    rdd = persist(rdd)
     with stage_name(rdd.ctx, "write samples into slabs"):
         handles = [pickle.loads(frame) for frame in collect_frames(rdd)]
     forget_shuffles(rdd)  # a partition that is computed again then writes files of its own again

@@ -27,7 +27,8 @@ class Run:
     torch's threads in a task (they change the bits, so they are fixed).
 
     ``shares``: for each replica, about how many rows of its partition a mini-batch takes.
-    ``whole_tensors``: slices are cut between tensors only, because the optimizer wants it so.
+    ``whole_tensors``: slices are cut between tensors only, because the optimizer or the compression
+    wants it so. ``compressed``: gradients travel compressed.
     """
 
     slab: SlabConfig
@@ -38,6 +39,7 @@ class Run:
     shares: tuple[int, ...]
     threads: int
     whole_tensors: bool = False
+    compressed: bool = False
 
     @property
     def key(self) -> str:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -34,9 +34,11 @@ from sparkdl.step.replica import (
 )
 from sparkdl.step.streaming import GradientWriter, streams
 from sparkdl.sync.codec import encode
+from sparkdl.sync.combine import offered
 from sparkdl.sync.contribution import SectionMap
 from sparkdl.sync.fetch import Arrived, load_weights, read_frame, whole_state
 from sparkdl.sync.job import apply_pending, room_for
+from sparkdl.sync.nodes import Nodes
 from sparkdl.sync.owners import RecipeSource
 from sparkdl.sync.plans import plans_of
 from sparkdl.sync.records import (
@@ -44,6 +46,7 @@ from sparkdl.sync.records import (
     SAMPLES_CHANGED,
     SAMPLES_FOREIGN,
     STATE_FOREIGN,
+    Copies,
     Fault,
     GradientHeader,
     ReplicaReport,
@@ -100,8 +103,14 @@ class Seat:
     samples: SampleHandle
     checksum: int
     states: tuple[SliceHandle, ...]
+    copies: Mapping[int, SliceHandle]
     arrived: Arrived
     pool: Pool
+
+    @property
+    def near(self) -> tuple[SliceHandle, ...]:
+        """Version t, of other nodes' slices the copies that this node has."""
+        return tuple(self.copies.get(n, state) for n, state in enumerate(self.states))
 
     def fault(self) -> Fault | None:
         """Why nothing can be done here, if so."""
@@ -113,17 +122,22 @@ class Seat:
             return fault(SAMPLES_FOREIGN)
         if self.samples.checksum != self.checksum:
             return fault(SAMPLES_CHANGED)
-        for n, state in enumerate(self.states):
+        for n, state in enumerate(self.near):
             if n in self.arrived and self.arrived[n] is None:
                 return fault(STATE_FOREIGN)
             if n not in self.arrived and state.token != self.pool.token:
                 return fault(MOVED)
         return None
 
+    @property
+    def received(self) -> dict[int, int]:
+        """Bytes of state that came from another node, by slice."""
+        return {n: state.nbytes for n, state in self.arrived.items() if state is not None}
+
     def replica(self) -> LiveReplica:
         """The live replica with version t in it."""
         live = open_replica(self.run)
-        load_weights(live, plans_of(self.run).slices, self.states, self.arrived, self.pool)
+        load_weights(live, plans_of(self.run).slices, self.near, self.arrived, self.pool)
         return live
 
 
@@ -136,16 +150,17 @@ class AtSeats:
 
     ``states``: version t of every slice; None: of the step that the job was told, see
     :mod:`sparkdl.message`. ``checksums``: of the samples of each partition, where they are not the
-    training samples.
+    training samples. ``copies``: as in a :class:`Step`.
     """
 
     task: SeatTask
     states: tuple[SliceHandle, ...] | None = None
     checksums: tuple[int, ...] | None = None
+    copies: Copies = field(default_factory=dict)
 
     def __call__(self, partition: int, seats: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         for replica, samples in list(seats):
-            yield from self.task(_seat(self, replica, samples, {}))
+            yield from self.task(_seat(self, replica, samples, {}, self.copies))
 
 
 @dataclass(frozen=True)
@@ -164,32 +179,47 @@ class AtSeatsWithBytes:
         replica, samples = pickle.loads(padded)
         dtype = plans_of(pickle.loads(replica).run).dtype
         arrived = dict(found for found in (read_frame(f, dtype) for f in frames) if found)
-        yield from self.task(_seat(self, replica, samples, arrived))
+        yield from self.task(_seat(self, replica, samples, arrived, {}))
 
 
 def _seat(
-    body: AtSeats | AtSeatsWithBytes, replica: bytes, samples: bytes, arrived: Arrived
+    body: AtSeats | AtSeatsWithBytes,
+    replica: bytes,
+    samples: bytes,
+    arrived: Arrived,
+    copies: Copies,
 ) -> Seat:
     handle: ReplicaHandle = pickle.loads(replica)
     checksum = handle.checksum if body.checksums is None else body.checksums[handle.index]
     pool = open_pool(handle.run.slab)
-    states = posted().states if body.states is None else body.states
-    return Seat(handle.run, handle.index, pickle.loads(samples), checksum, states, arrived, pool)
+    states = body.states
+    if states is None:
+        step: Step = posted()
+        states, copies = step.states, step.copies
+    mine = copies.get(pool.token, {})
+    found = pickle.loads(samples)
+    return Seat(handle.run, handle.index, found, checksum, states, mine, arrived, pool)
 
 
 @dataclass(frozen=True)
 class ForwardBackward:
     """Run one replica for one step: a frame for each slice, addressed to its owner.
 
-    ``step``: None: the one that the job was told.
+    ``step``: None: the one that the job was told. ``nodes``: where the gradients are summed on their
+    nodes first: they all stay on this one, and the frames go to the tasks that sum.
     """
 
     step: Step | None = None
+    nodes: Nodes | None = None
 
     def __call__(self, seat: Seat) -> Iterator[bytes]:
-        step = self.step or posted()
-        for n, (header, payload) in enumerate(contributions(seat, step)):
-            yield from send(n, encode(header, payload))
+        step, nodes = self.step or posted(), self.nodes
+        sent = contributions(seat, step, nodes)
+        if nodes is not None:
+            yield from offered(seat.index, nodes, [header for header, _ in sent])
+        else:
+            for n, (header, payload) in enumerate(sent):
+                yield from send(n, encode(header, payload))
         settle_worker()
 
 
@@ -221,21 +251,23 @@ Sent = tuple[GradientHeader, torch.Tensor | None]
 """What a replica has for a slice: the header and, for another node, the bytes."""
 
 
-def contributions(seat: Seat, step: Step) -> list[Sent]:
-    """Forward, backward, publish: what goes to each slice."""
+def contributions(seat: Seat, step: Step, nodes: Nodes | None = None) -> list[Sent]:
+    """Forward, backward, publish: what goes to each slice; with ``nodes`` all by reference."""
     fault = seat.fault() or residual_fault(step, seat.index, seat.pool.token)
+    if fault is None and nodes is not None and nodes.replicas[seat.index] != seat.pool.token:
+        fault = Fault(MOVED, seat.index, seat.pool.token)
     if fault is not None:
         return [(GradientHeader(seat.index, fault=fault), None)] * seat.run.slices
     run = seat.run
     work = Work(step, seat.index, run.assembly, run.shares[seat.index])
     start, stop = work.rows
     if stop > start:
-        return _contributions(seat, work)
-    report = ReplicaReport(seat.index, 0, 0.0, 0.0, seat.pool.token)
+        return _contributions(seat, work, everything_here=nodes is not None)
+    report = ReplicaReport(seat.index, 0, 0.0, 0.0, seat.pool.token, received=seat.received)
     return [(header, None) for header in _headers(seat, Outcome(), report)]
 
 
-def _contributions(seat: Seat, work: Work) -> list[Sent]:
+def _contributions(seat: Seat, work: Work, everything_here: bool) -> list[Sent]:
     pool, clock, step = seat.pool, Clock(), work.step
     live, plans = open_replica(seat.run), plans_of(seat.run).slices
     residual = None
@@ -268,12 +300,13 @@ def _contributions(seat: Seat, work: Work) -> list[Sent]:
         pool.token,
         clock.seconds,
         problem,
+        seat.received,
         residual,
     )
     sent: list[Sent] = []
     place = 0
     for n, header in enumerate(_headers(seat, outcome, report)):
-        here = seat.states[n].token == pool.token
+        here = everything_here or seat.states[n].token == pool.token
         reference = claim.reference.part(place, sizes[n]) if here else None
         payload = None if here else torch.from_numpy(claim.bytes[place : place + sizes[n]])
         sent.append((replace(header, section=maps[n], reference=reference), payload))

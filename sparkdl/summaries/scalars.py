@@ -19,5 +19,7 @@ def scalars(before: TrainState, state: TrainState) -> Iterator[tuple[str, float]
     if state.gradient_norm is not None:
         yield "gradient_norm", state.gradient_norm
     yield "loss_scale", state.loss_scale
+    if state.bytes_sent:
+        yield "bytes_sent", state.bytes_sent
     for activity, taken in state.timings.items():
         yield f"timings/{activity}", taken

@@ -31,16 +31,22 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 """Of a sparse table: numbers of rows (int64, (k,), ascending) and their gradients ((k, width))."""
 
 
+OWN, SUM, NOTHING = "own", "sum", "nothing"
+"""What a section has of a dense gradient: the replica's own; the weighted sum over a block of replicas
+of which this is the first, in the dtype of the flat vector; nothing, as it is in another's sum."""
+
+
 @dataclass(frozen=True)
 class SectionMap:
     """How long the variable parts of a section are: ``rows`` of each sparse table by its number,
     the dtype name of each array of optimizer state, and in place of a dense gradient the tensors in
-    which it is ``compressed``."""
+    which it is ``compressed``. ``gradient``: OWN, SUM or NOTHING."""
 
     wire: torch.dtype
     rows: Mapping[int, int] = field(default_factory=dict)
     arrays: Mapping[str, str] = field(default_factory=dict)
     compressed: tuple[TensorSpec, ...] | None = None
+    gradient: str = OWN
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Contribution:
     ``gradient``: (dense_length,); ``buffers``: the rest of the slice; ``tables``: by parameter
     number, rows counted from the piece's first; ``absent``: parameters without a gradient.
     ``compressed``: what stands for the gradient, by parameter number; ``gradient`` is then empty.
+    ``kind``: what ``gradient`` is: OWN, SUM or NOTHING (then it is empty too).
     """
 
     replica: int
@@ -60,6 +67,7 @@ class Contribution:
     tables: Mapping[int, Rows] = field(default_factory=dict)
     arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
     compressed: ByParameter | None = None
+    kind: str = OWN
 
     def dense_gradient(self, plan: SlicePlan, dtype: torch.dtype) -> torch.Tensor:
         """(dense_length,) in ``dtype``, zero where this replica sent nothing."""
@@ -106,7 +114,15 @@ def open_section(
             tables[piece.number] = parts[f"rows {piece.number}"], values
     arrays = {name: parts[f"array {name}"] for name in layout.arrays}
     return Contribution(
-        replica, weight, parts["gradient"], parts["buffers"], absent, tables, arrays, compressed
+        replica,
+        weight,
+        parts["gradient"],
+        parts["buffers"],
+        absent,
+        tables,
+        arrays,
+        compressed,
+        layout.gradient,
     )
 
 
@@ -181,8 +197,10 @@ def sums_up(values: torch.Tensor) -> bool:
 def _parts(
     plan: SlicePlan, dtype: torch.dtype, layout: SectionMap
 ) -> Iterator[tuple[str, int, torch.dtype]]:
+    dense = dtype if layout.gradient == SUM else layout.wire
+    length = 0 if layout.gradient == NOTHING else plan.dense_length
     if layout.compressed is None:
-        yield "gradient", plan.dense_length * layout.wire.itemsize, layout.wire
+        yield "gradient", length * dense.itemsize, dense
     else:
         yield "compressed", packed_nbytes(layout.compressed), torch.uint8
     yield "buffers", (plan.length - plan.buffers_start) * dtype.itemsize, dtype

@@ -1,6 +1,7 @@
 """From the contributions of the replicas to the gradient that is applied. Pure torch, one slice.
 
-Reduce (sum in replica order, average), regularise, clip by value, clip by global norm: in this order.
+Reduce (average, summed in the shape of a tree), regularise, clip by value, clip by global norm: in
+this order.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from dataclasses import dataclass, field
 import torch
 
 from sparkdl.replica.flat import Layout
-from sparkdl.sync.contribution import Contribution, Rows
+from sparkdl.sync.contribution import NOTHING, OWN, Contribution, Rows
 from sparkdl.sync.plan import SlicePlan
+from sparkdl.sync.tree import Term, tree_sum
 
 NORM_EPSILON = 1e-6
 """Added to the norm before the division, as ``torch.nn.utils.clip_grad_norm_`` does."""
@@ -37,16 +39,15 @@ def reduce_gradients(
     plan: SlicePlan, contributions: Sequence[Contribution], out: torch.Tensor
 ) -> Reduced:
     """Average over the global batch, into ``out`` (dense_length): weighted by each replica's samples
-    and summed in replica order, in the dtype of ``out`` whatever travelled."""
+    and summed as [Note: the shape of a sum] says, in the dtype of ``out`` whatever travelled."""
     ordered = sorted(contributions, key=lambda c: c.replica)
-    total = sum(c.weight for c in ordered)
-    shares = [c.weight / total if total else 0.0 for c in ordered]
-    for i, (item, share) in enumerate(zip(ordered, shares, strict=True)):
-        values = item.dense_gradient(plan, out.dtype)
-        if i == 0:
-            torch.mul(values, share, out=out)
-        else:
-            out.add_(values, alpha=share)
+    shares = shares_of([c.weight for c in ordered])
+    terms = [
+        Term(c.replica, c.dense_gradient(plan, out.dtype), share if c.kind == OWN else None)
+        for c, share in zip(ordered, shares, strict=True)
+        if c.kind != NOTHING
+    ]
+    tree_sum(terms, out)
     tables = {}
     for piece in plan.tables:
         parts = [
@@ -57,6 +58,12 @@ def reduce_gradients(
         if parts:
             tables[piece.number] = _add_rows(parts, out.dtype)
     return Reduced(out, frozenset.intersection(*[c.absent for c in ordered]), tables)
+
+
+def shares_of(weights: Sequence[float]) -> list[float]:
+    """What each replica counts for in the average; ``weights`` in replica order."""
+    total = sum(weights)
+    return [weight / total if total else 0.0 for weight in weights]
 
 
 def _add_rows(

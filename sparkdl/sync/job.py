@@ -21,6 +21,8 @@ from sparkdl.slab.pool import Pool, Reference, open_pool
 from sparkdl.sync.codec import decode, encode
 from sparkdl.sync.contribution import Contribution, SectionMap, open_section
 from sparkdl.sync.gradient import Reduced
+from sparkdl.sync.install import handed_on
+from sparkdl.sync.nodes import Nodes
 from sparkdl.sync.owner import Owner
 from sparkdl.sync.owners import run_of
 from sparkdl.sync.plans import plans_of
@@ -45,14 +47,16 @@ class Synchronize:
     """Body of the synchronization stage: reduce slice n, update it, write version t+1.
 
     ``step``: None: the one that the job was told, see :mod:`sparkdl.message`; so for the others.
+    ``nodes``: where the new weights are handed on to other nodes; None: the report is the result.
     """
 
     step: Step | None = None
+    nodes: Nodes | None = None
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         frames, run = _read(pairs)
         step = self.step or posted()
-        yield pickle.dumps(synchronize(step, partition, run, frames))
+        yield from _told(synchronize(step, partition, run, frames), run, self.nodes)
         settle_worker()
 
 
@@ -175,12 +179,14 @@ class Update:
     """Body of the update stage after :class:`Reduce`: clip by the global norm, update slice n."""
 
     step: Step | None = None
+    nodes: Nodes | None = None
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         frames, run = _read(pairs)
         frames.sort(key=lambda frame: frame[0].index)
         headers = [header for header, _ in frames]
-        yield pickle.dumps(self._update(self.step or posted(), partition, run, headers))
+        report = self._update(self.step or posted(), partition, run, headers)
+        yield from _told(report, run, self.nodes)
         settle_worker()
 
     def _update(
@@ -231,6 +237,14 @@ class Update:
         )
 
 
+def _told(report: SliceReport, run: Run, nodes: Nodes | None) -> Iterator[bytes]:
+    """To the driver, or with the new weights to the replicas' places."""
+    if nodes is None:
+        yield pickle.dumps(report)
+    else:
+        yield from handed_on(report, run, nodes)
+
+
 def room_for(nbytes: int, *sections: SectionMap) -> int:
     """The size of buffer to claim: of variable sections a power of two, so that sizes are few."""
     if any(section.rows or section.compressed for section in sections):
@@ -256,10 +270,10 @@ def _checked(partition: int, pool: Pool, frames: list[Frame]) -> SliceReport:
     if not faults and state is not None and state.token != pool.token:
         faults = (Fault(STATE_FOREIGN, partition, pool.token),)
     skipped = not faults and not all(header.finite for header in headers)
-    received = sum(len(payload) for _, payload in frames)
+    received = {header.replica: len(payload) for header, payload in frames if len(payload)}
     kept = state if skipped else None
     return SliceReport(
-        partition, pool.token, kept, reports, faults, bytes_received=received, skipped=skipped
+        partition, pool.token, kept, reports, faults, received=received, skipped=skipped
     )
 
 

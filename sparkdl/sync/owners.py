@@ -59,12 +59,12 @@ class PrepareOwner:
 
 @dataclass(frozen=True)
 class Recount:
-    """Body over the owner RDD: the same owners with another number of frames."""
+    """Body over the owner RDD (or the replica RDD): the same with another number of frames."""
 
     count: int
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        yield pickle.dumps(run_of(frames))
+        yield next(frame for frame in list(frames) if frame)
         for _ in range(self.count - 1):
             yield b""
 

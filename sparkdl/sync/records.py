@@ -25,6 +25,10 @@ class Pending:
     headers: tuple[tuple[GradientHeader, ...], ...]
 
 
+Copies = Mapping[str, Mapping[int, "SliceHandle"]]
+"""By node (its token) and slice."""
+
+
 @dataclass(frozen=True)
 class Step:
     """One iteration as the driver submits it.
@@ -34,8 +38,9 @@ class Step:
     ``rows``: for each replica, the range of its epoch's permutation. ``hyperparameters``: one
     mapping a parameter group. ``loss_scale``: what replicas multiply their loss by before backward.
     ``histograms``: whether owners shall report them. ``states``: the committed version of every
-    slice. ``pending``: what is to be applied to it first. ``residuals``: where gradients are
-    compressed, what each replica keeps; None before its first iteration.
+    slice. ``pending``: what is to be applied to it first. ``copies``: of the weights of other
+    nodes' slices, where nodes have them, see :mod:`sparkdl.sync.install`. ``residuals``: where
+    gradients are compressed, what each replica keeps; None before its first iteration.
     """
 
     index: int
@@ -48,6 +53,7 @@ class Step:
     histograms: bool = False
     states: tuple[SliceHandle, ...] = ()
     pending: Pending | None = None
+    copies: Copies = field(default_factory=dict)
     residuals: tuple[ResidualHandle | None, ...] = ()
 
     @property
@@ -113,7 +119,8 @@ class Fault:
 class ReplicaReport:
     """What replica ``replica`` did: samples, their weight in the mean (their number, or the sum of
     their weights), mean loss over them, node, seconds by activity. ``not_finite``: what is inf or
-    NaN ("the loss", or a parameter's gradient), else empty. ``residual``: what it keeps now."""
+    NaN ("the loss", or a parameter's gradient), else empty. ``received``: the bytes of weights that
+    came from another node, by slice. ``residual``: what it keeps now, of what it did not send."""
 
     replica: int
     count: int
@@ -122,6 +129,7 @@ class ReplicaReport:
     token: str
     seconds: Mapping[str, float] = field(default_factory=dict)
     not_finite: str = ""
+    received: Mapping[int, int] = field(default_factory=dict)
     residual: ResidualHandle | None = None
 
 
@@ -146,6 +154,39 @@ class GradientHeader:
     state: SliceHandle | None = None
     report: ReplicaReport | None = None
     fault: Fault | None = None
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a replica tells a task that sums for a node, see :class:`sparkdl.sync.combine.Combine`.
+
+    ``weight``: None of a replica that had no samples. ``headers``: of the slices that the task sums
+    for the replica's own node, by number.
+    """
+
+    replica: int
+    weight: float | None
+    headers: Mapping[int, GradientHeader]
+
+
+@dataclass(frozen=True)
+class HandedOn:
+    """The header of the frame from the owner of slice ``index`` to a replica's place: whether new
+    ``weights`` follow; ``report`` goes to the first place."""
+
+    index: int
+    report: SliceReport | None
+    weights: bool
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What a task that took weights for its node tells the driver: the copies by slice, on node
+    ``token``; and what the owners told it."""
+
+    token: str
+    copies: Mapping[int, SliceHandle]
+    reports: tuple[SliceReport, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -181,6 +222,7 @@ class SliceReport:
 
     ``skipped``: a gradient was not finite, and ``state`` is the old one. ``norm``: the global norm
     before clipping, where it was asked for. ``histograms``: by "weights" or "gradients" and number.
+    ``received``: the bytes of gradients that came from another node, by replica.
     """
 
     index: int
@@ -189,7 +231,7 @@ class SliceReport:
     replicas: tuple[ReplicaReport, ...] = ()
     faults: tuple[Fault, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
-    bytes_received: int = 0
+    received: Mapping[int, int] = field(default_factory=dict)
     skipped: bool = False
     norm: float | None = None
     histograms: Mapping[tuple[str, int], Histogram] = field(default_factory=dict)

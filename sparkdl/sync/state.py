@@ -31,6 +31,11 @@ class SliceState:
     held: dict[int, tuple[str, ...]] = field(default_factory=dict)
     others: dict[int, dict[str, Any]] = field(default_factory=dict)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights and the arrays."""
+        return sum(array.nbytes for array in (self.weights, *self.arrays.values()))
+
 
 def mapped(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
     """``value`` with every ``kind`` in its dicts, lists and tuples changed."""

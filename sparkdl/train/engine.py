@@ -15,6 +15,7 @@ from sparkdl.infer.scoring import Scorer
 from sparkdl.replica.flat import Layout
 from sparkdl.step.compressing import ReadResiduals
 from sparkdl.sync.histogram import Histogram
+from sparkdl.sync.nodes import NodeBytes
 from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.records import ReplicaReport, SliceReport
@@ -44,7 +45,8 @@ class StepResult:
     """``loss``: the mean over the global batch. ``seconds``: by activity, the slowest task's.
 
     ``not_finite``: for each replica whose loss or gradient was inf or NaN, what it was; the update
-    was then left out. ``gradient_norm``: before clipping, where the norm is clipped.
+    was then left out. ``gradient_norm``: before clipping, where the norm is clipped. ``traffic``: for
+    each node, by its token, the bytes of gradients and weights that left it and arrived there.
     """
 
     loss: float
@@ -53,6 +55,7 @@ class StepResult:
     not_finite: Mapping[int, str] = field(default_factory=dict)
     gradient_norm: float | None = None
     histograms: Mapping[str, Histogram] | None = None
+    traffic: Mapping[str, NodeBytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,7 @@ def summarize(
     slices: Sequence[SliceReport],
     layout: Layout,
     seconds: Mapping[str, float],
+    traffic: Mapping[str, NodeBytes] | None = None,
 ) -> StepResult:
     """The result of a step from the reports of its replicas and slices."""
     ordered = sorted(replicas, key=lambda report: report.replica)
@@ -133,6 +137,7 @@ def summarize(
         not_finite={r.replica: r.not_finite for r in ordered if r.not_finite},
         gradient_norm=next((s.norm for s in slices if s.norm is not None), None),
         histograms=_joined(slices, layout),
+        traffic=traffic or {},
     )
 
 

@@ -195,6 +195,7 @@ def _engine(
         int(context.getConf().get("spark.task.cpus", "1") or 1),
         whole_tensors=not (model.optimizer.elementwise and model.optimizer.separate)
         or trainer.compression is not None,
+        compressed=trainer.compression is not None,
     )
     if trainer.engine == "local":
         return LocalEngine(samples, made, model.payload, batch_size)

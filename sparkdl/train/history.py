@@ -51,6 +51,7 @@ class History:
             _NO_NORM if norm is None else norm,
             state.loss_scale,
             state.skipped,
+            state.bytes_sent,
         )
         for activity in state.timings:
             if activity not in self._timings:
@@ -78,7 +79,8 @@ class History:
         """One record an iteration: iteration (from 1), epoch, loss, learning_rate (of the first
         parameter group), samples (seen so far), seconds (since the start), gradient_norm (before
         clipping; None where it was not measured), loss_scale, skipped (whether this iteration's
-        update was left out) and timings (seconds by activity, see :class:`sparkdl.TrainState`)."""
+        update was left out), bytes_sent (between nodes) and timings (seconds by activity), see
+        :class:`sparkdl.TrainState`."""
         skips = self._start["skipped"]
         for i, row in enumerate(zip(*self._columns.values(), strict=True)):
             record = dict(zip(self._columns, row, strict=True))
@@ -205,6 +207,7 @@ class History:
                 gradient_norm=row.get("gradient_norm"),
                 loss_scale=row.get("loss_scale", 1.0),
                 skipped=skipped,
+                bytes_sent=row.get("bytes_sent") or 0,
                 timings={k: v[i] for k, v in timings.items() if v[i] is not None},
             )
             history.append(state, row["epoch"])

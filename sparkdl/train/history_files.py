@@ -24,6 +24,7 @@ KINDS = {  # the keys of a record in their order -> type of the values
     "gradient_norm": float,
     "loss_scale": float,
     "skipped": bool,
+    "bytes_sent": int,
 }
 _TIMING, _METRIC = "timings/", "validation/"
 
@@ -82,7 +83,7 @@ def from_csv(text: str) -> dict[str, Any]:
         name.removeprefix(_TIMING): [] for name in names if name.startswith(_TIMING)
     }
     for line in reader:
-        row = {name: _value(kind, line[name]) for name, kind in KINDS.items()}
+        row = {name: _value(kind, line.get(name) or "") for name, kind in KINDS.items()}
         rows.append(row)
         for name, column in timings.items():
             column.append(_value(float, line[_TIMING + name]))

@@ -14,28 +14,53 @@ stage to be launched and run, and 5 ms to bring its results to Python. So
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pyspark.core.rdd import RDD
 
-from sparkdl.frames import RunningJob, map_frames, shuffle_frames, stage_name, zip_frames
+from sparkdl.frames import (
+    RunningJob,
+    collect_and_forget,
+    map_frames,
+    shuffle_frames,
+    stage_name,
+    zip_frames,
+)
 from sparkdl.message import post
 from sparkdl.step.job import AtOnce, ForwardBackward
+from sparkdl.sync.combine import Combine
+from sparkdl.sync.install import HandOnWeights, Install
 from sparkdl.sync.job import Reduce, Synchronize, Update
-from sparkdl.sync.records import SeatReport, SliceHandle, SliceReport, Step
+from sparkdl.sync.nodes import Nodes
+from sparkdl.sync.records import Installed, SeatReport, SliceHandle, SliceReport, Step
+from sparkdl.train.node_sums import NodeSums
 from sparkdl.train.places import Places
 from sparkdl.train.resources import Resources
 
 AT_ONCE = "forward-backward and synchronization"
 SYNCHRONIZATION = "parameter synchronization"
+INSTALLATION = "weights to the nodes"
+
+
+@dataclass(frozen=True)
+class Synchronized:
+    """What came of an iteration in stages: a report a slice, in order; and where nodes sum, the copies
+    of the new weights that each place took."""
+
+    reports: list[SliceReport]
+    installed: tuple[Installed, ...] = ()
 
 
 class IterationJobs:
     """Submits iterations. ``slices``: N."""
 
-    def __init__(self, places: Places, slices: int, resources: Resources) -> None:
+    def __init__(
+        self, places: Places, slices: int, node_sums: NodeSums, resources: Resources
+    ) -> None:
         self._places, self._slices, self._resources = places, slices, resources
+        self._node_sums = node_sums
         self._context = resources.context
         self._at_once: RDD | None = None
         self._next: RDD | None = None
@@ -52,28 +77,39 @@ class IterationJobs:
         replicas = len(self._places.tokens)
         return self._run(self._at_once, replicas, AT_ONCE, lambda: self._resources.shuffled(None))
 
-    def in_stages(self, step: Step) -> list[SliceReport]:
-        """Forward-backward, then synchronization; a report a slice."""
+    def in_stages(self, step: Step) -> Synchronized:
+        """Forward-backward, then synchronization; where it pays, nodes sum in between and share what
+        comes back."""
+        states, nodes = step.states, self._nodes_that_sum(step.states)
+        if nodes is not None and not self._places.near(states):
+            begun = self._hand_on(step, nodes)
+            if any(report.faults for report in begun.reports):
+                return begun
+            self._places.note_copies(states, begun.installed)
+        step = replace(step, copies=self._places.copies_of(states))
+        name = SYNCHRONIZATION if nodes is None else INSTALLATION
+        count = self._slices if nodes is None else len(self._places.tokens)
         if not post(self._context, step):
-            told = self._build(step.states, step)
-            return self._run(
-                told, self._slices, SYNCHRONIZATION, lambda: self._resources.shuffled(told)
-            )
-        ready = self._next if self._next_for == self._nodes(step.states) else None
-        rdd = ready or self._build(step.states)
+            told = self._build(states, nodes, step)
+            return _joined(self._run(told, count, name, lambda: self._resources.shuffled(told)))
+        ready = self._next if self._next_for == self._key(states, nodes) else None
+        rdd = ready or self._build(states, nodes)
         self._next = None
-        return self._run(
-            rdd, self._slices, SYNCHRONIZATION, lambda: self._prepare(rdd, step.states)
-        )
+        return _joined(self._run(rdd, count, name, lambda: self._prepare(rdd, states, nodes)))
 
-    def _prepare(self, running: RDD, states: tuple[SliceHandle, ...]) -> None:
+    def _nodes_that_sum(self, states: tuple[SliceHandle, ...]) -> Nodes | None:
+        return self._node_sums.chosen(self._places.tokens, states)
+
+    def _prepare(self, running: RDD, states: tuple[SliceHandle, ...], nodes: Nodes | None) -> None:
         """While ``running`` runs: delete the shuffle before it, build what probably comes after."""
         self._resources.shuffled(running)
-        self._next, self._next_for = self._build(states), self._nodes(states)
+        self._next, self._next_for = self._build(states, nodes), self._key(states, nodes)
 
-    def _nodes(self, states: tuple[SliceHandle, ...]) -> object:
+    def _key(self, states: tuple[SliceHandle, ...], nodes: Nodes | None) -> object:
         """What the RDDs depend on."""
-        return self._places.samples, self._places.tokens, tuple(s.token for s in states)
+        places = self._places
+        nearby = places.near(states)
+        return places.samples, places.tokens, tuple(s.token for s in states), nodes, nearby
 
     def _run(self, rdd: RDD, count: int, name: str, meanwhile: Callable[[], None]) -> list[Any]:
         """The ``count`` reports of a job; ``meanwhile`` is done while it runs."""
@@ -82,16 +118,44 @@ class IterationJobs:
             meanwhile()
         return [pickle.loads(frame) for frame in job.frames()]
 
-    def _build(self, states: tuple[SliceHandle, ...], step: Step | None = None) -> RDD:
+    def _build(
+        self, states: tuple[SliceHandle, ...], nodes: Nodes | None, step: Step | None = None
+    ) -> RDD:
         """The RDDs of an iteration; with ``step`` in the task bodies, where it cannot be told."""
-        places, told = self._places, step is None
+        places, told, replicas = self._places, step is None, len(self._places.tokens)
         with stage_name(self._context, "forward-backward"):
-            body = ForwardBackward(step)
+            body = ForwardBackward(step, nodes)
             gradients = places.at_seats(body, places.samples, states, told=told)
-            received = shuffle_frames(gradients, self._slices)
-        if places.two_stages:
-            return map_frames(zip_frames(received, places.owners), Synchronize(step))
-        with stage_name(self._context, "reduce"):
-            reduced = map_frames(zip_frames(received, places.owners), Reduce(step))
-            received = shuffle_frames(reduced, self._slices)
-        return map_frames(zip_frames(received, places.updaters), Update(step))
+        if nodes is not None:
+            with stage_name(self._context, "sum on the nodes"):
+                offers = shuffle_frames(gradients, replicas)
+                gradients = map_frames(zip_frames(offers, places.counted(replicas)), Combine(nodes))
+        received = shuffle_frames(gradients, self._slices)
+        if not places.two_stages:
+            with stage_name(self._context, "reduce"):
+                reduced = map_frames(zip_frames(received, places.owners), Reduce(step))
+                received = shuffle_frames(reduced, self._slices)
+        update = Synchronize(step, nodes) if places.two_stages else Update(step, nodes)
+        owners = places.owners if places.two_stages else places.updaters
+        with stage_name(self._context, SYNCHRONIZATION):
+            updated = map_frames(zip_frames(received, owners), update)
+            return updated if nodes is None else self._install(updated, step)
+
+    def _install(self, handed_on: RDD, step: Step | None) -> RDD:
+        """Frames with weights to every replica's place, and there into slabs."""
+        arrived = shuffle_frames(handed_on, len(self._places.tokens))
+        return map_frames(zip_frames(arrived, self._places.counted(self._slices)), Install(step))
+
+    def _hand_on(self, step: Step, nodes: Nodes) -> Synchronized:
+        """The weights as they stand, once to each node that has none of them."""
+        with stage_name(self._context, INSTALLATION):
+            owners = map_frames(self._places.owners, HandOnWeights(step.states, nodes))
+            installed = collect_and_forget(self._install(owners, step))
+        return _joined([pickle.loads(frame) for frame in installed])
+
+
+def _joined(results: Sequence[SliceReport | Installed]) -> Synchronized:
+    installed = tuple(result for result in results if isinstance(result, Installed))
+    reports = [result for result in results if isinstance(result, SliceReport)]
+    reports += [report for node in installed for report in node.reports]
+    return Synchronized(sorted(reports, key=lambda report: report.index), installed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from pyspark import StorageLevel
@@ -35,7 +35,9 @@ from sparkdl.sync.records import (
     SAMPLES_CHANGED,
     SAMPLES_FOREIGN,
     STATE_FOREIGN,
+    Copies,
     Fault,
+    Installed,
     SliceHandle,
 )
 from sparkdl.train.failure import faults_explained
@@ -76,6 +78,10 @@ class Places:
             PrepareOwner(run, source, run.replicas),
         )
         self._replicas, self.owners = resources.persist(replicas), resources.persist(owners)
+        self._counted: dict[int, RDD] = {}
+        self._copied: tuple[SliceHandle, ...] = ()
+        self._copies: dict[str, dict[int, SliceHandle]] = {}
+        self._resources = resources
         self.two_stages = not policy.clips_norm or run.slices == 1
         self.updaters = self.owners
         if not self.two_stages and run.slices != run.replicas:
@@ -94,6 +100,23 @@ class Places:
                 "torch, numpy or random only (all three are seeded), or pass a module instance."
             )
         self.tokens = tokens
+
+    def counted(self, count: int) -> RDD:
+        """The replica RDD with ``count`` records a partition, the first the replica's."""
+        if count not in self._counted:
+            recounted = map_frames(self._replicas, Recount(count))
+            self._counted[count] = self._resources.persist(recounted)
+        return self._counted[count]
+
+    def note_copies(self, states: tuple[SliceHandle, ...], installed: Sequence[Installed]) -> None:
+        """Nodes have these copies of ``states``."""
+        self._copied, self._copies = states, {}
+        for node in installed:
+            self._copies[node.token] = {**self._copies.get(node.token, {}), **node.copies}
+
+    def copies_of(self, states: tuple[SliceHandle, ...]) -> Copies:
+        """What copies nodes have of other nodes' slices of ``states``."""
+        return self._copies if states == self._copied else {}
 
     def at_owners(self, task: Callable[..., Any], name: str) -> list[Any]:
         """The pickled results of a task over the owner RDD, in slice order."""
@@ -121,13 +144,23 @@ class Places:
         """
         seats = zip_frames(self._replicas, samples)
         given = None if told else states
-        if self.one_node(states):
-            return map_frames(seats, AtSeats(task, given, checksums))
+        if self.near(states):
+            copies = {} if told else self.copies_of(states)
+            return map_frames(seats, AtSeats(task, given, checksums, copies))
         publish = PublishWeights(given, self.tokens, everything=self._policy.local_steps > 1)
         published = shuffle_frames(map_frames(self.owners, publish), self._run.replicas)
         padded = map_frames(seats, PadFrames(self._run.slices))
         body = AtSeatsWithBytes(task, given, checksums)
         return map_frames(zip_frames(padded, published), body)
+
+    def near(self, states: tuple[SliceHandle, ...]) -> bool:
+        """Whether every replica has all slices, or copies of them, on its node."""
+        copies = self.copies_of(states)
+        return all(
+            state.token == token or n in copies.get(token, {})
+            for token in set(self.tokens)
+            for n, state in enumerate(states)
+        )
 
     def one_node(self, states: tuple[SliceHandle, ...]) -> bool:
         """Whether all replicas and all slices are on one node."""

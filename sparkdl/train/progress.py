@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from sparkdl.errors import TrainingError
 from sparkdl.replica.policy import Policy
+from sparkdl.sync.nodes import most
 from sparkdl.train.engine import Iteration, StepResult
 from sparkdl.train.scaling import FIRST_SCALE, next_scale
 from sparkdl.train.schedule import Schedule
@@ -63,6 +64,7 @@ def advanced(
         loss_scale=scale,
         loss_scale_age=age,
         timings=result.seconds,
+        bytes_sent=most(result.traffic),
         histograms=result.histograms,
     )
 

@@ -26,6 +26,7 @@ from sparkdl.replica.run import Run
 from sparkdl.step.compressing import InitialResiduals, ReadResiduals, WithResiduals
 from sparkdl.sync.codec import as_tensor, decode
 from sparkdl.sync.job import ApplyPending
+from sparkdl.sync.nodes import NodeBytes, between_nodes
 from sparkdl.sync.owners import (
     CollectWeights,
     InitialState,
@@ -59,7 +60,8 @@ from sparkdl.train.engine import (
 )
 from sparkdl.train.failure import faults_explained
 from sparkdl.train.form import Form
-from sparkdl.train.jobs import SYNCHRONIZATION, IterationJobs
+from sparkdl.train.jobs import SYNCHRONIZATION, IterationJobs, Synchronized
+from sparkdl.train.node_sums import NodeSums
 from sparkdl.train.places import Places
 from sparkdl.train.resources import Resources
 
@@ -91,7 +93,9 @@ class ShuffleEngine:
         self._pending: Pending | None = None
         self._residuals: tuple[ResidualHandle | None, ...] = (None,) * run.replicas
         self._places = Places(samples, run, recipe, policy, resources)
-        self._jobs = IterationJobs(self._places, run.slices, resources)
+        self._jobs = IterationJobs(
+            self._places, run.slices, NodeSums(layout, run, policy), resources
+        )
         slots = self._context.defaultParallelism
         self._form = Form(stages, run.replicas, run.slices, slots)
 
@@ -159,21 +163,44 @@ class ShuffleEngine:
         return not early and self._places.one_node(self._states)
 
     def _commit(
-        self, step: Step, reports: list[SliceReport], started: float
+        self, step: Step, done: Synchronized, started: float
     ) -> tuple[StepResult | None, list[Fault]]:
-        """After the two stages."""
+        """After the two stages (or more)."""
+        reports = done.reports
         faults = [fault for report in reports for fault in report.faults]
         if faults:
             return None, faults
-        reports = sorted(reports, key=lambda report: report.index)
         replicas = reports[0].replicas
         self._states = _states_of(reports)
         self._places.tokens = tuple(r.token for r in sorted(replicas, key=lambda r: r.replica))
         if not reports[0].skipped:
             self._floor = step.tick
             self._form.note(reports)
-            self._keep_residuals(replicas)
-        return self._result(replicas, reports, [r.seconds for r in reports], started), []
+            self._keep_residuals(list(reports[0].replicas))
+            self._places.note_copies(self._states, done.installed)
+        updates = [r.seconds for r in reports]
+        traffic = self._traffic(step, done)
+        return self._result(replicas, reports, updates, started, traffic), []
+
+    def _traffic(self, step: Step, done: Synchronized) -> dict[str, NodeBytes]:
+        """What went between nodes."""
+        replicas = {report.replica: report for report in done.reports[0].replicas}
+        gradients = [
+            (replicas[m].token, report.token, nbytes)
+            for report in done.reports
+            for m, nbytes in report.received.items()
+        ]
+        to_replicas = [
+            (step.states[n].token, replica.token, nbytes)
+            for replica in replicas.values()
+            for n, nbytes in replica.received.items()
+        ]
+        to_nodes = [
+            (done.reports[n].token, node.token, copy.weights.nbytes)
+            for node in done.installed
+            for n, copy in node.copies.items()
+        ]
+        return between_nodes(gradients, [*to_replicas, *to_nodes])
 
     def _commit_at_once(
         self, step: Step, seats: list[SeatReport], started: float
@@ -209,6 +236,7 @@ class ShuffleEngine:
         slices: Sequence[SliceReport],
         updates: Sequence[Mapping[str, float]],
         started: float,
+        traffic: Mapping[str, NodeBytes] | None = None,
     ) -> StepResult:
         """``updates``: seconds by activity of the tasks that updated."""
         total = time.perf_counter() - started
@@ -220,7 +248,7 @@ class ShuffleEngine:
             **in_tasks[1],
             "iteration": total,
         }
-        return summarize(replicas, slices, self._layout, seconds)
+        return summarize(replicas, slices, self._layout, seconds, traffic)
 
     def _apply_pending(self) -> None:
         """Bring the state up to date: what reads it comes between two iterations."""

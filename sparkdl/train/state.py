@@ -49,6 +49,9 @@ class TrainState:
     timings: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the last iteration by activity, the slowest task's: schedule, data, fetch,
     forward, backward, compress, publish, reduce, update; ``iteration`` is the whole of it."""
+    bytes_sent: int = 0
+    """Bytes of gradients and weights that the last iteration sent between nodes, without headers: of
+    the node and the direction (out or in) that had most. 0 on one node."""
     histograms: Mapping[str, Histogram] | None = None
     """Of the last iteration where ``Trainer.histograms`` asked for them: "weights/NAME" and
     "gradients/NAME" for each trainable parameter."""

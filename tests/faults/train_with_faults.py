@@ -18,6 +18,7 @@ from pyspark import TaskContext
 from torch import nn
 
 import sparkdl
+from sparkdl.train import node_sums
 
 WIDTH, CLASSES, REPLICAS, SLICES, ITERATIONS = 8, 4, 3, 2, 6
 
@@ -163,8 +164,11 @@ def main() -> None:
     given = spec()
     results = {}
     settings = {"spark.sparkdl.slab.dir": "slabs"}
+    if given["sums"]:  # whatever the size of the model
+        node_sums.BYTES_PER_SECOND = 1e-9
     with session(given["master"], **settings) as spark:
         df = frame(spark)
+        spark.sparkContext.parallelize(range(4), 4).count()  # until all executors are known
         before = leftovers(spark)
         results["undisturbed"] = digest(trainer().fit(df).module)
         for name, (job, iteration, partition, changes) in FAULTS.items():

@@ -70,7 +70,7 @@ def test_other_masters_by_references(parquet, expected, tmp_path, masters):
     for result in runs(parquet, tmp_path, masters, "auto").values():
         assert result["digest"] == expected["digest"]
         assert result["losses"] == expected["losses"]
-        assert result["bytes_received"] == [0] * 12
+        assert result["bytes_sent"] == [0] * 12
         assert result["roots"] == 1
 
 
@@ -84,5 +84,5 @@ def test_executors_with_roots_apart_by_bytes(parquet, expected, tmp_path):
         assert result["digest"] == expected["digest"]
         assert result["losses"] == expected["losses"]
         assert result["roots"] == executors
-        assert len(result["bytes_received"]) == 12
-        assert all(result["bytes_received"])
+        assert len(result["bytes_sent"]) == 12
+        assert all(result["bytes_sent"])

@@ -41,27 +41,24 @@ def main() -> None:
     from launch import answer, digest, session, spec
 
     given = spec()
-    received, roots = [], set()
-    commit = ShuffleEngine._commit
+    roots = set()
+    step = ShuffleEngine.step
 
-    def noted(self, result):
-        reports = result[0]
-        received.append(sum(report.bytes_received for report in reports))
-        roots.update(report.token for report in reports)
-        roots.update(r.token for report in reports for r in report.replicas)
-        return commit(self, result)
+    def noted(self, iteration):
+        result = step(self, iteration)
+        roots.update(self._places.tokens, [state.token for state in self._states])
+        return result
 
-    ShuffleEngine._commit = noted
+    ShuffleEngine.step = noted
     results = {}
     for master in given["masters"]:
-        received.clear()
         roots.clear()
         with session(master, **given["settings"]) as spark:
             trained = trainer().fit(spark.read.parquet(given["parquet"]))
         results[master] = {
             "digest": digest(trained.module),
             "losses": trained.history.losses,
-            "bytes_received": list(received),
+            "bytes_sent": [record["bytes_sent"] for record in trained.history],
             "roots": len(roots),
         }
     answer(results)

@@ -48,6 +48,7 @@ def test_one_record_an_iteration() -> None:
         "gradient_norm": None,
         "loss_scale": 1.0,
         "skipped": False,
+        "bytes_sent": 0,
         "timings": {},
     }
     assert [record["iteration"] for record in records] == [1, 2, 3, 4, 5]
@@ -334,4 +335,4 @@ def test_an_iteration_takes_a_few_bytes() -> None:
         state = TrainState(iteration=iteration, samples=iteration, loss=0.1, timings=timings)
         history.append(state, 1)
     columns = [*history._columns.values(), *history._timings.values()]
-    assert sum(len(column) * column.itemsize for column in columns) == 1000 * 144
+    assert sum(len(column) * column.itemsize for column in columns) == 1000 * 152

@@ -1,0 +1,167 @@
+"""An iteration between nodes: milliseconds, and bytes beside the least there can be.
+
+    python benchmarks/between_nodes.py [--sizes 25,100] [--replicas 1,2] [--rounds 3] [--iterations 6]
+
+Two executors of this machine with slab roots apart, so that bytes go through Spark's shuffle as they
+would between two machines: ``local-cluster[2,R,2048]``, R replicas a node, as many slices as replicas.
+Where R > 1, runs in which nodes sum their gradients first take turns with runs in which every replica
+sends its own; ``ratio`` is of their medians. Adam, layers of equal width, global batch 64. "bytes" are
+those of the busiest node and direction, "least" is 2 P (K - 1) / K of the flat vector.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyspark
+import torch
+from torch import nn
+
+import sparkdl
+from sparkdl.sync.nodes import least_bytes
+from sparkdl.train import node_sums
+
+WIDTH_AND_DEPTH = {1: (256, 4), 25: (1024, 6), 100: (1024, 25)}
+NODES, GLOBAL_BATCH = 2, 64
+RESULT = "RESULT "
+
+
+def make_model(size: int) -> nn.Module:
+    """Square layers with tanh; ``size`` is a key of ``WIDTH_AND_DEPTH``."""
+    width, depth = WIDTH_AND_DEPTH[size]
+    return nn.Sequential(
+        *[m for _ in range(depth) for m in (nn.Linear(width, width, bias=False), nn.Tanh())]
+    )
+
+
+def fit(spark, size: int, replicas: int, iterations: int, summed: bool):
+    """Milliseconds of each iteration but the first quarter, bytes, and where the time went."""
+    node_sums.BYTES_PER_SECOND = 1e-9 if summed else 1e99
+    width = WIDTH_AND_DEPTH[size][0]
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(2, GLOBAL_BATCH * 2, width)).astype("float32")
+    samples = [(a, b) for a, b in zip(x, y, strict=True)]
+    trainer = sparkdl.Trainer(
+        model=partial(make_model, size),
+        loss=nn.MSELoss(),
+        optimizer=partial(torch.optim.Adam, lr=1e-4),
+        batch_size=GLOBAL_BATCH,
+        replicas=NODES * replicas,
+        stop=sparkdl.max_iteration(iterations + max(2, iterations // 4)),
+    )
+    history = trainer.fit(spark.sparkContext.parallelize(samples, NODES * replicas)).history
+    clock = [record["seconds"] for record in history]
+    whole = [1e3 * (b - a) for a, b in itertools.pairwise(clock)][-iterations:]
+    return whole, history.losses[-1], list(history)[-1]["bytes_sent"], history.timings()
+
+
+def run(options: dict) -> None:
+    """All fits of one master, in this process."""
+    replicas = options["replicas"]
+    spark = sparkdl.session(
+        f"local-cluster[{NODES},{replicas},2048]",
+        **{
+            "spark.ui.enabled": "false",
+            "spark.sparkdl.progress": "false",
+            "spark.sparkdl.slab.dir": "slabs",
+            "spark.scheduler.minRegisteredResourcesRatio": "1.0",
+            "spark.driver.bindAddress": "127.0.0.1",
+            "spark.driver.host": "127.0.0.1",
+        },
+    )
+    rows = []
+    try:
+        slots = NODES * replicas
+        spark.sparkContext.parallelize(range(slots), slots).count()
+        for size in options["sizes"]:
+            ways = [False, True] if replicas > 1 else [False]
+            times: dict[bool, list[float]] = {way: [] for way in ways}
+            sent, losses, timings = {}, set(), {}
+            for _ in range(options["rounds"]):
+                for way in ways:
+                    whole, loss, sent[way], timings[way] = fit(
+                        spark, size, replicas, options["iterations"], way
+                    )
+                    times[way] += whole
+                    losses.add(loss)
+            assert len(losses) == 1, "sums on the nodes change no bit"
+            for way in ways:
+                median = {name: 1e3 * row["median"] for name, row in timings[way].items()}
+                rows.append([size, replicas, way, statistics.median(times[way]), sent[way], median])
+    finally:
+        spark.stop()
+    print(RESULT + json.dumps(rows), flush=True)
+
+
+def launch(**options) -> list:
+    """:func:`run` in a process of its own, whose working folder and Spark home can be written to."""
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder) / "spark"
+        home.mkdir()
+        for path in Path(pyspark.__file__).parent.iterdir():
+            if path.name != "work":
+                (home / path.name).symlink_to(path)
+        environment = {
+            **os.environ,
+            "SPARK_HOME": str(home),
+            "SPARK_LOCAL_IP": "127.0.0.1",
+            "SPARK_LOCAL_DIRS": f"{folder}/local",
+            "PYSPARK_PYTHON": sys.executable,
+            "PYTHONPATH": os.pathsep.join(
+                [str(Path(__file__).parent), str(Path(sparkdl.__file__).parents[1])]
+            ),
+        }
+        done = subprocess.run(
+            [sys.executable, Path(__file__).resolve(), "--run", json.dumps(options)],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    line = next(line for line in done.stdout.splitlines() if line.startswith(RESULT))
+    return json.loads(line.removeprefix(RESULT))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", default="25,100", help="MB of parameters")
+    parser.add_argument("--replicas", default="1,2", help="a node")
+    parser.add_argument("--rounds", type=int, default=3, help="fits of each kind, taking turns")
+    parser.add_argument("--iterations", type=int, default=6, help="measured in each fit")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        run(json.loads(options.run))
+        return
+    sizes = [int(size) for size in options.sizes.split(",")]
+    print("| MB | replicas a node | nodes sum | ms | ratio | MB sent | least MB | where (ms) |")
+    print("|---|---|---|---|---|---|---|---|")
+    for replicas in map(int, options.replicas.split(",")):
+        rows = launch(
+            sizes=sizes, replicas=replicas, rounds=options.rounds, iterations=options.iterations
+        )
+        plain = {row[0]: row[3] for row in rows if not row[2]}
+        for size, count, way, ms, sent, where in rows:
+            width, depth = WIDTH_AND_DEPTH[size]
+            least = least_bytes(4 * width * width * depth, NODES)
+            parts = ", ".join(f"{name} {value:.0f}" for name, value in where.items())
+            print(
+                f"| {size} | {count} | {'yes' if way else 'no'} | {ms:.0f} | {ms / plain[size]:.2f} "
+                f"| {sent / 1e6:.2f} | {least / 1e6:.2f} | {parts} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Partitions side by side on the same executor.
+
+Spark deals the tasks of a stage out like cards: of four partitions on two executors one gets 0 and 2,
+the other 1 and 3. Then no node has two replicas whose gradients meet in the tree of sums (see [Note:
+the shape of a sum]), and each would have to be sent by itself. So the samples are read where this
+module says, executors of a host one after another; replicas live where their samples are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pyspark import SparkContext
+from pyspark.core.rdd import RDD
+from pyspark.serializers import NoOpSerializer
+
+from sparkdl.frames import map_frames, zip_frames
+
+
+@dataclass(frozen=True, order=True)
+class Executor:
+    """``slots``: tasks that it runs at a time."""
+
+    host: str
+    name: str
+    slots: int
+
+
+def shared_out(executors: Sequence[Executor], partitions: int) -> list[Executor]:
+    """An executor for each partition: in order, to each by its slots. Empty where there is no choice,
+    or not all partitions would run at once."""
+    slots = [executor for executor in sorted(executors) for _ in range(executor.slots)]
+    if len(executors) < 2 or len(slots) < partitions:
+        return []
+    return [slots[partition * len(slots) // partitions] for partition in range(partitions)]
+
+
+def side_by_side(rdd: RDD) -> RDD:
+    """``rdd``, one frame a partition, with a wish where each is computed; Spark may do otherwise."""
+    context, partitions = rdd.ctx, rdd.getNumPartitions()
+    chosen = shared_out(executors(context), partitions)
+    if not chosen:
+        return rdd
+    return map_frames(zip_frames(rdd, _wishes(context, chosen)), _left)
+
+
+def executors(context: SparkContext) -> list[Executor]:
+    """Those that are there now."""
+    sc = context._jsc.sc()
+    if sc.isLocal():
+        return []
+    each = int(context.getConf().get("spark.task.cpus", "1") or 1)
+    listed = sc.statusStore().executorList(True)
+    found = []
+    for i in range(listed.size()):
+        one = listed.apply(i)
+        host, _, port = one.hostPort().rpartition(":")
+        host = host if host and port.isdigit() else one.hostPort()
+        if one.id() != "driver" and "_" not in host:  # Spark parses executor_HOST_ID
+            found.append(Executor(host, one.id(), one.totalCores() // each))
+    return found
+
+
+def _wishes(context: SparkContext, chosen: Sequence[Executor]) -> RDD:
+    """An RDD of one empty frame a partition, each with a preferred executor."""
+    jvm: Any = context._jvm
+    scala = jvm.scala.jdk.javaapi.CollectionConverters
+    pairs = jvm.java.util.ArrayList()
+    for executor in chosen:
+        places = jvm.java.util.ArrayList()
+        places.add(f"executor_{executor.host}_{executor.name}")
+        pairs.add(jvm.scala.Tuple2(b"", scala.asScala(places).toSeq()))
+    tag = jvm.scala.reflect.ClassTag.apply(jvm.java.lang.Class.forName("[B"))
+    made = context._jsc.sc().makeRDD(scala.asScala(pairs).toSeq(), tag)
+    return RDD(jvm.org.apache.spark.api.java.JavaRDD.fromRDD(made, tag), context, NoOpSerializer())
+
+
+def _left(partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+    for frame, _ in pairs:
+        yield frame

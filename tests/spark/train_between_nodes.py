@@ -1,0 +1,125 @@
+"""Script: train on executors whose slab roots are apart, with and without sums on the nodes.
+
+``sums``: whether the rule is made to say yes or no, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+
+import sparkdl
+from sparkdl.train import node_sums
+from sparkdl.train.shuffle import ShuffleEngine
+
+WIDTH, CLASSES, NAMES = 16, 4, 40
+
+
+def model() -> nn.Module:
+    """No buffers, and lengths that are multiples of 64 bytes: the flat vector has no padding."""
+    return nn.Sequential(
+        nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 16)
+    )
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(WIDTH, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 16)
+    )
+
+
+class Tagged(nn.Module):
+    """A dense layer and a sparse table, whose rows travel as rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 8)
+        self.table = nn.Embedding(NAMES, 8, sparse=True)
+        self.out = nn.Linear(8, 16)
+
+    def forward(self, x):
+        tags = (x[:, :3].abs() * 10).long().clamp(max=NAMES - 1)
+        return self.out(torch.tanh(self.inner(x) + self.table(tags).sum(1)))
+
+
+CASES = {
+    "even": {},
+    "buffers": {"model": normed, "slices": 3},
+    "clip_norm": {"clip_norm": 0.3, "slices": 3},
+    "clip_norm, one slice": {"clip_norm": 0.3, "slices": 1},
+    "three replicas": {"replicas": 3, "model": normed},
+    "bf16": {"wire": "bf16"},
+    "table": {"model": Tagged, "optimizer": partial(torch.optim.SGD, lr=0.1)},
+    "local steps": {"local_steps": 2},
+    "few rows": {"batch_size": 3},
+}
+
+
+def trainer(case: str, **changes) -> sparkdl.Trainer:
+    values = {
+        "model": model,
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": partial(torch.optim.Adam, lr=1e-2),
+        "batch_size": 24,
+        "replicas": 4,
+        "stop": sparkdl.max_iteration(5),
+        "seed": 3,
+    }
+    return sparkdl.Trainer(**{**values, **CASES[case], **changes})
+
+
+def frame(spark, rows: int = 120):
+    generator = np.random.default_rng(5)
+    found = [
+        (generator.normal(size=WIDTH).tolist(), int(generator.integers(CLASSES)))
+        for _ in range(rows)
+    ]
+    return spark.createDataFrame(found, "features array<float>, label long")
+
+
+def main() -> None:
+    from launch import answer, digest, session, spec
+
+    given = spec()
+    notes: list[list[tuple[int, ...]]] = []
+    step, hand_on = ShuffleEngine.step, []
+
+    def noted(self, iteration):
+        result = step(self, iteration)
+        names = {token: i for i, token in enumerate(dict.fromkeys(self._places.tokens))}
+        hand_on[:] = [names[token] for token in self._places.tokens]
+        notes.append(
+            [
+                (n.gradients_sent, n.weights_sent, n.gradients_received, n.weights_received)
+                for n in result.traffic.values()
+            ]
+        )
+        return result
+
+    ShuffleEngine.step = noted
+    results = {}
+    with session(given["master"], **{"spark.sparkdl.slab.dir": "slabs"}) as spark:
+        spark.sparkContext.parallelize(range(8), 8).count()  # until all executors are known
+        df = frame(spark)
+        for sums in given["sums"]:
+            node_sums.BYTES_PER_SECOND = 1e-9 if sums else 1e99
+            for case in given["cases"]:
+                notes.clear()
+                validation = sparkdl.Validation(df, every=sparkdl.every(3))
+                trained = trainer(case, validation=validation).fit(df)
+                results[f"{case}, {'summed' if sums else 'plain'}"] = {
+                    "digest": digest(trained.module),
+                    "losses": trained.history.losses,
+                    "validations": trained.history.validations,
+                    "bytes_sent": [record["bytes_sent"] for record in trained.history],
+                    "nodes": list(hand_on),
+                    "traffic": [list(note) for note in notes],
+                }
+    answer(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""The task bodies of a run on several nodes, in this process and without Spark.
+
+Each node has a slab root and a token of its own, as executors with a relative slab directory have;
+stages and shuffles are loops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import struct
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from pyspark import cloudpickle
+from torch import nn
+
+from sparkdl.data.assemble import Assembly
+from sparkdl.data.partition import PartitionWriter
+from sparkdl.replica.policy import Policy
+from sparkdl.replica.recipe import Recipe
+from sparkdl.replica.run import ReplicaHandle, Run
+from sparkdl.slab import pool, root
+from sparkdl.slab.root import SlabConfig
+from sparkdl.step.job import AtSeats, AtSeatsWithBytes, ForwardBackward, PadFrames, PrepareReplica
+from sparkdl.sync.combine import Combine
+from sparkdl.sync.install import HandOnWeights, Install
+from sparkdl.sync.job import Reduce, Synchronize, Update
+from sparkdl.sync.nodes import Nodes
+from sparkdl.sync.owners import InitialState, PrepareOwner, PublishWeights, RecipeSource, Recount
+from sparkdl.sync.records import Copies, Installed, SliceHandle, SliceReport, Step
+
+WIDTH, CLASSES, NAMES = 6, 3, 40
+Stage = list[list[bytes]]
+"""The frames of each partition."""
+
+
+class Tagged(nn.Module):
+    """Buffers, dropout, a sparse table and a parameter that no loss depends on."""
+
+    def __init__(self, tagged: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH, 21), nn.BatchNorm1d(21), nn.Dropout(0.2), nn.Linear(21, CLASSES)
+        )
+        self.unused = nn.Parameter(torch.ones(5))
+        self.table = nn.Embedding(NAMES, CLASSES, sparse=True) if tagged else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.layers(x)
+        if self.table is None:
+            return output
+        return output + self.table((x[:, :3].abs() * 10).long().clamp(max=NAMES - 1)).sum(1)
+
+
+class Machine:
+    """``replicas`` and ``slices``: for each the name of its node. ``rows``: of each replica."""
+
+    def __init__(
+        self,
+        folder: Path,
+        replicas: str,
+        slices: str,
+        rows: Sequence[int],
+        tagged: bool = False,
+        **policy: Any,
+    ) -> None:
+        self.replicas, self.slices, self.rows = replicas, slices, rows
+        self._folder, self._memories = folder, {}
+        slab = SlabConfig.new("slabs", "nodes")
+        assembly = Assembly(num_features=1, num_labels=1)
+        self.run = Run(
+            slab, 0, len(replicas), len(slices), assembly, (8,) * len(replicas), threads=1
+        )
+        self._clips = "clip_norm" in policy and len(slices) > 1
+        optimizer = partial(torch.optim.SGD, lr=0.5, momentum=0.0 if tagged else 0.9)
+        recipe = Recipe(
+            partial(Tagged, tagged),
+            nn.CrossEntropyLoss(),
+            optimizer,
+            seed=0,
+            policy=Policy(**policy),
+        )
+        source = RecipeSource(cloudpickle.dumps(recipe))
+        generator = np.random.default_rng(0)
+        self.seats, self.owners = [], []
+        for index, node in enumerate(replicas):
+            with self.on(node):
+                root.open_root(slab, create=True)
+                samples = self._samples(generator, 8)
+                handle = ReplicaHandle(self.run, index, samples.checksum)
+                (replica,) = PrepareReplica(source)(index, [pickle.dumps(handle)])
+            self.seats.append((replica, pickle.dumps(samples)))
+        for n, node in enumerate(slices):
+            with self.on(node):
+                self.owners.append(list(PrepareOwner(self.run, source, len(replicas))(n, [])))
+        tokens = {node: self.token(node) for node in replicas + slices}
+        self.tokens = tuple(tokens[node] for node in replicas)
+        self.nodes = Nodes(self.tokens, tuple(tokens[node] for node in slices))
+        found = self.stage(InitialState(), self.owners, slices)
+        self.states: tuple[SliceHandle, ...] = tuple(pickle.loads(f).state for (f,) in found)
+        self.copies: Copies = {}
+        self.tick, self.floor = 1, 0
+
+    def _samples(self, generator: np.random.Generator, rows: int) -> Any:
+        writer = PartitionWriter(self.run.slab)
+        features = generator.normal(size=(rows, WIDTH)).astype("float32")
+        writer.add(["features", "label"], [features, generator.integers(CLASSES, size=rows)])
+        return writer.finish()
+
+    @contextlib.contextmanager
+    def on(self, node: str) -> Iterator[None]:
+        """This process as one of that node."""
+        before, place = os.getcwd(), self._folder / node
+        place.mkdir(exist_ok=True)
+        roots, pools = self._memories.setdefault(node, ({}, {}))
+        os.chdir(place)
+        try:
+            with (
+                mock.patch.object(root, "_open_roots", roots),
+                mock.patch.object(pool, "_pools", pools),
+            ):
+                yield
+        finally:
+            os.chdir(before)
+
+    def token(self, node: str) -> str:
+        with self.on(node):
+            return pool.open_pool(self.run.slab).token
+
+    def stage(self, body: Any, inputs: Sequence[Any], nodes: str) -> Stage:
+        """A task for each partition, on its node; each runs twice, as a twin or a retry does."""
+        found = []
+        for partition, (records, node) in enumerate(zip(inputs, nodes, strict=True)):
+            with self.on(node):
+                list(body(partition, iter(records)))
+                found.append(list(body(partition, iter(records))))
+        return found
+
+    @staticmethod
+    def shuffle(sent: Stage, partitions: int) -> Stage:
+        """The frames by their addresses, those of the last partition first."""
+        found: Stage = [[] for _ in range(partitions)]
+        for frames in reversed(sent):
+            for address, frame in zip(frames[::2], frames[1::2], strict=True):
+                found[struct.unpack(">q", address)[0]].append(frame)
+        return found
+
+    def counted(self, count: int) -> Stage:
+        return self.stage(Recount(count), [[replica] for replica, _ in self.seats], self.replicas)
+
+    @staticmethod
+    def zip(one: Stage, other: Stage) -> list[list[tuple[bytes, bytes]]]:
+        return [list(zip(a, b, strict=True)) for a, b in zip(one, other, strict=True)]
+
+    def step(self) -> Step:
+        rows = tuple((0, rows) for rows in self.rows)
+        return Step(
+            self.floor, 0, self.tick, self.floor, rows, states=self.states, copies=self.copies
+        )
+
+    def plain(self) -> list[SliceReport]:
+        """An iteration in which every replica sends its own."""
+        step, count = self.step(), len(self.replicas)
+        publish = PublishWeights(self.states, self.tokens)
+        published = self.shuffle(self.stage(publish, self.owners, self.slices), count)
+        padded = self.stage(PadFrames(len(self.slices)), [[s] for s in self.seats], self.replicas)
+        body = AtSeatsWithBytes(ForwardBackward(step), self.states)
+        sent = self.stage(body, self.zip(padded, published), self.replicas)
+        return self._commit(self._synchronized(step, sent, None))
+
+    def summed(self, combine_on: str | None = None) -> list[SliceReport]:
+        """An iteration in which nodes sum. ``combine_on``: where the tasks run that do."""
+        step = self.step()
+        if not self.copies:
+            sent = self.stage(HandOnWeights(self.states, self.nodes), self.owners, self.slices)
+            self._note(self._install(step, sent))
+            step = self.step()
+        body = AtSeats(ForwardBackward(step, self.nodes), self.states, None, step.copies)
+        offers = self.stage(body, [[seat] for seat in self.seats], self.replicas)
+        offers = self.shuffle(offers, len(self.replicas))
+        offers = self.zip(offers, self.counted(len(self.replicas)))
+        sent = self.stage(Combine(self.nodes), offers, combine_on or self.replicas)
+        installed = self._install(step, self._synchronized(step, sent, self.nodes))
+        reports = self._commit([report for node in installed for report in node.reports])
+        if not any(report.faults for report in reports):
+            self._note(installed)
+        return reports
+
+    def _synchronized(self, step: Step, sent: Stage, nodes: Nodes | None) -> Any:
+        received = self.zip(self.shuffle(sent, len(self.slices)), self.owners)
+        if self._clips:
+            reduced = self.stage(Reduce(step), received, self.slices)
+            received = self.zip(
+                self.shuffle(reduced, len(self.slices)),
+                self.stage(Recount(len(self.slices)), self.owners, self.slices),
+            )
+            told = self.stage(Update(step, nodes), received, self.slices)
+        else:
+            told = self.stage(Synchronize(step, nodes), received, self.slices)
+        return told if nodes is not None else [pickle.loads(frame) for (frame,) in told]
+
+    def _install(self, step: Step, sent: Stage) -> list[Installed]:
+        arrived = self.zip(self.shuffle(sent, len(self.replicas)), self.counted(len(self.slices)))
+        return [pickle.loads(f) for (f,) in self.stage(Install(step), arrived, self.replicas)]
+
+    def _note(self, installed: list[Installed]) -> None:
+        self.copies = {}
+        for node in installed:
+            self.copies[node.token] = {**self.copies.get(node.token, {}), **node.copies}
+
+    def _commit(self, reports: list[SliceReport]) -> list[SliceReport]:
+        reports = sorted(reports, key=lambda report: report.index)
+        if not any(report.faults for report in reports):
+            self.floor = self.tick
+            self.states = tuple(report.state for report in reports)
+            self.copies = {}
+        self.tick += 1
+        return reports
+
+    def content(self) -> list[bytes]:
+        """All of the state."""
+        found = []
+        for node, state in zip(self.slices, self.states, strict=True):
+            with self.on(node):
+                slabs = pool.open_pool(self.run.slab)
+                found += [slabs.read(reference).tobytes() for reference in state.references()]
+        return found
+
+    def close(self) -> None:
+        for node in self._memories:
+            with self.on(node):
+                pool.close_pool(self.run.slab)
+                root.remove_root(self.run.slab)
+
+
+def gradient_bytes(reports: Sequence[SliceReport]) -> int:
+    return sum(sum(report.received.values()) for report in reports)

@@ -1,0 +1,158 @@
+"""Where nodes sum before they send: the same bits and fewer bytes. The tasks without Spark."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nodes_here import Machine, Tagged, gradient_bytes
+
+from sparkdl.data.assemble import Assembly
+from sparkdl.replica.flat import Layout, Segment, layout_of
+from sparkdl.replica.policy import Policy
+from sparkdl.replica.run import Run
+from sparkdl.slab.pool import Reference
+from sparkdl.slab.root import SlabConfig
+from sparkdl.sync.nodes import SliceBytes, planned
+from sparkdl.sync.plan import slice_plans
+from sparkdl.sync.records import MOVED, SliceHandle
+from sparkdl.train import node_sums
+from sparkdl.train.node_sums import NodeSums
+
+
+@pytest.fixture
+def machine(tmp_path):
+    made = []
+
+    def make(name: str, *args, **kwargs) -> Machine:
+        (tmp_path / name).mkdir()
+        made.append(Machine(tmp_path / name, *args, **kwargs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+CASES = {
+    "two and two": ("aabb", "aabb", (4, 4, 4, 4), {}),
+    "apart": ("abab", "ab", (4, 3, 2, 4), {}),
+    "two and one, N != M": ("aab", "ba", (4, 4, 4), {}),
+    "three and one": ("abbb", "abab", (4, 3, 2, 2), {}),
+    "an owner without replicas": ("aabb", "abc", (4, 4, 4, 4), {}),
+    "no rows": ("aabb", "aab", (4, 0, 0, 4), {}),
+    "a node without rows": ("aaaabb", "ab", (3, 3, 3, 3, 0, 0), {}),
+    "clip_norm": ("aabb", "aab", (4, 4, 4, 4), {"clip_norm": 0.1}),
+    "bf16": ("aabb", "ab", (4, 4, 4, 4), {"wire": "bf16"}),
+    "bf16, four": ("aaaab", "ab", (4, 4, 4, 4, 3), {"wire": "bf16"}),
+    "table": ("aabb", "abb", (4, 4, 4, 4), {"tagged": True}),
+    "more slices than there is to cut": ("aab", "abababab", (2, 2, 2), {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_are_the_same_wherever_the_sums_are_made(machine, case):
+    replicas, slices, rows, changes = CASES[case]
+    alone = machine("alone", "x" * len(replicas), "x" * len(slices), rows, **changes)
+    plain = machine("plain", replicas, slices, rows, **changes)
+    summed = machine("summed", replicas, slices, rows, **changes)
+    for iteration in range(3):
+        before = alone.content()
+        here = alone.plain()
+        theirs, ours = plain.plain(), summed.summed()
+        assert not any(report.faults for report in [*here, *theirs, *ours])
+        assert alone.content() == plain.content() == summed.content()
+        assert alone.content() != before
+        for a, b, c in zip(here, theirs, ours, strict=True):
+            assert a.norm == b.norm == c.norm
+        losses = [[r.loss for r in reports[0].replicas] for reports in (here, theirs, ours)]
+        assert sorted(losses[0]) == sorted(losses[1]) == sorted(losses[2])
+        assert gradient_bytes(here) == 0
+        assert gradient_bytes(ours) <= gradient_bytes(theirs), iteration
+    if all(rows):
+        plans = slice_plans(layout_of(ours_model(changes)), len(slices))
+        assert gradient_bytes(theirs) - gradient_bytes(ours) == saving(summed, plans, changes)
+
+
+def ours_model(changes) -> torch.nn.Module:
+    return Tagged(changes.get("tagged", False))
+
+
+def saving(machine: Machine, plans, changes) -> int:
+    """By plan; a gradient begins at a multiple of 64 bytes."""
+    wire = 2 if "wire" in changes else 4
+    sizes = [
+        SliceBytes(-(-plan.dense_length * wire // 64) * 64, -(-plan.dense_length * 4 // 64) * 64, 0)
+        for plan in plans
+    ]
+    plain, summed = (planned(machine.nodes, sizes, way) for way in (False, True))
+    return sum(node.gradients_sent for node in plain.values()) - sum(
+        node.gradients_sent for node in summed.values()
+    )
+
+
+def test_weights_arrive_once_a_node_and_outlive_their_twins(machine):
+    one = machine("one", "aaabb", "ab", (2, 2, 2, 2, 2))
+    for _ in range(6):
+        one.summed()
+        sizes = {
+            node: {n: copy.weights.nbytes for n, copy in one.copies.get(token, {}).items()}
+            for node, token in (("a", one.token("a")), ("b", one.token("b")))
+        }
+        assert sizes["a"].keys() == {1}
+        assert sizes["b"].keys() == {0}
+    for node in "ab":
+        files = list((one._folder / node / "slabs").glob("*/weights-*"))
+        assert len(files) <= 3 * 2  # the first of all, version t and t + 1, each by two twins
+
+
+def test_a_task_that_finds_itself_elsewhere_reports_it(machine):
+    """The tasks that sum are placed where their replicas are; here the last one is not."""
+    one = machine("one", "aabb", "ab", (4, 4, 4, 4))
+    before = one.states
+    reports = one.summed(combine_on="aaba")
+    faults = {fault for report in reports for fault in report.faults}
+    assert {(fault.kind, fault.partition, fault.token) for fault in faults} == {
+        (MOVED, 3, one.token("a"))
+    }
+    assert one.states == before
+    assert not any(report.faults for report in one.summed())
+
+
+# The rule
+
+
+def layout(megabytes: int) -> Layout:
+    length = megabytes * 250_000
+    segment = Segment("w", "parameter", 0, length, (length,), torch.float32)
+    return Layout((segment,), torch.float32, length)
+
+
+def chosen(megabytes: int, replicas: str, slices: str, **policy):
+
+    run = Run(
+        SlabConfig("", ""),
+        0,
+        len(replicas),
+        len(slices),
+        Assembly(num_features=1, num_labels=1),
+        (1,) * len(replicas),
+        1,
+    )
+    states = [SliceHandle(Reference("", "", token, 0, 0)) for token in slices]
+    return NodeSums(layout(megabytes), run, Policy(**policy)).chosen(tuple(replicas), states)
+
+
+def test_nodes_sum_where_it_saves_more_than_a_stage_costs():
+    least = node_sums.MORE_STAGES * node_sums.STAGE_SECONDS * node_sums.BYTES_PER_SECOND / 1e6
+    assert chosen(int(least) - 1, "aabb", "aabb") is None
+    nodes = chosen(int(least) + 1, "aabb", "aabb")
+    assert nodes is not None
+    assert nodes.replicas == tuple("aabb")
+
+
+@pytest.mark.parametrize(
+    ("replicas", "slices", "policy"),
+    [("ab", "ab", {}), ("aaaa", "aa", {}), ("aabb", "aabb", {"local_steps": 2})],
+)
+def test_nodes_do_not_sum_where_there_is_nothing_to_gain(replicas, slices, policy):
+    assert chosen(1000, replicas, slices, **policy) is None
