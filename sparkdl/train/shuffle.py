@@ -140,7 +140,7 @@ class ShuffleEngine:
                 iteration.histograms,
                 self._states,
                 self._pending,
-                self._residuals,
+                residuals=self._residuals,
             )
             started = time.perf_counter()
             if self._form.at_once and self._can_be_at_once(step):
