@@ -33,7 +33,7 @@ from sparkdl.step.job import AtOnce, ForwardBackward
 from sparkdl.sync.combine import Combine
 from sparkdl.sync.install import HandOnWeights, Install
 from sparkdl.sync.job import Reduce, Synchronize, Update
-from sparkdl.sync.nodes import Nodes
+from sparkdl.sync.nodes import NodeBytes, Nodes, between_nodes
 from sparkdl.sync.records import Installed, SeatReport, SliceHandle, SliceReport, Step
 from sparkdl.train.node_sums import NodeSums
 from sparkdl.train.places import Places
@@ -51,6 +51,26 @@ class Synchronized:
 
     reports: list[SliceReport]
     installed: tuple[Installed, ...] = ()
+
+    def traffic(self, states: Sequence[SliceHandle]) -> dict[str, NodeBytes]:
+        """What went between nodes; ``states``: the version that the iteration began with."""
+        replicas = {report.replica: report for report in self.reports[0].replicas}
+        gradients = [
+            (replicas[m].token, report.token, nbytes)
+            for report in self.reports
+            for m, nbytes in report.received.items()
+        ]
+        to_replicas = [
+            (states[n].token, replica.token, nbytes)
+            for replica in replicas.values()
+            for n, nbytes in replica.received.items()
+        ]
+        to_nodes = [
+            (self.reports[n].token, node.token, copy.weights.nbytes)
+            for node in self.installed
+            for n, copy in node.copies.items()
+        ]
+        return between_nodes(gradients, [*to_replicas, *to_nodes])
 
 
 class IterationJobs:

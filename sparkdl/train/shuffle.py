@@ -26,7 +26,7 @@ from sparkdl.replica.run import Run
 from sparkdl.step.compressing import InitialResiduals, ReadResiduals, WithResiduals
 from sparkdl.sync.codec import as_tensor, decode
 from sparkdl.sync.job import ApplyPending
-from sparkdl.sync.nodes import NodeBytes, between_nodes
+from sparkdl.sync.nodes import NodeBytes
 from sparkdl.sync.owners import (
     CollectWeights,
     InitialState,
@@ -179,28 +179,8 @@ class ShuffleEngine:
             self._keep_residuals(list(reports[0].replicas))
             self._places.note_copies(self._states, done.installed)
         updates = [r.seconds for r in reports]
-        traffic = self._traffic(step, done)
+        traffic = done.traffic(step.states)
         return self._result(replicas, reports, updates, started, traffic), []
-
-    def _traffic(self, step: Step, done: Synchronized) -> dict[str, NodeBytes]:
-        """What went between nodes."""
-        replicas = {report.replica: report for report in done.reports[0].replicas}
-        gradients = [
-            (replicas[m].token, report.token, nbytes)
-            for report in done.reports
-            for m, nbytes in report.received.items()
-        ]
-        to_replicas = [
-            (step.states[n].token, replica.token, nbytes)
-            for replica in replicas.values()
-            for n, nbytes in replica.received.items()
-        ]
-        to_nodes = [
-            (done.reports[n].token, node.token, copy.weights.nbytes)
-            for node in done.installed
-            for n, copy in node.copies.items()
-        ]
-        return between_nodes(gradients, [*to_replicas, *to_nodes])
 
     def _commit_at_once(
         self, step: Step, seats: list[SeatReport], started: float
