@@ -6,7 +6,9 @@ Two executors of this machine with slab roots apart, so that bytes go through Sp
 would between two machines: ``local-cluster[2,R,2048]``, R replicas a node, as many slices as replicas.
 Where R > 1, runs in which nodes sum their gradients first take turns with runs in which every replica
 sends its own; ``ratio`` is of their medians. Adam, layers of equal width, global batch 64. "bytes" are
-those of the busiest node and direction, "least" is 2 P (K - 1) / K of the flat vector.
+those of the busiest node and direction, "least" is 2 P (K - 1) / K of the flat vector. "processor" is
+the time of driver, JVMs and workers together in an iteration, which other work on the machine hardly
+changes, while it may change "ms" by any factor.
 """
 
 from __future__ import annotations
@@ -44,14 +46,40 @@ def make_model(size: int) -> nn.Module:
     )
 
 
+def processor_seconds() -> float:
+    """Of all processes of this session (in the sense of setsid), the dead children of each included."""
+    ticks, mine = 0, os.getsid(0)
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[3]) == mine:
+            ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+class Processor(sparkdl.Callback):
+    """Seconds of processor time after each iteration."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_iteration_end(self, trainer, state) -> None:
+        self.seconds.append(processor_seconds())
+
+
 def fit(spark, size: int, replicas: int, iterations: int, summed: bool):
-    """Milliseconds of each iteration but the first quarter, bytes, and where the time went."""
+    """Milliseconds of each iteration but the first few, of processor time in one of them; the last
+    loss, bytes, and where the time went."""
     node_sums.BYTES_PER_SECOND = 1e-9 if summed else 1e99
     width = WIDTH_AND_DEPTH[size][0]
     generator = np.random.default_rng(0)
     x, y = generator.normal(size=(2, GLOBAL_BATCH * 2, width)).astype("float32")
     samples = [(a, b) for a, b in zip(x, y, strict=True)]
+    processor = Processor()
     trainer = sparkdl.Trainer(
+        callbacks=[processor],
         model=partial(make_model, size),
         loss=nn.MSELoss(),
         optimizer=partial(torch.optim.Adam, lr=1e-4),
@@ -62,7 +90,9 @@ def fit(spark, size: int, replicas: int, iterations: int, summed: bool):
     history = trainer.fit(spark.sparkContext.parallelize(samples, NODES * replicas)).history
     clock = [record["seconds"] for record in history]
     whole = [1e3 * (b - a) for a, b in itertools.pairwise(clock)][-iterations:]
-    return whole, history.losses[-1], list(history)[-1]["bytes_sent"], history.timings()
+    spent = processor.seconds[-1] - processor.seconds[-1 - iterations]
+    sent = list(history)[-1]["bytes_sent"]
+    return whole, 1e3 * spent / iterations, history.losses[-1], sent, history.timings()
 
 
 def run(options: dict) -> None:
@@ -86,18 +116,21 @@ def run(options: dict) -> None:
         for size in options["sizes"]:
             ways = [False, True] if replicas > 1 else [False]
             times: dict[bool, list[float]] = {way: [] for way in ways}
+            spent: dict[bool, list[float]] = {way: [] for way in ways}
             sent, losses, timings = {}, set(), {}
             for _ in range(options["rounds"]):
                 for way in ways:
-                    whole, loss, sent[way], timings[way] = fit(
+                    whole, processor, loss, sent[way], timings[way] = fit(
                         spark, size, replicas, options["iterations"], way
                     )
                     times[way] += whole
+                    spent[way].append(processor)
                     losses.add(loss)
             assert len(losses) == 1, "sums on the nodes change no bit"
             for way in ways:
                 median = {name: 1e3 * row["median"] for name, row in timings[way].items()}
-                rows.append([size, replicas, way, statistics.median(times[way]), sent[way], median])
+                ms, processor = statistics.median(times[way]), statistics.mean(spent[way])
+                rows.append([size, replicas, way, ms, processor, sent[way], median])
     finally:
         spark.stop()
     print(RESULT + json.dumps(rows), flush=True)
@@ -128,6 +161,7 @@ def launch(**options) -> list:
             stdout=subprocess.PIPE,
             text=True,
             check=True,
+            start_new_session=True,
         )
     line = next(line for line in done.stdout.splitlines() if line.startswith(RESULT))
     return json.loads(line.removeprefix(RESULT))
@@ -145,19 +179,24 @@ def main() -> None:
         run(json.loads(options.run))
         return
     sizes = [int(size) for size in options.sizes.split(",")]
-    print("| MB | replicas a node | nodes sum | ms | ratio | MB sent | least MB | where (ms) |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "| MB | replicas a node | nodes sum | ms | ratio | processor ms | ratio | MB sent | least MB "
+        "| where (ms) |"
+    )
+    print("|" + "---|" * 10)
     for replicas in map(int, options.replicas.split(",")):
         rows = launch(
             sizes=sizes, replicas=replicas, rounds=options.rounds, iterations=options.iterations
         )
-        plain = {row[0]: row[3] for row in rows if not row[2]}
-        for size, count, way, ms, sent, where in rows:
+        plain = {row[0]: row for row in rows if not row[2]}
+        for size, count, way, ms, processor, sent, where in rows:
             width, depth = WIDTH_AND_DEPTH[size]
             least = least_bytes(4 * width * width * depth, NODES)
             parts = ", ".join(f"{name} {value:.0f}" for name, value in where.items())
             print(
-                f"| {size} | {count} | {'yes' if way else 'no'} | {ms:.0f} | {ms / plain[size]:.2f} "
+                f"| {size} | {count} | {'yes' if way else 'no'} "
+                f"| {ms:.0f} | {ms / plain[size][3]:.2f} "
+                f"| {processor:.0f} | {processor / plain[size][4]:.2f} "
                 f"| {sent / 1e6:.2f} | {least / 1e6:.2f} | {parts} |",
                 flush=True,
             )

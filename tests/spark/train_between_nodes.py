@@ -77,7 +77,8 @@ def frame(spark, rows: int = 120):
         (generator.normal(size=WIDTH).tolist(), int(generator.integers(CLASSES)))
         for _ in range(rows)
     ]
-    return spark.createDataFrame(found, "features array<float>, label long")
+    records = spark.sparkContext.parallelize(found, 5)  # never as many as there are replicas
+    return spark.createDataFrame(records, "features array<float>, label long")
 
 
 def main() -> None:
