@@ -92,7 +92,7 @@ class PadFrames:
 
 @dataclass(frozen=True)
 class Seat:
-    """What a task at a replica's place works with."""
+    """What a task at a replica's place works with. ``waited``: seconds for what ``arrived``."""
 
     run: Run
     index: int
@@ -102,6 +102,7 @@ class Seat:
     copies: Mapping[int, SliceHandle]
     arrived: Arrived
     pool: Pool
+    waited: float = 0.0
 
     @property
     def near(self) -> tuple[SliceHandle, ...]:
@@ -168,14 +169,16 @@ class AtSeatsWithBytes:
     checksums: tuple[int, ...] | None = None
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        padded, frames = b"", []
+        padded, frames, clock = b"", [], Clock()
         for pad, frame in pairs:
             padded = padded or pad
             frames.append(frame)
         replica, samples = pickle.loads(padded)
         dtype = plans_of(pickle.loads(replica).run).dtype
         arrived = dict(found for found in (read_frame(f, dtype) for f in frames) if found)
-        yield from self.task(_seat(self, replica, samples, arrived, {}))
+        seat = _seat(self, replica, samples, arrived, {})
+        clock.lap("fetch")
+        yield from self.task(replace(seat, waited=clock.seconds["fetch"]))
 
 
 def _seat(
@@ -265,6 +268,7 @@ def contributions(seat: Seat, step: Step, nodes: Nodes | None = None) -> list[Se
 
 def _contributions(seat: Seat, work: Work, everything_here: bool) -> list[Sent]:
     pool, clock, step = seat.pool, Clock(), work.step
+    clock.seconds["fetch"] = seat.waited
     live, outcome = _outcome(seat, work, clock)
     plans = plans_of(seat.run).slices
     maps = section_maps(live, plans, outcome)
