@@ -196,13 +196,7 @@ class ShuffleEngine:
         self._pending = None
         if not any(report.not_finite for report in reports):
             self._keep_residuals(reports)
-            headers = zip(*[seat.headers for seat in seats], strict=True)
-            self._pending = Pending(
-                step.index,
-                step.tick,
-                step.hyperparameters,
-                tuple(tuple(replace(h, report=None) for h in some) for some in headers),
-            )
+            self._pending = Pending.of(step, seats)
         updates = [summed([report.seconds for report in seat.slices]) for seat in seats]
         return self._result(reports, [], updates, started), []
 
@@ -224,8 +218,7 @@ class ShuffleEngine:
         working = sum(sum(seconds.values()) for seconds in in_tasks)
         seconds = {
             "schedule": max(0.0, total - working),
-            **in_tasks[0],
-            **in_tasks[1],
+            **summed(in_tasks),
             "iteration": total,
         }
         return summarize(replicas, slices, self._layout, seconds, traffic)
