@@ -24,6 +24,13 @@ class Pending:
     hyperparameters: tuple[Mapping[str, Any], ...] | None
     headers: tuple[tuple[GradientHeader, ...], ...]
 
+    @staticmethod
+    def of(step: Step, seats: Sequence[SeatReport]) -> Pending:
+        """What a step leaves; ``seats``: of every replica, in order."""
+        by_slice = zip(*[seat.headers for seat in seats], strict=True)
+        headers = tuple(tuple(replace(h, report=None) for h in some) for some in by_slice)
+        return Pending(step.index, step.tick, step.hyperparameters, headers)
+
 
 Copies = Mapping[str, Mapping[int, "SliceHandle"]]
 """By node (its token) and slice."""
