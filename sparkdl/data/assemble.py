@@ -96,7 +96,14 @@ def training_batch(
     The random numbers of a row follow from (seed, epoch, replica, row): they are the same in any
     mini-batch. Raises :class:`ParameterError` where ``augment`` fails.
     """
-    return fields_to_batch(assembly, partition.gather(rows), (rows, epoch, replica))
+    return fields_to_batch(assembly, training_rows(assembly, partition, rows, epoch, replica))
+
+
+def training_rows(
+    assembly: Assembly, partition: MappedPartition, rows: np.ndarray, epoch: int, replica: int
+) -> list[Rows]:
+    """The fields of :func:`training_batch`, not yet padded."""
+    return _at_place(assembly, partition.gather(rows), (rows, epoch, replica))
 
 
 def plain_batch(assembly: Assembly, partition: MappedPartition, rows: np.ndarray) -> Batch:
@@ -109,7 +116,8 @@ def preview_batch(assembly: Assembly, preview: Sequence[Rows], augment: bool = F
     if not augment:
         return fields_to_batch(assembly, preview)
     everything = np.arange(len(preview[0]))
-    return fields_to_batch(assembly, [rows[everything] for rows in preview], (everything, 0, 0))
+    rows = _at_place(assembly, [rows[everything] for rows in preview], (everything, 0, 0))
+    return fields_to_batch(assembly, rows)
 
 
 def input_fields(assembly: Assembly, fields: Sequence[Field]) -> list[Field]:
@@ -122,20 +130,30 @@ def input_fields(assembly: Assembly, fields: Sequence[Field]) -> list[Field]:
     return found
 
 
-def fields_to_batch(
-    assembly: Assembly,
-    fields: Sequence[Rows],
-    place: tuple[np.ndarray, int, int] | None = None,
-) -> Batch:
-    """The rows of each field as a mini-batch; augmented, if at all, at ``place``: (rows, epoch,
-    replica). ``augment`` may write into ``fields``."""
+def fields_to_batch(assembly: Assembly, fields: Sequence[Rows]) -> Batch:
+    """The rows of each field as a mini-batch."""
     labels = assembly.num_features + assembly.num_labels
-    features = fields[: assembly.num_features]
-    if assembly.augment is not None and place is not None:
-        features = _augmented(assembly, assembly.augment, features, *place)
     weights = fields[labels] if assembly.weighted else None
     assert not isinstance(weights, Ragged)
-    return Batch(model_inputs(features), dense(fields[assembly.num_features : labels]), weights)
+    return Batch(
+        model_inputs(fields[: assembly.num_features]),
+        dense(fields[assembly.num_features : labels]),
+        weights,
+    )
+
+
+def _at_place(
+    assembly: Assembly, fields: Sequence[Rows], place: tuple[np.ndarray, int, int]
+) -> list[Rows]:
+    """The fields, augmented, if at all, at ``place``: (rows, epoch, replica). ``augment`` may write
+    into them."""
+    if assembly.augment is None:
+        return list(fields)
+    features = fields[: assembly.num_features]
+    return [
+        *_augmented(assembly, assembly.augment, features, *place),
+        *fields[assembly.num_features :],
+    ]
 
 
 def _augmented(

@@ -13,9 +13,11 @@ import numpy as np
 import torch
 
 from sparkdl.clock import Clock
-from sparkdl.data.assemble import Assembly, Batch, training_batch, visit_order
+from sparkdl.data.ahead import AHEAD
+from sparkdl.data.assemble import Assembly, Batch, fields_to_batch, training_rows, visit_order
 from sparkdl.data.batches import derive_seed
 from sparkdl.data.mapped import MappedPartition
+from sparkdl.data.ragged import Rows
 from sparkdl.replica.live import LiveReplica
 from sparkdl.step.compute import (
     Gradients,
@@ -59,10 +61,17 @@ class Work:
         """The rows' arrays, in ``count`` mini-batches of nearly equal size (none is empty)."""
         start, stop = self.rows
         assembly = replace(self.assembly, augment=live.recipe.augment)
-        order = visit_order(assembly, partition, self.step.epoch, self.replica, self.share)
-        cuts = [start + (stop - start) * j // count for j in range(count + 1)]
+        epoch, replica = self.step.epoch, self.replica
+        order = visit_order(assembly, partition, epoch, replica, self.share)
+
+        def prepare(low: int, high: int) -> list[Rows]:
+            return training_rows(assembly, partition, order[low:high], epoch, replica)
+
+        who, position = (partition.name, replica), (assembly, epoch, self.share)
+        fields = AHEAD.take(who, position, start, stop, len(order), prepare)
+        cuts = [(stop - start) * j // count for j in range(count + 1)]
         return [
-            training_batch(assembly, partition, order[low:high], self.step.epoch, self.replica)
+            fields_to_batch(assembly, [rows[low:high] for rows in fields])
             for low, high in itertools.pairwise(cuts)
             if high > low
         ]

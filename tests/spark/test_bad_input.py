@@ -598,7 +598,7 @@ MODELS = [
         "an index beyond the embedding, in a late row",
         lambda fit: fit(fit.features("int", 0, 1, 2, 0, 1, 2, 0, 1, 5, 0), model=Embedded),
         ModelError,
-        'the model fails on the first rows ("features" [4]; int64): IndexError: index out of range '
+        'the model fails on the first rows ("features" [3]; int64): IndexError: index out of range '
         'in self. The data goes in "features" from 0 to 5: an embedding needs one row for each '
         "number from 0 on.",
         jobs=True,
@@ -690,7 +690,7 @@ LOSSES = [
         "a class beyond the outputs, in a late row",
         lambda fit: fit(fit.labels("int", 0, 1, 0, 1, 0, 1, 0, 1, 7, 0), **cross_entropy),
         ModelError,
-        "the loss fails on output [3, 2] float32 and label [3] int64: IndexError: Target 7 is out "
+        "the loss fails on output [4, 2] float32 and label [4] int64: IndexError: Target 7 is out "
         'of bounds. "label" goes from 0 to 7: give the model an output for each class from 0 on, '
         "or number the classes anew (pyspark.ml.feature.StringIndexer).",
         jobs=True,
@@ -699,7 +699,7 @@ LOSSES = [
         "a negative class",
         lambda fit: fit(fit.labels("int", 0, 1, 0, 1, 0, 1, 0, 1, -1, 0), **cross_entropy),
         ModelError,
-        "the loss fails on output [4, 2] float32 and label [4] int64: IndexError: Target -1 is out "
+        "the loss fails on output [3, 2] float32 and label [3] int64: IndexError: Target -1 is out "
         'of bounds. "label" goes from -1 to 1: give the model an output for each class from 0 on, '
         "or number the classes anew (pyspark.ml.feature.StringIndexer).",
         jobs=True,
