@@ -14,9 +14,9 @@ from sparkdl.train.form import STAGE_SECONDS
 
 MORE_STAGES = 1
 """Combining and installing are two stages more, publishing to every replica one less."""
-BYTES_PER_SECOND = 1e9
-"""Of the shuffle between two nodes, roughly: a network of 10 Gbit/s, and what Spark and Python take to
-write and read the bytes."""
+BYTES_PER_SECOND = 2e8
+"""Of the shuffle between two nodes, roughly. Most of it is not the network: to write and read the bytes
+takes Spark and Python 10 ns a byte of processor time (benchmarks/between_nodes.py)."""
 
 
 class NodeSums:
