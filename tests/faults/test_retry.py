@@ -391,7 +391,7 @@ def test_a_replica_without_its_residual_reports_it(compressing):
     report = bench.synchronize(0, [frames[0], bench.forward_backward(1)[0]])
     assert [fault.kind for fault in report.faults] == [RESIDUAL_FOREIGN]
     with pytest.raises(sparkdl.StateLostError, match=r"what replica 0 left out .* out of reach"):
-        Places._resolve(object(), list(report.faults), "iteration 2, epoch 1", None)
+        Places.give_up_on(object(), list(report.faults), "iteration 2, epoch 1")
 
 
 def test_fail_at_is_no_part_of_the_product():

@@ -144,6 +144,7 @@ def leftovers(spark) -> dict[str, object]:
     import innards
 
     context = spark.sparkContext
+    context._jsc.sc().listenerBus().waitUntilEmpty()  # the tracker follows the scheduler
     return {
         "persisted": innards.persisted(context),
         "active stages": list(context.statusTracker().getActiveStageIds()),
