@@ -31,8 +31,8 @@ check: $(STAMP)  ## what CI runs: format, lint, types, rooms, tests
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/python -m pytest
 
-bench: $(STAMP)  ## measure one iteration
-	@$(BIN)/python benchmarks/iteration.py
+bench: $(STAMP)  ## measure everything beside its baselines: half an hour
+	@$(BIN)/python benchmarks/suite.py
 
 format: $(STAMP)  ## format the code and fix what ruff can fix
 	@$(BIN)/ruff check --quiet --fix-only .
