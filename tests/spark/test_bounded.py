@@ -122,10 +122,10 @@ def test_three_hundred_iterations_leave_everything_flat(spark, df, monkeypatch, 
     assert first["persisted RDDs"] == persisted + 3  # samples, replicas, owners
     buffers = sorted(Path(p).name.split("-")[0] for p in first["slabs"] if "-" in Path(p).name)
     assert buffers.count("gradient") == {"two": 2, "one": 4}[stages]  # pending ones are kept
-    assert len(buffers) < 40
+    assert len(buffers) < {"two": 40, "one": 60}[stages]  # there every replica writes the state
     assert set(np.diff(census.jobs)) == {1}
     assert len(set(np.diff(census.rdds))) == 1
-    assert len(lineage) == {"two": 7, "one": 0}[stages]
+    assert len(lineage) == {"two": 6, "one": 0}[stages]
     assert len(set(lineage)) <= 1
     per_iteration = (census.python_bytes[320] - census.python_bytes[100]) / 220
     assert per_iteration < 400  # a few numbers of the history; one kept Py4J object is 1 kB
