@@ -26,6 +26,7 @@ from sparkdl.data.tables import (
     content_hash,
     first_field,
     partition_of,
+    partitions_without_running,
     select_columns,
     ship_batches,
 )
@@ -233,15 +234,7 @@ def _chosen(source: Source) -> tuple[DataFrame, tuple[Column, ...], bool]:
     )
     columns = (*inputs, *labels, *weights)
     chosen = select_columns(data, columns)
-    return chosen, columns, _partitions_without_running(chosen) == source.replicas
-
-
-def _partitions_without_running(data: DataFrame) -> int | None:
-    """The number of partitions, or None where only running the query would tell (its shuffles)."""
-    execution = data._jdf.queryExecution()
-    if "AdaptiveSparkPlan" in execution.executedPlan().nodeName():
-        return None
-    return execution.toRdd().getNumPartitions()
+    return chosen, columns, partitions_without_running(chosen) == source.replicas
 
 
 def _redistribute(source: Source) -> RDD:

@@ -164,6 +164,14 @@ def partition_of(data: DataFrame, count: int) -> SparkColumn:
     return functions.pmod(functions.hash(content_hash(data)), functions.lit(count))
 
 
+def partitions_without_running(data: DataFrame) -> int | None:
+    """The number of partitions, or None where only running the query would tell (its shuffles)."""
+    execution = data._jdf.queryExecution()
+    if "AdaptiveSparkPlan" in execution.executedPlan().nodeName():
+        return None
+    return execution.toRdd().getNumPartitions()
+
+
 def first_field(partition: int, rows: Iterable[Any]) -> Iterator[bytes]:
     """Task: the one binary field of each row."""
     for row in rows:
