@@ -34,9 +34,11 @@ from sparkdl.train.places import Places
 
 pytestmark = pytest.mark.faults
 SCRIPT = Path(train_with_faults.__file__)
-MASTERS = ["local[2,4]", "local-cluster[2,1,1024]", "local-cluster[2,2,1024]"]
-SUMS = "local-cluster[2,2,1024]"
-"""Here replicas 0 and 1 share a node and are summed there."""
+MASTERS = {
+    "references": "local[2,4]",
+    "bytes": "local-cluster[2,1,1024]",
+    "sums": "local-cluster[2,2,1024]",  # replicas 0 and 1 share a node and are summed there
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +55,8 @@ def cluster(request, tmp_path_factory) -> tuple[dict, Path]:
     Slab roots of executors are apart, so that on the cluster bytes travel, on one node references.
     """
     folder = tmp_path_factory.mktemp("faults")
-    master, notes = request.param, str(folder / "notes")
-    results = launch(SCRIPT, folder, master=master, sums=master == SUMS, notes=notes)
+    how, notes = request.param, str(folder / "notes")
+    results = launch(SCRIPT, folder, master=MASTERS[how], sums=how == "sums", notes=notes)
     return results, folder / "notes"
 
 
