@@ -146,11 +146,11 @@ class IterationJobs:
         with stage_name(self._context, "forward-backward"):
             body = ForwardBackward(step, nodes)
             gradients = places.at_seats(body, places.samples, states, told=told)
+            received = shuffle_frames(gradients, self._slices if nodes is None else replicas)
         if nodes is not None:
             with stage_name(self._context, "sum on the nodes"):
-                offers = shuffle_frames(gradients, replicas)
-                gradients = map_frames(zip_frames(offers, places.counted(replicas)), Combine(nodes))
-        received = shuffle_frames(gradients, self._slices)
+                offers = zip_frames(received, places.counted(replicas))
+                received = shuffle_frames(map_frames(offers, Combine(nodes)), self._slices)
         if not places.two_stages:
             with stage_name(self._context, "reduce"):
                 reduced = map_frames(zip_frames(received, places.owners), Reduce(step))
