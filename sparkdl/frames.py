@@ -86,6 +86,33 @@ def send(partition: int, frame: bytes) -> Iterator[bytes]:
     yield frame
 
 
+def stored_frames(rdd: RDD) -> RDD:
+    """The frames of a persisted RDD as they are stored, without its lineage; for local mode.
+
+    Spark sends the partitions of an RDD with each of its tasks, and those of a narrow chain are the
+    source's own: of ``parallelize`` or ``createDataFrame`` all rows, in every task of every job. Stored
+    blocks go by name. One that is lost is not computed again, so only where none can be: in local mode
+    what memory has no room for is on disk.
+    """
+    jvm, gateway = rdd.ctx._jvm, rdd.ctx._gateway
+    assert jvm is not None
+    assert gateway is not None
+    source = rdd._jrdd.rdd()
+    count = rdd.getNumPartitions()
+    blocks = gateway.new_array(jvm.org.apache.spark.storage.BlockId, count)
+    for i in range(count):
+        blocks[i] = jvm.org.apache.spark.storage.RDDBlockId(source.id(), i)
+    kind = source.elementClassTag()
+    stored = jvm.org.apache.spark.rdd.BlockRDD(source.context(), blocks, kind)
+    return RDD(jvm.org.apache.spark.api.java.JavaRDD(stored, kind), rdd.ctx, NoOpSerializer())
+
+
+def is_local(context: SparkContext) -> bool:
+    """Whether driver and tasks are one process on one node for ever: ``local[...]``."""
+    master = context.master or ""
+    return master == "local" or master.startswith("local[")
+
+
 def collect_frames(rdd: RDD) -> list[bytes]:
     """All frames of ``rdd``. As ``RDD.collect``, which would name the stage after itself."""
     jvm = rdd.ctx._jvm

@@ -60,6 +60,10 @@ SPARK_SETTINGS: dict[str, tuple[str, str]] = {
         "false",
         "float gradients do not compress; compressing them costs CPU for nothing",
     ),
+    "spark.broadcast.blockSize": (
+        "256k",
+        "each stage broadcasts its tasks, some kB, in a fresh block of this size: 4 MB by default",
+    ),
     "spark.shuffle.reduceLocality.enabled": (
         "false",
         "only a slice's state, not its gradients, should decide where it is synchronized",

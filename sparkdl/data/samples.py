@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pyarrow as pa
-from pyspark import SparkContext
 from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 
@@ -31,13 +30,7 @@ from sparkdl.data.tables import (
     ship_batches,
 )
 from sparkdl.errors import DataError
-from sparkdl.frames import (
-    collect_frames,
-    forget_shuffles,
-    map_frames,
-    shuffle_frames,
-    stage_name,
-)
+from sparkdl.frames import collect_frames, forget_shuffles, is_local, map_frames, shuffle_frames, stage_name
 from sparkdl.slab.root import SlabConfig
 
 __all__ = [
@@ -194,7 +187,7 @@ def _write_table(source: Source) -> RDD:
     chosen, columns, divided = _chosen(source)
     task = WriteDataFrame(source.slab, columns)
     context = chosen.sparkSession._sc
-    if divided or not _one_node(context):
+    if divided or not is_local(context):
         if not divided:
             chosen = chosen.repartition(source.replicas, content_hash(chosen))
         rows = chosen.mapInArrow(task, "handle binary").rdd  # type: ignore[arg-type]
@@ -212,12 +205,6 @@ def _write_table(source: Source) -> RDD:
     )
     addressed = map_frames(written.rdd, address_parts)
     return map_frames(shuffle_frames(addressed, source.replicas), JoinParts(source.slab))
-
-
-def _one_node(context: SparkContext) -> bool:
-    """Whether all tasks run on this node for ever: no cluster, nor one that is only simulated."""
-    master = context.master or ""
-    return master == "local" or master.startswith("local[")
 
 
 def _chosen(source: Source) -> tuple[DataFrame, tuple[Column, ...], bool]:

@@ -13,9 +13,11 @@ from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ModelError, StateLostError, TrainingError
 from sparkdl.frames import (
     collect_frames,
+    is_local,
     map_frames,
     shuffle_frames,
     stage_name,
+    stored_frames,
     zip_frames,
 )
 from sparkdl.replica.policy import Policy
@@ -63,6 +65,7 @@ class Places:
         self.samples, self._run, self._policy = samples.rdd, run, policy
         self._context = resources.context
         self.tokens: tuple[str, ...] = ()
+        self._stored: dict[RDD, RDD] = {}
         context = self._context
         if len(recipe) > INLINE_BYTES:
             source = RecipeSource(None, resources.broadcast(recipe))
@@ -142,7 +145,7 @@ class Places:
         ``samples``: a record for each replica; ``checksums``: of them, where they are not the
         training samples. ``told``: the tasks find version t in what their job is told.
         """
-        seats = zip_frames(self._replicas, samples)
+        seats = zip_frames(self._replicas, self._light(samples))
         given = None if told else states
         if self.near(states):
             copies = {} if told else self.copies_of(states)
@@ -161,6 +164,14 @@ class Places:
             for token in set(self.tokens)
             for n, state in enumerate(states)
         )
+
+    def _light(self, samples: RDD) -> RDD:
+        """The persisted samples, without what their tasks would carry where they need not."""
+        if not is_local(self._context):
+            return samples
+        if samples not in self._stored:
+            self._stored[samples] = stored_frames(samples)
+        return self._stored[samples]
 
     def one_node(self, states: tuple[SliceHandle, ...]) -> bool:
         """Whether all replicas and all slices are on one node."""
