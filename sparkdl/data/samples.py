@@ -30,7 +30,14 @@ from sparkdl.data.tables import (
     ship_batches,
 )
 from sparkdl.errors import DataError
-from sparkdl.frames import collect_frames, forget_shuffles, is_local, map_frames, shuffle_frames, stage_name
+from sparkdl.frames import (
+    collect_frames,
+    forget_shuffles,
+    is_local,
+    map_frames,
+    shuffle_frames,
+    stage_name,
+)
 from sparkdl.slab.root import SlabConfig
 
 __all__ = [
