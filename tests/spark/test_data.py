@@ -367,7 +367,7 @@ def test_rows_that_stay_and_rows_that_move_make_the_same_partitions(
     names = ("features", "other", "flag", "tokens", "odd")
     source = Source(data, names, ("label",), replicas, "float32", reader.slab, columns)
     stay = materialize(source, reader.persist)
-    monkeypatch.setattr(module, "_one_node", lambda context: False)
+    monkeypatch.setattr(module, "is_local", lambda context: False)
     move = materialize(source, reader.persist)
     assert same(stay, move)
     assert sum(stay.counts) == 550
