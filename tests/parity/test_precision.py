@@ -58,7 +58,7 @@ def test_the_sum_of_rounded_gradients_to_the_last_bit(sizes, slices, wire):
                     if name not in sums:
                         sums[name] = rounded * (len(part) / total)
                     else:
-                        sums[name].add_(rounded, alpha=len(part) / total)
+                        sums[name].add_(rounded * (len(part) / total))  # rounded, then added
             optimizer = sgd(module.parameters())
             for name, p in module.named_parameters():
                 p.grad = sums[name]
