@@ -29,11 +29,6 @@ def post(context: SparkContext, value: Any) -> bool:
     return True
 
 
-def withdraw(context: SparkContext) -> None:
-    """Tell nothing any more."""
-    context.setLocalProperty(PROPERTY, None)  # type: ignore[arg-type]
-
-
 def posted() -> Any:
     """In a task: what its job was told."""
     context = TaskContext.get()

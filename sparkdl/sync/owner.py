@@ -124,7 +124,7 @@ class Owner:
     @property
     def clips_norm(self) -> bool:
         """Whether the owners need each other's norms before they can update."""
-        return self.policy.clip_norm is not None and self.policy.local_steps == 1
+        return self.policy.clips_norm
 
     def squared_norm(self, reduced: Reduced) -> float:
         """Its part of the squared global norm."""

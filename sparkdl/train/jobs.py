@@ -110,8 +110,8 @@ class IterationJobs:
         name = SYNCHRONIZATION if nodes is None else INSTALLATION
         count = self._slices if nodes is None else len(self._places.tokens)
         if not post(self._context, step):
-            told = self._build(states, nodes, step)
-            return _joined(self._run(told, count, name, lambda: self._resources.shuffled(told)))
+            alone = self._build(states, nodes, step)
+            return _joined(self._run(alone, count, name, lambda: self._resources.shuffled(alone)))
         ready = self._next if self._next_for == self._key(states, nodes) else None
         rdd = ready or self._build(states, nodes)
         self._next = None
