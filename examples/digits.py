@@ -51,7 +51,7 @@ def main(spark: SparkSession, epochs: int = 8) -> dict[str, float]:
     result = trained.evaluate(test, metrics=["accuracy"])
     predicted = trained.transform(test, postprocess=partial(torch.argmax, dim=1))
     predicted.select("label", "prediction").show(5)
-    print(f"{len(trained.history)} iterations, test accuracy {result['accuracy']:.4f}")
+    print(f"{len(trained.history)} iterations, test accuracy {result['accuracy']:.3f}")
     return result
 
 
