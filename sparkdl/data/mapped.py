@@ -87,6 +87,13 @@ def open_partition(handle: SampleHandle) -> MappedPartition:
     return _open(handle.token, handle.segments, handle.order_path, handle.fields)
 
 
+def lies_here(handle: SampleHandle, token: str) -> bool:
+    """Whether the handle's files are on the node of ``token``, all of them."""
+    names = [n for part in handle.segments for n in segment_files(part, handle.fields)]
+    files = [path for path in (*names, handle.order_path) if path]
+    return not handle.num_rows or (handle.token == token and all(map(os.path.exists, files)))
+
+
 def close_partitions() -> None:
     """Let go of every mapping of this process."""
     _open.cache_clear()

@@ -40,6 +40,8 @@ class Root:
 
     directories: tuple[Path, ...]
     token: str
+    made: tuple[int, int] = (0, 0)
+    """Which file the token is: one that was deleted and made again is another."""
 
 
 _open_roots: dict[str, Root] = {}
@@ -53,7 +55,7 @@ def open_root(config: SlabConfig, create: bool = False) -> Root | None:
     user's own 0700 directory.
     """
     root = _open_roots.get(config.name)
-    if root is not None and os.path.exists(f"{root.directories[0]}/token"):
+    if root is not None and _made(root.directories[0]) == root.made:
         return root
     _open_roots.pop(config.name, None)
     bases = _bases(config.directory)
@@ -64,7 +66,7 @@ def open_root(config: SlabConfig, create: bool = False) -> Root | None:
         _sweep(bases)
     directories = tuple(_private_directory(base / config.name) for base in bases)
     _mark_alive(first)
-    root = Root(directories, _token(first))
+    root = Root(directories, _token(first), _made(first))
     _open_roots[config.name] = root
     return root
 
@@ -117,6 +119,15 @@ def _token(root: Path) -> str:
     finally:
         draft.unlink()
     return (root / "token").read_text()
+
+
+def _made(root: Path) -> tuple[int, int]:
+    """What tells the root's token from any that lay there before."""
+    try:
+        status = os.stat(f"{root}/token")
+    except FileNotFoundError:
+        return (-1, -1)
+    return status.st_ino, status.st_ctime_ns
 
 
 def _mark_alive(root: Path) -> None:

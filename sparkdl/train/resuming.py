@@ -47,6 +47,15 @@ class Restored:
     metric: str | None = None
     compression: str | None = None
 
+    @staticmethod
+    def of(
+        trainer: Trainer, uri: str, manifest: Manifest, history: History, any_data: bool = False
+    ) -> Restored:
+        """For the run of ``trainer``; ``any_data``: only the state is wanted."""
+        metric = trainer.validation.best if trainer.validation else None
+        compression = None if any_data else describe(trainer.compression)
+        return Restored(uri, manifest, history, trainer.policy, metric, compression)
+
     @property
     def state(self) -> TrainState:
         """Where its run stood."""
@@ -133,9 +142,7 @@ class Resuming:
         self._store = CheckpointStore(path) if self._latest else CheckpointStore.open(path)
         self._found = list(self._store.candidates())
         self._any_data = any_data
-        self._policy = trainer.policy
-        self._compression = None if any_data else describe(trainer.compression)
-        self._metric = trainer.validation.best if trainer.validation else None
+        self._trainer = trainer
 
     @property
     def replicas(self) -> int | None:
@@ -153,9 +160,7 @@ class Resuming:
             self._check(uri, manifest, identity)
             try:
                 history = History.from_json_bytes(self._store.read_history(uri, manifest))
-                restored = Restored(
-                    uri, manifest, history, self._policy, self._metric, self._compression
-                )
+                restored = Restored.of(self._trainer, uri, manifest, history, self._any_data)
                 restored.load(engine)
             except DamagedCheckpoint as error:
                 self._store.skip(uri, str(error))
