@@ -180,7 +180,7 @@ def test_the_resolved_configuration(trained: Path) -> None:
     assert config["training"]["engine"] == "shuffle"
     assert config["model"]["width"] == 8
     assert config["schedule"] is None
-    assert config["spark"]["settings"]["spark.test.password"] == "[redacted]"
+    assert config["spark"]["settings"]["spark.test.password"] == "(redacted)"
 
 
 def test_the_curves_are_an_image(trained: Path) -> None:

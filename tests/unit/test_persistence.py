@@ -390,7 +390,7 @@ def test_with_trust_a_named_function_is_called(tmp_path: Path) -> None:
     folder = save(trained_on(Net), tmp_path)
     mark = tmp_path / "called"
     tamper(folder, name="subprocess:call", args=[["touch", str(mark)]])
-    with pytest.raises(AttributeError):  # it returns a number, and that is no module
+    with pytest.raises(ModelError, match="is a int: it must be a"):
         load(folder, trust=True)
     assert mark.exists()
     assert subprocess.call(["true"]) == 0
@@ -464,7 +464,7 @@ def test_weights_that_are_damaged(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-5])
     with pytest.raises(ModelError) as caught:
         load(folder)
-    assert str(caught.value).startswith(f"the weights in {folder} do not fit the model: ")
+    assert str(caught.value) == f"{weights} is not the file that was saved (checksum differs)."
 
 
 # Overwriting

@@ -342,13 +342,15 @@ def test_sweeping_touches_nothing_else(config: SlabConfig, tmp_path: Path) -> No
 def test_a_dead_root_goes_from_every_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the first directory has the mark; what spilled to the others goes too."""
+    """Also what is left in one of them only: shared memory is empty after a restart."""
     memory, local = tmp_path / "memory", tmp_path / "local"
     monkeypatch.setattr(module, "SHARED_MEMORY", memory)
     monkeypatch.setenv("SPARK_LOCAL_DIRS", str(local))
     for base in (memory, local):
         (base / f"{MARK}dead").mkdir(parents=True, mode=0o700)
-    (memory / f"{MARK}dead" / dead_mark()).touch()
+        (base / f"{MARK}dead" / dead_mark()).touch()
+    (local / f"{MARK}spilled").mkdir(mode=0o700)
+    (local / f"{MARK}spilled" / dead_mark()).touch()
     config = SlabConfig.new("auto", "test")
     open_root(config, create=True)
     assert [path.name for path in memory.iterdir()] == [config.name]
