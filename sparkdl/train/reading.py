@@ -25,19 +25,22 @@ MAX_HEADER_BYTES = 32 << 20
 _LENGTH_BYTES = 8
 
 
-@contextlib.contextmanager
-def plain_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a file for reading. Raises OSError for a link, a folder, a pipe."""
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError("it is no plain file")
-        yield file
+def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a file for reading. Raises OSError for a link, a folder, a pipe; waits for none."""
+    return open(path, "rb", opener=_plain)
+
+
+def _plain(path: str, flags: int) -> int:
+    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError("it is no plain file")
+    return handle
 
 
 def read_plain(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
     """The bytes of a plain file. Raises OSError; also where there are more than ``limit``."""
-    with plain_file(path) as file:
+    with open_plain(path) as file:
         nbytes = os.fstat(file.fileno()).st_size
         check_size(nbytes, limit)
         return file.read(nbytes)
@@ -83,7 +86,7 @@ def mappable(path: str | os.PathLike[str], links: bool = False) -> Iterator[str]
     Raises OSError, and ValueError where the header cannot be one; what safetensors and torch raise
     inside the block becomes a ValueError.
     """
-    with plain_file(os.path.realpath(path) if links else path) as file:
+    with open_plain(os.path.realpath(path) if links else path) as file:
         _header_bytes(file.read(_LENGTH_BYTES), os.fstat(file.fileno()).st_size)
         with _one_error():
             yield f"/dev/fd/{file.fileno()}"
