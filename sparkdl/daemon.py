@@ -22,7 +22,9 @@ import gc
 import importlib
 import os
 import shutil
-import tempfile
+from pathlib import Path
+
+from sparkdl.slab.root import marked_directory
 
 MODULES = (
     "pandas",  # PySpark's Arrow tasks import it
@@ -36,9 +38,7 @@ MODULES = (
 
 SOCKETS = "PYTHON_WORKER_FACTORY_SOCK_DIR"
 """Where Spark wants the daemon's socket; not set where it listens on TCP."""
-LONGEST_PARENT = (
-    107 - len("/.sparkdl-12345678") - len("/.01234567-0123-0123-0123-012345678901.sock")
-)
+LONGEST_PARENT = 107 - len("/sparkdl-12345678") - len("/.01234567-0123-0123-0123-012345678901.sock")
 """Of the 107 bytes that the path of a Unix socket may have."""
 
 
@@ -53,15 +53,17 @@ def preload() -> None:
 
 
 def use_private_directory() -> None:
-    """Make a directory of mode 0700 for the daemon's socket, which goes with the daemon.
+    """Make a directory of mode 0700 for the daemon's socket, which goes with the daemon; that of a
+    daemon that was killed goes with the next one.
 
     Where its path would be too long for a socket's, the directory stays the one that Spark says.
     """
     parent = os.environ.get(SOCKETS)
     if parent is None or len(os.fsencode(parent)) > LONGEST_PARENT:
         return
-    os.environ[SOCKETS] = tempfile.mkdtemp(prefix=".sparkdl-", dir=parent)
-    atexit.register(shutil.rmtree, os.environ[SOCKETS], ignore_errors=True)
+    directory = str(marked_directory(Path(parent)))
+    os.environ[SOCKETS] = directory
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

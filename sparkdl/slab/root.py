@@ -64,7 +64,7 @@ def open_root(config: SlabConfig, create: bool = False) -> Root | None:
         _sweep(bases)
     directories = tuple(_private_directory(base / config.name) for base in bases)
     for path in directories:
-        _mark_alive(path)
+        _mark_alive(path, _holder())
     root = Root(directories, _token(first))
     _open_roots[config.name] = root
     return root
@@ -96,6 +96,18 @@ def remove_root(config: SlabConfig) -> None:
     directories = root.directories if root else [b / config.name for b in _bases(config.directory)]
     for directory in directories:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def marked_directory(base: Path) -> Path:
+    """A new directory of mode 0700 in ``base``, to be swept when this process is dead.
+
+    Sweeps there what others have left.
+    """
+    _sweep([base])
+    path = base / f"{MARK}{secrets.token_hex(4)}"
+    path.mkdir(mode=0o700)
+    _mark_alive(path, os.getpid())
+    return path
 
 
 def _bases(directory: str) -> list[Path]:
@@ -140,11 +152,15 @@ def _token(root: Path) -> str:
     return read_private(root / "token").decode()
 
 
-def _mark_alive(root: Path) -> None:
-    """Leave the identity of the process that outlives workers: the JVM above the worker daemon."""
-    holder = os.getpid()
+def _holder() -> int:
+    """The process that outlives workers: the JVM above the worker daemon."""
     if "SPARK_PYTHON_RUNTIME" in os.environ or "PYTHON_WORKER_FACTORY_SOCK_DIR" in os.environ:
-        holder = _parent(os.getppid()) or os.getppid()
+        return _parent(os.getppid()) or os.getppid()
+    return os.getpid()
+
+
+def _mark_alive(root: Path, holder: int) -> None:
+    """Leave the identity of the process that holds the directory."""
     mark = root / f"alive.{_namespace()}.{holder}.{_start_time(holder)}"
     os.close(open_private(mark, os.O_WRONLY | os.O_CREAT))
 

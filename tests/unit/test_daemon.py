@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sparkdl import daemon
-from sparkdl.slab.root import MARK
+from sparkdl.slab import root
 
 SCRIPT = """
 import gc, json, os, sys
@@ -54,7 +54,13 @@ def _check_private_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (made,) = folder.iterdir()
     assert os.environ[daemon.SOCKETS] == str(made)
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
-    assert not made.match(f"{MARK}*")  # else it would be swept as a slab root
+    (mark,) = made.glob("alive.*")
+    assert mark.name.split(".")[2] == str(os.getpid())
+    root._sweep([folder])
+    assert made.exists()
+    mark.rename(made / mark.name.replace(str(os.getpid()), "1"))  # as of a daemon that was killed
+    root._sweep([folder])
+    assert not made.exists()
     assert registered == [(shutil.rmtree, str(made))]
 
 
