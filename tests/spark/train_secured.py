@@ -38,7 +38,8 @@ def main() -> None:
 
     given = spec()
     cloudpickle.register_pickle_by_value(train_between_nodes)  # not on the executors' path
-    settings = {"spark.sparkdl.slab.dir": "slabs", **given["settings"]}
+    settings = {"spark.sparkdl.slab.dir": "slabs", "spark.sql.shuffle.partitions": "2"}
+    settings |= given["settings"]
     with session("local-cluster[2,1,1024]", **settings) as spark:
         spark.sparkContext.parallelize(range(8), 8).count()  # until all executors are known
         df = train_between_nodes.frame(spark)
