@@ -42,7 +42,7 @@ def launch(script: Path, folder: Path, seconds: float = 550, **spec: Any) -> dic
     folder.mkdir(parents=True, exist_ok=True)
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(PATHS),
+        "PYTHONPATH": os.pathsep.join([*PATHS, str(script.parent)]),
         "PYSPARK_PYTHON": sys.executable,
         "SPARK_LOCAL_IP": "127.0.0.1",
         "SPARK_LOCAL_DIRS": str(folder / "local"),
