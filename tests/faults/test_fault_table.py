@@ -1,8 +1,8 @@
 """Every row of the fault table that a run survives: the fault happened, and the bits are the same.
 
-Faults strike on a standalone cluster whose master, workers and executors are real processes: two replicas
-on two executors and six on three, whose slab roots are one (what travels are references) or apart (bytes
-do), always with speculation on.
+Faults strike on a standalone cluster whose master, workers and executors are real processes: two
+replicas on two executors and six on three, whose slab roots are one (references travel) or apart
+(bytes do), always with speculation on.
 """
 
 from __future__ import annotations

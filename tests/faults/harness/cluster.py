@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pyspark
-from harness import processes
 from launch import PATHS
+
+from harness import processes
 
 SPARK_HOME = Path(pyspark.__file__).parent
 JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
@@ -74,8 +75,8 @@ class Standalone:
     """A context manager: a master and ``workers`` workers of ``cores`` cores, all gone at its end.
 
     ``folder`` holds a folder for each worker: executors' working directories (a relative
-    ``spark.sparkdl.slab.dir`` is inside), Spark's local directories, logs. ``settings``: of the workers.
-    ``hosts``: for each worker (the first: the master's too) a command in front of its own, which puts
+    ``spark.sparkdl.slab.dir`` is inside), Spark's local directories, logs. ``settings``: of the
+    workers. ``hosts``: for each worker (the first: the master's too) a command in front of its own, which puts
     it on a host, and that host's address; by default addresses of this machine's loopback device, since
     Spark runs a speculative twin on another host only.
     """

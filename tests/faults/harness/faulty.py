@@ -7,10 +7,10 @@ from functools import partial
 
 import numpy as np
 import torch
-from harness.inject import Fault
 from torch import nn
 
 import sparkdl
+from harness.inject import Fault
 
 WIDTH, CLASSES, ROWS = 8, 4, 96
 

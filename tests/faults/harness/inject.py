@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness import processes
 from pyspark import TaskContext
+
+from harness import processes
 
 JOBS = ("fb", "sync", "validation")
 LARGEST_DISK = 1 << 30
@@ -82,7 +83,7 @@ def at(*, job: str, iteration: int, partition: int) -> Site:
 
 @dataclass(frozen=True)
 class Fault:
-    """``kind`` at ``site``, ``times`` times. ``slabs``: where slab roots are, as the product is told."""
+    """``kind`` at ``site``, ``times`` times. ``slabs``: where slab roots are, as sparkdl is told."""
 
     site: Site
     kind: str
@@ -197,7 +198,8 @@ def _fill_disk(fault: Fault) -> None:
             try:
                 os.posix_fallocate(ballast.fileno(), ballast.seek(0, os.SEEK_END), step)
             except OSError as error:
-                assert error.errno == errno.ENOSPC, error
+                if error.errno != errno.ENOSPC:
+                    raise
                 step //= 2
 
 
