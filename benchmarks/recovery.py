@@ -173,16 +173,18 @@ def executors(application: str) -> list[int]:
 def killed(application: str, progress: str, at: int) -> Iterator[list[tuple[int, float]]]:
     """Kill an executor when iteration ``at`` is done; (iterations done, time) of the kill."""
     noted: list[tuple[int, float]] = []
+    victim = executors(application)[-1]
 
     def watch() -> None:
         while not (lines := told(progress)) or lines[-1][0] < at:
-            time.sleep(0.005)
-        os.kill(executors(application)[-1], signal.SIGKILL)
+            time.sleep(0.002)
+        os.kill(victim, signal.SIGKILL)
         noted.append((told(progress)[-1][0], time.time()))
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     yield noted
+    thread.join(10)
 
 
 def arm(options: dict[str, Any]) -> dict[str, Any]:
@@ -201,13 +203,14 @@ def arm(options: dict[str, Any]) -> dict[str, Any]:
     try:
         context = spark.sparkContext
         context.parallelize(range(harness.RANKS), harness.RANKS).count()
-        expected, _ = fit(spark, iterations, "calm")
-        calm = told("calm")
-        with killed(context.applicationId, "killed", iterations * 3 // 5) as noted:
-            found, again = fit(spark, iterations, "killed")
+        undisturbed, disturbed = (os.path.abspath(name) for name in ("undisturbed", "disturbed"))
+        expected, _ = fit(spark, iterations, undisturbed)
+        calm = told(undisturbed)
+        with killed(context.applicationId, disturbed, iterations * 3 // 5) as noted:
+            found, again = fit(spark, iterations, disturbed)
     finally:
         spark.stop()
-    (done, when), lines = noted[0], told("killed")
+    (done, when), lines = noted[0], told(disturbed)
     back = next(at for iteration, at in lines if iteration >= done + MARGIN and at > when)
     half = len(calm) // 2
     return {
@@ -217,7 +220,7 @@ def arm(options: dict[str, Any]) -> dict[str, Any]:
         "done again": sum(at > when and iteration <= done for iteration, at in lines),
         "back": back - when,
         "started again by the user": again,
-        "equal": found == expected,
+        "equal": "yes" if found == expected else "no",
     }
 
 
@@ -272,7 +275,7 @@ def main() -> None:
     if given.run:
         print(RESULT + json.dumps(arm(json.loads(given.run))), flush=True)
         return
-    iterations = 3 * PER_EPOCH if given.quick else 8 * PER_EPOCH
+    iterations = 6 * PER_EPOCH if given.quick else 8 * PER_EPOCH
     rows = [
         launch(name=name, iterations=iterations)
         for name in [*SPARKDL, *DDP]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable
@@ -40,12 +41,12 @@ def runs(tmp_path_factory) -> tuple[Run, Run, tuple[float, float]]:
     folder = tmp_path_factory.mktemp("hosts")
     cluster = folder / "cluster"
     tell = [folder / "calm", folder / "cut"]
-    try:
-        hosts = TwoHosts((cluster / "worker-0", cluster / "worker-1"))
-        hosts.__enter__()
-    except NotAllowed as error:
-        pytest.skip(str(error))
-    with hosts, ThreadPoolExecutor(1) as pool:
+    with contextlib.ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(TwoHosts((cluster / "worker-0", cluster / "worker-1")))
+        except NotAllowed as error:
+            pytest.skip(str(error))
+        pool = stack.enter_context(ThreadPoolExecutor(1))
         places = [(hosts.inside(k), hosts.addresses[k]) for k in range(2)]
         with Standalone(2, 1, cluster, hosts=places) as spark:
             address = hosts.addresses[0]

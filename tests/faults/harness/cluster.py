@@ -76,9 +76,9 @@ class Standalone:
 
     ``folder`` holds a folder for each worker: executors' working directories (a relative
     ``spark.sparkdl.slab.dir`` is inside), Spark's local directories, logs. ``settings``: of the
-    workers. ``hosts``: for each worker (the first: the master's too) a command in front of its own, which puts
-    it on a host, and that host's address; by default addresses of this machine's loopback device, since
-    Spark runs a speculative twin on another host only.
+    workers. ``hosts``: for each worker (the first: the master's too) a command in front of its own,
+    which puts it on a host, and that host's address; by default addresses of this machine's
+    loopback device, since Spark runs a speculative twin on another host only.
     """
 
     workers: int
