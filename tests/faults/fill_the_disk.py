@@ -39,7 +39,7 @@ def main() -> None:
     from launch import answer, session, spec
 
     given = spec()
-    small, folder = Path(given["small"]), Path(given["folder"])
+    small, folder = Path(given["small"]), Path(given["runs"])
     results = {}
     with session("local[2,2]", **{"spark.sparkdl.slab.dir": str(small / "slabs")}) as spark:
         results["slabs"] = tried(spark, folder / "checkpoints", small, folder / "slabs full")

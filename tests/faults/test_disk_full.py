@@ -1,4 +1,4 @@
-"""No room is left, for slabs or for checkpoints: a clear error, and the last checkpoint is as it was."""
+"""No room is left, for slabs or for checkpoints: a clear error, and the last checkpoint is whole."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def results(tmp_path_factory) -> dict:
         folder,
         host=(prefix, "127.0.0.1"),
         small=str(small),
-        folder=str(folder / "run"),
+        runs=str(folder / "run"),
     )
 
 
