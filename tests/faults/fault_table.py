@@ -53,6 +53,12 @@ def rows(cluster: Cluster) -> dict[str, list[Fault]]:
             at(job="fb", iteration=3, partition=1).sleep(1.0),  # the others have sent theirs
             at(job="fb", iteration=3, partition=1).delete_shuffle_files(cluster.folder),
         ],
+        "slabs deleted": [
+            at(job="fb", iteration=3, partition=1).sleep(1.0),
+            at(job="fb", iteration=3, partition=1).delete_slabs("gradient-*"),
+            at(job="fb", iteration=6, partition=0).delete_slabs(),
+            at(job="sync", iteration=8, partition=1).delete_slabs(),
+        ],
         "executor killed in fb": [at(job="fb", iteration=5, partition=1).kill_executor()],
         "executor killed in sync": [at(job="sync", iteration=6, partition=0).kill_executor()],
         "executor killed three times": [
@@ -81,6 +87,11 @@ def tried(spark, cluster: Cluster, faults: Sequence[Fault], notes: Path) -> dict
         "struck": [len(notes) for notes in struck],
         "expected": [fault.times for fault in armed],
         "passed": [[note["attempt"] for note in fault.told("passed")] for fault in armed],
+        "deleted": [
+            sum(note["deleted"] for note in fault.told("deleted"))
+            for fault in armed
+            if "delete" in fault.kind
+        ],
         "killed executors": [
             note["executor"]
             for fault, notes in zip(armed, struck, strict=True)

@@ -94,8 +94,8 @@ def test_the_fault_happened_and_the_bits_are_the_same(results, undisturbed, row)
     result = results[row]
     assert result["struck"] == result["expected"]
     assert {name: result.get(name, result.get("error")) for name in undisturbed} == undisturbed
-    for executor in result["killed executors"]:
-        assert not processes.alive(executor)
+    assert all(files > 0 for files in result["deleted"])
+    assert not any(map(processes.alive, result["killed executors"]))
 
 
 def test_a_twin_ran_while_the_straggler_slept(results):

@@ -111,9 +111,11 @@ class Fault:
         if number is None:
             self._note(f"passed-{context.attemptNumber()}", context)
         else:
-            _KINDS[self.kind](self)
+            deleted = _KINDS[self.kind](self)
+            if deleted is not None:
+                self._note(f"deleted-{number}", context, deleted=deleted)
 
-    def _note(self, name: str, context: TaskContext) -> bool:
+    def _note(self, name: str, context: TaskContext, **more: Any) -> bool:
         """Write a note, complete from the first moment; False: there is one of that name."""
         draft = Path(self.notes) / f".{name}-{os.getpid()}"
         text = {
@@ -121,6 +123,7 @@ class Fault:
             "worker": os.getpid(),
             "executor": executor_here(),
             "time": time.time(),
+            **more,
         }
         draft.write_text(json.dumps(text))
         try:
@@ -132,7 +135,8 @@ class Fault:
         return True
 
     def told(self, what: str = "struck") -> list[dict[str, Any]]:
-        """The notes, in order: what attempts it struck, or which ``passed`` when it was over."""
+        """The notes, in order: what attempts it struck, or which ``passed`` when it was over; how many
+        files it ``deleted``."""
         found = sorted(Path(self.notes).glob(f"{what}-*"), key=lambda note: note.name)
         return [json.loads(note.read_text()) for note in found]
 
@@ -174,18 +178,21 @@ def _sleep(fault: Fault) -> None:
     time.sleep(fault.seconds)
 
 
-def _delete_slabs(fault: Fault) -> None:
-    for root in Path(fault.slabs).glob("sparkdl-*"):
-        if fault.files == "*":
-            shutil.rmtree(root)
-        else:
-            for path in root.glob(fault.files):
-                path.unlink()
-
-
-def _delete_shuffle_files(fault: Fault) -> None:
-    for path in Path(fault.folder).glob("**/blockmgr-*/*/shuffle_*"):
+def _delete_slabs(fault: Fault) -> int:
+    paths = list(Path(fault.slabs).glob(f"sparkdl-*/{fault.files}"))
+    for path in paths:
         path.unlink(missing_ok=True)
+    if fault.files == "*":
+        for root in Path(fault.slabs).glob("sparkdl-*"):
+            shutil.rmtree(root, ignore_errors=True)
+    return len(paths)
+
+
+def _delete_shuffle_files(fault: Fault) -> int:
+    paths = list(Path(fault.folder).glob("**/blockmgr-*/*/shuffle_*"))
+    for path in paths:
+        path.unlink(missing_ok=True)
+    return len(paths)
 
 
 def _fill_disk(fault: Fault) -> None:
@@ -203,7 +210,7 @@ def _fill_disk(fault: Fault) -> None:
                 step //= 2
 
 
-_KINDS: dict[str, Callable[[Fault], None]] = {
+_KINDS: dict[str, Callable[[Fault], int | None]] = {
     "raise_error": _raise_error,
     "kill_worker": _kill_worker,
     "kill_executor": _kill_executor,
