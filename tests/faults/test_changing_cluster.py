@@ -46,7 +46,7 @@ def train(
     of_workers: dict[str, str] | None = None,
     **settings: str,
 ) -> tuple[dict, list[int]]:
-    """The outcome, and the executors after each iteration. ``change`` is called when the driver has been
+    """The outcome, and the executors after each iteration. ``change`` is called when the driver is
     started, with a function that waits for the end of an iteration."""
     told = folder / "told"
 
