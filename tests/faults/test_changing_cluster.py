@@ -19,13 +19,12 @@ DECOMMISSION = {
     "spark.storage.decommission.enabled": "true",
     "spark.storage.decommission.rddBlocks.enabled": "true",
     "spark.storage.decommission.shuffleBlocks.enabled": "true",
+    "spark.storage.decommission.replicationReattemptInterval": "1s",
 }
 DYNAMIC = {
     "spark.dynamicAllocation.enabled": "true",
     "spark.dynamicAllocation.shuffleTracking.enabled": "true",
     "spark.dynamicAllocation.minExecutors": "1",
-    "spark.dynamicAllocation.schedulerBacklogTimeout": "100ms",
-    "spark.scheduler.minRegisteredResourcesRatio": "0.0",
 }
 Wait = Callable[[int], None]
 REPLICAS = 3
