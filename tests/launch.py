@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +34,30 @@ QUIET = {
 }
 
 
-def launch(script: Path, folder: Path, seconds: float = 550, **spec: Any) -> dict[str, Any]:
+def launch(
+    script: Path,
+    folder: Path,
+    seconds: float = 550,
+    host: tuple[Sequence[str], str] = ((), "127.0.0.1"),
+    **spec: Any,
+) -> dict[str, Any]:
     """Run ``script`` with ``spec`` in a fresh process whose working directory is ``folder``.
 
     What the script hands to :func:`answer` comes back. It and all it started are gone afterwards.
+    ``host``: a command in front of its own, which puts it on a host, and that host's address.
     """
+    prefix, address = host
     folder.mkdir(parents=True, exist_ok=True)
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(PATHS),
+        "PYTHONPATH": os.pathsep.join([*PATHS, str(script.parent)]),
         "PYSPARK_PYTHON": sys.executable,
-        "SPARK_LOCAL_IP": "127.0.0.1",
+        "SPARK_LOCAL_IP": address,
         "SPARK_LOCAL_DIRS": str(folder / "local"),
         "SPARK_HOME": str(_spark_home(folder)),
     }
     process = subprocess.Popen(
-        [sys.executable, str(script), json.dumps(spec)],
+        [*prefix, sys.executable, str(script), json.dumps(spec)],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,

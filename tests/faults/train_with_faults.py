@@ -1,141 +1,40 @@
-"""Script: train on one master again and again, each time with another fault; what came of it.
-
-Faults are injected from here, by the model and the optimizer; the product knows nothing of them.
-"""
+"""Script: train on one master again and again, each time with another fault; what came of it."""
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-import numpy as np
-import torch
-from pyspark import TaskContext
-from torch import nn
+from harness import faulty
+from harness.inject import Fault, at
 
 import sparkdl
 from sparkdl.train import node_sums
 
-WIDTH, CLASSES, REPLICAS, SLICES, ITERATIONS = 8, 4, 3, 2, 6
+REPLICAS, SLICES, ITERATIONS = 3, 2, 6
 
 
-@dataclass(frozen=True)
-class Fault:
-    """What happens in one task of iteration ``iteration`` (from 1): once, or in every attempt.
-
-    ``kind``: "raise" or "kill". ``folder`` notes each time that it did happen.
-    """
-
-    kind: str
-    job: str
-    iteration: int
-    partition: int
-    folder: str
-    always: bool = False
-
-    def strike(self, job: str, iteration: int) -> None:
-        context = TaskContext.get()
-        here = context is not None and context.partitionId() == self.partition
-        if not here or (job, iteration) != (self.job, self.iteration):
-            return
-        note = Path(self.folder) / (f"attempt-{context.attemptNumber()}" if self.always else "once")
-        try:
-            os.close(os.open(note, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return
-        if self.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(60)
-        raise OSError(f"injected into {self.job}")
-
-
-def fail_at(job: str, iteration: int, partition: int, folder: Path, **changes) -> Fault:
-    folder.mkdir(parents=True)
-    return Fault(
-        **{
-            "kind": "raise",
-            "job": job,
-            "iteration": iteration,
-            "partition": partition,
-            "folder": str(folder),
-            **changes,
-        }
+def trainer(*faults: Fault, **changes) -> sparkdl.Trainer:
+    return faulty.trainer(
+        REPLICAS, faults, ITERATIONS, **{"slices": SLICES, "batch_size": 16, **changes}
     )
 
 
-class Model(nn.Module):
-    """Batch norm and dropout; the fault strikes when the buffers have changed already."""
-
-    def __init__(self, fault: Fault | None) -> None:
-        super().__init__()
-        self.fault = fault
-        self.layers = nn.Sequential(
-            nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, CLASSES)
-        )
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output = self.layers(x)
-        self.calls += self.training
-        if self.fault:
-            self.fault.strike("forward-backward", int(self.calls))
-        return output
-
-
-class Adam(torch.optim.Adam):
-    """The fault strikes when the slice's new state has been written in place."""
-
-    def __init__(self, params, lr: float = 1e-3, fault: Fault | None = None) -> None:
-        super().__init__(params, lr=lr)
-        self.fault = fault
-
-    def step(self, closure=None):
-        result = super().step(closure)
-        if self.fault:
-            steps = [int(state["step"]) for state in self.state.values()]
-            self.fault.strike("synchronization", max(steps, default=0))
-        return result
-
-
-def trainer(fault: Fault | None = None, **changes) -> sparkdl.Trainer:
-    values = {
-        "model": partial(Model, fault),
-        "loss": nn.CrossEntropyLoss(),
-        "optimizer": partial(Adam, lr=1e-2, fault=fault),
-        "batch_size": 16,
-        "replicas": REPLICAS,
-        "slices": SLICES,
-        "stop": sparkdl.max_iteration(ITERATIONS),
-        "seed": 2,
-    }
-    return sparkdl.Trainer(**{**values, **changes})
-
-
 def frame(spark):
-    generator = np.random.default_rng(1)
-    rows = [
-        (generator.normal(size=WIDTH).tolist(), int(generator.integers(CLASSES))) for _ in range(60)
-    ]
-    records = spark.sparkContext.parallelize(rows, REPLICAS)
-    return spark.createDataFrame(records, "features array<float>, label long")
+    return faulty.frame(spark, REPLICAS, rows=60)
 
 
 FAULTS = {
-    "raise in forward-backward": ("forward-backward", 3, 1, {}),
-    "raise in synchronization": ("synchronization", 3, 1, {}),
-    "kill in forward-backward": ("forward-backward", 4, 2, {"kind": "kill"}),
-    "kill in synchronization": ("synchronization", 4, 0, {"kind": "kill"}),
+    "raise in forward-backward": at(job="fb", iteration=3, partition=1).raise_once(),
+    "raise in synchronization": at(job="sync", iteration=3, partition=1).raise_once(),
+    "kill in forward-backward": at(job="fb", iteration=4, partition=2).kill_worker(),
+    "kill in synchronization": at(job="sync", iteration=4, partition=0).kill_worker(),
 }
-COMPRESSED = ("forward-backward", 4, 2)
+COMPRESSED = at(job="fb", iteration=4, partition=2).kill_worker()
 COMPRESSION = {"compression": sparkdl.PowerSGD(1)}
 LASTING = {
-    "lasting in forward-backward": ("forward-backward", 3, 1, {"always": True}),
-    "lasting in synchronization": ("synchronization", 5, 1, {"always": True}),
-    "lasting kill": ("synchronization", 2, 0, {"always": True, "kind": "kill"}),
+    "lasting in forward-backward": at(job="fb", iteration=3, partition=1).raise_always(),
+    "lasting in synchronization": at(job="sync", iteration=5, partition=1).raise_always(),
+    "lasting kill": at(job="sync", iteration=2, partition=0).kill_worker(times=10),
 }
 
 
@@ -163,7 +62,7 @@ def main() -> None:
     from launch import answer, digest, session, spec
 
     given = spec()
-    results = {}
+    results, notes = {}, Path(given["notes"])
     settings = {"spark.sparkdl.slab.dir": "slabs"}
     if given["sums"]:  # whatever the size of the model
         node_sums.BYTES_PER_SECOND = 1e-9
@@ -172,17 +71,20 @@ def main() -> None:
         spark.sparkContext.parallelize(range(4), 4).count()  # until all executors are known
         before = leftovers(spark)
         results["undisturbed"] = digest(trainer().fit(df).module)
-        for name, (job, iteration, partition, changes) in FAULTS.items():
-            fault = fail_at(job, iteration, partition, Path(given["notes"]) / name, **changes)
-            results[name] = digest(trainer(fault).fit(df).module)
-        fault = fail_at(*COMPRESSED, Path(given["notes"]) / "compressed", kind="kill")
-        results["compressed"] = digest(trainer(fault, **COMPRESSION).fit(df).module)
-        for name, (job, iteration, partition, changes) in LASTING.items():
-            fault = fail_at(job, iteration, partition, Path(given["notes"]) / name, **changes)
+        for name, fault in FAULTS.items():
+            armed = fault.into(notes / name)
+            found = digest(trainer(armed).fit(df).module)
+            results[name] = {"digest": found, "struck": len(armed.told())}
+        armed = COMPRESSED.into(notes / "compressed")
+        found = digest(trainer(armed, **COMPRESSION).fit(df).module)
+        results["compressed"] = {"digest": found, "struck": len(armed.told())}
+        for name, fault in LASTING.items():
+            armed = fault.into(notes / name)
             try:
-                trainer(fault).fit(df)
+                trainer(armed).fit(df)
             except Exception as error:
                 results[name] = {
+                    "attempts": [note["attempt"] for note in armed.told()],
                     "type": type(error).__name__,
                     "message": str(error),
                     "shown alone": error.__cause__ is None and error.__suppress_context__,

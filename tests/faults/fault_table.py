@@ -1,0 +1,122 @@
+"""Script: train on one cluster again and again, each time with other faults; what came of it.
+
+The rows are those of docs/reliability.md that a run survives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness import processes
+from harness.faulty import frame, outcome, trainer
+from harness.inject import Fault, at
+
+import sparkdl
+
+WAYS = ("references", "bytes")
+STRAGGLER_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``folder``: holds all executors' local directories. ``slabs``: where their slab roots are."""
+
+    replicas: int
+    folder: Path
+    slabs: str
+
+
+def rows(cluster: Cluster) -> dict[str, list[Fault]]:
+    """Faults by row, in the order in which they are tried. An epoch is 4 iterations of 10."""
+    last = cluster.replicas - 1
+    return {
+        "none": [],
+        "task raises": [
+            at(job="fb", iteration=2, partition=1).raise_once(),
+            at(job="sync", iteration=3, partition=0).raise_once(),
+            at(job="validation", iteration=4, partition=last).raise_once(),
+            at(job="fb", iteration=6, partition=last).raise_once(),
+            at(job="sync", iteration=8, partition=1).raise_once(),
+        ],
+        "worker killed": [
+            at(job="fb", iteration=1, partition=0).kill_worker(),
+            at(job="sync", iteration=2, partition=1).kill_worker(),
+            at(job="validation", iteration=4, partition=0).kill_worker(),
+            at(job="fb", iteration=6, partition=last).kill_worker(),
+            at(job="sync", iteration=8, partition=0).kill_worker(),
+        ],
+        "straggler": [at(job="fb", iteration=6, partition=0).sleep(STRAGGLER_SECONDS)],
+        "shuffle files deleted": [
+            at(job="fb", iteration=3, partition=1).sleep(1.0),  # the others have sent theirs
+            at(job="fb", iteration=3, partition=1).delete_shuffle_files(cluster.folder),
+        ],
+        "slabs deleted": [
+            at(job="fb", iteration=3, partition=1).sleep(1.0),
+            at(job="fb", iteration=3, partition=1).delete_slabs("gradient-*"),
+            at(job="fb", iteration=6, partition=0).delete_slabs(),
+            at(job="sync", iteration=8, partition=1).delete_slabs(),
+        ],
+        "executor killed in fb": [at(job="fb", iteration=5, partition=1).kill_executor()],
+        "executor killed in sync": [at(job="sync", iteration=6, partition=0).kill_executor()],
+        "executor killed three times": [
+            at(job="fb", iteration=7, partition=1).kill_executor(times=3)
+        ],
+        "host lost": [at(job="fb", iteration=5, partition=0).kill_host()],
+    }
+
+
+def tried(spark, cluster: Cluster, faults: Sequence[Fault], notes: Path) -> dict:
+    """One fit: its outcome or its error, what each fault notes, and the seconds it took."""
+    armed = [fault.into(notes, cluster.slabs) for fault in faults]
+    df = frame(spark, cluster.replicas)
+    validation = sparkdl.Validation(df, metrics=["accuracy"], every=sparkdl.every(4))
+    result: dict = {}
+    began = time.perf_counter()
+    try:
+        trained = trainer(cluster.replicas, armed, validation=validation).fit(df)
+        result = outcome(trained)
+    except Exception as error:
+        result["error"] = f"{type(error).__name__}: {error}"
+    struck = [fault.told() for fault in armed]
+    return {
+        **result,
+        "seconds": round(time.perf_counter() - began, 2),
+        "struck": [len(notes) for notes in struck],
+        "expected": [fault.times for fault in armed],
+        "passed": [[note["attempt"] for note in fault.told("passed")] for fault in armed],
+        "deleted": [
+            sum(note["deleted"] for note in fault.told("deleted"))
+            for fault in armed
+            if "delete" in fault.kind
+        ],
+        "killed executors": [
+            note["executor"]
+            for fault, notes in zip(armed, struck, strict=True)
+            if fault.kind in ("kill_executor", "kill_host")
+            for note in notes
+        ],
+    }
+
+
+def main() -> None:
+    from launch import answer, session, spec
+
+    given = spec()
+    cluster = Cluster(given["replicas"], Path(given["local"]), given["slabs"])
+    results = {}
+    settings = {"spark.sparkdl.slab.dir": cluster.slabs, **given["settings"]}
+    with session(given["master"], **settings) as spark:
+        for name, faults in rows(cluster).items():
+            if given["rows"] and name not in given["rows"]:
+                continue
+            results[name] = tried(spark, cluster, faults, Path(given["notes"]) / name)
+            print(name, results[name], flush=True)
+        results["executors left"] = len(processes.executors(spark.sparkContext.applicationId))
+    answer(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Every row of the fault table that a run survives: the fault happened, and the bits are the same.
+
+Faults strike on a standalone cluster whose master, workers and executors are real processes: two
+replicas on two executors and six on three, whose slab roots are one (references travel) or apart
+(bytes do), always with speculation on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import fault_table
+import pytest
+from harness import processes
+from harness.cluster import PATIENT, Standalone
+from harness.faulty import frame, outcome, trainer
+from launch import launch
+
+import sparkdl
+
+pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
+SPECULATION = {
+    "spark.speculation": "true",
+    "spark.speculation.interval": "50ms",
+    "spark.speculation.quantile": "0.4",
+    "spark.speculation.minTaskRuntime": "300ms",
+}
+
+
+ROWS = list(fault_table.rows(fault_table.Cluster(2, Path(), "slabs")))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``executors`` with ``cores`` each. ``quick``: the rows that are always tried; the others soak."""
+
+    replicas: int
+    executors: int
+    cores: int
+    way: str
+    quick: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.replicas} on {self.executors}, {self.way}"
+
+    def group(self, row: str) -> list[str]:
+        """Rows that are tried in one session with ``row``."""
+        return [other for other in ROWS if (other in self.quick) == (row in self.quick)]
+
+
+SHAPES = [
+    Shape(2, 2, 1, "references", tuple(ROWS)),
+    Shape(2, 2, 1, "bytes"),
+    Shape(6, 3, 2, "references"),
+    Shape(6, 3, 2, "bytes", ("none", "straggler", "executor killed in fb", "host lost")),
+]
+CASES = [
+    pytest.param(
+        shape, row, id=f"{shape}: {row}", marks=() if row in shape.quick else pytest.mark.soak
+    )
+    for shape in SHAPES
+    for row in ROWS
+]
+
+
+def train(shape: Shape, folder: Path, rows: list[str], **settings: str) -> dict:
+    slabs = "slabs" if shape.way == "bytes" else str(folder / "slabs")
+    with Standalone(shape.executors, shape.cores, folder / "cluster") as cluster:
+        return launch(
+            Path(fault_table.__file__),
+            folder,
+            seconds=850,
+            master=cluster.url,
+            local=str(folder / "cluster"),
+            slabs=slabs,
+            notes=str(folder / "notes"),
+            replicas=shape.replicas,
+            rows=rows,
+            settings={
+                **PATIENT,
+                "spark.cores.max": str(shape.executors * shape.cores),
+                "spark.executor.cores": str(shape.cores),
+                **settings,
+            },
+        )
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> Callable[[Shape, str], dict]:
+    """What came of the session in which a row was tried."""
+
+    @functools.cache
+    def tried(shape: Shape, rows: tuple[str, ...]) -> dict:
+        return train(shape, tmp_path_factory.mktemp("table"), list(rows), **SPECULATION)
+
+    return lambda shape, row: tried(shape, tuple(shape.group(row)))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(spark) -> Callable[[int], dict]:
+    """What comes of one process, which knows no faults."""
+
+    @functools.cache
+    def trained(replicas: int) -> dict:
+        df = frame(spark, replicas)
+        validation = sparkdl.Validation(df, metrics=["accuracy"], every=sparkdl.every(4))
+        return outcome(trainer(replicas, engine="local", validation=validation).fit(df))
+
+    return trained
+
+
+@pytest.mark.parametrize(("shape", "row"), CASES)
+def test_the_fault_happened_and_the_bits_are_the_same(results, undisturbed, shape, row):
+    tried, expected = results(shape, row), undisturbed(shape.replicas)
+    result = tried[row]
+    assert result["struck"] == result["expected"]
+    assert {name: result.get(name, result.get("error")) for name in expected} == expected
+    assert all(files > 0 for files in result["deleted"])
+    assert not any(map(processes.alive, result["killed executors"]))
+    if row == "straggler":
+        assert result["passed"] != [[]]  # a twin ran while it slept
+        assert result["seconds"] < fault_table.STRAGGLER_SECONDS
+    if row == "host lost":
+        assert tried["executors left"] == shape.executors - 1
