@@ -390,8 +390,9 @@ def test_with_trust_a_named_function_is_called(tmp_path: Path) -> None:
     folder = save(trained_on(Net), tmp_path)
     mark = tmp_path / "called"
     tamper(folder, name="subprocess:call", args=[["touch", str(mark)]])
-    with pytest.raises(AttributeError):  # it returns a number, and that is no module
+    with pytest.raises(ModelError) as caught:
         load(folder, trust=True)
+    assert str(caught.value) == "model() returned a int: it must return a torch.nn.Module."
     assert mark.exists()
     assert subprocess.call(["true"]) == 0
 

@@ -24,6 +24,10 @@ from sparkdl.train.checkpoint.tasks import read_checked, write_probe
 MANIFEST = "manifest.json"
 HISTORY = "history.json"
 
+_WRITABLE = (
+    "Give Checkpoint(path) a folder that can be written, on a file system that the driver and all "
+    "executors share."
+)
 INCOMPLETE = "it has no manifest: it was not completed"
 NOT_SHARED = "The path must be on a file system that the driver and all executors share."
 
@@ -79,8 +83,11 @@ class CheckpointStore:
 
         Raises :class:`sparkdl.CheckpointError`.
         """
-        self._root.make()
-        self._root.delete(write_probe(self._root.uri))
+        try:
+            self._root.make()
+            self._root.delete(write_probe(self._root.uri))
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} {_WRITABLE}") from None
 
     def check_probes(self, probes: Iterable[str | CheckpointError]) -> None:
         """Delete what tasks wrote with ``tasks.try_probe``.
