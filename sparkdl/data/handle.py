@@ -36,7 +36,8 @@ class Field:
 class Extreme:
     """The smallest (``sign`` -1) or largest (1) ``value`` of a field, and a row with it.
 
-    Of integer fields and of the weight. With ``of_length`` it is the length of the row in a field of varying length.
+    Of integer fields and of the weight. With ``of_length`` it is the length of the row in a field of
+    varying length.
     """
 
     field: int
