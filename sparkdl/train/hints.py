@@ -59,6 +59,8 @@ def input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequenc
             f" Each of the {len(inputs)} feature columns is an input of its own, model(a, b, ...); "
             "for one input join them first: VectorAssembler, or functions.array(...)."
         )
+    if not hints and isinstance(error, RuntimeError):
+        hints.append(" Each is [rows, ...]: build the model for inputs of these shapes and types.")
     return "".join(hints)
 
 

@@ -231,11 +231,11 @@ ROWS = [
         lambda fit: fit(
             fit.features(
                 "array<array<int>>", *[[[1, 2], [3, 4], [5, 6]]] * 2, [[1, 2], [3, None], [5, 6]]
-            ),
+            ).coalesce(1),
             replicas=1,
         ),
         DataError,
-        f'column "features", row …: holds a null. {IN_ARRAYS}',
+        f'column "features", row 2 of partition 0: holds a null. {IN_ARRAYS}',
         jobs=2,
     ),
     Mistake(
@@ -270,10 +270,11 @@ ROWS = [
         lambda fit: fit(
             fit.spark.createDataFrame(
                 [(Vectors.sparse(2, {0: float("nan")}), 1.0)], ["features", "label"]
-            )
+            ).coalesce(1),
+            replicas=1,
         ),
         DataError,
-        'column "features", row 0 of partition …: holds NaN. dropna does not look into vectors: '
+        'column "features", row 0 of partition 0: holds NaN. dropna does not look into vectors: '
         "mend them where they are made, or turn them into arrays with "
         "pyspark.ml.functions.vector_to_array and filter those with functions.exists.",
         jobs=2,
@@ -410,10 +411,12 @@ ROWS = [
     Mistake(
         "broken image",
         lambda fit: fit(
-            fit.features("binary", b"abc"), columns={"features": sparkdl.Image()}, replicas=1
+            fit.features("binary", b"abc").coalesce(1),
+            columns={"features": sparkdl.Image()},
+            replicas=1,
         ),
         DataError,
-        'column "features", row 0 of partition …: is no image that can be read (3 bytes; '
+        'column "features", row 0 of partition 0: is no image that can be read (3 bytes; '
         "UnidentifiedImageError: cannot be identified). Filter such rows, or mend the images "
         "where they are made.",
         jobs=2,
@@ -421,12 +424,13 @@ ROWS = [
     Mistake(
         "images of two sizes",
         lambda fit: fit(
-            fit.features("binary", picture(2), picture(3)),
+            fit.features("binary", picture(2), picture(3)).coalesce(1),
             columns={"features": sparkdl.Image()},
             replicas=1,
         ),
         DataError,
-        'column "features", row …',
+        'column "features", row 1 of partition 0: is an image of 3 x 3 where row 0 is of 2 x 2. '
+        'Have them resized: columns={"features": sparkdl.Image(size=(height, width))}.',
         jobs=2,
     ),
     Mistake(
@@ -628,8 +632,9 @@ RECORDS = [
         "RDD of sparse tensors",
         lambda fit: fit(fit.rdd((torch.eye(2).to_sparse(), 1.0)), replicas=1),
         DataError,
-        'field "features", row 0 of partition …: is a Tensor that cannot become an array '
-        "(…). Filter such records out, or mend them with rdd.map.",
+        'field "features", row 0 of partition 0: is a Tensor that cannot become an array '
+        "(can't convert Sparse layout tensor to numpy. Use Tensor.to_dense() first.). Filter "
+        "such records out, or mend them with rdd.map.",
         jobs=2,
     ),
     Mistake(
@@ -718,7 +723,8 @@ QUERIES = [
         "rdd.map that raises",
         lambda fit: fit(fit.rdd(1, 2).map(lambda n: n / 0)),
         DataError,
-        "the data cannot be read: partition … on … failed once. ZeroDivisionError: division by zero\n"
+        "the data cannot be read: partition … on … failed once. ZeroDivisionError: division by "
+        "zero\n"
         "Traceback (most recent call last):\n"
         "…ZeroDivisionError: division by zero\n"
         "Mend the query or the function that the data comes from; data.count() fails "
@@ -730,7 +736,8 @@ QUERIES = [
         "files that are gone",
         lambda fit: fit(gone(fit)),
         TrainingError,
-        "reading the data: Encountered error while reading file file://{tmp}/data.parquet/….parquet. "
+        "reading the data: Encountered error while reading file "
+        "file://{tmp}/data.parquet/….parquet. "
         "File does not exist. It is possible the underlying files have been updated.",
         jobs=3,
         tasks_fail=True,

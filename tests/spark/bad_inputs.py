@@ -30,9 +30,10 @@ WHOLE = "give a whole number of at least 1."
 class Mistake:
     """What is given, and the error that must answer it.
 
-    ``message``: all of it. "{tmp}" in it is a folder of the test's; "…" is any text: what torch or
-    Spark words. ``jobs``: how many Spark jobs finding it may take (the data must be read for some).
-    ``tasks_fail``: whether the user's own query is what fails, in a task; else no task may.
+    ``message``: all of it. "{tmp}" in it is a folder of the test's; "…" is any text: a trace, a
+    host, a number of bytes. ``jobs``: how many Spark jobs finding it may take (the data must be
+    read for some). ``tasks_fail``: whether the user's own query is what fails, in a task; else no
+    task may.
     """
 
     name: str

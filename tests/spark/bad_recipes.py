@@ -82,7 +82,11 @@ MODELS = [
         "model with a session",
         lambda fit: fit(fit.good(), model=holding(fit.spark)),
         ModelError,
-        "model cannot be pickled, so it cannot travel to the executors (PySparkRuntimeError: …). "
+        "model cannot be pickled, so it cannot travel to the executors (PySparkRuntimeError: "
+        "[CONTEXT_ONLY_VALID_ON_DRIVER] It appears that you are attempting to reference "
+        "SparkContext from a broadcast variable, action, or transformation. SparkContext can "
+        "only be used on the driver, not in code that runs on workers. For more information, "
+        "see SPARK-5063.). "
         "Pass a function that builds the module (model=make_model), and "
         "open files, locks, connections and Spark sessions inside it.",
     ),
@@ -105,7 +109,9 @@ MODELS = [
         "model that wants arguments",
         lambda fit: fit(fit.good(), model=nn.Linear),
         ModelError,
-        "model() raised TypeError: …. It is called without arguments; the traceback above shows "
+        "model() raised TypeError: Linear.__init__() missing 2 required positional arguments: "
+        "'in_features' and 'out_features'. It is called without arguments; the traceback above "
+        "shows "
         "where it failed.",
     ),
     Mistake(
@@ -124,8 +130,10 @@ MODELS = [
         "wrong input size",
         lambda fit: fit(fit.good(), model=lambda: nn.Linear(3, 1)),
         ModelError,
-        'the model fails on the first rows ("features" [2, 2]; float32): RuntimeError: …shapes '
-        "cannot be multiplied (2x2 and 3x1).",
+        'the model fails on the first rows ("features" [2, 2]; float32): RuntimeError: mat1 '
+        "and mat2 shapes "
+        "cannot be multiplied (2x2 and 3x1). Each is [rows, ...]: build the model for inputs "
+        "of these shapes and types.",
         jobs=3,
     ),
     Mistake(
@@ -133,7 +141,8 @@ MODELS = [
         lambda fit: fit(fit.good(), features=["features", "label"]),
         ModelError,
         'the model fails on the first rows ("features" [2, 2], "label" [2]; float32, float32): '
-        "TypeError: … takes 2 positional arguments but 3 were given. Each of the 2 feature columns "
+        "TypeError: Sequential.forward() takes 2 positional arguments but 3 were given. Each "
+        "of the 2 feature columns "
         "is an input of its own, model(a, b, ...); for one input join them first: "
         "VectorAssembler, or functions.array(...).",
         jobs=3,
@@ -142,7 +151,8 @@ MODELS = [
         "integers into Linear",
         lambda fit: fit(fit.features("array<int>", [1, 2], [3, 4])),
         ModelError,
-        'the model fails on the first rows ("features" [3, 2]; int64): RuntimeError: …. Integer '
+        'the model fails on the first rows ("features" [3, 2]; int64): RuntimeError: mat1 and '
+        "mat2 must have the same dtype, but got Long and Float. Integer "
         "columns stay integers; cast a column that holds measurements: "
         'df.withColumn(name, df[name].cast("float")) or .cast("array<float>").',
         jobs=3,
@@ -160,7 +170,9 @@ MODELS = [
         "one row a mini-batch for batch norm",
         lambda fit: fit(fit.good(), model=batch_normed, stop=sparkdl.max_epoch(1)),
         ModelError,
-        "the model needs mini-batches of more than one row (…), and in iteration 2 of each epoch a "
+        "the model needs mini-batches of more than one row (Expected more than 1 value per "
+        "channel when training, got input size torch.Size([1, 2])), and in iteration 2 of each "
+        "epoch a "
         "replica gets one: 6 rows, batch_size=4, replicas=2. Choose another batch_size or fewer "
         "replicas.",
         jobs=3,
@@ -195,7 +207,8 @@ MODELS = [
         lambda fit: fit(fit.good(), model=lambda: scalar_model().half()),
         ModelError,
         'the model fails on the first rows ("features" [2, 2]; float32): RuntimeError: mat1 '
-        "and mat2 must have the same dtype, but got Float and Half.",
+        "and mat2 must have the same dtype, but got Float and Half. Each is [rows, ...]: build "
+        "the model for inputs of these shapes and types.",
         jobs=3,
     ),
     Mistake(
@@ -302,7 +315,8 @@ LOSSES = [
         "detached loss",
         lambda fit: fit(fit.good(), loss=detached_loss),
         ModelError,
-        "the loss cannot be differentiated: RuntimeError: …. It must depend on the model's output "
+        "the loss cannot be differentiated: RuntimeError: element 0 of tensors does not "
+        "require grad and does not have a grad_fn. It must depend on the model's output "
         "through torch operations.",
         jobs=3,
     ),
@@ -340,7 +354,8 @@ LOSSES = [
         "class numbers as doubles",
         lambda fit: fit(fit.good(), **cross_entropy),
         ModelError,
-        "the loss fails on output [2, 2] float32 and label [2] float32: RuntimeError: …. "
+        "the loss fails on output [2, 2] float32 and label [2] float32: RuntimeError: expected "
+        "target dtype to be Long or Byte, but got Float. "
         'If "label" holds class numbers, cast it: '
         'df.withColumn("label", df["label"].cast("long")).',
         jobs=3,
@@ -367,7 +382,8 @@ LOSSES = [
         "integer labels for BCE",
         lambda fit: fit(fit.labels("int", 0, 1), loss=nn.BCEWithLogitsLoss()),
         ModelError,
-        "the loss fails on output [3] float32 and label [3] int64: RuntimeError: …. "
+        "the loss fails on output [3] float32 and label [3] int64: RuntimeError: result type "
+        "Float can't be cast to the desired output type Long. "
         'If "label" holds measurements, cast it: '
         'df.withColumn("label", df["label"].cast("float")).',
         jobs=3,
@@ -473,7 +489,8 @@ OPTIMIZERS = [
         "optimizer of parameters, not of the module",
         lambda fit: fit(fit.good(), optimizer=lambda parameters: torch.optim.SGD(parameters)),
         ModelError,
-        "the optimizer cannot be built (TypeError: …). Give a "
+        "the optimizer cannot be built (TypeError: optimizer can only optimize Tensors, but "
+        "one of the params is torch.nn.modules.linear.Linear). Give a "
         "torch.optim class, a partial of one such as partial(torch.optim.Adam, lr=1e-3), or a "
         "callable that is given the module and returns an optimizer.",
     ),
@@ -504,7 +521,9 @@ OPTIMIZERS = [
         "SparseAdam on dense gradients",
         lambda fit: fit(fit.good(), optimizer=torch.optim.SparseAdam),
         ModelError,
-        "optimizer SparseAdam fails on a parameter of 1 dimension with a dense gradient (…). Give "
+        "optimizer SparseAdam fails on a parameter of 1 dimension with a dense gradient "
+        "(RuntimeError: SparseAdam does not support dense gradients, please consider Adam "
+        "instead). Give "
         "parameters that need another one their own, by name or pattern: "
         'optimizer={"encoder": torch.optim.Muon, "embedding": torch.optim.SparseAdam, "": '
         "torch.optim.AdamW}.",
@@ -534,7 +553,8 @@ OPTIMIZERS = [
         "schedule that cannot be built",
         lambda fit: fit(fit.good(), schedule=torch.optim.lr_scheduler.StepLR),
         ModelError,
-        "schedule cannot be built on the optimizer (TypeError: …). Give a partial of a "
+        "schedule cannot be built on the optimizer (TypeError: StepLR.__init__() missing 1 "
+        "required positional argument: 'step_size'). Give a partial of a "
         "torch.optim.lr_scheduler class, such as "
         "partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100).",
     ),

@@ -92,7 +92,7 @@ def test_any_table_trains_or_is_told(spark: Any, data: st.DataObject) -> None:
     except (sparkdl.UserError, sparkdl.TrainingError) as error:
         trained, told = None, str(error)
     if trained is None:
-        named = [f'"{n}"' for n in (*features, *schema.names)]
+        named = [f'"{n}"' for n in (*features, *schema.names, *specs)]
         known = ("the loss", "the data is empty", "class_weights", "features", "weights of samples")
         assert any(name in told for name in (*named, *known)), told
         assert "Traceback" not in told

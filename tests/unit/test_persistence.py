@@ -471,6 +471,92 @@ def test_weights_that_are_damaged(tmp_path: Path) -> None:
 # Overwriting
 
 
+def without(key: str) -> Callable[[Path], None]:
+    def change(file: Path) -> None:
+        content = json.loads(file.read_text())
+        del content[key]
+        file.write_text(json.dumps(content))
+
+    return change
+
+
+NO_JSON = (
+    "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        ("model.json", lambda file: file.write_text("{"), NO_JSON),
+        (
+            "model.json",
+            lambda file: file.write_text("[1]"),
+            "TypeError: cannot convert dictionary update sequence element #0 to a sequence",
+        ),
+        (
+            "model.json",
+            lambda file: file.write_bytes(b"\xff"),
+            "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in position 0: invalid start "
+            "byte",
+        ),
+        ("model.json", without("recipe"), "KeyError: 'recipe'"),
+        ("model.json", without("fields"), "KeyError: 'fields'"),
+        ("history.json", lambda file: file.write_text("{"), NO_JSON),
+        (
+            "history.json",
+            Path.unlink,
+            "FileNotFoundError: [Errno 2] No such file or directory: '{file}'",
+        ),
+    ],
+)
+def test_a_file_that_is_damaged(
+    name: str, damage: Callable[[Path], None], said: str, tmp_path: Path
+) -> None:
+    file = save(trained_on(Net), tmp_path) / name
+    damage(file)
+    with pytest.raises(ModelError) as caught:
+        load(tmp_path)
+    assert str(caught.value) == (
+        f"{file} is damaged ({said.replace('{file}', str(file))}). Save the model again, or take "
+        "another copy of the folder."
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            nn.Linear,
+            "the model of {tmp} cannot be built (TypeError: Linear.__init__() missing 2 required "
+            "positional arguments: 'in_features' and 'out_features'). Pass model=make_model, a "
+            "function without arguments that builds the module, or a module.",
+        ),
+        (
+            "net",
+            "the model of {tmp} cannot be built (TypeError: 'str' object is not callable). Pass "
+            "model=make_model, a function without arguments that builds the module, or a module.",
+        ),
+        (dict, "model() returned a dict: it must return a torch.nn.Module."),
+    ],
+)
+def test_a_model_that_cannot_be_built(model: Any, message: str, tmp_path: Path) -> None:
+    save(trained_on(Net), tmp_path)
+    with pytest.raises(ModelError) as caught:
+        load(tmp_path, model=model)
+    assert str(caught.value) == message.replace("{tmp}", str(tmp_path))
+
+
+def test_weights_that_are_missing(tmp_path: Path) -> None:
+    (save(trained_on(Net), tmp_path) / "model.safetensors").unlink()
+    with pytest.raises(ModelError) as caught:
+        load(tmp_path)
+    assert str(caught.value) == (
+        f"the weights in {tmp_path} cannot be read (No such file or directory: "
+        f"{tmp_path}/model.safetensors)."
+    )
+
+
 def test_a_model_is_not_replaced_unasked(tmp_path: Path) -> None:
     first = trained_on(Net)
     folder = save(first, tmp_path)
