@@ -12,10 +12,11 @@ import numpy as np
 
 from sparkdl.data.columns import Sequence as Varying
 from sparkdl.data.columns import Specs
+from sparkdl.data.objects import as_array
 from sparkdl.data.partition import PartitionWriter
 from sparkdl.data.problems import SAME_SHAPE, SAME_TYPE, RowProblem
 from sparkdl.data.ragged import Ragged, Rows
-from sparkdl.data.values import as_array, check_weights
+from sparkdl.data.values import check_weights
 from sparkdl.slab.root import SlabConfig
 from sparkdl.worker import settle_worker
 

@@ -1,4 +1,4 @@
-"""Values to arrays: Arrow arrays, and Python values, to NumPy arrays, every row checked."""
+"""Values to arrays: Arrow arrays to NumPy arrays, every row checked."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from sparkdl.data.columns import Convert, Image, Sequence
 from sparkdl.data.images import decode_images
+from sparkdl.data.objects import as_array, described, shorten
 from sparkdl.data.problems import (
     INSIDE_ARRAYS,
     INSIDE_VECTORS,
@@ -145,63 +146,6 @@ def _converted(
 
 
 _MEND = "Mend the function of this column, or filter such rows."
-
-
-def shorten(value: Any, limit: int = 60) -> str:
-    """A value as a message shows it."""
-    shown = repr(value)
-    return shown if len(shown) <= limit else f"{shown[:limit]}..."
-
-
-def described(array: np.ndarray) -> str:
-    """Its dtype and shape, in a message."""
-    return f"{array.dtype}{list(array.shape)}"
-
-
-def as_array(value: Any, name: str, row: int, float_dtype: str, remedy: str) -> np.ndarray:
-    """A Python value as an array: floats in ``float_dtype``, integers and booleans as they are.
-
-    Raises :class:`RowProblem` for what is not numbers, for NaN and inf, and for emptiness.
-    """
-    try:
-        array = _plain(value)
-    except ValueError:
-        raise RowProblem(name, row, "is ragged: its parts differ in length", SAME_SHAPE) from None
-    except Exception as error:
-        text = f"is a {type(value).__name__} that cannot become an array ({error})"
-        raise RowProblem(name, row, text, remedy) from None
-    if array.dtype.kind == "f":
-        with np.errstate(over="ignore"):
-            array = array.astype(float_dtype, copy=False)
-        if np.isnan(array).any():
-            raise RowProblem(name, row, "holds NaN", remedy)
-        if np.isinf(array).any():
-            raise RowProblem(name, row, "holds inf", finite(float_dtype))
-    elif array.dtype.kind in "iu" and array.dtype != np.uint64:
-        array = array.astype(np.int64) if array.dtype.kind == "u" else array
-    elif array.dtype == np.uint64 or _too_large(array):
-        raise RowProblem(name, row, "holds a whole number beyond the 64 bits of int64", remedy)
-    elif array.dtype.kind != "b":
-        what = "is None" if value is None else f"is a {type(value).__name__}"
-        raise RowProblem(name, row, f"{what}, not a number or an array of numbers", remedy)
-    if array.size == 0:
-        raise RowProblem(name, row, "is an empty array", remedy)
-    return array
-
-
-def _plain(value: Any) -> np.ndarray:
-    """Any array-like, tensor, or ``pyspark.ml.linalg`` vector or matrix."""
-    if hasattr(value, "toArray"):
-        value = value.toArray()
-    elif hasattr(value, "detach"):
-        value = value.detach().cpu()
-        value = (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
-    return np.asarray(value)
-
-
-def _too_large(array: np.ndarray) -> bool:
-    """Whether these are whole numbers for which no dtype is large enough."""
-    return array.dtype == object and all(type(value) is int for value in array.flat)
 
 
 def _nested(array: pa.Array, column: Column, first_row: int) -> np.ndarray:

@@ -7,7 +7,6 @@ written; else ``recipe.pkl`` holds it, which :func:`load` opens only with ``trus
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import importlib
@@ -16,7 +15,7 @@ import json
 import os
 import pickle
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,10 @@ from torch import nn
 from sparkdl.data.columns import NamedFunction, Specs, specs_from_json, specs_to_json
 from sparkdl.data.handle import Field
 from sparkdl.data.ragged import Padding
-from sparkdl.errors import ModelError, TrustError, UserError
+from sparkdl.errors import ModelError, TrustError
 from sparkdl.infer.output import Output
 from sparkdl.train.history import History
+from sparkdl.train.reading import built, undamaged
 from sparkdl.train.trained import TrainedModel
 
 FORMAT = "sparkdl-model"
@@ -86,7 +86,7 @@ def load(
             f"{folder}/model.json is not a {FORMAT} of version {VERSION} "
             f"(format {content.get('format')!r}, version {content.get('version')!r})."
         )
-    with _undamaged(folder / "model.json"):
+    with undamaged(folder / "model.json"):
         build = model if model is not None else _recipe(content["recipe"], folder, trust)
         columns = _columns(content.get("columns", {}), folder, trust)
         known = {
@@ -99,9 +99,9 @@ def load(
             if content["output"]
             else None,
         }
-    with _undamaged(folder / "history.json"):
+    with undamaged(folder / "history.json"):
         history = History.load(folder / "history.json")
-    module = _built(build, folder)
+    module = built(build, folder)
     try:
         safetensors.torch.load_model(module, str(folder / "model.safetensors"))
     except OSError as error:
@@ -114,40 +114,8 @@ def load(
 
 
 def _content(folder: Path) -> dict[str, Any]:
-    with _undamaged(folder / "model.json"):
+    with undamaged(folder / "model.json"):
         return dict(json.loads((folder / "model.json").read_text()))
-
-
-@contextlib.contextmanager
-def _undamaged(file: Path) -> Iterator[None]:
-    """A file that is missing, cut short or changed is a :class:`ModelError` that names it."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(
-            f"{file} is damaged ({type(error).__name__}: {error}). Save the model again, or take "
-            "another copy of the folder."
-        ) from error
-
-
-def _built(build: Any, folder: Path) -> nn.Module:
-    """The module that the weights are for."""
-    if isinstance(build, nn.Module):
-        return build
-    try:
-        module = build()
-    except Exception as error:
-        raise ModelError(
-            f"the model of {folder} cannot be built ({type(error).__name__}: {error}). Pass "
-            "model=make_model, a function without arguments that builds the module, or a module."
-        ) from error
-    if not isinstance(module, nn.Module):
-        raise ModelError(
-            f"model() returned a {type(module).__name__}: it must return a torch.nn.Module."
-        )
-    return module
 
 
 def _field(content: dict[str, Any]) -> Field:
