@@ -13,6 +13,7 @@ from jobs.components import Component
 from jobs.run_folder import find_model
 from jobs.sections import CheckpointSection, Config, TrainingSection, ValidationSection
 from sparkdl.errors import raise_all
+from sparkdl.infer.metrics import resolve
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def trainer_of(config: Config) -> sparkdl.Trainer:
     if config.schedule is not None:
         of("schedule", config.schedule.resolve)
     _check_counts(config, problems)
-    of("metrics", lambda: metrics_of(config.metrics))
+    of("metrics", lambda: resolve(metrics_of(config.metrics)))
     validation = config.validation and of("validation", lambda: validation_of(config.validation))
     checkpoint = config.checkpoint and of("checkpoint", lambda: checkpoint_of(config.checkpoint))
     raise_all(sparkdl.ParameterError, problems)

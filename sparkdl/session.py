@@ -73,14 +73,15 @@ def _launched(given: dict[str, str]) -> SparkConf:
 
 
 def context_of(data: Any) -> SparkContext:
-    """The SparkContext behind a DataFrame or an RDD; a clear error for Spark Connect."""
+    """The SparkContext behind a DataFrame or an RDD; a clear error for Spark Connect, and for a
+    session that was stopped."""
     from pyspark.core.rdd import RDD
     from pyspark.sql import DataFrame
 
     if isinstance(data, RDD):
-        return data.ctx
+        return _running(data.ctx)
     if isinstance(data, DataFrame) and hasattr(data.sparkSession, "_sc"):
-        return data.sparkSession._sc
+        return _running(data.sparkSession._sc)
     if type(data).__module__.startswith("pyspark.sql.connect"):
         raise SessionError(
             "this DataFrame belongs to a Spark Connect session, which has no RDDs, and training "
@@ -91,6 +92,15 @@ def context_of(data: Any) -> SparkContext:
         f"fit takes a DataFrame or an RDD, not {type(data).__module__}.{type(data).__qualname__}. "
         "Make one with spark.createDataFrame(rows, schema) or spark.sparkContext.parallelize(samples)."
     )
+
+
+def _running(context: SparkContext) -> SparkContext:
+    if context._jsc is None or context._jsc.sc().isStopped():
+        raise SessionError(
+            "the session of this data was stopped: make a new one with sparkdl.session(master), and "
+            "the data again with it."
+        )
+    return context
 
 
 def settings_of(context: SparkContext) -> Settings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sparkdl.data.handle import SampleHandle
-from sparkdl.data.problems import SAME_SHAPE
+from sparkdl.data.problems import SAME_SHAPE, SAME_TYPE
 from sparkdl.errors import DataError
 
 
@@ -31,5 +31,16 @@ def check_handles(handles: Sequence[SampleHandle], noun: str) -> None:
             if found != wanted:
                 raise DataError(
                     f'{noun} "{found.name}", row 0 of partition {partition}: is {found} where row '
-                    f"0 of partition {first_partition} is {wanted}. {SAME_SHAPE}"
+                    f"0 of partition {first_partition} is {wanted}. "
+                    f"{SAME_TYPE if found.shape == wanted.shape else SAME_SHAPE}"
                 )
+
+
+def check_total_weight(handles: Sequence[SampleHandle], field: int, what: str) -> None:
+    """Raise :class:`DataError` where all weights, which are in ``field``, are 0."""
+    largest = [e.value for h in handles for e in h.extremes if e.field == field and e.sign > 0]
+    if not any(largest):
+        raise DataError(
+            f"{what}: all weights are 0, so that no sample counts. Give rows a weight above 0, or "
+            "train with weight=None."
+        )

@@ -34,18 +34,19 @@ class Field:
 
 @dataclass(frozen=True)
 class Extreme:
-    """The smallest (``sign`` -1) or largest (1) ``value`` of an integer field, and a row with it.
+    """The smallest (``sign`` -1) or largest (1) ``value`` of a field, and a row with it.
 
-    With ``of_length`` it is the length of the row in a field of varying length.
+    Of integer fields and of the weight. With ``of_length`` it is the length of the row in a field of
+    varying length.
     """
 
     field: int
     sign: int
-    value: int
+    value: float
     row: int
     of_length: bool = False
 
-    def exceeds(self, value: int) -> bool:
+    def exceeds(self, value: float) -> bool:
         """Whether this value is the more extreme one."""
         return self.value * self.sign > value * self.sign
 
@@ -64,8 +65,8 @@ class SampleHandle:
 
     ``segments`` are files of this node (the one of ``token``), ``order_path`` the canonical order of
     the partition's rows: their places in the segments, one after another, which may hold rows of other
-    partitions too. ``checksum`` covers the set of rows; ``extremes`` are of its integer fields
-    and of the lengths of its rows.
+    partitions too. ``checksum`` covers the set of rows; ``extremes`` are of its integer fields,
+    of the weight and of the lengths of its rows.
     A partition that could not be written for a reason of the user's has a ``problem`` and no files.
     """
 

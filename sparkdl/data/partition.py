@@ -39,14 +39,15 @@ class PartitionWriter:
     """Streams rows into files. The samples are never held, only 8 to 12 bytes a row.
 
     Raises :class:`sparkdl.errors.SlabFullError` where no slab directory has room. ``source``: the
-    number of the task.
+    number of the task. ``weighted``: the last field is the weight.
     """
 
-    def __init__(self, config: SlabConfig, source: int = 0) -> None:
+    def __init__(self, config: SlabConfig, source: int = 0, weighted: bool = False) -> None:
         root = open_root(config, create=True)
         assert root is not None
         self._config, self._root, self._source = config, root, source
         self._stem = f"samples-{secrets.token_hex(8)}"
+        self._weighted = weighted
         self._fields: tuple[Field, ...] = ()
         self._writers: list[SegmentWriter] = []
         self._hashes: list[np.ndarray] = []
@@ -81,6 +82,10 @@ class PartitionWriter:
                 )
         for number, column in enumerate(columns):
             self._note_extremes(number, column)
+        if self._weighted:
+            weights = columns[-1]
+            assert isinstance(weights, np.ndarray)
+            self._note(len(columns) - 1, weights, np.arange(len(weights) + 1))
         self._hashes.append(row_hashes(columns))
         if partitions is not None:
             self._partitions.append(partitions)
@@ -127,7 +132,8 @@ class PartitionWriter:
         """Keep the extremes of ``values``, of which row i has those from ``offsets[i]`` on."""
         for sign, place in ((-1, int(values.argmin())), (1, int(values.argmax()))):
             row = self.num_rows + int(np.searchsorted(offsets, place, side="right")) - 1
-            keep_extreme(self._extremes, Extreme(number, sign, int(values[place]), row, of_length))
+            value = values[place].item()
+            keep_extreme(self._extremes, Extreme(number, sign, value, row, of_length))
 
     def finish(self) -> SampleHandle:
         """The handle of the partition that all rows are."""

@@ -14,6 +14,10 @@ INSIDE_VECTORS = (
     "dropna does not look into vectors: mend them where they are made, or turn them into arrays "
     "with pyspark.ml.functions.vector_to_array and filter those with functions.exists."
 )
+SAME_TYPE = (
+    "Every row must be of the same type: write 1.0, not 1, where a measurement is meant, or mend "
+    "them with rdd.map."
+)
 
 
 @dataclass(frozen=True)
@@ -45,3 +49,14 @@ class RowProblem(Exception):
 def drop(name: str) -> str:
     """What to do about rows in which a whole column is missing."""
     return f'Drop such rows with df.dropna(subset=["{name}"]), or fill them.'
+
+
+def finite(dtype: str) -> str:
+    """What to do about numbers that are infinite, or too large for ``dtype``."""
+    return (
+        f"It is infinite, or beyond {_LARGEST.get(dtype, 'the largest number')} of {dtype}: filter "
+        "such rows, or scale the numbers."
+    )
+
+
+_LARGEST = {"float32": "the 3.4e+38", "float64": "the 1.8e+308"}

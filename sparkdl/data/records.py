@@ -12,10 +12,11 @@ import numpy as np
 
 from sparkdl.data.columns import Sequence as Varying
 from sparkdl.data.columns import Specs
+from sparkdl.data.objects import as_array
 from sparkdl.data.partition import PartitionWriter
-from sparkdl.data.problems import SAME_SHAPE, RowProblem
+from sparkdl.data.problems import SAME_SHAPE, SAME_TYPE, RowProblem
 from sparkdl.data.ragged import Ragged, Rows
-from sparkdl.data.values import as_array, check_weights
+from sparkdl.data.values import check_weights
 from sparkdl.slab.root import SlabConfig
 from sparkdl.worker import settle_worker
 
@@ -48,14 +49,15 @@ class WriteRecords:
     weighted: bool = False
 
     def __call__(self, partition: int, records: Iterable[Any]) -> Iterator[bytes]:
-        writer = PartitionWriter(self.config)
+        writer = PartitionWriter(self.config, weighted=self.weighted)
         names: list[str] = []
         waiting: list[list[np.ndarray]] = []
         try:
             for record in records:
                 parts = self._parts(record, writer.num_rows + len(waiting))
                 names = names or [name for name, _ in parts]
-                self._compare(names, waiting, parts, writer.num_rows)
+                row = writer.num_rows + len(waiting)
+                check_alike(parts, waiting, row, self.specs, names)
                 waiting.append([value for _, value in parts])
                 if len(waiting) == _RDD_BATCH:
                     writer.add(names, stack_records(names, waiting, self.specs))
@@ -89,28 +91,36 @@ class WriteRecords:
             crc = zlib.crc32(np.ascontiguousarray(value).tobytes(), crc)
         return crc
 
-    def _compare(
-        self,
-        names: list[str],
-        waiting: list[list[np.ndarray]],
-        parts: list[tuple[str, np.ndarray]],
-        first_row: int,
-    ) -> None:
-        row = first_row + len(waiting)
-        if [name for name, _ in parts] != names:
-            found = ", ".join(name for name, _ in parts)
-            text = f"has {found} where row 0 has {', '.join(names)}"
-            raise RowProblem(names[0], row, text, SAME_SHAPE)
-        for (name, value), first in zip(parts, waiting[0] if waiting else (), strict=False):
-            varying = int(is_sequence(name, self.specs))  # the first length may differ
-            if (value.shape[varying:], value.dtype) != (first.shape[varying:], first.dtype):
-                raise RowProblem(
-                    name,
-                    row,
-                    f"is {value.dtype}{list(value.shape)} where row {first_row} is "
-                    f"{first.dtype}{list(first.shape)}",
-                    SAME_SHAPE,
-                )
+
+def check_alike(
+    parts: Sequence[tuple[str, np.ndarray]],
+    before: Sequence[Sequence[np.ndarray]],
+    row: int,
+    specs: Specs | None,
+    names: Sequence[str] = (),
+) -> None:
+    """Raise :class:`RowProblem` where the fields of record ``row`` differ from those ``before``.
+
+    ``before``: the fields of the records directly before it, in order. ``names``: of the fields of
+    the first record of all; () where they follow from their number.
+    """
+    found = [name for name, _ in parts]
+    if (names and found != list(names)) or (before and len(found) != len(before[0])):
+        wanted = list(names) or feature_names(len(before[0]))
+        text = f"has {', '.join(found)} where row 0 has {', '.join(wanted)}"
+        raise RowProblem(wanted[0], row, text, SAME_SHAPE)
+    first_row = row - len(before)
+    for (name, value), first in zip(parts, before[0] if before else (), strict=False):
+        varying = int(is_sequence(name, specs))  # the first length may differ
+        same_shape = value.shape[varying:] == first.shape[varying:]
+        if not same_shape or value.dtype != first.dtype:
+            raise RowProblem(
+                name,
+                row,
+                f"is {value.dtype}{list(value.shape)} where row {first_row} is "
+                f"{first.dtype}{list(first.shape)}",
+                SAME_TYPE if same_shape else SAME_SHAPE,
+            )
 
 
 def split_record(record: Any, labelled: bool, row: int) -> tuple[Any, Any]:

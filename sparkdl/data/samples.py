@@ -10,7 +10,7 @@ import pyarrow as pa
 from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 
-from sparkdl.data.checks import check_handles
+from sparkdl.data.checks import check_handles, check_total_weight
 from sparkdl.data.columns import Sequence, Specs
 from sparkdl.data.handle import Field, SampleHandle
 from sparkdl.data.preview import Preview
@@ -164,6 +164,8 @@ def _sample_set(
 ) -> SampleSet:
     fields = next(handle.fields for handle in handles if handle.num_rows)
     weighted = source.weight is not None
+    if weighted:
+        check_total_weight(handles, len(fields) - 1, f'{source.noun} "{fields[-1].name}"')
     if isinstance(source.data, DataFrame):
         num_features = len(source.features)
     else:

@@ -18,7 +18,7 @@ from sparkdl.data.parts import join_parts
 from sparkdl.data.problems import RowProblem
 from sparkdl.data.schema import Column, quoted
 from sparkdl.data.values import to_numpy
-from sparkdl.errors import DataError
+from sparkdl.errors import DataError, raise_all
 from sparkdl.frames import send
 from sparkdl.slab.root import SlabConfig
 from sparkdl.worker import settle_worker
@@ -37,7 +37,7 @@ class WriteDataFrame:
     columns: tuple[Column, ...]
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        writer = PartitionWriter(self.config)
+        writer = PartitionWriter(self.config, weighted=self.columns[-1].weight)
         try:
             self.write(batches, writer)
             handle = writer.finish()
@@ -82,7 +82,7 @@ class WriteParts:
         context = TaskContext.get()
         assert context is not None
         source = context.partitionId()
-        writer = PartitionWriter(self.table.config, source)
+        writer = PartitionWriter(self.table.config, source, self.table.columns[-1].weight)
         try:
             self.table.write(batches, writer)
             parts = list(writer.parts(self.count))
@@ -124,9 +124,30 @@ def select_columns(data: DataFrame, columns: Sequence[Column]) -> DataFrame:
             "the DataFrame is a stream, which has no end: write it to a table, and use that table. "
             "trained.transform does work on a stream."
         )
+    check_unambiguous(data, [column.name for column in columns])
     return data.select(
         *[functions.col(quoted(c.name)).alias(f"c{i}") for i, c in enumerate(columns)]
     )
+
+
+def columns_named(data: DataFrame, name: str) -> list[str]:
+    """The columns that Spark takes ``name`` for: those of its letters in any case, as a rule."""
+    if data.sparkSession.conf.get("spark.sql.caseSensitive", "false") == "true":
+        return [column for column in data.columns if column == name]
+    return [column for column in data.columns if column.lower() == name.lower()]
+
+
+def check_unambiguous(data: DataFrame, names: Sequence[str]) -> None:
+    """Raise :class:`DataError` for a name that several columns have, as Spark compares names."""
+    problems = []
+    for name in dict.fromkeys(names):
+        same = columns_named(data, name)
+        if len(same) > 1:
+            problems.append(
+                f'column "{name}" is ambiguous, the DataFrame has {" and ".join(same)}: rename or '
+                "drop all but one."
+            )
+    raise_all(DataError, problems)
 
 
 def ship_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -1,4 +1,4 @@
-"""Values to arrays: Arrow arrays, and Python values, to NumPy arrays, every row checked."""
+"""Values to arrays: Arrow arrays to NumPy arrays, every row checked."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from sparkdl.data.columns import Convert, Image, Sequence
 from sparkdl.data.images import decode_images
+from sparkdl.data.objects import as_array, described, shorten
 from sparkdl.data.problems import (
     INSIDE_ARRAYS,
     INSIDE_VECTORS,
@@ -18,6 +19,7 @@ from sparkdl.data.problems import (
     SAME_SHAPE,
     RowProblem,
     drop,
+    finite,
 )
 from sparkdl.data.ragged import Ragged, Rows
 
@@ -29,8 +31,9 @@ def to_numpy(array: pa.Array, column: Column, first_row: int = 0) -> Rows:
     """The array as a C-contiguous NumPy array of shape (rows, *shape of one row).
 
     A :class:`sparkdl.Sequence` becomes a :class:`Ragged`. Raises :class:`RowProblem` for a null, a
-    NaN, a row whose shape differs from row 0's, a damaged image, a function that fails, a weight
-    that is none; ``first_row`` is the number of the array's row 0 in its partition.
+    NaN, a number that is infinite (as ``column.dtype``), a row whose shape differs from row 0's, a
+    damaged image, a function that fails, a weight that is none; ``first_row`` is the number of the
+    array's row 0 in its partition.
     """
     if isinstance(column.spec, Image):
         return decode_images(array, column.name, column.spec, column.dtype, first_row)
@@ -38,24 +41,37 @@ def to_numpy(array: pa.Array, column: Column, first_row: int = 0) -> Rows:
         return _sequences(array, column, column.spec, first_row)
     if isinstance(column.spec, Convert):
         return _converted(array, column, column.spec.function, first_row)
-    if column.vector:
-        values = _vectors(array, column, first_row)
-    else:
-        values = _nested(array, column, first_row)
-    if values.dtype.kind == "f" and values.size and np.isnan(values.min()):  # min passes NaN on
-        row = int(np.flatnonzero(np.isnan(values.reshape(len(values), -1)).any(axis=1))[0])
-        if values.ndim == 1:
-            raise RowProblem(column.name, first_row + row, "is NaN", drop(column.name))
-        remedy = INSIDE_VECTORS if column.vector else INSIDE_ARRAYS
-        raise RowProblem(column.name, first_row + row, "holds NaN", remedy)
+    if not len(array):
+        return np.zeros((0,) * (1 + column.depth), column.dtype)
+    with np.errstate(over="ignore"):  # what is too large becomes inf, which is told below
+        values = (_vectors if column.vector else _nested)(array, column, first_row)
     if column.weight:
         check_weights(values, column.name, first_row)
+    _check_finite(values, column, first_row)
     return values
+
+
+def _check_finite(values: np.ndarray, column: Column, first_row: int) -> None:
+    """Raise :class:`RowProblem` for NaN and for what is infinite."""
+    if values.dtype.kind != "f" or not values.size:
+        return
+    low, high = values.min(), values.max()  # both pass NaN on, and read only
+    if np.isfinite(low) and np.isfinite(high):
+        return
+    nan = bool(np.isnan(low))
+    wrong = np.isnan(values) if nan else np.isinf(values)
+    row = int(np.flatnonzero(wrong.reshape(len(values), -1).any(axis=1))[0])
+    verb = "is" if values.ndim == 1 else "holds"
+    if not nan:
+        raise RowProblem(column.name, first_row + row, f"{verb} inf", finite(column.dtype))
+    remedy = INSIDE_VECTORS if column.vector else INSIDE_ARRAYS
+    remedy = drop(column.name) if values.ndim == 1 else remedy
+    raise RowProblem(column.name, first_row + row, f"{verb} NaN", remedy)
 
 
 def check_weights(values: np.ndarray, name: str, first_row: int) -> None:
     """Raise :class:`RowProblem` for a weight that is infinite or below 0."""
-    wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+    wrong = np.flatnonzero(np.isinf(values) | (values < 0))
     if len(wrong):
         row = int(wrong[0])
         raise RowProblem(
@@ -69,6 +85,7 @@ def check_weights(values: np.ndarray, name: str, first_row: int) -> None:
 _INSIDE = {
     "is null": "holds a null",
     "is NaN": "holds NaN",
+    "is inf": "holds inf",
     "is an empty array": "holds an empty one",
 }
 """What is said of an item -> what is said of the row that it is in."""
@@ -94,7 +111,8 @@ def _sequences(array: pa.Array, column: Column, spec: Sequence, first_row: int) 
         if text.startswith("has "):
             text = text.replace("has ", "has an item of ", 1).replace("row 0", "the first item")
             raise RowProblem(column.name, first_row + row, text, SAME_SHAPE) from None
-        raise RowProblem(column.name, first_row + row, text, INSIDE_ARRAYS) from None
+        remedy = error.problem.remedy if text == "holds inf" else INSIDE_ARRAYS
+        raise RowProblem(column.name, first_row + row, text, remedy) from None
     assert isinstance(values, np.ndarray)
     rows = Ragged(values, offsets, spec.rule)
     return rows if spec.max_length is None else rows.cut(spec.max_length)
@@ -128,44 +146,6 @@ def _converted(
 
 
 _MEND = "Mend the function of this column, or filter such rows."
-
-
-def shorten(value: Any, limit: int = 60) -> str:
-    """A value as a message shows it."""
-    shown = repr(value)
-    return shown if len(shown) <= limit else f"{shown[:limit]}..."
-
-
-def described(array: np.ndarray) -> str:
-    """Its dtype and shape, in a message."""
-    return f"{array.dtype}{list(array.shape)}"
-
-
-def as_array(value: Any, name: str, row: int, float_dtype: str, remedy: str) -> np.ndarray:
-    """A Python value as an array: floats in ``float_dtype``, integers and booleans as they are.
-
-    Raises :class:`RowProblem` for what is not numbers, for NaN and for emptiness.
-    """
-    if hasattr(value, "toArray"):
-        value = value.toArray()  # pyspark.ml.linalg vectors and matrices
-    elif hasattr(value, "detach"):
-        value = value.detach().cpu().numpy()
-    try:
-        array = np.asarray(value)
-    except ValueError:
-        raise RowProblem(name, row, "is ragged: its parts differ in length", SAME_SHAPE) from None
-    if array.dtype.kind == "f":
-        array = array.astype(float_dtype, copy=False)
-        if np.isnan(array).any():
-            raise RowProblem(name, row, "holds NaN", remedy)
-    elif array.dtype.kind in "iu" and array.dtype != np.uint64:
-        array = array.astype(np.int64) if array.dtype.kind == "u" else array
-    elif array.dtype.kind != "b":
-        what = "is None" if value is None else f"is a {type(value).__name__}"
-        raise RowProblem(name, row, f"{what}, not a number or an array of numbers", remedy)
-    if array.size == 0:
-        raise RowProblem(name, row, "is an empty array", remedy)
-    return array
 
 
 def _nested(array: pa.Array, column: Column, first_row: int) -> np.ndarray:

@@ -16,10 +16,10 @@ from pyspark.sql import DataFrame
 
 from sparkdl.data.columns import Specs
 from sparkdl.data.ragged import Rows, dense
-from sparkdl.data.records import named, record_field, split_record, stack_records
+from sparkdl.data.records import check_alike, named, record_field, split_record, stack_records
 from sparkdl.data.schema import Column, RowProblem, columns_of, to_numpy
 from sparkdl.data.tables import select_columns
-from sparkdl.errors import DataError, ParameterError
+from sparkdl.errors import DataError, UserError
 from sparkdl.infer.predictor import ShippedModule, run_batches
 from sparkdl.infer.scoring import Scorer, States
 from sparkdl.step.compute import to_tensors
@@ -49,14 +49,14 @@ class Evaluation:
     def packed(self, parts: Iterable[Sequence[Any]]) -> bytes:
         """The pickled states of a partition, given its rows in parts.
 
-        Or a pickled :class:`ParameterError`, for the driver to raise: Spark would retry the task.
+        Or a pickled :class:`UserError`, for the driver to raise: Spark would retry the task.
         """
         states = self.scorer.start()
         try:
             for arrays in parts:
                 states = self.update(states, arrays)
-        except ParameterError as error:
-            return pickle.dumps(ParameterError(str(error)))
+        except UserError as error:
+            return pickle.dumps(type(error)(str(error)))
         return bytes(cloudpickle.dumps(states))  # by value what a user's session defines
 
 
@@ -72,21 +72,22 @@ class EvaluateDataFrame:
 
         context = TaskContext.get()
         assert context is not None
-        packed = self.evaluation.packed(self._parts(batches))
+        packed = self.evaluation.packed(self._parts(batches, context.partitionId()))
         yield pa.RecordBatch.from_arrays(
             [pa.array([context.partitionId()], pa.int32()), pa.array([packed], pa.binary())],
             names=["partition", "states"],
         )
         settle_worker()
 
-    def _parts(self, batches: Iterable[pa.RecordBatch]) -> Iterator[list[Any]]:
+    def _parts(self, batches: Iterable[pa.RecordBatch], partition: int) -> Iterator[list[Any]]:
         seen = 0
         for batch in batches:
             # what grows when decoded is taken in smaller parts
             grows = any(column.grows for column in self.columns)
             rows = self.evaluation.batch_size if grows else max(1, batch.num_rows)
             for start in range(0, batch.num_rows, rows):
-                yield _arrays(batch.slice(start, rows), self.columns, seen + start)
+                part = batch.slice(start, rows)
+                yield _arrays(part, self.columns, seen + start, partition)
             seen += batch.num_rows
 
 
@@ -100,15 +101,19 @@ class EvaluateRecords:
     specs: Specs
 
     def __call__(self, partition: int, records: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
-        yield partition, self.evaluation.packed(self._parts(records))
+        yield partition, self.evaluation.packed(self._parts(records, partition))
         settle_worker()
 
-    def _parts(self, records: Iterable[Any]) -> Iterator[list[Rows]]:
+    def _parts(self, records: Iterable[Any], partition: int) -> Iterator[list[Rows]]:
         waiting: list[list[np.ndarray]] = []
         names: list[str] = []
         for row, record in enumerate(records):
-            fields = self._fields(record, row)
-            names = [name for name, _ in fields]
+            try:
+                fields = self._fields(record, row)
+                names = names or [name for name, _ in fields]
+                check_alike(fields, waiting, row, self.specs, names)
+            except RowProblem as error:
+                raise DataError(error.problem.message(f"partition {partition}", "field")) from None
             waiting.append([value for _, value in fields])
             if len(waiting) == self.evaluation.batch_size:
                 yield stack_records(names, waiting, self.specs)
@@ -117,18 +122,12 @@ class EvaluateRecords:
             yield stack_records(names, waiting, self.specs)
 
     def _fields(self, record: Any, row: int) -> list[tuple[str, np.ndarray]]:
-        try:
-            features, label = split_record(record, self.labelled, row)
-            parts = [
-                *named("features", features),
-                *(named("label", label) if self.labelled else ()),
-            ]
-            return [
-                (name, record_field(value, name, row, self.float_dtype, self.specs))
-                for name, value in parts
-            ]
-        except RowProblem as error:
-            raise DataError(error.problem.message("the partition", "field")) from None
+        features, label = split_record(record, self.labelled, row)
+        parts = [*named("features", features), *(named("label", label) if self.labelled else ())]
+        return [
+            (name, record_field(value, name, row, self.float_dtype, self.specs))
+            for name, value in parts
+        ]
 
 
 def evaluate(
@@ -141,8 +140,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean loss and metrics over all of ``data``, merged in the order of its partitions.
 
-    Raises :class:`DataError` for data without a row, :class:`ParameterError` for a metric that does
-    not go with the model's output or the label.
+    Raises :class:`DataError` for data without a row and for a bad row, :class:`ModelError` where the
+    model or the loss fails on rows, :class:`ParameterError` for a metric that does not go with the
+    model's output or the label.
     """
     if isinstance(data, DataFrame):
         inputs, labels = columns_of(data.schema, features, label, float_dtype, specs)
@@ -157,7 +157,7 @@ def evaluate(
     many = []
     for _, packed in sorted(rows):
         states = pickle.loads(packed)
-        if isinstance(states, ParameterError):
+        if isinstance(states, UserError):
             raise states
         many.append(states)
     scorer = evaluation.scorer
@@ -167,8 +167,10 @@ def evaluate(
     return scorer.values(merged)
 
 
-def _arrays(batch: pa.RecordBatch, columns: Sequence[Column], seen: int) -> list[Rows]:
+def _arrays(
+    batch: pa.RecordBatch, columns: Sequence[Column], seen: int, partition: int
+) -> list[Rows]:
     try:
         return [to_numpy(batch.column(i), column, seen) for i, column in enumerate(columns)]
     except RowProblem as error:
-        raise DataError(error.problem.message("the partition")) from None
+        raise DataError(error.problem.message(f"partition {partition}")) from None

@@ -9,13 +9,22 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+from pyspark import TaskContext
 from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame, functions
 
 from sparkdl.data.columns import Specs
 from sparkdl.data.ragged import Rows
-from sparkdl.data.records import Sample, feature_names, named, record_field, stack_records
+from sparkdl.data.records import (
+    Sample,
+    check_alike,
+    feature_names,
+    named,
+    record_field,
+    stack_records,
+)
 from sparkdl.data.schema import Column, RowProblem, columns_of, quoted, to_numpy
+from sparkdl.data.tables import check_unambiguous, columns_named
 from sparkdl.errors import DataError
 from sparkdl.infer.output import Output, as_numpy, to_arrow
 from sparkdl.infer.predictor import ShippedModule, run_batches
@@ -65,7 +74,7 @@ class PredictColumn:
                 for array, column in zip(columns, self.columns, strict=True)
             ]
         except RowProblem as error:
-            raise DataError(error.problem.message("the partition")) from None
+            raise DataError(error.problem.message(_place())) from None
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,7 @@ class PredictRecords:
         module = self.module.load()
         waiting: list[list[np.ndarray]] = []
         for row, record in enumerate(records):
-            waiting.append(self._inputs(record, row))
+            waiting.append(self._inputs(record, row, waiting))
             if len(waiting) == self.batch_size:
                 yield from self._predict(module, waiting)
                 waiting = []
@@ -91,24 +100,35 @@ class PredictRecords:
             yield from self._predict(module, waiting)
         settle_worker()
 
-    def _inputs(self, record: Any, row: int) -> list[np.ndarray]:
+    def _inputs(
+        self, record: Any, row: int, before: Sequence[Sequence[np.ndarray]]
+    ) -> list[np.ndarray]:
+        """The features of a record, found alike those of the records ``before``."""
         features = record.features if isinstance(record, Sample) else record
         if isinstance(features, tuple) and len(features) == 2 and not isinstance(record, Sample):
             pair = self.num_features == 1 or isinstance(features[0], tuple)
             features = features[0] if pair else features
         try:
-            return [
-                record_field(value, name, row, self.float_dtype, self.specs)
+            parts = [
+                (name, record_field(value, name, row, self.float_dtype, self.specs))
                 for name, value in named("features", features)
             ]
+            check_alike(parts, before, row, self.specs)
+            return [value for _, value in parts]
         except RowProblem as error:
-            raise DataError(error.problem.message("the partition", "field")) from None
+            raise DataError(error.problem.message(_place(), "field")) from None
 
     def _predict(self, module: Any, waiting: list[list[np.ndarray]]) -> Iterator[Any]:
         arrays = stack_records(feature_names(len(waiting[0])), waiting, self.specs)
         for output, _ in run_batches(module, arrays, self.batch_size, self.finish):
             for value in as_numpy(output):
                 yield value if value.ndim else value.item()
+
+
+def _place() -> str:
+    """The partition that this process is at, in a message."""
+    context = TaskContext.get()
+    return "the partition" if context is None else f"partition {context.partitionId()}"
 
 
 def predict_dataframe(
@@ -124,9 +144,10 @@ def predict_dataframe(
 ) -> DataFrame:
     """``data`` with the column ``prediction_col``; lazy, and on a streaming DataFrame too."""
     inputs, _ = columns_of(data.schema, features, (), float_dtype, specs)
-    if prediction_col in data.columns:
+    check_unambiguous(data, features)
+    if taken := columns_named(data, prediction_col):
         raise DataError(
-            f'the DataFrame already has a column "{prediction_col}": drop it, or choose another '
+            f'the DataFrame already has a column "{taken[0]}": drop it, or choose another '
             "name with prediction_col=."
         )
     body = PredictColumn(module, inputs, batch_size, finish)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from sparkdl.data.ragged import Rows, model_inputs
+from sparkdl.errors import ModelError
 from sparkdl.step.compute import to_tensors
 
 INLINE_BYTES = 1 << 20
@@ -90,11 +91,25 @@ def run_batches(
     """The module's output, and which rows it is for, batch by batch.
 
     ``arrays``: one a feature. Rows of varying length are padded batch by batch, and their lengths
-    follow them where their :class:`sparkdl.data.ragged.Padding` says so.
+    follow them where their :class:`sparkdl.data.ragged.Padding` says so. Raises :class:`ModelError`
+    where the model fails.
     """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     for start in range(0, len(arrays[0]), batch_size):
         rows = slice(start, start + batch_size)
+        inputs = to_tensors(model_inputs([array[rows] for array in arrays]), device)
         with evaluating(module):
-            output = module(*to_tensors(model_inputs([array[rows] for array in arrays]), device))
+            try:
+                output = module(*inputs)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                shapes = ", ".join(
+                    f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in inputs
+                )
+                raise ModelError(
+                    f"the model fails on a batch of {shapes}: {type(error).__name__}: "
+                    f"{str(error).rstrip('. ')}. Give columns of the shapes and types that it was "
+                    "trained on."
+                ) from error
             yield (finish(output) if finish else output), rows

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from sparkdl.errors import ParameterError, raise_all
+from sparkdl.errors import ModelError, ParameterError, raise_all
 from sparkdl.infer.metric import Metric
 from sparkdl.step.loss import call_loss
 
@@ -53,21 +53,29 @@ class Scorer:
         ``output``: what the model returned, on any device. ``targets``: one tensor a label, on the
         device of the output; several go to the loss as a tuple, and metrics need exactly one.
         ``weights``: one a sample, for ``loss_of``. ``samples``: how many the batch has, by default
-        the rows of the first target or of the output. Raises :class:`ParameterError` where a metric
-        fails, with its name and the shapes.
+        the rows of the first target or of the output. Raises :class:`ModelError` where the loss fails,
+        with the shapes, and :class:`ParameterError` where a metric does, with its name too.
         """
         count = _rows(output, targets) if samples is None else samples
         if not count:
             return states
         total, mass = states[1]
-        if self.loss_of is not None:
-            mean, weight = self.loss_of(output, targets, weights)
-            total, mass = total + float(mean) * float(weight), mass + float(weight)
-        elif self.loss is not None:
-            if weights is not None:
-                raise ValueError("weights go with a loss_of")
-            total = total + float(call_loss(self.loss, output, targets)) * count
-            mass = mass + count
+        if self.loss_of is None and self.loss is not None and weights is not None:
+            raise ValueError("weights go with a loss_of")
+        try:
+            if self.loss_of is not None:
+                mean, weight = self.loss_of(output, targets, weights)
+                total, mass = total + float(mean) * float(weight), mass + float(weight)
+            elif self.loss is not None:
+                total = total + float(call_loss(self.loss, output, targets)) * count
+                mass = mass + count
+        except Exception as error:
+            found = _shape(output) if isinstance(output, torch.Tensor) else type(output).__name__
+            raise ModelError(
+                f"the loss fails on output {found} and label {', '.join(map(_shape, targets))}: "
+                f"{type(error).__name__}: {str(error).rstrip('. ')}. Give a label of the kind and "
+                "range that the model was trained on."
+            ) from error
         updated = [states[0] + count, (total, mass)]
         if self.metrics:
             plain, target = self._plain(output, targets)

@@ -50,6 +50,12 @@ def start_from(module: nn.Module, weights: Mapping[str, torch.Tensor], strict: b
     :class:`sparkdl.ModelError` for names or shapes that do not fit.
     """
     own = module.state_dict()
+    for name, value in weights.items():
+        if not isinstance(value, torch.Tensor):
+            raise ModelError(
+                f"weights[{name!r}] is a {type(value).__name__}: give a state_dict, which maps the "
+                "names of the model to tensors."
+            )
     problems = [
         f'"{name}" is {list(value.shape)} in the weights and {list(own[name].shape)} in the model'
         for name, value in weights.items()

@@ -83,6 +83,11 @@ def layout_of(module: nn.Module) -> Layout:
             raise ModelError(
                 f'parameter "{name}" is lazy and has no shape yet: run the model once in model().'
             )
+        if parameter.is_meta:
+            raise ModelError(
+                f'parameter "{name}" is on the device "meta" and has no values: build the model on '
+                "the CPU."
+            )
         first = memory.setdefault(parameter.untyped_storage().data_ptr(), name)
         if first != name and parameter.numel():
             raise ModelError(

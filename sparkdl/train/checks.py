@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from sparkdl.data.columns import check_specs
@@ -15,6 +16,7 @@ from sparkdl.infer.metrics import resolve
 from sparkdl.replica.policy import PRECISIONS
 from sparkdl.train.callbacks import Callback
 from sparkdl.train.checkpoint import Checkpoint
+from sparkdl.train.trained import TrainedModel
 from sparkdl.train.triggers import Trigger
 from sparkdl.train.validation import Validation
 
@@ -74,7 +76,7 @@ def problems_of(trainer: Trainer) -> Iterator[str]:
     yield from _numbers(trainer)
     for name, choices in _CHOICES.items():
         value = getattr(trainer, name)
-        if value not in choices:
+        if not isinstance(value, str) or value not in choices:
             yield (
                 f'{name}="{value}": use one of {", ".join(choices)}.{nearest(str(value), choices)}'
             )
@@ -96,12 +98,30 @@ def problems_of(trainer: Trainer) -> Iterator[str]:
     yield from _combinations(trainer)
 
 
+def problems_of_start(resume: Any, start: Any = None, optimizer_state: Any = None) -> Iterator[str]:
+    """What is wrong with what a run is to begin with."""
+    if not isinstance(resume, (str, os.PathLike, type(None))):
+        yield (
+            f'resume is a {type(resume).__name__}: give "latest", or the path of a checkpoint or of '
+            "a folder of them."
+        )
+    if not isinstance(start, (TrainedModel, type(None))):
+        yield (
+            f"start is a {type(start).__name__}: give what fit returned, or sparkdl.load(path). A "
+            "state_dict or a file is weights= of the trainer."
+        )
+    if not isinstance(optimizer_state, (bool, type(None))):
+        yield f"optimizer_state={optimizer_state!r}: give True, False or None."
+
+
 def _numbers(trainer: Trainer) -> Iterator[str]:
     for name in _COUNTS:
         value = getattr(trainer, name)
         if value is None and name in _OPTIONAL:
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, np.integer):
+            yield f"{name}={value!r} is a NumPy number: give {name}=int({int(value)})."
+        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
             yield f"{name}={value!r}: give a whole number of at least 1."
     for name in ("clip_norm", "clip_value"):
         value = getattr(trainer, name)
@@ -141,8 +161,10 @@ def _class_weights(weights: Any) -> Iterator[str]:
 
 
 def _wrong_names(trainer: Trainer) -> Iterator[str]:
-    for name, value in (("features", trainer.features), ("label", trainer.label or ())):
+    for name, value in (("features", trainer.features), ("label", trainer.label)):
         names = [value] if isinstance(value, str) else value
+        if name == "label" and value is None:
+            continue
         if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
             yield f"{name}={value!r}: give a column name, or a list of names."
         elif name == "features" and not names:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 
-from sparkdl.errors import StaleReferenceError, StateLostError, TrainingError
+from sparkdl.errors import DataError, StaleReferenceError, StateLostError, TrainingError
 from sparkdl.frames import PLACE
 from sparkdl.train.watch import WAITED
 
@@ -35,6 +35,32 @@ def faults_explained(doing: str) -> Iterator[None]:
         reason = explain(str(error))
         kind = StateLostError if _DELETED in reason.partition("\n")[0] else TrainingError
         raise kind(f"{doing}: {reason}") from None
+
+
+@contextlib.contextmanager
+def reading_explained() -> Iterator[None]:
+    """What Spark reports while it reads the data: a :class:`DataError` where the data's own query
+    fails (a cast, a UDF, a function of ``rdd.map``), else a :class:`TrainingError`."""
+    try:
+        yield
+    except (Py4JError, PySparkException) as error:
+        text = str(error)
+        if isinstance(error, Py4JError) or "sparkdl.errors." in text:
+            raise TrainingError(f"reading the data: {of_query(explain(text))}") from None
+        told = explain(text) if _TRACE.search(text) else of_query(text)
+        raise DataError(
+            f"the data cannot be read: {told.rstrip('. ')}{chr(10) if chr(10) in told else '. '}"
+            "Mend the query or the function that the data comes from; data.count() fails likewise."
+        ) from None
+
+
+def of_query(text: str) -> str:
+    """What Spark says of a query: its sentences, without the class of the error and the SQL."""
+    first, newline, trace = text.strip().partition("\n")
+    return _LABEL.sub("", first) + (newline + trace if trace.startswith("Traceback") else "")
+
+
+_LABEL = re.compile(r"^\[[A-Z_.0-9]+\] | SQLSTATE: \w+.*$")
 
 
 def explain(text: str) -> str:

@@ -59,11 +59,33 @@ def input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequenc
             f" Each of the {len(inputs)} feature columns is an input of its own, model(a, b, ...); "
             "for one input join them first: VectorAssembler, or functions.array(...)."
         )
+    if not hints and isinstance(error, RuntimeError):
+        hints.append(" Each is [rows, ...]: build the model for inputs of these shapes and types.")
     return "".join(hints)
 
 
+def loss_hint(
+    error: Exception, output: Any, targets: Sequence[torch.Tensor], labels: Sequence[Field]
+) -> str:
+    """What to do where the loss fails on the output and the label."""
+    if not isinstance(output, torch.Tensor):
+        return (
+            f" The loss is given what the model returns, a {type(output).__name__}: return a tensor, "
+            "or write a loss that takes it."
+        )
+    if isinstance(error, TypeError):
+        called = "loss(output, label)" if targets else "loss(output)"
+        called = "loss(output, labels), a tuple of them" if len(targets) > 1 else called
+        return f" It is called as {called}."
+    if "size" in str(error) and targets and output.shape != targets[0].shape:
+        return " Give the model an output of the label's shape."
+    if isinstance(error, (RuntimeError, IndexError, ValueError)):
+        return label_hint(error, targets, labels)
+    return ""
+
+
 def label_hint(error: Exception, targets: Sequence[torch.Tensor], labels: Sequence[Field]) -> str:
-    """What to do where the loss fails on the label."""
+    """What to do where the loss cannot take the label's type or range."""
     if len(targets) != 1:
         return ""
     name, target = labels[0].name, targets[0]

@@ -16,7 +16,7 @@ from sparkdl.infer.scoring import Scorer
 from sparkdl.infer.validate import WeightedLoss
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train.engine import ValidationSet
-from sparkdl.train.failure import faults_explained
+from sparkdl.train.failure import reading_explained
 from sparkdl.train.neighbours import side_by_side
 from sparkdl.train.resources import Resources
 
@@ -45,10 +45,13 @@ def source(
 
 
 def place(trainer: Trainer, source: Source, resources: Resources) -> SampleSet:
-    """Write the samples into slabs, on the executors or here."""
-    if trainer.engine == "local":
-        return materialize_here(source)
-    with faults_explained("reading the samples"):
+    """Write the samples into slabs, on the executors or here.
+
+    Raises :class:`sparkdl.DataError`, and :class:`sparkdl.TrainingError` where Spark fails.
+    """
+    with reading_explained():
+        if trainer.engine == "local":
+            return materialize_here(source)
         return materialize(source, lambda rdd: resources.persist(side_by_side(rdd)))
 
 

@@ -11,9 +11,10 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from sparkdl.errors import ParameterError
+from sparkdl.errors import ParameterError, SessionError
 from sparkdl.replica.flat import Layout, layout_of
 from sparkdl.replica.recipe import Recipe
+from sparkdl.session import context_of
 from sparkdl.sync.optimizer import OptimizerPlan
 from sparkdl.train.reading import mappable
 from sparkdl.train.recipes import (
@@ -54,6 +55,8 @@ class Prepared:
 
 def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
     """Build everything that needs no data, and find what is wrong with it."""
+    if trainer.validation is not None:
+        _check_data(trainer.validation.data)
     weights = _weights_file(trainer) if start is None else start.module.state_dict()
     policy = replace(
         trainer.policy, weighted=trainer.weight is not None or trainer.class_weights is not None
@@ -80,6 +83,14 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
     optimizer = plan_optimizer(recipe, module, trainer.slices)
     schedule = Schedule(optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric)
     return Prepared(recipe, payload, module, layout, optimizer, schedule)
+
+
+def _check_data(data: object) -> None:
+    """Raise :class:`sparkdl.UserError` for what cannot be validated on."""
+    try:
+        context_of(data)
+    except SessionError as error:
+        raise SessionError(f"validation data: {error}") from None
 
 
 def _weights_file(trainer: Trainer) -> Mapping[str, torch.Tensor] | None:

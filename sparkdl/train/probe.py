@@ -21,7 +21,15 @@ from sparkdl.replica.recipe import Recipe, seeded
 from sparkdl.step.compute import to_tensors, weigh
 from sparkdl.step.loss import NoValuePerSample, call_loss, weighted_mean
 from sparkdl.train.engine import ValidationSet
-from sparkdl.train.hints import dtypes_of, input_hint, label_hint, shape_of, short, text_of
+from sparkdl.train.hints import (
+    dtypes_of,
+    input_hint,
+    label_hint,
+    loss_hint,
+    shape_of,
+    short,
+    text_of,
+)
 
 
 def try_model(
@@ -55,6 +63,8 @@ def try_model(
                 f"the model fails on the first rows ({shown}; {dtypes_of(inputs)}): "
                 f"{type(error).__name__}: {text_of(error)}.{input_hint(error, inputs, inputs_are)}"
             ) from error
+        if output is None:
+            raise ModelError("the model returned None: its forward must return the output.")
         _check_shapes(output, targets, len(inputs[0]), labels_are)
         weights = _weights_of(batch, targets, policy, labels_are)
         try:
@@ -73,7 +83,7 @@ def try_model(
             raise ModelError(
                 f"the loss fails on output {shape_of(output)} and label {labels}: "
                 f"{type(error).__name__}: {text_of(error)}."
-                f"{label_hint(error, targets, labels_are)}"
+                f"{loss_hint(error, output, targets, labels_are)}"
             ) from error
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             found = (
@@ -84,6 +94,12 @@ def try_model(
             raise ModelError(
                 f"the loss returned {found}: it must return one number, the mean over the batch "
                 '(reduction="mean" in torch.nn losses).'
+            )
+        if policy.on_nan == "raise" and not torch.isfinite(value):
+            raise ModelError(
+                f"{_what_is_not_finite(output, value)} on the first rows ({shown}; "
+                f"{dtypes_of(inputs)}), before anything was trained. Look for a division by 0, the "
+                'log or root of 0, or inputs that are too large; on_nan="skip" leaves updates out.'
             )
         try:
             value.backward()
@@ -97,6 +113,13 @@ def try_model(
                 f"the loss cannot be differentiated: RuntimeError: {text_of(error)}.{hint}"
             ) from error
         return _output_in_use(module, inputs)
+
+
+def _what_is_not_finite(output: Any, value: torch.Tensor) -> str:
+    if isinstance(output, torch.Tensor) and not torch.isfinite(output).all():
+        wrong = "NaN" if torch.isnan(output).any() else "inf"
+        return f"the output of the model holds {wrong}"
+    return f"the loss is {float(value.detach().real)}"
 
 
 def _weights_of(

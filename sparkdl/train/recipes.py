@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import pickle
 from collections.abc import Mapping
 from dataclasses import replace
@@ -105,6 +106,17 @@ def plan_optimizer(recipe: Recipe, module: nn.Module, slices: int | None) -> Opt
             "callable that is given the module and returns an optimizer."
             + (f" {SEVERAL}" if one_kind_only else "")
         ) from error
+    if not any(plan.members):
+        raise ModelError(
+            "the optimizer has no trainable parameter of the model, so nothing would be trained: "
+            "give it the parameters of the module that it is built for."
+        )
+    for group in plan.groups:
+        if not math.isfinite(float(group.get("lr", 0.0))):
+            raise ModelError(
+                f"optimizer {plan.name} has the learning rate {float(group['lr'])}: give a finite "
+                "number, such as lr=1e-3."
+            )
     if slices is not None and slices > 1 and not plan.separate:
         raise ModelError(
             f"optimizer {plan.name} looks at all parameters together, so they must be in one "

@@ -79,6 +79,9 @@ class TrainedModel:
         DataFrame. ``postprocess`` maps a batch's output (rows, ...) to what the column shall hold,
         such as ``partial(torch.argmax, dim=1)``. ``batch_size``: rows a forward pass.
         """
+        _check_kind("transform", data, DataFrame, "a DataFrame", "For an RDD use predict.")
+        if not isinstance(prediction_col, str):
+            raise ParameterError(f"prediction_col={prediction_col!r}: give a column name.")
         output = self._output(postprocess)
         return predict_dataframe(
             data,
@@ -98,6 +101,7 @@ class TrainedModel:
         Records are features, ``(features, label)`` pairs or :class:`sparkdl.Sample`; a tuple of as
         many values as the model has inputs is features.
         """
+        _check_kind("predict", records, RDD, "an RDD", "For a DataFrame use transform.")
         self._output(postprocess)
         return predict_rdd(
             records,
@@ -122,6 +126,7 @@ class TrainedModel:
         ``torchmetrics.Metric``, or a pair (name, metric); see docs/guide/metrics.md. Raises
         :class:`ParameterError` for a metric that does not go with the output or the label.
         """
+        _check_kind("evaluate", data, (DataFrame, RDD), "a DataFrame or an RDD")
         resolved = tuple(resolve(metrics))
         if self.loss is None and not resolved:
             raise ParameterError(
@@ -159,12 +164,26 @@ class TrainedModel:
         if postprocess is None:
             return self.output
         example = torch.zeros(2, *self.output.shape, dtype=getattr(torch, self.output.dtype))
-        finished = postprocess(example)
+        if not callable(postprocess):
+            raise ParameterError(f"postprocess is a {type(postprocess).__name__}: give a function.")
+        try:
+            finished = postprocess(example)
+        except Exception as error:
+            raise ParameterError(
+                f"postprocess fails on a tensor of shape {list(example.shape)}: "
+                f"{type(error).__name__}: {error}. It is given the model's output for a batch."
+            ) from error
         if not isinstance(finished, torch.Tensor) or finished.ndim == 0 or len(finished) != 2:
             raise ParameterError(
                 "postprocess must map a tensor of shape (rows, ...) to one with as many rows."
             )
         return Output.of(finished)
+
+
+def _check_kind(method: str, data: Any, kind: Any, wanted: str, hint: str = "") -> None:
+    if not isinstance(data, kind):
+        found = f"{type(data).__module__}.{type(data).__qualname__}"
+        raise ParameterError(f"{method} takes {wanted}, not {found}. {hint}".rstrip())
 
 
 def _batch_size(value: int) -> int:

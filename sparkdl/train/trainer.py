@@ -18,7 +18,7 @@ from sparkdl.replica.policy import Policy
 from sparkdl.sync.compression import GradBucket
 from sparkdl.train.callbacks import Callback
 from sparkdl.train.checkpoint import Checkpoint
-from sparkdl.train.checks import problems_of
+from sparkdl.train.checks import problems_of, problems_of_start
 from sparkdl.train.state import TrainState
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.triggers import MaxEpoch, Trigger
@@ -204,6 +204,7 @@ class Trainer:
         """
         from sparkdl.train.fit import fit
 
+        raise_all(ParameterError, list(problems_of_start(resume, start, optimizer_state)))
         return fit(self, data, resume=resume, start=start, optimizer_state=optimizer_state)
 
     def partial_fit(
@@ -217,6 +218,7 @@ class Trainer:
         """
         from sparkdl.train.continuing import partial_fit
 
+        raise_all(ParameterError, list(problems_of_start(resume)))
         return partial_fit(self, data, resume)
 
 

@@ -185,7 +185,10 @@ def test_a_path_that_cannot_be_written_is_found_before_the_data_are_read(
     jobs = num_jobs()
     with pytest.raises(sparkdl.CheckpointError) as caught:
         trainer(tmp_path / "file" / "run", engine=engine).fit(df)
-    assert str(caught.value) == f"cannot make the folder {tmp_path}/file/run: Not a directory."
+    assert str(caught.value) == (
+        f"cannot make the folder {tmp_path}/file/run: Not a directory. Give Checkpoint(path) a folder "
+        "that can be written, on a file system that the driver and all executors share."
+    )
     assert num_jobs() == jobs
 
 

@@ -304,6 +304,6 @@ def test_a_mistake_in_a_row_is_told_without_a_stack_trace(
     done = job(name, "--model", trained, "--data", "null.parquet", *more, cwd=work)
     assert (done.status, done.out) == (2, "")
     assert done.err == (
-        'error: column "features", row 1 of the partition: is null. '
+        'error: column "features", row 1 of partition 0: is null. '
         'Drop such rows with df.dropna(subset=["features"]), or fill them.'
     )

@@ -25,6 +25,10 @@ from sparkdl.train.reading import MAX_JSON_BYTES
 MANIFEST = "manifest.json"
 HISTORY = "history.json"
 
+_WRITABLE = (
+    "Give Checkpoint(path) a folder that can be written, on a file system that the driver and all "
+    "executors share."
+)
 INCOMPLETE = "it has no manifest: it was not completed"
 NOT_SHARED = "The path must be on a file system that the driver and all executors share."
 
@@ -80,8 +84,11 @@ class CheckpointStore:
 
         Raises :class:`sparkdl.CheckpointError`.
         """
-        self._root.make()
-        self._root.delete(write_probe(self._root.uri))
+        try:
+            self._root.make()
+            self._root.delete(write_probe(self._root.uri))
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} {_WRITABLE}") from None
 
     def check_probes(self, probes: Iterable[str | CheckpointError]) -> None:
         """Delete what tasks wrote with ``tasks.try_probe``.

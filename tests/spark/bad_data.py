@@ -1,0 +1,745 @@
+"""Mistakes in the data: columns, rows, records of an RDD, the query behind them."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+from typing import Any
+
+import PIL.Image
+import torch
+from bad_inputs import Mistake
+from pyspark import cloudpickle
+from pyspark.ml.linalg import Matrices, Vectors
+from pyspark.sql import functions
+
+import sparkdl
+from sparkdl import DataError, TrainingError
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SHAPE = "Every row must have the same shape: filter, pad or cut such rows."
+IN_ARRAYS = (
+    "dropna does not look into arrays: filter such rows with functions.exists, or fill them with "
+    "functions.transform."
+)
+MEND = "Filter such records out, or mend them with rdd.map."
+
+
+COLUMNS = [
+    Mistake(
+        "missing column",
+        lambda fit: fit(fit.good(), features="feature"),
+        DataError,
+        'feature column "feature" is missing. Did you mean "features"? '
+        "The DataFrame has: features, label, n, s.",
+    ),
+    Mistake(
+        "missing label",
+        lambda fit: fit(fit.good().drop("label")),
+        DataError,
+        'label column "label" is missing. The DataFrame has: features, n, s. '
+        "To train without a label, set label=None.",
+    ),
+    Mistake(
+        "several at once",
+        lambda fit: fit(fit.good(), features=["featres", "n", "s"], label="labels"),
+        DataError,
+        "3 problems:\n"
+        '  - feature column "featres" is missing. Did you mean "features"? '
+        "The DataFrame has: features, label, n, s.\n"
+        '  - feature column "s" is of type string: turn text into numbers first, for example with '
+        "pyspark.ml.feature.StringIndexer, or cast it where it holds numbers.\n"
+        '  - label column "labels" is missing. Did you mean "label"? '
+        "The DataFrame has: features, label, n, s. To train without a label, set label=None.",
+    ),
+    Mistake(
+        "string column",
+        lambda fit: fit(fit.good(), features="s"),
+        DataError,
+        'feature column "s" is of type string: turn text into numbers first, for example with '
+        "pyspark.ml.feature.StringIndexer, or cast it where it holds numbers.",
+    ),
+    Mistake(
+        "array of strings",
+        lambda fit: fit(fit.features("array<string>", ["a"])),
+        DataError,
+        'feature column "features" is of type array<string>: turn text into numbers first, for '
+        "example with pyspark.ml.feature.StringIndexer, or cast it where it holds numbers.",
+    ),
+    Mistake(
+        "timestamp column",
+        lambda fit: fit(fit.good().withColumn("label", functions.current_timestamp())),
+        DataError,
+        'label column "label" is of type timestamp, which cannot become a tensor: use numbers, '
+        "arrays of numbers or pyspark.ml.linalg vectors.",
+    ),
+    Mistake(
+        "struct column",
+        lambda fit: fit(fit.features("struct<a:double,b:double>", (1.0, 2.0))),
+        DataError,
+        'feature column "features" is of type struct<a:double,b:double>, which cannot become a '
+        "tensor: use numbers, arrays of numbers or pyspark.ml.linalg vectors.",
+    ),
+    Mistake(
+        "array of vectors",
+        lambda fit: fit(
+            fit.spark.createDataFrame([([Vectors.dense([1.0])], 1.0)], ["features", "label"])
+        ),
+        DataError,
+        'feature column "features" is an array of vectors: use nested arrays, or one vector a row.',
+    ),
+    Mistake(
+        "a stream",
+        lambda fit: fit(
+            fit.spark.readStream.format("rate").load().selectExpr("value features", "value label")
+        ),
+        DataError,
+        "the DataFrame is a stream, which has no end: write it to a table, and use that table. "
+        "trained.transform does work on a stream.",
+    ),
+    Mistake(
+        "two columns of one name",
+        lambda fit: fit(fit.good().selectExpr("features", "label", "n label")),
+        DataError,
+        'column "label" is ambiguous, the DataFrame has label and label: rename or drop all '
+        "but one.",
+    ),
+    Mistake(
+        "two columns whose names differ in case",
+        lambda fit: fit(fit.good().selectExpr("features", "label", "n LABEL")),
+        DataError,
+        'column "label" is ambiguous, the DataFrame has label and LABEL: rename or drop all '
+        "but one.",
+    ),
+    Mistake(
+        "map column",
+        lambda fit: fit(fit.good().selectExpr("features", "map('a', 1.0) label")),
+        DataError,
+        'label column "label" is of type map<string,decimal(2,1)>, which cannot become a '
+        "tensor: use numbers, arrays of numbers or pyspark.ml.linalg vectors.",
+    ),
+    Mistake(
+        "null column",
+        lambda fit: fit(fit.good().selectExpr("features", "null label")),
+        DataError,
+        'label column "label" is of type void, which cannot become a tensor: use numbers, '
+        "arrays of numbers or pyspark.ml.linalg vectors.",
+    ),
+    Mistake(
+        "interval column",
+        lambda fit: fit(fit.good().selectExpr("features", "interval 1 day label")),
+        DataError,
+        'label column "label" is of type interval day, which cannot become a tensor: use '
+        "numbers, arrays of numbers or pyspark.ml.linalg vectors.",
+    ),
+    Mistake(
+        "variant column",
+        lambda fit: fit(fit.good().selectExpr("features", "parse_json('1') label")),
+        DataError,
+        'label column "label" is of type variant, which cannot become a tensor: use numbers, '
+        "arrays of numbers or pyspark.ml.linalg vectors.",
+    ),
+    Mistake(
+        "date column",
+        lambda fit: fit(fit.good().selectExpr("features", "current_date() label")),
+        DataError,
+        'label column "label" is of type date, which cannot become a tensor: use numbers, '
+        "arrays of numbers or pyspark.ml.linalg vectors.",
+    ),
+    Mistake(
+        "matrix column",
+        lambda fit: fit(
+            fit.spark.createDataFrame([(Matrices.dense(1, 1, [1.0]), 1.0)], ["features", "label"])
+        ),
+        DataError,
+        'feature column "features" is of type matrix, which cannot become a tensor: use '
+        "numbers, arrays of numbers or pyspark.ml.linalg vectors.",
+    ),
+    Mistake(
+        "binary column",
+        lambda fit: fit(fit.good().selectExpr("binary(s) features", "label")),
+        DataError,
+        'feature column "features" is of type binary, which cannot become a tensor by '
+        'itself: specify it, as columns={"features": sparkdl.Image()} for encoded images, or '
+        "with sparkdl.Convert(function).",
+    ),
+    Mistake(
+        "image of numbers",
+        lambda fit: fit(fit.good(), columns={"features": sparkdl.Image()}),
+        DataError,
+        'feature column "features" is of type array<double>, which is no image: give encoded '
+        'bytes (binary), or what spark.read.format("image") reads.',
+    ),
+    Mistake(
+        "sequence of numbers",
+        lambda fit: fit(fit.good(), columns={"label": sparkdl.Sequence()}),
+        DataError,
+        'label column "label" is of type double: a sparkdl.Sequence is an array of numbers.',
+    ),
+    Mistake(
+        "missing weight",
+        lambda fit: fit(fit.good(), weight="w"),
+        DataError,
+        'weight column "w" is missing. The DataFrame has: features, label, n, s. To train '
+        "without weights, set weight=None.",
+    ),
+    Mistake(
+        "weight of several numbers",
+        lambda fit: fit(fit.good(), weight="features"),
+        DataError,
+        'weight column "features" is of type array<double>: a weight is one number.',
+    ),
+    Mistake(
+        "no columns",
+        lambda fit: fit(fit.good().select()),
+        DataError,
+        "2 problems:\n"
+        '  - feature column "features" is missing. The DataFrame has: no columns.\n'
+        '  - label column "label" is missing. The DataFrame has: no columns. To train '
+        "without a label, set label=None.",
+    ),
+]
+
+ROWS = [
+    Mistake(
+        "null",
+        lambda fit: fit(fit.labels("double", 1.0, 1.0, 1.0, 1.0, None, 1.0)),
+        DataError,
+        'column "label", row 1 of partition 1: is null. '
+        'Drop such rows with df.dropna(subset=["label"]), or fill them.',
+        jobs=2,
+    ),
+    Mistake(
+        "null array",
+        lambda fit: fit(fit.features("array<double>", [1.0, 2.0], [1.0, 2.0], None, [1.0, 2.0])),
+        DataError,
+        'column "features", row 0 of partition 1: is null. '
+        'Drop such rows with df.dropna(subset=["features"]), or fill them.',
+        jobs=2,
+    ),
+    Mistake(
+        "null in an array",
+        lambda fit: fit(fit.features("array<double>", [1.0, 2.0], [1.0, None])),
+        DataError,
+        f'column "features", row 0 of partition 1: holds a null. {IN_ARRAYS}',
+        jobs=2,
+    ),
+    Mistake(
+        "null in a nested array",
+        lambda fit: fit(
+            fit.features(
+                "array<array<int>>", *[[[1, 2], [3, 4], [5, 6]]] * 2, [[1, 2], [3, None], [5, 6]]
+            ).coalesce(1),
+            replicas=1,
+        ),
+        DataError,
+        f'column "features", row 2 of partition 0: holds a null. {IN_ARRAYS}',
+        jobs=2,
+    ),
+    Mistake(
+        "null vector",
+        lambda fit: fit(
+            fit.spark.createDataFrame(
+                [(Vectors.dense([1.0, 2.0]), 1.0), (None, 1.0)], ["features", "label"]
+            )
+        ),
+        DataError,
+        'column "features", row 0 of partition 1: is null. '
+        'Drop such rows with df.dropna(subset=["features"]), or fill them.',
+        jobs=2,
+    ),
+    Mistake(
+        "NaN",
+        lambda fit: fit(fit.labels("double", 1.0, float("nan"), 1.0, 1.0)),
+        DataError,
+        'column "label", row 1 of partition 0: is NaN. '
+        'Drop such rows with df.dropna(subset=["label"]), or fill them.',
+        jobs=2,
+    ),
+    Mistake(
+        "NaN in an array",
+        lambda fit: fit(fit.features("array<float>", [1.0, 2.0], [1.0, 2.0], [1.0, float("nan")])),
+        DataError,
+        f'column "features", row 1 of partition 1: holds NaN. {IN_ARRAYS}',
+        jobs=2,
+    ),
+    Mistake(
+        "NaN in a vector",
+        lambda fit: fit(
+            fit.spark.createDataFrame(
+                [(Vectors.sparse(2, {0: float("nan")}), 1.0)], ["features", "label"]
+            ).coalesce(1),
+            replicas=1,
+        ),
+        DataError,
+        'column "features", row 0 of partition 0: holds NaN. dropna does not look into vectors: '
+        "mend them where they are made, or turn them into arrays with "
+        "pyspark.ml.functions.vector_to_array and filter those with functions.exists.",
+        jobs=2,
+    ),
+    Mistake(
+        "ragged arrays",
+        lambda fit: fit(fit.features("array<double>", *[[1.0, 2.0]] * 5, [1.0, 2.0, 3.0])),
+        DataError,
+        f'column "features", row 2 of partition 1: has 3 values where row 0 has 2. {SHAPE}',
+        jobs=2,
+    ),
+    Mistake(
+        "ragged nested arrays",
+        lambda fit: fit(
+            fit.features("array<array<double>>", *[[[1.0], [2.0]]] * 3, [[1.0], [2.0, 3.0]])
+        ),
+        DataError,
+        f'column "features", row 1 of partition 1: has 2 values where row 0 has 1. {SHAPE}',
+        jobs=2,
+    ),
+    Mistake(
+        "ragged in a later Arrow batch",
+        lambda fit: fit(
+            fit.spark.range(0, 12_000, 1, 1).selectExpr(
+                "if(id < 11000, array(1.0, 2.0), array(1.0)) features", "1.0 label"
+            ),
+            replicas=1,
+        ),
+        DataError,
+        'column "features", row 11000 of partition 0: has 1 values where row 10000 has 2. ' + SHAPE,
+        jobs=2,
+    ),
+    Mistake(
+        "partitions disagree",
+        lambda fit: fit(fit.features("array<double>", *[[1.0, 2.0]] * 3, *[[1.0, 2.0, 3.0]] * 3)),
+        DataError,
+        'column "features", row 0 of partition 1: is float32[3] where row 0 of partition 0 is '
+        f"float32[2]. {SHAPE}",
+        jobs=2,
+    ),
+    Mistake(
+        "vector sizes",
+        lambda fit: fit(
+            fit.spark.createDataFrame(
+                [(Vectors.dense([1.0, 2.0]), 1.0)] * 3 + [(Vectors.sparse(3, {0: 1.0}), 1.0)],
+                ["features", "label"],
+            )
+        ),
+        DataError,
+        f'column "features", row 1 of partition 1: has 3 values where row 0 has 2. {SHAPE}',
+        jobs=2,
+    ),
+    Mistake(
+        "empty array",
+        lambda fit: fit(fit.features("array<double>", [], [])),
+        DataError,
+        'column "features", row 0 of partition 0: is an empty array. '
+        "Filter such rows, or leave the column out.",
+        jobs=2,
+    ),
+    Mistake(
+        "empty vector",
+        lambda fit: fit(
+            fit.spark.createDataFrame([(Vectors.dense([]), 1.0)] * 2, ["features", "label"])
+        ),
+        DataError,
+        'column "features", row 0 of partition 0: is an empty vector. '
+        "Filter such rows, or leave the column out.",
+        jobs=2,
+    ),
+    Mistake(
+        "empty DataFrame",
+        lambda fit: fit(fit.good().filter("n < 0")),
+        DataError,
+        "the data is empty: there is no row to train on.",
+        jobs=2,
+    ),
+    Mistake(
+        "inf",
+        lambda fit: fit(fit.labels("double", 1.0, float("inf"))),
+        DataError,
+        'column "label", row 0 of partition 1: is inf. It is infinite, or beyond the 3.4e+38 '
+        "of float32: filter such rows, or scale the numbers.",
+        jobs=2,
+    ),
+    Mistake(
+        "too large for float32",
+        lambda fit: fit(fit.labels("double", 1.0, 1e39)),
+        DataError,
+        'column "label", row 0 of partition 1: is inf. It is infinite, or beyond the 3.4e+38 '
+        "of float32: filter such rows, or scale the numbers.",
+        jobs=2,
+    ),
+    Mistake(
+        "inf in an array",
+        lambda fit: fit(fit.features("array<double>", [1.0, 2.0], [1.0, float("-inf")])),
+        DataError,
+        'column "features", row 0 of partition 1: holds inf. It is infinite, or beyond the '
+        "3.4e+38 of float32: filter such rows, or scale the numbers.",
+        jobs=2,
+    ),
+    Mistake(
+        "negative weight",
+        lambda fit: fit(fit.good().selectExpr("*", "-n w"), weight="w"),
+        DataError,
+        'column "w", row 1 of partition 0: is -1.0, and a weight is a finite number of at '
+        "least 0. Filter such rows, or mend their weights.",
+        jobs=2,
+    ),
+    Mistake(
+        "infinite weight",
+        lambda fit: fit(fit.good().selectExpr("*", "double('inf') w"), weight="w"),
+        DataError,
+        'column "w", row 0 of partition 0: is inf, and a weight is a finite number of at '
+        "least 0. Filter such rows, or mend their weights.",
+        jobs=2,
+    ),
+    Mistake(
+        "NaN weight",
+        lambda fit: fit(fit.good().selectExpr("*", "double('nan') w"), weight="w"),
+        DataError,
+        'column "w", row 0 of partition 0: is NaN. Drop such rows with '
+        'df.dropna(subset=["w"]), or fill them.',
+        jobs=2,
+    ),
+    Mistake(
+        "weights that are all 0",
+        lambda fit: fit(fit.good().selectExpr("*", "0 w"), weight="w"),
+        DataError,
+        'column "w": all weights are 0, so that no sample counts. Give rows a weight above '
+        "0, or train with weight=None.",
+        jobs=3,
+    ),
+    Mistake(
+        "broken image",
+        lambda fit: fit(
+            fit.features("binary", b"abc").coalesce(1),
+            columns={"features": sparkdl.Image()},
+            replicas=1,
+        ),
+        DataError,
+        'column "features", row 0 of partition 0: is no image that can be read (3 bytes; '
+        "UnidentifiedImageError: cannot be identified). Filter such rows, or mend the images "
+        "where they are made.",
+        jobs=2,
+    ),
+    Mistake(
+        "images of two sizes",
+        lambda fit: fit(
+            fit.features("binary", picture(2), picture(3)).coalesce(1),
+            columns={"features": sparkdl.Image()},
+            replicas=1,
+        ),
+        DataError,
+        'column "features", row 1 of partition 0: is an image of 3 x 3 where row 0 is of 2 x 2. '
+        'Have them resized: columns={"features": sparkdl.Image(size=(height, width))}.',
+        jobs=2,
+    ),
+    Mistake(
+        "empty sequence",
+        lambda fit: fit(
+            fit.features("array<int>", [1], []), columns={"features": sparkdl.Sequence()}
+        ),
+        DataError,
+        'column "features", row 0 of partition 1: is an empty array. Filter such rows, or '
+        "leave the column out.",
+        jobs=2,
+    ),
+    Mistake(
+        "function of a column that raises",
+        lambda fit: fit(fit.good(), features="s", columns={"s": sparkdl.Convert(float)}),
+        DataError,
+        'column "s", row 0 of partition 0: the function of this column raised ValueError: '
+        "could not convert string to float: 'x'. It was given 'x'. Mend the function, or "
+        "filter such rows.",
+        jobs=2,
+    ),
+    Mistake(
+        "function of a column that returns nothing",
+        lambda fit: fit(
+            fit.good(), features="s", columns={"s": sparkdl.Convert(lambda value: None)}
+        ),
+        DataError,
+        'column "s", row 0 of partition 0: is None, not a number or an array of numbers. '
+        "Mend the function of this column, or filter such rows.",
+        jobs=2,
+    ),
+    Mistake(
+        "validation data without a row",
+        lambda fit: fit(fit.good(), validation=sparkdl.Validation(fit.good().filter("n < 0"))),
+        DataError,
+        "validation data: the data is empty: there is no row to train on.",
+        jobs=5,
+    ),
+    Mistake(
+        "validation data of another width",
+        lambda fit: fit(
+            fit.good(), validation=sparkdl.Validation(fit.features("array<double>", [1.0]))
+        ),
+        DataError,
+        'validation data: "features" is float32[1], in the training data float32[2].',
+        jobs=6,
+    ),
+]
+
+RECORDS = [
+    Mistake(
+        "empty RDD",
+        lambda fit: fit(fit.rdd()),
+        DataError,
+        "the data is empty: there is no row to train on.",
+        jobs=2,
+    ),
+    Mistake(
+        "RDD of strings",
+        lambda fit: fit(fit.rdd("a", "b")),
+        DataError,
+        'field "record", row 0 of partition 0: is a str. '
+        "Give (features, label) pairs or sparkdl.Sample(features, label).",
+        jobs=2,
+    ),
+    Mistake(
+        "RDD of pairs of strings",
+        lambda fit: fit(fit.rdd(([1.0, 2.0], 1.0), ([1.0, 2.0], "b"))),
+        DataError,
+        'field "label", row 0 of partition 1: is a str, not a number or an array of numbers. '
+        + MEND,
+        jobs=2,
+    ),
+    Mistake(
+        "RDD of triples",
+        lambda fit: fit(fit.rdd((1.0, 2.0, 3.0), (1.0, 2.0, 3.0))),
+        DataError,
+        'field "record", row 0 of partition 0: is a tuple of 3. '
+        "Give (features, label) pairs or sparkdl.Sample(features, label).",
+        jobs=2,
+    ),
+    Mistake(
+        "RDD of mappings",
+        lambda fit: fit(fit.rdd(({"a": 1.0}, 1.0), ({"a": 1.0}, 1.0))),
+        DataError,
+        'field "features", row 0 of partition 0: is a dict, not a number or an array of numbers. '
+        + MEND,
+        jobs=2,
+    ),
+    Mistake(
+        "RDD with None",
+        lambda fit: fit(fit.rdd(([1.0, 2.0], 1.0), ([1.0, 2.0], None))),
+        DataError,
+        'field "label", row 0 of partition 1: is None, not a number or an array of numbers. '
+        + MEND,
+        jobs=2,
+    ),
+    Mistake(
+        "Sample without label",
+        lambda fit: fit(fit.rdd(sparkdl.Sample([1.0, 2.0]), sparkdl.Sample([1.0, 2.0]))),
+        DataError,
+        'field "label", row 0 of partition 0: is None. '
+        "Give Sample(features, label), or train with label=None.",
+        jobs=2,
+    ),
+    Mistake(
+        "RDD with NaN",
+        lambda fit: fit(fit.rdd(([1.0, 2.0], 1.0), ([1.0, float("nan")], 1.0))),
+        DataError,
+        f'field "features", row 0 of partition 1: holds NaN. {MEND}',
+        jobs=2,
+    ),
+    Mistake(
+        "ragged record",
+        lambda fit: fit(fit.rdd(([1.0, 2.0], 1.0), ([[1.0], [2.0, 3.0]], 1.0))),
+        DataError,
+        'field "features", row 0 of partition 1: is ragged: its parts differ in length. ' + SHAPE,
+        jobs=2,
+    ),
+    Mistake(
+        "records of mixed shapes",
+        lambda fit: fit(fit.rdd(*[([1.0, 2.0], 1.0)] * 3, ([1.0], 1.0))),
+        DataError,
+        'field "features", row 1 of partition 1: is float32[1] where row 0 is float32[2]. ' + SHAPE,
+        jobs=2,
+    ),
+    Mistake(
+        "partitions of mixed shapes",
+        lambda fit: fit(fit.rdd(([1.0, 2.0], 1.0), ([1.0], 1.0))),
+        DataError,
+        'field "features", row 0 of partition 1: is float32[1] where row 0 of partition 0 is '
+        f"float32[2]. {SHAPE}",
+        jobs=2,
+    ),
+    Mistake(
+        "records of mixed widths",
+        lambda fit: fit(fit.rdd(*[([1.0], 1.0)] * 3, (([1.0], [2.0]), 1.0))),
+        DataError,
+        'field "features", row 1 of partition 1: has features[0], features[1], label where row 0 '
+        f"has features, label. {SHAPE}",
+        jobs=2,
+    ),
+    Mistake(
+        "partitions of mixed widths",
+        lambda fit: fit(fit.rdd(([1.0], 1.0), (([1.0], [2.0]), 1.0))),
+        DataError,
+        "row 0 of partition 1 has features[0], features[1], label where row 0 of partition 0 has "
+        f"features, label. {SHAPE}",
+        jobs=2,
+    ),
+    Mistake(
+        "empty record",
+        lambda fit: fit(fit.rdd(([], 1.0), ([], 1.0))),
+        DataError,
+        f'field "features", row 0 of partition 0: is an empty array. {MEND}',
+        jobs=2,
+    ),
+    Mistake(
+        "bad records to be redistributed",
+        lambda fit: fit(fit.rdd("a", "b"), replicas=3),
+        DataError,
+        'field "record", row 0 of partition 0: is a str. '
+        "Give (features, label) pairs or sparkdl.Sample(features, label).",
+        jobs=2,
+    ),
+    Mistake(
+        "RDD of rows of a DataFrame",
+        lambda fit: fit(fit.good().rdd),
+        DataError,
+        'field "record", row 0 of partition 0: is a Row of 4. Give (features, label) pairs '
+        "or sparkdl.Sample(features, label).",
+        jobs=2,
+    ),
+    Mistake(
+        "RDD with inf",
+        lambda fit: fit(fit.rdd(([1.0, 2.0], 1.0), ([1.0, float("inf")], 1.0))),
+        DataError,
+        'field "features", row 0 of partition 1: holds inf. It is infinite, or beyond the '
+        "3.4e+38 of float32: filter such rows, or scale the numbers.",
+        jobs=2,
+    ),
+    Mistake(
+        "RDD with numbers beyond 64 bits",
+        lambda fit: fit(fit.rdd(([1.0, 2.0], 1), ([1.0, 2.0], 2**70))),
+        DataError,
+        'field "label", row 0 of partition 1: holds a whole number beyond the 64 bits of '
+        "int64. Filter such records out, or mend them with rdd.map.",
+        jobs=2,
+    ),
+    Mistake(
+        "RDD of complex numbers",
+        lambda fit: fit(fit.rdd(([1j, 2.0], 1.0), ([1j, 2.0], 1.0))),
+        DataError,
+        'field "features", row 0 of partition 0: is a list, not a number or an array of '
+        "numbers. Filter such records out, or mend them with rdd.map.",
+        jobs=2,
+    ),
+    Mistake(
+        "RDD of sparse tensors",
+        lambda fit: fit(fit.rdd((torch.eye(2).to_sparse(), 1.0)), replicas=1),
+        DataError,
+        'field "features", row 0 of partition 0: is a Tensor that cannot become an array '
+        "(can't convert Sparse layout tensor to numpy. Use Tensor.to_dense() first.). Filter "
+        "such records out, or mend them with rdd.map.",
+        jobs=2,
+    ),
+    Mistake(
+        "RDD of integers here and floats there",
+        lambda fit: fit(fit.rdd(([1, 2], 1.0), ([1.0, 2.0], 1.0))),
+        DataError,
+        'field "features", row 0 of partition 1: is float32[2] where row 0 of partition 0 is '
+        "int64[2]. Every row must be of the same type: write 1.0, not 1, where a measurement "
+        "is meant, or mend them with rdd.map.",
+        jobs=2,
+    ),
+    Mistake(
+        "Sample without weight",
+        lambda fit: fit(fit.rdd(*[sparkdl.Sample([1.0, 2.0], 1.0)] * 2), weight="w"),
+        DataError,
+        'field "weight", row 0 of partition 0: is None. Give Sample(features, label, '
+        "weight), or train with weight=None.",
+        jobs=2,
+    ),
+    Mistake(
+        "images of an RDD",
+        lambda fit: fit(fit.rdd(([1.0], 1.0), ([1.0], 1.0)), columns={"features": sparkdl.Image()}),
+        DataError,
+        'columns["features"] is a sparkdl.Image, which is for DataFrames: records of an RDD '
+        "hold numbers and arrays already. Convert them with rdd.map (a sparkdl.Sequence does "
+        "work).",
+    ),
+]
+
+
+def picture(side: int) -> bytes:
+    """A PNG of that size."""
+    sink = io.BytesIO()
+    PIL.Image.new("RGB", (side, side)).save(sink, "PNG")
+    return sink.getvalue()
+
+
+def gone(fit: Any) -> Any:
+    """A DataFrame over files that were deleted."""
+    path = fit.tmp / "data.parquet"
+    fit.good().coalesce(1).write.parquet(str(path))
+    data = fit.spark.read.parquet(str(path))
+    shutil.rmtree(path)
+    return data
+
+
+QUERIES = [
+    Mistake(
+        "cast that fails",
+        lambda fit: fit(fit.good().selectExpr("features", "double(s) label")),
+        DataError,
+        "the data cannot be read: The value 'x' of the type \"STRING\" cannot be cast to "
+        '"DOUBLE" because it is malformed. Correct the value as per the syntax, or change '
+        "its target type. Use `try_cast` to tolerate malformed input and return NULL "
+        "instead. Mend the query or the function that the data comes from; data.count() "
+        "fails likewise.",
+        jobs=1,
+        tasks_fail=True,
+    ),
+    Mistake(
+        "division by 0",
+        lambda fit: fit(fit.good().selectExpr("features", "n / (n - n) label")),
+        DataError,
+        "the data cannot be read: Division by zero. Use `try_divide` to tolerate divisor "
+        'being 0 and return NULL instead. If necessary set "spark.sql.ansi.enabled" to '
+        '"false" to bypass this error. Mend the query or the function that the data comes '
+        "from; data.count() fails likewise.",
+        jobs=1,
+        tasks_fail=True,
+    ),
+    Mistake(
+        "UDF that raises",
+        lambda fit: fit(
+            fit.good().withColumn("label", functions.udf(lambda n: 1 / 0, "double")("n"))
+        ),
+        DataError,
+        "the data cannot be read: ZeroDivisionError: division by zero\n"
+        "Traceback (most recent call last):\n"
+        "…ZeroDivisionError: division by zero\n"
+        "Mend the query or the function that the data comes from; data.count() fails "
+        "likewise.",
+        jobs=1,
+        tasks_fail=True,
+    ),
+    Mistake(
+        "rdd.map that raises",
+        lambda fit: fit(fit.rdd(1, 2).map(lambda n: n / 0)),
+        DataError,
+        "the data cannot be read: partition … on … failed once. ZeroDivisionError: division by "
+        "zero\n"
+        "Traceback (most recent call last):\n"
+        "…ZeroDivisionError: division by zero\n"
+        "Mend the query or the function that the data comes from; data.count() fails "
+        "likewise.",
+        jobs=1,
+        tasks_fail=True,
+    ),
+    Mistake(
+        "files that are gone",
+        lambda fit: fit(gone(fit)),
+        TrainingError,
+        "reading the data: Encountered error while reading file "
+        "file://{tmp}/data.parquet/….parquet. "
+        "File does not exist. It is possible the underlying files have been updated.",
+        jobs=3,
+        tasks_fail=True,
+    ),
+]

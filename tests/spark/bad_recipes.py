@@ -1,0 +1,668 @@
+"""Mistakes in the recipe: model, loss, optimizer, schedule."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from functools import partial
+from typing import Any
+
+import torch
+from bad_inputs import (
+    FOREIGN,
+    Embedded,
+    HoldsLock,
+    Mistake,
+    batch_normed,
+    cross_entropy,
+    detached_loss,
+    float_loss,
+    frozen,
+    holding,
+    mean_square,
+    raising,
+    scalar_model,
+    two_classes,
+    vector_loss,
+)
+from pyspark import cloudpickle
+from torch import nn
+
+import sparkdl
+from sparkdl import ModelError, ParameterError
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class SharedMemory(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.ones(2))
+        self.other = nn.Parameter(self.one.data)
+
+
+class ReturnsNothing(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        super().forward(x)
+
+
+class ReturnsTuple(ReturnsNothing):
+    def forward(self, x: torch.Tensor) -> Any:
+        return nn.Linear.forward(self, x)[:, 0], x
+
+
+class ReturnsNaN(ReturnsNothing):
+    def forward(self, x: torch.Tensor) -> Any:
+        return nn.Linear.forward(self, x)[:, 0] / 0.0 * 0.0
+
+
+def unseeded() -> nn.Module:
+    torch.manual_seed(int.from_bytes(os.urandom(4), "big"))
+    return scalar_model()
+
+
+def loss_that_raises(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    raise KeyError("margin")
+
+
+MODELS = [
+    Mistake(
+        "model with a lock",
+        lambda fit: fit(fit.good(), model=HoldsLock()),
+        ModelError,
+        "model cannot be pickled, so it cannot travel to the executors (TypeError: cannot pickle "
+        "'_thread.lock' object). Pass a function that builds the module (model=make_model), and "
+        "open files, locks, connections and Spark sessions inside it.",
+    ),
+    Mistake(
+        "model with a session",
+        lambda fit: fit(fit.good(), model=holding(fit.spark)),
+        ModelError,
+        "model cannot be pickled, so it cannot travel to the executors (PySparkRuntimeError: "
+        "[CONTEXT_ONLY_VALID_ON_DRIVER] It appears that you are attempting to reference "
+        "SparkContext from a broadcast variable, action, or transformation. SparkContext can "
+        "only be used on the driver, not in code that runs on workers. For more information, "
+        "see SPARK-5063.). "
+        "Pass a function that builds the module (model=make_model), and "
+        "open files, locks, connections and Spark sessions inside it.",
+    ),
+    Mistake(
+        "loss with a lock",
+        lambda fit: fit(fit.good(), loss=partial(mean_square, target=threading.Lock())),
+        ModelError,
+        "loss cannot be pickled, so it cannot travel to the executors (TypeError: cannot pickle "
+        "'_thread.lock' object). Use a function or class of an importable module, with no open "
+        "resource in it.",
+    ),
+    Mistake(
+        "model that raises",
+        lambda fit: fit(fit.good(), model=raising),
+        ModelError,
+        "model() raised KeyError: 'no such layer'. It is called without arguments; the traceback "
+        "above shows where it failed.",
+    ),
+    Mistake(
+        "model that wants arguments",
+        lambda fit: fit(fit.good(), model=nn.Linear),
+        ModelError,
+        "model() raised TypeError: Linear.__init__() missing 2 required positional arguments: "
+        "'in_features' and 'out_features'. It is called without arguments; the traceback above "
+        "shows "
+        "where it failed.",
+    ),
+    Mistake(
+        "no module",
+        lambda fit: fit(fit.good(), model=lambda: [nn.Linear(2, 1)]),
+        ModelError,
+        "model() returned a list: it must return a torch.nn.Module.",
+    ),
+    Mistake(
+        "no trainable parameter",
+        lambda fit: fit(fit.good(), model=frozen),
+        ModelError,
+        "the model has no trainable parameter (all have requires_grad=False).",
+    ),
+    Mistake(
+        "wrong input size",
+        lambda fit: fit(fit.good(), model=lambda: nn.Linear(3, 1)),
+        ModelError,
+        'the model fails on the first rows ("features" [2, 2]; float32): RuntimeError: mat1 '
+        "and mat2 shapes "
+        "cannot be multiplied (2x2 and 3x1). Each is [rows, ...]: build the model for inputs "
+        "of these shapes and types.",
+        jobs=3,
+    ),
+    Mistake(
+        "two columns for one input",
+        lambda fit: fit(fit.good(), features=["features", "label"]),
+        ModelError,
+        'the model fails on the first rows ("features" [2, 2], "label" [2]; float32, float32): '
+        "TypeError: Sequential.forward() takes 2 positional arguments but 3 were given. Each "
+        "of the 2 feature columns "
+        "is an input of its own, model(a, b, ...); for one input join them first: "
+        "VectorAssembler, or functions.array(...).",
+        jobs=3,
+    ),
+    Mistake(
+        "integers into Linear",
+        lambda fit: fit(fit.features("array<int>", [1, 2], [3, 4])),
+        ModelError,
+        'the model fails on the first rows ("features" [3, 2]; int64): RuntimeError: mat1 and '
+        "mat2 must have the same dtype, but got Long and Float. Integer "
+        "columns stay integers; cast a column that holds measurements: "
+        'df.withColumn(name, df[name].cast("float")) or .cast("array<float>").',
+        jobs=3,
+    ),
+    Mistake(
+        "an index beyond the embedding, in a late row",
+        lambda fit: fit(fit.features("int", 0, 1, 2, 0, 1, 2, 0, 1, 5, 0), model=Embedded),
+        ModelError,
+        'the model fails on the first rows ("features" [3]; int64): IndexError: index out of range '
+        'in self. The data goes in "features" from 0 to 5: an embedding needs one row for each '
+        "number from 0 on.",
+        jobs=3,
+    ),
+    Mistake(
+        "one row a mini-batch for batch norm",
+        lambda fit: fit(fit.good(), model=batch_normed, stop=sparkdl.max_epoch(1)),
+        ModelError,
+        "the model needs mini-batches of more than one row (Expected more than 1 value per "
+        "channel when training, got input size torch.Size([1, 2])), and in iteration 2 of each "
+        "epoch a "
+        "replica gets one: 6 rows, batch_size=4, replicas=2. Choose another batch_size or fewer "
+        "replicas.",
+        jobs=3,
+    ),
+    Mistake(
+        "model on no device",
+        lambda fit: fit(fit.good(), model=lambda: nn.Linear(2, 1, device="meta")),
+        ModelError,
+        'parameter "weight" is on the device "meta" and has no values: build the model on the CPU.',
+    ),
+    Mistake(
+        "lazy parameters",
+        lambda fit: fit(fit.good(), model=lambda: nn.LazyLinear(1)),
+        ModelError,
+        'parameter "weight" is lazy and has no shape yet: run the model once in model().',
+    ),
+    Mistake(
+        "complex parameters",
+        lambda fit: fit(fit.good(), model=lambda: nn.Linear(2, 1, dtype=torch.complex64)),
+        ModelError,
+        'parameter "weight" is torch.complex64: only real floats train.',
+    ),
+    Mistake(
+        "parameters that share memory",
+        lambda fit: fit(fit.good(), model=SharedMemory),
+        ModelError,
+        'parameters "one" and "other" share memory but are two objects: tie them by '
+        "assigning one nn.Parameter to both places.",
+    ),
+    Mistake(
+        "model of half precision",
+        lambda fit: fit(fit.good(), model=lambda: scalar_model().half()),
+        ModelError,
+        'the model fails on the first rows ("features" [2, 2]; float32): RuntimeError: mat1 '
+        "and mat2 must have the same dtype, but got Float and Half. Each is [rows, ...]: build "
+        "the model for inputs of these shapes and types.",
+        jobs=3,
+    ),
+    Mistake(
+        "no parameter at all",
+        lambda fit: fit(fit.good(), model=lambda: nn.Flatten(0)),
+        ModelError,
+        "the model has no trainable parameter (all have requires_grad=False).",
+    ),
+    Mistake(
+        "everything frozen",
+        lambda fit: fit(fit.good(), freeze=["0"]),
+        ModelError,
+        "the model has no trainable parameter (all have requires_grad=False).",
+    ),
+    Mistake(
+        "freezing what is not there",
+        lambda fit: fit(fit.good(), freeze=["0.weigth"]),
+        ModelError,
+        'freeze: no parameter matches "0.weigth". Did you mean "0.weight"? The model has '
+        "0.weight, 0.bias.",
+    ),
+    Mistake(
+        "a penalty of what is not there",
+        lambda fit: fit(fit.good(), l2={"*.weigth": 1.0}),
+        ModelError,
+        'l2: no trainable parameter matches "*.weigth". Did you mean "0.weight"? A pattern '
+        'is of the whole name, such as "encoder.*" or "*.weight".',
+    ),
+    Mistake(
+        "model that returns nothing",
+        lambda fit: fit(fit.good(), model=ReturnsNothing),
+        ModelError,
+        "the model returned None: its forward must return the output.",
+        jobs=3,
+    ),
+    Mistake(
+        "model that returns a tuple",
+        lambda fit: fit(fit.good(), model=ReturnsTuple),
+        ModelError,
+        "the loss fails on output tuple and label [2] float32: AttributeError: 'tuple' "
+        "object has no attribute 'size'. The loss is given what the model returns, a tuple: "
+        "return a tensor, or write a loss that takes it.",
+        jobs=3,
+    ),
+    Mistake(
+        "model that returns NaN",
+        lambda fit: fit(fit.good(), model=ReturnsNaN),
+        ModelError,
+        'the output of the model holds NaN on the first rows ("features" [2, 2]; float32), '
+        "before anything was trained. Look for a division by 0, the log or root of 0, or "
+        'inputs that are too large; on_nan="skip" leaves updates out.',
+        jobs=3,
+    ),
+    Mistake(
+        "weights that differ in each process",
+        lambda fit: fit(fit.good(), engine="shuffle", model=unseeded),
+        ModelError,
+        "model() gave different initial weights in different processes: draw them with "
+        "torch, numpy or random only (all three are seeded), or pass a module instance.",
+        jobs=4,
+    ),
+    Mistake(
+        "weights of another model",
+        lambda fit: fit(fit.good(), weights={"a": torch.ones(1)}, strict_weights=False),
+        ModelError,
+        "weights do not fit the model: no name of the weights (a) is one of the model "
+        "(0.weight, 0.bias).",
+    ),
+    Mistake(
+        "weights that are no tensors",
+        lambda fit: fit(fit.good(), weights={"0.weight": 3}),
+        ModelError,
+        "weights['0.weight'] is a int: give a state_dict, which maps the names of the model "
+        "to tensors.",
+    ),
+]
+
+LOSSES = [
+    Mistake(
+        "vector loss",
+        lambda fit: fit(fit.good(), loss=vector_loss),
+        ModelError,
+        "the loss returned a tensor of shape [2]: it must return one number, the mean over the "
+        'batch (reduction="mean" in torch.nn losses).',
+        jobs=3,
+    ),
+    Mistake(
+        "unreduced loss",
+        lambda fit: fit(fit.good(), loss=nn.MSELoss(reduction="none")),
+        ModelError,
+        "the loss returned a tensor of shape [2]: it must return one number, the mean over the "
+        'batch (reduction="mean" in torch.nn losses).',
+        jobs=3,
+    ),
+    Mistake(
+        "float loss",
+        lambda fit: fit(fit.good(), loss=float_loss),
+        ModelError,
+        "the loss returned a float: it must return one number, the mean over the batch "
+        '(reduction="mean" in torch.nn losses).',
+        jobs=3,
+    ),
+    Mistake(
+        "detached loss",
+        lambda fit: fit(fit.good(), loss=detached_loss),
+        ModelError,
+        "the loss cannot be differentiated: RuntimeError: element 0 of tensors does not "
+        "require grad and does not have a grad_fn. It must depend on the model's output "
+        "through torch operations.",
+        jobs=3,
+    ),
+    *[
+        Mistake(
+            f"output [B, 1] and label [B], {type(loss).__name__}",
+            lambda fit, loss=loss: fit(fit.good(), model=lambda: nn.Linear(2, 1), loss=loss),
+            ModelError,
+            'the output has shape [2, 1] and the label "label" [2] (2 rows): torch would broadcast '
+            "them against each other; end the model with torch.nn.Flatten(0) or .squeeze(-1).",
+            jobs=3,
+        )
+        for loss in (nn.MSELoss(), mean_square)
+    ],
+    Mistake(
+        "output [B] and label [B, 1]",
+        lambda fit: fit(fit.labels("array<double>", [1.0], [2.0])),
+        ModelError,
+        'the output has shape [2] and the label "label" [2, 1] (2 rows): torch would broadcast '
+        "them against each other; give the model an output of that shape, for example "
+        ".unsqueeze(-1).",
+        jobs=3,
+    ),
+    Mistake(
+        "MSELoss of other shapes",
+        lambda fit: fit(fit.labels("array<double>", [1.0], [2.0]), model=two_classes),
+        ModelError,
+        "the loss fails on output [2, 2] float32 and label [2, 1] float32: UserWarning: Using a "
+        "target size (torch.Size([2, 1])) that is different to the input size (torch.Size([2, 2]))"
+        ". This will likely lead to incorrect results due to broadcasting. Please ensure they have "
+        "the same size. Give the model an output of the label's shape.",
+        jobs=3,
+    ),
+    Mistake(
+        "class numbers as doubles",
+        lambda fit: fit(fit.good(), **cross_entropy),
+        ModelError,
+        "the loss fails on output [2, 2] float32 and label [2] float32: RuntimeError: expected "
+        "target dtype to be Long or Byte, but got Float. "
+        'If "label" holds class numbers, cast it: '
+        'df.withColumn("label", df["label"].cast("long")).',
+        jobs=3,
+    ),
+    Mistake(
+        "a class beyond the outputs, in a late row",
+        lambda fit: fit(fit.labels("int", 0, 1, 0, 1, 0, 1, 0, 1, 7, 0), **cross_entropy),
+        ModelError,
+        "the loss fails on output [4, 2] float32 and label [4] int64: IndexError: Target 7 is out "
+        'of bounds. "label" goes from 0 to 7: give the model an output for each class from 0 on, '
+        "or number the classes anew (pyspark.ml.feature.StringIndexer).",
+        jobs=3,
+    ),
+    Mistake(
+        "a negative class",
+        lambda fit: fit(fit.labels("int", 0, 1, 0, 1, 0, 1, 0, 1, -1, 0), **cross_entropy),
+        ModelError,
+        "the loss fails on output [3, 2] float32 and label [3] int64: IndexError: Target -1 is out "
+        'of bounds. "label" goes from -1 to 1: give the model an output for each class from 0 on, '
+        "or number the classes anew (pyspark.ml.feature.StringIndexer).",
+        jobs=3,
+    ),
+    Mistake(
+        "integer labels for BCE",
+        lambda fit: fit(fit.labels("int", 0, 1), loss=nn.BCEWithLogitsLoss()),
+        ModelError,
+        "the loss fails on output [3] float32 and label [3] int64: RuntimeError: result type "
+        "Float can't be cast to the desired output type Long. "
+        'If "label" holds measurements, cast it: '
+        'df.withColumn("label", df["label"].cast("float")).',
+        jobs=3,
+    ),
+    Mistake(
+        "loss that raises",
+        lambda fit: fit(fit.good(), loss=loss_that_raises),
+        ModelError,
+        "the loss fails on output [2] float32 and label [2] float32: KeyError: 'margin'.",
+        jobs=3,
+    ),
+    Mistake(
+        "loss of one argument",
+        lambda fit: fit(fit.good(), loss=lambda output: output.mean()),
+        ModelError,
+        "the loss fails on output [2] float32 and label [2] float32: TypeError: <lambda>() "
+        "takes 1 positional argument but 2 were given. It is called as loss(output, label).",
+        jobs=3,
+    ),
+    Mistake(
+        "loss of two arguments, and no label",
+        lambda fit: fit(fit.good(), label=None, loss=mean_square),
+        ModelError,
+        "the loss fails on output [2] float32 and label no label: TypeError: mean_square() "
+        "missing 1 required positional argument: 'target'. It is called as loss(output).",
+        jobs=3,
+    ),
+    Mistake(
+        "loss that returns nothing",
+        lambda fit: fit(fit.good(), loss=lambda output, target: None),
+        ModelError,
+        "the loss returned a NoneType: it must return one number, the mean over the batch "
+        '(reduction="mean" in torch.nn losses).',
+        jobs=3,
+    ),
+    Mistake(
+        "NaN loss",
+        lambda fit: fit(
+            fit.good(), loss=lambda output, target: (output - target).mean() * float("nan")
+        ),
+        ModelError,
+        'the loss is nan on the first rows ("features" [2, 2]; float32), before anything was '
+        "trained. Look for a division by 0, the log or root of 0, or inputs that are too "
+        'large; on_nan="skip" leaves updates out.',
+        jobs=3,
+    ),
+    Mistake(
+        "classes without a weight",
+        lambda fit: fit(fit.labels("int", 0, 5), class_weights=[1.0, 1.0], **cross_entropy),
+        ModelError,
+        'class_weights has 2 classes, 0 to 1, and "label" goes from 0 to 5: give a weight '
+        "for each class, in a list.",
+        jobs=3,
+    ),
+    Mistake(
+        "class weights of measurements",
+        lambda fit: fit(fit.good(), class_weights=[1.0, 1.0]),
+        ModelError,
+        "class_weights need one label that holds class numbers: a column of whole numbers.",
+        jobs=3,
+    ),
+    Mistake(
+        "weights, and a loss that is one number",
+        lambda fit: fit(fit.good(), weight="n", loss=mean_square),
+        ModelError,
+        "weights of samples or classes need a value for each sample, and the loss gave [] "
+        'for 4 samples: use a torch loss, a function with reduction="none", or one that '
+        "returns shape [rows].",
+        jobs=3,
+    ),
+    Mistake(
+        "augment that raises",
+        lambda fit: fit(fit.good(), augment=lambda x, rng: 1 / 0),
+        ParameterError,
+        "augment raised ZeroDivisionError: division by zero. It is called with the arrays of "
+        "one sample (float32[2]) and a numpy.random.Generator.",
+        jobs=3,
+    ),
+]
+
+OPTIMIZERS = [
+    Mistake(
+        "no optimizer",
+        lambda fit: fit(fit.good(), optimizer=lambda module: "adam"),
+        ModelError,
+        "optimizer gave a str: give a torch.optim class, a partial of one, or a callable(module) "
+        "that returns a torch.optim.Optimizer.",
+    ),
+    Mistake(
+        "optimizer by name",
+        lambda fit: fit(fit.good(), optimizer="adam"),
+        ParameterError,
+        "optimizer is a str: give a torch.optim class, or a partial of one such as "
+        "partial(torch.optim.Adam, lr=1e-3).",
+    ),
+    Mistake(
+        "optimizer instance",
+        lambda fit: fit(fit.good(), optimizer=torch.optim.Adam(FOREIGN.parameters())),
+        ParameterError,
+        "optimizer is already built; give its recipe: partial(torch.optim.Adam, lr=...).",
+    ),
+    Mistake(
+        "optimizer of parameters, not of the module",
+        lambda fit: fit(fit.good(), optimizer=lambda parameters: torch.optim.SGD(parameters)),
+        ModelError,
+        "the optimizer cannot be built (TypeError: optimizer can only optimize Tensors, but "
+        "one of the params is torch.nn.modules.linear.Linear). Give a "
+        "torch.optim class, a partial of one such as partial(torch.optim.Adam, lr=1e-3), or a "
+        "callable that is given the module and returns an optimizer.",
+    ),
+    Mistake(
+        "bad learning rate",
+        lambda fit: fit(fit.good(), optimizer=partial(torch.optim.SGD, lr=-1.0)),
+        ModelError,
+        "the optimizer cannot be built (ValueError: Invalid learning rate: -1.0). Give a "
+        "torch.optim class, a partial of one such as partial(torch.optim.Adam, lr=1e-3), or a "
+        "callable that is given the module and returns an optimizer.",
+    ),
+    Mistake(
+        "LBFGS",
+        lambda fit: fit(fit.good(), optimizer=torch.optim.LBFGS),
+        ModelError,
+        "optimizer LBFGS evaluates the loss more than once in a step, and an iteration here is one "
+        "pass over one batch. Let each step be one evaluation: for LBFGS, "
+        "partial(torch.optim.LBFGS, max_iter=1) without line_search_fn.",
+    ),
+    Mistake(
+        "LBFGS on several slices",
+        lambda fit: fit(fit.good(), optimizer=partial(torch.optim.LBFGS, max_iter=1), slices=2),
+        ModelError,
+        "optimizer LBFGS looks at all parameters together, so they must be in one slice, and there "
+        "are 2: set slices=1.",
+    ),
+    Mistake(
+        "SparseAdam on dense gradients",
+        lambda fit: fit(fit.good(), optimizer=torch.optim.SparseAdam),
+        ModelError,
+        "optimizer SparseAdam fails on a parameter of 1 dimension with a dense gradient "
+        "(RuntimeError: SparseAdam does not support dense gradients, please consider Adam "
+        "instead). Give "
+        "parameters that need another one their own, by name or pattern: "
+        'optimizer={"encoder": torch.optim.Muon, "embedding": torch.optim.SparseAdam, "": '
+        "torch.optim.AdamW}.",
+    ),
+    Mistake(
+        "no optimizer of that name",
+        lambda fit: fit(fit.good(), optimizer={"heat": torch.optim.SGD, "": torch.optim.Adam}),
+        ModelError,
+        'optimizer: "heat" is no submodule or parameter of the model.',
+    ),
+    Mistake(
+        "foreign parameters",
+        lambda fit: fit(
+            fit.good(), optimizer=lambda module: torch.optim.SGD(FOREIGN.parameters(), lr=0.1)
+        ),
+        ModelError,
+        "the optimizer holds a parameter of shape [3, 3] that is not one of the module's: build it "
+        "from the module it is given.",
+    ),
+    Mistake(
+        "no schedule",
+        lambda fit: fit(fit.good(), schedule=lambda optimizer: None),
+        ModelError,
+        "schedule gave a NoneType, not a torch.optim.lr_scheduler.LRScheduler.",
+    ),
+    Mistake(
+        "schedule that cannot be built",
+        lambda fit: fit(fit.good(), schedule=torch.optim.lr_scheduler.StepLR),
+        ModelError,
+        "schedule cannot be built on the optimizer (TypeError: StepLR.__init__() missing 1 "
+        "required positional argument: 'step_size'). Give a partial of a "
+        "torch.optim.lr_scheduler class, such as "
+        "partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100).",
+    ),
+    Mistake(
+        "plateau without validation",
+        lambda fit: fit(fit.good(), schedule=torch.optim.lr_scheduler.ReduceLROnPlateau),
+        ModelError,
+        "schedule ReduceLROnPlateau follows a metric of the validation, and there is none: give "
+        "validation=..., or a schedule that follows the iterations.",
+        jobs=3,
+    ),
+    Mistake(
+        "unknown argument of the optimizer",
+        lambda fit: fit(fit.good(), optimizer=partial(torch.optim.SGD, learning_rate=0.1)),
+        ModelError,
+        "the optimizer cannot be built (TypeError: SGD.__init__() got an unexpected keyword "
+        "argument 'learning_rate'). Give a torch.optim class, a partial of one such as "
+        "partial(torch.optim.Adam, lr=1e-3), or a callable that is given the module and "
+        "returns an optimizer.",
+    ),
+    Mistake(
+        "class that is no optimizer",
+        lambda fit: fit(fit.good(), optimizer=nn.Linear),
+        ModelError,
+        "the optimizer cannot be built (TypeError: Linear.__init__() missing 1 required "
+        "positional argument: 'out_features'). Give a torch.optim class, a partial of one "
+        "such as partial(torch.optim.Adam, lr=1e-3), or a callable that is given the module "
+        "and returns an optimizer.",
+    ),
+    Mistake(
+        "learning rate that is text",
+        lambda fit: fit(fit.good(), optimizer=partial(torch.optim.SGD, lr="0.1")),
+        ModelError,
+        "the optimizer cannot be built (TypeError: '<' not supported between instances of "
+        "'str' and 'float'). Give a torch.optim class, a partial of one such as "
+        "partial(torch.optim.Adam, lr=1e-3), or a callable that is given the module and "
+        "returns an optimizer.",
+    ),
+    Mistake(
+        "learning rate nan",
+        lambda fit: fit(fit.good(), optimizer=partial(torch.optim.SGD, lr=float("nan"))),
+        ModelError,
+        "optimizer SGD has the learning rate nan: give a finite number, such as lr=1e-3.",
+    ),
+    Mistake(
+        "learning rate inf",
+        lambda fit: fit(fit.good(), optimizer=partial(torch.optim.SGD, lr=float("inf"))),
+        ModelError,
+        "optimizer SGD has the learning rate inf: give a finite number, such as lr=1e-3.",
+    ),
+    Mistake(
+        "LBFGS that searches",
+        lambda fit: fit(
+            fit.good(),
+            optimizer=partial(torch.optim.LBFGS, max_iter=1, line_search_fn="strong_wolfe"),
+        ),
+        ModelError,
+        "optimizer LBFGS evaluates the loss more than once in a step, and an iteration here "
+        "is one pass over one batch. Let each step be one evaluation: for LBFGS, "
+        "partial(torch.optim.LBFGS, max_iter=1) without line_search_fn.",
+    ),
+    Mistake(
+        "two optimizers of one parameter",
+        lambda fit: fit(
+            fit.good(),
+            optimizer=lambda m: [torch.optim.SGD(m.parameters()), torch.optim.Adam(m.parameters())],
+        ),
+        ModelError,
+        'two optimizers, SGD and Adam, hold parameter "0.weight": give it to one.',
+    ),
+    Mistake(
+        "no optimizer at all",
+        lambda fit: fit(fit.good(), optimizer=lambda module: []),
+        ModelError,
+        "the optimizer has no trainable parameter of the model, so nothing would be trained: "
+        "give it the parameters of the module that it is built for.",
+    ),
+    Mistake(
+        "optimizer for a part of the model only",
+        lambda fit: fit(fit.good(), optimizer={"0.weight": torch.optim.SGD}),
+        ModelError,
+        "no optimizer is given for parameter \"0.bias\" (keys: '0.weight'): add a key for it, "
+        'or "" for all the rest.',
+    ),
+    Mistake(
+        "optimizer by name for a part",
+        lambda fit: fit(fit.good(), optimizer={"0": "sgd"}),
+        ModelError,
+        "optimizer['0'] is 'sgd': give the name of a submodule or parameter, and for it a "
+        "torch.optim class or a partial of one, such as partial(Adam, lr=1e-3).",
+    ),
+    Mistake(
+        "compression that returns a number",
+        lambda fit: fit(fit.good(), compression=lambda bucket: 3),
+        ModelError,
+        "compression fails on a gradient of \"0.weight\" [1, 2]: AttributeError: 'int' object "
+        "has no attribute 'items'. It is a function of a sparkdl.GradBucket that returns a "
+        "dictionary of tensors, as sparkdl.TopK and sparkdl.PowerSGD do.",
+    ),
+    Mistake(
+        "schedule that ends too early",
+        lambda fit: fit(
+            fit.good(),
+            stop=sparkdl.max_iteration(9),
+            schedule=partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=5),
+        ),
+        ModelError,
+        "schedule ends after total_steps=5, and the run has 9 iterations: set total_steps=9.",
+        jobs=3,
+    ),
+]

@@ -1,0 +1,504 @@
+"""Mistakes in the parameters of a trainer, and in paths."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from bad_inputs import WHOLE, Fit, Mistake, Started
+from pyspark import cloudpickle
+from pyspark.sql import functions
+from torch import nn
+
+import sparkdl
+from sparkdl import CheckpointError, ParameterError, SessionError
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+PARAMETERS = [
+    *[
+        Mistake(
+            f"{name}={value!r}",
+            lambda fit, name=name, value=value: fit(fit.good(), **{name: value}),
+            ParameterError,
+            f"{name}={value!r}: {WHOLE}",
+        )
+        for name, value in [
+            ("batch_size", 0),
+            ("batch_size", -1),
+            ("batch_size", 2.5),
+            ("batch_size", True),
+            ("batch_size", None),
+            ("batch_size", "32"),
+            ("replicas", 0),
+            ("slices", 0),
+        ]
+    ],
+    Mistake(
+        "unknown engine",
+        lambda fit: fit(fit.good(), engine="shufle"),
+        ParameterError,
+        'engine="shufle": use one of local, shuffle. Did you mean "shuffle"?',
+    ),
+    Mistake(
+        "no features",
+        lambda fit: fit(fit.good(), features=[]),
+        ParameterError,
+        "features is empty: name at least one column.",
+    ),
+    Mistake(
+        "features by number",
+        lambda fit: fit(fit.good(), features=[0]),
+        ParameterError,
+        "features=[0]: give a column name, or a list of names.",
+    ),
+    Mistake(
+        "label by Column",
+        lambda fit: fit(fit.good(), label=3),
+        ParameterError,
+        "label=3: give a column name, or a list of names.",
+    ),
+    Mistake(
+        "loss class",
+        lambda fit: fit(fit.good(), loss=nn.MSELoss),
+        ParameterError,
+        "loss is the class MSELoss: give an instance, MSELoss().",
+    ),
+    Mistake(
+        "loss by name",
+        lambda fit: fit(fit.good(), loss="mse"),
+        ParameterError,
+        "loss is a str: give a function of (output, target), such as torch.nn.MSELoss().",
+    ),
+    Mistake(
+        "model by state",
+        lambda fit: fit(fit.good(), model={}),
+        ParameterError,
+        "model is a dict: give a function that builds a torch.nn.Module, or a module.",
+    ),
+    Mistake(
+        "stop by number",
+        lambda fit: fit(fit.good(), stop=10),
+        ParameterError,
+        "stop is a int: give a trigger, such as sparkdl.max_epoch(10).",
+    ),
+    Mistake(
+        "trigger of nothing",
+        lambda fit: fit(fit.good(), stop=sparkdl.max_epoch(0)),
+        ParameterError,
+        "max_epoch(0): give a whole number of at least 1.",
+    ),
+    Mistake(
+        "schedule that is none",
+        lambda fit: fit(fit.good(), schedule=0.1),
+        ParameterError,
+        "schedule is a float: give a partial of a torch.optim.lr_scheduler class, such as "
+        "partial(StepLR, step_size=10).",
+    ),
+    Mistake(
+        "callback that is none",
+        lambda fit: fit(fit.good(), callbacks=[3]),
+        ParameterError,
+        "callback 3 is not a sparkdl.Callback.",
+    ),
+    Mistake(
+        "callback class",
+        lambda fit: fit(fit.good(), callbacks=[Started]),
+        ParameterError,
+        "callback Started is a class: give an instance of it.",
+    ),
+    Mistake(
+        "a callback without its list",
+        lambda fit: fit(fit.good(), callbacks=sparkdl.Callback()),
+        ParameterError,
+        "callbacks is a Callback: give a list of sparkdl.Callback objects.",
+    ),
+    Mistake(
+        "seed",
+        lambda fit: fit(fit.good(), seed=0.5),
+        ParameterError,
+        "seed=0.5: give a whole number.",
+    ),
+    Mistake(
+        "all at once",
+        lambda fit: fit(fit.good(), batch_size=0, replicas=-2, engine="gpu", features=[]),
+        ParameterError,
+        "4 problems:\n"
+        f"  - batch_size=0: {WHOLE}\n"
+        f"  - replicas=-2: {WHOLE}\n"
+        '  - engine="gpu": use one of local, shuffle.\n'
+        "  - features is empty: name at least one column.",
+    ),
+    Mistake(
+        "accumulate=0",
+        lambda fit: fit(fit.good(), accumulate=0),
+        ParameterError,
+        "accumulate=0: give a whole number of at least 1.",
+    ),
+    Mistake(
+        "local_steps=0",
+        lambda fit: fit(fit.good(), local_steps=0),
+        ParameterError,
+        "local_steps=0: give a whole number of at least 1.",
+    ),
+    Mistake(
+        "batch size of NumPy",
+        lambda fit: fit(fit.good(), batch_size=np.int64(4)),
+        ParameterError,
+        "batch_size=np.int64(4) is a NumPy number: give batch_size=int(4).",
+    ),
+    Mistake(
+        "clip_norm",
+        lambda fit: fit(fit.good(), clip_norm=-1),
+        ParameterError,
+        "clip_norm=-1: give a number above 0, or None.",
+    ),
+    Mistake(
+        "clip_value",
+        lambda fit: fit(fit.good(), clip_value=0),
+        ParameterError,
+        "clip_value=0: give a number above 0, or None.",
+    ),
+    Mistake(
+        "ema",
+        lambda fit: fit(fit.good(), ema=2),
+        ParameterError,
+        "ema=2: give a decay between 0 and 1, such as 0.999, or None.",
+    ),
+    Mistake(
+        "l1",
+        lambda fit: fit(fit.good(), l1=-1.0),
+        ParameterError,
+        "l1=-1.0: give a number of at least 0, or a mapping of patterns to such.",
+    ),
+    Mistake(
+        "precision",
+        lambda fit: fit(fit.good(), precision="bf61"),
+        ParameterError,
+        'precision="bf61": use one of fp32, bf16, fp16. Did you mean "bf16"?',
+    ),
+    Mistake(
+        "precision by dtype",
+        lambda fit: fit(fit.good(), wire=torch.bfloat16),
+        ParameterError,
+        'wire="torch.bfloat16": use one of fp32, bf16, fp16.',
+    ),
+    Mistake(
+        "engine by array",
+        lambda fit: fit(fit.good(), engine=np.ones(2)),
+        ParameterError,
+        'engine="[1. 1.]": use one of local, shuffle.',
+    ),
+    Mistake(
+        "on_nan",
+        lambda fit: fit(fit.good(), on_nan="ignore"),
+        ParameterError,
+        'on_nan="ignore": use one of raise, skip.',
+    ),
+    Mistake(
+        "schedule_per",
+        lambda fit: fit(fit.good(), schedule_per="epochs"),
+        ParameterError,
+        'schedule_per="epochs": use one of iteration, epoch. Did you mean "epoch"?',
+    ),
+    Mistake(
+        "rounded weights",
+        lambda fit: fit(fit.good(), local_steps=2, wire="bf16"),
+        ParameterError,
+        'wire="bf16" with local_steps=2: replicas then send weights and optimizer state, '
+        'which must not be rounded. Use wire="fp32".',
+    ),
+    Mistake(
+        "compressed weights",
+        lambda fit: fit(fit.good(), local_steps=2, compression=sparkdl.TopK()),
+        ParameterError,
+        "compression with local_steps=2: replicas then send weights and optimizer state, not "
+        "gradients. Leave one of the two out.",
+    ),
+    Mistake(
+        "compression class",
+        lambda fit: fit(fit.good(), compression=sparkdl.TopK),
+        ParameterError,
+        "compression is the class TopK: give an instance, TopK().",
+    ),
+    Mistake(
+        "compression by name",
+        lambda fit: fit(fit.good(), compression="topk"),
+        ParameterError,
+        "compression is a str: give sparkdl.TopK(), sparkdl.PowerSGD(), a function of a "
+        "sparkdl.GradBucket, or None.",
+    ),
+    Mistake(
+        "augment by name",
+        lambda fit: fit(fit.good(), augment="flip"),
+        ParameterError,
+        "augment is a str: give a function of (*features, rng).",
+    ),
+    Mistake(
+        "label as a Column",
+        lambda fit: fit(fit.good(), label=functions.col("label")),
+        ParameterError,
+        "label=Column<'label'>: give a column name, or a list of names.",
+    ),
+    Mistake(
+        "features as a Column",
+        lambda fit: fit(fit.good(), features=functions.col("n")),
+        ParameterError,
+        "features=Column<'n'>: give a column name, or a list of names.",
+    ),
+    Mistake(
+        "weight as a Column",
+        lambda fit: fit(fit.good(), weight=functions.col("n")),
+        ParameterError,
+        "weight is a Column: give the name of a column.",
+    ),
+    Mistake(
+        "specification of no column",
+        lambda fit: fit(fit.good(), columns={"photo": sparkdl.Image()}),
+        ParameterError,
+        'columns["photo"] is neither a feature nor a label. Known: features, label.',
+    ),
+    Mistake(
+        "specification class",
+        lambda fit: fit(fit.good(), columns={"label": sparkdl.Sequence}),
+        ParameterError,
+        'columns["label"] is the class Sequence: give an instance of it.',
+    ),
+    Mistake(
+        "class weights by name",
+        lambda fit: fit(fit.good(), class_weights="balanced"),
+        ParameterError,
+        "class_weights is a str: give a list with the weight of each class, or a mapping "
+        "{class: weight}, all >= 0.",
+    ),
+    Mistake(
+        "optimizer None",
+        lambda fit: fit(fit.good(), optimizer=None),
+        ParameterError,
+        "optimizer is a NoneType: give a torch.optim class, or a partial of one such as "
+        "partial(torch.optim.Adam, lr=1e-3).",
+    ),
+    Mistake(
+        "stop that waits for no validation",
+        lambda fit: fit(fit.good(), stop=sparkdl.max_score("accuracy", 0.9)),
+        ParameterError,
+        'stop waits for the metric "accuracy", and there is no validation: give '
+        'validation=sparkdl.Validation(data, metrics=["accuracy"]).',
+    ),
+    Mistake(
+        "stop that waits for another metric",
+        lambda fit: fit(
+            fit.good(),
+            stop=sparkdl.plateau("mea", 2),
+            validation=sparkdl.Validation(fit.good(), metrics=["mae"]),
+        ),
+        ParameterError,
+        'stop waits for the metric "mea", which the validation does not have. Did you mean '
+        '"mae"? It has: loss, mae.',
+    ),
+    Mistake(
+        "validation that is a DataFrame",
+        lambda fit: fit(fit.good(), validation=fit.good()),
+        ParameterError,
+        "validation is a DataFrame: give sparkdl.Validation(data, metrics=[...]).",
+    ),
+    Mistake(
+        "validation on a list",
+        lambda fit: fit(fit.good(), validation=sparkdl.Validation([1.0])),
+        SessionError,
+        "validation data: fit takes a DataFrame or an RDD, not builtins.list. Make one with "
+        "spark.createDataFrame(rows, schema) or spark.sparkContext.parallelize(samples).",
+    ),
+    Mistake(
+        "metric of the validation",
+        lambda fit: fit(fit.good(), validation=sparkdl.Validation(fit.good(), metrics=["acuracy"])),
+        ParameterError,
+        'unknown metric "acuracy". Did you mean "accuracy"? Known: loss, accuracy, top1, '
+        "top5, top@k, mae, mse, auc, hit_ratio@k, ndcg@k, or a sparkdl.Metric or "
+        "torchmetrics.Metric.",
+    ),
+    Mistake(
+        "best of no metric",
+        lambda fit: fit(fit.good(), validation=sparkdl.Validation(fit.good(), best="mae")),
+        ParameterError,
+        'Validation(best="mae") is not one of its metrics: loss.',
+    ),
+    Mistake(
+        "fit on a path",
+        lambda fit: fit("data.parquet"),
+        SessionError,
+        "fit takes a DataFrame or an RDD, not builtins.str. Make one with "
+        "spark.createDataFrame(rows, schema) or spark.sparkContext.parallelize(samples).",
+    ),
+    Mistake(
+        "start that is a module",
+        lambda fit: fit(fit.good(), start=nn.Linear(2, 1)),
+        ParameterError,
+        "start is a Linear: give what fit returned, or sparkdl.load(path). A state_dict or a "
+        "file is weights= of the trainer.",
+    ),
+    Mistake(
+        "resume by number",
+        lambda fit: fit(fit.good(), resume=5),
+        ParameterError,
+        'resume is a int: give "latest", or the path of a checkpoint or of a folder of them.',
+    ),
+]
+
+
+def file(fit: Fit) -> Path:
+    """A file that is nothing else."""
+    path = fit.tmp / "file"
+    path.write_text("x")
+    return path
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1), nn.Flatten(0))
+
+
+def flip(file: Path) -> None:
+    """Change a bit of a file's last byte."""
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+PATHS = [
+    Mistake(
+        "checkpoints in a file",
+        lambda fit: fit(fit.good(), checkpoint=sparkdl.Checkpoint(file(fit))),
+        CheckpointError,
+        "cannot make the folder {tmp}/file: File exists. Give Checkpoint(path) a folder that "
+        "can be written, on a file system that the driver and all executors share.",
+    ),
+    Mistake(
+        "checkpoints below a file",
+        lambda fit: fit(fit.good(), checkpoint=sparkdl.Checkpoint(file(fit) / "run")),
+        CheckpointError,
+        "cannot make the folder {tmp}/file/run: Not a directory. Give Checkpoint(path) a "
+        "folder that can be written, on a file system that the driver and all executors "
+        "share.",
+    ),
+    Mistake(
+        "checkpoints where nobody may write",
+        lambda fit: fit(fit.good(), checkpoint=sparkdl.Checkpoint("/proc/run")),
+        CheckpointError,
+        "cannot make the folder /proc/run: No such file or directory. Give Checkpoint(path) "
+        "a folder that can be written, on a file system that the driver and all executors "
+        "share.",
+    ),
+    Mistake(
+        "checkpoints of an unknown scheme",
+        lambda fit: fit(fit.good(), checkpoint=sparkdl.Checkpoint("s4://bucket/run")),
+        CheckpointError,
+        "cannot make the folder s4://bucket/run: Protocol not known: s4. Give "
+        "Checkpoint(path) a folder that can be written, on a file system that the driver and "
+        "all executors share.",
+    ),
+    Mistake(
+        "checkpoints without a path",
+        lambda fit: fit(fit.good(), checkpoint=sparkdl.Checkpoint(" ", keep=0)),
+        ParameterError,
+        "2 problems:\n"
+        "  - Checkpoint path=' ': give a folder, such as \"/shared/run-1\" or "
+        '"s3://bucket/run-1".\n'
+        "  - Checkpoint keep=0: give a whole number of at least 1, or None for all.",
+    ),
+    Mistake(
+        "checkpoint by path",
+        lambda fit: fit(fit.good(), checkpoint="/shared/run"),
+        ParameterError,
+        'checkpoint is a str: give sparkdl.Checkpoint("path").',
+    ),
+    Mistake(
+        "latest of nothing",
+        lambda fit: fit(fit.good(), resume="latest"),
+        ParameterError,
+        'resume="latest" means the latest of checkpoint=sparkdl.Checkpoint(path), which the '
+        "trainer does not have. Give it, or the path of a checkpoint.",
+    ),
+    Mistake(
+        "resume from nowhere",
+        lambda fit: fit(fit.good(), resume=fit.tmp / "nowhere"),
+        ParameterError,
+        "there is no checkpoint in {tmp}/nowhere: the folder is empty or does not exist.",
+    ),
+    Mistake(
+        "resume from a file",
+        lambda fit: fit(fit.good(), resume=file(fit)),
+        CheckpointError,
+        "cannot list {tmp}/file: Not a directory.",
+    ),
+    Mistake(
+        "weights that are not there",
+        lambda fit: fit(fit.good(), weights=fit.tmp / "none"),
+        ParameterError,
+        'weights="{tmp}/none" cannot be read as a safetensors file (No such file or '
+        "directory: {tmp}/none). Give its path, or a state_dict.",
+    ),
+    Mistake(
+        "weights of another format",
+        lambda fit: fit(fit.good(), weights=file(fit)),
+        ParameterError,
+        'weights="{tmp}/file" cannot be read as a safetensors file (Error while '
+        "deserializing header: header too small). Give its path, or a state_dict.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """How a run that goes on from a checkpoint differs from the one that wrote it."""
+
+    name: str
+    changes: dict[str, Any]
+    message: str
+
+
+RESUMED = [
+    Resumed(
+        "another model",
+        {"model": wide},
+        'parameter "0.weight" is [3, 2] here and [1, 2] in the checkpoint; parameter "0.bias" is [3] '
+        'here and [1] in the checkpoint; parameter "1.weight" is not in the checkpoint; parameter '
+        '"1.bias" is not in the checkpoint',
+    ),
+    Resumed(
+        "another batch size", {"batch_size": 2}, "batch_size is 2 here and 4 in the checkpoint"
+    ),
+    Resumed("another seed", {"seed": 2}, "seed is 2 here and 0 in the checkpoint"),
+    Resumed(
+        "another optimizer",
+        {"optimizer": torch.optim.Adam},
+        "the optimizer is Adam here and SGD in the checkpoint",
+    ),
+    Resumed(
+        "other replicas",
+        {"replicas": 3},
+        "replicas is 3 here and 2 in the checkpoint; the data is in 3 partitions here and in 2 in "
+        "the checkpoint",
+    ),
+    Resumed("other data", {"rows": 4}, "the data has 4 rows here and 6 in the checkpoint"),
+]
+DAMAGED = [
+    (
+        "*/slice-00001*",
+        lambda file: file.write_bytes(b"x"),
+        'the file "{file}" has 1 bytes instead of …',
+    ),
+    ("*/slice-00001*", flip, "{folder}: {file}: its bytes were changed (checksum)"),
+    ("*/slice-00001*", Path.unlink, 'the file "{file}" is missing'),
+    ("*/manifest.json", Path.unlink, "it has no manifest: it was not completed"),
+    (
+        "*/manifest.json",
+        lambda file: file.write_text("{"),
+        "its manifest is no JSON (Expecting property name enclosed in double quotes: line 1 column 2 "
+        "(char 1))",
+    ),
+    ("*/history.json", flip, "{folder}: {file}: its bytes were changed (checksum)"),
+]
+"""Which file of a checkpoint, what happens to it, and what is said of that."""

@@ -1,0 +1,220 @@
+"""Mistakes in using a trained model."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from bad_inputs import WHOLE, Mistake
+from pyspark import cloudpickle
+from pyspark.sql import functions
+
+from sparkdl import DataError, ModelError, ParameterError
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+USES = [
+    Mistake(
+        "existing prediction column",
+        lambda t: t.model.transform(t.good().withColumn("prediction", functions.lit(1))),
+        DataError,
+        'the DataFrame already has a column "prediction": drop it, or choose another name with '
+        "prediction_col=.",
+    ),
+    Mistake(
+        "existing column of the chosen name",
+        lambda t: t.model.transform(t.good(), prediction_col="label"),
+        DataError,
+        'the DataFrame already has a column "label": drop it, or choose another name with '
+        "prediction_col=.",
+    ),
+    Mistake(
+        "transform without the column",
+        lambda t: t.model.transform(t.good().drop("features")),
+        DataError,
+        'feature column "features" is missing. The DataFrame has: label, n, s.',
+    ),
+    Mistake(
+        "transform of strings",
+        lambda t: t.model.transform(t.features("string", "a")),
+        DataError,
+        'feature column "features" is of type string: turn text into numbers first, for example '
+        "with pyspark.ml.feature.StringIndexer, or cast it where it holds numbers.",
+    ),
+    Mistake(
+        "batch size",
+        lambda t: t.model.transform(t.good(), batch_size=0),
+        ParameterError,
+        f"batch_size=0: {WHOLE}",
+    ),
+    Mistake(
+        "postprocess that sums up",
+        lambda t: t.model.transform(t.good(), postprocess=torch.sum),
+        ParameterError,
+        "postprocess must map a tensor of shape (rows, ...) to one with as many rows.",
+    ),
+    Mistake(
+        "unknown metric",
+        lambda t: t.model.evaluate(t.good(), metrics=["acuracy"]),
+        ParameterError,
+        'unknown metric "acuracy". Did you mean "accuracy"? '
+        "Known: loss, accuracy, top1, top5, top@k, mae, mse, auc, hit_ratio@k, ndcg@k, or a "
+        "sparkdl.Metric or torchmetrics.Metric.",
+    ),
+    Mistake(
+        "evaluate without the label",
+        lambda t: t.model.evaluate(t.good().drop("label")),
+        DataError,
+        'label column "label" is missing. The DataFrame has: features, n, s. '
+        "To train without a label, set label=None.",
+    ),
+    Mistake(
+        "evaluate on a stream",
+        lambda t: t.model.evaluate(
+            t.spark.readStream.format("rate").load().selectExpr("array(1.0) features", "1.0 label")
+        ),
+        DataError,
+        "the DataFrame is a stream, which has no end: write it to a table, and use that table. "
+        "trained.transform does work on a stream.",
+    ),
+    Mistake(
+        "evaluate nothing",
+        lambda t: t.model.evaluate(t.good().filter("n < 0")),
+        DataError,
+        "the data is empty: there is no row to evaluate.",
+        jobs=1,
+    ),
+    Mistake(
+        "evaluate a list",
+        lambda t: t.model.evaluate([1.0]),
+        ParameterError,
+        "evaluate takes a DataFrame or an RDD, not builtins.list.",
+    ),
+    Mistake(
+        "transform a list",
+        lambda t: t.model.transform([1.0]),
+        ParameterError,
+        "transform takes a DataFrame, not builtins.list. For an RDD use predict.",
+    ),
+    Mistake(
+        "transform an RDD",
+        lambda t: t.model.transform(t.rdd(1.0)),
+        ParameterError,
+        "transform takes a DataFrame, not pyspark.core.rdd.RDD. For an RDD use predict.",
+    ),
+    Mistake(
+        "predict on a DataFrame",
+        lambda t: t.model.predict(t.good()),
+        ParameterError,
+        "predict takes an RDD, not pyspark.sql.classic.dataframe.DataFrame. For a DataFrame "
+        "use transform.",
+    ),
+    Mistake(
+        "metrics by name",
+        lambda t: t.model.evaluate(t.good(), metrics="mae"),
+        ParameterError,
+        "metrics='mae': give a list, such as metrics=['mae'].",
+    ),
+    Mistake(
+        "metric by number",
+        lambda t: t.model.evaluate(t.good(), metrics=[5]),
+        ParameterError,
+        "unknown metric 5 (int). Give a name, a sparkdl.Metric, a torchmetrics.Metric, or a "
+        "pair (name, metric).",
+    ),
+    Mistake(
+        "metric of classes",
+        lambda t: t.model.evaluate(t.good(), metrics=["top5"]),
+        ParameterError,
+        'metric "top5" failed: …',
+        jobs=1,
+    ),
+    Mistake(
+        "prediction column by number",
+        lambda t: t.model.transform(t.good(), prediction_col=5),
+        ParameterError,
+        "prediction_col=5: give a column name.",
+    ),
+    Mistake(
+        "existing column in another case",
+        lambda t: t.model.transform(t.good(), prediction_col="LABEL"),
+        DataError,
+        'the DataFrame already has a column "label": drop it, or choose another name with '
+        "prediction_col=.",
+    ),
+    Mistake(
+        "transform of two columns of one name",
+        lambda t: t.model.transform(t.good().selectExpr("features", "label", "n Features")),
+        DataError,
+        'column "features" is ambiguous, the DataFrame has features and Features: rename or '
+        "drop all but one.",
+    ),
+    Mistake(
+        "postprocess that raises",
+        lambda t: t.model.transform(t.good(), postprocess=lambda output: 1 / 0),
+        ParameterError,
+        "postprocess fails on a tensor of shape [2]: ZeroDivisionError: division by zero. It "
+        "is given the model's output for a batch.",
+    ),
+    Mistake(
+        "postprocess by name",
+        lambda t: t.model.transform(t.good(), postprocess="argmax"),
+        ParameterError,
+        "postprocess is a str: give a function.",
+    ),
+    Mistake(
+        "evaluate a null",
+        lambda t: t.model.evaluate(t.features("array<double>", [1.0, 2.0], None)),
+        DataError,
+        'column "features", row 0 of partition 1: is null. Drop such rows with '
+        'df.dropna(subset=["features"]), or fill them.',
+        jobs=1,
+    ),
+    Mistake(
+        "evaluate other widths",
+        lambda t: t.model.evaluate(t.features("array<double>", [1.0, 2.0, 3.0])),
+        ModelError,
+        "the model fails on a batch of [1, 3] float32: RuntimeError: mat1 and mat2 shapes "
+        "cannot be multiplied (1x3 and 2x1). Give columns of the shapes and types that it "
+        "was trained on.",
+        jobs=1,
+    ),
+    Mistake(
+        "evaluate other labels",
+        lambda t: t.model.evaluate(
+            t.labels(
+                "array<double>", [1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]
+            )
+        ),
+        ModelError,
+        "the loss fails on output (2,) float32 and label (2, 3) float32: RuntimeError: The "
+        "size of tensor a (2) must match the size of tensor b (3) at non-singleton dimension "
+        "1. Give a label of the kind and range that the model was trained on.",
+        jobs=1,
+    ),
+    Mistake(
+        "evaluate records of strings",
+        lambda t: t.model.evaluate(t.rdd("a", "b")),
+        DataError,
+        'field "record", row 0 of partition 0: is a str. Give (features, label) pairs or '
+        "sparkdl.Sample(features, label).",
+        jobs=1,
+    ),
+    Mistake(
+        "evaluate records of two shapes",
+        lambda t: t.model.evaluate(t.rdd(*[([1.0, 2.0], 1.0)] * 3, ([1.0], 1.0))),
+        DataError,
+        'field "features", row 1 of partition 1: is float32[1] where row 0 is float32[2]. '
+        "Every row must have the same shape: filter, pad or cut such rows.",
+        jobs=1,
+    ),
+    Mistake(
+        "evaluate records of two widths",
+        lambda t: t.model.evaluate(t.rdd(*[([1.0, 2.0], 1.0)] * 3, (([1.0], [2.0]), 1.0))),
+        DataError,
+        'field "features", row 1 of partition 1: has features[0], features[1], label where '
+        "row 0 has features, label. Every row must have the same shape: filter, pad or cut "
+        "such rows.",
+        jobs=1,
+    ),
+]

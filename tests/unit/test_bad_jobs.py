@@ -1,0 +1,186 @@
+"""What the jobs say to a wrong command line or file: one line, exit status 2, and no session."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import sparkdl
+from jobs import console, evaluate, predict, train
+
+GOOD: dict[str, Any] = {
+    "data": {"train": "a.parquet"},
+    "model": {"use": "torch.nn:Linear", "in_features": 2, "out_features": 2},
+    "loss": "torch.nn:CrossEntropyLoss",
+    "optimizer": {"use": "torch.optim:SGD", "lr": 0.1},
+}
+DATA = (
+    "train, test, format, options, prepare, features, label, weight, class_weights, columns, "
+    "augment, bucketing"
+)
+WHOLE = "give a whole number of at least 1."
+METRICS = (
+    "Known: loss, accuracy, top1, top5, top@k, mae, mse, auc, hit_ratio@k, ndcg@k, or a "
+    "sparkdl.Metric or torchmetrics.Metric."
+)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """``arguments``: of the command line, where "a.yaml" holds ``text``, by default a good file.
+    "{tmp}" in the ``message`` is the working directory."""
+
+    name: str
+    arguments: list[str]
+    message: str
+    text: str = yaml.safe_dump(GOOD)
+    job: Any = train
+    files: dict[str, str] = field(default_factory=dict)
+
+
+def changed(name: str, change: str, message: str) -> Mistake:
+    return Mistake(name, ["--config", "a.yaml", "--set", change], message)
+
+
+MISTAKES = [
+    Mistake("no file", [], "give --config FILE; only --resume with a run folder goes without."),
+    Mistake("missing file", ["--config", "b.yaml"], "there is no configuration file b.yaml."),
+    Mistake("a folder", ["--config", "."], "there is no configuration file .."),
+    Mistake(
+        "no YAML",
+        ["--config", "a.yaml"],
+        "a.yaml, line 3: expected ',' or ']', but got '<stream end>'.",
+        "data:\n  train: [a\n",
+    ),
+    Mistake(
+        "no mapping", ["--config", "a.yaml"], "a.yaml: give a mapping of keys to values.", "- a\n"
+    ),
+    Mistake(
+        "nothing in it", ["--config", "a.yaml"], "a.yaml: give a mapping of keys to values.", ""
+    ),
+    Mistake(
+        "a key twice",
+        ["--config", "a.yaml"],
+        'a.yaml, line 2: the key "name" is given twice.',
+        "name: a\nname: b\n",
+    ),
+    Mistake(
+        "missing keys",
+        ["--config", "a.yaml"],
+        "a.yaml: 4 problems:\n  - data is missing.\n  - model is missing.\n  - loss is missing.\n"
+        "  - optimizer is missing.",
+        "name: a\n",
+    ),
+    changed("no change", "training.epochs", '--set "training.epochs": give key=value, such as '
+            "training.epochs=5."),
+    changed("no number", "training.epochs=ten",
+            "a.yaml: training.epochs: give a whole number, not text."),
+    changed("half an epoch", "training.epochs=2.5",
+            "a.yaml: training.epochs: give a whole number, not a number."),
+    changed("no text", "name=5",
+            "a.yaml: name: give text, not a whole number (quote it: '5')."),
+    changed("a list for a section", "data=[a]", f"a.yaml: data: give a mapping with {DATA}."),
+    changed("unknown key", "data.trian=a",
+            f'a.yaml: unknown key "data.trian". Did you mean "data.train"? Known here: {DATA}.'),
+    changed("no epochs", "training.epochs=0", f"training.epochs=0: {WHOLE}"),
+    changed("no batch", "training.batch_size=0", f"batch_size=0: {WHOLE}"),
+    changed("unknown engine", "training.engine=shufle",
+            'engine="shufle": use one of local, shuffle. Did you mean "shuffle"?'),
+    changed("unknown precision", "training.precision=fp23",
+            'precision="fp23": use one of fp32, bf16, fp16. Did you mean "fp32"?'),
+    changed("unknown loss", "loss=torch.nn:MSELos",
+            'loss: "torch.nn" has no "MSELos". Did you mean "MSELoss"?'),
+    changed("loss with a dot", "loss=torch.nn.MSELoss",
+            'loss: "torch.nn.MSELoss" is not of the form module:name or file.py:name. Did you mean '
+            '"torch.nn:MSELoss"?'),
+    changed("unknown argument", "optimizer.learning_rate=1",
+            'optimizer: "torch.optim:SGD" takes no argument "learning_rate". It takes: params, lr, '
+            "momentum, dampening, weight_decay, nesterov, maximize, foreach, differentiable, fused."),
+    changed("unknown module", "model=nets:small",
+            'model: module "nets" cannot be imported (ModuleNotFoundError: No module named '
+            "'nets')."),
+    changed("unknown file", "model=nets.py:small", "model: there is no file {tmp}/nets.py."),
+    changed("unknown metric", "metrics=[acuracy]",
+            f'metrics: unknown metric "acuracy". Did you mean "accuracy"? {METRICS}'),
+    changed("half a validation", "validation={}",
+            "validation: give either data, a path, or share, a part of the training data."),
+    changed("all of it to validate on", "validation.share=1.0",
+            "validation: share=1.0: give a number between 0 and 1, such as 0.1."),
+    changed("stopping on nothing", "early_stopping.patience=2",
+            "early_stopping needs a validation: set validation.share or .data."),
+    changed("weights of nobody", "care.weights=.",
+            "care.weights: . is neither a run folder nor a model (no model.json in it)."),
+    changed("no clipping", "gradients.clip_norm=0", "clip_norm=0.0: give a number above 0, or None."),
+    changed("unknown data set", "data.prepare=digts",
+            'data.prepare: "digts" is no known data set. Did you mean "digits"? Known: digits.'),
+    Mistake(
+        "resume from nowhere",
+        ["--resume", "runs/none"],
+        "give --config FILE; only --resume with a run folder goes without.",
+    ),
+    Mistake(
+        "resume without a checkpoint",
+        ["--resume", "run"],
+        "--resume: run has no checkpoint. Train it with a checkpoint section, such as --set "
+        "checkpoint.every_epochs=1.",
+        files={"run/config.yaml": yaml.safe_dump(GOOD)},
+    ),
+    Mistake(
+        "no model",
+        ["--model", "none", "--data", "a.parquet"],
+        "there is no folder none.",
+        job=evaluate,
+    ),
+    Mistake(
+        "a folder without a model",
+        ["--model", ".", "--data", "a.parquet", "--output", "b.parquet"],
+        ". is neither a run folder nor a model (no model.json in it).",
+        job=predict,
+    ),
+    Mistake(
+        "no option",
+        ["--model", ".", "--data", "a.parquet", "--option", "header"],
+        '--option "header": give key=value.',
+        job=evaluate,
+    ),
+    Mistake(
+        "a damaged model",
+        ["--model", "run", "--data", "a.parquet"],
+        "run/model.json is damaged (JSONDecodeError: Expecting property name enclosed in double "
+        "quotes: line 1 column 2 (char 1)). Save the model again, or take another copy of the "
+        "folder.",
+        job=evaluate,
+        files={"run/model.json": "{"},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+def test_a_mistake_ends_a_job_before_its_session(
+    mistake: Mistake,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def no_session(*_: Any, **__: Any) -> None:
+        raise AssertionError("a session is started")
+
+    for name, text in {"a.yaml": mistake.text, **mistake.files}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["job", *mistake.arguments])
+    monkeypatch.setattr(sparkdl, "session", no_session)
+    with pytest.raises(SystemExit) as caught:
+        console.run(mistake.job.main)
+    shown = capsys.readouterr()
+    assert shown.err == f"error: {mistake.message.replace('{tmp}', str(tmp_path))}\n"
+    assert shown.out == ""
+    assert caught.value.code == 2
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,131 @@
+"""Any column of any type, and any Python record: either tensors or one sentence, never a stack."""
+
+from __future__ import annotations
+
+import decimal
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from any_values import EXAMPLES, FLOATS, SPECS, columns
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyspark.sql import types as sql
+from pyspark.sql.pandas.types import to_arrow_type
+
+from sparkdl.data.columns import Sequence
+from sparkdl.data.problems import Problem, RowProblem
+from sparkdl.data.ragged import Ragged, Rows
+from sparkdl.data.records import Sample, WriteRecords, check_alike, stack_records
+from sparkdl.data.schema import read_schema, to_numpy
+from sparkdl.errors import DataError
+
+many = settings(max_examples=EXAMPLES or 300, deadline=None, derandomize=not EXAMPLES)
+
+
+@many
+@given(columns(), SPECS, st.sampled_from(["feature", "label", "weight"]), st.integers(0, 3))
+def test_any_column_becomes_tensors_or_a_sentence(
+    column: tuple[sql.DataType, list[Any]], spec: Any, role: str, before: int
+) -> None:
+    kind, values = column
+    schema = sql.StructType([sql.StructField("x", kind)])
+    features, label, weight = (
+        (("x",), (), None)
+        if role == "feature"
+        else (("x",), ("x",), None)
+        if role == "label"
+        else ((), (), "x")
+    )
+    specs = {"x": spec} if spec else {}
+    try:
+        found = read_schema(schema, features, label, weight, "float32", specs)
+    except DataError as error:
+        found, told = None, str(error)
+    if found is None:
+        assert 'column "x"' in told
+        return
+    chosen = [c for part in found for c in part][-1]
+    array = pa.array(values, to_arrow_type(kind))
+    array = array.slice(min(before, len(array)))
+    try:
+        rows = to_numpy(array, chosen, 7)
+    except RowProblem as error:
+        rows, problem = None, error.problem
+    if rows is None:
+        assert problem.column == "x"
+        check_problem(problem, range(7, 7 + len(array)))
+    else:
+        assert len(rows) == len(array)
+        check_numbers(rows)
+
+
+def check_problem(problem: Problem, rows: range) -> None:
+    assert problem.row in rows
+    assert problem.text
+    assert problem.remedy.endswith(".")
+
+
+def check_numbers(rows: Rows) -> None:
+    plain = rows.values if isinstance(rows, Ragged) else rows
+    assert plain.dtype.kind in "fiub"
+    assert plain.dtype.kind != "f" or np.isfinite(plain).all()
+
+
+RECORD_VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | FLOATS
+    | st.text(max_size=3)
+    | st.binary(max_size=3)
+    | st.complex_numbers()
+    | st.dates()
+    | st.decimals()
+    | st.just(object())
+    | st.just(decimal.Decimal("NaN"))
+    | st.sampled_from([np.float16, np.uint8, np.uint64, np.int32, np.complex64, "S3", object]).map(
+        lambda dtype: np.zeros(2, dtype)
+    )
+    | st.sampled_from([torch.bfloat16, torch.float16, torch.complex64, torch.bool]).map(
+        lambda dtype: torch.ones(2, dtype=dtype)
+    )
+    | st.sampled_from([torch.eye(2).to_sparse(), torch.ones(2, requires_grad=True), [[1], [2, 3]]]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=1), inner, max_size=2)
+        | st.builds(Sample, inner, inner, inner)
+    ),
+    max_leaves=4,
+)
+
+
+@many
+@given(st.lists(RECORD_VALUES, max_size=3), st.booleans(), st.booleans(), st.booleans())
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_any_record_becomes_tensors_or_a_sentence(
+    records: list[Any], labelled: bool, weighted: bool, varying: bool
+) -> None:
+    specs = {"features": Sequence()} if varying else {}
+    task = WriteRecords(None, labelled, "float32", specs, weighted)  # type: ignore[arg-type]
+    waiting: list[list[np.ndarray]] = []
+    names: list[str] = []
+    try:
+        for row, record in enumerate(records):
+            assert 0 <= task.content_hash(record) < 2**32
+            parts = task._parts(record, row)
+            names = names or [name for name, _ in parts]
+            check_alike(parts, waiting, row, specs, names)
+            waiting.append([value for _, value in parts])
+        fields = stack_records(names, waiting, specs)
+    except RowProblem as error:
+        fields, problem = None, error.problem
+    if fields is None:
+        check_problem(problem, range(len(records)))
+    else:
+        for field in fields:
+            check_numbers(field)
