@@ -74,7 +74,9 @@ class Component:
         return made
 
     def is_torch_loss(self) -> bool:
-        """A loss of ``torch.nn``: naming it can run no other code."""
+        """A loss of ``torch.nn``, its arguments no functions: naming it can run no other code."""
+        if any(_is_named(value) for value in self.arguments.values()):
+            return False
         module, _, name = self.use.partition(":")
         if module == "torch.nn":
             from torch import nn

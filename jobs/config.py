@@ -16,8 +16,7 @@ from jobs.components import Component
 from jobs.sections import Config
 from sparkdl import ParameterError
 from sparkdl.errors import nearest, raise_all
-
-REDACTED = "[redacted]"
+from sparkdl.redaction import REDACTED
 
 
 def read_config(path: str | Path, changes: Sequence[str] = ()) -> Config:
@@ -75,7 +74,7 @@ def parse(content: dict[str, Any]) -> Config:
     problems = [
         f"{key} was redacted when it was written: give it anew, with --set {key}=..."
         for key, value in _leaves(content, "")
-        if value == REDACTED
+        if isinstance(value, str) and REDACTED in value
     ]
     config = _section(Config, content, "", problems)
     raise_all(ParameterError, problems)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import sparkdl
 from sparkdl import Callback, Trainer, TrainState
+from sparkdl.redaction import without_credentials
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -34,7 +35,7 @@ def run(job: Callable[[], None]) -> NoReturn:
         status, message = 130, "interrupted."
     else:
         sys.exit(0)
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {without_credentials(message)}", file=sys.stderr)
     sys.exit(status)
 
 
@@ -131,7 +132,8 @@ class EpochLines(Callback):
     def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
         self.state = state
         if state.checkpoint is not None:
-            print(f"on from iteration {state.iteration:,}: {state.checkpoint}", flush=True)
+            place = without_credentials(state.checkpoint)
+            print(f"on from iteration {state.iteration:,}: {place}", flush=True)
 
     def on_epoch_start(self, trainer: Trainer, state: TrainState) -> None:
         self._losses = []

@@ -19,7 +19,6 @@ from typing import Any
 
 import yaml
 
-from jobs.config import REDACTED
 from jobs.sections import Config
 from sparkdl import (
     CheckpointError,
@@ -29,12 +28,7 @@ from sparkdl import (
     UserError,
     __version__,
 )
-
-# A key whose value is a secret; a number only where it is not a size, such as max_tokens.
-_KEY = r"(access|account|api|encryption|private|shared)[._-]?key|(^|[._-])(key|token)$"
-_SECRET_NUMBER = re.compile(rf"secret|passw|credential|{_KEY}", re.IGNORECASE)
-_SECRET = re.compile(rf"token|{_SECRET_NUMBER.pattern}", re.IGNORECASE)
-_PASSWORD_IN_URL = re.compile(r"(\w+://[^/\s:@]*):[^/\s@]+@")
+from sparkdl.redaction import REDACTED, is_secret, without_credentials
 
 
 @dataclass(frozen=True)
@@ -103,27 +97,25 @@ def models_of(trained: TrainedModel) -> dict[str, TrainedModel]:
 
 
 def redacted(value: Any, key: str = "") -> Any:
-    """``value`` with what stands under secret-looking keys, and passwords in URLs, replaced."""
+    """``value`` with what stands under keys that speak of secrets hidden, and credentials in texts;
+    see :mod:`sparkdl.redaction`. ``key``: where it stands, all keys on the way."""
     if isinstance(value, dict):
         if key == ".data.columns":  # a column may well be named "tokens"
             return {k: redacted(v, "") for k, v in value.items()}
         return {k: v if k == "use" else redacted(v, f"{key}.{k}") for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [redacted(v, key) for v in value]
-    if isinstance(value, str):
-        return REDACTED if _SECRET.search(key) else _PASSWORD_IN_URL.sub(rf"\1:{REDACTED}@", value)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return REDACTED if _SECRET_NUMBER.search(key) else value
-    return value
+    if is_secret(key, value):
+        return REDACTED
+    return without_credentials(value) if isinstance(value, str) else value
 
 
 def _without_secrets(arguments: list[str]) -> list[str]:
     shown = []
     for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if equals and _SECRET.search(key):
-            value = REDACTED
-        shown.append(redacted(f"{key}{equals}{value}"))
+        key, equals, value = argument.removeprefix("--set=").partition("=")
+        hidden = equals and is_secret(key, value)
+        shown.append(f"{key}={REDACTED}" if hidden else without_credentials(argument))
     return shown
 
 

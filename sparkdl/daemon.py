@@ -10,12 +10,21 @@ shared and collections after a task are short.
 Only a process without threads is forked safely. The imports start none but jemalloc's (pyarrow
 links it), which handles forks itself; the pools of OpenMP and torch start with the first operation,
 hence in the workers, and so does CUDA.
+
+Whoever can connect to the daemon's Unix socket can run code as its user. PySpark leaves that to the
+umask, in a directory of all users; here the socket is in a private one (:func:`use_private_directory`).
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
+import os
+import shutil
+from pathlib import Path
+
+from sparkdl.slab.root import marked_directory
 
 MODULES = (
     "pandas",  # PySpark's Arrow tasks import it
@@ -25,6 +34,12 @@ MODULES = (
     "sparkdl.infer.evaluate",
     "torch._dynamo",  # the first optimizer of a process imports it
 )
+
+
+SOCKETS = "PYTHON_WORKER_FACTORY_SOCK_DIR"
+"""Where Spark wants the daemon's socket; not set where it listens on TCP."""
+LONGEST_PARENT = 107 - len("/sparkdl-12345678") - len("/.01234567-0123-0123-0123-012345678901.sock")
+"""Of the 107 bytes that the path of a Unix socket may have."""
 
 
 def preload() -> None:
@@ -37,8 +52,23 @@ def preload() -> None:
     gc.enable()
 
 
+def use_private_directory() -> None:
+    """Make a directory of mode 0700 for the daemon's socket, which goes with the daemon; that of a
+    daemon that was killed goes with the next one.
+
+    Where its path would be too long for a socket's, the directory stays the one that Spark says.
+    """
+    parent = os.environ.get(SOCKETS)
+    if parent is None or len(os.fsencode(parent)) > LONGEST_PARENT:
+        return
+    directory = str(marked_directory(Path(parent)))
+    os.environ[SOCKETS] = directory
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+
+
 if __name__ == "__main__":
     from pyspark.daemon import manager
 
     preload()
+    use_private_directory()
     manager()

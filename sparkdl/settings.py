@@ -7,6 +7,7 @@ This is the one place where keys are named. :data:`SETTINGS` documents sparkdl's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,6 +41,20 @@ SETTINGS: dict[str, Setting] = {
         "by the update's measured time. The bits are the same.",
         choices=("auto", "one", "two"),
     ),
+    "spark.sparkdl.snapshot.seconds": Setting(
+        default="30",
+        doc="How often Spark is given a copy of the state to keep on the disks of two executors, so "
+        "that what is lost with an executor costs no more than so many seconds of training. Less "
+        "often where snapshots would take more than a twentieth of the time; '0': after every "
+        "iteration; 'off': never, a run then goes on from its last checkpoint, or begins again. In "
+        "local[...] none are taken: there is nothing that could be lost alone.",
+    ),
+    "spark.sparkdl.timeout.seconds": Setting(
+        default="1800",
+        doc="How long nothing may happen in a job of a fit, no task starting or ending, before the "
+        "fit ends with an error that names the tasks that were waited for and their executors. "
+        "'off': it waits for ever.",
+    ),
     "spark.sparkdl.progress": Setting(
         default="auto",
         doc="Progress bar while fitting. 'auto': on a terminal and in notebooks only.",
@@ -68,6 +83,10 @@ SPARK_SETTINGS: dict[str, tuple[str, str]] = {
         "false",
         "only a slice's state, not its gradients, should decide where it is synchronized",
     ),
+    "spark.storage.cachedPeersTtl": (
+        "1000",
+        "executors look for others once a minute: a snapshot's second copy would miss new ones",
+    ),
     "spark.ui.showConsoleProgress": ("false", "sparkdl draws its own progress bar"),
     "spark.log.level": ("ERROR", "keeps the console readable; warnings stay in the Spark UI"),
 }
@@ -88,6 +107,10 @@ class Settings:
     slab_dir: str = "auto"
     progress: str = "auto"
     stages: str = "auto"
+    snapshot_seconds: float | None = 30.0
+    """None: no snapshots."""
+    timeout: float | None = 1800.0
+    """Seconds; None: no bound."""
 
     @staticmethod
     def read(get: Callable[[str, str], str], keys: list[str]) -> Settings:
@@ -106,9 +129,29 @@ class Settings:
             for key, setting in SETTINGS.items()
             if setting.choices and values[key] not in setting.choices
         ]
+        durations = [key for key in SETTINGS if key.endswith(".seconds")]
+        problems += [
+            f'{key} = "{values[key]}": give a number of seconds, such as {SETTINGS[key].default}, or '
+            "off."
+            for key in durations
+            if values[key] != "off" and not _is_duration(values[key])
+        ]
         raise_all(ParameterError, problems)
         return Settings(
             slab_dir=values["spark.sparkdl.slab.dir"],
             progress=values["spark.sparkdl.progress"],
             stages=values["spark.sparkdl.stages"],
+            snapshot_seconds=_duration(values["spark.sparkdl.snapshot.seconds"]),
+            timeout=_duration(values["spark.sparkdl.timeout.seconds"]),
         )
+
+
+def _duration(text: str) -> float | None:
+    return None if text == "off" else float(text)
+
+
+def _is_duration(text: str) -> bool:
+    try:
+        return 0 <= float(text) < math.inf
+    except ValueError:
+        return False

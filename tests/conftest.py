@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import secured
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--secured",
+        action="store_true",
+        help="with Spark's authentication and encryption in every session",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--secured"):
+        folder = Path(tempfile.mkdtemp())
+        config.add_cleanup(functools.partial(shutil.rmtree, folder))
+        secured.turn_on(folder)
+
+
 @pytest.fixture(scope="session")
-def spark() -> Iterator[SparkSession]:
+def spark(request: pytest.FixtureRequest) -> Iterator[SparkSession]:
     """One quiet local[2] session for the whole run."""
     import sparkdl
 
@@ -28,5 +48,8 @@ def spark() -> Iterator[SparkSession]:
             "spark.sparkdl.progress": "false",
         },
     )
+    if request.config.getoption("--secured"):
+        conf = session.sparkContext.getConf()
+        assert {key: conf.get(key) for key in secured.SETTINGS} == secured.SETTINGS
     yield session
     session.stop()

@@ -17,6 +17,7 @@ import numpy as np
 
 from sparkdl.data.handle import Field, Segment
 from sparkdl.data.ragged import Padding, Ragged, Rows
+from sparkdl.slab.root import open_private
 
 
 def segment_files(segment: Segment, fields: Sequence[Field]) -> list[str]:
@@ -37,7 +38,8 @@ class SegmentWriter:
         self._files: list[BinaryIO] = []
         try:
             for name in segment_files(self.segment, fields):
-                self._files.append(open(name, "wb", buffering=0))  # noqa: SIM115
+                file = open(name, "xb", buffering=0, opener=open_private)  # noqa: SIM115
+                self._files.append(file)
         except OSError:
             self.remove()
             raise
@@ -135,7 +137,7 @@ class Column:
         if field.padding is None:
             return Column(Items([_values(segment, number, field) for segment in segments]))
         offsets = [
-            _map(f"{segment.path}-{number}.offsets", "int64", (segment.num_rows + 1,))
+            map_file(f"{segment.path}-{number}.offsets", "int64", (segment.num_rows + 1,))
             for segment in segments
         ]
         values = [_values(segment, number, field) for segment in segments]
@@ -161,8 +163,12 @@ class Column:
 def _values(segment: Segment, number: int, field: Field) -> np.ndarray:
     """The rows of a field, or the items of all rows where they vary in length."""
     rows = -1 if field.ragged else segment.num_rows
-    return _map(f"{segment.path}-{number}.values", field.dtype, (rows, *field.shape))
+    return map_file(f"{segment.path}-{number}.values", field.dtype, (rows, *field.shape))
 
 
-def _map(path: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    return np.asarray(np.memmap(path, dtype, mode="r")).reshape(shape)
+def map_file(path: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    """A file of a slab root as an array. Raises FileNotFoundError, and OSError for a link."""
+    with open(path, "rb", opener=open_private) as file:
+        if os.fstat(file.fileno()).st_size == 0:  # which cannot be mapped
+            return np.zeros(0, dtype).reshape(shape)
+        return np.asarray(np.memmap(file, dtype, mode="r")).reshape(shape)

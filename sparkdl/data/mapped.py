@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparkdl.data.files import Column, segment_files
+from sparkdl.data.files import Column, map_file, segment_files
 from sparkdl.data.handle import Field, SampleHandle, Segment
 from sparkdl.data.order import row_contents
 from sparkdl.data.ragged import Rows
@@ -40,13 +40,13 @@ class MappedPartition:
         try:
             numbered = enumerate(fields if segments else ())
             columns = tuple(Column.map(segments, number, field) for number, field in numbered)
-            order = np.load(order_path, mmap_mode="r") if order_path else np.zeros(0, np.int64)
+            order = map_file(order_path, "int64", (-1,)) if order_path else np.zeros(0, np.int64)
         except FileNotFoundError:
             names = [name for segment in segments for name in segment_files(segment, fields)]
             gone = [path for path in (*names, order_path) if path and not os.path.exists(path)]
             raise StaleReferenceError(f"sample slab {', '.join(gone)} was deleted") from None
         starts = np.cumsum([0, *(segment.num_rows for segment in segments)])[:-1]
-        return MappedPartition(columns, starts, np.asarray(order), fields, order_path)
+        return MappedPartition(columns, starts, order, fields, order_path)
 
     def gather(self, rows: np.ndarray) -> list[Rows]:
         """The rows (numbers in canonical order), one entry a field.
@@ -85,6 +85,13 @@ def _open(
 def open_partition(handle: SampleHandle) -> MappedPartition:
     """Map the handle's files, or find them mapped already (paths are never used twice)."""
     return _open(handle.token, handle.segments, handle.order_path, handle.fields)
+
+
+def lies_here(handle: SampleHandle, token: str) -> bool:
+    """Whether the handle's files are on the node of ``token``, all of them."""
+    names = [n for part in handle.segments for n in segment_files(part, handle.fields)]
+    files = [path for path in (*names, handle.order_path) if path]
+    return not handle.num_rows or (handle.token == token and all(map(os.path.exists, files)))
 
 
 def close_partitions() -> None:

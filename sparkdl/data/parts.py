@@ -17,7 +17,7 @@ from sparkdl.data.mapped import MappedPartition
 from sparkdl.data.order import canonical_order, checksum
 from sparkdl.data.problems import SAME_SHAPE, Problem
 from sparkdl.errors import SlabFullError
-from sparkdl.slab.root import Root, SlabConfig, open_root
+from sparkdl.slab.root import Root, SlabConfig, open_private, open_root
 
 COMPARE_BYTES = 64 << 20
 """How much of rows with equal hashes is held at a time, to sort them."""
@@ -125,12 +125,9 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _save(folder: Path, order: np.ndarray) -> str:
-    """As ``np.save``, which would not say that the disk is full, only that less was written."""
-    path = folder / f"samples-{secrets.token_hex(8)}-order.npy"
-    with open(path, "wb", buffering=0) as file:
+    path = folder / f"samples-{secrets.token_hex(8)}.order"
+    with open(path, "xb", buffering=0, opener=open_private) as file:
         try:
-            header = np.lib.format.header_data_from_array_1_0(order)
-            np.lib.format.write_array_header_1_0(file, header)
             write_all(file, order)
         except OSError:
             path.unlink()

@@ -15,7 +15,7 @@ from sparkdl.errors import StaleReferenceError
 from sparkdl.replica.cache import live_replica
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import Recipe
-from sparkdl.slab.root import SlabConfig, open_root
+from sparkdl.slab.root import SlabConfig, open_root, read_private, write_private
 
 if TYPE_CHECKING:
     from sparkdl.data.assemble import Assembly
@@ -62,7 +62,7 @@ def install_recipe(run: Run, payload: bytes) -> None:
     path = root.directories[0] / "recipe"
     if not path.exists():
         draft = Path(f"{path}.{secrets.token_hex(8)}")
-        draft.write_bytes(payload)
+        write_private(draft, payload)
         os.replace(draft, path)
 
 
@@ -77,6 +77,6 @@ def _load_recipe(run: Run) -> Recipe:
     root = open_root(run.slab)
     if root is None:
         raise StaleReferenceError(f"this node has no slab root {run.slab.name}")
-    recipe = pickle.loads((root.directories[0] / "recipe").read_bytes())
+    recipe = pickle.loads(read_private(root.directories[0] / "recipe"))
     assert isinstance(recipe, Recipe)
     return recipe

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparkdl.errors import SlabFullError, StaleReferenceError
-from sparkdl.slab.root import Root, SlabConfig, open_root
+from sparkdl.slab.root import Root, SlabConfig, open_private, open_root
 
 HEADER_BYTES = 4096
 _STAMP = struct.Struct("<8sq16s")
@@ -64,7 +64,7 @@ class _Mapped:
     """One mapped file, kept open by this process so that its pages stay mapped."""
 
     def __init__(self, path: str) -> None:
-        self.fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self.fd = open_private(path, os.O_RDWR)
         self.map = mmap.mmap(self.fd, 0)
         self.bytes = np.frombuffer(self.map, dtype=np.uint8)
         self.claimed = False  # its lock is held through fd, which must then stay open
@@ -228,7 +228,7 @@ def close_pool(config: SlabConfig) -> None:
 
 def _reserve(path: str, nbytes: int) -> bool:
     """Make a file with its blocks allocated (a sparse one would die by SIGBUS later)."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:

@@ -40,6 +40,8 @@ class Root:
 
     directories: tuple[Path, ...]
     token: str
+    made: tuple[int, int] = (0, 0)
+    """Which file the token is: one that was deleted and made again is another."""
 
 
 _open_roots: dict[str, Root] = {}
@@ -53,7 +55,7 @@ def open_root(config: SlabConfig, create: bool = False) -> Root | None:
     user's own 0700 directory.
     """
     root = _open_roots.get(config.name)
-    if root is not None and os.path.exists(f"{root.directories[0]}/token"):
+    if root is not None and _made(root.directories[0]) == root.made:
         return root
     _open_roots.pop(config.name, None)
     bases = _bases(config.directory)
@@ -63,10 +65,31 @@ def open_root(config: SlabConfig, create: bool = False) -> Root | None:
             return None
         _sweep(bases)
     directories = tuple(_private_directory(base / config.name) for base in bases)
-    _mark_alive(first)
-    root = Root(directories, _token(first))
+    for path in directories:
+        _mark_alive(path, _holder())
+    root = Root(directories, _token(first), _made(first))
     _open_roots[config.name] = root
     return root
+
+
+def open_private(path: str | Path, flags: int) -> int:
+    """Open a file of a slab root, a new one with mode 0600: the opener for :func:`open`.
+
+    Raises OSError for a link.
+    """
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def read_private(path: str | Path) -> bytes:
+    """All of a file of a slab root."""
+    with open(path, "rb", opener=open_private) as file:
+        return file.read()
+
+
+def write_private(path: str | Path, data: bytes) -> None:
+    """Make a file of a slab root. Raises FileExistsError where the name is taken."""
+    with open(path, "xb", opener=open_private) as file:
+        file.write(data)
 
 
 def remove_root(config: SlabConfig) -> None:
@@ -75,6 +98,18 @@ def remove_root(config: SlabConfig) -> None:
     directories = root.directories if root else [b / config.name for b in _bases(config.directory)]
     for directory in directories:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def marked_directory(base: Path) -> Path:
+    """A new directory of mode 0700 in ``base``, to be swept when this process is dead.
+
+    Sweeps there what others have left.
+    """
+    _sweep([base])
+    path = base / f"{MARK}{secrets.token_hex(4)}"
+    path.mkdir(mode=0o700)
+    _mark_alive(path, os.getpid())
+    return path
 
 
 def _bases(directory: str) -> list[Path]:
@@ -109,45 +144,65 @@ def _private_directory(path: Path) -> Path:
 def _token(root: Path) -> str:
     """Read the token, or be the one process that makes it (link is atomic, the first wins)."""
     draft = root / f"token.{secrets.token_hex(8)}"
-    draft.write_text(secrets.token_hex(16))
+    write_private(draft, secrets.token_hex(16).encode())
     try:
         os.link(draft, root / "token")
     except FileExistsError:
         pass
     finally:
         draft.unlink()
-    return (root / "token").read_text()
+    return read_private(root / "token").decode()
 
 
-def _mark_alive(root: Path) -> None:
-    """Leave the identity of the process that outlives workers: the JVM above the worker daemon."""
-    holder = os.getpid()
+def _made(root: Path) -> tuple[int, int]:
+    """What tells the root's token from any that lay there before."""
+    try:
+        status = os.stat(f"{root}/token")
+    except FileNotFoundError:
+        return (-1, -1)
+    return status.st_ino, status.st_ctime_ns
+
+
+def _holder() -> int:
+    """The process that outlives workers: the JVM above the worker daemon."""
     if "SPARK_PYTHON_RUNTIME" in os.environ or "PYTHON_WORKER_FACTORY_SOCK_DIR" in os.environ:
-        holder = _parent(os.getppid()) or os.getppid()
-    (root / f"alive.{_namespace()}.{holder}.{_start_time(holder)}").touch()
+        return _parent(os.getppid()) or os.getppid()
+    return os.getpid()
+
+
+def _mark_alive(root: Path, holder: int) -> None:
+    """Leave the identity of the process that holds the directory."""
+    mark = root / f"alive.{_namespace()}.{holder}.{_start_time(holder)}"
+    os.close(open_private(mark, os.O_WRONLY | os.O_CREAT))
 
 
 def _sweep(bases: list[Path]) -> None:
     """Remove roots of this user that no living process of this PID namespace holds.
 
-    The first base has the marks; the parts of a dead root in the other bases go with it.
+    Each directory of a root has the marks: one may have lost the others, as shared memory is empty
+    after a restart. Links are neither followed nor removed.
     """
-    for path in bases[0].glob(MARK + "*"):
-        try:
-            status = path.lstat()
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-                continue
-            holders = [mark.name.split(".")[1:] for mark in path.glob("alive.*")]
-            young = time.time() - status.st_mtime < SWEEP_AFTER_SECONDS
-            if (not holders and young) or any(
-                namespace != _namespace() or _start_time(int(pid)) == started
-                for namespace, pid, started in holders
-            ):
-                continue
-        except (FileNotFoundError, ValueError):
-            continue
-        for base in bases:
-            shutil.rmtree(base / path.name, ignore_errors=True)
+    for base in bases:
+        for path in base.glob(MARK + "*"):
+            if _is_dead(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_dead(path: Path) -> bool:
+    """Whether it is a root of this user whose processes are all gone, as far as can be seen."""
+    try:
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            return False
+        holders = [mark.name.split(".")[1:] for mark in path.glob("alive.*")]
+        if not holders:
+            return time.time() - status.st_mtime >= SWEEP_AFTER_SECONDS
+        return all(
+            namespace == _namespace() and _start_time(int(pid)) != started
+            for namespace, pid, started in holders
+        )
+    except (FileNotFoundError, ValueError):
+        return False
 
 
 def _namespace() -> str:

@@ -99,6 +99,7 @@ class InitialResiduals:
 
     read: ReadResiduals
     reported: tuple[type[Exception], ...] = ()
+    tick: int = 0
 
     def __call__(self, seat: Seat) -> Iterator[bytes]:
         result: ResidualHandle | Exception | None = None
@@ -108,6 +109,6 @@ class InitialResiduals:
             result = error
         else:
             if kept is not None:
-                result = write_residuals(seat.pool, seat.index, None, kept, tick=0)
+                result = write_residuals(seat.pool, seat.index, None, kept, self.tick)
         yield pickle.dumps((seat.index, result))
         settle_worker()

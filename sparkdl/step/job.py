@@ -14,7 +14,7 @@ import torch
 
 from sparkdl.clock import Clock
 from sparkdl.data.handle import SampleHandle
-from sparkdl.data.mapped import open_partition
+from sparkdl.data.mapped import lies_here, open_partition
 from sparkdl.frames import send
 from sparkdl.message import posted
 from sparkdl.replica.live import LiveReplica
@@ -71,13 +71,14 @@ class PrepareReplica:
             yield frame
 
 
-def check_replica(partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-    """Body over the replica RDD: build the replica; (node token, digest of its initial weights)."""
-    for frame in list(frames):
-        run = pickle.loads(frame).run
-        recipe = open_replica(run).recipe
+def check_seat(partition: int, seats: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+    """Body over (replica, samples) pairs: build the replica; a pickled (node token, digest of its
+    initial weights, whether its samples are on the node)."""
+    for replica, samples in list(seats):
+        run = pickle.loads(replica).run
         token = open_pool(run.slab).token
-        yield pickle.dumps((token, weights_digest(recipe.build())))
+        digest = weights_digest(open_replica(run).recipe.build())
+        yield pickle.dumps((token, digest, lies_here(pickle.loads(samples), token)))
     settle_worker()
 
 

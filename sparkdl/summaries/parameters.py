@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
+from sparkdl.redaction import is_secret, without_credentials
 from sparkdl.train.triggers import Trigger
 
 LONGEST = 250
 """Letters of a value; the rest is cut off (MLflow's stores take 250 to 8,000)."""
-_SECRET_NUMBER = re.compile(
-    r"secret|passw|credential|(access|account|api|encryption|private|shared)[._-]?key|(^|[._-])key$",
-    re.IGNORECASE,
-)
-_SECRET = re.compile(rf"token|{_SECRET_NUMBER.pattern}", re.IGNORECASE)
-_PASSWORD = re.compile(r"(\w+://)[^/\s@]*@")
-_QUERY = re.compile(r"(\w+://[^\s?]*)\?\S*")  # which may be signed
 
 
 def plain_parameters(trainer: Any) -> dict[str, str]:
@@ -28,7 +21,8 @@ def plain_parameters(trainer: Any) -> dict[str, str]:
 
     A function, class or module is its name; a partial also its plain keywords, as ``optimizer.lr``;
     mappings and nested dataclasses likewise. Anything else (data, callbacks) is left out, and so is
-    what stands under a name that looks like a secret's; URLs lose their passwords and queries.
+    what stands under a name that looks like a secret's; in texts such are hidden, see
+    :mod:`sparkdl.redaction`.
     """
     values = ((f.name, getattr(trainer, f.name)) for f in dataclasses.fields(trainer))
     return {k: text for name, value in values for k, text in _texts(name, value)}
@@ -36,11 +30,11 @@ def plain_parameters(trainer: Any) -> dict[str, str]:
 
 def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, (str, int, float, type(None))):
-        if not (_SECRET if isinstance(value, str) else _SECRET_NUMBER).search(name):
-            yield name, _cut(_QUERY.sub(r"\1", _PASSWORD.sub(r"\1", str(value))))
+        if not is_secret(name, value):
+            yield name, _cut(without_credentials(str(value)))
     elif isinstance(value, Trigger):
         named = type(value).__repr__ is object.__repr__  # which would tell an address
-        yield name, _cut(type(value).__name__ if named else repr(value))
+        yield name, _cut(type(value).__name__ if named else without_credentials(repr(value)))
     elif isinstance(value, functools.partial):
         yield from _texts(name, value.func)
         for key, argument in value.keywords.items():

@@ -75,12 +75,13 @@ class InitialState:
 
     ``read``: gives a slice's state from elsewhere (a checkpoint, an earlier run); None: the recipe's
     weights and no optimizer state. Where it raises one of ``reported``, the frame is that exception.
-    ``role``: of the buffers that are written.
+    ``role``: of the buffers that are written, in ``tick``.
     """
 
     read: Callable[[SlicePlan, torch.dtype], SliceState] | None = None
     reported: tuple[type[Exception], ...] = ()
     role: str = "state"
+    tick: int = 0
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
@@ -94,7 +95,7 @@ class InitialState:
         except self.reported as error:
             yield pickle.dumps(error)
         else:
-            handle = first_version(pool, state, tick=0, role=self.role)
+            handle = first_version(pool, state, self.tick, self.role)
             yield pickle.dumps(SliceReport(partition, pool.token, handle))
         settle_worker()
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sparkdl.slab.pool import Claim, Pool
+from sparkdl.slab.pool import Claim, Pool, Reference
 from sparkdl.sync.codec import as_tensor
 from sparkdl.sync.records import SliceHandle
 from sparkdl.sync.state import ARRAY_DTYPES, SliceState, mapped
@@ -73,7 +73,7 @@ class NewVersion:
         others = None
         if state.others:
             data = np.frombuffer(pack(state), dtype=np.uint8)
-            claim = self._claim(-(-len(data) // _ROUND) * _ROUND)
+            claim = self._claim(_whole_pages(len(data)))
             claim.bytes[: len(data)] = data
             others = claim.reference.part(0, len(data))
         for reference in self._replaces.references() if self._replaces else ():
@@ -163,3 +163,42 @@ def copy_weights(pool: Pool, handle: SliceHandle, tick: int) -> SliceHandle:
         claim.bytes[:] = source
         pool.check(handle.weights)
         return SliceHandle(claim.reference)
+
+
+Copied = tuple[SliceHandle, tuple[bytes, ...]]
+"""A handle, and the bytes that its references were for."""
+
+
+def copy_of(pool: Pool, handle: SliceHandle) -> Copied:
+    """What a handle refers to, to be kept elsewhere."""
+    contents = tuple(pool.read(reference).tobytes() for reference in handle.references())
+    for reference in handle.references():
+        pool.check(reference)
+    return handle, contents
+
+
+def write_copy(pool: Pool, copied: Copied, role: str, tick: int) -> SliceHandle:
+    """Bring it back, into buffers of ``role``; those of earlier ticks are free."""
+    handle, contents = copied
+    with contextlib.ExitStack() as claims:
+
+        def written(data: bytes, room: int) -> Reference:
+            claim = claims.enter_context(pool.claim(role, room, tick, tick))
+            claim.bytes[: len(data)] = np.frombuffer(data, dtype=np.uint8)
+            return claim.reference.part(0, len(data))
+
+        exact = contents[:-1] if handle.others else contents
+        weights, *arrays = [written(data, len(data)) for data in exact]
+        others = _whole_pages(len(contents[-1])) if handle.others else 0
+        return SliceHandle(
+            weights,
+            tuple(
+                (name, kind, reference)
+                for (name, kind, _), reference in zip(handle.arrays, arrays, strict=True)
+            ),
+            written(contents[-1], others) if handle.others else None,
+        )
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // _ROUND) * _ROUND

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -60,14 +60,21 @@ class Checkpointer:
     hook = "on_checkpoint"
 
     def __init__(
-        self, trainer: Trainer, engine: Engine, identity: Identity, history: History
+        self,
+        trainer: Trainer,
+        engine: Engine,
+        identity: Identity,
+        history: History,
+        committed: Callable[[str, Manifest], None] | None = None,
     ) -> None:
+        """``committed`` is told the URI and the manifest of each checkpoint."""
         assert trainer.checkpoint is not None
         self._trainer, self._engine, self._identity = trainer, engine, identity
         self._settings: Checkpoint = trainer.checkpoint
         self._history = history
         self._store = CheckpointStore(trainer.checkpoint.path)
         self._config = describe_trainer(trainer)
+        self._committed = committed
 
     def check(self) -> None:
         """Let every owner write into the folder: a path that they do not share fails here.
@@ -93,6 +100,8 @@ class Checkpointer:
         residuals = self._engine.with_residuals(WriteResiduals(directory))
         manifest = self._manifest(state, files, residuals, self._best(directory, state))
         self._store.commit(directory, manifest, self._history.to_json_bytes())
+        if self._committed is not None:
+            self._committed(directory, manifest)
         self._store.prune(self._settings.keep)
         return directory
 

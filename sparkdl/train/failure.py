@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 
-from sparkdl.errors import TrainingError
+from sparkdl.errors import StaleReferenceError, StateLostError, TrainingError
 from sparkdl.frames import PLACE
+from sparkdl.train.watch import WAITED
 
 _TASK = re.compile(
     r"Task (?P<partition>\d+) in stage [\d.]+ failed (?P<attempts>\d+) times?, most recent "
@@ -18,16 +19,22 @@ _TASK = re.compile(
 )
 _TRACE = re.compile(r"Traceback \(most recent call last\):\n.*?(?=\n\s*at |\n ?SQLSTATE|\Z)", re.S)
 
+_WAITED = re.compile(rf"{WAITED} .*?timeout\.seconds\.", re.S)
+_DELETED = f"{StaleReferenceError.__name__}:"
+"""What a task says that reads what is no longer there."""
 _JAVA_CLASS = re.compile(r"^(:? ?(java|org)\.[\w.]+: )+")
 
 
 @contextlib.contextmanager
 def faults_explained(doing: str) -> Iterator[None]:
-    """Turn a failed Spark job into one :class:`TrainingError` that says what, where and why."""
+    """Turn a failed Spark job into one :class:`TrainingError` that says what, where and why; into a
+    :class:`StateLostError` where its tasks found slabs deleted."""
     try:
         yield
     except (Py4JError, PySparkException) as error:
-        raise TrainingError(f"{doing}: {explain(str(error))}") from None
+        reason = explain(str(error))
+        kind = StateLostError if _DELETED in reason.partition("\n")[0] else TrainingError
+        raise kind(f"{doing}: {reason}") from None
 
 
 def explain(text: str) -> str:
@@ -36,6 +43,9 @@ def explain(text: str) -> str:
     Spark names the task where it reports the failed job. Since 4.1 it reports a Python error in a
     task as that error alone, and the place is the one that the task noted, see ``map_frames``.
     """
+    waited = _WAITED.search(text)
+    if waited:
+        return waited[0]
     place = PLACE.search(text) or _TASK.search(text)
     where = ""
     if place:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 from dataclasses import replace
@@ -17,6 +18,7 @@ from sparkdl.data.assemble import input_fields, preview_batch
 from sparkdl.data.batches import EpochPlan
 from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ParameterError
+from sparkdl.frames import is_local
 from sparkdl.infer.output import Output
 from sparkdl.replica.flat import FlatModule
 from sparkdl.replica.recipe import Recipe, weights_digest
@@ -26,6 +28,7 @@ from sparkdl.settings import Settings
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train.callbacks import ProgressBar
 from sparkdl.train.checkpoint.identity import ModelIdentity
+from sparkdl.train.checkpoint.manifest import Manifest
 from sparkdl.train.checkpoint.store import CheckpointStore
 from sparkdl.train.checkpointing import Checkpointer, Identity
 from sparkdl.train.continuing import (
@@ -46,8 +49,9 @@ from sparkdl.train.placing import assembly, place, source, validation_set
 from sparkdl.train.prepare import Prepared, prepare
 from sparkdl.train.probe import check_scorer, check_single_rows, try_model
 from sparkdl.train.progress import first_state
+from sparkdl.train.recovery import Recovering
 from sparkdl.train.resources import Resources
-from sparkdl.train.resuming import Resuming
+from sparkdl.train.resuming import Restored, Resuming
 from sparkdl.train.shuffle import ShuffleEngine
 from sparkdl.train.state import TrainState
 from sparkdl.train.trained import TrainedModel
@@ -98,7 +102,7 @@ def run(
     replicas = trainer.replicas or (resuming and resuming.replicas) or context.defaultParallelism
     slab = SlabConfig.new(settings.slab_dir, context.applicationId)
     bar = ProgressBar(settings.progress)
-    with Resources(context, slab) as resources, contextlib.closing(bar):
+    with Resources(context, slab, settings.timeout) as resources, contextlib.closing(bar):
         training = source(trainer, data, replicas, model.float_dtype, slab)
         samples = place(trainer, training, resources)
         validation = validation_set(trainer, training, samples, resources)
@@ -199,7 +203,7 @@ def _engine(
     )
     if trainer.engine == "local":
         return LocalEngine(samples, made, model.payload, batch_size)
-    return ShuffleEngine(
+    shuffle = ShuffleEngine(
         samples,
         model.layout,
         made,
@@ -209,6 +213,7 @@ def _engine(
         resources,
         settings.stages,
     )
+    return Recovering(shuffle, None if is_local(context) else settings.snapshot_seconds)
 
 
 def _begin(
@@ -256,10 +261,18 @@ def _stages(
     if validation is not None and trainer.validation is not None:
         stages.append(Validator(engine, trainer.validation, validation, history))
     if trainer.checkpoint is not None:
-        checkpointer = Checkpointer(trainer, engine, identity, history)
+        committed = None
+        if isinstance(engine, Recovering):
+            committed = functools.partial(_note_checkpoint, trainer, engine)
+        checkpointer = Checkpointer(trainer, engine, identity, history, committed)
         checkpointer.check()
         stages.append(checkpointer)
     return stages
+
+
+def _note_checkpoint(trainer: Trainer, engine: Recovering, uri: str, manifest: Manifest) -> None:
+    """The engine may go back to a checkpoint that was just committed."""
+    engine.checkpointed(manifest.iteration, Restored.of(trainer, uri, manifest, History()).load)
 
 
 def _weights(trainer: Trainer, engine: Engine, state: TrainState) -> dict[str, torch.Tensor]:

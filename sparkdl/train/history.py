@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sparkdl.errors import ParameterError
 from sparkdl.train import history_files, history_tables
 from sparkdl.train.history_files import KINDS
 from sparkdl.train.state import TrainState, Validated
@@ -160,7 +161,8 @@ class History:
         """Read what :meth:`save` wrote.
 
         From JSON it is the same to the last bit. A CSV tells a validation's iteration only: its
-        epoch is taken for that of the row.
+        epoch is taken for that of the row. Raises :class:`sparkdl.ParameterError` for another suffix,
+        and where the file holds no history.
         """
         return History._of(history_files.read(Path(path)))
 
@@ -170,8 +172,9 @@ class History:
 
     @staticmethod
     def from_json_bytes(content: bytes) -> History:
-        """Read what :meth:`to_json_bytes` gave."""
-        return History._of(history_files.from_json(content.decode()))
+        """Read what :meth:`to_json_bytes` gave. Raises :class:`sparkdl.ParameterError` for other
+        bytes."""
+        return History._of(history_files.from_json(content))
 
     def _content(self) -> dict[str, Any]:
         """All of it, of plain values."""
@@ -191,9 +194,29 @@ class History:
 
     @staticmethod
     def _of(content: dict[str, Any]) -> History:
-        """The history of :meth:`_content`; keys that older files lack have their defaults."""
+        """The history of :meth:`_content`; keys that older files lack have their defaults.
+
+        Raises :class:`sparkdl.ParameterError` where it is none.
+        """
+        try:
+            return History._read(content)
+        except (
+            ArithmeticError,
+            AttributeError,
+            IndexError,
+            KeyError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise ParameterError(
+                f"it holds no history ({type(error).__name__}: {error})."
+            ) from error
+
+    @staticmethod
+    def _read(content: dict[str, Any]) -> History:
         history = History()
-        history._start |= content.get("start", {})
+        for name, before in history._start.items():
+            history._start[name] = type(before)(content.get("start", {}).get(name, before))
         timings = content.get("timings", {})
         skipped = history._start["skipped"]
         for i, row in enumerate(content["iterations"]):
@@ -212,5 +235,7 @@ class History:
             )
             history.append(state, row["epoch"])
         for record in content.get("validations", []):
-            history.append_validation(Validated(**record))
+            metrics = {str(name): float(value) for name, value in record["metrics"].items()}
+            iteration, epoch = int(record["iteration"]), int(record["epoch"])
+            history.append_validation(Validated(iteration=iteration, epoch=epoch, metrics=metrics))
         return history

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkdl.errors import ParameterError
+from sparkdl.train.reading import parse_json
 
 KINDS = {  # the keys of a record in their order -> type of the values
     "iteration": int,
@@ -37,9 +38,13 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 def read(path: Path) -> dict[str, Any]:
     """Read a file in the format of its suffix."""
-    parse = from_csv if _is_csv(path) else from_json
-    with path.open(encoding="utf-8", newline="") as file:
-        return parse(file.read())
+    if not _is_csv(path):
+        return from_json(path.read_bytes())
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return from_csv(file.read())
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise ParameterError(f"{path} holds no history ({error}).") from error
 
 
 def to_json(content: dict[str, Any], indent: int | None = None) -> str:
@@ -48,9 +53,14 @@ def to_json(content: dict[str, Any], indent: int | None = None) -> str:
     return json.dumps(content, indent=indent, separators=separators)
 
 
-def from_json(text: str) -> dict[str, Any]:
-    """The content of :func:`to_json`'s text."""
-    content: dict[str, Any] = json.loads(text)
+def from_json(data: bytes) -> dict[str, Any]:
+    """The content of :func:`to_json`'s text. Raises ParameterError where there is none."""
+    try:
+        content = parse_json(data)
+    except ValueError as error:
+        raise ParameterError(f"it holds no history ({error}).") from error
+    if not isinstance(content, dict):
+        raise ParameterError("it holds no history.")
     return content
 
 

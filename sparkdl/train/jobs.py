@@ -86,6 +86,10 @@ class IterationJobs:
         self._next: RDD | None = None
         self._next_for: object = None
 
+    def forget(self) -> None:
+        """What was built for the places that were: to be built anew."""
+        self._at_once = self._next = None
+
     def at_once(self, step: Step) -> list[SeatReport] | None:
         """One stage; a report a replica. None: nothing was run, the step is too much to be told."""
         if not post(self._context, step):

@@ -2,37 +2,41 @@
 
 A folder with ``model.safetensors`` (the plain state_dict), ``model.json`` (the recipe by name, the
 columns, the output) and ``history.json``. Where the recipe is importable by name, no pickle is
-written; else ``recipe.pkl`` holds it, which :func:`load` opens only with ``trust=True``.
+written; else ``recipe.pkl`` holds it, which :func:`load` opens only with ``trust=True``. ``model.json``
+is written last and has a checksum of each of the others. They find damage, not forgery.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import importlib
-import inspect
 import json
 import os
-import pickle
-import types
+import secrets
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+from pyspark import cloudpickle
+from safetensors.torch import save_model
 from torch import nn
 
 from sparkdl.data.columns import NamedFunction, Specs, specs_from_json, specs_to_json
-from sparkdl.data.handle import Field
-from sparkdl.data.ragged import Padding
-from sparkdl.errors import ModelError, TrustError
-from sparkdl.infer.output import Output
+from sparkdl.errors import ModelError, ParameterError, TrustError
 from sparkdl.train.history import History
+from sparkdl.train.reading import mappable
+from sparkdl.train.saved import (
+    FORMAT,
+    HISTORY,
+    MODEL,
+    PICKLE,
+    VERSION,
+    WEIGHTS,
+    Saved,
+    file_checksum,
+)
+from sparkdl.train.saved_recipe import by_name, read_recipe
 from sparkdl.train.trained import TrainedModel
-
-FORMAT = "sparkdl-model"
-VERSION = 1
 
 
 def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
@@ -41,7 +45,16 @@ def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = 
     if (folder / "model.json").exists() and not overwrite:
         raise FileExistsError(f"{folder} holds a model already: pass overwrite=True to replace it.")
     folder.mkdir(parents=True, exist_ok=True)
-    recipe = _by_name(trained.model) or _by_pickle(trained.model, folder)
+    recipe = by_name(trained.model)
+    files = {
+        WEIGHTS: _place(folder / WEIGHTS, lambda draft: save_model(trained.module, str(draft))),
+        HISTORY: _place(folder / HISTORY, trained.history.save),
+    }
+    if recipe is None:
+        recipe, pickled = {"kind": "pickle"}, cloudpickle.dumps(trained.model)
+        files[PICKLE] = _place(folder / PICKLE, lambda draft: draft.write_bytes(pickled))
+    else:
+        (folder / PICKLE).unlink(missing_ok=True)
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -53,12 +66,10 @@ def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = 
         "num_features": trained.num_features,
         "float_dtype": trained.float_dtype,
         "output": asdict(trained.output) if trained.output else None,
+        "files": files,
     }
-    if recipe["kind"] == "name":
-        (folder / "recipe.pkl").unlink(missing_ok=True)
-    safetensors.torch.save_model(trained.module, str(folder / "model.safetensors"))
-    trained.history.save(folder / "history.json")
-    (folder / "model.json").write_text(json.dumps(content, indent=1) + "\n")
+    text = json.dumps(content, indent=1) + "\n"
+    _place(folder / MODEL, lambda draft: draft.write_text(text))
     return folder
 
 
@@ -73,55 +84,47 @@ def load(
     ``model``: the module or the callable that builds it, instead of the saved recipe. ``loss``: for
     ``evaluate``, which a saved model does not hold. ``trust``: allow the folder to run code of its
     own choice (its pickle, or any function that it names). Without it only ``torch.nn.Module``
-    classes and functions annotated ``-> torch.nn.Module`` are called. Raises
-    :class:`sparkdl.TrustError`, :class:`sparkdl.ModelError`, FileNotFoundError.
+    classes and functions annotated ``-> torch.nn.Module`` are called. Links in the folder are not
+    followed. Raises :class:`sparkdl.TrustError`, :class:`sparkdl.ModelError` for files that are
+    damaged or do not fit, FileNotFoundError.
     """
     folder = Path(path)
-    if not (folder / "model.json").is_file():
-        raise FileNotFoundError(f"{folder} holds no sparkdl model (no model.json in it).")
-    content = json.loads((folder / "model.json").read_text())
-    if content.get("format") != FORMAT or content.get("version") != VERSION:
-        raise ModelError(
-            f"{folder}/model.json is not a {FORMAT} of version {VERSION} "
-            f"(format {content.get('format')!r}, version {content.get('version')!r})."
-        )
-    build = model if model is not None else _recipe(content["recipe"], folder, trust)
-    module = build if isinstance(build, nn.Module) else build()
+    saved = Saved.read(folder)
+    columns = _columns(saved.content.get("columns", {}), folder, trust)
+    history = _history(saved)
+    build = model if model is not None else read_recipe(saved, trust)
+    module = _module(build, folder)
     try:
-        safetensors.torch.load_model(module, str(folder / "model.safetensors"))
-    except (RuntimeError, safetensors.SafetensorError) as error:
+        with mappable(folder / WEIGHTS) as file:
+            saved.compare(file, WEIGHTS)
+            safetensors.torch.load_model(module, file)
+    except ModelError:
+        raise
+    except (OSError, ValueError) as error:
         raise ModelError(f"the weights in {folder} do not fit the model: {error}") from error
     return TrainedModel(
         module=module.eval(),
         model=build,
         loss=loss,
-        features=tuple(content["features"]),
-        label=tuple(content["label"]),
-        columns=_columns(content.get("columns", {}), folder, trust),
-        fields=tuple(_field(f) for f in content["fields"]),
-        num_features=content["num_features"],
-        float_dtype=content["float_dtype"],
-        output=Output(tuple(content["output"]["shape"]), content["output"]["dtype"])
-        if content["output"]
-        else None,
-        history=History.load(folder / "history.json"),
+        features=saved.told.features,
+        label=saved.told.label,
+        columns=columns,
+        fields=saved.told.fields,
+        num_features=saved.told.num_features,
+        float_dtype=saved.told.float_dtype,
+        output=saved.told.output,
+        history=history,
     )
 
 
-def _field(content: dict[str, Any]) -> Field:
-    padding = content.get("padding")
-    return Field(
-        content["name"],
-        content["dtype"],
-        tuple(content["shape"]),
-        Padding(**padding) if padding else None,
-    )
-
-
-def _columns(content: dict[str, Any], folder: Path, trust: bool) -> Specs:
+def _columns(content: Any, folder: Path, trust: bool) -> Specs:
     """How columns become tensors; a function that the folder names is imported with trust only."""
     found: dict[str, Any] = {}
-    for name, spec in specs_from_json(content).items():
+    try:
+        specs = specs_from_json(content)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(f"{folder}/{MODEL} is damaged: columns: {error}") from error
+    for name, spec in specs.items():
         if isinstance(spec, NamedFunction):
             if not trust:
                 raise TrustError(
@@ -133,87 +136,41 @@ def _columns(content: dict[str, Any], folder: Path, trust: bool) -> Specs:
     return found
 
 
-def _by_name(model: Any) -> dict[str, Any] | None:
-    """The recipe as an import path and JSON arguments, or None where it has none."""
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
-    while isinstance(model, functools.partial):
-        args, kwargs, model = [*model.args, *args], {**model.keywords, **kwargs}, model.func
-    module, name = getattr(model, "__module__", None), getattr(model, "__qualname__", "")
-    if (
-        not module
-        or module == "__main__"
-        or "<" in name
-        or not isinstance(model, (type, types.FunctionType))
-    ):
-        return None
+def _module(build: Any, folder: Path) -> nn.Module:
+    """The module to fill, in whatever way the saved arguments, or the given function, make it."""
+    if isinstance(build, nn.Module):
+        return build
     try:
-        if _resolve(module, name) is not model or json.loads(json.dumps([args, kwargs])) != [
-            args,
-            kwargs,
-        ]:
-            return None
-    except (ImportError, AttributeError, TypeError, ValueError):
-        return None
-    return {"kind": "name", "name": f"{module}:{name}", "args": args, "kwargs": kwargs}
-
-
-def _by_pickle(model: Any, folder: Path) -> dict[str, Any]:
-    from pyspark import cloudpickle
-
-    data = cloudpickle.dumps(model)
-    (folder / "recipe.pkl").write_bytes(data)
-    return {"kind": "pickle", "sha256": hashlib.sha256(data).hexdigest()}
-
-
-def _recipe(recipe: dict[str, Any], folder: Path, trust: bool) -> Any:
-    if recipe["kind"] == "pickle":
-        if not trust:
-            raise TrustError(
-                f"{folder} holds its model as a pickle, which can run any code when opened. Pass "
-                "model=make_model to build the module yourself, or trust=True if you trust the file."
-            )
-        data = (folder / "recipe.pkl").read_bytes()
-        if hashlib.sha256(data).hexdigest() != recipe["sha256"]:
-            raise ModelError(
-                f"{folder}/recipe.pkl is not the file that was saved (checksum differs)."
-            )
-        return pickle.loads(data)
-    module, _, name = recipe["name"].partition(":")
-    try:
-        found = _resolve(module, name)
-    except (ImportError, AttributeError) as error:
+        module = build()
+    except Exception as error:
         raise ModelError(
-            f'{folder} names the model "{recipe["name"]}", which cannot be imported ({error}). Put '
-            "it on the Python path, or pass model=make_model."
-        ) from None
-    if not trust and not _vouched_for(found):
-        raise TrustError(
-            f'{folder} names "{recipe["name"]}", which is no module class, nor a function of your '
-            'own that is annotated "-> torch.nn.Module". Annotate it, pass model=make_model, or '
-            "pass trust=True."
+            f"the model of {folder} cannot be built ({type(error).__name__}: {error}). Pass "
+            "model=make_model to build it yourself."
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise ModelError(
+            f"the model of {folder} is a {type(module).__name__}: it must be a torch.nn.Module."
         )
-    return functools.partial(found, *recipe["args"], **recipe["kwargs"])
+    return module
 
 
-def _vouched_for(found: Any) -> bool:
-    """A module class, or a function that says of itself that it makes one.
-
-    Not so torch's own functions: some (``torch.fx``) make a module from source code in arguments.
-    """
-    if isinstance(found, type):
-        return issubclass(found, nn.Module)
-    if not isinstance(found, types.FunctionType) or found.__module__.split(".")[0] == "torch":
-        return False
+def _history(saved: Saved) -> History:
     try:
-        returned = inspect.signature(found, eval_str=True).return_annotation
-    except (NameError, TypeError, ValueError):
-        return False
-    return isinstance(returned, type) and issubclass(returned, nn.Module)
+        return History.from_json_bytes(saved.checked(HISTORY))
+    except ParameterError as error:
+        raise ModelError(f"{saved.folder}/{HISTORY}: {error}") from error
 
 
-def _resolve(module: str, name: str) -> Any:
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
+def _place(path: Path, write: Callable[[Path], Any]) -> str:
+    """Let ``write`` make a file beside ``path`` and give it that name; its checksum.
+
+    What has the name already is replaced, a link too, and never written through.
+    """
+    draft = path.with_name(f".{path.stem}.{secrets.token_hex(8)}.part{path.suffix}")
+    try:
+        write(draft)
+        found = file_checksum(draft)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
     return found

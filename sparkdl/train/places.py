@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pyspark import StorageLevel
@@ -12,7 +12,7 @@ from pyspark.core.rdd import RDD
 from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ModelError, StateLostError, TrainingError
 from sparkdl.frames import (
-    collect_frames,
+    collect_and_forget,
     is_local,
     map_frames,
     shuffle_frames,
@@ -28,7 +28,7 @@ from sparkdl.step.job import (
     PadFrames,
     PrepareReplica,
     SeatTask,
-    check_replica,
+    check_seat,
 )
 from sparkdl.sync.owners import PrepareOwner, PublishWeights, RecipeSource, Recount
 from sparkdl.sync.records import (
@@ -92,11 +92,14 @@ class Places:
 
     def place_replicas(self) -> None:
         """Build every replica where its samples are; note its node."""
-        with stage_name(self._context, "set up replicas"):
-            seats = zip_frames(self._replicas, self.samples)
-            replicas = map_frames(seats, _first_of_seat)
-            checked = collect_frames(map_frames(replicas, check_replica))
-        tokens, digests = zip(*[pickle.loads(frame) for frame in checked], strict=True)
+        for _ in range(MAX_SUBMISSIONS):
+            with stage_name(self._context, "set up replicas"):
+                seats = zip_frames(self._replicas, self.samples)
+                checked = self.pickled(map_frames(seats, check_seat))
+            tokens, digests, here = zip(*checked, strict=True)
+            if all(here):
+                break
+            self._write_again(self.samples)
         if len(set(digests)) > 1:
             raise ModelError(
                 "model() gave different initial weights in different processes: draw them with "
@@ -121,16 +124,42 @@ class Places:
         """What copies nodes have of other nodes' slices of ``states``."""
         return self._copies if states == self._copied else {}
 
+    def forget(self) -> None:
+        """Nobody knows what is left of the nodes: replicas and owners are to be placed anew.
+
+        Samples that are still where they were written stay there.
+        """
+        self.tokens = ()
+        for rdd in {self._replicas, self.owners, self.updaters, *self._counted.values()}:
+            _compute_again(rdd)
+        self._copied, self._copies = (), {}
+
     def at_owners(self, task: Callable[..., Any], name: str) -> list[Any]:
         """The pickled results of a task over the owner RDD, in slice order."""
         with stage_name(self._context, name):
-            return [pickle.loads(f) for f in collect_frames(map_frames(self.owners, task))]
+            return self.pickled(map_frames(self.owners, task))
 
     def at_replicas(self, task: SeatTask, name: str) -> list[Any]:
         """The pickled results of a task at every replica's place that needs no weights."""
-        seats = zip_frames(self._replicas, self.samples)
         with stage_name(self._context, name):
-            return [pickle.loads(f) for f in collect_frames(map_frames(seats, AtSeats(task, ())))]
+            return self.pickled(self.seats_of(task))
+
+    def seats_of(self, task: SeatTask) -> RDD:
+        """A task at every replica's place that needs no weights."""
+        return map_frames(zip_frames(self._replicas, self.samples), AtSeats(task, ()))
+
+    def zipped_with_owners(self, frames: RDD, task: Callable[..., Any]) -> list[Any]:
+        """The pickled results of a task over (frame, owner) pairs, as many as there are replicas."""
+        return self.pickled(map_frames(zip_frames(frames, self.owners), task))
+
+    def zipped_with_seats(self, frames: RDD, task: Callable[..., Any]) -> list[Any]:
+        """Likewise over (frame, padded seat) pairs, one a replica."""
+        seats = map_frames(zip_frames(self._replicas, self.samples), PadFrames(1))
+        return self.pickled(map_frames(zip_frames(frames, seats), task))
+
+    def pickled(self, rdd: RDD) -> list[Any]:
+        """The results of a job, unpickled; the shuffles behind it are deleted."""
+        return [pickle.loads(frame) for frame in collect_and_forget(rdd)]
 
     def at_seats(
         self,
@@ -182,40 +211,43 @@ class Places:
     ) -> Any:
         """Submit, again where tasks found themselves on another node than expected."""
         faults: list[Fault] = []
-        for _ in range(MAX_SUBMISSIONS):
+        for submission in range(MAX_SUBMISSIONS):
             with faults_explained(doing):
                 result, faults = submit()
             if not faults:
                 return result
-            self._resolve(faults, doing, samples)
+            if submission:  # once, a task may only have been sent to a node that was less busy
+                self.give_up_on(faults, doing)
+            self._resolve(faults, samples)
         raise TrainingError(
             f"{doing}: after {MAX_SUBMISSIONS} submissions tasks still find "
             f"themselves on other nodes than their data: {sorted({f.kind for f in faults})}."
         )
 
-    def _resolve(self, faults: list[Fault], doing: str, samples: RDD) -> None:
-        """Prepare the next submission after tasks reported faults, or give up."""
-        self.give_up_on(faults, doing)
+    def _resolve(self, faults: list[Fault], samples: RDD) -> None:
+        """Prepare the next submission after tasks reported faults."""
         moved = {fault.partition: fault.token for fault in faults if fault.kind == MOVED}
         self.tokens = tuple(moved.get(i, token) for i, token in enumerate(self.tokens))
         if any(fault.kind == SAMPLES_FOREIGN for fault in faults):
-            samples.unpersist(blocking=True)  # each partition is written where it is read
-            samples.persist(StorageLevel.MEMORY_AND_DISK)
+            self._write_again(samples)
+
+    def _write_again(self, samples: RDD) -> None:
+        """Each partition will be written where it is read."""
+        _compute_again(samples)
+        self._stored.pop(samples, None)
 
     def give_up_on(self, faults: list[Fault], doing: str) -> None:
         """Raise for what no other submission could mend."""
         for fault in faults:
             if fault.kind == STATE_FOREIGN:
                 raise StateLostError(
-                    f"{doing}: the state of a slice is out of reach (its node or "
-                    "executor is gone). Fit again, from a checkpoint with resume=, or from the "
-                    "initial weights."
+                    f"{doing}: the state of slice {fault.partition} is out of reach (its node or "
+                    "executor is gone)."
                 )
             if fault.kind == RESIDUAL_FOREIGN:
                 raise StateLostError(
                     f"{doing}: what replica {fault.partition} left out of its compressed gradients is "
-                    "out of reach (its node or executor is gone). Fit again, from a checkpoint with "
-                    "resume=, or from the initial weights."
+                    "out of reach (its node or executor is gone)."
                 )
             if fault.kind == SAMPLES_CHANGED:
                 raise TrainingError(
@@ -225,6 +257,11 @@ class Places:
                 )
 
 
-def _first_of_seat(partition: int, seats: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-    for replica, _ in list(seats):
-        yield replica
+def _compute_again(rdd: RDD) -> None:
+    """Let go of what is persisted of ``rdd``; it is persisted again as it is computed.
+
+    Nobody waits for that: an executor that has just died does not answer for two minutes. A block
+    that is let go of too late, when it is there anew, is computed once more.
+    """
+    rdd.unpersist(blocking=False)
+    rdd.persist(StorageLevel.MEMORY_AND_DISK)

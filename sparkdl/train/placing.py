@@ -16,6 +16,7 @@ from sparkdl.infer.scoring import Scorer
 from sparkdl.infer.validate import WeightedLoss
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train.engine import ValidationSet
+from sparkdl.train.failure import faults_explained
 from sparkdl.train.neighbours import side_by_side
 from sparkdl.train.resources import Resources
 
@@ -47,7 +48,8 @@ def place(trainer: Trainer, source: Source, resources: Resources) -> SampleSet:
     """Write the samples into slabs, on the executors or here."""
     if trainer.engine == "local":
         return materialize_here(source)
-    return materialize(source, lambda rdd: resources.persist(side_by_side(rdd)))
+    with faults_explained("reading the samples"):
+        return materialize(source, lambda rdd: resources.persist(side_by_side(rdd)))
 
 
 def assembly(trainer: Trainer, samples: SampleSet, float_dtype: str) -> Assembly:

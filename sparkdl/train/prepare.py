@@ -15,6 +15,7 @@ from sparkdl.errors import ParameterError
 from sparkdl.replica.flat import Layout, layout_of
 from sparkdl.replica.recipe import Recipe
 from sparkdl.sync.optimizer import OptimizerPlan
+from sparkdl.train.reading import mappable
 from sparkdl.train.recipes import (
     build_model,
     check_columns,
@@ -87,8 +88,9 @@ def _weights_file(trainer: Trainer) -> Mapping[str, torch.Tensor] | None:
     if weights is None or isinstance(weights, Mapping):
         return weights
     try:
-        return safetensors.torch.load_file(str(weights))
-    except (OSError, safetensors.SafetensorError) as error:
+        with mappable(weights, links=True) as path:
+            return safetensors.torch.load_file(path)
+    except (OSError, ValueError) as error:
         raise ParameterError(
             f'weights="{os.fspath(weights)}" cannot be read as a safetensors file ({error}). Give '
             "its path, or a state_dict."

@@ -17,6 +17,7 @@ from sparkdl.message import PROPERTY
 from sparkdl.replica.cache import forget
 from sparkdl.slab.pool import close_pool
 from sparkdl.slab.root import SlabConfig, remove_root
+from sparkdl.train.watch import Watch
 from sparkdl.worker import settle_worker
 
 CANCEL_SECONDS = 10.0
@@ -38,9 +39,14 @@ class Resources:
         PROPERTY,
     )
 
-    def __init__(self, context: SparkContext, slab: SlabConfig) -> None:
-        self.context, self.slab = context, slab
+    def __init__(
+        self, context: SparkContext, slab: SlabConfig, timeout: float | None = None
+    ) -> None:
+        """``timeout``: seconds in which nothing may happen in a job, see :class:`Watch`."""
+        self.context, self.slab, self._timeout = context, slab, timeout
+        self._watch: Watch | None = None
         self._rdds: list[RDD] = []
+        self._replicated: list[RDD] = []
         self._broadcasts: list[Any] = []
         self._shuffled: RDD | None = None
         self._before: dict[str, str | None] = {}
@@ -48,12 +54,30 @@ class Resources:
     def __enter__(self) -> Resources:
         self._before = {key: self.context.getLocalProperty(key) for key in self._LOCAL_PROPERTIES}
         self.context.setJobGroup(self.slab.name, "sparkdl: reading the samples")
+        self._watch = Watch(self.context, self.slab.name, self._timeout)
         return self
 
     def persist(self, rdd: RDD) -> RDD:
         """Persist ``rdd`` (memory, then disk: a lost block would move its task) until the end."""
         self._rdds.append(rdd.persist(StorageLevel.MEMORY_AND_DISK))
         return rdd
+
+    def replicated(self, rdd: RDD) -> RDD:
+        """Compute ``rdd`` and keep it on the disks of two executors, where there are as many, until
+        it is forgotten or at the end."""
+        self._replicated.append(rdd.persist(StorageLevel.DISK_ONLY_2))
+        try:
+            rdd._jrdd.count()
+        except Exception:
+            self.forget(rdd)
+            raise
+        return rdd
+
+    def forget(self, rdd: RDD) -> None:
+        """Let go of what was :meth:`replicated`."""
+        self._replicated.remove(rdd)
+        with contextlib.suppress(Py4JError):
+            rdd.unpersist()
 
     def broadcast(self, value: Any) -> Any:
         """Broadcast ``value`` until the end."""
@@ -67,6 +91,8 @@ class Resources:
         self._shuffled = rdd
 
     def __exit__(self, *exc_info: object) -> None:
+        if self._watch is not None:
+            self._watch.stop()
         alive = self.context._jsc is not None and not self.context._jsc.sc().isStopped()
         if alive:
             with contextlib.suppress(Py4JError):
@@ -76,7 +102,7 @@ class Resources:
         _clean_here(self.slab)
         if alive:
             self.shuffled(None)
-            for rdd in self._rdds:
+            for rdd in (*self._rdds, *self._replicated):
                 with contextlib.suppress(Py4JError):
                     rdd.unpersist()
             for broadcast in self._broadcasts:

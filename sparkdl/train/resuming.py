@@ -14,6 +14,7 @@ from sparkdl.replica.policy import Policy
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.state import SliceState
 from sparkdl.train.checkpoint.config import describe
+from sparkdl.train.checkpoint.files import Folder
 from sparkdl.train.checkpoint.identity import first_few
 from sparkdl.train.checkpoint.manifest import Manifest, SliceFile
 from sparkdl.train.checkpoint.residuals import ReadResiduals
@@ -46,6 +47,15 @@ class Restored:
     policy: Policy
     metric: str | None = None
     compression: str | None = None
+
+    @staticmethod
+    def of(
+        trainer: Trainer, uri: str, manifest: Manifest, history: History, any_data: bool = False
+    ) -> Restored:
+        """For the run of ``trainer``; ``any_data``: only the state is wanted."""
+        metric = trainer.validation.best if trainer.validation else None
+        compression = None if any_data else describe(trainer.compression)
+        return Restored(uri, manifest, history, trainer.policy, metric, compression)
 
     @property
     def state(self) -> TrainState:
@@ -102,7 +112,7 @@ class Restored:
                 "their gradients stays out, and replicas begin with nothing left out",
                 self.compression,
                 before,
-                self.uri,
+                Folder(self.uri),
             )
 
     def _reader(self, files: Sequence[SliceFile]) -> Any:
@@ -133,9 +143,7 @@ class Resuming:
         self._store = CheckpointStore(path) if self._latest else CheckpointStore.open(path)
         self._found = list(self._store.candidates())
         self._any_data = any_data
-        self._policy = trainer.policy
-        self._compression = None if any_data else describe(trainer.compression)
-        self._metric = trainer.validation.best if trainer.validation else None
+        self._trainer = trainer
 
     @property
     def replicas(self) -> int | None:
@@ -152,10 +160,7 @@ class Resuming:
         for uri, manifest in self._found:
             self._check(uri, manifest, identity)
             try:
-                history = History.from_json_bytes(self._store.read_history(uri, manifest))
-                restored = Restored(
-                    uri, manifest, history, self._policy, self._metric, self._compression
-                )
+                restored = self._restored(uri, manifest)
                 restored.load(engine)
             except DamagedCheckpoint as error:
                 self._store.skip(uri, str(error))
@@ -167,6 +172,17 @@ class Resuming:
             return None
         raise self._store.none_usable()
 
+    def _restored(self, uri: str, manifest: Manifest) -> Restored:
+        """What the manifest and the history say. Raises DamagedCheckpoint where that is nonsense."""
+        data = self._store.read_history(uri, manifest)
+        try:
+            history = History.from_json_bytes(data)
+            found = Restored.of(self._trainer, uri, manifest, history, self._any_data)
+            _ = found.state
+        except (ValueError, TypeError, OverflowError) as error:
+            raise DamagedCheckpoint(f"it tells no state of a run: {error}") from error
+        return found
+
     def _check(self, uri: str, manifest: Manifest, identity: Identity) -> None:
         """Raise :class:`ParameterError` for a checkpoint of another run."""
         if self._any_data:
@@ -176,7 +192,7 @@ class Resuming:
         differences += _other_optimizers(identity.optimizers, manifest.optimizers)
         if differences:
             raise ParameterError(
-                f"the checkpoint {uri} is of another run: {'; '.join(differences)}. Give "
+                f"the checkpoint {Folder(uri)} is of another run: {'; '.join(differences)}. Give "
                 "what it was made with, or fit without resume= (in another folder)."
             )
 

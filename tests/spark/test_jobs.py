@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pytest
+import secured
 import yaml
 from pyarrow import parquet
 
@@ -55,6 +56,7 @@ def job(name: str, *arguments: object, cwd: Path, submit: bool = False) -> Done:
         if not k.startswith(("SPARK_", "PYSPARK_", "PYTHONPATH"))
     }
     environment |= {"SPARK_LOCAL_IP": "127.0.0.1", "PYTHONPATH": str(ROOT)}
+    environment |= secured.environment()
     done = subprocess.run(
         [*start, str(ROOT / f"jobs/{name}.py"), *map(str, arguments)],
         cwd=cwd,
@@ -180,7 +182,7 @@ def test_the_resolved_configuration(trained: Path) -> None:
     assert config["training"]["engine"] == "shuffle"
     assert config["model"]["width"] == 8
     assert config["schedule"] is None
-    assert config["spark"]["settings"]["spark.test.password"] == "[redacted]"
+    assert config["spark"]["settings"]["spark.test.password"] == "(redacted)"
 
 
 def test_the_curves_are_an_image(trained: Path) -> None:

@@ -130,6 +130,19 @@ PATH = {**json.loads(MANIFEST.to_json())["files"][0], "name": "../../etc/passwd"
         (altered(best={**json.loads(MANIFEST.to_json())["best"], "files": [PATH]}), "plain file"),
         (altered(history={"name": "/tmp/x", "nbytes": 1, "checksum": ""}), "no plain file name"),
         (altered(extra={"a": {"code": 1}}), "unknown mark"),
+        (altered(iteration=-1), "iteration is -1"),
+        (altered(iteration=2**63), "iteration is 9223372036854775808"),
+        (altered(batch_size=0), "batch_size is 0"),
+        (altered(seconds="inf"), "seconds is inf"),
+        (altered(replicas=3), "rows and checksum of each partition"),
+        (altered(files=[{**PATH, "name": "a", "nbytes": -1}]), "a has -1 bytes"),
+        (altered(files=[{**PATH, "name": "a", "start": 65}]), "a holds elements 65 to 64"),
+        (MANIFEST.to_json().replace(b"{", b'{"format": 1,', 1), "'format' is given twice"),
+        (MANIFEST.to_json().replace(b'"iteration": 120', b'"iteration": NaN'), "NaN is no number"),
+        (
+            MANIFEST.to_json().replace(b'"iteration": 120', b'"iteration": 1e999'),
+            "1e999 is no number",
+        ),
     ],
 )
 def test_a_manifest_that_is_none_is_refused(data: bytes, says: str) -> None:

@@ -57,10 +57,16 @@ def test_all_mistakes_are_told_at_once() -> None:
         ("path", "s3://me:hunter2@bucket/a", "s3://(redacted)@bucket/a"),
         (
             "path",
-            "https://h/a?sig=1&access_token=hunter2&x=1",
-            "https://h/a?sig=1&access_token=(redacted)&x=1",
+            "https://h/a?sig=hunter2&access_token=hunter2&x=1",
+            "https://h/a?sig=(redacted)&access_token=(redacted)&x=1",
         ),
         ("command", "run(password='hunter2', lr=1)", "run(password='(redacted)', lr=1)"),
+        ("command", "run(password='hunter 2, 3', lr=1)", "run(password='(redacted)', lr=1)"),
+        ("command", "--set=a.password=hunter2", "--set=a.password=(redacted)"),
+        ("path", "https://hunter2@h/a", "https://(redacted)@h/a"),
+        ("path", "s3://me:hunter@2@bucket/a", "s3://(redacted)@bucket/a"),
+        ("path", "abfss://container@account/a", "abfss://container@account/a"),
+        ("storageKey", "hunter2", "(redacted)"),
         ("mail", "me@example.org", "me@example.org"),
     ],
 )

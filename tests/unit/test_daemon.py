@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
+import stat
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from sparkdl import daemon
+from sparkdl.slab import root
 
 SCRIPT = """
 import gc, json, os, sys
@@ -25,6 +35,44 @@ print(json.dumps({
     "later": sorted(m for m in set(sys.modules) - modules if m.startswith(("sparkdl", "torch._dy"))),
 }))
 """
+
+
+def test_the_socket_is_in_a_private_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # pytest's own have long names
+        _check_private_directory(Path(folder), monkeypatch)
+
+
+def _check_private_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registered = []
+    monkeypatch.setattr(atexit, "register", lambda *call, **options: registered.append(call))
+    monkeypatch.setenv(daemon.SOCKETS, str(folder))
+    before = os.umask(0)
+    try:
+        daemon.use_private_directory()
+    finally:
+        os.umask(before)
+    (made,) = folder.iterdir()
+    assert os.environ[daemon.SOCKETS] == str(made)
+    assert stat.S_IMODE(made.stat().st_mode) == 0o700
+    (mark,) = made.glob("alive.*")
+    assert mark.name.split(".")[2] == str(os.getpid())
+    root._sweep([folder])
+    assert made.exists()
+    mark.rename(made / mark.name.replace(str(os.getpid()), "1"))  # as of a daemon that was killed
+    root._sweep([folder])
+    assert not made.exists()
+    assert registered == [(shutil.rmtree, str(made))]
+
+
+def test_a_socket_with_a_long_path_stays_where_spark_wants_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * daemon.LONGEST_PARENT)
+    deep.mkdir()
+    monkeypatch.setenv(daemon.SOCKETS, str(deep))
+    daemon.use_private_directory()
+    assert os.environ[daemon.SOCKETS] == str(deep)
+    assert list(deep.iterdir()) == []
 
 
 def test_what_is_forked_has_everything_and_runs_no_thread() -> None:

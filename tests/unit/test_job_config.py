@@ -12,10 +12,11 @@ import pytest
 import yaml
 
 from jobs.components import Component, find
-from jobs.config import REDACTED, apply_change, parse, read_config
+from jobs.config import apply_change, parse, read_config
 from jobs.run_folder import RunFolder, find_model, redacted
 from jobs.sections import Config, TrainingSection
 from sparkdl import CheckpointError, ParameterError, UserError
+from sparkdl.redaction import REDACTED
 
 NAMES = ("model", "loss", "optimizer", "schedule")
 ROOT = Path(__file__).resolve().parents[2]
@@ -234,25 +235,55 @@ def test_secrets_are_redacted() -> None:
     content = {
         "spark.hadoop.fs.s3a.access.key": "AKIA",
         "spark.hadoop.fs.azure.account.key.me.blob.net": "k",
-        "options": {"user": "me", "password": 1234, "url": "jdbc://me:pw@host/db"},
+        "options": {"user": "me", "password": 1234, "url": "jdbc:x://me:pw@host/db?sig=pw&a=1"},
+        "train": ["abfss://container@account/a", "https://tok@host/a?X-Amz-Signature=pw"],
+        "connection": "Server=h;Password=pw;Encrypt=true",
+        "storageKey": "k",
         "api_token": "t",
         "token_embedding": {"use": "torch.optim:SGD", "lr": 0.1},
         "max_tokens": 512,
         "keep": [1, "monkey"],
-        "monkey": "see",
         "null_password": None,
+        "spark.authenticate": True,
     }
     assert redacted(content) == {
         "spark.hadoop.fs.s3a.access.key": REDACTED,
         "spark.hadoop.fs.azure.account.key.me.blob.net": REDACTED,
-        "options": {"user": "me", "password": REDACTED, "url": f"jdbc://me:{REDACTED}@host/db"},
+        "options": {
+            "user": "me",
+            "password": REDACTED,
+            "url": f"jdbc:x://{REDACTED}@host/db?sig={REDACTED}&a=1",
+        },
+        "train": [
+            "abfss://container@account/a",
+            f"https://{REDACTED}@host/a?X-Amz-Signature={REDACTED}",
+        ],
+        "connection": f"Server=h;Password={REDACTED};Encrypt=true",
+        "storageKey": REDACTED,
         "api_token": REDACTED,
         "token_embedding": {"use": "torch.optim:SGD", "lr": 0.1},
         "max_tokens": 512,
         "keep": [1, "monkey"],
-        "monkey": "see",
         "null_password": None,
+        "spark.authenticate": True,
     }
+
+
+def test_the_command_is_written_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = [
+        "--set=a.password=pw",
+        "--set",
+        "b.storage_key=pw",
+        "c.uri=s3://me:pw@bucket/x?sig=pw",
+    ]
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", "a.yaml", *secrets, "--set", "e=2"])
+    RunFolder(tmp_path).write_config(parse(smallest()))
+    text = (tmp_path / "config.yaml").read_text()
+    assert "pw" not in text.splitlines()[0]
+    assert "--config a.yaml" in text
+    assert "--set e=2" in text
 
 
 def test_names_of_columns_are_no_secrets() -> None:
@@ -261,7 +292,7 @@ def test_names_of_columns_are_no_secrets() -> None:
 
 
 def test_a_redacted_value_must_be_given_anew() -> None:
-    content = smallest(spark={"settings": {"a.password": REDACTED}})
+    content = smallest(spark={"settings": {"a.password": f"before {REDACTED}"}})
     with pytest.raises(ParameterError) as caught:
         parse(content)
     key = "spark.settings.a.password"

@@ -287,8 +287,8 @@ class Full:
         self.full, self.room, self.error = full, room, error
         self.refused = 0
 
-    def __call__(self, path: str | Path, mode: str, buffering: int) -> Any:
-        file = open(path, mode, buffering=buffering)  # noqa: SIM115
+    def __call__(self, path: str | Path, mode: str, **options: Any) -> Any:
+        file = open(path, mode, **options)  # noqa: SIM115
         return Limited(file, self) if Path(path).parent in self.full else file
 
 
@@ -345,7 +345,7 @@ def test_a_full_directory_gives_way_to_the_next(
     folders = [Path(segment.path).parent for segment in handle.segments]
     assert folders == ([first] if room == 1000 else []) + [second]
     assert sum(segment.num_rows for segment in handle.segments) == 30
-    left = [path for path in first.glob("samples-*") if path.suffix != ".npy"]
+    left = [path for path in first.glob("samples-*") if path.suffix != ".order"]
     assert len(left) == (5 if room == 1000 else 0)
     mapped = open_partition(handle)
     assert listed(mapped.gather(np.arange(30))) == listed([c[mapped.order] for c in columns])

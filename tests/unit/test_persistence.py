@@ -85,6 +85,13 @@ def in_main() -> nn.Module:
 in_main.__module__ = "__main__"
 
 
+def needed() -> nn.Module:
+    return Net()
+
+
+in_main_of_its_own = partial(lambda make: make(), needed)
+
+
 def some_history() -> History:
     history = History()
     history.append(TrainState(samples=8, loss=0.5, seconds=1.5, learning_rates=(0.1,)), 1)
@@ -359,6 +366,8 @@ def tamper(folder: Path, **recipe: Any) -> None:
         "pathlib:Path",
         f"{__name__}:subprocess.call",
         f"{__name__}:Net.forward",
+        "torch.fx:GraphModule",  # makes code of what it is given
+        "torch.jit:ScriptModule",
     ],
 )
 def test_a_name_of_something_else_is_never_called(name: str, tmp_path: Path) -> None:
@@ -390,7 +399,7 @@ def test_with_trust_a_named_function_is_called(tmp_path: Path) -> None:
     folder = save(trained_on(Net), tmp_path)
     mark = tmp_path / "called"
     tamper(folder, name="subprocess:call", args=[["touch", str(mark)]])
-    with pytest.raises(AttributeError):  # it returns a number, and that is no module
+    with pytest.raises(ModelError, match="is a int: it must be a"):
         load(folder, trust=True)
     assert mark.exists()
     assert subprocess.call(["true"]) == 0
@@ -464,7 +473,25 @@ def test_weights_that_are_damaged(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-5])
     with pytest.raises(ModelError) as caught:
         load(folder)
-    assert str(caught.value).startswith(f"the weights in {folder} do not fit the model: ")
+    assert str(caught.value) == f"{weights} is not the file that was saved (checksum differs)."
+
+
+def test_a_pickle_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(trained_on(in_main_of_its_own), tmp_path)
+    monkeypatch.delitem(globals(), "needed")
+    with pytest.raises(ModelError, match=r"recipe.pkl cannot be opened \(AttributeError: "):
+        load(folder, trust=True)
+
+
+def test_a_module_that_fails_when_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(trained_on(Net), tmp_path / "model")
+    (tmp_path / "broken_module_of_the_tests.py").write_text("raise RuntimeError('broken')")
+    monkeypatch.syspath_prepend(tmp_path)
+    tamper(folder, name="broken_module_of_the_tests:Net")
+    with pytest.raises(ModelError, match=r"which cannot be imported \(broken\)"):
+        load(folder)
 
 
 # Overwriting

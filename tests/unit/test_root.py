@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import secrets
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from sparkdl.data.files import Column, SegmentWriter, map_file
+from sparkdl.data.handle import Field, Segment
+from sparkdl.data.partition import PartitionWriter
 from sparkdl.slab import root as module
-from sparkdl.slab.root import MARK, SWEEP_AFTER_SECONDS, SlabConfig, open_root, remove_root
+from sparkdl.slab.pool import Pool
+from sparkdl.slab.root import (
+    MARK,
+    SWEEP_AFTER_SECONDS,
+    SlabConfig,
+    open_root,
+    read_private,
+    remove_root,
+    write_private,
+)
 
 # Loads the module from its file: importing the package would load torch, which takes seconds.
 OPEN_AND_PRINT = """
@@ -145,7 +159,7 @@ def test_auto_without_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     remove_root(config)
 
 
-@pytest.mark.parametrize("what", ["link", "file", "group", "others"])
+@pytest.mark.parametrize("what", ["link", "file", "group", "group writes", "others"])
 def test_a_root_that_is_not_ours_is_refused(config: SlabConfig, tmp_path: Path, what: str) -> None:
     path = root_in(config)
     if what == "link":
@@ -156,7 +170,7 @@ def test_a_root_that_is_not_ours_is_refused(config: SlabConfig, tmp_path: Path, 
         path.touch(0o600)
     else:
         path.mkdir()
-        path.chmod(0o750 if what == "group" else 0o701)
+        path.chmod({"group": 0o750, "group writes": 0o720, "others": 0o701}[what])
     with pytest.raises(PermissionError) as caught:
         open_root(config, create=True)
     assert str(caught.value) == f"slab root {path} is not a directory of this user with mode 0700"
@@ -173,6 +187,76 @@ def test_a_root_of_another_user_is_refused(
     monkeypatch.setattr(os, "getuid", lambda: other)
     with pytest.raises(PermissionError, match="is not a directory of this user with mode 0700"):
         open_root(config, create=True)
+
+
+# Links inside
+
+
+FILES = ["token", "recipe", "alive", "samples", "order", "buffer", "new buffer"]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_link_in_place_of_a_file_is_not_followed(
+    config: SlabConfig, tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As somebody may leave it who can write there after all."""
+    root = open_root(config, create=True)
+    assert root is not None
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"mine" * 4096)
+    place = root_in(config)
+
+    def put(name: str) -> str:
+        (place / name).unlink(missing_ok=True)
+        (place / name).symlink_to(outside)
+        return str(place / name)
+
+    if file == "token":
+        put("token")
+        module._open_roots.clear()
+        use: Callable[[], object] = lambda: open_root(config)  # noqa: E731
+    elif file == "recipe":
+        put("recipe")
+        use = lambda: read_private(place / "recipe")  # noqa: E731
+    elif file == "alive":
+        put(next(place.glob("alive.*")).name)
+        module._open_roots.clear()
+        use = lambda: open_root(config)  # noqa: E731
+    elif file == "samples":
+        path = put("samples-1-0-0.values").removesuffix("-0.values")
+        field = Field("x", "float32", ())
+        with pytest.raises(OSError, match="File exists"):
+            SegmentWriter(path, [field])
+        use = lambda: Column.map([Segment(path, 4096)], 0, field)  # noqa: E731
+    elif file == "order":
+        use = lambda: map_file(put("samples-1.order"), "int64", (-1,))  # noqa: E731
+    elif file == "buffer":
+        put("state-8-abc")
+        use = lambda: Pool(config).claim("state", 8, 1, 1).__enter__()  # noqa: E731
+    else:
+        monkeypatch.setattr(secrets, "token_hex", lambda nbytes: "guessed")
+        put("new-state-8-guessed")
+        use = lambda: Pool(config).claim("state", 8, 1, 1).__enter__()  # noqa: E731
+    with pytest.raises(OSError, match=r"symbolic links|File exists"):
+        use()
+    assert outside.read_bytes() == b"mine" * 4096
+
+
+def test_all_files_are_for_this_user_alone(config: SlabConfig) -> None:
+    before = os.umask(0)
+    try:
+        open_root(config, create=True)
+        writer = PartitionWriter(config)
+        writer.add(["x"], [np.zeros(3)])
+        writer.finish()
+        write_private(root_in(config) / "recipe", b"")
+        with Pool(config).claim("state", 8, 1, 1):
+            pass
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in root_in(config).iterdir()}
+    assert len(modes) == 6
+    assert set(modes.values()) == {0o600}
 
 
 # The token
@@ -325,6 +409,49 @@ def test_a_process_number_used_again_is_not_the_holder(config: SlabConfig, tmp_p
     assert not path.exists()
 
 
+def test_sweeping_follows_no_link_out_of_a_dead_root(config: SlabConfig, tmp_path: Path) -> None:
+    dead, kept = tmp_path / f"{MARK}dead", tmp_path / "kept"
+    (dead / "inner").mkdir(parents=True, mode=0o700)
+    (dead / dead_mark()).touch()
+    kept.mkdir()
+    (kept / "precious").write_text("mine")
+    (dead / "folder").symlink_to(kept)
+    (dead / "inner" / "file").symlink_to(kept / "precious")
+    open_root(config, create=True)
+    assert not dead.exists()
+    assert (kept / "precious").read_text() == "mine"
+
+
+def test_removing_follows_no_link(config: SlabConfig, tmp_path: Path) -> None:
+    """Neither out of the root, nor where the root itself was exchanged for a link."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "precious").write_text("mine")
+    open_root(config, create=True)
+    (root_in(config) / "folder").symlink_to(kept)
+    remove_root(config)
+    assert not root_in(config).exists()
+    root_in(config).symlink_to(kept)
+    remove_root(config)
+    assert (kept / "precious").read_text() == "mine"
+    root_in(config).unlink()
+
+
+def test_the_roots_of_others_are_not_swept(
+    config: SlabConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = tmp_path / f"{MARK}dead"
+    dead.mkdir(mode=0o700)
+    (dead / dead_mark()).touch()
+    mine = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: mine + 1)
+    module._sweep([tmp_path])
+    assert dead.exists()
+    monkeypatch.setattr(os, "getuid", lambda: mine)
+    module._sweep([tmp_path])
+    assert not dead.exists()
+
+
 def test_sweeping_touches_nothing_else(config: SlabConfig, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     target = tmp_path / "target"
@@ -342,13 +469,15 @@ def test_sweeping_touches_nothing_else(config: SlabConfig, tmp_path: Path) -> No
 def test_a_dead_root_goes_from_every_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the first directory has the mark; what spilled to the others goes too."""
+    """Also what is left in one of them only: shared memory is empty after a restart."""
     memory, local = tmp_path / "memory", tmp_path / "local"
     monkeypatch.setattr(module, "SHARED_MEMORY", memory)
     monkeypatch.setenv("SPARK_LOCAL_DIRS", str(local))
     for base in (memory, local):
         (base / f"{MARK}dead").mkdir(parents=True, mode=0o700)
-    (memory / f"{MARK}dead" / dead_mark()).touch()
+        (base / f"{MARK}dead" / dead_mark()).touch()
+    (local / f"{MARK}spilled").mkdir(mode=0o700)
+    (local / f"{MARK}spilled" / dead_mark()).touch()
     config = SlabConfig.new("auto", "test")
     open_root(config, create=True)
     assert [path.name for path in memory.iterdir()] == [config.name]

@@ -43,6 +43,7 @@ def test_every_setting_is_read() -> None:
     defaults = read({})
     for key, setting in SETTINGS.items():
         other = setting.choices[-1] if setting.choices else "something else"
+        other = "17.5" if key.endswith(".seconds") else other
         assert other != setting.default
         assert read({key: other}) != defaults, key
 
@@ -58,15 +59,27 @@ def test_a_setting_is_documented_and_its_default_allowed(key: str) -> None:
 def test_an_unknown_key_names_the_nearest() -> None:
     assert mistake({"spark.sparkdl.progres": "true"}) == (
         'unknown setting "spark.sparkdl.progres". Did you mean "spark.sparkdl.progress"? '
-        "Known: spark.sparkdl.slab.dir, spark.sparkdl.stages, spark.sparkdl.progress."
+        "Known: spark.sparkdl.slab.dir, spark.sparkdl.stages, spark.sparkdl.snapshot.seconds, "
+        "spark.sparkdl.timeout.seconds, spark.sparkdl.progress."
     )
 
 
 def test_a_key_like_no_other() -> None:
     assert mistake({"xyzzy": "1"}) == (
         'unknown setting "xyzzy". '
-        "Known: spark.sparkdl.slab.dir, spark.sparkdl.stages, spark.sparkdl.progress."
+        "Known: spark.sparkdl.slab.dir, spark.sparkdl.stages, spark.sparkdl.snapshot.seconds, "
+        "spark.sparkdl.timeout.seconds, spark.sparkdl.progress."
     )
+
+
+def test_durations() -> None:
+    both = ("spark.sparkdl.snapshot.seconds", "spark.sparkdl.timeout.seconds")
+    assert read(dict.fromkeys(both, "off")) == Settings(snapshot_seconds=None, timeout=None)
+    assert read(dict.fromkeys(both, "0.5")) == Settings(snapshot_seconds=0.5, timeout=0.5)
+    for value in ("often", "-1", "nan", "inf", ""):
+        assert mistake({both[0]: value}) == (
+            f'{both[0]} = "{value}": give a number of seconds, such as 30, or off.'
+        )
 
 
 def test_a_value_outside_the_choices() -> None:
@@ -79,8 +92,8 @@ def test_all_mistakes_are_told_at_once() -> None:
     assert mistake({"spark.sparkdl.progress": "yes", "spark.sparkdl.slabdir": "/x"}) == (
         "2 problems:\n"
         '  - unknown setting "spark.sparkdl.slabdir". Did you mean "spark.sparkdl.slab.dir"? '
-        "Known: spark.sparkdl.slab.dir, spark.sparkdl.stages, "
-        "spark.sparkdl.progress.\n"
+        "Known: spark.sparkdl.slab.dir, spark.sparkdl.stages, spark.sparkdl.snapshot.seconds, "
+        "spark.sparkdl.timeout.seconds, spark.sparkdl.progress.\n"
         '  - spark.sparkdl.progress = "yes": use one of auto, true, false.'
     )
 

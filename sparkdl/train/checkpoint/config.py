@@ -4,43 +4,25 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from sparkdl.redaction import REDACTED, is_secret, without_credentials
+
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
 
-REDACTED = "(redacted)"
-
-_SECRET = re.compile(r"secret|token|passw|pwd|credential|key|auth|signature|private", re.IGNORECASE)
-_USER = re.compile(r"(?<=://)[^/@\s'\"]+@")
-_ASSIGNED = re.compile(r"([A-Za-z0-9_.-]+)=(['\"]?)(?!\(redacted\))[^&;,\s'\")]+")
-
 
 def redact(mapping: Mapping[str, Any]) -> dict[str, str]:
-    """``mapping`` as text, values hidden where the key speaks of a secret.
-
-    Also hidden: the user and password of a URI within a value, and what a ``secret=...`` within a
-    value (the query of a URI) is set to.
-    """
+    """``mapping`` as text, secrets hidden, see :mod:`sparkdl.redaction`; all values of a key that
+    speaks of one, numbers too."""
     return {
-        str(key): REDACTED if _SECRET.search(str(key)) else without_credentials(str(value))
+        str(key): REDACTED if is_secret(str(key), str(value)) else without_credentials(str(value))
         for key, value in mapping.items()
     }
-
-
-def without_credentials(text: str) -> str:
-    """``text`` without the users and passwords in its URIs, and without ``secret=...``."""
-    return _ASSIGNED.sub(_hide, _USER.sub(f"{REDACTED}@", text))
-
-
-def _hide(found: re.Match[str]) -> str:
-    name, quote = found.groups()
-    return f"{name}={quote}{REDACTED}" if _SECRET.search(name) else found.group()
 
 
 def describe_trainer(trainer: Trainer) -> dict[str, str]:

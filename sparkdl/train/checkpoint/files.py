@@ -17,8 +17,8 @@ from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from sparkdl.errors import CheckpointError
+from sparkdl.redaction import without_credentials
 from sparkdl.train.checkpoint import local, remote
-from sparkdl.train.checkpoint.config import without_credentials
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/+)(.*)", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -43,8 +43,8 @@ class Backend(Protocol):
     def write(self, path: str, temporary: str, data: bytes) -> None:
         """Write ``temporary``, then move it to ``path``."""
 
-    def read(self, path: str) -> bytes:
-        """The bytes of a file; raises OSError unless it is a plain one."""
+    def read(self, path: str, limit: int | None) -> bytes:
+        """The bytes of a file; raises OSError unless it is a plain one, of ``limit`` bytes at most."""
 
     def entries(self, path: str) -> list[tuple[str, str, int]]:
         """Name, kind and size of what a folder holds; [] where there is none."""
@@ -106,12 +106,12 @@ class Folder:
             backend, path = self._open()
             backend.write(f"{path}/{name}", f"{path}/{temporary}", data)
 
-    def read(self, name: str) -> bytes:
-        """The bytes of a file, never those behind a link."""
+    def read(self, name: str, limit: int | None = None) -> bytes:
+        """The bytes of a file, never those behind a link, never more than ``limit``."""
         check_name(name)
         with _explained("read", f"{self}/{name}"):
             backend, path = self._open()
-            return backend.read(f"{path}/{name}")
+            return backend.read(f"{path}/{name}", limit)
 
     def entries(self) -> dict[str, Entry]:
         """What is in the folder, by name; empty where the folder does not exist."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
+
+from sparkdl.train.reading import read_plain
 
 
 def make(path: str) -> None:
@@ -16,7 +17,7 @@ def make(path: str) -> None:
 def write(path: str, temporary: str, data: bytes) -> None:
     """Write and fsync ``temporary``, rename it to ``path``, and fsync the folder."""
     try:
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with open(handle, "wb", buffering=0) as file:
             view = memoryview(data)
             while view:  # one call writes 2 GiB at most
@@ -30,13 +31,9 @@ def write(path: str, temporary: str, data: bytes) -> None:
     _sync_folder(os.path.dirname(path))
 
 
-def read(path: str) -> bytes:
-    """The bytes of a plain file. Raises OSError for a link, a folder, a pipe."""
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with open(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError("it is no plain file")
-        return file.read()
+def read(path: str, limit: int | None = None) -> bytes:
+    """The bytes of a plain file. Raises OSError for a link, a folder, a pipe, a larger file."""
+    return read_plain(path, limit)
 
 
 def entries(path: str) -> list[tuple[str, str, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from sparkdl.train.checkpoint.identity import (
     first_few,
 )
 from sparkdl.train.checkpoint.records import from_plain, to_plain
+from sparkdl.train.reading import MAX_JSON_BYTES, parse_json
 from sparkdl.train.state import Validated
 
 FORMAT = "sparkdl-checkpoint"
@@ -126,14 +128,20 @@ class Manifest:
         content["config"] = redact(self.config)
         content = {"format": FORMAT, "version": VERSION, **content}
         content["checksum"] = checksum(_canonical(content))
-        return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
+        data = (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
+        if len(data) > MAX_JSON_BYTES:
+            raise CheckpointError(
+                f"the manifest has {len(data):,} bytes, and {MAX_JSON_BYTES:,} at the most are read: "
+                "validate less often."
+            )
+        return data
 
     @staticmethod
     def from_json(data: bytes) -> Manifest:
         """What :meth:`to_json` wrote. Raises DamagedCheckpoint, saying what is wrong with it."""
         try:
-            content = json.loads(data.decode())
-        except (ValueError, RecursionError) as error:
+            content = parse_json(data, finite=True)
+        except ValueError as error:
             raise DamagedCheckpoint(f"its manifest is no JSON ({error})") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             found = content.get("format") if isinstance(content, dict) else None
@@ -143,15 +151,36 @@ class Manifest:
                 f"it has version {content.get('version')!r} of the format, and this sparkdl reads "
                 f"version {VERSION}"
             )
-        if content.pop("checksum", None) != checksum(_canonical(content)):
-            raise DamagedCheckpoint("its manifest was changed (checksum)")
         try:
+            if content.pop("checksum", None) != checksum(_canonical(content)):
+                raise DamagedCheckpoint("its manifest was changed (checksum)")
             manifest: Manifest = from_plain(content, Manifest)
-            for file in manifest.all_files:
-                check_name(file.name)
-        except (ValueError, TypeError, KeyError, RecursionError, CheckpointError) as error:
+            manifest._check()
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise DamagedCheckpoint(f"its manifest is wrong: {error}") from None
         return manifest
+
+    def _check(self) -> None:
+        """Raise ValueError for what no run writes, and for a file that is not in the folder."""
+        least = dict.fromkeys(("iteration", "epoch", "position", "samples", "skipped", "seed"), 0)
+        least |= dict.fromkeys(("replicas", "slices", "batch_size", "local_steps"), 1)
+        for name, smallest in least.items():
+            if not smallest <= getattr(self, name) < 2**63:
+                raise ValueError(f"{name} is {getattr(self, name)}")
+        for name in ("seconds", "loss_scale"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}")
+        if not len(self.data.rows) == len(self.data.checksums) == self.replicas:
+            raise ValueError("it does not tell the rows and checksum of each partition")
+        for file in self.all_files:
+            try:
+                check_name(file.name)
+            except CheckpointError as error:
+                raise ValueError(str(error)) from None
+            if file.nbytes < 0:
+                raise ValueError(f"{file.name} has {file.nbytes} bytes")
+            if isinstance(file, SliceFile) and not 0 <= file.start <= file.stop:
+                raise ValueError(f"{file.name} holds elements {file.start} to {file.stop}")
 
     def differences(
         self, layout: ModelIdentity, data: DataIdentity, constants: Mapping[str, Any] | None = None

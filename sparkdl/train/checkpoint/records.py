@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import types
 import typing
@@ -23,7 +24,7 @@ def to_plain(value: Any, kind: Any, where: str = "") -> Any:
     if origin in (types.UnionType, typing.Union):
         return None if value is None else to_plain(value, arguments[0], where)
     if is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
+        hints = _hints(typing.cast(Any, kind))
         return {
             f.name: to_plain(getattr(value, f.name), hints[f.name], f"{where}.{f.name}".strip("."))
             for f in fields(kind)
@@ -50,7 +51,7 @@ def from_plain(value: Any, kind: Any, where: str = "") -> Any:
     if origin in (types.UnionType, typing.Union):
         return None if value is None else from_plain(value, arguments[0], where)
     if is_dataclass(kind):
-        hints, known = typing.get_type_hints(kind), {f.name for f in fields(kind)}
+        hints, known = _hints(typing.cast(Any, kind)), {f.name for f in fields(kind)}
         given = {k: v for k, v in _of(dict, value, where).items() if k in known}
         found = {k: from_plain(v, hints[k], f"{where}.{k}".strip(".")) for k, v in given.items()}
         try:
@@ -68,6 +69,11 @@ def from_plain(value: Any, kind: Any, where: str = "") -> Any:
     if kind is float:
         return float(_of((int, float), value, where))
     return _of(kind, value, where)
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(typing.cast(Any, kind))
 
 
 def _of(kind: Any, value: Any, where: str) -> Any:

@@ -9,6 +9,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from sparkdl.errors import CheckpointError
+from sparkdl.train.reading import check_size
 
 
 class Remote:
@@ -33,10 +34,11 @@ class Remote:
                 self._system.delete_file(temporary)
             raise
 
-    def read(self, path: str) -> bytes:
-        """The bytes of a file."""
-        with self._system.open_input_stream(path) as stream:
-            return stream.read()
+    def read(self, path: str, limit: int | None = None) -> bytes:
+        """The bytes of a file. Raises OSError for a larger one."""
+        with self._system.open_input_file(path) as file:
+            check_size(file.size(), limit)
+            return file.read()
 
     def entries(self, path: str) -> list[tuple[str, str, int]]:
         """Name, kind and size of each entry."""

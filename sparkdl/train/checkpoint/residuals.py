@@ -5,11 +5,11 @@ Tensors are named ``NUMBER.NAME``: the number of the parameter, and what the ten
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import safetensors
 import safetensors.torch
 import torch
 
@@ -18,6 +18,10 @@ from sparkdl.sync.packing import ByParameter
 from sparkdl.train.checkpoint.files import Folder
 from sparkdl.train.checkpoint.manifest import ReplicaFile, checksum
 from sparkdl.train.checkpoint.tasks import read_checked
+from sparkdl.train.checkpoint.tree import STORABLE
+from sparkdl.train.reading import parse_tensors
+
+_KEY = re.compile(r"[0-9]{1,9}\..*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,12 @@ class ReadResiduals:
             return None
         folder, found = Folder(self.directory), dict[int, dict[str, torch.Tensor]]()
         try:
-            for key, tensor in safetensors.torch.load(read_checked(folder, file)).items():
+            tensors, _ = parse_tensors(read_checked(folder, file))
+            for key, tensor in tensors.items():
+                if not _KEY.fullmatch(key) or tensor.dtype not in STORABLE:
+                    raise ValueError(f'it holds "{key}" of {tensor.dtype}')
                 number, _, name = key.partition(".")
                 found.setdefault(int(number), {})[name] = tensor
-        except (DamagedCheckpoint, safetensors.SafetensorError, ValueError) as error:
+        except (DamagedCheckpoint, ValueError) as error:
             raise DamagedCheckpoint(f"{folder}: {file.name}: {error}") from error
         return found

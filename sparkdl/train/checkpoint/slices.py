@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import safetensors
 import safetensors.torch
 import torch
 
@@ -23,6 +22,7 @@ from sparkdl.sync.owner import EMA
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.state import SliceState
 from sparkdl.train.checkpoint.tree import STORABLE, decode, encode
+from sparkdl.train.reading import MAX_HEADER_BYTES, parse_json, parse_tensors
 
 FORMAT = "sparkdl-slice"
 VERSION = "1"
@@ -95,7 +95,14 @@ def pack(plan: SlicePlan, state: SliceState) -> tuple[dict[str, torch.Tensor], d
 def to_bytes(plan: SlicePlan, state: SliceState) -> bytes:
     """The slice as a safetensors file. Raises as :func:`pack` does."""
     tensors, metadata = pack(plan, state)
-    return safetensors.torch.save(tensors, metadata)
+    data = safetensors.torch.save(tensors, metadata)
+    header = int.from_bytes(data[:8], "little")
+    if header > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"the file of slice {plan.index} would begin with {header:,} bytes that describe it, and "
+            f"{MAX_HEADER_BYTES:,} at the most are read: train with more slices."
+        )
+    return data
 
 
 def unpack(data: bytes) -> Part:
@@ -104,16 +111,16 @@ def unpack(data: bytes) -> Part:
     Raises :class:`sparkdl.DamagedCheckpoint` where the bytes are no such file.
     """
     try:
-        tensors = safetensors.torch.load(data)
-        metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        tensors, metadata = parse_tensors(data)
         if (metadata["format"], metadata["version"]) != (FORMAT, VERSION):
             raise ValueError(f"it is a {metadata['format']} of version {metadata['version']}")
         others = {
             int(number): {str(key): decode(v, tensors) for key, v in items}
-            for number, items in json.loads(metadata["others"])
+            for number, items in parse_json(metadata["others"].encode(), finite=True)
         }
         held = {
-            int(n): tuple(str(name) for name in names) for n, names in json.loads(metadata["held"])
+            int(n): tuple(str(name) for name in names)
+            for n, names in parse_json(metadata["held"].encode(), finite=True)
         }
         arrays = {n.removeprefix("array."): t for n, t in tensors.items() if n.startswith("array.")}
         state = SliceState(tensors["weights"], arrays, held, others)
@@ -128,7 +135,9 @@ def unpack(data: bytes) -> Part:
             raise ValueError("it names arrays that it does not hold")
         if any(t.shape != (trainable,) for t in arrays.values()):
             raise ValueError("an array of it is not as long as its bounds say")
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        if not {t.dtype for t in tensors.values()} <= STORABLE:
+            raise ValueError("it holds a tensor of a dtype that is never stored")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         text = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise DamagedCheckpoint(f"it holds no slice of a checkpoint ({text})") from error
     return Part(start, stop, trainable, state)

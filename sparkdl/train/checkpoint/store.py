@@ -20,6 +20,7 @@ from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
 from sparkdl.train.checkpoint.files import Entry, Folder, unfinished
 from sparkdl.train.checkpoint.manifest import Manifest, StoredFile, checksum
 from sparkdl.train.checkpoint.tasks import read_checked, write_probe
+from sparkdl.train.reading import MAX_JSON_BYTES
 
 MANIFEST = "manifest.json"
 HISTORY = "history.json"
@@ -205,7 +206,7 @@ def _manifest(folder: Folder) -> Manifest:
     entries = folder.entries()
     if MANIFEST not in entries:
         raise DamagedCheckpoint(INCOMPLETE)
-    manifest = Manifest.from_json(folder.read(MANIFEST))
+    manifest = Manifest.from_json(folder.read(MANIFEST, limit=MAX_JSON_BYTES))
     for file in manifest.all_files:
         problem = _problem(file, entries)
         if problem:

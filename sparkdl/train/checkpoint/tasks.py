@@ -82,7 +82,7 @@ def _read_part(folder: Folder, file: SliceFile) -> Part:
 def read_checked(folder: Folder, file: StoredFile) -> bytes:
     """The bytes of a file. Raises DamagedCheckpoint unless size and checksum are the manifest's."""
     try:
-        data = folder.read(file.name)
+        data = folder.read(file.name, limit=file.nbytes)
     except CheckpointError as error:
         raise DamagedCheckpoint(str(error)) from error
     if len(data) != file.nbytes:

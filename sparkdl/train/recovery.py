@@ -1,0 +1,246 @@
+"""When the state is lost with its executors: restore it and repeat what was done since.
+
+[Note: snapshots and replay] An iteration is a function of the state before it and of what the loop
+asks for; so a run that is set back to an earlier state and asked for the same again comes to the same
+bits. The points to go back to are the last snapshot (Spark keeps it on two executors), else the last
+checkpoint, else the beginning. What the loop asked for since the beginning is remembered, a few
+hundred bytes an iteration. The loop, its callbacks and the history see nothing of it: every iteration
+is reported once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from sparkdl.data.batches import EpochPlan
+from sparkdl.errors import CheckpointError, StateLostError, TrainingError
+from sparkdl.step.compressing import ReadResiduals
+from sparkdl.sync.packing import ByParameter
+from sparkdl.sync.plan import SlicePlan
+from sparkdl.sync.state import SliceState
+from sparkdl.train.committed import Snapshot
+from sparkdl.train.engine import (
+    CURRENT,
+    Engine,
+    Iteration,
+    ReadState,
+    StepResult,
+    ValidationSet,
+)
+
+MAX_LOSSES = 16
+"""How often the state may be lost before an iteration is done: then something is wrong for good."""
+TRIES = 2
+"""How often a point is tried that cannot be read: an executor may be lost meanwhile."""
+SHARE = 0.05
+"""Of the time, that snapshots may take."""
+
+logger = logging.getLogger("sparkdl")
+Result = TypeVar("Result")
+
+
+class Restorable(Engine, Protocol):
+    """An engine whose state can be lost, and put back."""
+
+    def take_snapshot(self) -> Snapshot:
+        """A copy of the state that outlives any one executor."""
+
+    def drop(self, snapshot: Snapshot) -> None:
+        """It is not needed any more."""
+
+    def forget(self) -> None:
+        """What there is of the state is given up; ``start`` or ``restore`` comes next."""
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go on from it. Raises :class:`sparkdl.TrainingError` where it is lost too."""
+
+
+class KeepBest:
+    """In the log: the weights as they stood were kept as the best."""
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """A state to go back to: ``done`` entries of the log lead to it. ``name`` for messages."""
+
+    name: str
+    done: int
+    load: Callable[[], None]
+
+
+class Recovering:
+    """An engine that goes on when the state of ``engine`` is lost.
+
+    ``seconds``: a snapshot is taken after an iteration that ends so long after the last one, if
+    snapshots take no more than :data:`SHARE` of the time; 0: after every iteration; None: never.
+    """
+
+    def __init__(self, engine: Restorable, seconds: float | None) -> None:
+        self._engine, self._seconds = engine, seconds
+        self.plan: EpochPlan = engine.plan
+        self._log: list[Iteration | KeepBest] = []
+        self._starts: list[Callable[[], None]] = []
+        self._beginning = Point("the beginning", 0, self._start_again)
+        self._checkpoint: Point | None = None
+        self._snapshot: tuple[Point, Snapshot] | None = None
+        self._due = time.monotonic() + (seconds or 0.0)
+
+    def start(
+        self,
+        read: ReadState | None = None,
+        reported: tuple[type[Exception], ...] = (),
+        which: str = CURRENT,
+    ) -> None:
+        """See :class:`sparkdl.train.engine.Engine`; so for what follows."""
+        if which == CURRENT:
+            self._starts.clear()
+        self._begin(lambda: self._engine.start(read, reported, which))
+
+    def start_residuals(
+        self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
+    ) -> None:
+        self._begin(lambda: self._engine.start_residuals(read, reported))
+
+    def step(self, iteration: Iteration) -> StepResult:
+        result = self._surely(lambda: self._engine.step(iteration))
+        self._log.append(iteration)
+        if self._seconds is None or time.monotonic() < self._due:
+            return result
+        cost = self._surely(self._take_snapshot)
+        return replace(result, seconds={**result.seconds, "snapshot": cost})
+
+    def score(self, validation: ValidationSet) -> list[Any]:
+        return self._surely(lambda: self._engine.score(validation))
+
+    def keep_best(self) -> None:
+        self._surely(self._engine.keep_best)
+        self._log.append(KeepBest())
+
+    def weights(self, which: str = CURRENT) -> torch.Tensor:
+        return self._surely(lambda: self._engine.weights(which))
+
+    def with_states(
+        self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
+    ) -> list[Any]:
+        return self._surely(lambda: self._engine.with_states(use, which))
+
+    def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
+        return self._surely(lambda: self._engine.with_residuals(use))
+
+    def checkpointed(self, iteration: int, load: Callable[[Engine], None]) -> None:
+        """There is a checkpoint of the state as it stands, which ``load`` reads."""
+        name = f"the checkpoint after iteration {iteration}"
+        self._checkpoint = Point(name, len(self._log), lambda: load(self._engine))
+
+    def _begin(self, start: Callable[[], None]) -> None:
+        self._surely(start)
+        self._starts.append(start)
+
+    def _take_snapshot(self) -> float:
+        """Take one, instead of the one before; seconds. One that cannot be taken stops no training."""
+        started = time.monotonic()
+        before, snapshot = self._snapshot, None
+        try:
+            snapshot = self._engine.take_snapshot()
+        except StateLostError:
+            raise
+        except TrainingError as error:
+            logger.warning("no snapshot could be taken: %s", str(error).partition("\n")[0])
+        cost = time.monotonic() - started
+        assert self._seconds is not None
+        self._due = time.monotonic() + (max(self._seconds, cost / SHARE) if self._seconds else 0.0)
+        if snapshot is not None:
+            taken = snapshot
+            name = f"the snapshot after iteration {self._iterations}"
+            point = Point(name, len(self._log), lambda: self._engine.restore(taken))
+            self._snapshot = point, taken
+            if before is not None:
+                self._engine.drop(before[1])
+        return cost
+
+    @property
+    def _iterations(self) -> int:
+        """Iterations done, those before this run included."""
+        done = [entry for entry in self._log if isinstance(entry, Iteration)]
+        return done[-1].index + 1 if done else 0
+
+    def _surely(self, action: Callable[[], Result]) -> Result:
+        """``action()``, again where the state was lost."""
+        for _ in range(MAX_LOSSES):
+            try:
+                return action()
+            except StateLostError as lost:
+                self._recover(lost)
+        return action()
+
+    def _recover(self, lost: StateLostError) -> None:
+        """Bring the state back to where it stood, and say so in one line."""
+        started, tries = time.monotonic(), dict[Point, int]()
+        for _ in range(MAX_LOSSES):
+            point = self._latest()
+            tries[point] = tries.get(point, 0) + 1
+            try:
+                self._engine.forget()
+                point.load()
+            except (TrainingError, CheckpointError) as error:
+                if tries[point] >= TRIES and point is not self._beginning:
+                    self._give_up(point, error)
+                elif tries[point] >= TRIES and not isinstance(error, StateLostError):
+                    raise _beyond_recovery(lost, error) from None
+                continue
+            try:
+                self._repeat(point.done)
+            except StateLostError:  # again, while it was being brought back
+                continue
+            repeated = sum(isinstance(entry, Iteration) for entry in self._log[point.done :])
+            logger.warning(
+                "%s. Went on from %s and repeated %d iteration%s: %.1f s.",
+                str(lost).partition("\n")[0].rstrip("."),
+                point.name,
+                repeated,
+                "" if repeated == 1 else "s",
+                time.monotonic() - started,
+            )
+            return
+        raise _beyond_recovery(lost, lost)
+
+    def _latest(self) -> Point:
+        """The point that leaves least to be repeated."""
+        points = [self._snapshot[0]] if self._snapshot else []
+        points += [self._checkpoint] if self._checkpoint else []
+        return max([*points, self._beginning], key=lambda point: point.done)
+
+    def _give_up(self, point: Point, error: Exception) -> None:
+        """The point is of no use."""
+        reason = str(error).partition("\n")[0].rstrip(".")
+        logger.warning("%s cannot be read (%s).", point.name.capitalize(), reason)
+        if self._snapshot is not None and point is self._snapshot[0]:
+            self._engine.drop(self._snapshot[1])
+            self._snapshot = None
+        else:
+            self._checkpoint = None
+
+    def _start_again(self) -> None:
+        for start in self._starts:
+            start()
+
+    def _repeat(self, done: int) -> None:
+        """What was asked for after the first ``done`` entries."""
+        for entry in self._log[done:]:
+            if isinstance(entry, Iteration):
+                self._engine.step(entry)
+            else:
+                self._engine.keep_best()
+
+
+def _beyond_recovery(lost: StateLostError, error: Exception) -> StateLostError:
+    why = "" if error is lost else f" It could not be brought back: {error}"
+    return StateLostError(
+        f"{lost}{why}\nFit again, with resume= from a checkpoint, or from the initial weights."
+    )

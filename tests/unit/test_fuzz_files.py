@@ -1,0 +1,512 @@
+"""Ten thousand damaged and forged files: each is refused with the error that is documented, or read
+right; nothing is written, no link is followed, no pickle is opened, and memory stays bounded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import pickle
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fuzzing
+import pytest
+import torch
+from torch import nn
+
+import sparkdl
+from sparkdl.data.handle import Field
+from sparkdl.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    ModelError,
+    ParameterError,
+    TrustError,
+)
+from sparkdl.infer.output import Output
+from sparkdl.replica.flat import layout_of
+from sparkdl.sync.plan import slice_plans
+from sparkdl.sync.state import SliceState
+from sparkdl.train.checkpoint.identity import DataIdentity, FieldIdentity, ModelIdentity
+from sparkdl.train.checkpoint.manifest import Best, Manifest, checksum
+from sparkdl.train.checkpoint.residuals import WriteResiduals
+from sparkdl.train.checkpoint.store import CheckpointStore
+from sparkdl.train.checkpoint.tasks import write_slice
+from sparkdl.train.checkpointing import Identity
+from sparkdl.train.history import History
+from sparkdl.train.persistence import load, save
+from sparkdl.train.reading import MAX_HEADER_BYTES
+from sparkdl.train.resuming import Restored, Resuming
+from sparkdl.train.state import TrainState, Validated
+from sparkdl.train.trained import TrainedModel
+
+CASES = {
+    "model.json": 2200,
+    "model.safetensors": 1500,
+    "history.json of a model": 800,
+    "manifest.json": 2500,
+    "slice": 2200,
+    "residual": 1000,
+    "history.json": 800,
+}
+MEMORY_BYTES = 200 << 20
+"""The most that the process may grow by, for a while; the files have some kilobytes."""
+MUTATIONS = {"json": fuzzing.JSON, "safetensors": fuzzing.TENSORS}
+
+
+class Net(nn.Module):
+    """What a folder names: it is up to the class which arguments it takes."""
+
+    def __init__(self, width: int = 3, *, layers: list[int] | None = None) -> None:
+        super().__init__()
+        sizes = [2, *(layers or []), width]
+        if not all(type(size) is int and 0 < size < 100 for size in sizes):
+            raise ValueError(f"no such sizes: {sizes}")
+        self.body = nn.Sequential(*map(nn.Linear, sizes, sizes[1:]))
+        self.norm = nn.BatchNorm1d(width)
+
+
+# What is mutated: real files.
+
+
+def some_history() -> History:
+    history = History()
+    for i in range(1, 5):
+        state = TrainState(
+            iteration=i,
+            samples=8 * i,
+            loss=math.nan if i == 2 else 1 / i,
+            seconds=1.5 * i,
+            learning_rates=(0.1,),
+            gradient_norm=None if i < 3 else 0.5,
+            timings={"forward": 0.1 * i, "reduce": 0.2} if i > 1 else {"forward": 0.1},
+        )
+        history.append(state, 1 + i // 3)
+    history.append_validation(Validated(iteration=4, epoch=2, metrics={"loss": 0.5, "top": 1.0}))
+    return history
+
+
+def save_a_model(folder: Path, model: Any = None) -> None:
+    model = model or partial(Net, 4, layers=[5, 3])
+    columns = {"a": sparkdl.Image(size=(4, 4)), "b": sparkdl.Sequence(max_length=7, lengths=True)}
+    trained = TrainedModel(
+        module=model().eval(),
+        model=model,
+        loss=None,
+        features=("a", "b"),
+        label=("y",),
+        columns=columns,
+        fields=(
+            Field("a", "float32", (2,)),
+            Field("b", "int64", (), columns["b"].rule),
+            Field("y", "float32", ()),
+        ),
+        num_features=2,
+        float_dtype="float32",
+        output=Output((4,), "float32"),
+        history=some_history(),
+    )
+    save(trained, folder)
+
+
+MODULE = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+LAYOUT = layout_of(MODULE)
+DATA = DataIdentity(
+    rows=(7, 8), checksums=(2**64 - 1, 5), fields=(FieldIdentity(name="x", dtype="f4", shape=(4,)),)
+)
+CONSTANTS = {"replicas": 2, "batch_size": 8, "local_steps": 1, "seed": 3}
+IDENTITY = Identity(ModelIdentity.of(LAYOUT), DATA, CONSTANTS, ("Adam",))
+
+
+def slice_state(plan: Any) -> SliceState:
+    weights = torch.arange(plan.length, dtype=torch.float32) + plan.start
+    names = ("exp_avg", "exp_avg_sq")
+    arrays = {name: weights[: plan.trainable_length] + i for i, name in enumerate(names)}
+    others = {
+        p.number: {"step": torch.ones(1), "rates": (0.1, [math.inf, None], {"a": 1})}
+        for p in plan.parameters
+    }
+    return SliceState(weights, arrays, dict.fromkeys(others, names), others)
+
+
+def write_a_checkpoint(root: Path) -> Path:
+    store = CheckpointStore(root)
+    directory = store.begin(4)
+    plans = slice_plans(LAYOUT, 2)
+    kinds = {
+        kind: tuple(write_slice(directory, p.index, p, slice_state(p), kind) for p in plans)
+        for kind in ("slice", "best")
+    }
+    residuals = tuple(
+        WriteResiduals(directory)(m, {0: {"left": torch.ones(8, 4)}, 2: {"q": torch.ones(3, 1)}})
+        for m in range(2)
+    )
+    validated = Validated(iteration=4, epoch=2, metrics={"loss": 0.5})
+    manifest = Manifest(
+        iteration=4,
+        epoch=2,
+        position=1,
+        samples=32,
+        seconds=1.5,
+        slices=2,
+        layout=IDENTITY.model,
+        data=DATA,
+        optimizers=IDENTITY.optimizers,
+        files=kinds["slice"],
+        residuals=residuals,
+        validations=(validated,),
+        best=Best(iteration=4, epoch=2, metric="loss", value=0.5, files=kinds["best"]),
+        config={"batch_size": "8"},
+        extra={"loss_scale_age": 0, "higher_is_better": {"loss": False}, "compression": "None"},
+        **CONSTANTS,
+    )
+    store.commit(directory, manifest, some_history().to_json_bytes())
+    return Path(directory)
+
+
+# How it is read: by what ``sparkdl.load`` and ``fit(resume=...)`` call.
+
+
+def read_model(folder: Path) -> object:
+    trained = load(folder)
+    assert isinstance(trained.module, Net)
+    assert all(type(name) is str for name in (*trained.features, *trained.label))
+    use_history(trained.history)
+    return {name: tensor.tolist() for name, tensor in trained.module.state_dict().items()}
+
+
+def use_history(history: History) -> None:
+    assert len(list(history)) == len(history.losses)
+    assert isinstance(history._repr_html_(), str)
+    assert isinstance(history.timing_table(), str)
+    assert isinstance(history.to_json_bytes(), bytes)
+
+
+class Reader:
+    """Stands in for an engine: reads what it is told to read, cut anew, and keeps it."""
+
+    def __init__(self) -> None:
+        self.found: list[object] = []
+
+    def start(self, read: Any, reported: Any, which: str = "") -> None:
+        for plan in slice_plans(LAYOUT, 1):
+            state = read(plan, torch.float32)
+            assert state.weights.shape == (plan.length,)
+            arrays = sorted((name, array.tolist()) for name, array in state.arrays.items())
+            self.found.append([state.weights.tolist(), arrays, str(state.others)])
+
+    def start_residuals(self, read: Any, reported: Any) -> None:
+        for replica in range(2):
+            kept = {f"{n}.{k}": t for n, d in (read(replica) or {}).items() for k, t in d.items()}
+            self.found.append(sorted((key, t.tolist()) for key, t in kept.items()))
+
+
+TRAINER = sparkdl.Trainer(
+    model=Net,
+    loss=nn.MSELoss(),
+    optimizer=torch.optim.Adam,
+    validation=sparkdl.Validation(None, best="loss"),
+)
+
+
+def read_checkpoint(root: Path) -> object:
+    reader = Reader()
+    resuming = Resuming(TRAINER, root)
+    found = resuming.restore(reader, IDENTITY)  # type: ignore[arg-type]
+    assert isinstance(found, Restored)
+    use_history(found.history)
+    assert isinstance(found.state, TrainState)
+    return reader.found
+
+
+# Where it happens
+
+
+class Watch:
+    """What this process opens, imports and runs meanwhile, as CPython's audit events tell."""
+
+    def __init__(self) -> None:
+        self.on, self.forbidden, self.seen = False, "", list[str]()
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.on:
+            return
+        if event == "open":
+            path, _, flags = arguments
+            writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            if writes or (isinstance(path, str) and path.startswith(self.forbidden)):
+                self.seen.append(f"open {path}")
+        elif event.startswith(("pickle.", "subprocess.", "os.", "shutil.", "socket.")) and (
+            event not in ("os.listdir", "os.scandir")
+        ):
+            self.seen.append(event)
+
+
+WATCH = Watch()
+
+
+class Place:
+    """A folder to read from, with files around it that nobody may touch."""
+
+    def __init__(self, top: Path) -> None:
+        self.top, self.target = top, top / "a" / "target"
+        self.outside = top / "sentinel"
+        for folder in (self.target, self.outside, top / "cwd"):
+            folder.mkdir(parents=True)
+        for path in (self.outside / "x", top / "a" / "x", top / "cwd" / "x"):
+            path.write_text("mine")
+
+    def snapshot(self) -> dict[str, tuple[int, int]]:
+        found = {}
+        for folder, _, files in os.walk(self.top):
+            for name in files:
+                status = os.lstat(f"{folder}/{name}")
+                found[f"{folder}/{name}"] = (status.st_size, status.st_mtime_ns)
+        return found
+
+
+@pytest.fixture(name="place")
+def a_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a disk takes 1 ms a file
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        place = Place(Path(folder) / "top")
+        monkeypatch.chdir(place.top / "cwd")
+        WATCH.forbidden, WATCH.seen = str(place.outside), []
+        yield place
+        WATCH.on = False
+        monkeypatch.undo()
+
+
+def peak_bytes() -> int:
+    """The most memory this process had since :func:`forget_peak`."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def repair_model(folder: Path) -> None:
+    """Let ``model.json`` have the checksums of the files that are there: a forgery."""
+    content = json.loads((folder / "model.json").read_bytes())
+    for name in content["files"]:
+        content["files"][name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    (folder / "model.json").write_text(json.dumps(content))
+
+
+def repair_checkpoint(folder: Path) -> None:
+    """Let the manifest have the sizes and checksums of the files that are there, and its own."""
+    content = json.loads((folder / "manifest.json").read_bytes())
+    best = content["best"]["files"]
+    for file in [*content["files"], *content["residuals"], *best, content["history"]]:
+        data = (folder / file["name"]).read_bytes()
+        file |= {"nbytes": len(data), "checksum": checksum(data)}
+    write_manifest(folder, content)
+
+
+def write_manifest(folder: Path, content: Any) -> None:
+    """With its right checksum, as far as it can have one."""
+    if isinstance(content, dict):
+        content.pop("checksum", None)
+        plain = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+        content["checksum"] = checksum(plain)
+    (folder / "manifest.json").write_text(json.dumps(content))
+
+
+def forge_manifest(data: bytes, chance: random.Random, folder: Path) -> None:
+    content = json.loads(data)
+    for _ in range(chance.choice([1, 1, 2])):
+        content = fuzzing.edit(content, chance)
+    write_manifest(folder, content)
+
+
+def files_of(case: str, place: Place) -> tuple[Path, list[Path], Callable[[], object]]:
+    """Folder, the files of which one is mutated at a time, and how to read."""
+    if "model" in case:
+        save_a_model(place.target)
+        name = case.partition(" ")[0]
+        return place.target, [place.target / name], partial(read_model, place.target)
+    folder = write_a_checkpoint(place.target)
+    names = sorted(folder.glob(f"{case}*"))
+    return folder, names, partial(read_checkpoint, place.target)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_mutated_file_is_refused_or_read_right(case: str, place: Place) -> None:
+    chance = random.Random(f"sparkdl, {case}")
+    folder, paths, read = files_of(case, place)
+    wholes = {path: path.read_bytes() for path in [*paths, *folder.glob("m*.json")]}
+    right = read()
+    around = place.snapshot()
+    kind = "json" if paths[0].suffix == ".json" else "safetensors"
+    outcomes: Counter[str] = Counter()
+    forget_peak()
+    before = peak_bytes()
+    for _ in range(CASES[case]):
+        path = chance.choice(paths)
+        forged = mutate(path, wholes[path], kind, chance, folder, case)
+        there = place.snapshot()
+        WATCH.on = True
+        try:
+            found = read()
+            outcomes["forged and read" if forged else "read"] += 1
+            assert forged or found == right  # such as white space in JSON
+        except (CheckpointError, ParameterError, ModelError, TrustError) as error:
+            outcomes[type(error).__name__] += 1
+        finally:
+            WATCH.on = False
+        assert WATCH.seen == []
+        assert place.snapshot() == there
+        for one, whole in wholes.items():
+            one.write_bytes(whole)
+    assert peak_bytes() - before < MEMORY_BYTES
+    assert place.snapshot().keys() == around.keys()
+    assert outcomes["forged and read"] > 0  # the forged ones get past the checksums
+    assert sum(outcomes.values()) == CASES[case]
+    assert outcomes["forged and read"] < 0.9 * CASES[case]
+
+
+def mutate(
+    path: Path, whole: bytes, kind: str, chance: random.Random, folder: Path, case: str
+) -> bool:
+    """Write a mutated file; whether the checksums were made to fit, where there are any."""
+    if path.name == "manifest.json" and chance.random() < 0.7:
+        forge_manifest(whole, chance, folder)
+        return True
+    choices = fuzzing.BYTES if chance.random() < 0.4 else MUTATIONS[kind]
+    path.write_bytes(chance.choice(choices)(whole, chance))
+    if path.name in ("manifest.json", "model.json"):
+        return path.name == "model.json"  # which has no checksum of its own
+    if forged := chance.random() < 0.8:
+        (repair_model if "model" in case else repair_checkpoint)(folder)
+    return forged
+
+
+def test_there_are_ten_thousand() -> None:
+    assert sum(CASES.values()) >= 10_000
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_link_is_never_followed(case: str, place: Place) -> None:
+    """It leads to the very file that was there, so nothing but the link is wrong."""
+    _, paths, read = files_of(case, place)
+    right = read()
+    for path in paths:
+        elsewhere = place.outside / path.name
+        os.replace(path, elsewhere)
+        path.symlink_to(elsewhere)
+        WATCH.on = True
+        with pytest.raises((CheckpointError, ModelError)):
+            read()
+        WATCH.on = False
+        assert WATCH.seen == [] or path.name == "model.json"  # opened in vain: O_NOFOLLOW
+        os.replace(elsewhere, path)
+        assert read() == right
+
+
+def test_saving_replaces_a_link_and_writes_nothing_through_it(place: Place) -> None:
+    for name in ("model.json", "model.safetensors", "history.json", "recipe.pkl"):
+        (place.target / name).symlink_to(place.outside / "x")
+    model = lambda: Net()  # noqa: E731
+    with pytest.raises(FileExistsError):
+        save_a_model(place.target, model)
+    (place.target / "model.json").unlink()
+    save_a_model(place.target, model)
+    assert (place.outside / "x").read_text() == "mine"
+    assert not any(path.is_symlink() for path in place.target.iterdir())
+
+
+def test_a_header_too_large_is_not_read(place: Place) -> None:
+    """A sparse file that has all the bytes that it says."""
+    save_a_model(place.target)
+    path = place.target / "model.safetensors"
+    with path.open("wb") as file:
+        file.write((MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
+        file.truncate(1 << 40)
+    began = time.monotonic()
+    forget_peak()
+    before = peak_bytes()
+    with pytest.raises(ModelError, match="its header has 33,554,433 bytes: more than 33,554,432"):
+        load(place.target)
+    trainer = sparkdl.Trainer(model=Net, loss=nn.MSELoss(), optimizer=torch.optim.SGD, weights=path)
+    from sparkdl.train.prepare import prepare
+
+    with pytest.raises(ParameterError, match="its header has 33,554,433 bytes"):
+        prepare(trainer, None)
+    assert peak_bytes() - before < MAX_HEADER_BYTES
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("name", ["model.json", "manifest.json"])
+def test_json_too_large_is_not_read(name: str, place: Place) -> None:
+    _, (path,), read = files_of(name, place)
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)
+    forget_peak()
+    before = peak_bytes()
+    with pytest.raises((CheckpointError, ModelError), match="33,554,432 at the most are expected"):
+        read()
+    assert peak_bytes() - before < 32 << 20
+
+
+class Bomb:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.mark), "w")
+
+
+def test_no_pickle_is_opened_without_trust(place: Place) -> None:
+    save_a_model(place.target, lambda: Net())
+    mark = place.top / "exploded"
+    bomb = pickle.dumps(Bomb(mark))
+    (place.target / "recipe.pkl").write_bytes(bomb)
+    repair_model(place.target)
+    with pytest.raises(TrustError, match="a pickle, which can run any code"):
+        load(place.target)
+    load(place.target, model=lambda: Net())
+    for name in ("model.safetensors", "history.json", "model.json"):
+        whole = (place.target / name).read_bytes()
+        (place.target / name).write_bytes(bomb)
+        if name != "model.json":
+            repair_model(place.target)
+        with pytest.raises(ModelError):
+            load(place.target, model=lambda: Net())
+        (place.target / name).write_bytes(whole)
+        if name != "model.json":
+            repair_model(place.target)
+    assert not mark.exists()
+    with pytest.raises(ModelError, match="TextIOWrapper' object is not callable"):
+        load(place.target, trust=True)  # so that it would have been seen above
+    assert mark.exists()
+
+
+def test_no_pickle_of_a_checkpoint_is_opened(place: Place) -> None:
+    folder = write_a_checkpoint(place.target)
+    mark = place.top / "exploded"
+    bomb = pickle.dumps(Bomb(mark))
+    for path in sorted(folder.iterdir()):
+        whole = path.read_bytes()
+        path.write_bytes(bomb)
+        if path.name != "manifest.json":
+            repair_checkpoint(folder)
+        with pytest.raises((DamagedCheckpoint, CheckpointError)):
+            read_checkpoint(place.target)
+        path.write_bytes(whole)
+        repair_checkpoint(folder)
+    assert read_checkpoint(place.target)
+    assert not mark.exists()

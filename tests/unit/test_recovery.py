@@ -1,0 +1,200 @@
+"""Going back and repeating ends where an undisturbed run ends, whatever is lost and when. No JVM."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparkdl.errors import CheckpointError, StateLostError, TrainingError
+from sparkdl.train.engine import BEST, Iteration, StepResult
+from sparkdl.train.recovery import MAX_LOSSES, Recovering
+
+
+@dataclass
+class State:
+    """Of a run whose iteration is a function of the state and of what is asked for."""
+
+    value: int | None = None
+    best: int | None = None
+
+
+class Engine:
+    """Loses its state in those calls (counted from 0) that ``losses`` name."""
+
+    plan = None
+
+    def __init__(self, losses: frozenset[int] = frozenset(), first: int = 7) -> None:
+        self.state, self.losses, self.calls, self.first = State(), losses, 0, first
+        self.snapshots: list[State] = []
+        self.readable, self.full, self.placed = True, False, True
+
+    def _call(self) -> None:
+        self.calls += 1
+        if self.calls - 1 in self.losses:
+            self.state, self.placed = State(), False
+        if not self.placed:
+            raise StateLostError(f"call {self.calls}: lost")
+
+    def start(self, read=None, reported=(), which="current") -> None:
+        self._call()
+        value = self.first if read is None else read()
+        if which == BEST:
+            self.state.best = value
+        else:
+            self.state = State(value)
+
+    def step(self, iteration: Iteration) -> StepResult:
+        self._call()
+        assert self.state.value is not None
+        self.state.value = (self.state.value * 31 + iteration.index) % 1_000_003
+        return StepResult(float(self.state.value), 1)
+
+    def keep_best(self) -> None:
+        self._call()
+        self.state.best = self.state.value
+
+    def weights(self, which="current"):
+        self._call()
+        return self.state.best if which == BEST else self.state.value
+
+    def forget(self) -> None:
+        self.state, self.placed = State(), True
+
+    def take_snapshot(self) -> State:
+        self._call()
+        if self.full:
+            raise TrainingError("no space\nmore")
+        self.snapshots.append(State(self.state.value, self.state.best))
+        return self.snapshots[-1]
+
+    def restore(self, snapshot: State) -> None:
+        self._call()
+        if not self.readable:
+            raise StateLostError("the snapshot is lost too")
+        assert snapshot in self.snapshots
+        self.state = State(snapshot.value, snapshot.best)
+
+    def drop(self, snapshot: State) -> None:
+        self.snapshots.remove(snapshot)
+
+
+def iteration(index: int) -> Iteration:
+    return Iteration(index, 0, index, None, "")
+
+
+def run(engine: Engine, iterations: int, seconds: float | None, checkpoints: int = 0):
+    """Losses of all iterations, the weights, the best ones, which are kept every third iteration."""
+    recovering = Recovering(engine, seconds)
+    recovering.start()
+    losses = []
+    for index in range(iterations):
+        losses.append(recovering.step(iteration(index)).loss)
+        if index % 3 == 2:
+            recovering.keep_best()
+        if checkpoints and index % checkpoints == checkpoints - 1:
+            value, best = recovering.weights(), recovering.weights(BEST)
+
+            def load(to, value=value, best=best) -> None:
+                to.start(lambda: value)
+                to.start(lambda: best, which=BEST)
+
+            recovering.checkpointed(index + 1, load)
+    return losses, recovering.weights(), recovering.weights(BEST)
+
+
+@given(
+    losses=st.frozensets(st.integers(0, 60), max_size=12),
+    seconds=st.sampled_from([None, 0.0, 1000.0]),
+    checkpoints=st.integers(0, 4),
+    readable=st.booleans(),
+)
+def test_any_losses_leave_no_trace(losses, seconds, checkpoints, readable):
+    engine = Engine(losses)
+    engine.readable = readable
+    assert run(engine, 12, seconds, checkpoints) == run(Engine(), 12, None, checkpoints)
+    assert len(engine.snapshots) <= 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "checkpoints", "point", "repeated"),
+    [
+        (0.0, 0, "the snapshot after iteration 5", "0 iterations"),
+        (None, 4, "the checkpoint after iteration 4", "1 iteration"),
+        (None, 0, "the beginning", "5 iterations"),
+    ],
+)
+def test_it_goes_back_no_further_than_it_must(caplog, seconds, checkpoints, point, repeated):
+    engine = Engine()
+    step = engine.step
+
+    def lose_the_sixth(asked):
+        if asked.index == 5 and engine.losses == frozenset():
+            engine.losses = frozenset([engine.calls])
+        return step(asked)
+
+    engine.step = lose_the_sixth
+    with caplog.at_level(logging.WARNING, "sparkdl"):
+        assert run(engine, 8, seconds, checkpoints) == run(Engine(), 8, None, checkpoints)
+    (line,) = caplog.messages
+    assert line.startswith(f"call {min(engine.losses) + 1}: lost. Went on from {point} and ")
+    assert f"repeated {repeated}:" in line
+
+
+def test_a_snapshot_that_cannot_be_taken_stops_nothing(caplog):
+    engine = Engine()
+    engine.full = True
+    assert run(engine, 4, 0.0) == run(Engine(), 4, None)
+    assert set(caplog.messages) == {"no snapshot could be taken: no space"}
+
+
+def test_what_is_lost_again_and_again_is_an_error():
+    engine = Engine(frozenset(range(1, 10_000)))
+    recovering = Recovering(engine, 0.0)
+    recovering.start()
+    with pytest.raises(StateLostError, match=r"lost\nFit again, with resume="):
+        recovering.step(iteration(0))
+    assert engine.calls < 10 * MAX_LOSSES
+
+
+def test_where_nothing_can_be_read_the_error_says_both():
+    engine = Engine()
+
+    def gone():
+        raise CheckpointError("it was deleted")
+
+    recovering = Recovering(engine, None)
+    recovering.start(lambda: 3)
+    recovering._starts[:] = [gone]
+    engine.losses = frozenset([engine.calls])
+    with pytest.raises(
+        StateLostError, match=r"lost It could not be brought back: it was deleted\nFit"
+    ):
+        recovering.step(iteration(0))
+
+
+def test_snapshots_are_rare_where_they_are_slow(monkeypatch):
+    """No more than a twentieth of the time, however short the interval."""
+    now = [0.0]
+    monkeypatch.setattr("sparkdl.train.recovery.time.monotonic", lambda: now[0])
+    engine = Engine()
+    take, step = engine.take_snapshot, engine.step
+
+    def slow():
+        now[0] += 3.0
+        return take()
+
+    def stepping(asked):
+        now[0] += 1.0
+        return step(asked)
+
+    engine.take_snapshot, engine.step = slow, stepping
+    recovering = Recovering(engine, 5.0)
+    recovering.start()
+    costs = [recovering.step(iteration(i)).seconds.get("snapshot", 0.0) for i in range(200)]
+    assert {cost for cost in costs if cost} == {3.0}
+    assert costs[4] == 3.0
+    assert sum(costs) / now[0] <= 0.05 + 3.0 / now[0]
