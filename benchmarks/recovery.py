@@ -19,7 +19,9 @@ import argparse
 import contextlib
 import hashlib
 import json
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,7 +50,11 @@ MARGIN = 3
 RESULT = "RESULT "
 SPARKDL = {
     "sparkdl, slabs shared by the executors": {},
-    "sparkdl, slabs gone with the executor": {"spark.sparkdl.slab.dir": "slabs"},
+    "sparkdl, slabs gone, snapshots every 30 s": {"spark.sparkdl.slab.dir": "slabs"},
+    "sparkdl, slabs gone, snapshots every 5 s": {
+        "spark.sparkdl.slab.dir": "slabs",
+        "spark.sparkdl.snapshot.seconds": "5",
+    },
 }
 DDP = {"DDP, from the start": False, "DDP, from a checkpoint each epoch": True}
 
@@ -88,6 +94,18 @@ def digest(module: nn.Module) -> str:
     for tensor in module.state_dict().values():
         md5.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return md5.hexdigest()
+
+
+class Repeated(logging.Handler):
+    """Counts the iterations that sparkdl repeats, by its log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.iterations = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        found = re.search(r"repeated (\d+) iteration", record.getMessage())
+        self.iterations += int(found[1]) if found else 0
 
 
 class Tell(sparkdl.Callback):
@@ -199,6 +217,8 @@ def arm(options: dict[str, Any]) -> dict[str, Any]:
     fit: Callable[..., tuple[str, int]] = (
         with_sparkdl if name in SPARKDL else partial(with_ddp, keep=DDP[name])
     )
+    repeated = Repeated()
+    logging.getLogger("sparkdl").addHandler(repeated)
     spark = harness.session(f"local-cluster[{harness.RANKS},1,2048]", **settings)
     try:
         context = spark.sparkContext
@@ -217,7 +237,8 @@ def arm(options: dict[str, Any]) -> dict[str, Any]:
         "arm": name,
         "ms": 1e3 * (calm[-1][1] - calm[half][1]) / (len(calm) - 1 - half),
         "killed after": done,
-        "done again": sum(at > when and iteration <= done for iteration, at in lines),
+        "done again": repeated.iterations
+        + sum(at > when and iteration <= done for iteration, at in lines),
         "back": back - when,
         "started again by the user": again,
         "equal": "yes" if found == expected else "no",

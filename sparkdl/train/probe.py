@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from sparkdl.data.batches import EpochPlan
 from sparkdl.data.handle import Field
 from sparkdl.errors import ModelError
 from sparkdl.infer.output import Output
-from sparkdl.infer.predictor import evaluating
+from sparkdl.infer.predictor import evaluating, run_batches
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.recipe import Recipe, seeded
 from sparkdl.step.compute import to_tensors, weigh
@@ -148,12 +149,21 @@ def _check_classes(targets: Sequence[torch.Tensor], classes: int, labels: Sequen
 
 
 def check_scorer(module: nn.Module, validation: ValidationSet) -> None:
-    """Try the validation's metrics on a few rows. Raises :class:`sparkdl.ParameterError`."""
+    """Try the model, the loss and the metrics on a few rows of the validation data.
+
+    Raises :class:`ModelError`, and :class:`sparkdl.ParameterError` for metrics.
+    """
     batch = preview_batch(validation.assembly, validation.samples.preview)
-    cpu = torch.device("cpu")
-    with evaluating(module):
-        output = module(*to_tensors(batch.inputs, cpu))
-    validation.scorer.check(output, to_tensors(batch.targets, cpu))
+    targets = to_tensors(batch.targets, torch.device("cpu"))
+    rows = len(batch.inputs[0])
+    weights = None if batch.weights is None else torch.from_numpy(batch.weights)
+    loss = replace(validation.scorer, metrics=())
+    try:
+        [(output, _)] = list(run_batches(module, batch.inputs, rows))
+        loss.update(loss.start(), output, targets, weights, rows)
+    except ModelError as error:
+        raise ModelError(f"validation data: {error}") from error.__cause__
+    validation.scorer.check(output, targets)
 
 
 def check_single_rows(

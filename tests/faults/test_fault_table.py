@@ -81,6 +81,7 @@ def train(shape: Shape, folder: Path, rows: list[str], **settings: str) -> dict:
             rows=rows,
             settings={
                 **PATIENT,
+                "spark.sparkdl.snapshot.seconds": "0" if shape.way == "bytes" else "30",
                 "spark.cores.max": str(shape.executors * shape.cores),
                 "spark.executor.cores": str(shape.cores),
                 **settings,

@@ -379,6 +379,31 @@ LOSSES = [
         jobs=3,
     ),
     Mistake(
+        "a class of the validation data alone",
+        lambda fit: fit(
+            fit.labels("int", 0, 1, 0, 1),
+            validation=sparkdl.Validation(fit.labels("int", 0, 1, 0, 2)),
+            **cross_entropy,
+        ),
+        ModelError,
+        "validation data: the loss fails on output (4, 2) float32 and label (4,) int64: IndexError: "
+        "Target 2 is out of bounds. Give a label of the kind and range that the model was trained "
+        "on.",
+        jobs=6,
+    ),
+    Mistake(
+        "an index of the validation data alone",
+        lambda fit: fit(
+            fit.features("int", 0, 1, 2, 0),
+            model=Embedded,
+            validation=sparkdl.Validation(fit.features("int", 0, 1, 2, 3)),
+        ),
+        ModelError,
+        "validation data: the model fails on a batch of [3] int64: IndexError: index out of range in "
+        "self. Give columns of the shapes and types that it was trained on.",
+        jobs=6,
+    ),
+    Mistake(
         "integer labels for BCE",
         lambda fit: fit(fit.labels("int", 0, 1), loss=nn.BCEWithLogitsLoss()),
         ModelError,

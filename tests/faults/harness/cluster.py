@@ -187,7 +187,6 @@ def _command(name: str) -> list[str]:
 def _start(command: Sequence[str], folder: Path, **environment: str) -> subprocess.Popen:
     """A process that leads a session of its own; ``folder`` has what it prints."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "conf").mkdir(exist_ok=True)
     with (folder / "output").open("w") as output:
         return subprocess.Popen(
             command,
@@ -195,7 +194,6 @@ def _start(command: Sequence[str], folder: Path, **environment: str) -> subproce
             env={
                 **os.environ,
                 "SPARK_HOME": str(SPARK_HOME),
-                "SPARK_CONF_DIR": str(folder / "conf"),
                 "SPARK_DAEMON_MEMORY": "256m",
                 "SPARK_DAEMON_JAVA_OPTS": JAVA,
                 "PYTHONPATH": os.pathsep.join([*PATHS, str(Path(__file__).parents[1])]),
