@@ -52,7 +52,7 @@ def apply_change(content: dict[str, Any], change: str) -> None:
     """``a.b=value`` -> ``content["a"]["b"] = value``, the value read as YAML."""
     key, equals, text = change.partition("=")
     if not equals or not key.strip():
-        raise ParameterError(f'--set "{change}": give key=value, such as training.epochs=5.')
+        raise ParameterError(f'--set "{change}": give NAME=VALUE, such as training.epochs=5.')
     value = _load(text, f"--set {key}")
     parts = key.strip().split(".")
     if tuple(parts[:2]) in _FLAT and len(parts) > 2:

@@ -167,6 +167,6 @@ def read_options(pairs: list[str]) -> dict[str, str]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key:
-            raise sparkdl.ParameterError(f'--option "{pair}": give key=value.')
+            raise sparkdl.ParameterError(f'--option "{pair}": give NAME=VALUE.')
         options[key] = value
     return options

@@ -76,7 +76,7 @@ MISTAKES = [
         "  - optimizer is missing.",
         "name: a\n",
     ),
-    changed("no change", "training.epochs", '--set "training.epochs": give key=value, such as '
+    changed("no change", "training.epochs", '--set "training.epochs": give NAME=VALUE, such as '
             "training.epochs=5."),
     changed("no number", "training.epochs=ten",
             "a.yaml: training.epochs: give a whole number, not text."),
@@ -145,15 +145,14 @@ MISTAKES = [
     Mistake(
         "no option",
         ["--model", ".", "--data", "a.parquet", "--option", "header"],
-        '--option "header": give key=value.',
+        '--option "header": give NAME=VALUE.',
         job=evaluate,
     ),
     Mistake(
         "a damaged model",
         ["--model", "run", "--data", "a.parquet"],
-        "run/model.json is damaged (JSONDecodeError: Expecting property name enclosed in double "
-        "quotes: line 1 column 2 (char 1)). Save the model again, or take another copy of the "
-        "folder.",
+        "run/model.json cannot be read: Expecting property name enclosed in double quotes: line 1 "
+        "column 2 (char 1).",
         job=evaluate,
         files={"run/model.json": "{"},
     ),

@@ -125,7 +125,7 @@ def test_missing_keys() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["epochs"], '--set "epochs": give key=value, such as training.epochs=5.'),
+        (["epochs"], '--set "epochs": give NAME=VALUE, such as training.epochs=5.'),
         (["name.a=1"], None),
         (["data.train.x=1"], '--set "data.train.x": data.train has no keys below it.'),
         (["name=[1"], None),
