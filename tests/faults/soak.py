@@ -1,0 +1,212 @@
+"""Train while processes are killed and slabs deleted at random: same bits, and nothing is left.
+
+    python tests/faults/soak.py [--iterations 2000] [--every 6] [--seed 0]
+
+A script of its own for the long form; tests/faults/test_soak.py runs a short one. Two executors with
+slab roots of their own, snapshots every second. A thread of the driver strikes every few seconds, at a
+moment and a victim drawn from a seed: a Python worker, an executor's JVM, or a node's slabs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from harness import processes
+from harness.cluster import PATIENT
+from harness.faulty import frame, outcome, trainer
+
+import sparkdl
+
+STEADY = 0.1
+"""Of the iterations: at either end, compared with each other."""
+SETTINGS = {
+    "spark.sparkdl.slab.dir": "slabs",
+    "spark.sparkdl.snapshot.seconds": "1",
+    "spark.executor.memory": "512m",
+}
+
+
+class Strikes(threading.Thread):
+    """Faults at random moments, until stopped; never two within the time that a restart takes."""
+
+    def __init__(self, application: str, every: float, seed: int) -> None:
+        super().__init__(daemon=True)
+        self._application, self._every = application, every
+        self._draw = random.Random(seed)
+        self._stopped = threading.Event()
+        self.done: Counter[str] = Counter()
+
+    def run(self) -> None:
+        while not self._stopped.wait(self._draw.uniform(0.5, 1.5) * self._every):
+            kind = self._draw.choice(["worker", "worker", "executor", "slabs"])
+            if getattr(self, f"_{kind}")():
+                self.done[kind] += 1
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join()
+
+    def _executor(self) -> bool:
+        found = processes.executors(self._application)
+        if len(found) < 2:
+            return False
+        processes.kill(self._draw.choice(sorted(found)))
+        return True
+
+    def _worker(self) -> bool:
+        above = set(processes.executors(self._application))
+        daemons = {pid for pid in processes.all_pids() if parent_of(pid) in above}
+        workers = [pid for pid in processes.all_pids() if parent_of(pid) in daemons]
+        if workers:
+            processes.kill(self._draw.choice(sorted(workers)))
+        return bool(workers)
+
+    def _slabs(self) -> bool:
+        found = [root for root in roots() if held(root)]
+        if found:
+            shutil.rmtree(self._draw.choice(found), ignore_errors=True)
+        return bool(found)
+
+
+def parent_of(pid: int) -> int:
+    found = processes.fields(pid)
+    return int(found[1]) if found else 0
+
+
+class Memory(sparkdl.Callback):
+    """Resident MB of the driver's two processes, and seconds, after every iteration."""
+
+    def __init__(self, jvm: int) -> None:
+        self._pids = (os.getpid(), jvm)
+        self.megabytes: list[tuple[float, ...]] = []
+        self.seconds: list[float] = []
+
+    def on_iteration_end(self, trainer: Any, state: Any) -> None:
+        self.megabytes.append(tuple(map(resident, self._pids)))
+        self.seconds.append(state.timings["iteration"])
+
+
+def roots() -> list[Path]:
+    """Slab roots of all executors there have been."""
+    return sorted(Path.cwd().glob("spark/work/*/*/slabs/sparkdl-*"))
+
+
+def held(root: Path) -> bool:
+    """Whether its executor lives: what a killed one kept in a folder of its own goes with that."""
+    return any(processes.alive(int(mark.name.split(".")[2])) for mark in root.glob("alive.*"))
+
+
+def resident(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+
+
+def ends(values: list[float]) -> tuple[float, float]:
+    """The medians of the first and of the last part, after what warms up."""
+    warm = values[len(values) // 5 :]
+    part = max(1, round(STEADY * len(values)))
+    return statistics.median(warm[:part]), statistics.median(warm[-part:])
+
+
+def soak(master: str, iterations: int, every: float, seed: int) -> dict[str, Any]:
+    """Train disturbed in the working directory; what came of it."""
+    from launch import session
+
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sparkdl").addHandler(handler)
+    with session(master, **PATIENT, **SETTINGS) as spark:
+        context = spark.sparkContext
+        jvm = int(context._jvm.java.lang.ProcessHandle.current().pid())
+        memory = Memory(jvm)
+        strikes = Strikes(context.applicationId, every, seed)
+        strikes.start()
+        started = time.perf_counter()
+        trained = partial(trainer, 2, iterations=iterations)(callbacks=[memory]).fit(
+            frame(spark, 2)
+        )
+        seconds = time.perf_counter() - started
+        strikes.stop()
+        left = {
+            "slabs": [str(root) for root in roots() if held(root)],
+            "persisted": context._jsc.getPersistentRDDs().size(),
+        }
+        application = context.applicationId
+    deadline = time.monotonic() + 30
+    while processes.executors(application) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return {
+        **outcome(trained),
+        "iterations": iterations,
+        "seconds": seconds,
+        "strikes": dict(strikes.done),
+        "recoveries": [line for line in logged if "Went on from" in line],
+        "driver MB": [list(ends([m[i] for m in memory.megabytes])) for i in range(2)],
+        "iteration ms": [1000 * value for value in ends(memory.seconds)],
+        "left": left | {"executors": processes.executors(application)},
+    }
+
+
+def undisturbed(iterations: int) -> dict[str, Any]:
+    """The same in one process, without any fault."""
+    from launch import session
+
+    with session("local[2]") as spark:
+        return outcome(trainer(2, iterations=iterations, engine="local").fit(frame(spark, 2)))
+
+
+def main() -> None:
+    from launch import answer, launch, spec
+
+    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
+        given = spec()
+        alone = given.pop("alone")
+        answer(undisturbed(given["iterations"]) if alone else soak(**given))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--iterations", type=int, default=2000)
+    parser.add_argument("--every", type=float, default=6.0, help="seconds between two faults")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        common = {"seconds": 4 * 3600, "iterations": options.iterations}
+        script, path = Path(__file__).resolve(), Path(folder)
+        expected = launch(script, path / "alone", alone=True, **common)
+        found = launch(
+            script,
+            path / "soak",
+            alone=False,
+            master="local-cluster[2,1,1024]",
+            every=options.every,
+            seed=options.seed,
+            **common,
+        )
+    same = all(found[name] == expected[name] for name in expected)
+    print(
+        f"{found['iterations']} iterations in {found['seconds']:.0f} s, faults: {found['strikes']}"
+    )
+    print(f"recoveries from lost state: {len(found['recoveries'])}; equal to the bit: {same}")
+    (python, java), iteration = found["driver MB"], found["iteration ms"]
+    print(
+        f"driver's Python, MB: {python[0]:.0f} -> {python[1]:.0f}; JVM: {java[0]:.0f} -> {java[1]:.0f}"
+    )
+    print(f"median iteration, ms: {iteration[0]:.0f} -> {iteration[1]:.0f}; left: {found['left']}")
+    sys.exit(not same)
+
+
+if __name__ == "__main__":
+    main()

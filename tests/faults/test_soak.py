@@ -1,0 +1,33 @@
+"""The short form of the soak: random faults for a minute or two, the bits of a run that has none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import soak
+from harness.faulty import frame, outcome, trainer
+from launch import launch
+
+pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
+ITERATIONS = 250
+
+
+def test_random_faults_change_no_bit_and_leave_nothing(spark, tmp_path):
+    found = launch(
+        Path(soak.__file__),
+        tmp_path / "run",
+        seconds=850,
+        alone=False,
+        master="local-cluster[2,1,1024]",
+        iterations=ITERATIONS,
+        every=5.0,
+        seed=0,
+    )
+    expected = outcome(trainer(2, iterations=ITERATIONS, engine="local").fit(frame(spark, 2)))
+    assert {name: found[name] for name in expected} == expected
+    assert sum(found["strikes"].values()) >= 3
+    assert found["recoveries"]
+    assert found["left"] == {"slabs": [], "persisted": 0, "executors": []}
+    python, _ = found["driver MB"]
+    assert python[1] < python[0] + 50
