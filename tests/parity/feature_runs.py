@@ -31,6 +31,7 @@ from sparkdl.replica.recipe import Recipe
 from sparkdl.step.compute import to_tensors
 from sparkdl.train import fit as fit_module
 from sparkdl.train import placing as placing_module
+from sparkdl.train import prepare as prepare_module
 from sparkdl.train.local import LocalEngine
 
 WIDTH, CLASSES, BATCH_SIZE, ITERATIONS = 6, 3, 8, 9
@@ -201,6 +202,7 @@ def fit_here(trainer: sparkdl.Trainer, parts: Parts, **how: Any) -> Seen:
     seen.states = notes.states
     with (
         mock.patch.object(fit_module, "context_of", return_value=NoCluster()),
+        mock.patch.object(prepare_module, "context_of"),
         mock.patch.object(fit_module, "tell_what_costs_speed"),
         mock.patch.object(placing_module, "materialize_here", _handed_over),
         mock.patch.object(LocalEngine, "step", step),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from feature_runs import (
 from torch import nn
 
 import sparkdl
+from sparkdl.data import samples as samples_module
 
 pytestmark = pytest.mark.parity
 cuts = pytest.mark.parametrize(("sizes", "slices"), CUTS, ids=str)
@@ -159,15 +161,26 @@ def test_a_replica_without_any_weight_changes_nothing(sizes, zero, changes):
 
 
 @pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.2}, {"local_steps": 2}], ids=str)
-def test_no_weight_at_all_changes_no_parameter(changes):
+def test_batches_without_any_weight_change_no_parameter(changes):
     sizes = (22, 21)
     trainer = trainer_of(sizes, 2, weight="weight", **changes)
-    seen = fit_here(trainer, with_zeros(sizes, {0, 1}))
+    with mock.patch.object(samples_module, "check_total_weight"):  # it refuses such data as a whole
+        seen = fit_here(trainer, with_zeros(sizes, {0, 1}))
     start = recipe_of(trainer).build().state_dict()
     assert seen.losses == [0.0] * ITERATIONS
     for step in seen.steps:
         for name, tensor in step.items():
             assert torch.equal(tensor, start[name]), name
+
+
+def test_data_without_any_weight_are_refused():
+    sizes = (22, 21)
+    with pytest.raises(sparkdl.DataError) as caught:
+        fit_here(trainer_of(sizes, 2, weight="weight"), with_zeros(sizes, {0, 1}))
+    assert str(caught.value) == (
+        'field "weight": all weights are 0, so that no sample counts. Give rows a weight above 0, or '
+        "train with weight=None."
+    )
 
 
 def rarely_weighted(generator):

@@ -386,7 +386,8 @@ LOSSES = [
             **cross_entropy,
         ),
         ModelError,
-        "validation data: the loss fails on output (4, 2) float32 and label (4,) int64: IndexError: "
+        "validation data: the loss fails on output (3, 2) float32 and label (3,) int64: "
+        "IndexError: "
         "Target 2 is out of bounds. Give a label of the kind and range that the model was trained "
         "on.",
         jobs=6,
@@ -399,7 +400,8 @@ LOSSES = [
             validation=sparkdl.Validation(fit.features("int", 0, 1, 2, 3)),
         ),
         ModelError,
-        "validation data: the model fails on a batch of [3] int64: IndexError: index out of range in "
+        "validation data: the model fails on a batch of [3] int64: IndexError: index out of "
+        "range in "
         "self. Give columns of the shapes and types that it was trained on.",
         jobs=6,
     ),
@@ -424,7 +426,8 @@ LOSSES = [
         "loss of one argument",
         lambda fit: fit(fit.good(), loss=lambda output: output.mean()),
         ModelError,
-        "the loss fails on output [2] float32 and label [2] float32: TypeError: <lambda>() "
+        "the loss fails on output [2] float32 and label [2] float32: TypeError: "
+        "<lambda>.<locals>.<lambda>() "
         "takes 1 positional argument but 2 were given. It is called as loss(output, label).",
         jobs=3,
     ),
@@ -475,7 +478,7 @@ LOSSES = [
         lambda fit: fit(fit.good(), weight="n", loss=mean_square),
         ModelError,
         "weights of samples or classes need a value for each sample, and the loss gave [] "
-        'for 4 samples: use a torch loss, a function with reduction="none", or one that '
+        'for 3 samples: use a torch loss, a function with reduction="none", or one that '
         "returns shape [rows].",
         jobs=3,
     ),
