@@ -17,7 +17,7 @@ from harness.inject import Fault, at
 import sparkdl
 
 WAYS = ("references", "bytes")
-STRAGGLER_SECONDS = 30.0
+STRAGGLER_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
