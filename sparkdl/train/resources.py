@@ -91,14 +91,14 @@ class Resources:
         self._shuffled = rdd
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._watch is not None:
-            self._watch.stop()
         alive = self.context._jsc is not None and not self.context._jsc.sc().isStopped()
         if alive:
             with contextlib.suppress(Py4JError):
                 self._cancel()
             with contextlib.suppress(Py4JError):
                 self._clean_nodes()
+        if self._watch is not None:
+            self._watch.stop()
         _clean_here(self.slab)
         if alive:
             self.shuffled(None)
@@ -112,14 +112,28 @@ class Resources:
                 self.context.setLocalProperty(key, value)  # type: ignore[arg-type]
 
     def _cancel(self) -> None:
-        """Cancel the fit's jobs and wait until their tasks are gone, so that none makes a slab."""
+        """Cancel the fit's jobs and wait until their tasks are gone, so that none makes a slab.
+
+        Of a job that failed, too: Spark ends it with its first task that fails for good, and the
+        others notice within some seconds.
+        """
         tracker = self.context.statusTracker()
-        if not tracker.getActiveJobsIds():
-            return
-        self.context.cancelJobGroup(self.slab.name)
+        if tracker.getActiveJobsIds():
+            self.context.cancelJobGroup(self.slab.name)
         deadline = time.monotonic() + CANCEL_SECONDS
-        while tracker.getActiveStageIds() and time.monotonic() < deadline:
+        while self._running_tasks() and time.monotonic() < deadline:
             time.sleep(0.05)
+
+    def _running_tasks(self) -> int:
+        """Of the last jobs of the fit; the ones before have ended well."""
+        tracker, store = self.context.statusTracker(), self.context._jsc.sc().statusStore()
+        running = 0
+        for job in sorted(tracker.getJobIdsForGroup(self.slab.name))[-2:]:
+            info = tracker.getJobInfo(job)
+            for stage in info.stageIds if info else ():
+                with contextlib.suppress(Py4JError):  # a stage that Spark has not begun
+                    running += store.lastStageAttempt(stage).numActiveTasks()
+        return running
 
     def _clean_nodes(self) -> None:
         """Run :class:`CleanNode` once on each executor that holds a persisted partition."""
