@@ -46,7 +46,7 @@ def main() -> None:
 
     def noted(self, iteration):
         result = step(self, iteration)
-        roots.update(self._places.tokens, [state.token for state in self._states])
+        roots.update(self._places.tokens, [state.token for state in self._state.states])
         return result
 
     ShuffleEngine.step = noted
