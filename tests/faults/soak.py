@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from harness.faulty import frame, outcome, trainer
 
 import sparkdl
 
+GAP = 10
 STEADY = 0.1
 """Of the iterations: at either end, compared with each other."""
 SETTINGS = {
@@ -40,17 +42,22 @@ SETTINGS = {
 
 
 class Strikes(threading.Thread):
-    """Faults at random moments, until stopped; never two within the time that a restart takes."""
+    """Faults at random moments, until stopped. Each waits until ``GAP`` iterations are done since the
+    one before: a slow machine is struck as often as a fast one."""
 
-    def __init__(self, application: str, every: float, seed: int) -> None:
+    def __init__(self, application: str, every: float, seed: int, done: Callable[[], int]) -> None:
         super().__init__(daemon=True)
-        self._application, self._every = application, every
+        self._application, self._every, self._iterations = application, every, done
         self._draw = random.Random(seed)
         self._stopped = threading.Event()
         self.done: Counter[str] = Counter()
 
     def run(self) -> None:
+        before = 0
         while not self._stopped.wait(self._draw.uniform(0.5, 1.5) * self._every):
+            if self._iterations() < before + GAP:
+                continue
+            before = self._iterations()
             kind = self._draw.choice(["worker", "worker", "executor", "slabs"])
             if getattr(self, f"_{kind}")():
                 self.done[kind] += 1
@@ -133,7 +140,7 @@ def soak(master: str, iterations: int, every: float, seed: int) -> dict[str, Any
         context = spark.sparkContext
         jvm = int(context._jvm.java.lang.ProcessHandle.current().pid())
         memory = Memory(jvm)
-        strikes = Strikes(context.applicationId, every, seed)
+        strikes = Strikes(context.applicationId, every, seed, lambda: len(memory.seconds))
         strikes.start()
         started = time.perf_counter()
         trained = partial(trainer, 2, iterations=iterations)(callbacks=[memory]).fit(

@@ -10,7 +10,7 @@ from harness.faulty import frame, outcome, trainer
 from launch import launch
 
 pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
-ITERATIONS = 250
+ITERATIONS = 100
 
 
 def test_random_faults_change_no_bit_and_leave_nothing(spark, tmp_path):
@@ -21,7 +21,7 @@ def test_random_faults_change_no_bit_and_leave_nothing(spark, tmp_path):
         alone=False,
         master="local-cluster[2,1,1024]",
         iterations=ITERATIONS,
-        every=5.0,
+        every=1.0,
         seed=0,
     )
     expected = outcome(trainer(2, iterations=ITERATIONS, engine="local").fit(frame(spark, 2)))
