@@ -3,8 +3,8 @@
 [Note: snapshots and replay] An iteration is a function of the state before it and of what the loop
 asks for; so a run that is set back to an earlier state and asked for the same again comes to the same
 bits. The points to go back to are the last snapshot (Spark keeps it on two executors), else the last
-checkpoint, else the beginning. What the loop asked for since the beginning is remembered, a few
-hundred bytes an iteration. The loop, its callbacks and the history see nothing of it: every iteration
+checkpoint, else the beginning. What the loop asked for since the beginning is remembered, some 30
+bytes an iteration. The loop, its callbacks and the history see nothing of it: every iteration
 is reported once.
 """
 
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -61,8 +62,44 @@ class Restorable(Engine, Protocol):
         """Go on from it. Raises :class:`sparkdl.TrainingError` where it is lost too."""
 
 
-class KeepBest:
-    """In the log: the weights as they stood were kept as the best."""
+class Log:
+    """What the loop asked for, some 30 bytes an entry: iterations, and to keep the best weights."""
+
+    def __init__(self) -> None:
+        self._numbers = array("q")  # index, epoch and batch; of what is no iteration -1
+        self._scales = array("d")
+        self._histograms = bytearray()
+        self._hyperparameters: dict[int, Any] = {}  # where they differ from those before
+
+    def __len__(self) -> int:
+        return len(self._scales)
+
+    def append(self, asked: Iteration | None) -> None:
+        """``asked``: None: to keep the best weights."""
+        if asked is not None:
+            known = next(reversed(self._hyperparameters.values()), None)
+            if asked.hyperparameters != known:
+                self._hyperparameters[len(self)] = asked.hyperparameters
+        self._numbers.extend((asked.index, asked.epoch, asked.batch) if asked else (-1, -1, -1))
+        self._scales.append(asked.loss_scale if asked else 0.0)
+        self._histograms.append(asked.histograms if asked else False)
+
+    def since(self, start: int) -> Iterator[Iteration | None]:
+        """The entries from number ``start`` on."""
+        before = [n for n in self._hyperparameters if n <= start]
+        values = self._hyperparameters[before[-1]] if before else None
+        for n in range(start, len(self)):
+            values = self._hyperparameters.get(n, values)
+            index, epoch, batch = self._numbers[3 * n : 3 * n + 3]
+            text = f"sparkdl: epoch {epoch + 1} · iteration {index + 1} · again"
+            scale, histograms = self._scales[n], bool(self._histograms[n])
+            iteration = Iteration(index, epoch, batch, values, text, scale, histograms)
+            yield None if index < 0 else iteration
+
+    @property
+    def iterations(self) -> int:
+        """Iterations done, those before this run included."""
+        return max(self._numbers[-6::3], default=-1) + 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +121,7 @@ class Recovering:
     def __init__(self, engine: Restorable, seconds: float | None) -> None:
         self._engine, self._seconds = engine, seconds
         self.plan: EpochPlan = engine.plan
-        self._log: list[Iteration | KeepBest] = []
+        self._log = Log()
         self._starts: list[Callable[[], None]] = []
         self._beginning = Point("the beginning", 0, self._start_again)
         self._checkpoint: Point | None = None
@@ -120,7 +157,7 @@ class Recovering:
 
     def keep_best(self) -> None:
         self._surely(self._engine.keep_best)
-        self._log.append(KeepBest())
+        self._log.append(None)
 
     def weights(self, which: str = CURRENT) -> torch.Tensor:
         return self._surely(lambda: self._engine.weights(which))
@@ -157,18 +194,12 @@ class Recovering:
         self._due = time.monotonic() + (max(self._seconds, cost / SHARE) if self._seconds else 0.0)
         if snapshot is not None:
             taken = snapshot
-            name = f"the snapshot after iteration {self._iterations}"
+            name = f"the snapshot after iteration {self._log.iterations}"
             point = Point(name, len(self._log), lambda: self._engine.restore(taken))
             self._snapshot = point, taken
             if before is not None:
                 self._engine.drop(before[1])
         return cost
-
-    @property
-    def _iterations(self) -> int:
-        """Iterations done, those before this run included."""
-        done = [entry for entry in self._log if isinstance(entry, Iteration)]
-        return done[-1].index + 1 if done else 0
 
     def _surely(self, action: Callable[[], Result]) -> Result:
         """``action()``, again where the state was lost."""
@@ -198,7 +229,7 @@ class Recovering:
                 self._repeat(point.done)
             except StateLostError:  # again, while it was being brought back
                 continue
-            repeated = sum(isinstance(entry, Iteration) for entry in self._log[point.done :])
+            repeated = sum(asked is not None for asked in self._log.since(point.done))
             logger.warning(
                 "%s. Went on from %s and repeated %d iteration%s: %.1f s.",
                 str(lost).partition("\n")[0].rstrip("."),
@@ -232,9 +263,9 @@ class Recovering:
 
     def _repeat(self, done: int) -> None:
         """What was asked for after the first ``done`` entries."""
-        for entry in self._log[done:]:
-            if isinstance(entry, Iteration):
-                self._engine.step(entry)
+        for asked in self._log.since(done):
+            if asked is not None:
+                self._engine.step(asked)
             else:
                 self._engine.keep_best()
 

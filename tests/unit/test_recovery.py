@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sparkdl.errors import CheckpointError, StateLostError, TrainingError
 from sparkdl.train.engine import BEST, Iteration, StepResult
-from sparkdl.train.recovery import MAX_LOSSES, Recovering
+from sparkdl.train.recovery import MAX_LOSSES, Log, Recovering
 
 
 @dataclass
@@ -80,6 +80,30 @@ class Engine:
 
     def drop(self, snapshot: State) -> None:
         self.snapshots.remove(snapshot)
+
+
+def test_the_log_gives_back_what_was_asked_for():
+    asked = [
+        Iteration(
+            i, i // 4, i % 4, None if i < 3 else ({"lr": 1 / (1 + i // 2)},), "", 2.0**i, i == 5
+        )
+        for i in range(8)
+    ]
+    log = Log()
+    for one in asked:
+        log.append(one)
+        if one.index % 3 == 0:
+            log.append(None)
+    told = [
+        one
+        for index in range(8)
+        for one in ([asked[index], None] if index % 3 == 0 else [asked[index]])
+    ]
+    for start in range(len(log) + 1):
+        found = [one and replace(one, description="") for one in log.since(start)]
+        assert found == told[start:]
+    assert log.iterations == 8
+    assert Log().iterations == 0
 
 
 def iteration(index: int) -> Iteration:
