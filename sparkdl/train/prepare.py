@@ -102,7 +102,8 @@ def _weights_file(trainer: Trainer) -> Mapping[str, torch.Tensor] | None:
         with mappable(weights, links=True) as path:
             return safetensors.torch.load_file(path)
     except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ParameterError(
-            f'weights="{os.fspath(weights)}" cannot be read as a safetensors file ({error}). Give '
+            f'weights="{os.fspath(weights)}" cannot be read as a safetensors file ({reason}). Give '
             "its path, or a state_dict."
         ) from None

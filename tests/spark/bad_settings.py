@@ -438,14 +438,14 @@ PATHS = [
         lambda fit: fit(fit.good(), weights=fit.tmp / "none"),
         ParameterError,
         'weights="{tmp}/none" cannot be read as a safetensors file (No such file or '
-        "directory: {tmp}/none). Give its path, or a state_dict.",
+        "directory). Give its path, or a state_dict.",
     ),
     Mistake(
         "weights of another format",
         lambda fit: fit(fit.good(), weights=file(fit)),
         ParameterError,
-        'weights="{tmp}/file" cannot be read as a safetensors file (Error while '
-        "deserializing header: header too small). Give its path, or a state_dict.",
+        'weights="{tmp}/file" cannot be read as a safetensors file (it is too '
+        "short for a safetensors file). Give its path, or a state_dict.",
     ),
 ]
 
