@@ -1,4 +1,6 @@
-"""Two adjustments to the PySpark worker that runs our tasks. Call :func:`settle_worker` at their end.
+"""The PySpark worker that runs our tasks: two adjustments, and whether Spark still wants its result.
+
+Tasks call :func:`settle_worker` at their end.
 
 *Collection.* PySpark's daemon runs a full garbage collection after every task. With torch imported,
 that walks about half a million objects: 100 ms and more, several times an iteration. They are
@@ -8,11 +10,15 @@ out of the walk. It is done after tasks 1, 2, 4, 8, ..., since the first few sti
 *Hanging up.* Spark drops a worker that was idle for a minute, and all of them when it stops. Over a
 Unix socket the worker then fails to say goodbye, and the daemon prints a BrokenPipeError for it. That
 one is nobody's error, and is not printed.
+
+*Tasks that were given up.* When Spark cancels a task it hangs up, and says that the task has ended; the
+worker goes on until it next reads or writes, :func:`hung_up` tells.
 """
 
 from __future__ import annotations
 
 import gc
+import select
 import sys
 import traceback
 from typing import Any
@@ -23,16 +29,37 @@ _tasks = 0
 def settle_worker() -> None:
     """Keep the collector out of the way, and hang-ups quiet. Does nothing outside a worker."""
     global _tasks
-    daemon = sys.modules["__main__"]
-    if getattr(getattr(daemon, "__spec__", None), "name", "") != "pyspark.daemon":
-        if "pyspark.daemon" not in sys.modules:
-            return
-        daemon = sys.modules["pyspark.daemon"]  # under a daemon of the user's own
-    daemon.traceback = _QuietTraceback  # type: ignore[attr-defined]
+    if not _quiet():
+        return
     _tasks += 1
     if _tasks & (_tasks - 1) == 0:
         gc.collect()
         gc.freeze()
+
+
+def hung_up() -> bool:
+    """Whether Spark has given up the task that calls this. False outside a worker."""
+    frame = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "worker" and code.co_filename.endswith("pyspark/daemon.py"):
+            _quiet()
+            poll = select.poll()
+            poll.register(frame.f_locals["sock"], select.POLLRDHUP)
+            return bool(poll.poll(0))
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _quiet() -> bool:
+    """Keep hang-ups out of the daemon's output; whether this is a worker."""
+    daemon = sys.modules["__main__"]
+    if getattr(getattr(daemon, "__spec__", None), "name", "") != "pyspark.daemon":
+        if "pyspark.daemon" not in sys.modules:
+            return False
+        daemon = sys.modules["pyspark.daemon"]  # under a daemon of the user's own
+    daemon.traceback = _QuietTraceback  # type: ignore[attr-defined]
+    return True
 
 
 class _QuietTraceback:

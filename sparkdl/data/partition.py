@@ -22,7 +22,8 @@ from sparkdl.data.order import row_hashes
 from sparkdl.data.parts import Extremes, Part, join_parts, keep_extreme, where_there_is_room
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.data.schema import SAME_SHAPE, Problem, RowProblem
-from sparkdl.slab.root import SlabConfig, open_root
+from sparkdl.slab.root import Root, SlabConfig, open_root, remove_root
+from sparkdl.worker import hung_up
 
 __all__ = [
     "Extreme",
@@ -43,8 +44,7 @@ class PartitionWriter:
     """
 
     def __init__(self, config: SlabConfig, source: int = 0, weighted: bool = False) -> None:
-        root = open_root(config, create=True)
-        assert root is not None
+        root = _root_of_a_task(config)
         self._config, self._root, self._source = config, root, source
         self._stem = f"samples-{secrets.token_hex(8)}"
         self._weighted = weighted
@@ -180,6 +180,18 @@ class PartitionWriter:
             row_bytes=self.row_bytes,
             source=self._source,
         )
+
+
+def _root_of_a_task(config: SlabConfig) -> Root:
+    """The root, made if need be. A task that was given up may come here after the run has removed
+    its roots: it leaves none, and raises BrokenPipeError."""
+    there = open_root(config) is not None
+    root = open_root(config, create=True)
+    assert root is not None
+    if not there and hung_up():
+        remove_root(config)
+        raise BrokenPipeError("Spark has given up this task")
+    return root
 
 
 def _field(name: str, column: Rows) -> Field:

@@ -70,10 +70,8 @@ def test_a_mistake_is_told_before_training(
 
 @pytest.mark.parametrize("mistake", QUERIES, ids=lambda mistake: mistake.name)
 def test_a_query_that_fails_is_told_before_training(
-    mistake: Mistake, spark: Any, spent: Any, tmp_path: Path
+    mistake: Mistake, spark: Any, spent: Any, tmp_path: Path, nothing_left: Any
 ) -> None:
-    """Spark aborts such a job while its other tasks still run, which may leave their slab root to be
-    swept at the end of the application."""
     fit = Fit(spark, tmp_path)
     with expect(mistake.error, mistake.message, tmp_path) as caught:
         mistake.make(fit)

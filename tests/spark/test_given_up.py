@@ -1,0 +1,65 @@
+"""Tasks that have failed, while a Python process of theirs goes on."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark import cloudpickle
+from pyspark.errors import PythonException
+
+from sparkdl.data.partition import PartitionWriter
+from sparkdl.slab.root import SlabConfig, open_root, remove_root
+
+pytestmark = pytest.mark.spark
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+WAIT_SECONDS = 20.0
+
+
+def wait_for(path: Path) -> None:
+    until = time.monotonic() + WAIT_SECONDS
+    while not path.exists():
+        assert time.monotonic() < until, f"waited for {path}"
+        time.sleep(0.01)
+
+
+def fail(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    raise ValueError("the mistake of a user")
+    yield
+
+
+def write_late(
+    folder: Path, config: SlabConfig, batches: Iterator[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    """As a process that was slow to begin: it opens the root when the job has failed and ended."""
+    wait_for(folder / "over")
+    try:
+        PartitionWriter(config)
+    finally:
+        end = "given up" if isinstance(sys.exc_info()[1], BrokenPipeError) else "wrote"
+        (folder / end).touch()
+    yield from batches
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["no root", "a root that others use"])
+def test_it_makes_no_slab_root(spark: Any, tmp_path: Path, slabs: Any, there: bool) -> None:
+    context = spark.sparkContext
+    config = SlabConfig.new("auto", context.applicationId)
+    if there:
+        assert open_root(config, create=True) is not None
+    held = slabs()
+    query = spark.range(2).mapInArrow(fail, "id long")
+    with pytest.raises(PythonException, match="the mistake of a user"):
+        query.mapInArrow(partial(write_late, tmp_path, config), "id long").collect()
+    (tmp_path / "over").touch()
+    wait_for(tmp_path / ("wrote" if there else "given up"))
+    assert slabs() == held
+    assert len(held) == there
+    remove_root(config)
