@@ -1,6 +1,6 @@
 """Deep learning that is native to Spark: a DataFrame in, a trained PyTorch model out."""
 
-from sparkdl import optim
+from sparkdl import gang, optim
 from sparkdl.data import Sample
 from sparkdl.data.columns import Convert, Image, Sequence
 from sparkdl.errors import (
@@ -76,6 +76,7 @@ __all__ = [
     "every",
     "every_epoch",
     "every_seconds",
+    "gang",
     "load",
     "max_epoch",
     "max_iteration",

@@ -49,9 +49,12 @@ class _Located:
             raise
 
 
-def map_frames(rdd: RDD, task: Callable[[int, Any], Frames]) -> RDD:
-    """``task(partition, records) -> frames`` over ``rdd``; the result is an RDD of raw frames."""
-    mapped = PipelinedRDD(rdd, _Located(task))
+def map_frames(rdd: RDD, task: Callable[[int, Any], Frames], barrier: bool = False) -> RDD:
+    """``task(partition, records) -> frames`` over ``rdd``; the result is an RDD of raw frames.
+
+    ``barrier``: all tasks run at once, and can wait for each other.
+    """
+    mapped = PipelinedRDD(rdd, _Located(task), isFromBarrier=barrier)
     mapped._bypass_serializer = True
     mapped._jrdd_deserializer = NoOpSerializer()
     return mapped

@@ -1,0 +1,140 @@
+"""Authenticated messages between the driver and the ranks of a gang, over TCP.
+
+[Note: what a channel protects] Commands are code, so nobody else may send one. The key of a gang is
+random, and reaches the ranks in their tasks, as protected as Spark's own messages are. Every frame
+carries a keyed BLAKE2b digest (RFC 7693) over the connection's nonce, the direction, the number of the
+frame, and its content: a frame that was made up, changed, repeated or left out ends the connection.
+Nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pickle
+import secrets
+import socket
+import struct
+import threading
+from typing import Any
+
+from sparkdl.errors import SparkdlError
+
+_HEAD = struct.Struct("<Q32s")
+_FIRST_BYTES = 1 << 16
+"""The longest first frame: until it has come, nobody knows who is there."""
+NONCE_BYTES = 16
+HELLO_SECONDS = 5.0
+
+
+class ChannelError(SparkdlError, RuntimeError):
+    """The other end is gone, or is not who it should be."""
+
+
+class Channel:
+    """One end of a connection. Frames may be sent from several threads, and read from one."""
+
+    def __init__(self, connection: socket.socket, key: bytes, nonce: bytes, driver: bool) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection, self._key, self._nonce = connection, key, nonce
+        self._out, self._in = (b"D", b"R") if driver else (b"R", b"D")
+        self._sent = self._received = 0
+        self._lock = threading.Lock()
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def send(self, message: Any) -> None:
+        """Pickle and send. Raises :class:`ChannelError` where the other end is gone."""
+        content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        with self._lock:
+            digest = self._digest(self._out, self._sent, content)
+            self._sent += 1
+            try:
+                self._connection.sendall(_HEAD.pack(len(content), digest))
+                self._connection.sendall(content)
+            except OSError as error:
+                raise ChannelError(f"the connection broke: {error}") from None
+
+    def receive(self) -> Any:
+        """Wait for the next message. Raises :class:`ChannelError` at the end of the connection."""
+        nbytes, digest = _HEAD.unpack(self._read(_HEAD.size))
+        if self._received == 0 and nbytes > _FIRST_BYTES:
+            raise ChannelError("the first message is too long")
+        content = self._read(nbytes)
+        expected = self._digest(self._in, self._received, content)
+        if not secrets.compare_digest(digest, expected):
+            raise ChannelError("a message is not by a member of the gang")
+        self._received += 1
+        return pickle.loads(content)
+
+    def close(self) -> None:
+        """End the connection; whoever reads from it is told."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _digest(self, direction: bytes, number: int, content: bytes | bytearray) -> bytes:
+        digest = hashlib.blake2b(self._nonce, key=self._key, digest_size=32)
+        digest.update(direction + number.to_bytes(8, "little"))
+        digest.update(content)
+        return digest.digest()
+
+    def _read(self, nbytes: int) -> bytearray:
+        content = bytearray()
+        while len(content) < nbytes:
+            try:
+                part = self._connection.recv(min(nbytes - len(content), 1 << 20))
+            except OSError as error:
+                raise ChannelError(f"the connection broke: {error}") from None
+            if not part:
+                raise ChannelError("the connection was closed")
+            content += part
+        return content
+
+
+class Listener:
+    """The driver's end: a socket on ``host``, at a port that the system chooses."""
+
+    def __init__(self, host: str) -> None:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        self._socket = socket.create_server((host, 0), family=family, backlog=1024)
+        self.port: int = self._socket.getsockname()[1]
+        self.key = secrets.token_bytes(32)
+
+    def accept(self, seconds: float) -> tuple[Channel, Any] | None:
+        """The next connection and its first message; None where none of ours comes in ``seconds``."""
+        self._socket.settimeout(seconds)
+        try:
+            connection, _ = self._socket.accept()
+        except TimeoutError:
+            return None
+        connection.settimeout(HELLO_SECONDS)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        try:
+            connection.sendall(nonce)
+            channel = Channel(connection, self.key, nonce, driver=True)
+            hello = channel.receive()
+        except (OSError, ChannelError):
+            connection.close()
+            return None
+        connection.settimeout(None)
+        return channel, hello
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def connect(host: str, port: int, key: bytes, hello: Any) -> Channel:
+    """A rank's end. Raises OSError where nobody answers."""
+    connection = socket.create_connection((host, port), timeout=HELLO_SECONDS)
+    nonce = b""
+    while len(nonce) < NONCE_BYTES:
+        part = connection.recv(NONCE_BYTES - len(nonce))
+        if not part:
+            raise ConnectionError(f"{host}:{port} closed the connection")
+        nonce += part
+    connection.settimeout(None)
+    channel = Channel(connection, key, nonce, driver=False)
+    channel.send(hello)
+    return channel

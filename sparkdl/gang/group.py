@@ -1,0 +1,137 @@
+"""Joining the ranks of a gang into a ``torch.distributed`` process group: commands for them.
+
+The ranks meet through their channels to the driver. Where all of them see one private file, that file
+is torch's store and nobody listens for it; else rank 0 listens on the address that Spark knows of its
+node, at a port that the system chose, and hands the listening socket itself to torch's store: no port
+is picked, let go of and taken again. Gloo and NCCL are told to use the network interface of that
+address. They connect the ranks by TCP, which neither Spark's authentication nor its encryption covers.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import functools
+import os
+import secrets
+import shutil
+import socket
+import struct
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from sparkdl.gang.member import Command, Member
+
+_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
+Call = Callable[[Command], list[Any]]
+"""Runs a command on every rank; the results in rank order."""
+
+
+def form_group(call: Call, seconds: float) -> None:
+    """Give every rank the default process group: Gloo, on a GPU with NCCL beside it.
+
+    ``seconds``: how long a rank waits for the others, here and in each collective.
+    """
+    folder = call(offer_folder)[0]
+    if all(call(functools.partial(sees, folder))):
+        store: Store = FileStore(os.path.join(folder, "store"))
+    else:
+        store = NetworkStore(*call(functools.partial(listen, seconds))[0])
+    call(functools.partial(join, store, seconds))
+
+
+@dataclass(frozen=True)
+class FileStore:
+    """Torch's store as a file."""
+
+    path: str
+
+    def open(self, member: Member, timeout: datetime.timedelta) -> dist.Store:
+        return dist.FileStore(self.path, member.size)
+
+
+@dataclass(frozen=True)
+class NetworkStore:
+    """Torch's store as rank 0 serves it."""
+
+    host: str
+    port: int
+
+    def open(self, member: Member, timeout: datetime.timedelta) -> dist.Store:
+        served = member.kept.pop("store", None)
+        return served or dist.TCPStore(self.host, self.port, None, False, timeout)
+
+
+Store = FileStore | NetworkStore
+
+
+def offer_folder(member: Member) -> str:
+    """On rank 0: a private folder of this node, removed when the rank ends."""
+    if member.rank > 0:
+        return ""
+    folder = tempfile.mkdtemp(prefix=f"sparkdl-{secrets.token_hex(8)}-")
+    member.at_end.callback(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def sees(folder: str, member: Member) -> bool:
+    """Whether the folder is there, seen from this rank."""
+    return os.path.isdir(folder)
+
+
+def listen(seconds: float, member: Member) -> tuple[str, int] | None:
+    """On rank 0: serve torch's store; at which host and port."""
+    if member.rank > 0:
+        return None
+    family = socket.getaddrinfo(member.address, 0, type=socket.SOCK_STREAM)[0][0]
+    listening = socket.create_server((member.address, 0), family=family, backlog=1024)
+    port = listening.getsockname()[1]
+    member.kept["store"] = dist.TCPStore(
+        member.address,
+        port,
+        None,
+        True,
+        datetime.timedelta(seconds=seconds),
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+    return member.address, port
+
+
+def join(store: Store, seconds: float, member: Member) -> None:
+    """Initialise the default process group, until the rank ends."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface_of(member.address)
+    os.environ["NCCL_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"]
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(member.rank), str(member.size)
+    timeout = datetime.timedelta(seconds=seconds)
+    cuda = member.device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=store.open(member, timeout),
+        rank=member.rank,
+        world_size=member.size,
+        timeout=timeout,
+        device_id=member.device if cuda else None,
+    )
+    member.at_end.callback(dist.destroy_process_group)
+
+
+def interface_of(address: str) -> str:
+    """The network interface with this IPv4 address. Raises ValueError where there is none."""
+    wanted = {str(info[4][0]) for info in socket.getaddrinfo(address, None, socket.AF_INET)}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(any_socket.fileno(), _ADDRESS_OF_INTERFACE, request)
+            except OSError:  # it has no address
+                continue
+            if socket.inet_ntoa(answer[20:24]) in wanted:
+                return name
+    if any(found.startswith("127.") for found in wanted):  # 127.0.1.1, say: all of them are there
+        return "lo"
+    raise ValueError(f"no network interface of this node has the address {address}")

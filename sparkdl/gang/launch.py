@@ -1,0 +1,286 @@
+"""The driver's side of a gang: a barrier stage of ranks that do what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import selectors
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from py4j.protocol import Py4JError
+from pyspark import SparkContext, cloudpickle
+from pyspark.core.rdd import RDD
+
+from sparkdl.errors import ParameterError, SessionError, StateLostError, TrainingError
+from sparkdl.frames import map_frames, shuffle_frames, stage_name
+from sparkdl.gang.channel import Channel, ChannelError, Listener
+from sparkdl.gang.group import form_group
+from sparkdl.gang.member import ERROR, OUTPUT, Command, Failure, Hello, Meeting
+
+SLOT_SECONDS = 30.0
+"""How long executors may take to come before too few task slots are an error."""
+CLOSE_SECONDS = 15.0
+YEAR_SECONDS = 365 * 86400.0
+GRACE_SECONDS = 2.0
+"""After the first failure of a rank, the others have so long to say what they know of it."""
+
+
+class Gang:
+    """Ranks 0 .. M-1, one a partition of ``source``, from :meth:`start` to :meth:`close`.
+
+    Where ``retried``, the barrier stage ends in a shuffle: Spark then tries it again when a rank is
+    lost, and the next :meth:`start` finds the new ranks; a stage with the job's result it gives up.
+    """
+
+    def __init__(
+        self,
+        context: SparkContext,
+        source: RDD,
+        group: str,
+        *,
+        device: str = "auto",
+        timeout: float | None = None,
+        output: bool = False,
+        retried: bool = True,
+    ) -> None:
+        """``group``: the job group of the stage. ``timeout``: seconds within which a command, and
+        the start, must end; None: no bound. ``output``: print what ranks print."""
+        self.size = source.getNumPartitions()
+        self._context, self._source, self._group = context, source, group
+        self._device, self._timeout, self._output = device, timeout, output
+        self._retried = retried
+        self._listener: Listener | None = None
+        self._job: Any = None
+        self._channels: list[Channel] = []
+        self.hosts: list[str] = []
+
+    @property
+    def running(self) -> bool:
+        return bool(self._channels)
+
+    def start(self) -> None:
+        """Bring the ranks together, anew where some were lost.
+
+        Raises :class:`sparkdl.SessionError` where this session can have no such gang,
+        :class:`sparkdl.TrainingError` where it does not come together.
+        """
+        check_slots(self._context, self.size)
+        self._hang_up()
+        if self._listener is None:
+            conf = self._context.getConf()
+            host = conf.get("spark.driver.host", "") or "localhost"
+            self._listener = Listener(conf.get("spark.driver.bindAddress", "") or host)
+            self._meeting = Meeting(
+                host,
+                self._listener.port,
+                self._listener.key,
+                self._device,
+                self._output,
+            )
+        self._gather(time.monotonic() + (self._timeout or math.inf))
+        joining = functools.partial(self.call, doing="joining the process group")
+        form_group(joining, self._timeout or YEAR_SECONDS)
+
+    def _gather(self, deadline: float) -> None:
+        """Wait until every rank has come; of one that comes again, the later one counts."""
+        assert self._listener is not None
+        present: dict[int, tuple[Channel, Hello]] = {}
+        submitted = False
+        while len(present) < self.size:
+            if self._job is None:
+                self._submit()
+                submitted = True
+            arrived = self._listener.accept(0.5)
+            if arrived is not None:
+                hello = arrived[1]
+                before = present.get(hello.rank)
+                if before is None or before[1].attempt < hello.attempt:
+                    present[hello.rank] = arrived
+                    if before is not None:
+                        before[0].close()
+            elif self._job.isDone():
+                self._end_of_job(submitted)
+            elif time.monotonic() > deadline:
+                self._incomplete([rank for rank in range(self.size) if rank not in present])
+        ordered = [present[rank] for rank in range(self.size)]
+        self._channels = [channel for channel, _ in ordered]
+        self.hosts = [hello.host for _, hello in ordered]
+
+    def _incomplete(self, missing: Sequence[int]) -> None:
+        self.close()
+        raise TrainingError(
+            f"the gang did not come together in {self._timeout:g} s: rank{'s' * (len(missing) > 1)} "
+            f"{', '.join(map(str, missing))} of {self.size} did not come."
+        )
+
+    def call(self, command: Command, doing: str = "a command") -> list[Any]:
+        """``command(member)`` on every rank, at once; the results in rank order.
+
+        Raises :class:`sparkdl.TrainingError` with the first failing rank's traceback, and
+        :class:`sparkdl.StateLostError` where a rank is lost; the gang has ended then.
+        """
+        content = cloudpickle.dumps(command)
+        return self.call_each([content] * self.size, doing)
+
+    def call_each(self, commands: Sequence[bytes], doing: str) -> list[Any]:
+        """Likewise with a pickled command for each rank."""
+        for rank, (channel, content) in enumerate(zip(self._channels, commands, strict=True)):
+            try:
+                channel.send(content)
+            except ChannelError:
+                self._fail(doing, {}, [rank])
+        return [cloudpickle.loads(answer) for answer in self._answers(doing)]
+
+    def _answers(self, doing: str) -> list[Any]:
+        """The next result of every rank."""
+        answers: dict[int, Any] = {}
+        failures: dict[int, Failure] = {}
+        lost: list[int] = []
+        deadline = time.monotonic() + (self._timeout or math.inf)
+        with selectors.DefaultSelector() as selector:
+            for rank, channel in enumerate(self._channels):
+                selector.register(channel, selectors.EVENT_READ, rank)
+            while len(answers) + len(failures) + len(lost) < self.size:
+                left = deadline - time.monotonic()
+                ready = selector.select(None if left == math.inf else max(0.0, left))
+                if not ready:
+                    break
+                for key, _ in ready:
+                    rank = key.data
+                    try:
+                        kind, content = self._channels[rank].receive()
+                    except ChannelError:
+                        lost.append(rank)
+                        selector.unregister(key.fileobj)
+                        deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                        continue
+                    if kind == OUTPUT:
+                        self._print(rank, content)
+                    elif kind == ERROR:
+                        failures[rank] = content
+                        selector.unregister(key.fileobj)
+                        deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                    else:
+                        answers[rank] = content
+                        selector.unregister(key.fileobj)
+        if len(answers) < self.size:
+            self._fail(doing, failures, lost, sorted(answers))
+        return [answers[rank] for rank in range(self.size)]
+
+    def _fail(
+        self,
+        doing: str,
+        failures: dict[int, Failure],
+        lost: Sequence[int],
+        answered: Sequence[int] = (),
+    ) -> None:
+        """Give the gang up and say why: a rank's own mistake, else a lost rank, else a late one."""
+        hosts = self.hosts
+        self._hang_up()
+        own = [(rank, failure) for rank, failure in failures.items() if not failure.by_group]
+        if own:
+            rank, failure = own[0]
+            raise TrainingError(
+                f"{doing}: rank {rank} on {hosts[rank]} failed. {failure.kind}: "
+                f"{failure.text.partition(chr(10))[0]}\n{failure.trace}"
+            )
+        if lost:
+            names = ", ".join(f"{rank} on {hosts[rank]}" for rank in lost)
+            raise StateLostError(
+                f"{doing}: rank{'s' * (len(lost) > 1)} {names} went away (the process died or was "
+                "killed, or its node is out of reach)."
+            )
+        if failures:
+            rank, failure = next(iter(failures.items()))
+            raise StateLostError(
+                f"{doing}: the connection between the ranks broke. Rank {rank} on {hosts[rank]} says: "
+                f"{failure.text.partition(chr(10))[0]}"
+            )
+        late = [rank for rank in range(self.size) if rank not in answered]
+        self.close()
+        raise TrainingError(
+            f"{doing}: waited {self._timeout:g} s for "
+            f"{', '.join(f'rank {rank} on {hosts[rank]}' for rank in late)}. Where it takes so long by "
+            "right, raise the timeout."
+        )
+
+    def _print(self, rank: int, text: str) -> None:
+        for line in text.split("\n"):
+            print(f"[rank {rank}] {line}", file=sys.stdout)
+
+    def _submit(self) -> None:
+        """The stage, in a job of its own, whose end nobody waits for."""
+        before = {
+            key: self._context.getLocalProperty(key)
+            for key in ("spark.jobGroup.id", "spark.job.description", "spark.job.interruptOnCancel")
+        }
+        self._context.setJobGroup(self._group, f"sparkdl: a gang of {self.size} ranks")
+        try:
+            with stage_name(self._context, "gang"):
+                ranks = map_frames(self._source, self._meeting, barrier=True)
+                ending = shuffle_frames(ranks, 1) if self._retried else ranks
+                self._job = ending._jrdd.collectAsync()
+        finally:
+            for key, value in before.items():
+                self._context.setLocalProperty(key, value)  # type: ignore[arg-type]
+
+    def _end_of_job(self, own: bool) -> None:
+        """The stage has ended before its ranks came; ``own``: it was begun for them."""
+        job, self._job = self._job, None
+        if not own:  # its ranks are those of before: the next is begun
+            return
+        try:
+            job.get()
+        except Py4JError as error:
+            raise StateLostError(f"the gang did not come together: {_reason(error)}") from None
+        raise TrainingError("the gang did not come together: its ranks ended at once.")
+
+    def _hang_up(self) -> None:
+        for channel in self._channels:
+            channel.close()
+        self._channels = []
+
+    def close(self) -> None:
+        """End the ranks, and wait until their tasks have ended."""
+        self._hang_up()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        job, self._job = self._job, None
+        if job is None:
+            return
+        with contextlib.suppress(Py4JError):
+            until = time.monotonic() + CLOSE_SECONDS
+            while not job.isDone() and time.monotonic() < until:
+                time.sleep(0.01)
+            if not job.isDone():
+                self._context.cancelJobGroup(self._group)
+
+
+def check_slots(context: SparkContext, ranks: int) -> None:
+    """Raise :class:`SessionError` where ``ranks`` tasks can never run at once."""
+    if context.getConf().get("spark.dynamicAllocation.enabled", "false") == "true":
+        raise SessionError(
+            "a gang needs all of its ranks at once, which Spark does not do with dynamic allocation: "
+            "set spark.dynamicAllocation.enabled=false and a fixed number of executors."
+        )
+    sc = context._jsc.sc()
+    profile = sc.resourceProfileManager().defaultResourceProfile()
+    until = time.monotonic() + SLOT_SECONDS
+    while (slots := int(sc.maxNumConcurrentTasks(profile))) < ranks:
+        if time.monotonic() > until or (context.master or "").startswith("local["):
+            raise ParameterError(
+                f"a gang of {ranks} ranks needs {ranks} task slots at once, and this session has "
+                f"{slots}: ask for at most {slots} ranks, or for more executors or cores."
+            )
+        time.sleep(0.5)
+
+
+def _reason(error: Py4JError) -> str:
+    lines = [line.strip() for line in str(error).splitlines()]
+    found = next((line for line in lines if "Exception:" in line), lines[0])
+    return found.rpartition("Exception: ")[2]

@@ -1,0 +1,219 @@
+"""A rank of a gang: a task that does what the driver says."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pyspark import BarrierTaskContext, cloudpickle
+
+from sparkdl.errors import SparkdlError
+from sparkdl.gang.channel import Channel, ChannelError, connect
+from sparkdl.worker import settle_worker
+
+RESULT, ERROR, OUTPUT = "result", "error", "output"
+"""What a rank says; its messages are (kind, content)."""
+END_SECONDS = 3.0
+"""After the driver has hung up, a rank that still computes has so long to end by itself."""
+_HERE = os.path.dirname(__file__) + os.sep
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The first message of a rank. ``attempt``: a number that grows with every task of Spark's."""
+
+    rank: int
+    attempt: int
+    host: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception of a rank: its kind and text, and its traceback. ``by_group``: it is of the process
+    group, which breaks at all ranks when one of them fails."""
+
+    kind: str
+    text: str
+    trace: str
+    by_group: bool
+
+
+@dataclass
+class Member:
+    """What commands are given: who this is, its node's address as Spark knows it, its device, the
+    frames of its partition; what commands have ``kept``; and what shall happen ``at_end``."""
+
+    rank: int
+    size: int
+    address: str
+    device: torch.device
+    frames: list[Any]
+    at_end: contextlib.ExitStack
+    kept: dict[str, Any] = field(default_factory=dict)
+
+
+Command = Callable[[Member], Any]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How a rank comes to its gang: the driver's address and key, the kind of device ("auto", "cpu",
+    "cuda"), and whether its output goes to the driver."""
+
+    host: str
+    port: int
+    key: bytes = field(repr=False)
+    device: str
+    output: bool = False
+
+    def __call__(self, partition: int, frames: Iterable[Any]) -> Iterator[bytes]:
+        """Body of a barrier stage's tasks."""
+        context = BarrierTaskContext.get()
+        hello = Hello(partition, context.taskAttemptId(), socket.gethostname())
+        own = list(frames)
+        try:
+            channel = connect(self.host, self.port, self.key, hello)
+        except OSError:  # nobody waits for this gang any more
+            return
+        with contextlib.closing(channel), _output(channel if self.output else None):
+            try:
+                self._take_part(context, channel, own)
+            except (ChannelError, KeyboardInterrupt):  # the driver has hung up, see _Commands
+                pass
+            except Exception as error:
+                with contextlib.suppress(ChannelError):
+                    channel.send((ERROR, _failure(error)))
+        settle_worker()
+        yield from ()  # a generator of nothing
+
+    def _take_part(self, context: BarrierTaskContext, channel: Channel, frames: list[Any]) -> None:
+        infos = context.getTaskInfos()
+        address = infos[context.partitionId()].address.rpartition(":")[0]
+        device = device_of(self.device, context)
+        with contextlib.ExitStack() as at_end:
+            rank = context.partitionId()
+            _serve(channel, Member(rank, len(infos), address, device, frames, at_end))
+
+
+def _serve(channel: Channel, member: Member) -> None:
+    """Do what comes, until the driver hangs up, or something fails."""
+    commands = _Commands(channel)
+    try:
+        while (content := commands.next()) is not None:
+            command: Command = cloudpickle.loads(content)
+            channel.send((RESULT, cloudpickle.dumps(command(member))))
+    finally:
+        commands.done()
+
+
+class _Commands:
+    """What the driver sends, read by a thread of its own.
+
+    Where the driver hangs up while a command is under way, the command is interrupted as by the
+    keyboard. What does not heed that, as it waits inside a collective, ends with this process.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._arrived: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._busy, self._lock, self._idle = False, threading.Lock(), threading.Event()
+        threading.Thread(target=self._read, name="sparkdl-commands", daemon=True).start()
+
+    def done(self) -> None:
+        """The command has ended; from here on nothing is interrupted."""
+        with self._lock:
+            self._busy = False
+        self._idle.set()
+
+    def next(self) -> bytes | None:
+        """Wait for the next; None at the end."""
+        self.done()
+        content = self._arrived.get()
+        with self._lock:
+            self._busy = content is not None
+            self._idle.clear()
+        return content
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._arrived.put(self._channel.receive())
+        except (ChannelError, OSError):
+            self._arrived.put(None)
+        with self._lock:
+            if not self._busy:
+                return
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        if not self._idle.wait(END_SECONDS):
+            os._exit(1)
+
+
+def device_of(kind: str, context: BarrierTaskContext) -> torch.device:
+    """The GPU that Spark assigned to this task; without an assignment the ranks of a node take its
+    GPUs in turn; the CPU where there is none, or it is asked for."""
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise SparkdlError('device="cuda": torch sees no GPU on this node.')
+    gpu = context.resources().get("gpu")
+    if gpu is not None:
+        number = int(gpu.addresses[0])
+    else:
+        hosts = [info.address.rpartition(":")[0] for info in context.getTaskInfos()]
+        before = hosts[: context.partitionId()].count(hosts[context.partitionId()])
+        number = before % torch.cuda.device_count()
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
+def _failure(error: Exception) -> Failure:
+    """``by_group``: torch raises plain RuntimeErrors where Gloo breaks."""
+    text, place = str(error), error.__traceback__
+    while place is not None and place.tb_frame.f_code.co_filename.startswith(_HERE):
+        place = place.tb_next  # the user's own frames say more
+    group = type(error).__name__.startswith("Dist") or "gloo/" in text or "NCCL" in text
+    trace = "".join(traceback.format_exception(error.with_traceback(place))).rstrip()
+    return Failure(type(error).__name__, text, trace, group)
+
+
+class _Output(io.TextIOBase):
+    """A text stream into the channel, line by line."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self._line = channel, ""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        *lines, self._line = (self._line + text).split("\n")
+        if lines:
+            with contextlib.suppress(ChannelError):
+                self._channel.send((OUTPUT, "\n".join(lines)))
+        return len(text)
+
+
+@contextlib.contextmanager
+def _output(channel: Channel | None) -> Iterator[None]:
+    """What is printed inside the block goes to the driver, where there is a channel."""
+    if channel is None:
+        yield
+        return
+    stream = _Output(channel)
+    with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+        try:
+            yield
+        finally:
+            if stream._line:
+                print(file=sys.stdout)

@@ -1,0 +1,76 @@
+"""Any function as the ranks of a ``torch.distributed`` group inside Spark."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from pyspark import SparkContext
+from pyspark.sql import SparkSession
+
+from sparkdl.errors import ParameterError, SessionError
+from sparkdl.gang.launch import Gang
+from sparkdl.gang.member import Member
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def run(
+    fn: Callable[..., Any],
+    *args: Any,
+    ranks: int | None = None,
+    device: str = "auto",
+    timeout: float | None = 1800.0,
+    output: bool = False,
+    spark: SparkSession | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """``fn(*args, **kwargs)`` on every rank of a gang; what the ranks return, in rank order.
+
+    All ranks run at once, in a Spark barrier stage, each in its own Python process; the default
+    process group of ``torch.distributed`` is initialised (Gloo; on GPUs with NCCL), so that
+    ``dist.get_rank()`` and every collective work. ``fn`` may be any function that cloudpickle takes:
+    a lambda, a nested one, one that executors can import.
+
+    ``ranks``: how many; None: as many as there are task slots. ``device``: "cuda", "cpu" or "auto" (a
+    GPU where there is one; each rank's current device is the one that Spark assigned to it).
+    ``timeout``: seconds that it may take in all, and that ranks wait for each other; None: no bound.
+    ``output``: print here, line by line, what ranks print. ``spark``: None: the active session.
+
+    Raises :class:`sparkdl.TrainingError` with rank, host and traceback of the first rank that
+    fails, :class:`sparkdl.StateLostError` where one is lost (its process was killed, say); the other
+    ranks have then been ended, within seconds. :class:`sparkdl.ParameterError` and
+    :class:`sparkdl.SessionError` where there can be no such gang.
+    """
+    if not callable(fn):
+        raise ParameterError(f"fn is {type(fn).__name__}: give a function.")
+    if device not in DEVICES:
+        raise ParameterError(f'device = "{device}": use one of {", ".join(DEVICES)}.')
+    if ranks is not None and (not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1):
+        raise ParameterError(f"ranks = {ranks!r}: give a whole number of at least 1.")
+    if timeout is not None and not timeout > 0:
+        raise ParameterError(f"timeout = {timeout!r}: give a number of seconds, or None.")
+    context = spark.sparkContext if spark is not None else SparkContext._active_spark_context
+    if context is None or context._jsc is None:
+        raise SessionError("no Spark session is active: start one, with sparkdl.session(master).")
+    count = ranks or context.defaultParallelism
+    gang = Gang(
+        context,
+        context.parallelize(range(count), count),
+        f"sparkdl-gang-{secrets.token_hex(8)}",
+        device=device,
+        timeout=timeout,
+        output=output,
+        retried=False,
+    )
+    with contextlib.closing(gang):
+        gang.start()
+        name = getattr(fn, "__name__", type(fn).__name__)
+        return gang.call(functools.partial(_call, fn, args, kwargs), name)
+
+
+def _call(fn: Callable[..., Any], args: Any, kwargs: Any, member: Member) -> Any:
+    return fn(*args, **kwargs)
