@@ -244,6 +244,10 @@ class Gang:
             channel.close()
         self._channels = []
 
+    def leave(self) -> None:
+        """Let go of the ranks: the next :meth:`start` brings others together."""
+        self._hang_up()
+
     def close(self) -> None:
         """End the ranks, and wait until their tasks have ended."""
         self._hang_up()

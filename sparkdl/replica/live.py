@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,13 +20,15 @@ from sparkdl.replica.recipe import Recipe
 class LiveReplica:
     """A built recipe. ``call`` runs the module; ``version`` names the weights that ``flat.flat``
     holds now. ``sink``, where it is set, is given the number and gradient of each parameter as soon
-    as backward has finished it, and the parameter lets go of it."""
+    as backward has finished it, and the parameter lets go of it. ``apart``: a context in which
+    gradients only add up; set where they are summed over processes otherwise."""
 
     recipe: Recipe
     flat: FlatModule
     call: Callable[..., Any]
     version: str = ""
     sink: Callable[[int, torch.Tensor], None] | None = None
+    apart: Callable[[], AbstractContextManager[None]] | None = None
 
     @staticmethod
     def of(recipe: Recipe, device: torch.device | str = "cpu") -> LiveReplica:

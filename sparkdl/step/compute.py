@@ -108,16 +108,13 @@ def forward_backward(
 
     with seeded(seed):
         for i, (part, share) in enumerate(parts):
-            with _autocast(replica, policy):
-                output = replica.call(*part.inputs)
-                if part.weights is None:
-                    value = call_loss(replica.recipe.loss, output, part.targets)
-                else:
-                    value = weighted_mean(replica.recipe.loss, output, part.targets, part.weights)
-            clock.lap("forward")
-            replica.sink = take if sink is not None and i == len(parts) - 1 else None
+            last = i == len(parts) - 1
+            replica.sink = take if sink is not None and last else None
             try:
-                (value if share * scale == 1.0 else value * (share * scale)).backward()
+                with replica.apart() if replica.apart and not last else contextlib.nullcontext():
+                    value = _loss(replica, part)
+                    clock.lap("forward")
+                    (value if share * scale == 1.0 else value * (share * scale)).backward()
             finally:
                 replica.sink = None
             mean += float(value.detach()) * share
@@ -128,6 +125,16 @@ def forward_backward(
                 if parameter.grad is not None:
                     parameter.grad.div_(scale)
     return mean
+
+
+def _loss(replica: LiveReplica, part: MiniBatch) -> torch.Tensor:
+    """The mean loss of a micro-batch."""
+    loss = replica.recipe.loss
+    with _autocast(replica, replica.recipe.policy):
+        output = replica.call(*part.inputs)
+        if part.weights is None:
+            return call_loss(loss, output, part.targets)
+        return weighted_mean(loss, output, part.targets, part.weights)
 
 
 @contextlib.contextmanager

@@ -159,7 +159,9 @@ class Owner:
             new.arrays[EMA] = old.weights[: self.plan.trainable_length].clone()
         before = replace(old, held=dict(old.held), others=dict(old.others))
         lengths = [self._dense_length(block) for block in self.blocks]
-        memory = torch.empty(max(lengths), dtype=self.dtype) if keep is None else keep
+        memory = keep
+        if memory is None:
+            memory = torch.empty(max(lengths), dtype=self.dtype, device=old.weights.device)
         part = Reduced(memory)
         for block, length in zip(self.blocks, lengths, strict=True):
             start, whole = block.start - self.plan.start, block is self.plan

@@ -23,9 +23,10 @@ from sparkdl.train.validation import Validation
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
 
-ENGINES = ("local", "shuffle")
+ENGINES = ("local", "shuffle", "gang")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "engine": ENGINES,
+    "strategy": ("ddp", "zero1"),
     "precision": tuple(PRECISIONS),
     "wire": tuple(PRECISIONS),
     "on_nan": ("raise", "skip"),
@@ -208,6 +209,8 @@ def _combinations(trainer: Trainer) -> Iterator[str]:
             f"compression with local_steps={trainer.local_steps}: replicas then send weights and "
             "optimizer state, not gradients. Leave one of the two out."
         )
+    if trainer.engine == "gang":
+        yield from _of_a_gang(trainer)
     known = {"loss"}
     if isinstance(trainer.validation, Validation):
         known = {"loss", *(metric.name for metric in resolve(trainer.validation.metrics))}
@@ -215,6 +218,24 @@ def _combinations(trainer: Trainer) -> Iterator[str]:
         yield from _unknown_metrics(name, getattr(trainer, name), trainer, known)
     for name, holder in (("validation", trainer.validation), ("checkpoint", trainer.checkpoint)):
         yield from _unknown_metrics(f"{name}.every", getattr(holder, "every", None), trainer, known)
+
+
+def _of_a_gang(trainer: Trainer) -> Iterator[str]:
+    if trainer.compression is not None:
+        yield (
+            'compression with engine="gang": torch sums the gradients there. Leave it out, or use '
+            'wire="bf16".'
+        )
+    if isinstance(trainer.local_steps, int) and trainer.local_steps > 1:
+        yield (
+            f'local_steps={trainer.local_steps} with engine="gang": its ranks meet in every step. Use '
+            'engine="shuffle", or local_steps=1.'
+        )
+    if trainer.slices is not None:
+        yield (
+            f'slices={trainer.slices} with engine="gang": the strategy says how the state is cut. '
+            "Leave it out."
+        )
 
 
 def _unknown_metrics(where: str, trigger: Any, trainer: Trainer, known: set[str]) -> Iterator[str]:

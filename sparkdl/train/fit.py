@@ -41,6 +41,7 @@ from sparkdl.train.continuing import (
     history_of,
 )
 from sparkdl.train.engine import AVERAGE, BEST, CURRENT, Engine, ValidationSet
+from sparkdl.train.gang import GangEngine, check_gang
 from sparkdl.train.history import History
 from sparkdl.train.local import LocalEngine
 from sparkdl.train.loop import Stage, train
@@ -102,12 +103,14 @@ def run(
     replicas = trainer.replicas or (resuming and resuming.replicas) or context.defaultParallelism
     slab = SlabConfig.new(settings.slab_dir, context.applicationId)
     bar = ProgressBar(settings.progress)
+    if trainer.engine == "gang":
+        check_gang(context, model, replicas)
     with Resources(context, slab, settings.timeout) as resources, contextlib.closing(bar):
         training = source(trainer, data, replicas, model.float_dtype, slab)
         samples = place(trainer, training, resources)
         validation = validation_set(trainer, training, samples, resources)
         output = _try_out(trainer, model, samples, validation, endless=one_pass)
-        engine = _engine(trainer, settings, model, samples, replicas, resources)
+        engine = _engine(trainer, settings, model, samples, validation, replicas, resources)
         identity = Identity.of(trainer, model.layout, samples.handles, model.optimizers)
         state, history = _begin(
             trainer, engine, identity, resuming, kept, carried, resources, anew=one_pass
@@ -183,6 +186,7 @@ def _engine(
     settings: Settings,
     model: Prepared,
     samples: SampleSet,
+    validation: ValidationSet | None,
     replicas: int,
     resources: Resources,
 ) -> Engine:
@@ -193,7 +197,7 @@ def _engine(
         resources.slab,
         trainer.seed,
         replicas,
-        trainer.slices or (replicas if model.optimizer.separate else 1),
+        _slices(trainer, model, replicas),
         assembly(trainer, samples, model.float_dtype),
         tuple(max(1, round(trainer.batch_size * rows / total)) for rows in samples.counts),
         int(context.getConf().get("spark.task.cpus", "1") or 1),
@@ -201,8 +205,24 @@ def _engine(
         or trainer.compression is not None,
         compressed=trainer.compression is not None,
     )
+    snapshots = None if is_local(context) else settings.snapshot_seconds
     if trainer.engine == "local":
         return LocalEngine(samples, made, model.payload, batch_size)
+    if trainer.engine == "gang":
+        how = replace(made.assembly, augment=trainer.augment)
+        spare = preview_batch(how, samples.preview, augment=True)
+        gang = GangEngine(
+            samples,
+            validation,
+            model.layout,
+            made,
+            model.payload,
+            spare,
+            batch_size,
+            resources,
+            settings.timeout,
+        )
+        return Recovering(gang, snapshots)
     shuffle = ShuffleEngine(
         samples,
         model.layout,
@@ -213,7 +233,14 @@ def _engine(
         resources,
         settings.stages,
     )
-    return Recovering(shuffle, None if is_local(context) else settings.snapshot_seconds)
+    return Recovering(shuffle, snapshots)
+
+
+def _slices(trainer: Trainer, model: Prepared, replicas: int) -> int:
+    if trainer.slices is not None:
+        return trainer.slices
+    whole = trainer.engine == "gang" and trainer.strategy == "ddp"
+    return replicas if model.optimizer.separate and not whole else 1
 
 
 def _begin(
@@ -237,7 +264,7 @@ def _begin(
         return begin_batch(state, per_epoch) if anew else state, restored.history
 
     def read(packed: tuple[bytes, ...]) -> ReadCarried:
-        large = sum(map(len, packed)) > INLINE_BYTES and trainer.engine != "local"
+        large = sum(map(len, packed)) > INLINE_BYTES and trainer.engine == "shuffle"
         return ReadCarried(resources.broadcast(packed) if large else packed)
 
     if carried is not None:

@@ -131,7 +131,7 @@ class Places:
         """
         self.tokens = ()
         for rdd in {self._replicas, self.owners, self.updaters, *self._counted.values()}:
-            _compute_again(rdd)
+            compute_again(rdd)
         self._copied, self._copies = (), {}
 
     def at_owners(self, task: Callable[..., Any], name: str) -> list[Any]:
@@ -233,7 +233,7 @@ class Places:
 
     def _write_again(self, samples: RDD) -> None:
         """Each partition will be written where it is read."""
-        _compute_again(samples)
+        compute_again(samples)
         self._stored.pop(samples, None)
 
     def give_up_on(self, faults: list[Fault], doing: str) -> None:
@@ -257,7 +257,7 @@ class Places:
                 )
 
 
-def _compute_again(rdd: RDD) -> None:
+def compute_again(rdd: RDD) -> None:
     """Let go of what is persisted of ``rdd``; it is persisted again as it is computed.
 
     Nobody waits for that: an executor that has just died does not answer for two minutes. A block

@@ -25,7 +25,6 @@ from sparkdl.step.compressing import ReadResiduals
 from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.state import SliceState
-from sparkdl.train.committed import Snapshot
 from sparkdl.train.engine import (
     CURRENT,
     Engine,
@@ -49,16 +48,16 @@ Result = TypeVar("Result")
 class Restorable(Engine, Protocol):
     """An engine whose state can be lost, and put back."""
 
-    def take_snapshot(self) -> Snapshot:
+    def take_snapshot(self) -> Any:
         """A copy of the state that outlives any one executor."""
 
-    def drop(self, snapshot: Snapshot) -> None:
+    def drop(self, snapshot: Any) -> None:
         """It is not needed any more."""
 
     def forget(self) -> None:
         """What there is of the state is given up; ``start`` or ``restore`` comes next."""
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: Any) -> None:
         """Go on from it. Raises :class:`sparkdl.TrainingError` where it is lost too."""
 
 
@@ -125,7 +124,7 @@ class Recovering:
         self._starts: list[Callable[[], None]] = []
         self._beginning = Point("the beginning", 0, self._start_again)
         self._checkpoint: Point | None = None
-        self._snapshot: tuple[Point, Snapshot] | None = None
+        self._snapshot: tuple[Point, Any] | None = None
         self._due = time.monotonic() + (seconds or 0.0)
 
     def start(

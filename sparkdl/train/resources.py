@@ -49,6 +49,7 @@ class Resources:
         self._replicated: list[RDD] = []
         self._broadcasts: list[Any] = []
         self._shuffled: RDD | None = None
+        self._closing = contextlib.ExitStack()
         self._before: dict[str, str | None] = {}
 
     def __enter__(self) -> Resources:
@@ -84,6 +85,10 @@ class Resources:
         self._broadcasts.append(self.context.broadcast(value))
         return self._broadcasts[-1]
 
+    def closing(self, thing: Any) -> None:
+        """Call its ``close()`` before all else at the end."""
+        self._closing.callback(thing.close)
+
     def shuffled(self, rdd: RDD | None) -> None:
         """The shuffles behind ``rdd`` are needed until the next call, or the end."""
         if self._shuffled is not None:
@@ -92,6 +97,8 @@ class Resources:
 
     def __exit__(self, *exc_info: object) -> None:
         alive = self.context._jsc is not None and not self.context._jsc.sc().isStopped()
+        with contextlib.suppress(Py4JError):
+            self._closing.close()
         if alive:
             with contextlib.suppress(Py4JError):
                 self._cancel()

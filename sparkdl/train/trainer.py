@@ -83,7 +83,11 @@ class Trainer:
     slices: int | None = None
     """N; None: M."""
     engine: str = "shuffle"
-    """"local" (this process, for debugging) or "shuffle"."""
+    """"shuffle" (Spark jobs, which lose nothing), "gang" (all replicas at once, torch.distributed
+    between them: for fast networks and short steps) or "local" (this process, for debugging)."""
+    strategy: str = "ddp"
+    """How a gang shares the work: "ddp" (every rank updates all weights) or "zero1" (each rank
+    updates its part, and keeps the optimizer's state of that part only)."""
     accumulate: int = 1
     """Micro-batches that a replica's mini-batch goes through in, one after another: less memory."""
     local_steps: int = 1

@@ -68,15 +68,16 @@ def rows(cluster: Cluster) -> dict[str, list[Fault]]:
     }
 
 
-def tried(spark, cluster: Cluster, faults: Sequence[Fault], notes: Path) -> dict:
-    """One fit: its outcome or its error, what each fault notes, and the seconds it took."""
+def tried(spark, cluster: Cluster, faults: Sequence[Fault], notes: Path, **changes: str) -> dict:
+    """One fit, its trainer with ``changes``: its outcome or its error, what each fault notes, and the
+    seconds it took."""
     armed = [fault.into(notes, cluster.slabs) for fault in faults]
     df = frame(spark, cluster.replicas)
     validation = sparkdl.Validation(df, metrics=["accuracy"], every=sparkdl.every(4))
     result: dict = {}
     began = time.perf_counter()
     try:
-        trained = trainer(cluster.replicas, armed, validation=validation).fit(df)
+        trained = trainer(cluster.replicas, armed, validation=validation, **changes).fit(df)
         result = outcome(trained)
     except Exception as error:
         result["error"] = f"{type(error).__name__}: {error}"

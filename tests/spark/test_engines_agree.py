@@ -263,6 +263,30 @@ def test_same_bits(frames, case):
     _compare(case, trainer, run(trainer, df, "local"), run(trainer, df, "shuffle"))
 
 
+NOT_IN_A_GANG = ("compression", "local_steps", "tables", "N !=", "N == 1")
+
+
+@pytest.mark.gang
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize(
+    "case", [name for name in CASES if not any(word in name for word in NOT_IN_A_GANG)]
+)
+def test_a_gang_of_two_gives_the_same_bits(frames, case, strategy):
+    """A sum of two has one order. Gradients in 16 bits are summed in 16 bits there."""
+    df, validation = frames
+    slices = {"ddp": 1, "zero1": 2}[strategy]
+    trainer = trainer_of({**CASES[case], "slices": slices}, validation)
+    here = run(trainer, df, "local")
+    there = run(replace(trainer, strategy=strategy, slices=None), df, "gang")
+    if trainer.wire == "fp32":
+        _compare(case, trainer, here, there)
+    else:
+        for a, b in zip(here[0].module.parameters(), there[0].module.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=6 * 1e-2 * 0.1)  # of 6 steps of Adam
+        losses = [[state.loss for state in states] for _, states in (here, there)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
 def _compare(case, trainer, one, other):
     (here, here_states), (there, there_states) = one, other
     for which in ("", "ema", "best"):

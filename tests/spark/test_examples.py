@@ -30,6 +30,8 @@ LEARNED = {
     "streaming": ("accuracy", 0.85),
     "fine_tuning": ("accuracy", 0.9),
     "early_stopping": ("accuracy", 0.94),
+    "engines": ("same weights", 1.0),
+    "gang_run": ("agreement", 0.999),
 }
 
 

@@ -1,0 +1,100 @@
+"""A live replica under torch's DistributedDataParallel, its gradients summed by share."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sparkdl.clock import Clock
+from sparkdl.data.assemble import Batch
+from sparkdl.replica.live import LiveReplica
+from sparkdl.step.compute import forward_backward, take_gradients
+from sparkdl.step.replica import to_mini_batch
+from sparkdl.sync.contribution import sums_up
+
+BUFFERS: str = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    else "broadcast_buffers"  # up to torch 2.12
+)
+"""DDP's option to take buffers from rank 0 before each forward: here they are averaged after it."""
+
+
+class WeightedSum:
+    """What becomes of a bucket of gradients: times this rank's share, then summed over the ranks.
+
+    DDP's own mean counts every rank alike, which is the mean over the global batch only where all have
+    as many samples. ``wire``: the dtype to sum in, where it is not that of the gradients.
+    """
+
+    def __init__(self, names: dict[int, str], wire: torch.dtype | None) -> None:
+        self._names, self._wire = names, wire
+        self._share = 0.0
+        self.not_finite = ""
+        """The parameter whose gradient had an inf or a NaN on this rank, or empty."""
+
+    def begin(self, share: float) -> None:
+        """An iteration begins; this rank's part of the global batch."""
+        self._share, self.not_finite = share, ""
+
+    def sum(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """What DDP's communication hook does."""
+        buffer = bucket.buffer()
+        if not self._share:
+            buffer.zero_()  # whatever a rank without samples made up
+        else:
+            self._look(bucket)
+            if self._share != 1.0:
+                buffer.mul_(self._share)
+        sent = buffer if self._wire in (None, buffer.dtype) else buffer.to(self._wire)
+        summed = dist.all_reduce(sent, async_op=True).get_future()
+
+        def done(future: torch.futures.Future[Any]) -> torch.Tensor:
+            (found,) = future.value()
+            return buffer if found is buffer else buffer.copy_(found)
+
+        return summed.then(done)
+
+    def _look(self, bucket: dist.GradBucket) -> None:
+        if self.not_finite or sums_up(bucket.buffer()):
+            return
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if not torch.isfinite(gradient).all():
+                self.not_finite = self._names[id(parameter)]
+                return
+
+
+def distributed(live: LiveReplica, spare: Batch) -> WeightedSum:
+    """Put ``live`` under DDP.
+
+    ``spare``: a few rows, to see whether there are parameters that get no gradient: DDP must know.
+    """
+    before = live.flat.flat.clone()
+    forward_backward(live, to_mini_batch(spare, live, classes=False), 0, 1.0, Clock())
+    unused = bool(take_gradients(live).absent)
+    live.flat.flat.copy_(before)
+    live.flat.refresh()
+    device = live.flat.flat.device
+    wrapped = DistributedDataParallel(
+        _module(live.call),
+        device_ids=[device.index] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=unused,
+        **{BUFFERS: False},  # type: ignore[arg-type]
+    )
+    names = {id(parameter): segment.name for segment, parameter in live.flat.parameters}
+    weighted = WeightedSum(names, live.recipe.policy.wire_dtype)
+    wrapped.register_comm_hook(weighted, lambda state, bucket: state.sum(bucket))
+    live.call = wrapped
+    live.apart = wrapped.no_sync
+    return weighted
+
+
+def _module(call: Any) -> nn.Module:
+    assert isinstance(call, nn.Module)
+    return call

@@ -1,0 +1,232 @@
+"""The gang engine: all ranks at once, ``torch.distributed`` between them, the driver in the lead.
+
+The ranks hold the model and its state in their memory for the whole fit; an iteration is one message
+to each and one answer, and no Spark job. What the loop does between iterations is the same as
+with the other engines.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyspark import SparkContext
+from pyspark.core.rdd import RDD
+
+from sparkdl.data.assemble import Batch
+from sparkdl.data.batches import EpochPlan
+from sparkdl.data.samples import SampleSet
+from sparkdl.errors import ModelError, StateLostError, TrainingError
+from sparkdl.frames import zip_frames
+from sparkdl.gang.launch import Gang, check_slots
+from sparkdl.replica.flat import Layout
+from sparkdl.replica.run import Run
+from sparkdl.step.compressing import ReadResiduals
+from sparkdl.sync.packing import ByParameter
+from sparkdl.sync.plan import SlicePlan
+from sparkdl.sync.records import Step
+from sparkdl.sync.state import SliceState
+from sparkdl.train.engine import (
+    CURRENT,
+    Iteration,
+    ReadState,
+    StepResult,
+    ValidationSet,
+    slowest,
+    summarize,
+)
+from sparkdl.train.places import MAX_SUBMISSIONS, compute_again
+from sparkdl.train.prepare import Prepared
+from sparkdl.train.ranks import Do, RankStep, SetUp, Setup, SliceWeights, Standing
+from sparkdl.train.resources import Resources
+
+
+def check_gang(context: SparkContext, model: Prepared, ranks: int) -> None:
+    """Raise what a user must know before the data is read."""
+    check_slots(context, ranks)
+    tables = [segment.name for segment in model.layout.segments if segment.sparse]
+    if tables:
+        raise ModelError(
+            f'"{tables[0]}" has sparse gradients, which a gang does not sum: use engine="shuffle", or '
+            "nn.Embedding(sparse=False)."
+        )
+
+
+@dataclass(frozen=True)
+class NodeFiles:
+    """A snapshot: files of this name on nodes, written by the first rank of each."""
+
+    name: str
+    holders: tuple[int, ...]
+
+
+class GangEngine:
+    """See the note in :mod:`sparkdl.train.ranks`."""
+
+    def __init__(
+        self,
+        samples: SampleSet,
+        validation: ValidationSet | None,
+        layout: Layout,
+        run: Run,
+        recipe: bytes,
+        spare: Batch,
+        batch_size: int,
+        resources: Resources,
+        timeout: float | None,
+    ) -> None:
+        """``spare``: a few rows, for a rank that has none in an iteration."""
+        self.plan = EpochPlan(samples.counts, batch_size)
+        self._layout, self._run = layout, run
+        assert samples.rdd is not None
+        self._samples: list[RDD] = [samples.rdd]
+        if validation is not None:
+            assert validation.samples.rdd is not None
+            self._samples.append(validation.samples.rdd)
+        checksums = tuple(handle.checksum for handle in samples.handles)
+        self._setup = Setup(run, recipe, spare, checksums)
+        self._tokens: tuple[str, ...] = ()
+        source = self._samples[0]
+        if validation is not None:
+            source = zip_frames(source, self._samples[1])
+        self._gang = Gang(resources.context, source, f"{run.slab.name}-gang", timeout=timeout)
+        resources.closing(self._gang)
+
+    def start(
+        self,
+        read: ReadState | None = None,
+        reported: tuple[type[Exception], ...] = (),
+        which: str = CURRENT,
+    ) -> None:
+        """See :class:`sparkdl.train.engine.Engine`."""
+        self._ready()
+        results = self._call("setting up the ranks", "start", read, reported, which)
+        problem = next((result for result in results if result is not None), None)
+        if problem is not None:
+            raise problem
+        self._call("setting up the ranks", "share_weights")
+
+    def _ready(self) -> None:
+        """Bring the gang together where its samples are."""
+        if self._gang.running:
+            return
+        for _ in range(MAX_SUBMISSIONS):
+            self._gang.start()
+            found: list[Standing] = self._gang.call(SetUp(self._setup), "setting up the ranks")
+            if all(all(standing.here) for standing in found):
+                break
+            self._gang.close()
+            for number, rdd in enumerate(self._samples):
+                if not all(standing.here[number] for standing in found):
+                    compute_again(rdd)
+        else:
+            raise TrainingError(
+                f"setting up the ranks: after {MAX_SUBMISSIONS} times some still find themselves on "
+                "other nodes than their samples."
+            )
+        if len({standing.digest for standing in found}) > 1:
+            raise ModelError(
+                "model() gave different initial weights in different processes: draw them with "
+                "torch, numpy or random only (all three are seeded), or pass a module instance."
+            )
+        changed = [rank for rank, standing in enumerate(found) if not standing.unchanged]
+        if changed:
+            raise TrainingError(
+                f"partition {changed[0]} was computed again and holds other rows: the source of the "
+                "data is not deterministic. Write it out (df.write.parquet) or checkpoint it, and "
+                "fit on that."
+            )
+        self._tokens = tuple(standing.token for standing in found)
+        self._call("setting up the ranks", "begin")
+
+    def _call(self, doing: str, method: str, *arguments: Any) -> list[Any]:
+        return self._gang.call(Do(method, arguments), doing)
+
+    def step(self, iteration: Iteration) -> StepResult:
+        """One message to every rank, and its answer."""
+        started = time.perf_counter()
+        step = Step(
+            iteration.index,
+            iteration.epoch,
+            0,
+            0,
+            self.plan.rows(iteration.batch),
+            iteration.hyperparameters,
+            iteration.loss_scale,
+            iteration.histograms,
+        )
+        doing = f"iteration {iteration.index + 1}, epoch {iteration.epoch + 1}"
+        done: list[RankStep] = self._call(doing, "step", step)
+        total = time.perf_counter() - started
+        reports = [one.report for one in done]
+        slices = sorted((s for one in done for s in one.slices), key=lambda s: s.index)
+        seconds = slowest([report.seconds for report in reports])
+        working = max(sum(report.seconds.values()) for report in reports)
+        seconds = {"schedule": max(0.0, total - working), **seconds, "iteration": total}
+        taking_part = [report for report in reports if report.count]
+        return summarize(taking_part, slices, self._layout, seconds)
+
+    def score(self, validation: ValidationSet) -> list[Any]:
+        """Every rank its own partition."""
+        how = (validation.scorer, validation.assembly, validation.batch_size)
+        found = self._call("validation", "score", *how)
+        return validation.scorer.merge([states for states in found if states is not None])
+
+    def keep_best(self) -> None:
+        """On the ranks."""
+        self._call("keeping the best weights", "keep_best")
+
+    def weights(self, which: str = CURRENT) -> torch.Tensor:
+        """Of the ranks that answer for them."""
+        return torch.cat(self.with_states(SliceWeights(which), which))
+
+    def with_states(
+        self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
+    ) -> list[Any]:
+        """On the ranks that answer for the slices."""
+        found: dict[int, Any] = {}
+        for results in self._call("reading the state", "with_states", use, which):
+            found |= results
+        return [found[n] for n in range(self._run.slices)]
+
+    def start_residuals(
+        self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
+    ) -> None:
+        """There are none: gradients do not travel compressed."""
+
+    def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
+        """None."""
+        return []
+
+    def take_snapshot(self) -> NodeFiles:
+        """See :class:`sparkdl.train.recovery.Restorable`; files on every node, which outlive ranks
+        and executors."""
+        holders = tuple(self._tokens.index(token) for token in dict.fromkeys(self._tokens))
+        files = NodeFiles(f"snapshot-{secrets.token_hex(8)}", holders)
+        self._call("taking a snapshot", "save_snapshot", files.name, files.holders)
+        return files
+
+    def drop(self, snapshot: NodeFiles) -> None:
+        if self._gang.running:
+            self._call("taking a snapshot", "drop_snapshot", snapshot.name, snapshot.holders)
+
+    def forget(self) -> None:
+        self._gang.leave()
+
+    def restore(self, snapshot: NodeFiles) -> None:
+        self._ready()
+        found: Sequence[list[bool]] = self._call(
+            "restoring a snapshot", "has_snapshot", snapshot.name
+        )
+        sources = []
+        for n in range(self._run.slices):
+            having = [rank for rank, has in enumerate(found) if has[n]]
+            if not having:
+                raise StateLostError(f"restoring a snapshot: no node has slice {n} of it.")
+            sources.append(having[0])
+        self._call("restoring a snapshot", "load_snapshot", snapshot.name, tuple(sources))
+        self._call("restoring a snapshot", "share_weights")

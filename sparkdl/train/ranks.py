@@ -1,0 +1,434 @@
+"""What a rank of the gang engine holds and does; every method is a command of the driver.
+
+[Note: the gang's iteration] Each rank goes forward and backward over its rows, and torch's
+DistributedDataParallel (Li et al., 2020) sums the gradients, bucket by bucket while backward goes on,
+each rank's times its share of the global batch. What follows is as in the other engines: the owner of a
+slice regularises, clips and updates it. With the strategy "ddp" there is one slice, and every rank
+updates all of it; with "zero1" rank n owns slice n alone, keeps the optimizer's state of it (ZeRO,
+stage 1: Rajbhandari et al., 2020), and sends its new weights to the others.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sparkdl.clock import Clock
+from sparkdl.data.assemble import Assembly, Batch
+from sparkdl.data.handle import SampleHandle
+from sparkdl.data.mapped import open_partition
+from sparkdl.gang.member import Member
+from sparkdl.infer.scoring import Scorer
+from sparkdl.infer.validate import score_partition
+from sparkdl.replica.live import LiveReplica
+from sparkdl.replica.recipe import weights_digest
+from sparkdl.replica.run import Run
+from sparkdl.slab.root import open_private, open_root, read_private
+from sparkdl.step.compute import forward_backward, take_gradients
+from sparkdl.step.job import lies_here
+from sparkdl.step.replica import Work, to_mini_batch
+from sparkdl.sync.contribution import NOTHING, SUM, Contribution
+from sparkdl.sync.gradient import Reduced
+from sparkdl.sync.owner import EMA
+from sparkdl.sync.plan import SlicePlan
+from sparkdl.sync.plans import RunPlans
+from sparkdl.sync.records import ReplicaReport, SliceReport, Step
+from sparkdl.sync.state import SliceState
+from sparkdl.train.checkpoint.slices import to_bytes
+from sparkdl.train.continuing import ReadCarried
+from sparkdl.train.data_parallel import WeightedSum, distributed
+from sparkdl.train.engine import AVERAGE, BEST, CURRENT, ReadState
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a rank begins with. ``recipe``: pickled. ``spare``: a few rows of the data, for a rank
+    that has none in an iteration. ``checksums``: of the partitions of training samples."""
+
+    run: Run
+    recipe: bytes
+    spare: Batch
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a rank finds where it is: its node's token, a digest of the initial weights, which of its
+    partitions are on the node, and whether the training rows are those of before."""
+
+    token: str
+    digest: str
+    here: tuple[bool, ...]
+    unchanged: bool
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """What a rank did in an iteration; ``slices``: of those it answers for."""
+
+    report: ReplicaReport
+    slices: list[SliceReport]
+
+
+@dataclass(frozen=True)
+class Do:
+    """The command that calls a method of the rank."""
+
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+    def __call__(self, member: Member) -> Any:
+        return getattr(member.kept["rank"], self.method)(*self.arguments)
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """The first command: build the replica; a :class:`Standing`."""
+
+    setup: Setup
+
+    def __call__(self, member: Member) -> Standing:
+        torch.set_num_threads(self.setup.run.threads)
+        rank = member.kept["rank"] = Rank(self.setup, member)
+        return rank.standing()
+
+
+class Rank:
+    """See the note above. ``_states``: of the slices that this rank updates, by number; their weights
+    are views of the live replica's flat vector."""
+
+    def __init__(self, setup: Setup, member: Member) -> None:
+        self._setup, self._run, self._member = setup, setup.run, member
+        root = open_root(self._run.slab, create=True)
+        assert root is not None
+        self._token, self._folder = root.token, root.directories[-1]
+        self._live = LiveReplica.of(pickle.loads(setup.recipe), member.device)
+        self._plans = RunPlans.of(self._live, self._run)
+        self._mine = [
+            n for n in range(self._run.slices) if self._run.slices == 1 or n == member.rank
+        ]
+        self._states: dict[int, SliceState] = {}
+        self._best: dict[int, SliceState] = {}
+        handles = [pickle.loads(frame) for frame in _frames(member.frames)]
+        self._handles: list[SampleHandle] = handles
+        self._partition: Any = None
+        self._sum: WeightedSum | None = None
+
+    def standing(self) -> Standing:
+        """What the driver checks before it goes on."""
+        train = self._handles[0]
+        return Standing(
+            self._token,
+            weights_digest(self._live.recipe.build()),
+            tuple(lies_here(handle, self._token) for handle in self._handles),
+            train.checksum == self._setup.checksums[self._member.rank],
+        )
+
+    def begin(self) -> None:
+        """All ranks are where their samples are: make them one."""
+        if self._handles[0].num_rows:
+            self._partition = open_partition(self._handles[0])
+        self._sum = distributed(self._live, self._setup.spare)
+
+    def answers_for(self, number: int) -> bool:
+        """Whether this rank, of those that update slice ``number``, speaks for it."""
+        return number in self._mine and (self._run.slices > 1 or self._member.rank == 0)
+
+    def start(
+        self, read: ReadState | None, reported: tuple[type[Exception], ...], which: str
+    ) -> Any:
+        """See :class:`sparkdl.train.engine.Engine`; an exception of ``reported`` is the result."""
+        flat = self._live.flat.flat
+        for n in self._mine:
+            plan = self._plans.slices[n]
+            place = flat[plan.start : plan.stop]
+            try:
+                state = SliceState(place.clone()) if read is None else read(plan, flat.dtype)
+            except reported as error:
+                return error
+            if which == BEST:
+                self._best[n] = state
+            else:
+                self._states[n] = self._placed(plan, state)
+        return None
+
+    def _placed(self, plan: SlicePlan, state: SliceState) -> SliceState:
+        """The state on this rank's device, its weights in the flat vector."""
+        flat = self._live.flat.flat
+        place = flat[plan.start : plan.stop]
+        with torch.no_grad():
+            place.copy_(state.weights)
+        state.weights = place
+        state.arrays = {name: array.to(flat.device) for name, array in state.arrays.items()}
+        return state
+
+    def share_weights(self) -> None:
+        """Send every slice's weights to all ranks, from where they were updated."""
+        flat = self._live.flat.flat
+        if self._run.slices > 1:
+            sent = [
+                dist.broadcast(flat[plan.start : plan.stop], plan.index, async_op=True)
+                for plan in self._plans.slices
+                if plan.length
+            ]
+            for work in sent:
+                work.wait()
+        self._live.flat.refresh()
+
+    def step(self, step: Step) -> RankStep:
+        """One iteration; the state of this rank's slices is then the next version."""
+        clock, rank, live = Clock(), self._member.rank, self._live
+        start, stop = step.rows[rank]
+        batch = self._setup.spare
+        work = Work(step, rank, self._run.assembly, self._run.shares[rank])
+        if stop > start:
+            (batch,) = work.mini_batches(live, self._partition)
+        mini_batch = to_mini_batch(batch, live)
+        weight = mini_batch.weight if stop > start else 0.0
+        weights = self._weights(step, weight)
+        clock.lap("data")
+        assert self._sum is not None
+        self._sum.begin(weight / sum(weights) if sum(weights) else 0.0)
+        if weight == 0.0:  # it takes part in the sums all the same, with nothing
+            spare = to_mini_batch(self._setup.spare, live, classes=False)
+            mini_batch = replace(spare, weights=None)
+        loss = forward_backward(live, mini_batch, work.seed(), step.loss_scale, clock)
+        gradients = take_gradients(live)
+        problem = self._problem(loss) if weight else ""
+        losses, skip = self._agree(loss if weight else 0.0, bool(problem))
+        slices: list[SliceReport] = []
+        if skip:
+            live.flat.refresh()
+        else:
+            total = sum(weights)
+            mean = sum(one * w for one, w in zip(losses, weights, strict=True) if w)
+            contributions = self._contributions(gradients.dense, gradients.absent, weights, step)
+            slices = self._update(step, contributions, mean / total if total else 0.0, clock)
+        count = stop - start
+        report = ReplicaReport(rank, count, weight, loss, self._token, clock.seconds, problem)
+        return RankStep(report, slices)
+
+    def _weights(self, step: Step, weight: float) -> list[float]:
+        """What each rank's mini-batch counts for."""
+        if not self._run.assembly.weighted and self._live.recipe.policy.class_weights is None:
+            return [float(stop - start) for start, stop in step.rows]
+        return [found for (found,) in self._gathered([weight])]
+
+    def _agree(self, loss: float, failed: bool) -> tuple[list[float], bool]:
+        """Every rank's loss, and whether an update makes no sense."""
+        found = self._gathered([loss, float(failed)])
+        return [one for one, _ in found], any(flag for _, flag in found)
+
+    def _gathered(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Some numbers of every rank."""
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        found = [torch.empty_like(mine) for _ in range(self._member.size)]
+        dist.all_gather(found, mine)
+        return [row.tolist() for row in found]
+
+    def _problem(self, loss: float) -> str:
+        assert self._sum is not None
+        if not torch.isfinite(torch.tensor(loss)):
+            return f"the loss ({loss})"
+        name = self._sum.not_finite
+        return f'the gradient of "{name}"' if name else ""
+
+    def _contributions(
+        self,
+        dense: Sequence[torch.Tensor | None],
+        absent: frozenset[int],
+        weights: Sequence[float],
+        step: Step,
+    ) -> dict[int, list[Contribution]]:
+        """For each of this rank's slices, what the others' updates are made of: the sum of all
+        gradients as the first replica's, and the buffers of each."""
+        live, buffers = self._live, self._buffers()
+        layout = live.flat.layout
+        flat = torch.zeros(layout.buffers_start, dtype=layout.dtype, device=live.flat.flat.device)
+        for number, gradient in enumerate(dense):
+            if gradient is not None:
+                segment = layout.segments[number]
+                flat[segment.start : segment.stop].copy_(gradient.reshape(-1))
+        taking_part = [r for r, (start, stop) in enumerate(step.rows) if stop > start]
+        found: dict[int, list[Contribution]] = {}
+        for n in self._mine:
+            plan = self._plans.slices[n]
+            low = plan.start + plan.buffers_start - layout.buffers_start
+            high = plan.stop - layout.buffers_start
+            whole = flat[plan.start : plan.start + plan.dense_length]
+            found[n] = [
+                Contribution(
+                    r,
+                    weights[r],
+                    whole if r == taking_part[0] else whole[:0],
+                    buffers[r][low : max(low, high)],
+                    absent,
+                    kind=SUM if r == taking_part[0] else NOTHING,
+                )
+                for r in taking_part
+            ]
+        return found
+
+    def _buffers(self) -> list[torch.Tensor]:
+        """Every rank's buffers, as the end of a flat vector."""
+        own = self._live.flat.buffers()
+        found = [torch.empty_like(own) for _ in range(self._member.size)]
+        if len(own):
+            dist.all_gather(found, own)
+        return found
+
+    def _update(
+        self,
+        step: Step,
+        contributions: Mapping[int, list[Contribution]],
+        loss: float,
+        clock: Clock,
+    ) -> list[SliceReport]:
+        """Regularise, clip and update this rank's slices; send their weights to the others."""
+        known: dict[int, Reduced] = {}
+        squares = [0.0] * self._run.slices
+        device = self._live.flat.flat.device
+        for n in self._mine:
+            owner = self._plans.owners[n]
+            if owner.clips_norm:
+                out = torch.empty(owner.plan.dense_length, dtype=owner.dtype, device=device)
+                known[n] = owner.reduce(contributions[n], self._states[n].weights, out)
+                squares[n] = owner.squared_norm(known[n])
+        if known and self._run.slices > 1:
+            squares = [many[r] for r, many in enumerate(self._gathered(squares))]
+        slices = []
+        for n in self._mine:
+            owner, state, keep = self._plans.owners[n], self._states[n], None
+            if step.histograms:
+                keep = torch.empty(owner.plan.dense_length, dtype=owner.dtype, device=device)
+            updated = owner.update(
+                state,
+                state,
+                contributions[n],
+                step.hyperparameters,
+                known=known.get(n),
+                squares=squares,
+                loss=loss,
+                keep=keep,
+            )
+            histograms = owner.histograms(state, updated.reduced) if step.histograms else {}
+            clock.lap("update")
+            if self.answers_for(n):
+                slices.append(
+                    SliceReport(n, self._token, None, norm=updated.norm, histograms=histograms)
+                )
+        self.share_weights()
+        clock.lap("publish")
+        return slices
+
+    def score(self, scorer: Scorer, assembly: Assembly, batch_size: int) -> list[Any] | None:
+        """The scorer's states over this rank's partition of the validation's samples."""
+        handle = self._handles[1]
+        if not handle.num_rows:
+            return None
+        partition = open_partition(handle)
+        return score_partition(self._live, partition, scorer, assembly, batch_size)
+
+    def keep_best(self) -> None:
+        """Keep a copy of the weights as they stand."""
+        self._best = {n: SliceState(state.weights.clone()) for n, state in self._states.items()}
+
+    def with_states(
+        self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
+    ) -> dict[int, Any]:
+        """``use(index, plan, state)`` of the slices that this rank answers for."""
+        states = self._best if which == BEST else self._states
+        return {
+            n: use(n, self._plans.slices[n], on_cpu(state))
+            for n, state in states.items()
+            if self.answers_for(n)
+        }
+
+    def save_snapshot(self, name: str, holders: Sequence[int]) -> None:
+        """Leave this state in files on the nodes of ``holders``: the first rank of each node."""
+        for n in range(self._run.slices):
+            packed = None
+            if n in self._mine:
+                plan, best = self._plans.slices[n], self._best.get(n)
+                packed = pickle.dumps(
+                    [to_bytes(plan, on_cpu(s)) for s in (self._states[n], best) if s is not None]
+                )
+            if self._run.slices > 1:
+                packed = _broadcast_bytes(packed, n)
+            if packed is not None and self._member.rank in holders:
+                draft = self._folder / f"{name}-{n}.new"
+                with open(draft, "xb", opener=open_private) as file:
+                    file.write(packed)
+                os.replace(draft, self._snapshot(name, n))
+
+    def drop_snapshot(self, name: str, holders: Sequence[int]) -> None:
+        """It is not needed any more."""
+        if self._member.rank in holders:
+            for n in range(self._run.slices):
+                self._snapshot(name, n).unlink(missing_ok=True)
+
+    def has_snapshot(self, name: str) -> list[bool]:
+        """Of which slices this node has it."""
+        return [self._snapshot(name, n).exists() for n in range(self._run.slices)]
+
+    def load_snapshot(self, name: str, sources: Sequence[int]) -> None:
+        """Go on from it; ``sources``: for each slice, a rank whose node has it."""
+        for n, source in enumerate(sources):
+            packed = None
+            if self._member.rank == source:
+                packed = read_private(self._snapshot(name, n))
+            packed = _broadcast_bytes(packed, source)
+            if n in self._mine:
+                plan, dtype = self._plans.slices[n], self._live.flat.flat.dtype
+                first, *best = pickle.loads(packed)
+                self._states[n] = self._placed(plan, ReadCarried((first,))(plan, dtype))
+                if best:
+                    self._best[n] = ReadCarried((best[0],))(plan, dtype)
+
+    def _snapshot(self, name: str, number: int) -> Path:
+        return self._folder / f"{name}-{number}"
+
+
+@dataclass(frozen=True)
+class SliceWeights:
+    """For :meth:`Rank.with_states`: the weights of a slice, or their moving average."""
+
+    which: str = field(default=CURRENT)
+
+    def __call__(self, index: int, plan: SlicePlan, state: SliceState) -> torch.Tensor:
+        average = state.arrays.get(EMA) if self.which == AVERAGE else None
+        if average is None:
+            return state.weights.clone()
+        return torch.cat([average, state.weights[len(average) :]])
+
+
+def on_cpu(state: SliceState) -> SliceState:
+    """The state with weights and arrays on the CPU."""
+    if state.weights.device.type == "cpu":
+        return state
+    arrays = {name: array.cpu() for name, array in state.arrays.items()}
+    return SliceState(state.weights.cpu(), arrays, state.held, state.others)
+
+
+def _frames(records: Sequence[Any]) -> list[bytes]:
+    """The frames of a partition's one record: samples, or (training, validation) samples."""
+    (record,) = records
+    return list(record) if isinstance(record, tuple) else [record]
+
+
+def _broadcast_bytes(content: bytes | None, source: int) -> bytes:
+    """What rank ``source`` has, on every rank."""
+    size = torch.tensor([len(content or b"")])
+    dist.broadcast(size, source)
+    data = torch.empty(int(size), dtype=torch.uint8)
+    if content is not None and dist.get_rank() == source:
+        data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    dist.broadcast(data, source)
+    return data.numpy().tobytes()

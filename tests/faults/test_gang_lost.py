@@ -1,0 +1,61 @@
+"""A gang that loses a rank, or an executor with its samples and slabs, ends with the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gang_lost
+import pytest
+from harness.cluster import PATIENT, Standalone
+from harness.faulty import frame, outcome, trainer
+from launch import launch
+
+import sparkdl
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.gang,
+    pytest.mark.spark,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("gang")
+    with Standalone(2, 1, folder / "cluster") as cluster:
+        return launch(
+            Path(gang_lost.__file__),
+            folder,
+            master=cluster.url,
+            local=str(folder / "cluster"),
+            notes=str(folder / "notes"),
+            settings={
+                **PATIENT,
+                "spark.sparkdl.snapshot.seconds": "0",
+                "spark.cores.max": "2",
+                "spark.executor.cores": "1",
+            },
+        )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(spark) -> dict[str, dict]:
+    """What comes of one process, by strategy."""
+    df = frame(spark, gang_lost.REPLICAS)
+    validation = sparkdl.Validation(df, metrics=["accuracy"], every=sparkdl.every(4))
+    found = {}
+    for strategy, slices in {"ddp": 1, "zero1": 2}.items():
+        how = {"engine": "local", "slices": slices, "validation": validation}
+        found[strategy] = outcome(trainer(gang_lost.REPLICAS, **how).fit(df))
+    return found
+
+
+@pytest.mark.parametrize("row", gang_lost.rows())
+def test_same_bits_after(results, undisturbed, row):
+    result, (strategy, faults) = results[row], gang_lost.rows()[row]
+    assert "error" not in result, result
+    assert result["struck"] == result["expected"] == [fault.times for fault in faults]
+    for key, value in undisturbed[strategy].items():
+        assert result[key] == pytest.approx(value, abs=0), key

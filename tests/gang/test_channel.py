@@ -1,0 +1,144 @@
+"""Frames between the driver and a rank: only a member of the gang can make one. No Spark."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkdl.gang.channel import NONCE_BYTES, Channel, ChannelError, Listener, connect
+
+pytestmark = pytest.mark.gang
+
+
+@pytest.fixture
+def listener() -> Any:
+    made = Listener("127.0.0.1")
+    yield made
+    made.close()
+
+
+def both(listener: Listener, hello: Any = "hello") -> tuple[Channel, Channel]:
+    """The driver's end and the rank's."""
+    found: list[Channel] = []
+    key, port = listener.key, listener.port
+    rank = threading.Thread(target=lambda: found.append(connect("127.0.0.1", port, key, hello)))
+    rank.start()
+    arrived = listener.accept(10)
+    rank.join()
+    assert arrived is not None
+    assert arrived[1] == hello
+    return arrived[0], found[0]
+
+
+def raw() -> tuple[Channel, socket.socket]:
+    """A driver's end whose other end is a bare socket."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    channel = Channel.__new__(Channel)
+    channel._connection, channel._key, channel._nonce = here, b"k" * 32, b"n" * NONCE_BYTES
+    channel._out, channel._in, channel._sent, channel._received = b"D", b"R", 0, 0
+    channel._lock = threading.Lock()
+    return channel, there
+
+
+def frames_of_a_rank(*messages: Any, key: bytes = b"k" * 32) -> list[bytes]:
+    """What a rank with the channel of :func:`raw` would send."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    channel = Channel.__new__(Channel)
+    channel._connection, channel._key, channel._nonce = here, key, b"n" * NONCE_BYTES
+    channel._out, channel._in, channel._sent, channel._received = b"R", b"D", 0, 0
+    channel._lock = threading.Lock()
+    frames = []
+    for message in messages:
+        channel.send(message)
+        frames.append(there.recv(1 << 16))
+    here.close()
+    there.close()
+    return frames
+
+
+def test_messages_go_both_ways_in_order(listener):
+    driver, rank = both(listener)
+    large = np.arange(3_000_000)
+    sender = threading.Thread(target=lambda: [driver.send(m) for m in ("a", large, None)])
+    sender.start()
+    assert rank.receive() == "a"
+    assert (rank.receive() == large).all()
+    assert rank.receive() is None
+    sender.join()
+    for i in range(5):
+        rank.send(i)
+    assert [driver.receive() for _ in range(5)] == list(range(5))
+
+
+def test_the_end_of_a_connection_is_told(listener):
+    driver, rank = both(listener)
+    rank.close()
+    with pytest.raises(ChannelError, match="closed"):
+        driver.receive()
+    with pytest.raises(ChannelError):
+        driver.send(b"x" * 10_000_000)
+
+
+def test_strangers_are_not_let_in(listener):
+    wrong = threading.Thread(
+        target=lambda: connect("127.0.0.1", listener.port, b"w" * 32, "hello").close()
+    )
+    wrong.start()
+    assert listener.accept(10) is None
+    wrong.join()
+    with socket.create_connection(("127.0.0.1", listener.port)) as silent:
+        silent.sendall(b"GET / HTTP/1.1\r\n\r\n" + b" " * 100)
+        assert listener.accept(10) is None
+    driver, rank = both(listener)  # and others still are
+    rank.send(1)
+    assert driver.receive() == 1
+
+
+def test_a_first_frame_cannot_fill_the_memory():
+    driver, there = raw()
+    there.sendall(struct.pack("<Q32s", 1 << 40, b"\0" * 32))
+    with pytest.raises(ChannelError, match="too long"):
+        driver.receive()
+
+
+@settings(deadline=None, max_examples=60)
+@given(place=st.integers(0, 10_000), flip=st.integers(1, 255))
+def test_a_changed_byte_is_noticed(place, flip):
+    driver, there = raw()
+    (frame,) = frames_of_a_rank({"a": list(range(20))})
+    changed = bytearray(frame)
+    changed[place % len(changed)] ^= flip
+    there.sendall(changed)
+    there.shutdown(socket.SHUT_WR)
+    with pytest.raises(ChannelError):
+        driver.receive()
+    there.close()
+
+
+@pytest.mark.parametrize(
+    "order", [(0, 0), (1,), (0, 2)], ids=["repeated", "out of order", "left out"]
+)
+def test_frames_are_taken_once_and_in_order(order):
+    driver, there = raw()
+    frames = frames_of_a_rank("first", "second", "third")
+    for number in order:
+        there.sendall(frames[number])
+    for _ in order[1:]:
+        assert driver.receive() == "first"
+    with pytest.raises(ChannelError, match="not by a member"):
+        driver.receive()
+
+
+def test_a_frame_of_the_driver_cannot_be_sent_back():
+    driver, there = raw()
+    driver.send("echo")
+    there.sendall(there.recv(1 << 16))
+    with pytest.raises(ChannelError, match="not by a member"):
+        driver.receive()
