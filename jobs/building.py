@@ -82,6 +82,7 @@ def trainer_of(config: Config) -> sparkdl.Trainer:
         replicas=training.replicas,
         slices=training.slices,
         engine=training.engine,
+        strategy=training.strategy,
         precision=training.precision,
         seed=training.seed,
         accumulate=gradients.accumulate,

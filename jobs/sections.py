@@ -68,6 +68,7 @@ class TrainingSection:
     slices: int | None = None
     """Parts of the parameter vector; null: as many as replicas."""
     engine: str = "shuffle"
+    strategy: str = "ddp"
     """shuffle, or local for debugging."""
     precision: str = "fp32"
     """What forward and backward compute in: fp32, bf16 or fp16."""
