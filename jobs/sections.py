@@ -68,8 +68,9 @@ class TrainingSection:
     slices: int | None = None
     """Parts of the parameter vector; null: as many as replicas."""
     engine: str = "shuffle"
+    """shuffle, gang (all replicas at once), or local for debugging."""
     strategy: str = "ddp"
-    """shuffle, or local for debugging."""
+    """Of a gang: ddp, or zero1."""
     precision: str = "fp32"
     """What forward and backward compute in: fp32, bf16 or fp16."""
     schedule_per: str = "iteration"
