@@ -42,7 +42,7 @@ PARAMETERS = [
         "unknown engine",
         lambda fit: fit(fit.good(), engine="shufle"),
         ParameterError,
-        'engine="shufle": use one of local, shuffle. Did you mean "shuffle"?',
+        'engine="shufle": use one of local, shuffle, gang. Did you mean "shuffle"?',
     ),
     Mistake(
         "no features",
@@ -130,7 +130,7 @@ PARAMETERS = [
         "4 problems:\n"
         f"  - batch_size=0: {WHOLE}\n"
         f"  - replicas=-2: {WHOLE}\n"
-        '  - engine="gpu": use one of local, shuffle.\n'
+        '  - engine="gpu": use one of local, shuffle, gang.\n'
         "  - features is empty: name at least one column.",
     ),
     Mistake(
@@ -191,7 +191,7 @@ PARAMETERS = [
         "engine by array",
         lambda fit: fit(fit.good(), engine=np.ones(2)),
         ParameterError,
-        'engine="[1. 1.]": use one of local, shuffle.',
+        'engine="[1. 1.]": use one of local, shuffle, gang.',
     ),
     Mistake(
         "on_nan",

@@ -90,7 +90,7 @@ MISTAKES = [
     changed("no epochs", "training.epochs=0", f"training.epochs=0: {WHOLE}"),
     changed("no batch", "training.batch_size=0", f"batch_size=0: {WHOLE}"),
     changed("unknown engine", "training.engine=shufle",
-            'engine="shufle": use one of local, shuffle. Did you mean "shuffle"?'),
+            'engine="shufle": use one of local, shuffle, gang. Did you mean "shuffle"?'),
     changed("unknown precision", "training.precision=fp23",
             'precision="fp23": use one of fp32, bf16, fp16. Did you mean "fp32"?'),
     changed("unknown loss", "loss=torch.nn:MSELos",

@@ -69,8 +69,11 @@ CLASS_WEIGHTS = [
     ({"class_weights": {True: 1.0}}, "class_weights={True: 1.0}: classes are whole numbers"),
 ]
 CHOICES = [
-    ({"engine": "shufle"}, 'engine="shufle": use one of local, shuffle. Did you mean "shuffle"?'),
-    ({"engine": None}, 'engine="None": use one of local, shuffle.'),
+    (
+        {"engine": "shufle"},
+        'engine="shufle": use one of local, shuffle, gang. Did you mean "shuffle"?',
+    ),
+    ({"engine": None}, 'engine="None": use one of local, shuffle, gang.'),
     ({"precision": "fp8"}, 'precision="fp8": use one of fp32, bf16, fp16.'),
     ({"precision": torch.bfloat16}, 'precision="torch.bfloat16": use one of fp32, bf16, fp16.'),
     ({"wire": "bf61"}, 'wire="bf61": use one of fp32, bf16, fp16. Did you mean "bf16"?'),
