@@ -209,12 +209,13 @@ class Away(sparkdl.Callback):
             self.path.touch()
 
 
-@pytest.mark.parametrize("engine", ["local", "shuffle"])
+@pytest.mark.parametrize("engine", ["local", "shuffle", "gang"])
 def test_a_checkpoint_that_fails_ends_the_run(df, tmp_path, nothing_left, engine):
     """Its folder is gone in iteration 3: the checkpoint after iteration 4 is one clear error."""
     path = tmp_path / "run"
     counter = Counter()
-    run = trainer(path, engine=engine, callbacks=[counter, Away(path)])
+    slices = None if engine == "gang" else 3
+    run = trainer(path, engine=engine, slices=slices, callbacks=[counter, Away(path)])
     with pytest.raises(sparkdl.CheckpointError) as caught:
         run.fit(df)
     assert str(caught.value).startswith(

@@ -1,0 +1,241 @@
+"""Training with the gang engine as a user sees it: checkpoints, ranks without rows, mistakes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyspark import cloudpickle
+from torch import nn
+
+import sparkdl
+from sparkdl import ModelError, ParameterError, TrainingError
+
+pytestmark = [pytest.mark.gang, pytest.mark.spark]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+WIDTH, CLASSES = 6, 3
+
+
+def model() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, CLASSES)
+    )
+
+
+class Routed(nn.Module):
+    """A branch that gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+class Fails(nn.Module):
+    """Raises in the third forward pass of rank 1."""
+
+    def __init__(self, how: str, folder: str) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(WIDTH, CLASSES), 0
+        self.how, self.folder = how, folder
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 3 and os.environ.get("RANK") == "1":
+            if self.how == "raise":
+                raise RuntimeError("an operation of the user's")
+            if not os.path.exists(f"{self.folder}/struck"):
+                Path(self.folder, "struck").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self.layer(x)
+
+
+@pytest.fixture(scope="module")
+def frames(spark: Any) -> Any:
+    """Frames of two partitions of the given sizes."""
+
+    def make(*sizes: int) -> Any:
+        generator = np.random.default_rng(1)
+        parts = [
+            [
+                (generator.normal(size=WIDTH).tolist(), int(generator.integers(CLASSES)))
+                for _ in range(size)
+            ]
+            for size in sizes
+        ]
+        rdd = spark.sparkContext.parallelize(parts, len(parts)).flatMap(list)
+        return spark.createDataFrame(rdd, "features array<double>, label long")
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(spark: Any) -> Any:
+    yield
+    context = spark.sparkContext
+    assert not list(Path("/dev/shm").glob(f"sparkdl-{context.applicationId}-*"))
+    assert context._jsc.getPersistentRDDs().isEmpty()
+    assert list(context.statusTracker().getActiveJobsIds()) == []
+
+
+def trainer_of(**changes: Any) -> sparkdl.Trainer:
+    values: dict[str, Any] = {
+        "model": model,
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": partial(torch.optim.Adam, lr=1e-2),
+        "batch_size": 8,
+        "replicas": 2,
+        "engine": "gang",
+        "stop": sparkdl.max_iteration(6),
+        "seed": 4,
+    }
+    return sparkdl.Trainer(**{**values, **changes})
+
+
+def same(one: sparkdl.TrainedModel, other: sparkdl.TrainedModel) -> None:
+    left, right = one.module.state_dict(), other.module.state_dict()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+    assert one.history.losses == other.history.losses
+
+
+@pytest.mark.parametrize("sizes", [(30, 2), (0, 24), (4, 20)], ids=str)
+def test_ranks_without_rows_take_part(frames, sizes):
+    """In some iterations one has none, or in all."""
+    df, run = frames(*sizes), trainer_of(strategy="zero1", model=partial(nn.Linear, WIDTH, CLASSES))
+    same(run.fit(df), replace(run, engine="local", slices=2).fit(df))
+
+
+def test_parameters_without_a_gradient_stay(frames):
+    df, run = frames(12, 12), trainer_of(model=Routed)
+    trained = run.fit(df)
+    same(trained, replace(run, engine="local", slices=1).fit(df))
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"engine": "shuffle", "slices": 3}, {"strategy": "zero1"}),
+        ({"strategy": "zero1"}, {"strategy": "ddp"}),
+        ({"strategy": "ddp"}, {"engine": "local", "slices": 3}),
+    ],
+    ids=["shuffle to zero1", "zero1 to ddp", "ddp to local"],
+)
+def test_engines_and_strategies_change_places_at_a_checkpoint(frames, tmp_path, first, then):
+    df = frames(20, 12)
+    checkpoint = sparkdl.Checkpoint(tmp_path, every=sparkdl.every(3))
+    whole = trainer_of(engine="local", slices=2, ema=0.9).fit(df)
+    begun = trainer_of(**first, ema=0.9, checkpoint=checkpoint, stop=sparkdl.max_iteration(3))
+    begun.fit(df)
+    ended = trainer_of(**then, ema=0.9, checkpoint=checkpoint).fit(df, resume="latest")
+    same(ended, whole)
+    assert ended.ema is not None
+    same(ended.ema, whole.ema)
+
+
+def test_it_goes_on_from_an_earlier_result_with_its_optimizer_state(frames):
+    df = frames(16, 16)
+    whole = trainer_of(engine="local", slices=1, stop=sparkdl.max_epoch(2)).fit(df)
+    half = trainer_of(keep_optimizer_state=True, stop=sparkdl.max_epoch(1)).fit(df)
+    again = trainer_of(stop=sparkdl.max_epoch(1)).fit(df, start=half)
+    assert len(whole.history) == 2 * len(again.history)
+    passes = trainer_of()
+    passes.partial_fit(df)
+    same(passes.partial_fit(df), whole)
+
+
+def test_a_mistake_of_the_model_in_training_is_one_error_with_the_rank(frames, tmp_path):
+    run = trainer_of(model=partial(Fails, "raise", str(tmp_path)))
+    with pytest.raises(TrainingError) as caught:
+        run.fit(frames(12, 12))
+    assert re.match(
+        r"iteration \d, epoch \d: rank 1 on \S+ failed\. RuntimeError: an operation of the user's\n",
+        str(caught.value),
+    )
+
+
+def test_in_local_mode_a_lost_rank_costs_a_new_beginning(frames, tmp_path, caplog):
+    df = frames(12, 12)
+    run = trainer_of(model=partial(Fails, "kill", str(tmp_path)))
+    with caplog.at_level("WARNING", logger="sparkdl"):
+        trained = run.fit(df)
+    assert (tmp_path / "struck").exists()
+    same(trained, replace(run, engine="local", slices=1).fit(df))
+    (line,) = [r.getMessage() for r in caplog.records if "Went on" in r.getMessage()]
+    assert re.fullmatch(
+        r"(iteration \d, epoch \d|setting up the ranks): rank 1 on \S+ went away \(the process died "
+        r"or was killed, or its node is out of reach\)\. Went on from the beginning and repeated "
+        r"\d iterations?: \d+\.\d s\.",
+        line,
+    )
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(9, CLASSES, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(x.long().abs())
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (
+        {"strategy": "fsdp3"},
+        ParameterError,
+        'strategy="fsdp3": use one of ddp, zero1.',
+    ),
+    (
+        {"compression": sparkdl.TopK(0.1)},
+        ParameterError,
+        'compression with engine="gang": torch sums the gradients there. Leave it out, or use '
+        'wire="bf16".',
+    ),
+    (
+        {"local_steps": 2},
+        ParameterError,
+        'local_steps=2 with engine="gang": its ranks meet in every step. Use engine="shuffle", or '
+        "local_steps=1.",
+    ),
+    (
+        {"slices": 2},
+        ParameterError,
+        'slices=2 with engine="gang": the strategy says how the state is cut. Leave it out.',
+    ),
+    (
+        {"replicas": 3},
+        ParameterError,
+        "a gang of 3 ranks needs 3 task slots at once, and this session has 2: ask for at most 2 "
+        "ranks, or for more executors or cores.",
+    ),
+    (
+        {"model": Sparse, "optimizer": torch.optim.SparseAdam},
+        ModelError,
+        '"table.weight" has sparse gradients, which a gang does not sum: use engine="shuffle", or '
+        "nn.Embedding(sparse=False).",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"), BAD, ids=[next(iter(case[0])) for case in BAD]
+)
+def test_mistakes_are_told_before_the_data_are_read(frames, spark, changes, error, message):
+    df = frames(12, 12)
+    scheduler = spark.sparkContext._jsc.sc().dagScheduler()
+    before = scheduler.numTotalJobs()
+    with pytest.raises(error) as caught:
+        trainer_of(**changes).fit(df)
+    assert str(caught.value) == message
+    assert scheduler.numTotalJobs() == before
