@@ -1,0 +1,1 @@
+"""Gangs: all ranks at once, and ``torch.distributed`` between them."""
