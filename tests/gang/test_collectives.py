@@ -100,6 +100,37 @@ def test_every_rank_sends_the_bytes_of_the_formula(operation, name, size):
     assert [link.received for link in links] == [round(share * 8 * length)] * size
 
 
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_the_most_that_a_rank_sends(size):
+    """The column of docs/collectives.md, in multiples of the vector."""
+    levels, share = power_below(size).bit_length() - 1, (size - 1) / size
+    most = {
+        ("linear", "broadcast"): size - 1,
+        ("linear", "reduce"): 1,
+        ("linear", "all_reduce"): size - 1,
+        ("tree", "broadcast"): levels,
+        ("tree", "reduce"): 1,
+        ("tree", "all_reduce"): levels,
+        ("ring", "broadcast"): 1,
+        ("ring", "reduce"): 1,
+        ("ring", "all_reduce"): 2 * share,
+        ("ring", "reduce_scatter"): share,
+        ("ring", "all_gather"): share,
+        ("halving-doubling", "broadcast"): 2 * share,
+        ("halving-doubling", "reduce"): share + 1 / 2,
+        ("halving-doubling", "all_reduce"): 2 * share,
+        ("halving-doubling", "reduce_scatter"): share,
+        ("halving-doubling", "all_gather"): share,
+    }
+    length = size * size
+    given, bounds = whole_numbers(size, length), even_bounds(length, size)
+    found = {}
+    for operation, name in CASES:
+        _, links = on_virtual_ranks(size, runner(operation, name, given, bounds))
+        found[name, operation] = max(link.sent for link in links) / (8 * length)
+    assert found == pytest.approx(most)
+
+
 @pytest.mark.parametrize(("operation", "name"), CASES)
 def test_no_bytes_are_sent_in_vain(operation, name):
     """One rank alone sends nothing, and nobody sends an empty vector."""
