@@ -91,7 +91,7 @@ class Communicator:
         """
         problems = checks.peer(to, self.size, self.rank, tag)
         raise_all(ParameterError, problems + checks.device(tensor, self._device))
-        flat = tensor.detach().contiguous().view(-1)
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
         text = " ".join([checks.name_of(tensor.dtype), *map(str, tensor.shape)])
         note = notes.write(text, self._device)
         dist.send(note, group=self._group, group_dst=to, tag=tag)

@@ -198,7 +198,8 @@ def test_nobody_leaves_a_barrier_before_all_have_come(ranks, name):
 def things_to_push() -> list[torch.Tensor]:
     dtypes = (*DTYPES, torch.int16, torch.complex64, torch.float8_e4m3fn)
     found = [torch.tensor([[0, 1], [2, 3]]).to(dtype) for dtype in dtypes]
-    return [*found, torch.arange(6.0).view(2, 3).T, torch.zeros(0, 4), torch.tensor(3.0)]
+    found += [torch.arange(6.0).view(2, 3).T, torch.zeros(0, 4), torch.tensor(3.0)]
+    return [*found, torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]).conj().imag]
 
 
 def push_there_and_back(communicator: Communicator) -> None:
@@ -329,6 +330,19 @@ def test_mistakes_are_told_before_anything_is_sent(ranks):
         "  - There is no rank -1: this group has ranks 0 to 1.\n"
         "  - A tag is a number from 0 to 1073741823, not -1.",
     ]
+
+
+def join_a_group_of_others(communicator: Communicator) -> None:
+    group = dist.new_group([0])
+    if communicator.rank:
+        with pytest.raises(ParameterError, match="not in that group"):
+            Communicator(group)
+    else:
+        assert Communicator(group).size == 1
+
+
+def test_only_members_of_a_group_join_it(ranks):
+    ranks.run(8, join_a_group_of_others)
 
 
 def test_needs_a_process_group():
