@@ -52,7 +52,8 @@ class Failure:
 @dataclass
 class Member:
     """What commands are given: who this is, its node's address as Spark knows it, its device, the
-    frames of its partition; what commands have ``kept``; and what shall happen ``at_end``."""
+    frames of its partition; what commands have ``kept``; what shall happen ``at_end``; and what a
+    command leaves to be done ``afterwards``, when its result is on its way."""
 
     rank: int
     size: int
@@ -61,6 +62,7 @@ class Member:
     frames: list[Any]
     at_end: contextlib.ExitStack
     kept: dict[str, Any] = field(default_factory=dict)
+    afterwards: Callable[[], None] | None = None
 
 
 Command = Callable[[Member], Any]
@@ -113,6 +115,9 @@ def _serve(channel: Channel, member: Member) -> None:
         while (content := commands.next()) is not None:
             command: Command = cloudpickle.loads(content)
             channel.send((RESULT, cloudpickle.dumps(command(member))))
+            if member.afterwards is not None:
+                work, member.afterwards = member.afterwards, None
+                work()
     finally:
         commands.done()
 

@@ -10,6 +10,7 @@ stage 1: Rajbhandari et al., 2020), and sends its new weights to the others.
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -71,7 +72,8 @@ class Standing:
 
 @dataclass(frozen=True)
 class RankStep:
-    """What a rank did in an iteration; ``slices``: of those it answers for."""
+    """What a rank did in an iteration; ``slices``: of those it answers for, where they have more to
+    tell than that they were updated."""
 
     report: ReplicaReport
     slices: list[SliceReport]
@@ -120,6 +122,7 @@ class Rank:
         self._handles: list[SampleHandle] = handles
         self._partition: Any = None
         self._sum: WeightedSum | None = None
+        self._before: Mapping[str, float] = {}
 
     def standing(self) -> Standing:
         """What the driver checks before it goes on."""
@@ -210,10 +213,23 @@ class Rank:
             total = sum(weights)
             mean = sum(one * w for one, w in zip(losses, weights, strict=True) if w)
             contributions = self._contributions(gradients.dense, gradients.absent, weights, step)
-            slices = self._update(step, contributions, mean / total if total else 0.0, clock)
-        count = stop - start
-        report = ReplicaReport(rank, count, weight, loss, self._token, clock.seconds, problem)
+            finish = functools.partial(
+                self._update, step, contributions, mean / total if total else 0.0
+            )
+            if live.recipe.policy.clips_norm or step.histograms:
+                slices = finish(clock)
+            else:  # nothing of it is reported: it is done while the driver prepares what comes next
+                self._member.afterwards = functools.partial(self._finish, finish)
+        count, seconds = stop - start, {**self._before, **clock.seconds}
+        self._before = {}
+        report = ReplicaReport(rank, count, weight, loss, self._token, seconds, problem)
         return RankStep(report, slices)
+
+    def _finish(self, update: Callable[[Clock], Any]) -> None:
+        """Update when the result has been sent; the time it takes is told with the next."""
+        clock = Clock()
+        update(clock)
+        self._before = clock.seconds
 
     def _weights(self, step: Step, weight: float) -> list[float]:
         """What each rank's mini-batch counts for."""

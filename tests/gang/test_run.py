@@ -65,6 +65,15 @@ def test_functions_of_any_kind(spark):
     assert sparkdl.gang.run(dist.get_world_size, ranks=RANKS, spark=spark) == [2, 2]
 
 
+def test_a_communicator_works_in_a_gang(spark):
+    def ring() -> list[float]:
+        world = sparkdl.gang.Communicator()
+        own = torch.arange(3.0) + world.rank
+        return world.all_reduce(own, algorithm="ring").tolist()
+
+    assert sparkdl.gang.run(ring, ranks=RANKS) == [[1.0, 3.0, 5.0]] * RANKS
+
+
 def test_where_ranks_see_no_common_file_rank_0_serves_the_store(spark, monkeypatch):
     def no(folder: str, member: Any) -> bool:
         return False
