@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from sparkdl.gang.member import Command, Member
@@ -32,8 +33,9 @@ Call = Callable[[Command], list[Any]]
 
 
 def form_group(call: Call, seconds: float) -> None:
-    """Give every rank the default process group: Gloo, on a GPU with NCCL beside it.
+    """Give every rank the default process group: Gloo, and NCCL for what is on GPUs.
 
+    NCCL wants a GPU for each rank; where several share one, Gloo carries everything.
     ``seconds``: how long a rank waits for the others, here and in each collective.
     """
     folder = call(offer_folder)[0]
@@ -41,7 +43,9 @@ def form_group(call: Call, seconds: float) -> None:
         store: Store = FileStore(os.path.join(folder, "store"))
     else:
         store = NetworkStore(*call(functools.partial(listen, seconds))[0])
-    call(functools.partial(join, store, seconds))
+    devices = call(device_of_node)
+    alone = all(devices) and len(set(devices)) == len(devices)
+    call(functools.partial(join, store, seconds, "cpu:gloo,cuda:nccl" if alone else "gloo"))
 
 
 @dataclass(frozen=True)
@@ -102,20 +106,26 @@ def listen(seconds: float, member: Member) -> tuple[str, int] | None:
     return member.address, port
 
 
-def join(store: Store, seconds: float, member: Member) -> None:
+def device_of_node(member: Member) -> tuple[str, str] | None:
+    """Which GPU of which node the rank has, if any."""
+    if member.device.type != "cuda":
+        return None
+    return member.address, str(torch.cuda.get_device_properties(member.device).uuid)
+
+
+def join(store: Store, seconds: float, backend: str, member: Member) -> None:
     """Initialise the default process group, until the rank ends."""
     os.environ["GLOO_SOCKET_IFNAME"] = interface_of(member.address)
     os.environ["NCCL_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"]
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(member.rank), str(member.size)
     timeout = datetime.timedelta(seconds=seconds)
-    cuda = member.device.type == "cuda"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        backend,
         store=store.open(member, timeout),
         rank=member.rank,
         world_size=member.size,
         timeout=timeout,
-        device_id=member.device if cuda else None,
+        device_id=member.device if "nccl" in backend else None,
     )
     member.at_end.callback(dist.destroy_process_group)
 

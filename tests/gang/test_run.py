@@ -78,9 +78,9 @@ def test_where_ranks_see_no_common_file_rank_0_serves_the_store(spark, monkeypat
     def no(folder: str, member: Any) -> bool:
         return False
 
-    def opened(store: Any, seconds: float, member: Any) -> None:
+    def opened(store: Any, seconds: float, backend: str, member: Any) -> None:
         assert isinstance(store, group.NetworkStore)
-        join(store, seconds, member)
+        join(store, seconds, backend, member)
 
     join = group.join
     monkeypatch.setattr(group, "sees", no)

@@ -1,0 +1,67 @@
+"""A gang on GPUs: every rank's own, and the same training as on the CPU."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from pyspark import cloudpickle
+from torch import nn
+
+import sparkdl
+
+pytestmark = [
+    pytest.mark.gang,
+    pytest.mark.spark,
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def sum_on_device() -> tuple[str, float]:
+    value = torch.ones(4, device=torch.device("cuda", torch.cuda.current_device()))
+    dist.all_reduce(value)
+    return str(dist.get_backend()), float(value.sum())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tensors_on_the_gpu_are_summed(spark: Any, ranks: int) -> None:
+    """With two ranks on one GPU by Gloo."""
+    found = sparkdl.gang.run(sum_on_device, ranks=ranks, device="cuda")
+    assert [value for _, value in found] == [4.0 * ranks] * ranks
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_training_is_that_of_the_cpu(spark: Any, strategy: str, replicas: int) -> None:
+    generator = np.random.default_rng(1)
+    rows = [(generator.normal(size=6).tolist(), int(i % 3)) for i in range(48)]
+    rdd = spark.sparkContext.parallelize(rows, replicas)
+    df = spark.createDataFrame(rdd, "features array<double>, label long")
+    values: dict[str, Any] = {
+        "model": model,
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        "batch_size": 12,
+        "replicas": replicas,
+        "clip_norm": 1.0,
+        "ema": 0.9,
+        "stop": sparkdl.max_epoch(2),
+        "validation": sparkdl.Validation(df, metrics=["accuracy"], best="loss"),
+    }
+    there = sparkdl.Trainer(**values, engine="gang", strategy=strategy).fit(df)
+    here = sparkdl.Trainer(**values, engine="local").fit(df)
+    assert there.history.losses == pytest.approx(here.history.losses, rel=1e-4)
+    for one, other in zip(here.module.parameters(), there.module.parameters(), strict=True):
+        assert other.device.type == "cpu"
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
