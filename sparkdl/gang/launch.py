@@ -68,7 +68,9 @@ class Gang:
         Raises :class:`sparkdl.SessionError` where this session can have no such gang,
         :class:`sparkdl.TrainingError` where it does not come together.
         """
-        check_slots(self._context, self.size)
+        again = self._listener is not None  # executors that were lost may come back
+        wait = self._timeout or YEAR_SECONDS
+        check_slots(self._context, self.size, wait if again else SLOT_SECONDS)
         self._hang_up()
         if self._listener is None:
             conf = self._context.getConf()
@@ -265,8 +267,11 @@ class Gang:
                 self._context.cancelJobGroup(self._group)
 
 
-def check_slots(context: SparkContext, ranks: int) -> None:
-    """Raise :class:`SessionError` where ``ranks`` tasks can never run at once."""
+def check_slots(context: SparkContext, ranks: int, seconds: float = SLOT_SECONDS) -> None:
+    """Wait so long until ``ranks`` tasks can run at once.
+
+    Raises :class:`SessionError` where they never can, :class:`ParameterError` where they still cannot.
+    """
     if context.getConf().get("spark.dynamicAllocation.enabled", "false") == "true":
         raise SessionError(
             "a gang needs all of its ranks at once, which Spark does not do with dynamic allocation: "
@@ -274,7 +279,7 @@ def check_slots(context: SparkContext, ranks: int) -> None:
         )
     sc = context._jsc.sc()
     profile = sc.resourceProfileManager().defaultResourceProfile()
-    until = time.monotonic() + SLOT_SECONDS
+    until = time.monotonic() + seconds
     while (slots := int(sc.maxNumConcurrentTasks(profile))) < ranks:
         if time.monotonic() > until or (context.master or "").startswith("local["):
             raise ParameterError(
