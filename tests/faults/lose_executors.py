@@ -10,52 +10,46 @@ from typing import Any
 
 import torch
 from harness import faulty, processes
+from harness.cluster import PATIENT
 from harness.inject import Fault, at
 
 import sparkdl
 
 REPLICAS, ITERATIONS = 2, 8
 SNAPSHOT = r"the snapshot after iteration \d+"
+BEGINNING = "the beginning"
 
 
 @dataclass(frozen=True)
 class Case:
-    """``snapshots``: the setting; ``point``: a pattern of where the run goes on from."""
+    """``points``: patterns of where the run goes on from, each of them at least once."""
 
     faults: tuple[Fault, ...]
+    points: tuple[str, ...] = (SNAPSHOT,)
     changes: dict[str, Any] = field(default_factory=dict)
-    snapshots: str = "0"
-    point: str = SNAPSHOT
-    checkpoints: bool = False
+    snapshots: bool = True
 
 
 CASES = {
     # Before a new executor is there, a snapshot has one copy, which the next kill may take.
-    "executors, three times": Case(
-        (at(job="fb", iteration=7, partition=1).kill_executor(times=3),),
-        point=f"({SNAPSHOT}|the beginning)",
+    "executors, one after the other": Case(
+        (at(job="fb", iteration=7, partition=1).kill_executor(times=2),),
+        (SNAPSHOT, f"({SNAPSHOT}|{BEGINNING})"),
     ),
-    "executor, compressed": Case(
-        (at(job="sync", iteration=6, partition=0).kill_executor(),),
-        {"compression": sparkdl.PowerSGD(1)},
-    ),
-    "slabs, clipped and averaged": Case(
+    "slabs and an executor, with all that a state can hold": Case(
         (
-            at(job="fb", iteration=5, partition=1).delete_slabs(),
-            at(job="sync", iteration=7, partition=0).delete_slabs(),
+            at(job="fb", iteration=4, partition=1).delete_slabs(),
+            at(job="sync", iteration=6, partition=0).kill_executor(),
         ),
-        {"clip_norm": 0.5, "ema": 0.9},
+        changes={"compression": sparkdl.PowerSGD(1), "clip_norm": 0.5, "ema": 0.9},
     ),
-    "executor, checkpoints only": Case(
-        (at(job="sync", iteration=6, partition=0).kill_executor(),),
-        snapshots="off",
-        point="the checkpoint after iteration 4",
-        checkpoints=True,
-    ),
-    "executor, nothing kept": Case(
-        (at(job="fb", iteration=4, partition=1).kill_executor(),),
-        snapshots="off",
-        point="the beginning",
+    "no snapshots": Case(
+        (
+            at(job="fb", iteration=3, partition=1).kill_executor(),
+            at(job="sync", iteration=6, partition=0).kill_executor(),
+        ),
+        (BEGINNING, "the checkpoint after iteration 4"),
+        snapshots=False,
     ),
 }
 
@@ -87,19 +81,20 @@ def main() -> None:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("sparkdl").addHandler(handler)
-    settings = {"spark.sparkdl.slab.dir": "slabs", "spark.task.maxFailures": "8"}
+    settings = {**PATIENT, "spark.sparkdl.slab.dir": "slabs"}
     results = {}
     with session(given["master"], **settings) as spark:
         for name, case in CASES.items():
             lines.clear()
             wait_for_executors(spark.sparkContext, 2)
-            spark.sparkContext._conf.set("spark.sparkdl.snapshot.seconds", case.snapshots)
+            often = "0" if case.snapshots else "off"
+            spark.sparkContext._conf.set("spark.sparkdl.snapshot.seconds", often)
             notes = Path(given["notes"], name)
             armed = tuple(fault.into(notes) for fault in case.faults)
-            folder, often = notes / "checkpoints", sparkdl.every(4)
-            kept = sparkdl.Checkpoint(folder, every=often, keep=2) if case.checkpoints else None
+            checkpoint = sparkdl.Checkpoint(notes / "checkpoints", every=sparkdl.every(4))
+            kept = {} if case.snapshots else {"checkpoint": checkpoint}
             results[name] = {
-                "outcome": fit(spark, case, armed, checkpoint=kept),
+                "outcome": fit(spark, case, armed, **kept),
                 "struck": [len(fault.told()) for fault in armed],
                 "log": list(lines),
                 "persisted": spark.sparkContext._jsc.getPersistentRDDs().size(),
