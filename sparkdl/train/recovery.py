@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from sparkdl.data.batches import EpochPlan
-from sparkdl.errors import CheckpointError, StateLostError, TrainingError
+from sparkdl.errors import CheckpointError, StalledError, StateLostError, TrainingError
 from sparkdl.step.compressing import ReadResiduals
 from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.plan import SlicePlan
@@ -185,7 +185,7 @@ class Recovering:
         before, snapshot = self._snapshot, None
         try:
             snapshot = self._engine.take_snapshot()
-        except StateLostError:
+        except (StateLostError, StalledError):
             raise
         except TrainingError as error:
             logger.warning("no snapshot could be taken: %s", str(error).partition("\n")[0])
@@ -219,6 +219,8 @@ class Recovering:
             try:
                 self._engine.forget()
                 point.load()
+            except StalledError:  # so would every other point, after as long a wait
+                raise
             except (TrainingError, CheckpointError) as error:
                 if tries[point] >= TRIES and point is not self._beginning:
                     self._give_up(point, error)
