@@ -231,6 +231,7 @@ class Recovering:
                 self._repeat(point.done)
             except StateLostError:  # again, while it was being brought back
                 continue
+            self._due = time.monotonic()  # of the snapshot that it came from, a copy may be gone
             repeated = sum(asked is not None for asked in self._log.since(point.done))
             logger.warning(
                 "%s. Went on from %s and repeated %d iteration%s: %.1f s.",

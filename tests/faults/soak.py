@@ -3,8 +3,10 @@
     python tests/faults/soak.py [--iterations 2000] [--every 6] [--seed 0]
 
 A script of its own for the long form; tests/faults/test_soak.py runs a short one. Two executors with
-slab roots of their own, snapshots every second. A thread of the driver strikes every few seconds, at a
-moment and a victim drawn from a seed: a Python worker, an executor's JVM, or a node's slabs.
+slab roots of their own, snapshots every second, a checkpoint every 50 iterations: where both
+executors are killed within seconds, all snapshots are gone. A thread of the driver strikes every few
+seconds, at a moment and a victim drawn from a seed: a Python worker, an executor's JVM, or a node's
+slabs.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +144,9 @@ def soak(master: str, iterations: int, every: float, seed: int) -> dict[str, Any
         strikes = Strikes(context.applicationId, every, seed, lambda: len(memory.seconds))
         strikes.start()
         started = time.perf_counter()
-        trained = partial(trainer, 2, iterations=iterations)(callbacks=[memory]).fit(
-            frame(spark, 2)
-        )
+        kept = sparkdl.Checkpoint(Path.cwd() / "checkpoints", every=sparkdl.every(50))
+        run = trainer(2, iterations=iterations, callbacks=[memory], checkpoint=kept)
+        trained = run.fit(frame(spark, 2))
         seconds = time.perf_counter() - started
         strikes.stop()
         left = {
