@@ -28,9 +28,9 @@ DYNAMIC = {
     "spark.dynamicAllocation.initialExecutors": "2",
 }
 IDLE = {
-    "spark.dynamicAllocation.executorIdleTimeout": "2s",
-    "spark.dynamicAllocation.cachedExecutorIdleTimeout": "3s",
-    "spark.dynamicAllocation.shuffleTracking.timeout": "3s",
+    "spark.dynamicAllocation.executorIdleTimeout": "8s",
+    "spark.dynamicAllocation.cachedExecutorIdleTimeout": "8s",
+    "spark.dynamicAllocation.shuffleTracking.timeout": "8s",
 }
 Wait = Callable[[int], None]
 REPLICAS = 3
@@ -149,7 +149,7 @@ def test_one_executor_is_lost_for_good_and_one_is_gained(tmp_path, undisturbed, 
 @WAYS
 def test_dynamic_allocation_takes_idle_executors_away(tmp_path, undisturbed, way):
     """The driver has something else to do for a while, and Spark gives idle executors back."""
-    pauses = {8: 15.0, 20: 15.0}
+    pauses = {8: 20.0}
     result, executors = train(
         tmp_path, way, 2, lambda cluster, wait: None, pauses, **DYNAMIC, **IDLE
     )
@@ -173,7 +173,7 @@ def test_idle_executors_leave_their_blocks_to_the_shuffle_service(tmp_path, undi
         "bytes",
         1,
         lambda cluster, wait: None,
-        {8: 15.0, 20: 15.0},
+        {8: 20.0},
         service,
         cores=2,
         **DYNAMIC,
