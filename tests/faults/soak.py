@@ -12,6 +12,7 @@ slabs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import random
@@ -117,6 +118,16 @@ def held(root: Path) -> bool:
     return any(processes.alive(int(mark.name.split(".")[2])) for mark in root.glob("alive.*"))
 
 
+def started_here() -> list[int]:
+    """Executors, and the daemons and Python workers below them: they work in folders of their own."""
+    found = []
+    for pid in processes.all_pids():
+        with contextlib.suppress(OSError):
+            if Path(os.readlink(f"/proc/{pid}/cwd")).is_relative_to(Path.cwd() / "spark" / "work"):
+                found.append(pid)
+    return found
+
+
 def resident(pid: int) -> float:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
@@ -153,9 +164,8 @@ def soak(master: str, iterations: int, every: float, seed: int) -> dict[str, Any
             "slabs": [str(root) for root in roots() if held(root)],
             "persisted": context._jsc.getPersistentRDDs().size(),
         }
-        application = context.applicationId
     deadline = time.monotonic() + 30
-    while processes.executors(application) and time.monotonic() < deadline:
+    while started_here() and time.monotonic() < deadline:
         time.sleep(0.2)
     return {
         **outcome(trained),
@@ -165,7 +175,7 @@ def soak(master: str, iterations: int, every: float, seed: int) -> dict[str, Any
         "recoveries": [line for line in logged if "Went on from" in line],
         "driver MB": [list(ends([m[i] for m in memory.megabytes])) for i in range(2)],
         "iteration ms": [1000 * value for value in ends(memory.seconds)],
-        "left": left | {"executors": processes.executors(application)},
+        "left": left | {"processes": started_here()},
     }
 
 
