@@ -175,6 +175,17 @@ def test_a_snapshot_that_cannot_be_taken_stops_nothing(caplog):
     assert set(caplog.messages) == {"no snapshot could be taken: no space"}
 
 
+def test_a_snapshot_is_taken_after_a_recovery():
+    """Of the one that it came from, a copy may be gone."""
+    engine = Engine()
+    recovering = Recovering(engine, 1000.0)
+    recovering.start()
+    assert "snapshot" not in recovering.step(iteration(0)).seconds
+    engine.losses = frozenset([engine.calls])
+    assert "snapshot" in recovering.step(iteration(1)).seconds
+    assert "snapshot" not in recovering.step(iteration(2)).seconds
+
+
 def test_a_wait_that_was_too_long_is_waited_once():
     """Every other point, and the next iteration, would have to wait as long."""
     engine = Engine()
