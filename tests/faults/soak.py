@@ -33,7 +33,7 @@ from harness.faulty import frame, outcome, trainer
 
 import sparkdl
 
-GAP = 10
+GAP, LOOKS = 10, 20
 STEADY = 0.1
 """Of the iterations: at either end, compared with each other."""
 SETTINGS = {
@@ -96,16 +96,22 @@ def parent_of(pid: int) -> int:
 
 
 class Memory(sparkdl.Callback):
-    """Resident MB of the driver's two processes, and seconds, after every iteration."""
+    """Of the driver: resident MB of its Python and seconds, after every iteration; the MB of its JVM's
+    heap that are in use after a collection, ``LOOKS`` times."""
 
-    def __init__(self, jvm: int) -> None:
-        self._pids = (os.getpid(), jvm)
-        self.megabytes: list[tuple[float, ...]] = []
+    def __init__(self, context: Any, iterations: int) -> None:
+        self._jvm, self._every = context._jvm, max(1, iterations // LOOKS)
+        self.python: list[float] = []
+        self.heap: list[float] = []
         self.seconds: list[float] = []
 
     def on_iteration_end(self, trainer: Any, state: Any) -> None:
-        self.megabytes.append(tuple(map(resident, self._pids)))
+        self.python.append(resident(os.getpid()))
         self.seconds.append(state.timings["iteration"])
+        if state.iteration % self._every == 0:
+            self._jvm.System.gc()
+            runtime = self._jvm.java.lang.Runtime.getRuntime()
+            self.heap.append((runtime.totalMemory() - runtime.freeMemory()) / (1 << 20))
 
 
 def roots() -> list[Path]:
@@ -150,8 +156,7 @@ def soak(master: str, iterations: int, every: float, seed: int) -> dict[str, Any
     logging.getLogger("sparkdl").addHandler(handler)
     with session(master, **PATIENT, **SETTINGS) as spark:
         context = spark.sparkContext
-        jvm = int(context._jvm.java.lang.ProcessHandle.current().pid())
-        memory = Memory(jvm)
+        memory = Memory(context, iterations)
         strikes = Strikes(context.applicationId, every, seed, lambda: len(memory.seconds))
         strikes.start()
         started = time.perf_counter()
@@ -173,7 +178,7 @@ def soak(master: str, iterations: int, every: float, seed: int) -> dict[str, Any
         "seconds": seconds,
         "strikes": dict(strikes.done),
         "recoveries": [line for line in logged if "Went on from" in line],
-        "driver MB": [list(ends([m[i] for m in memory.megabytes])) for i in range(2)],
+        "driver MB": [ends(memory.python), ends(memory.heap)],
         "iteration ms": [1000 * value for value in ends(memory.seconds)],
         "left": left | {"processes": started_here()},
     }
@@ -218,9 +223,10 @@ def main() -> None:
         f"{found['iterations']} iterations in {found['seconds']:.0f} s, faults: {found['strikes']}"
     )
     print(f"recoveries from lost state: {len(found['recoveries'])}; equal to the bit: {same}")
-    (python, java), iteration = found["driver MB"], found["iteration ms"]
+    (python, heap), iteration = found["driver MB"], found["iteration ms"]
     print(
-        f"driver's Python, MB: {python[0]:.0f} -> {python[1]:.0f}; JVM: {java[0]:.0f} -> {java[1]:.0f}"
+        f"driver's Python, MB: {python[0]:.0f} -> {python[1]:.0f}; live in its JVM's heap: "
+        f"{heap[0]:.0f} -> {heap[1]:.0f}"
     )
     print(f"median iteration, ms: {iteration[0]:.0f} -> {iteration[1]:.0f}; left: {found['left']}")
     sys.exit(not same)
