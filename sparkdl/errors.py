@@ -47,6 +47,10 @@ class StateLostError(TrainingError):
     """The state of a slice is out of reach: its node died or its slab was deleted."""
 
 
+class StalledError(TrainingError):
+    """Nothing happened in a job for ``spark.sparkdl.timeout.seconds``; says who was waited for."""
+
+
 class CheckpointError(SparkdlError, RuntimeError):
     """A checkpoint cannot be written, found or read; says which path and why."""
 

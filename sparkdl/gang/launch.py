@@ -15,7 +15,7 @@ from py4j.protocol import Py4JError
 from pyspark import SparkContext, cloudpickle
 from pyspark.core.rdd import RDD
 
-from sparkdl.errors import ParameterError, SessionError, StateLostError, TrainingError
+from sparkdl.errors import ParameterError, SessionError, StalledError, StateLostError, TrainingError
 from sparkdl.frames import map_frames, shuffle_frames, stage_name
 from sparkdl.gang.channel import Channel, ChannelError, Listener
 from sparkdl.gang.group import form_group
@@ -114,7 +114,7 @@ class Gang:
 
     def _incomplete(self, missing: Sequence[int]) -> None:
         self.close()
-        raise TrainingError(
+        raise StalledError(
             f"the gang did not come together in {self._timeout:g} s: rank{'s' * (len(missing) > 1)} "
             f"{', '.join(map(str, missing))} of {self.size} did not come."
         )
@@ -204,7 +204,7 @@ class Gang:
             )
         late = [rank for rank in range(self.size) if rank not in answered]
         self.close()
-        raise TrainingError(
+        raise StalledError(
             f"{doing}: waited {self._timeout:g} s for "
             f"{', '.join(f'rank {rank} on {hosts[rank]}' for rank in late)}. Where it takes so long by "
             "right, raise the timeout."

@@ -77,6 +77,9 @@ def _load_recipe(run: Run) -> Recipe:
     root = open_root(run.slab)
     if root is None:
         raise StaleReferenceError(f"this node has no slab root {run.slab.name}")
-    recipe = pickle.loads(read_private(root.directories[0] / "recipe"))
+    try:
+        recipe = pickle.loads(read_private(root.directories[0] / "recipe"))
+    except FileNotFoundError:  # the root was deleted, and is there anew
+        raise StaleReferenceError(f"the recipe in {root.directories[0]} was deleted") from None
     assert isinstance(recipe, Recipe)
     return recipe

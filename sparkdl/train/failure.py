@@ -9,7 +9,13 @@ from collections.abc import Iterator
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 
-from sparkdl.errors import DataError, StaleReferenceError, StateLostError, TrainingError
+from sparkdl.errors import (
+    DataError,
+    StaleReferenceError,
+    StalledError,
+    StateLostError,
+    TrainingError,
+)
 from sparkdl.frames import PLACE
 from sparkdl.train.watch import WAITED
 
@@ -28,13 +34,19 @@ _JAVA_CLASS = re.compile(r"^(:? ?(java|org)\.[\w.]+: )+")
 @contextlib.contextmanager
 def faults_explained(doing: str) -> Iterator[None]:
     """Turn a failed Spark job into one :class:`TrainingError` that says what, where and why; into a
-    :class:`StateLostError` where its tasks found slabs deleted."""
+    :class:`StateLostError` where its tasks found slabs deleted, a :class:`StalledError` where nothing
+    happened in it."""
     try:
         yield
     except (Py4JError, PySparkException) as error:
         reason = explain(str(error))
-        kind = StateLostError if _DELETED in reason.partition("\n")[0] else TrainingError
-        raise kind(f"{doing}: {reason}") from None
+        raise _kind(reason)(f"{doing}: {reason}") from None
+
+
+def _kind(reason: str) -> type[TrainingError]:
+    if reason.startswith(WAITED):
+        return StalledError
+    return StateLostError if _DELETED in reason.partition("\n")[0] else TrainingError
 
 
 @contextlib.contextmanager
@@ -46,7 +58,9 @@ def reading_explained() -> Iterator[None]:
     except (Py4JError, PySparkException) as error:
         text = str(error)
         if isinstance(error, Py4JError) or "sparkdl.errors." in text:
-            raise TrainingError(f"reading the data: {of_query(explain(text))}") from None
+            reason = of_query(explain(text))
+            kind = StalledError if reason.startswith(WAITED) else TrainingError
+            raise kind(f"reading the data: {reason}") from None
         told = explain(text) if _TRACE.search(text) else of_query(text)
         raise DataError(
             f"the data cannot be read: {told.rstrip('. ')}{chr(10) if chr(10) in told else '. '}"

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from sparkdl.data.batches import EpochPlan
-from sparkdl.errors import CheckpointError, StateLostError, TrainingError
+from sparkdl.errors import CheckpointError, StalledError, StateLostError, TrainingError
 from sparkdl.step.compressing import ReadResiduals
 from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.plan import SlicePlan
@@ -184,7 +184,7 @@ class Recovering:
         before, snapshot = self._snapshot, None
         try:
             snapshot = self._engine.take_snapshot()
-        except StateLostError:
+        except (StateLostError, StalledError):
             raise
         except TrainingError as error:
             logger.warning("no snapshot could be taken: %s", str(error).partition("\n")[0])
@@ -218,6 +218,8 @@ class Recovering:
             try:
                 self._engine.forget()
                 point.load()
+            except StalledError:  # so would every other point, after as long a wait
+                raise
             except (TrainingError, CheckpointError) as error:
                 if tries[point] >= TRIES and point is not self._beginning:
                     self._give_up(point, error)
@@ -228,6 +230,7 @@ class Recovering:
                 self._repeat(point.done)
             except StateLostError:  # again, while it was being brought back
                 continue
+            self._due = time.monotonic()  # of the snapshot that it came from, a copy may be gone
             repeated = sum(asked is not None for asked in self._log.since(point.done))
             logger.warning(
                 "%s. Went on from %s and repeated %d iteration%s: %.1f s.",

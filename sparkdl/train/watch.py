@@ -76,12 +76,16 @@ class Watch:
                 ]
         if len(waited) > MOST:
             waited[MOST:] = [f"{len(waited) - MOST} more"]
-        executors = self._context._jsc.sc().getExecutorMemoryStatus().size() - 1
-        whom = ", ".join(waited) or (
-            f"a free executor: {executors} are there, and no task of the job runs"
-        )
+        executors = self._context._jsc.sc().getExecutorMemoryStatus().size() - 1  # and the driver
+        if waited:
+            whom, who = ", ".join(waited), "tasks take"
+        elif executors:
+            whom = f"a free executor: {executors} are there, and no task of the job runs"
+            who = "others keep them"
+        else:
+            whom, who = "an executor: none is there, so that no task can run", "the cluster takes"
         reason = (
-            f"{WAITED} {self._seconds:g} s for {whom}. Nothing happened meanwhile. Where tasks take "
+            f"{WAITED} {self._seconds:g} s for {whom}. Nothing happened meanwhile. Where {who} "
             "so long by right, raise spark.sparkdl.timeout.seconds."
         )
         self._context._jsc.sc().cancelJobGroup(self._group, reason)

@@ -1,183 +1,102 @@
-"""Script: train while executors are killed, whose slab roots go with them; what came of it."""
+"""Script: train while state is lost with executors, or with their slabs; what came of it."""
 
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-import signal
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
-from pyspark import TaskContext
-from torch import nn
+from harness import faulty, processes
+from harness.cluster import PATIENT
+from harness.inject import Fault, at
 
 import sparkdl
 
-WIDTH, CLASSES, ITERATIONS = 8, 4, 12
+REPLICAS, ITERATIONS = 2, 8
+SNAPSHOT = r"the snapshot after iteration \d+"
+BEGINNING = "the beginning"
 
 
 @dataclass(frozen=True)
-class Loss:
-    """What happens, once, in the task of ``partition`` when ``job`` is in iteration ``iteration``.
+class Case:
+    """``points``: patterns of where the run goes on from, each of them at least once."""
 
-    "executor": its slab root is deleted and its JVM killed, as when a container ends. "slabs": the
-    root alone is deleted, under a running job.
-    """
-
-    kind: str
-    job: str
-    iteration: int
-    partition: int
-    folder: str
-
-    def strike(self, job: str, iteration: int) -> None:
-        context = TaskContext.get()
-        here = context is not None and context.partitionId() == self.partition
-        if not here or (job, iteration) != (self.job, self.iteration):
-            return
-        note = Path(self.folder, f"{self.kind}-{job}-{iteration}-{self.partition}")
-        try:
-            os.close(os.open(note, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return
-        for root in Path("slabs").glob("sparkdl-*"):
-            shutil.rmtree(root)
-        if self.kind == "executor":
-            os.kill(_jvm(), signal.SIGKILL)
-            time.sleep(60)
-
-
-def _jvm() -> int:
-    """The executor: the parent of the daemon that forked this worker."""
-    daemon = Path(f"/proc/{os.getppid()}/stat").read_text()
-    return int(daemon.rpartition(")")[2].split()[1])
-
-
-class Model(nn.Module):
-    def __init__(self, losses: tuple[Loss, ...]) -> None:
-        super().__init__()
-        self.losses = losses
-        self.layers = nn.Sequential(
-            nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, CLASSES)
-        )
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += self.training
-        for loss in self.losses:
-            loss.strike("forward-backward", int(self.calls))
-        return self.layers(x)
-
-
-class Adam(torch.optim.Adam):
-    def __init__(self, params, lr: float = 1e-3, losses: tuple[Loss, ...] = ()) -> None:
-        super().__init__(params, lr=lr)
-        self.losses = losses
-
-    def step(self, closure=None):
-        result = super().step(closure)
-        count = max((int(state["step"]) for state in self.state.values()), default=0)
-        for loss in self.losses:
-            loss.strike("synchronization", count)
-        return result
-
-
-def trainer(losses: tuple[Loss, ...] = (), **changes) -> sparkdl.Trainer:
-    values = {
-        "model": partial(Model, losses),
-        "loss": nn.CrossEntropyLoss(),
-        "optimizer": partial(Adam, lr=1e-2, losses=losses),
-        "schedule": partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=ITERATIONS),
-        "batch_size": 16,
-        "replicas": 2,
-        "stop": sparkdl.max_iteration(ITERATIONS),
-        "seed": 2,
-    }
-    return sparkdl.Trainer(**{**values, **changes})
-
-
-def frame(spark):
-    generator = np.random.default_rng(1)
-    rows = [
-        (generator.normal(size=WIDTH).tolist(), int(generator.integers(CLASSES))) for _ in range(60)
-    ]
-    records = spark.sparkContext.parallelize(rows, 3)
-    return spark.createDataFrame(records, "features array<float>, label long")
+    faults: tuple[Fault, ...]
+    points: tuple[str, ...] = (SNAPSHOT,)
+    changes: dict[str, Any] = field(default_factory=dict)
+    snapshots: bool = True
 
 
 CASES = {
-    "executor in forward-backward": [("executor", "forward-backward", 7, 1)],
-    "executor in synchronization": [("executor", "synchronization", 6, 0)],
-    "executors three times": [
-        ("executor", "forward-backward", 4, 0),
-        ("executor", "synchronization", 5, 1),
-        ("executor", "forward-backward", 9, 1),
-    ],
-    "slabs": [("slabs", "forward-backward", 5, 1), ("slabs", "synchronization", 8, 0)],
+    # Before a new executor is there, a snapshot has one copy, which the next kill may take.
+    "executors, one after the other": Case(
+        (at(job="fb", iteration=7, partition=1).kill_executor(times=2),),
+        (SNAPSHOT, f"({SNAPSHOT}|{BEGINNING})"),
+    ),
+    "slabs and an executor, with all that a state can hold": Case(
+        (
+            at(job="fb", iteration=4, partition=1).delete_slabs(),
+            at(job="sync", iteration=6, partition=0).kill_executor(),
+        ),
+        changes={"compression": sparkdl.PowerSGD(1), "clip_norm": 0.5, "ema": 0.9},
+    ),
+    "no snapshots": Case(
+        (
+            at(job="fb", iteration=3, partition=1).kill_executor(),
+            at(job="sync", iteration=6, partition=0).kill_executor(),
+        ),
+        (BEGINNING, "the checkpoint after iteration 4"),
+        snapshots=False,
+    ),
 }
-WAYS = {
-    "compressed": {"compression": sparkdl.PowerSGD(1)},
-    "clip_norm": {"clip_norm": 0.5, "ema": 0.9},
-}
+
+
+def fit(spark, case: Case, faults: tuple[Fault, ...] = (), **changes) -> dict:
+    """What must be equal, to the bit."""
+    from launch import digest
+
+    df = faulty.frame(spark, REPLICAS)
+    schedule = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=ITERATIONS)
+    validation = sparkdl.Validation(df, every=sparkdl.every(4), best="loss")
+    values = {"schedule": schedule, "validation": validation, **case.changes, **changes}
+    trained = faulty.trainer(REPLICAS, faults, ITERATIONS, **values).fit(df)
+    return {**faulty.outcome(trained), "best": digest(trained.best.module)}
 
 
 def wait_for_executors(context, count: int) -> None:
     """Until those that were killed are replaced: a snapshot's copies need two."""
-    deadline = time.monotonic() + 60
-    while context._jsc.sc().getExecutorMemoryStatus().size() != count + 1:  # and the driver
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-class Records(logging.Handler):
-    """What is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+    status = context._jsc.sc()
+    processes.wait_until(
+        lambda: status.getExecutorMemoryStatus().size() == count + 1, 60, "new executors"
+    )  # and the driver
 
 
 def main() -> None:
-    from launch import answer, digest, session, spec
+    from launch import answer, session, spec
 
-    given, log = spec(), Records()
-    logging.getLogger("sparkdl").addHandler(log)
-    settings = {
-        "spark.sparkdl.slab.dir": "slabs",
-        "spark.sparkdl.snapshot.seconds": given["snapshots"],
-        "spark.task.maxFailures": "8",
-    }
+    given, lines = spec(), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sparkdl").addHandler(handler)
+    settings = {**PATIENT, "spark.sparkdl.slab.dir": "slabs"}
     results = {}
     with session(given["master"], **settings) as spark:
-        df = frame(spark)
-        for name in given["cases"]:
-            way, _, losses = name.rpartition(": ")
-            notes = Path(given["notes"], name)
-            notes.mkdir(parents=True)
-            log.lines.clear()
+        for name, case in CASES.items():
+            lines.clear()
             wait_for_executors(spark.sparkContext, 2)
-            struck = tuple(Loss(*loss, str(notes)) for loss in CASES[losses])
-            changes = dict(WAYS.get(way, {}))
-            changes["validation"] = sparkdl.Validation(df, every=sparkdl.every(4), best="loss")
-            if given["checkpoints"]:
-                folder = notes / "checkpoints"
-                changes["checkpoint"] = sparkdl.Checkpoint(folder, every=sparkdl.every(4), keep=2)
-            trained = trainer(struck, **changes).fit(df)
+            often = "0" if case.snapshots else "off"
+            spark.sparkContext._conf.set("spark.sparkdl.snapshot.seconds", often)
+            notes = Path(given["notes"], name)
+            armed = tuple(fault.into(notes) for fault in case.faults)
+            checkpoint = sparkdl.Checkpoint(notes / "checkpoints", every=sparkdl.every(4))
+            kept = {} if case.snapshots else {"checkpoint": checkpoint}
             results[name] = {
-                "digest": digest(trained.module),
-                "best": digest(trained.best.module),
-                "losses": trained.history.losses,
-                "validations": trained.history.validations,
-                "struck": sorted(path.name for path in notes.glob("[es]*-*")),
-                "log": list(log.lines),
+                "outcome": fit(spark, case, armed, **kept),
+                "struck": [len(fault.told()) for fault in armed],
+                "log": list(lines),
                 "persisted": spark.sparkContext._jsc.getPersistentRDDs().size(),
             }
     answer(results)

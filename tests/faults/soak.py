@@ -3,13 +3,16 @@
     python tests/faults/soak.py [--iterations 2000] [--every 6] [--seed 0]
 
 A script of its own for the long form; tests/faults/test_soak.py runs a short one. Two executors with
-slab roots of their own, snapshots every second. A thread of the driver strikes every few seconds, at a
-moment and a victim drawn from a seed: a Python worker, an executor's JVM, or a node's slabs.
+slab roots of their own, snapshots every second, a checkpoint every 50 iterations: where both
+executors are killed within seconds, all snapshots are gone. A thread of the driver strikes every few
+seconds, at a moment and a victim drawn from a seed: a Python worker, an executor's JVM, or a node's
+slabs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import random
@@ -21,7 +24,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from harness.faulty import frame, outcome, trainer
 
 import sparkdl
 
-GAP = 10
+GAP, LOOKS = 10, 20
 STEADY = 0.1
 """Of the iterations: at either end, compared with each other."""
 SETTINGS = {
@@ -94,16 +96,22 @@ def parent_of(pid: int) -> int:
 
 
 class Memory(sparkdl.Callback):
-    """Resident MB of the driver's two processes, and seconds, after every iteration."""
+    """Of the driver: resident MB of its Python and seconds, after every iteration; the MB of its JVM's
+    heap that are in use after a collection, ``LOOKS`` times."""
 
-    def __init__(self, jvm: int) -> None:
-        self._pids = (os.getpid(), jvm)
-        self.megabytes: list[tuple[float, ...]] = []
+    def __init__(self, context: Any, iterations: int) -> None:
+        self._jvm, self._every = context._jvm, max(1, iterations // LOOKS)
+        self.python: list[float] = []
+        self.heap: list[float] = []
         self.seconds: list[float] = []
 
     def on_iteration_end(self, trainer: Any, state: Any) -> None:
-        self.megabytes.append(tuple(map(resident, self._pids)))
+        self.python.append(resident(os.getpid()))
         self.seconds.append(state.timings["iteration"])
+        if state.iteration % self._every == 0:
+            self._jvm.System.gc()
+            runtime = self._jvm.java.lang.Runtime.getRuntime()
+            self.heap.append((runtime.totalMemory() - runtime.freeMemory()) / (1 << 20))
 
 
 def roots() -> list[Path]:
@@ -114,6 +122,16 @@ def roots() -> list[Path]:
 def held(root: Path) -> bool:
     """Whether its executor lives: what a killed one kept in a folder of its own goes with that."""
     return any(processes.alive(int(mark.name.split(".")[2])) for mark in root.glob("alive.*"))
+
+
+def started_here() -> list[int]:
+    """Executors, and the daemons and Python workers below them: they work in folders of their own."""
+    found = []
+    for pid in processes.all_pids():
+        with contextlib.suppress(OSError):
+            if Path(os.readlink(f"/proc/{pid}/cwd")).is_relative_to(Path.cwd() / "spark" / "work"):
+                found.append(pid)
+    return found
 
 
 def resident(pid: int) -> float:
@@ -138,23 +156,21 @@ def soak(master: str, iterations: int, every: float, seed: int) -> dict[str, Any
     logging.getLogger("sparkdl").addHandler(handler)
     with session(master, **PATIENT, **SETTINGS) as spark:
         context = spark.sparkContext
-        jvm = int(context._jvm.java.lang.ProcessHandle.current().pid())
-        memory = Memory(jvm)
+        memory = Memory(context, iterations)
         strikes = Strikes(context.applicationId, every, seed, lambda: len(memory.seconds))
         strikes.start()
         started = time.perf_counter()
-        trained = partial(trainer, 2, iterations=iterations)(callbacks=[memory]).fit(
-            frame(spark, 2)
-        )
+        kept = sparkdl.Checkpoint(Path.cwd() / "checkpoints", every=sparkdl.every(50))
+        run = trainer(2, iterations=iterations, callbacks=[memory], checkpoint=kept)
+        trained = run.fit(frame(spark, 2))
         seconds = time.perf_counter() - started
         strikes.stop()
         left = {
             "slabs": [str(root) for root in roots() if held(root)],
             "persisted": context._jsc.getPersistentRDDs().size(),
         }
-        application = context.applicationId
     deadline = time.monotonic() + 30
-    while processes.executors(application) and time.monotonic() < deadline:
+    while started_here() and time.monotonic() < deadline:
         time.sleep(0.2)
     return {
         **outcome(trained),
@@ -162,9 +178,9 @@ def soak(master: str, iterations: int, every: float, seed: int) -> dict[str, Any
         "seconds": seconds,
         "strikes": dict(strikes.done),
         "recoveries": [line for line in logged if "Went on from" in line],
-        "driver MB": [list(ends([m[i] for m in memory.megabytes])) for i in range(2)],
+        "driver MB": [ends(memory.python), ends(memory.heap)],
         "iteration ms": [1000 * value for value in ends(memory.seconds)],
-        "left": left | {"executors": processes.executors(application)},
+        "left": left | {"processes": started_here()},
     }
 
 
@@ -207,9 +223,10 @@ def main() -> None:
         f"{found['iterations']} iterations in {found['seconds']:.0f} s, faults: {found['strikes']}"
     )
     print(f"recoveries from lost state: {len(found['recoveries'])}; equal to the bit: {same}")
-    (python, java), iteration = found["driver MB"], found["iteration ms"]
+    (python, heap), iteration = found["driver MB"], found["iteration ms"]
     print(
-        f"driver's Python, MB: {python[0]:.0f} -> {python[1]:.0f}; JVM: {java[0]:.0f} -> {java[1]:.0f}"
+        f"driver's Python, MB: {python[0]:.0f} -> {python[1]:.0f}; live in its JVM's heap: "
+        f"{heap[0]:.0f} -> {heap[1]:.0f}"
     )
     print(f"median iteration, ms: {iteration[0]:.0f} -> {iteration[1]:.0f}; left: {found['left']}")
     sys.exit(not same)

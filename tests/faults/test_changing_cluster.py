@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,8 +24,13 @@ DECOMMISSION = {
 }
 DYNAMIC = {
     "spark.dynamicAllocation.enabled": "true",
-    "spark.dynamicAllocation.shuffleTracking.enabled": "true",
     "spark.dynamicAllocation.minExecutors": "1",
+    "spark.dynamicAllocation.initialExecutors": "2",
+}
+IDLE = {
+    "spark.dynamicAllocation.executorIdleTimeout": "8s",
+    "spark.dynamicAllocation.cachedExecutorIdleTimeout": "8s",
+    "spark.dynamicAllocation.shuffleTracking.timeout": "8s",
 }
 Wait = Callable[[int], None]
 REPLICAS = 3
@@ -43,17 +49,20 @@ def train(
     change: Callable[[Standalone, Wait], None],
     pauses: dict[int, float],
     of_workers: dict[str, str] | None = None,
+    slow: int = 0,
+    cores: int = 1,
     **settings: str,
 ) -> tuple[dict, list[int]]:
     """The outcome, and the executors after each iteration. ``change`` is called when the driver is
-    started, with a function that waits for the end of an iteration."""
+    started, with a function that waits for the end of an iteration. In iteration ``slow`` tasks wait
+    for one that is slow; ``cores``: of a worker, whose executors have one each."""
     told = folder / "told"
 
     def lines() -> list[str]:
         return told.read_text().splitlines() if told.exists() else []
 
     with (
-        Standalone(workers, 1, folder / "cluster", settings=of_workers or {}) as cluster,
+        Standalone(workers, cores, folder / "cluster", settings=of_workers or {}) as cluster,
         ThreadPoolExecutor(1) as pool,
     ):
         running = pool.submit(
@@ -64,6 +73,8 @@ def train(
             told=str(told),
             replicas=REPLICAS,
             pauses=pauses,
+            slow=slow,
+            notes=str(folder / "notes"),
             settings={
                 **PATIENT,
                 "spark.executor.cores": "1",
@@ -112,7 +123,7 @@ def test_a_worker_is_decommissioned(tmp_path, undisturbed, way):
 
 @WAYS
 def test_one_executor_is_lost_for_good_and_one_is_gained(tmp_path, undisturbed, way):
-    """With dynamic allocation, which asks for as many executors as there are tasks."""
+    """With dynamic allocation, which asks for another executor where tasks have waited for a second."""
 
     def change(cluster: Standalone, wait: Wait) -> None:
         wait(8)
@@ -125,9 +136,9 @@ def test_one_executor_is_lost_for_good_and_one_is_gained(tmp_path, undisturbed, 
         way,
         2,
         change,
-        {30: 15.0},
+        {25: 15.0},
+        slow=25,
         **DYNAMIC,
-        **{"spark.dynamicAllocation.initialExecutors": "2"},
     )
     assert result == undisturbed
     assert executors[0] == 2
@@ -138,19 +149,37 @@ def test_one_executor_is_lost_for_good_and_one_is_gained(tmp_path, undisturbed, 
 @WAYS
 def test_dynamic_allocation_takes_idle_executors_away(tmp_path, undisturbed, way):
     """The driver has something else to do for a while, and Spark gives idle executors back."""
+    pauses = {8: 20.0}
+    result, executors = train(
+        tmp_path, way, 2, lambda cluster, wait: None, pauses, **DYNAMIC, **IDLE
+    )
+    assert result == undisturbed
+    assert executors[0] == 2
+    assert 1 in executors
+
+
+def test_idle_executors_leave_their_blocks_to_the_shuffle_service(tmp_path, undisturbed):
+    """Two executors of a worker, whose service has their shuffle files and what they persisted on
+    disk: the snapshot."""
+    with socket.create_server(("", 0)) as free:
+        port = str(free.getsockname()[1])
+    service = {
+        "spark.shuffle.service.enabled": "true",
+        "spark.shuffle.service.port": port,
+        "spark.shuffle.service.fetch.rdd.enabled": "true",
+    }
     result, executors = train(
         tmp_path,
-        way,
-        2,
+        "bytes",
+        1,
         lambda cluster, wait: None,
-        {8: 15.0, 20: 15.0},
+        {8: 20.0},
+        service,
+        cores=2,
         **DYNAMIC,
-        **{
-            "spark.dynamicAllocation.initialExecutors": "2",
-            "spark.dynamicAllocation.executorIdleTimeout": "2s",
-            "spark.dynamicAllocation.cachedExecutorIdleTimeout": "3s",
-            "spark.dynamicAllocation.shuffleTracking.timeout": "3s",
-        },
+        **IDLE,
+        **service,
+        **{"spark.sparkdl.snapshot.seconds": "0"},
     )
     assert result == undisturbed
     assert executors[0] == 2

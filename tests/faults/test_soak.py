@@ -28,6 +28,6 @@ def test_random_faults_change_no_bit_and_leave_nothing(spark, tmp_path):
     assert {name: found[name] for name in expected} == expected
     assert sum(found["strikes"].values()) >= 3
     assert found["recoveries"]
-    assert found["left"] == {"slabs": [], "persisted": 0, "executors": []}
+    assert found["left"] == {"slabs": [], "persisted": 0, "processes": []}
     python, _ = found["driver MB"]
     assert python[1] < python[0] + 50

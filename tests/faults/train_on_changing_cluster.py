@@ -6,10 +6,13 @@ import time
 from pathlib import Path
 
 from harness.faulty import frame, outcome, trainer
+from harness.inject import at
 
 import sparkdl
 
-ITERATIONS, PER_EPOCH = 40, 4
+ITERATIONS = 40
+SLOW_SECONDS = 6.0
+"""Spark asks for another executor where tasks wait for a second."""
 
 
 class Tell(sparkdl.Callback):
@@ -32,9 +35,11 @@ def main() -> None:
 
     given = spec()
     pauses = {int(iteration): seconds for iteration, seconds in given["pauses"].items()}
+    slow = at(job="fb", iteration=given["slow"], partition=0).sleep(SLOW_SECONDS)
+    slow = slow.into(Path(given["notes"]))
     with session(given["master"], **given["settings"]) as spark:
         tell = Tell(Path(given["told"]), spark.sparkContext, pauses)
-        run = trainer(given["replicas"], iterations=ITERATIONS, callbacks=[tell])
+        run = trainer(given["replicas"], [slow], ITERATIONS, callbacks=[tell])
         answer(outcome(run.fit(frame(spark, given["replicas"]))))
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pyspark import cloudpickle
 
 import sparkdl
-from sparkdl import ParameterError, StateLostError, TrainingError
+from sparkdl import ParameterError, StalledError, StateLostError, TrainingError
 from sparkdl.gang import group
 
 pytestmark = [pytest.mark.gang, pytest.mark.spark]
@@ -144,7 +144,7 @@ def test_a_rank_that_takes_too_long_is_named(spark):
             time.sleep(60)
 
     began = time.monotonic()
-    with pytest.raises(TrainingError, match=r"^sleepy: waited 3 s for rank 0 on \S+\. Where it"):
+    with pytest.raises(StalledError, match=r"^sleepy: waited 3 s for rank 0 on \S+\. Where it"):
         sparkdl.gang.run(sleepy, ranks=RANKS, timeout=3.0)
     assert time.monotonic() - began < 30
 

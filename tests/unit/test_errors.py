@@ -11,6 +11,7 @@ from sparkdl.errors import DataError, ParameterError, UserError, nearest, raise_
 USER_ERRORS = ["ParameterError", "DataError", "ModelError", "SessionError", "TrustError"]
 FAULTS = [
     "TrainingError",
+    "StalledError",
     "StateLostError",
     "CheckpointError",
     "DamagedCheckpoint",
@@ -37,6 +38,7 @@ def test_a_fault_is_no_user_error(name: str) -> None:
 
 def test_the_kinds_of_faults() -> None:
     assert issubclass(errors.StateLostError, errors.TrainingError)
+    assert issubclass(errors.StalledError, errors.TrainingError)
     assert issubclass(errors.TrainingError, RuntimeError)
     assert issubclass(errors.SlabFullError, OSError)
 
@@ -51,7 +53,8 @@ def test_every_error_is_listed_here() -> None:
 
 
 def test_errors_for_users_are_at_the_top() -> None:
-    for name in ("SparkdlError", "UserError", "TrainingError", "StateLostError", *USER_ERRORS):
+    faults = ("TrainingError", "StalledError", "StateLostError")
+    for name in ("SparkdlError", "UserError", *faults, *USER_ERRORS):
         assert getattr(sparkdl, name) is getattr(errors, name)
 
 

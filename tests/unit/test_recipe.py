@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import random
 from functools import partial
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.errors import ModelError
+from sparkdl.errors import ModelError, StaleReferenceError
 from sparkdl.replica.recipe import Recipe, optimizer_class, seeded, weights_digest
+from sparkdl.replica.run import Run, install_recipe, open_replica
+from sparkdl.slab.root import SlabConfig, open_root, remove_root
 
 
 def random_net() -> nn.Module:
@@ -171,3 +174,21 @@ def test_a_function_is_given_the_module() -> None:
     optimizer = Recipe(module, torch.square, remember, 0).build_optimizer(module)
     assert given == [module]
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+# On a node
+
+
+@pytest.mark.parametrize("gone", ["the recipe", "the root"])
+def test_a_recipe_that_was_deleted_is_state_that_is_lost(tmp_path, gone) -> None:
+    """Not an error of the user's: it is put there again when the replicas are placed anew."""
+    slab = SlabConfig.new(str(tmp_path), f"app-{gone.split()[1]}")
+    run = Run(slab, 0, 1, 1, None, (1,), torch.get_num_threads())  # type: ignore[arg-type]
+    install_recipe(run, pickle.dumps(recipe(partial(nn.Linear, 3, 2))))
+    (directory,) = open_root(slab).directories
+    (directory / "recipe").unlink()
+    if gone == "the root":
+        remove_root(slab)
+    with pytest.raises(StaleReferenceError):
+        open_replica(run)
+    remove_root(slab)

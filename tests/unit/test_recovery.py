@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkdl.errors import CheckpointError, StateLostError, TrainingError
+from sparkdl.errors import CheckpointError, StalledError, StateLostError, TrainingError
 from sparkdl.train.engine import BEST, Iteration, StepResult
 from sparkdl.train.recovery import MAX_LOSSES, Log, Recovering
 
@@ -173,6 +173,39 @@ def test_a_snapshot_that_cannot_be_taken_stops_nothing(caplog):
     engine.full = True
     assert run(engine, 4, 0.0) == run(Engine(), 4, None)
     assert set(caplog.messages) == {"no snapshot could be taken: no space"}
+
+
+def test_a_snapshot_is_taken_after_a_recovery():
+    """Of the one that it came from, a copy may be gone."""
+    engine = Engine()
+    recovering = Recovering(engine, 1000.0)
+    recovering.start()
+    assert "snapshot" not in recovering.step(iteration(0)).seconds
+    engine.losses = frozenset([engine.calls])
+    assert "snapshot" in recovering.step(iteration(1)).seconds
+    assert "snapshot" not in recovering.step(iteration(2)).seconds
+
+
+def test_a_wait_that_was_too_long_is_waited_once():
+    """Every other point, and the next iteration, would have to wait as long."""
+    engine = Engine()
+    recovering = Recovering(engine, 0.0)
+    recovering.start()
+    recovering.step(iteration(0))
+    waits = []
+
+    def wait(*_):
+        waits.append(1)
+        raise StalledError("sparkdl waited")
+
+    engine.restore, engine.placed = wait, False
+    with pytest.raises(StalledError):
+        recovering.step(iteration(1))
+    engine.take_snapshot, engine.placed = wait, True
+    engine.start()
+    with pytest.raises(StalledError):
+        recovering.step(iteration(1))
+    assert len(waits) == 2
 
 
 def test_what_is_lost_again_and_again_is_an_error():
