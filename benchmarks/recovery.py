@@ -56,6 +56,13 @@ SPARKDL = {
         "spark.sparkdl.snapshot.seconds": "5",
     },
 }
+GANG = {
+    "gang, slabs gone, snapshots every 30 s": {"spark.sparkdl.slab.dir": "slabs"},
+    "gang, slabs gone, snapshots every 5 s": {
+        "spark.sparkdl.slab.dir": "slabs",
+        "spark.sparkdl.snapshot.seconds": "5",
+    },
+}
 DDP = {"DDP, from the start": False, "DDP, from a checkpoint each epoch": True}
 
 
@@ -116,7 +123,7 @@ class Tell(sparkdl.Callback):
         tell(self.path, state.iteration)
 
 
-def with_sparkdl(spark, iterations: int, progress: str) -> tuple[str, int]:
+def with_sparkdl(spark, iterations: int, progress: str, engine: str = "shuffle") -> tuple[str, int]:
     """The digest, and how often the user's program had to start again."""
     x, y = arrays()
     rows = [(a, b) for a, b in zip(x, y, strict=True)]
@@ -126,6 +133,7 @@ def with_sparkdl(spark, iterations: int, progress: str) -> tuple[str, int]:
         optimizer=partial(torch.optim.Adam, lr=1e-3),
         batch_size=BATCH,
         replicas=harness.RANKS,
+        engine=engine,
         stop=sparkdl.max_iteration(iterations),
         callbacks=[Tell(progress)],
     )
@@ -212,11 +220,13 @@ def arm(options: dict[str, Any]) -> dict[str, Any]:
         "spark.scheduler.minRegisteredResourcesRatio": "1.0",
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.driver.host": "127.0.0.1",
-        **SPARKDL.get(name, {}),
+        **(SPARKDL | GANG).get(name, {}),
     }
-    fit: Callable[..., tuple[str, int]] = (
-        with_sparkdl if name in SPARKDL else partial(with_ddp, keep=DDP[name])
-    )
+    fit: Callable[..., tuple[str, int]]
+    if name in DDP:
+        fit = partial(with_ddp, keep=DDP[name])
+    else:
+        fit = partial(with_sparkdl, engine="gang" if name in GANG else "shuffle")
     repeated = Repeated()
     logging.getLogger("sparkdl").addHandler(repeated)
     spark = harness.session(f"local-cluster[{harness.RANKS},1,2048]", **settings)
@@ -299,7 +309,7 @@ def main() -> None:
     iterations = 6 * PER_EPOCH if given.quick else 8 * PER_EPOCH
     rows = [
         launch(name=name, iterations=iterations)
-        for name in [*SPARKDL, *DDP]
+        for name in [*SPARKDL, *GANG, *DDP]
         if given.only in (None, name)
     ]
     print(harness.hardware(), "\n")
