@@ -259,7 +259,7 @@ class Gang:
         job, self._job = self._job, None
         if job is None:
             return
-        with contextlib.suppress(Py4JError):
+        with contextlib.suppress(Py4JError, OSError):  # the session may be stopped already
             until = time.monotonic() + CLOSE_SECONDS
             while not job.isDone() and time.monotonic() < until:
                 time.sleep(0.01)

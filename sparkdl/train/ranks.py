@@ -24,7 +24,7 @@ import torch.distributed as dist
 from sparkdl.clock import Clock
 from sparkdl.data.assemble import Assembly, Batch
 from sparkdl.data.handle import SampleHandle
-from sparkdl.data.mapped import open_partition
+from sparkdl.data.mapped import close_partitions, open_partition
 from sparkdl.gang.member import Member
 from sparkdl.infer.scoring import Scorer
 from sparkdl.infer.validate import score_partition
@@ -99,6 +99,7 @@ class SetUp:
     def __call__(self, member: Member) -> Standing:
         torch.set_num_threads(self.setup.run.threads)
         rank = member.kept["rank"] = Rank(self.setup, member)
+        member.at_end.callback(close_partitions)
         return rank.standing()
 
 
