@@ -2,8 +2,8 @@
 
     python benchmarks/end_to_end.py [--samples 200000] [--epochs 3] [--batch 1024] [--quick]
 
-A Parquet folder of ``array<float>`` rows (100 wide) is written first. Then each of the two, in a fresh
-process with a session of its own in ``local[2]``, trains a perceptron on the DataFrame read from there,
+A Parquet folder of ``array<float>`` rows (100 wide) is written first. Then both of sparkdl's engines and
+TorchDistributor, each in a fresh process with a session of its own in ``local[2]``, trains a perceptron on the DataFrame read from there,
 two replicas or ranks of one thread, Adam, the same epochs and global batch, and predicts every row
 (into Spark's noop sink). The clock runs from the call to the predictions; starting the session is left
 out of both. TorchDistributor runs as in ``distributor.py``, in a barrier stage; its ranks are given the
@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import distributor
@@ -56,13 +57,15 @@ def write_source(work: Work, path: str) -> None:
         spark.stop()
 
 
-def with_sparkdl(work: Work, path: str, batch: int, epochs: int) -> dict[str, float]:
+def with_sparkdl(
+    work: Work, path: str, batch: int, epochs: int, engine: str = "shuffle"
+) -> dict[str, float]:
     """Seconds of each part."""
     spark = session()
     try:
         data = spark.read.parquet(path)
         clock = Began()
-        run = trainer(work, batch, sparkdl.max_epoch(epochs), callbacks=[clock])
+        run = trainer(work, batch, sparkdl.max_epoch(epochs), callbacks=[clock], engine=engine)
         began = time.perf_counter()
         trained = run.fit(data)
         fitted = time.perf_counter()
@@ -106,7 +109,11 @@ def main() -> None:
         given.samples, given.epochs, given.runs = 20_000, 1, 1
     work = tabular(batch=given.batch, samples=given.samples)
     print(hardware(), "\n", flush=True)
-    both = {"sparkdl": with_sparkdl, "TorchDistributor": with_distributor}
+    both = {
+        "sparkdl, shuffle": with_sparkdl,
+        "sparkdl, gang": partial(with_sparkdl, engine="gang"),
+        "TorchDistributor": with_distributor,
+    }
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in both}
     with tempfile.TemporaryDirectory(prefix="end-to-end-") as folder:
         path = f"{folder}/source.parquet"

@@ -43,11 +43,11 @@ EMPTY_JOBS = 60
 PARTS = ("schedule", "data", "fetch", "forward", "backward", "publish", "reduce", "update")
 
 
-def shuffle(name: str, batch: int, iterations: int, local: int) -> dict[str, Any]:
+def shuffle(name: str, batch: int, iterations: int, local: int, stages: str) -> dict[str, Any]:
     """The laps of a run in a fresh session, those of one with local steps (``local`` iterations of
     it; 0: none), and milliseconds of an empty two-stage job of the session."""
     work = WORKS[name]
-    spark = session()
+    spark = session(**{"spark.sparkdl.stages": stages})
     try:
         data = work.rdd(spark, partitions=2).persist()
         found: dict[str, Any] = {
@@ -70,13 +70,15 @@ def windows(some: list[Lap], large: bool) -> dict[str, list[Lap]]:
     return {name: part for name, part in parts.items() if part}
 
 
-def measure(name: str, batch: int, iterations: int, local: int) -> list[dict[str, Any]]:
+def measure(
+    name: str, batch: int, iterations: int, local: int, stages: str
+) -> list[dict[str, Any]]:
     """One row for each window, and one with local steps; milliseconds."""
     work = WORKS[name]
     steps = iterations if work.large else min(iterations, 300)
     single = one_process_ms(name, batch, steps, 1 + steps // 4)
     distributed = ddp.step_ms(name, batch, steps, 1 + steps // 4)
-    ours = in_fresh_process(shuffle, name, batch, iterations, local)
+    ours = in_fresh_process(shuffle, name, batch, iterations, local, stages)
     common = {
         "work": name,
         "batch": batch,
@@ -160,13 +162,14 @@ def main() -> None:
     parser.add_argument("--works", help="such as mlp:256,lenet; default: all, LeNet at 256 only")
     parser.add_argument("--iterations", type=int, default=700, help="of a small model")
     parser.add_argument("--large", type=int, default=8, help="iterations of a large model")
+    parser.add_argument("--stages", choices=("auto", "one", "two"), default="auto")
     given = parser.parse_args()
     small, large, local = (120, 3, 20) if given.quick else (given.iterations, given.large, 60)
     print(hardware(), "M = N = 2, milliseconds.\n", flush=True)
     rows = []
     for name, batch in chosen(given.works, given.quick):
         iterations = large if WORKS[name].large else small
-        rows += measure(name, batch, iterations, local if name == "mlp" else 0)
+        rows += measure(name, batch, iterations, local if name == "mlp" else 0, given.stages)
         print(f"{name}:{batch} done, {rows[-1]['whole']:.1f} ms", flush=True)
     print("\n" + speed_table(rows))
     print("\nWhere the time of an iteration went (each activity: the slowest task's):\n")
