@@ -3,11 +3,11 @@
     python benchmarks/end_to_end.py [--samples 200000] [--epochs 3] [--batch 1024] [--quick]
 
 A Parquet folder of ``array<float>`` rows (100 wide) is written first. Then sparkdl's two engines and
-TorchDistributor, each in a fresh process with a session of its own in ``local[2]``, train a perceptron on
-the DataFrame read from there, two replicas or ranks of one thread, Adam, the same epochs and global
+TorchDistributor, each in a fresh process with a session of its own in ``local[2]``, train a perceptron
+on the DataFrame read from there, two replicas or ranks of one thread, Adam, the same epochs and global
 batch, and predict every row (into Spark's noop sink). The clock runs from the call to the predictions;
-starting the session is left out. TorchDistributor runs as in ``distributor.py``, in a barrier stage; its
-ranks are given the faster way to gather a batch. Medians of ``--runs`` runs each, which take turns.
+starting the session is left out. TorchDistributor runs as in ``distributor.py``, in a barrier stage;
+its ranks are given the faster way to gather a batch. Medians of ``--runs`` runs each, in turn.
 """
 
 from __future__ import annotations
