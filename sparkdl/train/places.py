@@ -47,8 +47,12 @@ from sparkdl.train.resources import Resources
 
 INLINE_BYTES = 1 << 20
 """A recipe or a state up to this size travels inside the task, a larger one in a broadcast."""
-MAX_SUBMISSIONS = 4
-"""How often a job is submitted when tasks find themselves on another node than expected."""
+MAX_SUBMISSIONS = 16
+"""How often a job is submitted when tasks find themselves on another node than expected.
+
+On a busy cluster that happens several times in a row: speculative twins run on other hosts, and so do
+tasks that have waited for ``spark.locality.wait``.
+"""
 
 
 class Places:

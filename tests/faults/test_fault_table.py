@@ -117,8 +117,9 @@ def undisturbed(spark) -> Callable[[int], dict]:
 def test_the_fault_happened_and_the_bits_are_the_same(results, undisturbed, shape, row):
     tried, expected = results(shape, row), undisturbed(shape.replicas)
     result = tried[row]
+    assert "error" not in result, result["error"]
+    assert {name: result[name] for name in expected} == expected
     assert result["struck"] == result["expected"]
-    assert {name: result.get(name, result.get("error")) for name in expected} == expected
     assert all(files > 0 for files in result["deleted"])
     assert not any(map(processes.alive, result["killed executors"]))
     if row == "straggler":
