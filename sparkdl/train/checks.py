@@ -209,7 +209,7 @@ def _combinations(trainer: Trainer) -> Iterator[str]:
             f"compression with local_steps={trainer.local_steps}: replicas then send weights and "
             "optimizer state, not gradients. Leave one of the two out."
         )
-    if trainer.engine == "gang":
+    if isinstance(trainer.engine, str) and trainer.engine == "gang":
         yield from _of_a_gang(trainer)
     known = {"loss"}
     if isinstance(trainer.validation, Validation):

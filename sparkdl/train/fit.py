@@ -205,9 +205,9 @@ def _engine(
         or trainer.compression is not None,
         compressed=trainer.compression is not None,
     )
-    snapshots = None if is_local(context) else settings.snapshot_seconds
     if trainer.engine == "local":
         return LocalEngine(samples, made, model.payload, batch_size)
+    snapshots = None if is_local(context) else settings.snapshot_seconds
     if trainer.engine == "gang":
         how = replace(made.assembly, augment=trainer.augment)
         spare = preview_batch(how, samples.preview, augment=True)
