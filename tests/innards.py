@@ -49,6 +49,12 @@ def collect_garbage(context: SparkContext) -> None:
     context._jvm.System.gc()
 
 
+def drain_py4j(context: SparkContext) -> None:
+    """Wait until the JVM was told of every object that Python let go of: Py4J does it once a second."""
+    waiting = context._gateway._gateway_client.finalizer_deque
+    assert eventually(lambda: not waiting)
+
+
 def eventually(happens: Callable[[], Any], seconds: float = 20) -> bool:
     """Whether ``happens()`` becomes true in time."""
     deadline = time.monotonic() + seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pathlib
 import sys
 import tracemalloc
 from array import array
@@ -58,6 +59,14 @@ def slab_files(context: SparkContext) -> set[str]:
     return {str(path) for root in mine for path in root.iterdir()}
 
 
+def traced_bytes() -> int:
+    """What Python holds, but for what this count itself notes."""
+    own = [__file__, innards.__file__, pathlib.__file__, tracemalloc.__file__]
+    filters = [tracemalloc.Filter(False, name) for name in own]
+    snapshot = tracemalloc.take_snapshot().filter_traces(filters)
+    return sum(statistic.size for statistic in snapshot.statistics("filename"))
+
+
 class Census(sparkdl.Callback):
     """Counts what there is after some iterations."""
 
@@ -77,7 +86,8 @@ class Census(sparkdl.Callback):
         self.jobs.append(innards.jobs(self.context))
         if state.iteration in self.at:
             gc.collect()
-            self.python_bytes[state.iteration] = tracemalloc.get_traced_memory()[0]
+            innards.drain_py4j(self.context)
+            self.python_bytes[state.iteration] = traced_bytes()
             self.counts[state.iteration] = {
                 "persisted RDDs": innards.persisted(self.context),
                 "cached blocks": innards.blocks(self.context, "rdd"),
