@@ -19,12 +19,14 @@ from sparkdl.errors import ParameterError, SessionError, StalledError, StateLost
 from sparkdl.frames import map_frames, shuffle_frames, stage_name
 from sparkdl.gang.channel import Channel, ChannelError, Listener
 from sparkdl.gang.group import form_group
-from sparkdl.gang.member import ERROR, OUTPUT, Command, Failure, Hello, Meeting
+from sparkdl.gang.member import ERROR, OUTPUT, RESULT, Command, Failure, Hello, Meeting
 
 SLOT_SECONDS = 30.0
 """How long executors may take to come before too few task slots are an error."""
 CLOSE_SECONDS = 15.0
 YEAR_SECONDS = 365 * 86400.0
+LOST = "lost"
+"""In place of a message: the rank is gone."""
 GRACE_SECONDS = 2.0
 """After the first failure of a rank, the others have so long to say what they know of it."""
 
@@ -71,7 +73,7 @@ class Gang:
         again = self._listener is not None  # executors that were lost may come back
         wait = self._timeout or YEAR_SECONDS
         check_slots(self._context, self.size, wait if again else SLOT_SECONDS)
-        self._hang_up()
+        self.leave()
         if self._listener is None:
             conf = self._context.getConf()
             host = conf.get("spark.driver.host", "") or "localhost"
@@ -126,11 +128,7 @@ class Gang:
         :class:`sparkdl.StateLostError` where a rank is lost; the gang has ended then.
         """
         content = cloudpickle.dumps(command)
-        return self.call_each([content] * self.size, doing)
-
-    def call_each(self, commands: Sequence[bytes], doing: str) -> list[Any]:
-        """Likewise with a pickled command for each rank."""
-        for rank, (channel, content) in enumerate(zip(self._channels, commands, strict=True)):
+        for rank, channel in enumerate(self._channels):
             try:
                 channel.send(content)
             except ChannelError:
@@ -156,19 +154,19 @@ class Gang:
                     try:
                         kind, content = self._channels[rank].receive()
                     except ChannelError:
-                        lost.append(rank)
-                        selector.unregister(key.fileobj)
-                        deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-                        continue
+                        kind = LOST
                     if kind == OUTPUT:
                         self._print(rank, content)
-                    elif kind == ERROR:
-                        failures[rank] = content
-                        selector.unregister(key.fileobj)
-                        deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-                    else:
+                        continue
+                    selector.unregister(key.fileobj)
+                    if kind == RESULT:
                         answers[rank] = content
-                        selector.unregister(key.fileobj)
+                        continue
+                    if kind == ERROR:
+                        failures[rank] = content
+                    else:
+                        lost.append(rank)
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if len(answers) < self.size:
             self._fail(doing, failures, lost, sorted(answers))
         return [answers[rank] for rank in range(self.size)]
@@ -182,7 +180,7 @@ class Gang:
     ) -> None:
         """Give the gang up and say why: a rank's own mistake, else a lost rank, else a late one."""
         hosts = self.hosts
-        self._hang_up()
+        self.leave()
         own = [(rank, failure) for rank, failure in failures.items() if not failure.by_group]
         if own:
             rank, failure = own[0]
@@ -241,18 +239,15 @@ class Gang:
             raise StateLostError(f"the gang did not come together: {_reason(error)}") from None
         raise TrainingError("the gang did not come together: its ranks ended at once.")
 
-    def _hang_up(self) -> None:
+    def leave(self) -> None:
+        """Hang up on the ranks, which then end: the next :meth:`start` brings others together."""
         for channel in self._channels:
             channel.close()
         self._channels = []
 
-    def leave(self) -> None:
-        """Let go of the ranks: the next :meth:`start` brings others together."""
-        self._hang_up()
-
     def close(self) -> None:
         """End the ranks, and wait until their tasks have ended."""
-        self._hang_up()
+        self.leave()
         if self._listener is not None:
             self._listener.close()
             self._listener = None

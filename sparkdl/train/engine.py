@@ -16,6 +16,7 @@ from sparkdl.replica.flat import Layout
 from sparkdl.step.compressing import ReadResiduals
 from sparkdl.sync.histogram import Histogram
 from sparkdl.sync.nodes import NodeBytes
+from sparkdl.sync.owner import EMA
 from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.records import ReplicaReport, SliceReport
@@ -70,6 +71,14 @@ class ValidationSet:
 
 CURRENT, AVERAGE, BEST = "current", "average", "best"
 """Which weights: those of the last iteration, their moving average, those that were kept."""
+
+
+def weights_of(state: SliceState, which: str) -> torch.Tensor:
+    """A slice's weights, or their moving average; not a copy where that can be."""
+    average = state.arrays.get(EMA) if which == AVERAGE else None
+    if average is None:
+        return state.weights
+    return torch.cat([average, state.weights[len(average) :]])
 
 
 class Engine(Protocol):

@@ -39,7 +39,12 @@ from sparkdl.train.engine import (
     slowest,
     summarize,
 )
-from sparkdl.train.places import MAX_SUBMISSIONS, compute_again
+from sparkdl.train.places import (
+    MAX_SUBMISSIONS,
+    check_digests,
+    compute_again,
+    samples_changed,
+)
 from sparkdl.train.prepare import Prepared
 from sparkdl.train.ranks import Do, RankStep, SetUp, Setup, SliceWeights, Standing
 from sparkdl.train.resources import Resources
@@ -128,18 +133,10 @@ class GangEngine:
                 f"setting up the ranks: after {MAX_SUBMISSIONS} times some still find themselves on "
                 "other nodes than their samples."
             )
-        if len({standing.digest for standing in found}) > 1:
-            raise ModelError(
-                "model() gave different initial weights in different processes: draw them with "
-                "torch, numpy or random only (all three are seeded), or pass a module instance."
-            )
-        changed = [rank for rank, standing in enumerate(found) if not standing.unchanged]
-        if changed:
-            raise TrainingError(
-                f"partition {changed[0]} was computed again and holds other rows: the source of the "
-                "data is not deterministic. Write it out (df.write.parquet) or checkpoint it, and "
-                "fit on that."
-            )
+        check_digests(standing.digest for standing in found)
+        for rank, standing in enumerate(found):
+            if not standing.unchanged:
+                raise samples_changed("setting up the ranks", rank)
         self._tokens = tuple(standing.token for standing in found)
         self._call("setting up the ranks", "begin")
 

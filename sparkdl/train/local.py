@@ -34,14 +34,12 @@ from sparkdl.step.replica import (
 from sparkdl.step.streaming import GradientWriter, streams
 from sparkdl.sync.contribution import Contribution
 from sparkdl.sync.gradient import Reduced
-from sparkdl.sync.owner import EMA
 from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.plans import RunPlans
 from sparkdl.sync.records import ReplicaReport, SliceReport, Step
 from sparkdl.sync.state import SliceState, join_states
 from sparkdl.train.engine import (
-    AVERAGE,
     BEST,
     CURRENT,
     Iteration,
@@ -50,6 +48,7 @@ from sparkdl.train.engine import (
     ValidationSet,
     slowest,
     summarize,
+    weights_of,
 )
 
 
@@ -224,14 +223,8 @@ class LocalEngine:
 
     def weights(self, which: str = CURRENT) -> torch.Tensor:
         """Join the slices."""
-        parts = []
-        for state in self._best if which == BEST else self._states:
-            average = state.arrays.get(EMA) if which == AVERAGE else None
-            if average is None:
-                parts.append(state.weights)
-            else:
-                parts.append(torch.cat([average, state.weights[len(average) :]]))
-        return torch.cat(parts)
+        states = self._best if which == BEST else self._states
+        return torch.cat([weights_of(state, which) for state in states])
 
     def with_states(
         self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT

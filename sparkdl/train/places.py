@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pyspark import StorageLevel
@@ -104,11 +104,7 @@ class Places:
             if all(here):
                 break
             self._write_again(self.samples)
-        if len(set(digests)) > 1:
-            raise ModelError(
-                "model() gave different initial weights in different processes: draw them with "
-                "torch, numpy or random only (all three are seeded), or pass a module instance."
-            )
+        check_digests(digests)
         self.tokens = tokens
 
     def counted(self, count: int) -> RDD:
@@ -254,11 +250,24 @@ class Places:
                     "out of reach (its node or executor is gone)."
                 )
             if fault.kind == SAMPLES_CHANGED:
-                raise TrainingError(
-                    f"{doing}: partition {fault.partition} was computed again and "
-                    "holds other rows: the source of the data is not deterministic. Write it out "
-                    "(df.write.parquet) or checkpoint it, and fit on that."
-                )
+                raise samples_changed(doing, fault.partition)
+
+
+def check_digests(digests: Iterable[str]) -> None:
+    """Raise :class:`ModelError` unless all processes have built the same initial weights."""
+    if len(set(digests)) > 1:
+        raise ModelError(
+            "model() gave different initial weights in different processes: draw them with "
+            "torch, numpy or random only (all three are seeded), or pass a module instance."
+        )
+
+
+def samples_changed(doing: str, partition: int) -> TrainingError:
+    """What to raise where a partition that was computed again is another."""
+    return TrainingError(
+        f"{doing}: partition {partition} was computed again and holds other rows: the source of the "
+        "data is not deterministic. Write it out (df.write.parquet) or checkpoint it, and fit on that."
+    )
 
 
 def compute_again(rdd: RDD) -> None:

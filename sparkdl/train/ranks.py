@@ -14,7 +14,7 @@ import functools
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ from sparkdl.step.job import lies_here
 from sparkdl.step.replica import Work, to_mini_batch
 from sparkdl.sync.contribution import NOTHING, SUM, Contribution
 from sparkdl.sync.gradient import Reduced
-from sparkdl.sync.owner import EMA
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.plans import RunPlans
 from sparkdl.sync.records import ReplicaReport, SliceReport, Step
@@ -45,7 +44,7 @@ from sparkdl.sync.state import SliceState
 from sparkdl.train.checkpoint.slices import to_bytes
 from sparkdl.train.continuing import ReadCarried
 from sparkdl.train.data_parallel import WeightedSum, distributed
-from sparkdl.train.engine import AVERAGE, BEST, CURRENT, ReadState
+from sparkdl.train.engine import BEST, CURRENT, ReadState, weights_of
 
 
 @dataclass(frozen=True)
@@ -372,7 +371,7 @@ class Rank:
         """Leave this state in files on the nodes of ``holders``: the first rank of each node."""
         for n in range(self._run.slices):
             packed = None
-            if n in self._mine:
+            if n in self._mine and (self._run.slices > 1 or self._member.rank in holders):
                 plan, best = self._plans.slices[n], self._best.get(n)
                 packed = pickle.dumps(
                     [to_bytes(plan, on_cpu(s)) for s in (self._states[n], best) if s is not None]
@@ -415,15 +414,12 @@ class Rank:
 
 @dataclass(frozen=True)
 class SliceWeights:
-    """For :meth:`Rank.with_states`: the weights of a slice, or their moving average."""
+    """For :meth:`Rank.with_states`: a copy of the weights, since a view travels with all it is of."""
 
-    which: str = field(default=CURRENT)
+    which: str
 
     def __call__(self, index: int, plan: SlicePlan, state: SliceState) -> torch.Tensor:
-        average = state.arrays.get(EMA) if self.which == AVERAGE else None
-        if average is None:
-            return state.weights.clone()
-        return torch.cat([average, state.weights[len(average) :]])
+        return weights_of(state, self.which).clone()
 
 
 def on_cpu(state: SliceState) -> SliceState:
