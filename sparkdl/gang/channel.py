@@ -25,6 +25,7 @@ _FIRST_BYTES = 1 << 16
 """The longest first frame: until it has come, nobody knows who is there."""
 NONCE_BYTES = 16
 HELLO_SECONDS = 5.0
+CONNECT_SECONDS = 60.0
 
 
 class ChannelError(SparkdlError, RuntimeError):
@@ -126,15 +127,15 @@ class Listener:
 
 
 def connect(host: str, port: int, key: bytes, hello: Any) -> Channel:
-    """A rank's end. Raises OSError where nobody answers."""
-    connection = socket.create_connection((host, port), timeout=HELLO_SECONDS)
+    """A rank's end. Raises ConnectionError where nobody listens any more."""
+    connection = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
+    connection.settimeout(None)  # the driver may have other work before it turns to us
     nonce = b""
     while len(nonce) < NONCE_BYTES:
         part = connection.recv(NONCE_BYTES - len(nonce))
         if not part:
             raise ConnectionError(f"{host}:{port} closed the connection")
         nonce += part
-    connection.settimeout(None)
     channel = Channel(connection, key, nonce, driver=False)
     channel.send(hello)
     return channel

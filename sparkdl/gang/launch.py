@@ -9,6 +9,7 @@ import selectors
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from py4j.protocol import Py4JError
@@ -20,6 +21,7 @@ from sparkdl.frames import map_frames, shuffle_frames, stage_name
 from sparkdl.gang.channel import Channel, ChannelError, Listener
 from sparkdl.gang.group import form_group
 from sparkdl.gang.member import ERROR, OUTPUT, RESULT, Command, Failure, Hello, Meeting
+from sparkdl.report import explain
 
 SLOT_SECONDS = 30.0
 """How long executors may take to come before too few task slots are an error."""
@@ -31,11 +33,45 @@ GRACE_SECONDS = 2.0
 """After the first failure of a rank, the others have so long to say what they know of it."""
 
 
+class Arrivals:
+    """The ranks of job number ``job`` that have come."""
+
+    def __init__(self, job: int, size: int) -> None:
+        self._job, self._size = job, size
+        self.come: dict[int, tuple[Channel, Hello]] = {}
+
+    @property
+    def missing(self) -> list[int]:
+        return [rank for rank in range(self._size) if rank not in self.come]
+
+    @property
+    def too_few(self) -> bool:
+        """Whether the stage runs fewer ranks than a gang has."""
+        return any(hello.ranks != self._size for _, hello in self.come.values())
+
+    def admit(self, channel: Channel, hello: Hello) -> None:
+        """Of a rank that comes again, the later one counts."""
+        known = self.come.get(hello.rank)
+        if hello.job != self._job or (known and known[1].task > hello.task):
+            channel.close()
+            return
+        if known:
+            known[0].close()
+        self.come[hello.rank] = channel, hello
+
+    def hang_up(self) -> None:
+        for channel, _ in self.come.values():
+            channel.close()
+
+
 class Gang:
     """Ranks 0 .. M-1, one a partition of ``source``, from :meth:`start` to :meth:`close`.
 
-    Where ``retried``, the barrier stage ends in a shuffle: Spark then tries it again when a rank is
-    lost, and the next :meth:`start` finds the new ranks; a stage with the job's result it gives up.
+    [Note: whom a gang consists of] Each :meth:`start` submits a job of its own; ranks of an earlier
+    one that come late are hung up on, and a task ends with its connection. Where ``retried``, the
+    barrier stage ends in a shuffle, as Spark runs such a stage again where a rank is lost before it has
+    come, and gives up one with the job's result. It may run too few of it: where a rank ends well just
+    after another has failed, only the failed one (seen with Spark 4.3). That job is begun anew.
     """
 
     def __init__(
@@ -90,36 +126,29 @@ class Gang:
         form_group(joining, self._timeout or YEAR_SECONDS)
 
     def _gather(self, deadline: float) -> None:
-        """Wait until every rank has come; of one that comes again, the later one counts."""
+        """Wait until every rank has come."""
         assert self._listener is not None
-        present: dict[int, tuple[Channel, Hello]] = {}
-        submitted = False
-        while len(present) < self.size:
-            if self._job is None:
-                self._submit()
-                submitted = True
+        arrivals = Arrivals(self._submit(), self.size)
+        while arrivals.missing:
             arrived = self._listener.accept(0.5)
             if arrived is not None:
-                hello = arrived[1]
-                before = present.get(hello.rank)
-                if before is None or before[1].attempt < hello.attempt:
-                    present[hello.rank] = arrived
-                    if before is not None:
-                        before[0].close()
+                arrivals.admit(*arrived)
+                if arrivals.too_few:
+                    arrivals.hang_up()
+                    arrivals = Arrivals(self._submit(), self.size)
             elif self._job.isDone():
-                self._end_of_job(submitted)
+                arrivals.hang_up()
+                self._end_of_job()
             elif time.monotonic() > deadline:
-                self._incomplete([rank for rank in range(self.size) if rank not in present])
-        ordered = [present[rank] for rank in range(self.size)]
-        self._channels = [channel for channel, _ in ordered]
-        self.hosts = [hello.host for _, hello in ordered]
-
-    def _incomplete(self, missing: Sequence[int]) -> None:
-        self.close()
-        raise StalledError(
-            f"the gang did not come together in {self._timeout:g} s: rank{'s' * (len(missing) > 1)} "
-            f"{', '.join(map(str, missing))} of {self.size} did not come."
-        )
+                arrivals.hang_up()
+                self.close()
+                raise StalledError(
+                    f"the gang did not come together in {self._timeout:g} s: "
+                    f"rank{'s' * (len(arrivals.missing) > 1)} "
+                    f"{', '.join(map(str, arrivals.missing))} of {self.size} did not come."
+                )
+        self._channels = [arrivals.come[rank][0] for rank in range(self.size)]
+        self.hosts = [arrivals.come[rank][1].host for rank in range(self.size)]
 
     def call(self, command: Command, doing: str = "a command") -> list[Any]:
         """``command(member)`` on every rank, at once; the results in rank order.
@@ -212,8 +241,12 @@ class Gang:
         for line in text.split("\n"):
             print(f"[rank {rank}] {line}", file=sys.stdout)
 
-    def _submit(self) -> None:
-        """The stage, in a job of its own, whose end nobody waits for."""
+    def _submit(self) -> int:
+        """The stage, in a job of its own, whose end nobody waits for, in place of any before; its
+        number."""
+        if self._job is not None and not self._job.isDone():
+            self._job.cancel(True)
+        self._meeting = replace(self._meeting, job=self._meeting.job + 1)
         before = {
             key: self._context.getLocalProperty(key)
             for key in ("spark.jobGroup.id", "spark.job.description", "spark.job.interruptOnCancel")
@@ -227,17 +260,18 @@ class Gang:
         finally:
             for key, value in before.items():
                 self._context.setLocalProperty(key, value)  # type: ignore[arg-type]
+        return self._meeting.job
 
-    def _end_of_job(self, own: bool) -> None:
-        """The stage has ended before its ranks came; ``own``: it was begun for them."""
+    def _end_of_job(self) -> None:
+        """The stage has ended before all its ranks came."""
         job, self._job = self._job, None
-        if not own:  # its ranks are those of before: the next is begun
-            return
         try:
             job.get()
         except Py4JError as error:
-            raise StateLostError(f"the gang did not come together: {_reason(error)}") from None
-        raise TrainingError("the gang did not come together: its ranks ended at once.")
+            text = str(error)
+            kind = TrainingError if "Traceback (most recent" in text else StateLostError
+            raise kind(f"the gang did not come together: {explain(text)}") from None
+        raise StateLostError("the gang did not come together: its ranks ended at once.")
 
     def leave(self) -> None:
         """Hang up on the ranks, which then end: the next :meth:`start` brings others together."""
@@ -282,9 +316,3 @@ def check_slots(context: SparkContext, ranks: int, seconds: float = SLOT_SECONDS
                 f"{slots}: ask for at most {slots} ranks, or for more executors or cores."
             )
         time.sleep(0.5)
-
-
-def _reason(error: Py4JError) -> str:
-    lines = [line.strip() for line in str(error).splitlines()]
-    found = next((line for line in lines if "Exception:" in line), lines[0])
-    return found.rpartition("Exception: ")[2]

@@ -31,10 +31,13 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 @dataclass(frozen=True)
 class Hello:
-    """The first message of a rank. ``attempt``: a number that grows with every task of Spark's."""
+    """The first message of a rank. ``job``: of :class:`Meeting`; ``task``: a number that grows with
+    every task of Spark's; ``ranks``: how many tasks its stage runs."""
 
     rank: int
-    attempt: int
+    job: int
+    task: int
+    ranks: int
     host: str
 
 
@@ -71,22 +74,24 @@ Command = Callable[[Member], Any]
 @dataclass(frozen=True)
 class Meeting:
     """How a rank comes to its gang: the driver's address and key, the kind of device ("auto", "cpu",
-    "cuda"), and whether its output goes to the driver."""
+    "cuda"), whether its output goes to the driver, and which job of the gang this is."""
 
     host: str
     port: int
     key: bytes = field(repr=False)
     device: str
     output: bool = False
+    job: int = 0
 
     def __call__(self, partition: int, frames: Iterable[Any]) -> Iterator[bytes]:
         """Body of a barrier stage's tasks."""
         context = BarrierTaskContext.get()
-        hello = Hello(partition, context.taskAttemptId(), socket.gethostname())
+        ranks = len(context.getTaskInfos())
+        hello = Hello(partition, self.job, context.taskAttemptId(), ranks, socket.gethostname())
         own = list(frames)
         try:
             channel = connect(self.host, self.port, self.key, hello)
-        except OSError:  # nobody waits for this gang any more
+        except ConnectionError:  # nobody waits for this gang any more
             return
         with contextlib.closing(channel), _output(channel if self.output else None):
             try:

@@ -9,8 +9,8 @@ from typing import Any
 from py4j.protocol import Py4JError
 from pyspark import SparkContext
 
-WAITED = "sparkdl waited"
-"""How the reason begins; see :func:`sparkdl.train.failure.explain`."""
+from sparkdl.report import WAITED
+
 MOST = 8
 """Tasks that a message names."""
 

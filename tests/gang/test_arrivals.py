@@ -1,0 +1,82 @@
+"""Which ranks a gang consists of: those of its own job, the latest of each, and all of them."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from sparkdl.gang.channel import Channel
+from sparkdl.gang.launch import Arrivals
+from sparkdl.gang.member import Hello
+
+KEY = b"key"
+
+
+@pytest.fixture
+def come():
+    """Makes a rank's arrival: the driver's channel to it, and what it says first."""
+    ends = []
+
+    def arrival(rank: int, job: int = 1, task: int = 0, ranks: int = 2) -> tuple[Channel, Hello]:
+        here, there = socket.socketpair()
+        ends.append(there)
+        return Channel(here, KEY, b"nonce", driver=True), Hello(rank, job, task, ranks, "node")
+
+    yield arrival
+    for end in ends:
+        end.close()
+
+
+def is_open(channel: Channel) -> bool:
+    return channel.fileno() >= 0
+
+
+@pytest.fixture(autouse=True)
+def no_delay(monkeypatch):
+    """A pair of local sockets is not TCP."""
+    monkeypatch.setattr(socket, "TCP_NODELAY", socket.SO_REUSEADDR)
+    monkeypatch.setattr(socket, "IPPROTO_TCP", socket.SOL_SOCKET)
+
+
+def test_all_come(come):
+    arrivals = Arrivals(1, 2)
+    arrivals.admit(*come(1))
+    assert arrivals.missing == [0]
+    arrivals.admit(*come(0))
+    assert arrivals.missing == []
+    assert not arrivals.too_few
+
+
+def test_rank_of_an_earlier_job_is_hung_up_on(come):
+    arrivals = Arrivals(2, 2)
+    late = come(0, job=1, task=99)
+    arrivals.admit(*late)
+    assert arrivals.missing == [0, 1]
+    assert not is_open(late[0])
+
+
+@pytest.mark.parametrize("later_first", [False, True])
+def test_of_a_rank_that_comes_twice_the_later_task_counts(come, later_first):
+    arrivals = Arrivals(1, 2)
+    first, second = come(0, task=5), come(0, task=7)
+    for arrived in [second, first] if later_first else [first, second]:
+        arrivals.admit(*arrived)
+    assert arrivals.come[0] == second
+    assert is_open(second[0])
+    assert not is_open(first[0])
+
+
+def test_a_stage_that_spark_runs_in_part_is_too_few(come):
+    arrivals = Arrivals(1, 2)
+    arrivals.admit(*come(1, ranks=1))
+    assert arrivals.too_few
+
+
+def test_hanging_up_ends_all(come):
+    arrivals = Arrivals(1, 2)
+    found = [come(0), come(1)]
+    for arrived in found:
+        arrivals.admit(*arrived)
+    arrivals.hang_up()
+    assert not any(is_open(channel) for channel, _ in found)
