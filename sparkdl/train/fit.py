@@ -44,6 +44,7 @@ from sparkdl.train.engine import AVERAGE, BEST, CURRENT, Engine, ValidationSet
 from sparkdl.train.gang import GangEngine, check_gang
 from sparkdl.train.history import History
 from sparkdl.train.local import LocalEngine
+from sparkdl.train.locality import places_awaited
 from sparkdl.train.loop import Stage, train
 from sparkdl.train.places import INLINE_BYTES
 from sparkdl.train.placing import assembly, place, source, validation_set
@@ -105,7 +106,11 @@ def run(
     bar = ProgressBar(settings.progress)
     if trainer.engine == "gang":
         check_gang(context, model, replicas)
-    with Resources(context, slab, settings.timeout) as resources, contextlib.closing(bar):
+    with (
+        places_awaited(context),
+        Resources(context, slab, settings.timeout) as resources,
+        contextlib.closing(bar),
+    ):
         training = source(trainer, data, replicas, model.float_dtype, slab)
         samples = place(trainer, training, resources)
         validation = validation_set(trainer, training, samples, resources)

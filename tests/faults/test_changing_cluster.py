@@ -188,7 +188,7 @@ def test_idle_executors_leave_their_blocks_to_the_shuffle_service(tmp_path, undi
 
 @WAYS
 def test_tasks_that_wait_for_no_place(tmp_path, undisturbed, way):
-    """Without locality waits Spark runs tasks wherever a slot is free, so that they often move."""
+    """Without locality waits Spark would run tasks wherever a slot is free: a fit has it wait."""
     result, executors = train(
         tmp_path,
         way,

@@ -1,0 +1,43 @@
+"""A fit has Spark wait for the places of its tasks, and leaves the session as it was."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sparkdl.train.locality import WAIT, places_awaited
+
+
+@pytest.fixture
+def cluster(spark):
+    """A context as of a cluster, with a SparkConf of its own."""
+    conf = spark.sparkContext._jvm.org.apache.spark.SparkConf(False)
+    sc = SimpleNamespace(isLocal=lambda: False, conf=lambda: conf)
+    return SimpleNamespace(_jsc=SimpleNamespace(sc=lambda: sc)), conf
+
+
+@pytest.mark.parametrize(
+    ("given", "inside"), [("0s", "3s"), ("0", "3s"), ("500ms", "3s"), ("3s", "3s"), ("10s", "10s")]
+)
+def test_waits_three_seconds_at_least(cluster, given, inside):
+    context, conf = cluster
+    conf.set(WAIT, given)
+    with places_awaited(context):
+        assert conf.get(WAIT) == inside
+    assert conf.get(WAIT) == given
+
+
+def test_what_is_not_set_is_left_alone(cluster):
+    context, conf = cluster
+    with places_awaited(context):
+        assert not conf.contains(WAIT)
+    assert not conf.contains(WAIT)
+
+
+def test_is_put_back_after_an_error(cluster):
+    context, conf = cluster
+    conf.set(WAIT, "0s")
+    with pytest.raises(RuntimeError), places_awaited(context):
+        raise RuntimeError
+    assert conf.get(WAIT) == "0s"
