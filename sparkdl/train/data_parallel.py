@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.clock import Clock
 from sparkdl.data.assemble import Batch
+from sparkdl.replica.flat import Layout
 from sparkdl.replica.live import LiveReplica
 from sparkdl.step.compute import forward_backward, take_gradients
 from sparkdl.step.replica import to_mini_batch
@@ -67,6 +69,25 @@ class WeightedSum:
             if not torch.isfinite(gradient).all():
                 self.not_finite = self._names[id(parameter)]
                 return
+
+
+class GradientVector:
+    """The dense gradients in one vector, each where its parameter is in the flat vector, in memory that
+    stays: the gaps between them are zero."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self._layout = layout
+        self._vector = torch.zeros(layout.buffers_start, dtype=layout.dtype, device=device)
+
+    def filled(self, dense: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """With these, by parameter number; zero where there is none."""
+        for segment, gradient in zip(self._layout.segments, dense, strict=False):
+            place = self._vector[segment.start : segment.stop]
+            if gradient is None:
+                place.zero_()
+            else:
+                place.copy_(gradient.reshape(-1))
+        return self._vector
 
 
 def distributed(live: LiveReplica, spare: Batch) -> WeightedSum:

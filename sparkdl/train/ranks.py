@@ -11,11 +11,9 @@ stage 1: Rajbhandari et al., 2020), and sends its new weights to the others.
 from __future__ import annotations
 
 import functools
-import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,8 +29,8 @@ from sparkdl.infer.validate import score_partition
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import weights_digest
 from sparkdl.replica.run import Run
-from sparkdl.slab.root import open_private, open_root, read_private
-from sparkdl.step.compute import forward_backward, take_gradients
+from sparkdl.slab.root import open_root
+from sparkdl.step.compute import Gradients, forward_backward, take_gradients
 from sparkdl.step.job import lies_here
 from sparkdl.step.replica import Work, to_mini_batch
 from sparkdl.sync.contribution import NOTHING, SUM, Contribution
@@ -41,10 +39,9 @@ from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.plans import RunPlans
 from sparkdl.sync.records import ReplicaReport, SliceReport, Step
 from sparkdl.sync.state import SliceState
-from sparkdl.train.checkpoint.slices import to_bytes
-from sparkdl.train.continuing import ReadCarried
-from sparkdl.train.data_parallel import WeightedSum, distributed
+from sparkdl.train.data_parallel import GradientVector, WeightedSum, distributed
 from sparkdl.train.engine import BEST, CURRENT, ReadState, weights_of
+from sparkdl.train.node_files import SnapshotFiles, broadcast_bytes, pack, unpack
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ class Rank:
         self._setup, self._run, self._member = setup, setup.run, member
         root = open_root(self._run.slab, create=True)
         assert root is not None
-        self._token, self._folder = root.token, root.directories[-1]
+        self._token, self._files = root.token, SnapshotFiles(root.directories[-1])
         self._live = LiveReplica.of(pickle.loads(setup.recipe), member.device)
         self._plans = RunPlans.of(self._live, self._run)
         self._mine = [
@@ -120,6 +117,7 @@ class Rank:
         self._best: dict[int, SliceState] = {}
         handles = [pickle.loads(frame) for frame in _frames(member.frames)]
         self._handles: list[SampleHandle] = handles
+        self._gradient = GradientVector(self._live.flat.layout, member.device)
         self._partition: Any = None
         self._sum: WeightedSum | None = None
         self._before: Mapping[str, float] = {}
@@ -205,42 +203,50 @@ class Rank:
         loss = forward_backward(live, mini_batch, work.seed(), step.loss_scale, clock)
         gradients = take_gradients(live)
         problem = self._problem(loss) if weight else ""
-        losses, skip = self._agree(loss if weight else 0.0, bool(problem))
+        finish = functools.partial(
+            self._finish, step, gradients, weights, loss if weight else 0.0, bool(problem)
+        )
         slices: list[SliceReport] = []
-        if skip:
-            live.flat.refresh()
-        else:
-            total = sum(weights)
-            mean = sum(one * w for one, w in zip(losses, weights, strict=True) if w)
-            contributions = self._contributions(gradients.dense, gradients.absent, weights, step)
-            finish = functools.partial(
-                self._update, step, contributions, mean / total if total else 0.0
-            )
-            if live.recipe.policy.clips_norm or step.histograms:
-                slices = finish(clock)
-            else:  # nothing of it is reported: it is done while the driver prepares what comes next
-                self._member.afterwards = functools.partial(self._finish, finish)
+        if live.recipe.policy.clips_norm or step.histograms:
+            slices = finish(clock)
+        else:  # nothing of it is reported: it is done while the driver prepares what comes next
+            self._member.afterwards = functools.partial(self._finish_later, finish)
         count, seconds = stop - start, {**self._before, **clock.seconds}
         self._before = {}
         report = ReplicaReport(rank, count, weight, loss, self._token, seconds, problem)
         return RankStep(report, slices)
 
-    def _finish(self, update: Callable[[Clock], Any]) -> None:
-        """Update when the result has been sent; the time it takes is told with the next."""
+    def _finish_later(self, finish: Callable[[Clock], Any]) -> None:
+        """When the result has been sent; the time it takes is told with the next."""
         clock = Clock()
-        update(clock)
+        finish(clock)
         self._before = clock.seconds
+
+    def _finish(
+        self,
+        step: Step,
+        gradients: Gradients,
+        weights: Sequence[float],
+        loss: float,
+        failed: bool,
+        clock: Clock,
+    ) -> list[SliceReport]:
+        """Update, unless the loss or a gradient of some rank is not finite; then all leave it out."""
+        found = self._gathered([loss, float(failed)])
+        if any(flag for _, flag in found):
+            self._live.flat.refresh()
+            return []
+        contributions = self._contributions(gradients.dense, gradients.absent, weights, step)
+        clock.lap("reduce")
+        total = sum(weights)
+        mean = sum(one * w for (one, _), w in zip(found, weights, strict=True) if w)
+        return self._update(step, contributions, mean / total if total else 0.0, clock)
 
     def _weights(self, step: Step, weight: float) -> list[float]:
         """What each rank's mini-batch counts for."""
         if not self._run.assembly.weighted and self._live.recipe.policy.class_weights is None:
             return [float(stop - start) for start, stop in step.rows]
         return [found for (found,) in self._gathered([weight])]
-
-    def _agree(self, loss: float, failed: bool) -> tuple[list[float], bool]:
-        """Every rank's loss, and whether an update makes no sense."""
-        found = self._gathered([loss, float(failed)])
-        return [one for one, _ in found], any(flag for _, flag in found)
 
     def _gathered(self, numbers: Sequence[float]) -> list[list[float]]:
         """Some numbers of every rank."""
@@ -265,13 +271,8 @@ class Rank:
     ) -> dict[int, list[Contribution]]:
         """For each of this rank's slices, what the others' updates are made of: the sum of all
         gradients as the first replica's, and the buffers of each."""
-        live, buffers = self._live, self._buffers()
-        layout = live.flat.layout
-        flat = torch.zeros(layout.buffers_start, dtype=layout.dtype, device=live.flat.flat.device)
-        for number, gradient in enumerate(dense):
-            if gradient is not None:
-                segment = layout.segments[number]
-                flat[segment.start : segment.stop].copy_(gradient.reshape(-1))
+        layout, buffers = self._live.flat.layout, self._buffers()
+        flat = self._gradient.filled(dense)
         taking_part = [r for r, (start, stop) in enumerate(step.rows) if stop > start]
         found: dict[int, list[Contribution]] = {}
         for n in self._mine:
@@ -369,47 +370,37 @@ class Rank:
 
     def save_snapshot(self, name: str, holders: Sequence[int]) -> None:
         """Leave this state in files on the nodes of ``holders``: the first rank of each node."""
+        holds = self._member.rank in holders
         for n in range(self._run.slices):
             packed = None
-            if n in self._mine and (self._run.slices > 1 or self._member.rank in holders):
-                plan, best = self._plans.slices[n], self._best.get(n)
-                packed = pickle.dumps(
-                    [to_bytes(plan, on_cpu(s)) for s in (self._states[n], best) if s is not None]
-                )
+            if n in self._mine and (self._run.slices > 1 or holds):
+                states = [self._states[n], self._best.get(n)]
+                packed = pack(self._plans.slices[n], [on_cpu(s) for s in states if s is not None])
             if self._run.slices > 1:
-                packed = _broadcast_bytes(packed, n)
-            if packed is not None and self._member.rank in holders:
-                draft = self._folder / f"{name}-{n}.new"
-                with open(draft, "xb", opener=open_private) as file:
-                    file.write(packed)
-                os.replace(draft, self._snapshot(name, n))
+                packed = broadcast_bytes(packed, n)
+            if packed is not None and holds:
+                self._files.write(name, n, packed)
 
     def drop_snapshot(self, name: str, holders: Sequence[int]) -> None:
         """It is not needed any more."""
         if self._member.rank in holders:
-            for n in range(self._run.slices):
-                self._snapshot(name, n).unlink(missing_ok=True)
+            self._files.delete(name, self._run.slices)
 
     def has_snapshot(self, name: str) -> list[bool]:
         """Of which slices this node has it."""
-        return [self._snapshot(name, n).exists() for n in range(self._run.slices)]
+        return self._files.there(name, self._run.slices)
 
     def load_snapshot(self, name: str, sources: Sequence[int]) -> None:
         """Go on from it; ``sources``: for each slice, a rank whose node has it."""
         for n, source in enumerate(sources):
-            packed = None
-            if self._member.rank == source:
-                packed = read_private(self._snapshot(name, n))
-            packed = _broadcast_bytes(packed, source)
+            mine = self._member.rank == source
+            packed = broadcast_bytes(self._files.read(name, n) if mine else None, source)
             if n in self._mine:
-                plan, dtype = self._plans.slices[n], self._live.flat.flat.dtype
-                first, *best = pickle.loads(packed)
-                self._states[n] = self._placed(plan, ReadCarried((first,))(plan, dtype))
+                plan = self._plans.slices[n]
+                current, *best = unpack(plan, packed, self._live.flat.flat.dtype)
+                self._states[n] = self._placed(plan, current)
                 if best:
-                    self._best[n] = ReadCarried((best[0],))(plan, dtype)
-
-    def _snapshot(self, name: str, number: int) -> Path:
-        return self._folder / f"{name}-{number}"
+                    self._best[n] = best[0]
 
 
 @dataclass(frozen=True)
@@ -434,14 +425,3 @@ def _frames(records: Sequence[Any]) -> list[bytes]:
     """The frames of a partition's one record: samples, or (training, validation) samples."""
     (record,) = records
     return list(record) if isinstance(record, tuple) else [record]
-
-
-def _broadcast_bytes(content: bytes | None, source: int) -> bytes:
-    """What rank ``source`` has, on every rank."""
-    size = torch.tensor([len(content or b"")])
-    dist.broadcast(size, source)
-    data = torch.empty(int(size), dtype=torch.uint8)
-    if content is not None and dist.get_rank() == source:
-        data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    dist.broadcast(data, source)
-    return data.numpy().tobytes()
