@@ -221,11 +221,6 @@ def _combinations(trainer: Trainer) -> Iterator[str]:
 
 
 def _of_a_gang(trainer: Trainer) -> Iterator[str]:
-    if trainer.compression is not None:
-        yield (
-            'compression with engine="gang": torch sums the gradients there. Leave it out, or use '
-            'wire="bf16".'
-        )
     if isinstance(trainer.local_steps, int) and trainer.local_steps > 1:
         yield (
             f'local_steps={trainer.local_steps} with engine="gang": its ranks meet in every step. Use '

@@ -1,9 +1,11 @@
-"""A live replica under torch's DistributedDataParallel, its gradients summed by share."""
+"""Gradients that torch sums: a live replica under DistributedDataParallel, weighted by share."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +17,10 @@ from sparkdl.clock import Clock
 from sparkdl.data.assemble import Batch
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.live import LiveReplica
-from sparkdl.step.compute import forward_backward, take_gradients
-from sparkdl.step.replica import to_mini_batch
-from sparkdl.sync.contribution import sums_up
+from sparkdl.step.compute import Gradients, MiniBatch, forward_backward, take_gradients
+from sparkdl.step.replica import Work, to_mini_batch
+from sparkdl.sync.contribution import NOTHING, SUM, Contribution, sums_up
+from sparkdl.sync.plans import RunPlans
 
 BUFFERS: str = (
     "forward_sync_buffers"
@@ -90,13 +93,84 @@ class GradientVector:
         return self._vector
 
 
-def distributed(live: LiveReplica, spare: Batch) -> WeightedSum:
+class Summed:
+    """What a rank does for the gradients of an iteration, where they travel as they are."""
+
+    def __init__(
+        self, live: LiveReplica, plans: RunPlans, mine: Sequence[int], rank: int, spare: Batch
+    ) -> None:
+        """``mine``: the slices that this rank updates. ``spare``: a few rows, for iterations in which
+        it has none: it takes part in the sums all the same, with nothing."""
+        self._live, self._plans, self._mine, self._rank = live, plans, mine, rank
+        self._spare = replace(to_mini_batch(spare, live, classes=False), weights=None)
+        self._sum = distributed(live, self._spare)
+        self._vector = GradientVector(live.flat.layout, live.flat.flat.device)
+        self._gradients = Gradients([], {})
+
+    def compute(
+        self, work: Work, batch: MiniBatch | None, weights: Sequence[float], clock: Clock
+    ) -> tuple[float, str]:
+        """The loss, and what is not finite, if anything. ``weights``: what each rank's mini-batch
+        counts for."""
+        own, total = weights[self._rank], sum(weights)
+        self._sum.begin(own / total if total else 0.0)
+        batch = batch if own and batch is not None else self._spare
+        scale = work.step.loss_scale
+        loss = forward_backward(self._live, batch, work.seed(), scale, clock)
+        self._gradients = take_gradients(self._live)
+        if not own:
+            return 0.0, ""
+        if not math.isfinite(loss):
+            return loss, f"the loss ({loss})"
+        name = self._sum.not_finite
+        return loss, f'the gradient of "{name}"' if name else ""
+
+    def contributions(
+        self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
+    ) -> dict[int, list[Contribution]]:
+        """For each of this rank's slices, what its update is made of: the sum of all gradients as the
+        first replica's, and the buffers of each."""
+        layout, buffers = self._live.flat.layout, self._buffers(len(weights))
+        flat = self._vector.filled(self._gradients.dense)
+        taking_part = [r for r, (start, stop) in enumerate(rows) if stop > start]
+        found: dict[int, list[Contribution]] = {}
+        for n in self._mine:
+            plan = self._plans.slices[n]
+            low = plan.start + plan.buffers_start - layout.buffers_start
+            high = plan.stop - layout.buffers_start
+            whole = flat[plan.start : plan.start + plan.dense_length]
+            found[n] = [
+                Contribution(
+                    r,
+                    weights[r],
+                    whole if r == taking_part[0] else whole[:0],
+                    buffers[r][low : max(low, high)],
+                    self._gradients.absent,
+                    kind=SUM if r == taking_part[0] else NOTHING,
+                )
+                for r in taking_part
+            ]
+        return found
+
+    def _buffers(self, size: int) -> list[torch.Tensor]:
+        """Every rank's buffers, as the end of a flat vector."""
+        own = self._live.flat.buffers()
+        found = [torch.empty_like(own) for _ in range(size)]
+        if len(own):
+            dist.all_gather(found, own)
+        return found
+
+    def committed(self) -> None:
+        """The iteration counts. Nothing is kept for the next."""
+
+
+def distributed(live: LiveReplica, spare: MiniBatch) -> WeightedSum:
     """Put ``live`` under DDP.
 
     ``spare``: a few rows, to see whether there are parameters that get no gradient: DDP must know.
     """
     before = live.flat.flat.clone()
-    forward_backward(live, to_mini_batch(spare, live, classes=False), 0, 1.0, Clock())
+    forward_backward(live, spare, 0, 1.0, Clock())
     unused = bool(take_gradients(live).absent)
     live.flat.flat.copy_(before)
     live.flat.refresh()

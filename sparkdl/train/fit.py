@@ -19,6 +19,7 @@ from sparkdl.data.batches import EpochPlan
 from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ParameterError
 from sparkdl.frames import is_local
+from sparkdl.gang.launch import check_slots
 from sparkdl.infer.output import Output
 from sparkdl.replica.flat import FlatModule
 from sparkdl.replica.recipe import Recipe, weights_digest
@@ -41,7 +42,7 @@ from sparkdl.train.continuing import (
     history_of,
 )
 from sparkdl.train.engine import AVERAGE, BEST, CURRENT, Engine, ValidationSet
-from sparkdl.train.gang import GangEngine, check_gang
+from sparkdl.train.gang import GangEngine
 from sparkdl.train.history import History
 from sparkdl.train.local import LocalEngine
 from sparkdl.train.locality import places_awaited
@@ -105,7 +106,7 @@ def run(
     slab = SlabConfig.new(settings.slab_dir, context.applicationId)
     bar = ProgressBar(settings.progress)
     if trainer.engine == "gang":
-        check_gang(context, model, replicas)
+        check_slots(context, replicas)
     with (
         places_awaited(context),
         Resources(context, slab, settings.timeout) as resources,

@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pyspark import SparkContext
 from pyspark.core.rdd import RDD
 
 from sparkdl.data.assemble import Batch
 from sparkdl.data.batches import EpochPlan
 from sparkdl.data.samples import SampleSet
-from sparkdl.errors import ModelError, StateLostError, TrainingError
+from sparkdl.errors import StateLostError, TrainingError
 from sparkdl.frames import zip_frames
-from sparkdl.gang.launch import Gang, check_slots
+from sparkdl.gang.launch import Gang
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.run import Run
 from sparkdl.step.compressing import ReadResiduals
@@ -45,20 +44,8 @@ from sparkdl.train.places import (
     compute_again,
     samples_changed,
 )
-from sparkdl.train.prepare import Prepared
 from sparkdl.train.ranks import Do, RankStep, SetUp, Setup, SliceWeights, Standing
 from sparkdl.train.resources import Resources
-
-
-def check_gang(context: SparkContext, model: Prepared, ranks: int) -> None:
-    """Raise what a user must know before the data is read."""
-    check_slots(context, ranks)
-    tables = [segment.name for segment in model.layout.segments if segment.sparse]
-    if tables:
-        raise ModelError(
-            f'"{tables[0]}" has sparse gradients, which a gang does not sum: use engine="shuffle", or '
-            "nn.Embedding(sparse=False)."
-        )
 
 
 @dataclass(frozen=True)
@@ -110,9 +97,7 @@ class GangEngine:
         """See :class:`sparkdl.train.engine.Engine`."""
         self._ready()
         results = self._call("setting up the ranks", "start", read, reported, which)
-        problem = next((result for result in results if result is not None), None)
-        if problem is not None:
-            raise problem
+        _raise_first(results)
         self._call("setting up the ranks", "share_weights")
 
     def _ready(self) -> None:
@@ -193,11 +178,15 @@ class GangEngine:
     def start_residuals(
         self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
     ) -> None:
-        """There are none: gradients do not travel compressed."""
+        """Every rank reads what it keeps."""
+        self._ready()
+        results = self._call("setting up the ranks", "start_residuals", read, reported)
+        _raise_first(results)
 
     def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
-        """None."""
-        return []
+        """On the ranks."""
+        found = self._call("reading what the ranks keep", "with_residuals", use)
+        return [result for results in found for result in results]
 
     def take_snapshot(self) -> NodeFiles:
         """See :class:`sparkdl.train.recovery.Restorable`; files on every node, which outlive ranks
@@ -220,10 +209,16 @@ class GangEngine:
             "restoring a snapshot", "has_snapshot", snapshot.name
         )
         sources = []
-        for n in range(self._run.slices):
+        for n in range(len(found[0])):
             having = [rank for rank, has in enumerate(found) if has[n]]
             if not having:
-                raise StateLostError(f"restoring a snapshot: no node has slice {n} of it.")
+                raise StateLostError(f"restoring a snapshot: no node has part {n} of it.")
             sources.append(having[0])
         self._call("restoring a snapshot", "load_snapshot", snapshot.name, tuple(sources))
         self._call("restoring a snapshot", "share_weights")
+
+
+def _raise_first(results: Sequence[Exception | None]) -> None:
+    for problem in results:
+        if problem is not None:
+            raise problem

@@ -2,9 +2,10 @@
 
 [Note: the gang's iteration] Each rank goes forward and backward over its rows, and torch's
 DistributedDataParallel (Li et al., 2020) sums the gradients, bucket by bucket while backward goes on,
-each rank's times its share of the global batch. What follows is as in the other engines: the owner of a
-slice regularises, clips and updates it. With the strategy "ddp" there is one slice, and every rank
-updates all of it; with "zero1" rank n owns slice n alone, keeps the optimizer's state of it (ZeRO,
+each rank's times its share of the global batch; or the ranks exchange them, where they are compressed
+or rows of tables (:mod:`sparkdl.train.exchanged`). What follows is as in the other engines: the owner
+of a slice regularises, clips and updates it. With the strategy "ddp" there is one slice, and every
+rank updates all of it; with "zero1" rank n owns slice n alone, keeps the optimizer's state of it (ZeRO,
 stage 1: Rajbhandari et al., 2020), and sends its new weights to the others.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,17 +31,20 @@ from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import weights_digest
 from sparkdl.replica.run import Run
 from sparkdl.slab.root import open_root
-from sparkdl.step.compute import Gradients, forward_backward, take_gradients
+from sparkdl.step.compressing import ReadResiduals
 from sparkdl.step.job import lies_here
 from sparkdl.step.replica import Work, to_mini_batch
-from sparkdl.sync.contribution import NOTHING, SUM, Contribution
+from sparkdl.step.streaming import streams
+from sparkdl.sync.contribution import Contribution
 from sparkdl.sync.gradient import Reduced
+from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.plans import RunPlans
 from sparkdl.sync.records import ReplicaReport, SliceReport, Step
 from sparkdl.sync.state import SliceState
-from sparkdl.train.data_parallel import GradientVector, WeightedSum, distributed
+from sparkdl.train.data_parallel import Summed
 from sparkdl.train.engine import BEST, CURRENT, ReadState, weights_of
+from sparkdl.train.exchanged import Exchanged
 from sparkdl.train.node_files import SnapshotFiles, broadcast_bytes, pack, unpack
 
 
@@ -117,9 +121,8 @@ class Rank:
         self._best: dict[int, SliceState] = {}
         handles = [pickle.loads(frame) for frame in _frames(member.frames)]
         self._handles: list[SampleHandle] = handles
-        self._gradient = GradientVector(self._live.flat.layout, member.device)
         self._partition: Any = None
-        self._sum: WeightedSum | None = None
+        self._way: Summed | Exchanged | None = None
         self._before: Mapping[str, float] = {}
 
     def standing(self) -> Standing:
@@ -136,7 +139,11 @@ class Rank:
         """All ranks are where their samples are: make them one."""
         if self._handles[0].num_rows:
             self._partition = open_partition(self._handles[0])
-        self._sum = distributed(self._live, self._setup.spare)
+        how = self._live, self._plans, self._mine, self._member.rank
+        if streams(self._live):
+            self._way = Summed(*how, self._setup.spare)
+        else:
+            self._way = Exchanged(*how)
 
     def answers_for(self, number: int) -> bool:
         """Whether this rank, of those that update slice ``number``, speaks for it."""
@@ -161,18 +168,23 @@ class Rank:
         return None
 
     def _placed(self, plan: SlicePlan, state: SliceState) -> SliceState:
-        """The state on this rank's device, its weights in the flat vector."""
+        """The state where this rank updates it, its weights in the flat vector if that is there."""
         flat = self._live.flat.flat
+        home = flat.device if streams(self._live) else torch.device("cpu")
         place = flat[plan.start : plan.stop]
         with torch.no_grad():
             place.copy_(state.weights)
-        state.weights = place
-        state.arrays = {name: array.to(flat.device) for name, array in state.arrays.items()}
+        state.weights = place.to(home)
+        state.arrays = {name: array.to(home) for name, array in state.arrays.items()}
         return state
 
     def share_weights(self) -> None:
         """Send every slice's weights to all ranks, from where they were updated."""
         flat = self._live.flat.flat
+        for n, state in self._states.items():
+            if state.weights.device != flat.device:
+                plan = self._plans.slices[n]
+                flat[plan.start : plan.stop].copy_(state.weights)
         if self._run.slices > 1:
             sent = [
                 dist.broadcast(flat[plan.start : plan.stop], plan.index, async_op=True)
@@ -187,25 +199,16 @@ class Rank:
         """One iteration; the state of this rank's slices is then the next version."""
         clock, rank, live = Clock(), self._member.rank, self._live
         start, stop = step.rows[rank]
-        batch = self._setup.spare
-        work = Work(step, rank, self._run.assembly, self._run.shares[rank])
+        work, batch = Work(step, rank, self._run.assembly, self._run.shares[rank]), None
         if stop > start:
-            (batch,) = work.mini_batches(live, self._partition)
-        mini_batch = to_mini_batch(batch, live)
-        weight = mini_batch.weight if stop > start else 0.0
+            (arrays,) = work.mini_batches(live, self._partition)
+            batch = to_mini_batch(arrays, live)
+        weight = batch.weight if batch is not None else 0.0
         weights = self._weights(step, weight)
         clock.lap("data")
-        assert self._sum is not None
-        self._sum.begin(weight / sum(weights) if sum(weights) else 0.0)
-        if weight == 0.0:  # it takes part in the sums all the same, with nothing
-            spare = to_mini_batch(self._setup.spare, live, classes=False)
-            mini_batch = replace(spare, weights=None)
-        loss = forward_backward(live, mini_batch, work.seed(), step.loss_scale, clock)
-        gradients = take_gradients(live)
-        problem = self._problem(loss) if weight else ""
-        finish = functools.partial(
-            self._finish, step, gradients, weights, loss if weight else 0.0, bool(problem)
-        )
+        assert self._way is not None
+        loss, problem = self._way.compute(work, batch, weights, clock)
+        finish = functools.partial(self._finish, step, weights, loss, bool(problem))
         slices: list[SliceReport] = []
         if live.recipe.policy.clips_norm or step.histograms:
             slices = finish(clock)
@@ -223,20 +226,16 @@ class Rank:
         self._before = clock.seconds
 
     def _finish(
-        self,
-        step: Step,
-        gradients: Gradients,
-        weights: Sequence[float],
-        loss: float,
-        failed: bool,
-        clock: Clock,
+        self, step: Step, weights: Sequence[float], loss: float, failed: bool, clock: Clock
     ) -> list[SliceReport]:
         """Update, unless the loss or a gradient of some rank is not finite; then all leave it out."""
         found = self._gathered([loss, float(failed)])
         if any(flag for _, flag in found):
             self._live.flat.refresh()
             return []
-        contributions = self._contributions(gradients.dense, gradients.absent, weights, step)
+        assert self._way is not None
+        contributions = self._way.contributions(step.rows, weights)
+        self._way.committed()
         clock.lap("reduce")
         total = sum(weights)
         mean = sum(one * w for (one, _), w in zip(found, weights, strict=True) if w)
@@ -255,52 +254,6 @@ class Rank:
         dist.all_gather(found, mine)
         return [row.tolist() for row in found]
 
-    def _problem(self, loss: float) -> str:
-        assert self._sum is not None
-        if not torch.isfinite(torch.tensor(loss)):
-            return f"the loss ({loss})"
-        name = self._sum.not_finite
-        return f'the gradient of "{name}"' if name else ""
-
-    def _contributions(
-        self,
-        dense: Sequence[torch.Tensor | None],
-        absent: frozenset[int],
-        weights: Sequence[float],
-        step: Step,
-    ) -> dict[int, list[Contribution]]:
-        """For each of this rank's slices, what the others' updates are made of: the sum of all
-        gradients as the first replica's, and the buffers of each."""
-        layout, buffers = self._live.flat.layout, self._buffers()
-        flat = self._gradient.filled(dense)
-        taking_part = [r for r, (start, stop) in enumerate(step.rows) if stop > start]
-        found: dict[int, list[Contribution]] = {}
-        for n in self._mine:
-            plan = self._plans.slices[n]
-            low = plan.start + plan.buffers_start - layout.buffers_start
-            high = plan.stop - layout.buffers_start
-            whole = flat[plan.start : plan.start + plan.dense_length]
-            found[n] = [
-                Contribution(
-                    r,
-                    weights[r],
-                    whole if r == taking_part[0] else whole[:0],
-                    buffers[r][low : max(low, high)],
-                    absent,
-                    kind=SUM if r == taking_part[0] else NOTHING,
-                )
-                for r in taking_part
-            ]
-        return found
-
-    def _buffers(self) -> list[torch.Tensor]:
-        """Every rank's buffers, as the end of a flat vector."""
-        own = self._live.flat.buffers()
-        found = [torch.empty_like(own) for _ in range(self._member.size)]
-        if len(own):
-            dist.all_gather(found, own)
-        return found
-
     def _update(
         self,
         step: Step,
@@ -311,12 +264,12 @@ class Rank:
         """Regularise, clip and update this rank's slices; send their weights to the others."""
         known: dict[int, Reduced] = {}
         squares = [0.0] * self._run.slices
-        device = self._live.flat.flat.device
         for n in self._mine:
-            owner = self._plans.owners[n]
+            owner, weights = self._plans.owners[n], self._states[n].weights
             if owner.clips_norm:
-                out = torch.empty(owner.plan.dense_length, dtype=owner.dtype, device=device)
-                known[n] = owner.reduce(contributions[n], self._states[n].weights, out)
+                length, device = owner.plan.dense_length, weights.device
+                out = torch.empty(length, dtype=owner.dtype, device=device)
+                known[n] = owner.reduce(contributions[n], weights, out)
                 squares[n] = owner.squared_norm(known[n])
         if known and self._run.slices > 1:
             squares = [many[r] for r, many in enumerate(self._gathered(squares))]
@@ -324,7 +277,8 @@ class Rank:
         for n in self._mine:
             owner, state, keep = self._plans.owners[n], self._states[n], None
             if step.histograms:
-                keep = torch.empty(owner.plan.dense_length, dtype=owner.dtype, device=device)
+                length, device = owner.plan.dense_length, state.weights.device
+                keep = torch.empty(length, dtype=owner.dtype, device=device)
             updated = owner.update(
                 state,
                 state,
@@ -368,6 +322,30 @@ class Rank:
             if self.answers_for(n)
         }
 
+    def start_residuals(self, read: ReadResiduals, reported: tuple[type[Exception], ...]) -> Any:
+        """See :class:`sparkdl.train.engine.Engine`; an exception of ``reported`` is the result."""
+        try:
+            kept = read(self._member.rank)
+        except reported as error:
+            return error
+        if isinstance(self._way, Exchanged):
+            self._way.kept = kept
+        return None
+
+    def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
+        """``use(rank, kept)``, in a list; empty where this rank keeps nothing."""
+        return [] if self._kept is None else [use(self._member.rank, self._kept)]
+
+    @property
+    def _kept(self) -> ByParameter | None:
+        return self._way.kept if isinstance(self._way, Exchanged) else None
+
+    @property
+    def _parts(self) -> int:
+        """Of a snapshot: the slices, and what each rank keeps, where gradients are compressed."""
+        compresses = self._live.recipe.compression is not None
+        return self._run.slices + (self._member.size if compresses else 0)
+
     def save_snapshot(self, name: str, holders: Sequence[int]) -> None:
         """Leave this state in files on the nodes of ``holders``: the first rank of each node."""
         holds = self._member.rank in holders
@@ -380,18 +358,23 @@ class Rank:
                 packed = broadcast_bytes(packed, n)
             if packed is not None and holds:
                 self._files.write(name, n, packed)
+        for r in range(self._parts - self._run.slices):
+            mine = pickle.dumps(self._kept) if r == self._member.rank else None
+            packed = broadcast_bytes(mine, r)
+            if holds:
+                self._files.write(name, self._run.slices + r, packed)
 
     def drop_snapshot(self, name: str, holders: Sequence[int]) -> None:
         """It is not needed any more."""
         if self._member.rank in holders:
-            self._files.delete(name, self._run.slices)
+            self._files.delete(name, self._parts)
 
     def has_snapshot(self, name: str) -> list[bool]:
-        """Of which slices this node has it."""
-        return self._files.there(name, self._run.slices)
+        """Of which parts this node has it: of the slices, then of what ranks keep."""
+        return self._files.there(name, self._parts)
 
     def load_snapshot(self, name: str, sources: Sequence[int]) -> None:
-        """Go on from it; ``sources``: for each slice, a rank whose node has it."""
+        """Go on from it; ``sources``: for each part, a rank whose node has it."""
         for n, source in enumerate(sources):
             mine = self._member.rank == source
             packed = broadcast_bytes(self._files.read(name, n) if mine else None, source)
@@ -401,6 +384,8 @@ class Rank:
                 self._states[n] = self._placed(plan, current)
                 if best:
                     self._best[n] = best[0]
+            if n - self._run.slices == self._member.rank and isinstance(self._way, Exchanged):
+                self._way.kept = pickle.loads(packed)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def rows(cluster: Cluster) -> dict[str, list[Fault]]:
     }
 
 
-def tried(spark, cluster: Cluster, faults: Sequence[Fault], notes: Path, **changes: str) -> dict:
+def tried(spark, cluster: Cluster, faults: Sequence[Fault], notes: Path, **changes) -> dict:
     """One fit, its trainer with ``changes``: its outcome or its error, what each fault notes, and the
     seconds it took."""
     armed = [fault.into(notes, cluster.slabs) for fault in faults]

@@ -7,22 +7,30 @@ from pathlib import Path
 from fault_table import Cluster, tried
 from harness.inject import Fault, at
 
+import sparkdl
+
 REPLICAS = 2
+DDP, ZERO1 = {"strategy": "ddp"}, {"strategy": "zero1"}
+COMPRESSED = {"compression": sparkdl.TopK(0.3)}
 
 
-def rows() -> dict[str, tuple[str, list[Fault]]]:
-    """Strategy and faults by name."""
+def rows() -> dict[str, tuple[dict, list[Fault]]]:
+    """How the trainer differs, and faults, by name."""
     return {
-        "none": ("ddp", []),
-        "rank killed": ("ddp", [at(job="fb", iteration=3, partition=1).kill_worker()]),
+        "none": (DDP, []),
+        "rank killed": (DDP, [at(job="fb", iteration=3, partition=1).kill_worker()]),
         "rank killed in its update": (
-            "zero1",
+            ZERO1,
             [at(job="sync", iteration=6, partition=0).kill_worker()],
         ),
-        "executor killed": ("ddp", [at(job="fb", iteration=6, partition=0).kill_executor()]),
+        "executor killed": (DDP, [at(job="fb", iteration=6, partition=0).kill_executor()]),
         "executor killed, zero1": (
-            "zero1",
+            ZERO1,
             [at(job="fb", iteration=7, partition=1).kill_executor()],
+        ),
+        "executor killed, compressed": (
+            {**ZERO1, **COMPRESSED},
+            [at(job="fb", iteration=6, partition=1).kill_executor()],
         ),
     }
 
@@ -35,10 +43,9 @@ def main() -> None:
     results = {}
     settings = {"spark.sparkdl.slab.dir": cluster.slabs, **given["settings"]}
     with session(given["master"], **settings) as spark:
-        for name, (strategy, faults) in rows().items():
+        for name, (how, faults) in rows().items():
             notes = Path(given["notes"]) / name
-            how = {"engine": "gang", "strategy": strategy}
-            results[name] = tried(spark, cluster, faults, notes, **how)
+            results[name] = tried(spark, cluster, faults, notes, engine="gang", **how)
             print(name, results[name], flush=True)
     answer(results)
 

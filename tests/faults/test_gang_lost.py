@@ -42,19 +42,21 @@ def results(tmp_path_factory) -> dict:
 
 @pytest.fixture(scope="module")
 def undisturbed(spark) -> dict[str, dict]:
-    """What comes of one process, by strategy."""
+    """What comes of one process, by row."""
     df = frame(spark, gang_lost.REPLICAS)
     validation = sparkdl.Validation(df, metrics=["accuracy"], every=sparkdl.every(4))
     found = {}
-    for strategy, slices in {"ddp": 1, "zero1": 2}.items():
-        how = {"engine": "local", "slices": slices, "validation": validation}
-        found[strategy] = outcome(trainer(gang_lost.REPLICAS, **how).fit(df))
+    for row, (how, _) in gang_lost.rows().items():
+        slices = {"ddp": 1, "zero1": 2}[how["strategy"]]
+        same = {"compression": how.get("compression"), "validation": validation}
+        run = trainer(gang_lost.REPLICAS, engine="local", slices=slices, **same)
+        found[row] = outcome(run.fit(df))
     return found
 
 
 @pytest.mark.parametrize("row", gang_lost.rows())
 def test_same_bits_after(results, undisturbed, row):
-    result, (strategy, faults) = results[row], gang_lost.rows()[row]
+    result, (_, faults) = results[row], gang_lost.rows()[row]
     assert "error" not in result, result
     assert result["struck"] == result["expected"] == [fault.times for fault in faults]
-    assert {key: result[key] for key in undisturbed[strategy]} == undisturbed[strategy]
+    assert {key: result[key] for key in undisturbed[row]} == undisturbed[row]

@@ -1,4 +1,4 @@
-"""Script: five models on every engine with three replicas; their losses, iteration by iteration."""
+"""Script: some models on every engine with three replicas; their losses, iteration by iteration."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ MODELS: dict[str, dict] = {
     "tied": {"model": Tied, "optimizer": ADAMW, "l2": 1e-3},
     "text": {"model": Text, "optimizer": ADAMW, "features": "words"},
     "dropout": {"model": dropout, "optimizer": SGD, "accumulate": 2},
+    "compressed": {"model": mlp, "optimizer": SGD, "compression": sparkdl.PowerSGD(1)},
 }
 ENGINES: dict[str, dict] = {
     "local": {"engine": "local"},

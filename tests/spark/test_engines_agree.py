@@ -263,7 +263,7 @@ def test_same_bits(frames, case):
     _compare(case, trainer, run(trainer, df, "local"), run(trainer, df, "shuffle"))
 
 
-NOT_IN_A_GANG = ("compression", "local_steps", "tables", "wire", "N !=", "N == 1")
+NOT_IN_A_GANG = ("local_steps", "wire", "N !=", "N == 1")
 
 
 @pytest.mark.gang

@@ -1,0 +1,158 @@
+"""Gradients that ranks exchange as replicas of the shuffle engine send them: compressed, or as rows.
+
+DistributedDataParallel sums dense gradients. What a hook makes of them cannot be summed, and the rows
+of a sparse table differ from rank to rank. So each rank writes the same *sections* as in the other
+engines (:mod:`sparkdl.sync.contribution`) and sends each to the ranks that update its slice. All
+brackets of the sums are then those of the other engines, and so are the bits, with any number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from sparkdl.clock import Clock
+from sparkdl.replica.live import LiveReplica
+from sparkdl.step.compressing import compress_outcome
+from sparkdl.step.compute import MiniBatch, forward_backward, take_gradients
+from sparkdl.step.replica import (
+    Outcome,
+    Work,
+    not_finite,
+    section_maps,
+    sections_nbytes,
+    write_sections,
+)
+from sparkdl.sync.contribution import Contribution, SectionMap, open_section
+from sparkdl.sync.packing import ByParameter, TensorSpec, aligned
+from sparkdl.sync.plan import SlicePlan
+from sparkdl.sync.plans import RunPlans
+
+_LENGTH = struct.Struct("<q")
+
+
+class Exchanged:
+    """What a rank does for the gradients of an iteration, where they travel in sections.
+
+    ``kept``: what the hook left out of them so far, by parameter number; None before the first.
+    """
+
+    def __init__(self, live: LiveReplica, plans: RunPlans, mine: Sequence[int], rank: int) -> None:
+        """``mine``: the slices that this rank updates."""
+        self._live, self._plans, self._mine, self._rank = live, plans, mine, rank
+        self.kept: ByParameter | None = None
+        self._outcome: Outcome | None = None
+        self._parcels: list[torch.Tensor] = []
+
+    def compute(
+        self, work: Work, batch: MiniBatch | None, weights: Sequence[float], clock: Clock
+    ) -> tuple[float, str]:
+        """See :class:`sparkdl.train.data_parallel.Summed`."""
+        live, plans = self._live, self._plans.slices
+        self._outcome = None
+        self._parcels = [torch.empty(0, dtype=torch.uint8)] * len(plans)
+        if batch is None:
+            return 0.0, ""
+        loss = forward_backward(live, batch, work.seed(), work.step.loss_scale, clock)
+        outcome = Outcome(loss, batch.weight, len(batch), take_gradients(live))
+        if live.recipe.compression is not None:
+            outcome = compress_outcome(live, outcome, work, self.kept or {})
+            clock.lap("compress")
+        maps = section_maps(live, plans, outcome)
+        sizes = sections_nbytes(live, plans, maps)
+        heads = [head_of(section, outcome.gradients.absent) for section in maps]
+        self._parcels = [
+            torch.zeros(len(head) + nbytes, dtype=torch.uint8)
+            for head, nbytes in zip(heads, sizes, strict=True)
+        ]
+        sections = np.zeros(sum(sizes), np.uint8)
+        written = write_sections(live, plans, maps, outcome, sections)
+        place = 0
+        for parcel, head, nbytes in zip(self._parcels, heads, sizes, strict=True):
+            view = parcel.numpy()
+            view[: len(head)] = np.frombuffer(head, np.uint8)
+            view[len(head) :] = sections[place : place + nbytes]
+            place += nbytes
+        self._outcome = outcome
+        problem = not_finite(live, plans, written, outcome)
+        clock.lap("publish")
+        return loss, problem
+
+    def contributions(
+        self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
+    ) -> dict[int, list[Contribution]]:
+        """For each of this rank's slices, what every replica that took part gives to it."""
+        size = len(rows)
+        alone = len(self._parcels) == 1  # the one slice is everybody's
+        arrived = exchange([self._parcels[0 if alone else to] for to in range(size)], self._rank)
+        dtype = self._live.flat.layout.dtype
+        found: dict[int, list[Contribution]] = {}
+        for n in self._mine:
+            found[n] = [
+                replace(
+                    open_parcel(self._plans.slices[n], dtype, parcel), replica=r, weight=weights[r]
+                )
+                for r, parcel in enumerate(arrived)
+                if len(parcel)
+            ]
+        return found
+
+    def committed(self) -> None:
+        """The iteration counts: what was left out of it is kept for the next."""
+        if self._outcome is not None and self._outcome.compressed is not None:
+            self.kept = self._outcome.kept
+
+
+def head_of(section: SectionMap, absent: frozenset[int]) -> bytes:
+    """How to read a section, in a multiple of 64 bytes: the length of the JSON, the JSON."""
+    text = json.dumps(
+        {
+            "wire": str(section.wire).removeprefix("torch."),
+            "rows": sorted(section.rows.items()),
+            "compressed": section.compressed,
+            "absent": sorted(absent),
+        }
+    ).encode()
+    return (_LENGTH.pack(len(text)) + text).ljust(aligned(_LENGTH.size + len(text)), b"\0")
+
+
+def open_parcel(plan: SlicePlan, dtype: torch.dtype, parcel: torch.Tensor) -> Contribution:
+    """A head and its section; the tensors share the memory of ``parcel`` (uint8)."""
+    data = parcel.numpy()
+    (length,) = _LENGTH.unpack_from(data.data, 0)
+    head = json.loads(data[_LENGTH.size : _LENGTH.size + length].tobytes())
+    compressed = None
+    if head["compressed"] is not None:
+        compressed = tuple(
+            TensorSpec(number, name, kind, tuple(shape))
+            for number, name, kind, shape in head["compressed"]
+        )
+    section = SectionMap(getattr(torch, head["wire"]), dict(head["rows"]), compressed=compressed)
+    rest = data[aligned(_LENGTH.size + length) :]
+    return open_section(plan, dtype, section, rest, absent=frozenset(head["absent"]))
+
+
+def exchange(parcels: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
+    """Send ``parcels[r]`` (uint8) to rank r; what came from each rank, by rank."""
+    lengths = torch.tensor([len(parcel) for parcel in parcels])
+    table = [torch.empty_like(lengths) for _ in parcels]
+    dist.all_gather(table, lengths)
+    arrived = [torch.empty(int(row[rank]), dtype=torch.uint8) for row in table]
+    arrived[rank] = parcels[rank]
+    under_way = []
+    for distance in range(1, len(parcels)):
+        to, source = (rank + distance) % len(parcels), (rank - distance) % len(parcels)
+        if len(parcels[to]):
+            under_way.append(dist.isend(parcels[to], to))
+        if len(arrived[source]):
+            under_way.append(dist.irecv(arrived[source], source))
+    for work in under_way:
+        assert work is not None
+        work.wait()
+    return arrived
