@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import struct
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ import torch
 from sparkdl.replica.flat import ALIGNMENT
 from sparkdl.sync.codec import as_tensor
 
+_LENGTH = struct.Struct("<q")
 Tensors = Mapping[str, torch.Tensor]
 """Tensors by name."""
 ByParameter = Mapping[int, Tensors]
@@ -65,6 +68,24 @@ def copy_packed(places: ByParameter, tensors: ByParameter) -> None:
     for number, named in places.items():
         for name, place in named.items():
             place.copy_(tensors[number][name])
+
+
+def head_to_bytes(specs: Sequence[TensorSpec], **more: object) -> bytes:
+    """How to read packed tensors, and ``more`` that JSON can hold, as JSON behind its length; in a
+    multiple of 64 bytes. For what comes from elsewhere: unlike a pickle it can do nothing."""
+    text = json.dumps({**more, "specs": specs}).encode()
+    return (_LENGTH.pack(len(text)) + text).ljust(aligned(_LENGTH.size + len(text)), b"\0")
+
+
+def head_from_bytes(data: np.ndarray) -> tuple[tuple[TensorSpec, ...], dict[str, Any], int]:
+    """The specs, what else there is, and where the tensors begin. Raises ValueError for other bytes."""
+    (length,) = _LENGTH.unpack_from(data.data, 0)
+    start = _LENGTH.size
+    more = json.loads(data[start : start + length].tobytes())
+    specs = tuple(
+        TensorSpec(n, name, kind, tuple(shape)) for n, name, kind, shape in more.pop("specs")
+    )
+    return specs, more, aligned(start + length)
 
 
 def aligned(nbytes: int) -> int:

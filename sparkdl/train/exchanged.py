@@ -8,8 +8,6 @@ brackets of the sums are then those of the other engines, and so are the bits, w
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -30,11 +28,9 @@ from sparkdl.step.replica import (
     write_sections,
 )
 from sparkdl.sync.contribution import Contribution, SectionMap, open_section
-from sparkdl.sync.packing import ByParameter, TensorSpec, aligned
+from sparkdl.sync.packing import ByParameter, head_from_bytes, head_to_bytes
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.plans import RunPlans
-
-_LENGTH = struct.Struct("<q")
 
 
 class Exchanged:
@@ -110,32 +106,26 @@ class Exchanged:
 
 
 def head_of(section: SectionMap, absent: frozenset[int]) -> bytes:
-    """How to read a section, in a multiple of 64 bytes: the length of the JSON, the JSON."""
-    text = json.dumps(
-        {
-            "wire": str(section.wire).removeprefix("torch."),
-            "rows": sorted(section.rows.items()),
-            "compressed": section.compressed,
-            "absent": sorted(absent),
-        }
-    ).encode()
-    return (_LENGTH.pack(len(text)) + text).ljust(aligned(_LENGTH.size + len(text)), b"\0")
+    """How to read a section."""
+    return head_to_bytes(
+        section.compressed or (),
+        wire=str(section.wire).removeprefix("torch."),
+        rows=sorted(section.rows.items()),
+        compressed=section.compressed is not None,
+        absent=sorted(absent),
+    )
 
 
 def open_parcel(plan: SlicePlan, dtype: torch.dtype, parcel: torch.Tensor) -> Contribution:
     """A head and its section; the tensors share the memory of ``parcel`` (uint8)."""
     data = parcel.numpy()
-    (length,) = _LENGTH.unpack_from(data.data, 0)
-    head = json.loads(data[_LENGTH.size : _LENGTH.size + length].tobytes())
-    compressed = None
-    if head["compressed"] is not None:
-        compressed = tuple(
-            TensorSpec(number, name, kind, tuple(shape))
-            for number, name, kind, shape in head["compressed"]
-        )
-    section = SectionMap(getattr(torch, head["wire"]), dict(head["rows"]), compressed=compressed)
-    rest = data[aligned(_LENGTH.size + length) :]
-    return open_section(plan, dtype, section, rest, absent=frozenset(head["absent"]))
+    specs, head, start = head_from_bytes(data)
+    section = SectionMap(
+        getattr(torch, head["wire"]),
+        dict(head["rows"]),
+        compressed=specs if head["compressed"] else None,
+    )
+    return open_section(plan, dtype, section, data[start:], absent=frozenset(head["absent"]))
 
 
 def exchange(parcels: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:

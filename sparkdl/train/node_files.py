@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import os
-import pickle
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from sparkdl.slab.root import open_private, read_private
+from sparkdl.sync.packing import (
+    ByParameter,
+    copy_packed,
+    head_from_bytes,
+    head_to_bytes,
+    open_packed,
+    packed_nbytes,
+    specs_of,
+)
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.state import SliceState
 from sparkdl.train.checkpoint.slices import to_bytes
 from sparkdl.train.continuing import ReadCarried
+
+_LENGTH = struct.Struct("<q")
 
 
 @dataclass(frozen=True)
@@ -48,13 +60,39 @@ class SnapshotFiles:
 
 
 def pack(plan: SlicePlan, states: Sequence[SliceState]) -> bytes:
-    """States of one slice, on the CPU."""
-    return pickle.dumps([to_bytes(plan, state) for state in states])
+    """States of one slice, on the CPU: each as a safetensors file behind its length."""
+    files = [to_bytes(plan, state) for state in states]
+    return b"".join(_LENGTH.pack(len(file)) + file for file in files)
 
 
 def unpack(plan: SlicePlan, packed: bytes, dtype: torch.dtype) -> list[SliceState]:
     """What was packed."""
-    return [ReadCarried((one,))(plan, dtype) for one in pickle.loads(packed)]
+    states, place = [], 0
+    while place < len(packed):
+        (length,) = _LENGTH.unpack_from(packed, place)
+        place += _LENGTH.size
+        states.append(ReadCarried((packed[place : place + length],))(plan, dtype))
+        place += length
+    return states
+
+
+def pack_kept(kept: ByParameter | None) -> bytes:
+    """What a rank keeps of its gradients; empty where that is nothing yet."""
+    if kept is None:
+        return b""
+    specs = specs_of(kept)
+    data = np.zeros(packed_nbytes(specs), np.uint8)
+    copy_packed(open_packed(specs, data), kept)
+    return head_to_bytes(specs) + data.tobytes()
+
+
+def unpack_kept(packed: bytes) -> ByParameter | None:
+    """What was packed."""
+    if not packed:
+        return None
+    data = np.frombuffer(bytearray(packed), np.uint8)
+    specs, _, start = head_from_bytes(data)
+    return open_packed(specs, data[start:])
 
 
 def broadcast_bytes(content: bytes | None, source: int) -> bytes:

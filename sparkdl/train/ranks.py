@@ -45,7 +45,14 @@ from sparkdl.sync.state import SliceState
 from sparkdl.train.data_parallel import Summed
 from sparkdl.train.engine import BEST, CURRENT, ReadState, weights_of
 from sparkdl.train.exchanged import Exchanged
-from sparkdl.train.node_files import SnapshotFiles, broadcast_bytes, pack, unpack
+from sparkdl.train.node_files import (
+    SnapshotFiles,
+    broadcast_bytes,
+    pack,
+    pack_kept,
+    unpack,
+    unpack_kept,
+)
 
 
 @dataclass(frozen=True)
@@ -359,7 +366,7 @@ class Rank:
             if packed is not None and holds:
                 self._files.write(name, n, packed)
         for r in range(self._parts - self._run.slices):
-            mine = pickle.dumps(self._kept) if r == self._member.rank else None
+            mine = pack_kept(self._kept) if r == self._member.rank else None
             packed = broadcast_bytes(mine, r)
             if holds:
                 self._files.write(name, self._run.slices + r, packed)
@@ -385,7 +392,7 @@ class Rank:
                 if best:
                     self._best[n] = best[0]
             if n - self._run.slices == self._member.rank and isinstance(self._way, Exchanged):
-                self._way.kept = pickle.loads(packed)
+                self._way.kept = unpack_kept(packed)
 
 
 @dataclass(frozen=True)

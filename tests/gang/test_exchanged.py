@@ -15,9 +15,10 @@ from torch import nn
 
 from sparkdl.replica.flat import layout_of
 from sparkdl.sync.contribution import SectionMap, open_section, section_nbytes
-from sparkdl.sync.packing import TensorSpec, aligned
+from sparkdl.sync.packing import TensorSpec, aligned, open_packed, packed_nbytes
 from sparkdl.sync.plan import slice_plans
 from sparkdl.train.exchanged import head_of, open_parcel
+from sparkdl.train.node_files import pack_kept, unpack_kept
 
 pytestmark = pytest.mark.gang
 LAYOUT = layout_of(
@@ -72,6 +73,17 @@ def same(one: Any, other: Any) -> None:
     else:
         assert one is None
         assert other is None
+
+
+@given(
+    st.none() | st.lists(specs, max_size=4, unique_by=lambda s: s.name), st.integers(0, 2**32 - 1)
+)
+def test_what_a_rank_keeps_survives_a_snapshot(specs, seed):
+    kept = None
+    if specs is not None:
+        data = np.random.default_rng(seed).integers(0, 256, packed_nbytes(specs), np.uint8)
+        kept = open_packed(specs, data)
+    same(unpack_kept(pack_kept(kept)), kept)
 
 
 def test_a_head_that_is_cut_short_is_an_error():
