@@ -112,7 +112,7 @@ class SetUp:
 
 class Rank:
     """See the note above. ``_states``: of the slices that this rank updates, by number; their weights
-    are views of the live replica's flat vector, where that is on the device that they are updated on."""
+    are views of the live replica's flat vector, where that is on the device they are updated on."""
 
     def __init__(self, setup: Setup, member: Member) -> None:
         self._setup, self._run, self._member = setup, setup.run, member
