@@ -17,6 +17,11 @@ _WAITED = re.compile(rf"{WAITED} .*?timeout\.seconds\.", re.S)
 _JAVA_CLASS = re.compile(r"^(:? ?(java|org)\.[\w.]+: )+")
 
 
+def of_python(text: str) -> bool:
+    """Whether Spark reports an exception of Python's, with its traceback."""
+    return _TRACE.search(text) is not None
+
+
 def explain(text: str) -> str:
     """One line with partition, node, attempts and error; then the Python traceback, if any.
 

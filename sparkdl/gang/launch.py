@@ -18,10 +18,11 @@ from pyspark.core.rdd import RDD
 
 from sparkdl.errors import ParameterError, SessionError, StalledError, StateLostError, TrainingError
 from sparkdl.frames import map_frames, shuffle_frames, stage_name
+from sparkdl.gang.arrivals import Arrivals
 from sparkdl.gang.channel import Channel, ChannelError, Listener
 from sparkdl.gang.group import form_group
-from sparkdl.gang.member import ERROR, OUTPUT, RESULT, Command, Failure, Hello, Meeting
-from sparkdl.report import explain
+from sparkdl.gang.member import ERROR, OUTPUT, RESULT, Command, Failure, Meeting
+from sparkdl.report import explain, of_python
 
 SLOT_SECONDS = 30.0
 """How long executors may take to come before too few task slots are an error."""
@@ -31,37 +32,6 @@ LOST = "lost"
 """In place of a message: the rank is gone."""
 GRACE_SECONDS = 2.0
 """After the first failure of a rank, the others have so long to say what they know of it."""
-
-
-class Arrivals:
-    """The ranks of job number ``job`` that have come."""
-
-    def __init__(self, job: int, size: int) -> None:
-        self._job, self._size = job, size
-        self.come: dict[int, tuple[Channel, Hello]] = {}
-
-    @property
-    def missing(self) -> list[int]:
-        return [rank for rank in range(self._size) if rank not in self.come]
-
-    @property
-    def too_few(self) -> bool:
-        """Whether the stage runs fewer ranks than a gang has."""
-        return any(hello.ranks != self._size for _, hello in self.come.values())
-
-    def admit(self, channel: Channel, hello: Hello) -> None:
-        """Of a rank that comes again, the later one counts."""
-        known = self.come.get(hello.rank)
-        if hello.job != self._job or (known and known[1].task > hello.task):
-            channel.close()
-            return
-        if known:
-            known[0].close()
-        self.come[hello.rank] = channel, hello
-
-    def hang_up(self) -> None:
-        for channel, _ in self.come.values():
-            channel.close()
 
 
 class Gang:
@@ -269,7 +239,7 @@ class Gang:
             job.get()
         except Py4JError as error:
             text = str(error)
-            kind = TrainingError if "Traceback (most recent" in text else StateLostError
+            kind = TrainingError if of_python(text) else StateLostError
             raise kind(f"the gang did not come together: {explain(text)}") from None
         raise StateLostError("the gang did not come together: its ranks ended at once.")
 

@@ -61,20 +61,14 @@ class Exchanged:
             outcome = compress_outcome(live, outcome, work, self.kept or {})
             clock.lap("compress")
         maps = section_maps(live, plans, outcome)
-        sizes = sections_nbytes(live, plans, maps)
-        heads = [head_of(section, outcome.gradients.absent) for section in maps]
-        self._parcels = [
-            torch.zeros(len(head) + nbytes, dtype=torch.uint8)
-            for head, nbytes in zip(heads, sizes, strict=True)
-        ]
-        sections = np.zeros(sum(sizes), np.uint8)
-        written = write_sections(live, plans, maps, outcome, sections)
-        place = 0
-        for parcel, head, nbytes in zip(self._parcels, heads, sizes, strict=True):
-            view = parcel.numpy()
-            view[: len(head)] = np.frombuffer(head, np.uint8)
-            view[len(head) :] = sections[place : place + nbytes]
-            place += nbytes
+        written: list[Contribution] = []
+        for n, (plan, section) in enumerate(zip(plans, maps, strict=True)):
+            head = head_of(section, outcome.gradients.absent)
+            (nbytes,) = sections_nbytes(live, [plan], [section])
+            self._parcels[n] = torch.zeros(len(head) + nbytes, dtype=torch.uint8)
+            data = self._parcels[n].numpy()
+            data[: len(head)] = np.frombuffer(head, np.uint8)
+            written += write_sections(live, [plan], [section], outcome, data[len(head) :])
         self._outcome = outcome
         problem = not_finite(live, plans, written, outcome)
         clock.lap("publish")

@@ -16,7 +16,7 @@ from sparkdl.errors import (
     StateLostError,
     TrainingError,
 )
-from sparkdl.report import WAITED, explain
+from sparkdl.report import WAITED, explain, of_python
 
 _DELETED = f"{StaleReferenceError.__name__}:"
 """What a task says that reads what is no longer there."""
@@ -52,7 +52,7 @@ def reading_explained() -> Iterator[None]:
             reason = of_query(explain(text))
             kind = StalledError if reason.startswith(WAITED) else TrainingError
             raise kind(f"reading the data: {reason}") from None
-        told = explain(text) if "Traceback (most recent" in text else of_query(text)
+        told = explain(text) if of_python(text) else of_query(text)
         raise DataError(
             f"the data cannot be read: {told.rstrip('. ')}{chr(10) if chr(10) in told else '. '}"
             "Mend the query or the function that the data comes from; data.count() fails likewise."

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
+from sparkdl.gang.arrivals import Arrivals
 from sparkdl.gang.channel import Channel
-from sparkdl.gang.launch import Arrivals
 from sparkdl.gang.member import Hello
 
 KEY = b"key"
