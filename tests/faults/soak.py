@@ -1,6 +1,6 @@
 """Train while processes are killed and slabs deleted at random: same bits, and nothing is left.
 
-    python tests/faults/soak.py [--iterations 2000] [--every 6] [--seed 0]
+    PYTHONPATH=tests python tests/faults/soak.py [--iterations 2000] [--every 6] [--seed 0]
 
 A script of its own for the long form; tests/faults/test_soak.py runs a short one. Two executors with
 slab roots of their own, snapshots every second, a checkpoint every 50 iterations: where both
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import logging
 import os
 import random
@@ -96,22 +97,29 @@ def parent_of(pid: int) -> int:
 
 
 class Memory(sparkdl.Callback):
-    """Of the driver: resident MB of its Python and seconds, after every iteration; the MB of its JVM's
-    heap that are in use after a collection, ``LOOKS`` times."""
+    """Of the driver: resident MB of its Python and seconds, after every iteration, and whether
+    gradients went between nodes in it, or all replicas ran on one of them; the MB of its JVM's heap that
+    are in use after a collection, ``LOOKS`` times."""
 
     def __init__(self, context: Any, iterations: int) -> None:
         self._jvm, self._every = context._jvm, max(1, iterations // LOOKS)
         self.python: list[float] = []
         self.heap: list[float] = []
         self.seconds: list[float] = []
+        self.apart: list[bool] = []
 
     def on_iteration_end(self, trainer: Any, state: Any) -> None:
         self.python.append(resident(os.getpid()))
         self.seconds.append(state.timings["iteration"])
+        self.apart.append(state.bytes_sent > 0)
         if state.iteration % self._every == 0:
             self._jvm.System.gc()
             runtime = self._jvm.java.lang.Runtime.getRuntime()
             self.heap.append((runtime.totalMemory() - runtime.freeMemory()) / (1 << 20))
+
+    def of(self, apart: bool) -> list[float]:
+        """Seconds of the iterations that ran so."""
+        return [s for s, a in zip(self.seconds, self.apart, strict=True) if a == apart]
 
 
 def roots() -> list[Path]:
@@ -144,6 +152,12 @@ def ends(values: list[float]) -> tuple[float, float]:
     warm = values[len(values) // 5 :]
     part = max(1, round(STEADY * len(values)))
     return statistics.median(warm[:part]), statistics.median(warm[-part:])
+
+
+def by_fifth(values: list[float]) -> list[float]:
+    """The median of each fifth."""
+    cuts = [round(len(values) * n / 5) for n in range(6)]
+    return [statistics.median(values[a:b]) for a, b in itertools.pairwise(cuts) if a < b]
 
 
 def soak(master: str, iterations: int, every: float, seed: int) -> dict[str, Any]:
@@ -179,7 +193,12 @@ def soak(master: str, iterations: int, every: float, seed: int) -> dict[str, Any
         "strikes": dict(strikes.done),
         "recoveries": [line for line in logged if "Went on from" in line],
         "driver MB": [ends(memory.python), ends(memory.heap)],
-        "iteration ms": [1000 * value for value in ends(memory.seconds)],
+        "iteration ms": {
+            where: [1000 * value for value in by_fifth(some)]
+            for where in ("on two nodes", "on one node")
+            if (some := memory.of(where == "on two nodes"))
+        },
+        "heap MB": by_fifth(memory.heap),
         "left": left | {"processes": started_here()},
     }
 
@@ -190,6 +209,10 @@ def undisturbed(iterations: int) -> dict[str, Any]:
 
     with session("local[2]") as spark:
         return outcome(trainer(2, iterations=iterations, engine="local").fit(frame(spark, 2)))
+
+
+def shown(values: list[float]) -> str:
+    return " ".join(f"{value:.0f}" for value in values)
 
 
 def main() -> None:
@@ -223,12 +246,14 @@ def main() -> None:
         f"{found['iterations']} iterations in {found['seconds']:.0f} s, faults: {found['strikes']}"
     )
     print(f"recoveries from lost state: {len(found['recoveries'])}; equal to the bit: {same}")
-    (python, heap), iteration = found["driver MB"], found["iteration ms"]
+    python, heap = found["driver MB"]
     print(
         f"driver's Python, MB: {python[0]:.0f} -> {python[1]:.0f}; live in its JVM's heap: "
-        f"{heap[0]:.0f} -> {heap[1]:.0f}"
+        f"{heap[0]:.0f} -> {heap[1]:.0f}, by fifth of the run: {shown(found['heap MB'])}"
     )
-    print(f"median iteration, ms: {iteration[0]:.0f} -> {iteration[1]:.0f}; left: {found['left']}")
+    for where, fifths in found["iteration ms"].items():
+        print(f"median iteration {where}, ms, by fifth of these: {shown(fifths)}")
+    print(f"left: {found['left']}")
     sys.exit(not same)
 
 
