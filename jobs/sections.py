@@ -70,7 +70,7 @@ class TrainingSection:
     engine: str = "shuffle"
     """shuffle, gang (all replicas at once), or local for debugging."""
     strategy: str = "ddp"
-    """Of a gang: ddp, or zero1."""
+    """Of a gang: ddp, zero1 or fsdp."""
     precision: str = "fp32"
     """What forward and backward compute in: fp32, bf16 or fp16."""
     schedule_per: str = "iteration"

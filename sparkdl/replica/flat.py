@@ -76,7 +76,7 @@ def layout_of(module: nn.Module) -> Layout:
     if not trainable:
         raise ModelError("the model has no trainable parameter (all have requires_grad=False).")
     memory: dict[int, str] = {}
-    for name, parameter in trainable:
+    for name, parameter in ((name, local(parameter)) for name, parameter in trainable):
         if parameter.is_complex() or not parameter.is_floating_point():
             raise ModelError(f'parameter "{name}" is {parameter.dtype}: only real floats train.')
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -102,12 +102,12 @@ def layout_of(module: nn.Module) -> Layout:
 
     def place(name: str, kind: str, tensor: torch.Tensor, length: int) -> None:
         nonlocal position
-        shape, sparse = tuple(tensor.shape), id(tensor) in tables
+        shape, sparse = tuple(local(tensor).shape), id(tensor) in tables
         segments.append(Segment(name, kind, position, length, shape, tensor.dtype, sparse))
         position += math.ceil(length / step) * step
 
     for name, parameter in trainable:
-        place(name, "parameter", parameter, parameter.numel())
+        place(name, "parameter", parameter, local(parameter).numel())
     for name, buffer in module.named_buffers():
         if isinstance(buffer, nn.parameter.UninitializedBuffer):
             raise ModelError(
@@ -130,8 +130,18 @@ def sparse_tables(module: nn.Module) -> set[int]:
     }
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of a tensor: its shard of a DTensor, else all of it."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
 class FlatModule:
-    """A module whose trainable parameters are views of one flat tensor, ``flat``."""
+    """A module whose trainable parameters are views of one flat tensor, ``flat``.
+
+    Of a module with sharded parameters (DTensors) the flat tensor, and its layout, are of the shards
+    that are here; the parameters follow it with :meth:`refresh`.
+    """
 
     def __init__(self, module: nn.Module, device: torch.device | str = "cpu") -> None:
         self.layout = layout_of(module)
@@ -144,8 +154,8 @@ class FlatModule:
             if segment.kind == "parameter":
                 parameter = parameters[segment.name]
                 view = self._view(segment)
-                view.copy_(parameter.detach())
-                if parameter.dtype == self.layout.dtype:
+                view.copy_(local(parameter).detach())
+                if not self._follows(parameter):
                     parameter.data = view
                 self.parameters.append((segment, parameter))
             else:
@@ -156,12 +166,16 @@ class FlatModule:
     def _view(self, segment: Segment) -> torch.Tensor:
         return self.flat[segment.start : segment.stop].view(segment.shape)
 
+    def _follows(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is a copy, not a view."""
+        return parameter.dtype != self.layout.dtype or hasattr(parameter, "to_local")
+
     @torch.no_grad()
     def refresh(self) -> None:
-        """Make the module follow ``flat`` where it is no view of it: buffers, other dtypes."""
+        """Make the module follow ``flat`` where it is no view of it: buffers, other dtypes, shards."""
         for segment, parameter in self.parameters:
-            if parameter.dtype != self.layout.dtype:
-                parameter.copy_(self._view(segment))
+            if self._follows(parameter):
+                local(parameter).copy_(self._view(segment))
         for segment, owner, attribute in self._buffers:
             buffer = owner._buffers[attribute]
             assert buffer is not None

@@ -33,7 +33,11 @@ class LiveReplica:
     @staticmethod
     def of(recipe: Recipe, device: torch.device | str = "cpu") -> LiveReplica:
         """Build ``recipe`` on ``device``."""
-        flat = FlatModule(recipe.build(), device)
+        return LiveReplica.around(recipe, FlatModule(recipe.build(), device))
+
+    @staticmethod
+    def around(recipe: Recipe, flat: FlatModule) -> LiveReplica:
+        """Of a recipe that is built."""
         live = LiveReplica(recipe, flat, runnable(flat.module, recipe.policy))
         live_ref = weakref.ref(live)  # no cycle: what is dropped shall be freed at once
         for number, (_, parameter) in enumerate(flat.parameters):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from sparkdl.clock import Clock
+from sparkdl.replica.flat import local
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.recipe import seeded
@@ -84,21 +85,27 @@ def forward_backward(
     scale: float,
     clock: Clock,
     sink: Sink | None = None,
+    share: float = 1.0,
+    parts: int = 0,
 ) -> float:
     """Leave the gradient of the mini-batch's mean loss in the parameters' ``grad``; the mean loss.
 
     Random draws inside the model (dropout) follow ``seed``. ``scale`` multiplies the loss before
     backward, against underflow in fp16, and is taken out of the gradients again. With
     ``accumulate`` the mini-batch goes through in parts, and the gradients add up. ``sink`` takes each
-    gradient as soon as it is complete; what it was not given stays in ``grad``.
+    gradient as soon as it is complete; what it was not given stays in ``grad``. ``share``: what the
+    gradient is to be multiplied by. ``parts``: go forward and backward that often at least, and leave
+    out nothing, since other processes do so at the same time.
     """
     policy = replica.recipe.policy
     if not all(child.training for child in replica.flat.module.modules()):
         replica.flat.module.train()
     replica.clear_gradients()
     total, mean = batch.weight, 0.0
-    parts = [(p, p.weight / total if total else 0.0) for p in batch.parts(policy.accumulate)]
-    parts = [(part, share) for part, share in parts if share]
+    cut = [(p, p.weight / total if total else 0.0) for p in batch.parts(policy.accumulate)]
+    if not parts:
+        cut = [(part, own) for part, own in cut if own]
+    idle = max(0, parts - len(cut))
 
     def take(number: int, gradient: torch.Tensor) -> None:
         clock.lap("backward")
@@ -107,24 +114,36 @@ def forward_backward(
         clock.lap("publish")
 
     with seeded(seed):
-        for i, (part, share) in enumerate(parts):
-            last = i == len(parts) - 1
+        for i, (part, own) in enumerate(cut):
+            last = i == len(cut) - 1
             replica.sink = take if sink is not None and last else None
             try:
                 with replica.apart() if replica.apart and not last else contextlib.nullcontext():
                     value = _loss(replica, part)
                     clock.lap("forward")
-                    (value if share * scale == 1.0 else value * (share * scale)).backward()
+                    factor = own * share * scale
+                    (value if factor == 1.0 else value * factor).backward()
             finally:
                 replica.sink = None
-            mean += float(value.detach()) * share
+            mean += float(value.detach()) * own if own else 0.0
             clock.lap("backward")
+    if idle:
+        _keep_pace(replica, cut[-1][0], idle)
     if scale != 1.0:
         with torch.no_grad():
             for _, parameter in replica.flat.parameters:
                 if parameter.grad is not None:
-                    parameter.grad.div_(scale)
+                    local(parameter.grad).div_(scale)
     return mean
+
+
+def _keep_pace(replica: LiveReplica, part: MiniBatch, times: int) -> None:
+    """Go forward and backward without effect: gradients of zero, buffers as they were."""
+    buffers = {buffer: buffer.clone() for buffer in replica.flat.module.buffers()}
+    for _ in range(times):
+        (_loss(replica, part) * 0.0).backward()
+    for buffer, kept in buffers.items():
+        buffer.copy_(kept)
 
 
 def _loss(replica: LiveReplica, part: MiniBatch) -> torch.Tensor:
@@ -172,7 +191,7 @@ def take_gradients(replica: LiveReplica) -> Gradients:
     dense: list[torch.Tensor | None] = []
     tables: dict[int, Rows] = {}
     for number, (segment, parameter) in enumerate(replica.flat.parameters):
-        gradient = parameter.grad
+        gradient = None if parameter.grad is None else local(parameter.grad)
         if gradient is None:
             dense.append(None)
         elif segment.sparse:

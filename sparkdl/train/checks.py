@@ -16,6 +16,8 @@ from sparkdl.infer.metrics import resolve
 from sparkdl.replica.policy import PRECISIONS
 from sparkdl.train.callbacks import Callback
 from sparkdl.train.checkpoint import Checkpoint
+from sparkdl.train.strategy import named
+from sparkdl.train.strategy import problems_of as problems_of_strategy
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.triggers import Trigger
 from sparkdl.train.validation import Validation
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
 ENGINES = ("local", "shuffle", "gang")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "engine": ENGINES,
-    "strategy": ("ddp", "zero1"),
     "precision": tuple(PRECISIONS),
     "wire": tuple(PRECISIONS),
     "on_nan": ("raise", "skip"),
@@ -81,6 +82,7 @@ def problems_of(trainer: Trainer) -> Iterator[str]:
             yield (
                 f'{name}="{value}": use one of {", ".join(choices)}.{nearest(str(value), choices)}'
             )
+    yield from problems_of_strategy(trainer.strategy)
     if isinstance(trainer.loss, type):
         name = trainer.loss.__name__
         yield f"loss is the class {name}: give an instance, {name}()."
@@ -230,6 +232,12 @@ def _of_a_gang(trainer: Trainer) -> Iterator[str]:
         yield (
             f'slices={trainer.slices} with engine="gang": the strategy says how the state is cut. '
             "Leave it out."
+        )
+
+    if trainer.compression is not None and named(trainer.strategy) == "fsdp":
+        yield (
+            'compression with strategy="fsdp": torch scatters the gradients itself. Use '
+            'strategy="zero1", or leave compression out.'
         )
 
 

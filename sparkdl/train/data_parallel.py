@@ -15,12 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.clock import Clock
 from sparkdl.data.assemble import Batch
+from sparkdl.infer.predictor import evaluating
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.live import LiveReplica
 from sparkdl.step.compute import Gradients, MiniBatch, forward_backward, take_gradients
 from sparkdl.step.replica import Work, to_mini_batch
 from sparkdl.sync.contribution import NOTHING, SUM, Contribution, sums_up
-from sparkdl.sync.plans import RunPlans
+from sparkdl.sync.plan import SlicePlan
 
 BUFFERS: str = (
     "forward_sync_buffers"
@@ -94,16 +95,15 @@ class GradientVector:
 
 
 class Summed:
-    """What a rank does for the gradients of an iteration, where they travel as they are."""
+    """What a rank does for the gradients of an iteration, where torch sums them."""
 
     def __init__(
-        self, live: LiveReplica, plans: RunPlans, mine: Sequence[int], rank: int, spare: Batch
+        self, live: LiveReplica, plans: Sequence[SlicePlan], rank: int, spare: Batch
     ) -> None:
-        """``mine``: the slices that this rank updates. ``spare``: a few rows, for iterations in which
-        it has none: it takes part in the sums all the same, with nothing."""
-        self._live, self._plans, self._mine, self._rank = live, plans, mine, rank
+        """``plans``: of what this rank updates. ``spare``: a few rows, for iterations in which it has
+        none: it takes part in the sums all the same, with nothing."""
+        self._live, self._plans, self._rank = live, plans, rank
         self._spare = replace(to_mini_batch(spare, live, classes=False), weights=None)
-        self._sum = distributed(live, self._spare)
         self._vector = GradientVector(live.flat.layout, live.flat.flat.device)
         self._gradients = Gradients([], {})
 
@@ -113,33 +113,42 @@ class Summed:
         """The loss, and what is not finite, if anything. ``weights``: what each rank's mini-batch
         counts for."""
         own, total = weights[self._rank], sum(weights)
-        self._sum.begin(own / total if total else 0.0)
         batch = batch if own and batch is not None else self._spare
-        scale = work.step.loss_scale
-        loss = forward_backward(self._live, batch, work.seed(), scale, clock)
+        loss = self._pass(work, batch, own / total if total else 0.0, clock)
         self._gradients = take_gradients(self._live)
-        if not own:
-            return 0.0, ""
-        if not math.isfinite(loss):
+        if own and not math.isfinite(loss):
             return loss, f"the loss ({loss})"
-        name = self._sum.not_finite
-        return loss, f'the gradient of "{name}"' if name else ""
+        name = self._not_finite()
+        return loss if own else 0.0, f'the gradient of "{name}"' if name else ""
+
+    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> float:
+        """Forward and backward; the gradients are summed, each rank's times its share."""
+        raise NotImplementedError
+
+    def _not_finite(self) -> str:
+        """The parameter whose gradient had an inf or a NaN, or empty."""
+        raise NotImplementedError
+
+    def evaluate(self, times: int) -> None:
+        """Go forward, without effect, as often with ranks that validate."""
+        for _ in range(times):
+            with evaluating(self._live.flat.module) as module:
+                module(*self._spare.inputs)
 
     def contributions(
         self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
     ) -> dict[int, list[Contribution]]:
-        """For each of this rank's slices, what its update is made of: the sum of all gradients as the
-        first replica's, and the buffers of each."""
+        """For each of this rank's plans, by its index, what its update is made of: the sum of all
+        gradients as the first replica's, and the buffers of each."""
         layout, buffers = self._live.flat.layout, self._buffers(len(weights))
         flat = self._vector.filled(self._gradients.dense)
         taking_part = [r for r, (start, stop) in enumerate(rows) if stop > start]
         found: dict[int, list[Contribution]] = {}
-        for n in self._mine:
-            plan = self._plans.slices[n]
+        for plan in self._plans:
             low = plan.start + plan.buffers_start - layout.buffers_start
             high = plan.stop - layout.buffers_start
             whole = flat[plan.start : plan.start + plan.dense_length]
-            found[n] = [
+            found[plan.index] = [
                 Contribution(
                     r,
                     weights[r],
@@ -162,6 +171,23 @@ class Summed:
 
     def committed(self) -> None:
         """The iteration counts. Nothing is kept for the next."""
+
+
+class DataParallel(Summed):
+    """Summed by DistributedDataParallel."""
+
+    def __init__(
+        self, live: LiveReplica, plans: Sequence[SlicePlan], rank: int, spare: Batch
+    ) -> None:
+        super().__init__(live, plans, rank, spare)
+        self._sum = distributed(live, self._spare)
+
+    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> float:
+        self._sum.begin(share)
+        return forward_backward(self._live, batch, work.seed(), work.step.loss_scale, clock)
+
+    def _not_finite(self) -> str:
+        return self._sum.not_finite
 
 
 def distributed(live: LiveReplica, spare: MiniBatch) -> WeightedSum:

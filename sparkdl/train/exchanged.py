@@ -8,7 +8,7 @@ brackets of the sums are then those of the other engines, and so are the bits, w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -30,7 +30,6 @@ from sparkdl.step.replica import (
 from sparkdl.sync.contribution import Contribution, SectionMap, open_section
 from sparkdl.sync.packing import ByParameter, head_from_bytes, head_to_bytes
 from sparkdl.sync.plan import SlicePlan
-from sparkdl.sync.plans import RunPlans
 
 
 class Exchanged:
@@ -39,9 +38,11 @@ class Exchanged:
     ``kept``: what the hook left out of them so far, by parameter number; None before the first.
     """
 
-    def __init__(self, live: LiveReplica, plans: RunPlans, mine: Sequence[int], rank: int) -> None:
+    def __init__(
+        self, live: LiveReplica, slices: Sequence[SlicePlan], mine: Collection[int], rank: int
+    ) -> None:
         """``mine``: the slices that this rank updates."""
-        self._live, self._plans, self._mine, self._rank = live, plans, mine, rank
+        self._live, self._slices, self._mine, self._rank = live, slices, mine, rank
         self.kept: ByParameter | None = None
         self._outcome: Outcome | None = None
         self._parcels: list[torch.Tensor] = []
@@ -50,7 +51,7 @@ class Exchanged:
         self, work: Work, batch: MiniBatch | None, weights: Sequence[float], clock: Clock
     ) -> tuple[float, str]:
         """See :class:`sparkdl.train.data_parallel.Summed`."""
-        live, plans = self._live, self._plans.slices
+        live, plans = self._live, self._slices
         self._outcome = None
         self._parcels = [torch.empty(0, dtype=torch.uint8)] * len(plans)
         if batch is None:
@@ -85,9 +86,7 @@ class Exchanged:
         found: dict[int, list[Contribution]] = {}
         for n in self._mine:
             found[n] = [
-                replace(
-                    open_parcel(self._plans.slices[n], dtype, parcel), replica=r, weight=weights[r]
-                )
+                replace(open_parcel(self._slices[n], dtype, parcel), replica=r, weight=weights[r])
                 for r, parcel in enumerate(arrived)
                 if len(parcel)
             ]

@@ -57,6 +57,7 @@ from sparkdl.train.resources import Resources
 from sparkdl.train.resuming import Restored, Resuming
 from sparkdl.train.shuffle import ShuffleEngine
 from sparkdl.train.state import TrainState
+from sparkdl.train.strategy import check_all_used
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.trainer import Trainer
 from sparkdl.train.triggers import MaxEpoch
@@ -179,6 +180,8 @@ def _try_out(
     )
     plan = EpochPlan(samples.counts, trainer.batch_size * trainer.local_steps)
     limit = None if endless else trainer.stop.limit(plan.num_iterations)
+    if trainer.sharding is not None:
+        check_all_used(model.module)
     check_single_rows(model.module, batch.inputs, plan, limit, trainer.policy)
     metrics = list(validation.scorer.higher_is_better) if validation else []
     model.schedule.check(limit, plan.num_iterations, metrics)
@@ -227,6 +230,7 @@ def _engine(
             batch_size,
             resources,
             settings.timeout,
+            trainer.sharding,
         )
         return Recovering(gang, snapshots)
     shuffle = ShuffleEngine(

@@ -44,8 +44,10 @@ from sparkdl.train.places import (
     compute_again,
     samples_changed,
 )
-from sparkdl.train.ranks import Do, RankStep, SetUp, Setup, SliceWeights, Standing
+from sparkdl.train.rank_records import RankStep, Setup, Standing
+from sparkdl.train.ranks import Do, SetUp, SliceWeights
 from sparkdl.train.resources import Resources
+from sparkdl.train.strategy import FSDP
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,10 @@ class GangEngine:
         batch_size: int,
         resources: Resources,
         timeout: float | None,
+        sharding: FSDP | None = None,
     ) -> None:
-        """``spare``: a few rows, for a rank that has none in an iteration."""
+        """``spare``: a few rows, for a rank that has none in an iteration. ``sharding``: how the model
+        is cut, if it is."""
         self.plan = EpochPlan(samples.counts, batch_size)
         self._layout, self._run = layout, run
         assert samples.rdd is not None
@@ -80,7 +84,7 @@ class GangEngine:
             assert validation.samples.rdd is not None
             self._samples.append(validation.samples.rdd)
         checksums = tuple(handle.checksum for handle in samples.handles)
-        self._setup = Setup(run, recipe, spare, checksums)
+        self._setup = Setup(run, recipe, spare, checksums, sharding)
         self._tokens: tuple[str, ...] = ()
         source = self._samples[0]
         if validation is not None:
@@ -96,9 +100,9 @@ class GangEngine:
     ) -> None:
         """See :class:`sparkdl.train.engine.Engine`."""
         self._ready()
-        results = self._call("setting up the ranks", "start", read, reported, which)
+        results = self._call("setting up the ranks", "read", read, reported, which)
         _raise_first(results)
-        self._call("setting up the ranks", "share_weights")
+        self._call("setting up the ranks", "place")
 
     def _ready(self) -> None:
         """Bring the gang together where its samples are."""
@@ -149,7 +153,7 @@ class GangEngine:
         seconds = slowest([report.seconds for report in reports])
         working = max(sum(report.seconds.values()) for report in reports)
         seconds = {"schedule": max(0.0, total - working), **seconds, "iteration": total}
-        taking_part = [report for report in reports if report.count]
+        taking_part = [report for report in reports if report.count or report.not_finite]
         return summarize(taking_part, slices, self._layout, seconds)
 
     def score(self, validation: ValidationSet) -> list[Any]:
@@ -215,7 +219,6 @@ class GangEngine:
                 raise StateLostError(f"restoring a snapshot: no node has part {n} of it.")
             sources.append(having[0])
         self._call("restoring a snapshot", "load_snapshot", snapshot.name, tuple(sources))
-        self._call("restoring a snapshot", "share_weights")
 
 
 def _raise_first(results: Sequence[Exception | None]) -> None:

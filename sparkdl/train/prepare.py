@@ -26,6 +26,7 @@ from sparkdl.train.recipes import (
     plan_optimizer,
 )
 from sparkdl.train.schedule import Schedule
+from sparkdl.train.strategy import check_sharding
 from sparkdl.train.trained import TrainedModel
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
     check_policy(policy, module, layout)
     check_compression(recipe, layout)
     optimizer = plan_optimizer(recipe, module, trainer.slices)
+    if trainer.sharding is not None:
+        check_sharding(trainer.sharding, module, layout, optimizer)
     schedule = Schedule(optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric)
     return Prepared(recipe, payload, module, layout, optimizer, schedule)
 

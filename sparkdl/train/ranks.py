@@ -6,12 +6,14 @@ each rank's times its share of the global batch; or the ranks exchange them, whe
 or rows of tables (:mod:`sparkdl.train.exchanged`). What follows is as in the other engines: the owner
 of a slice regularises, clips and updates it. With the strategy "ddp" there is one slice, and every
 rank updates all of it; with "zero1" rank n owns slice n alone, keeps the optimizer's state of it (ZeRO,
-stage 1: Rajbhandari et al., 2020), and sends its new weights to the others.
+stage 1: Rajbhandari et al., 2020), and sends its new weights to the others. With "fsdp" a rank has
+its shards of all parameters, and updates these (:mod:`sparkdl.train.fully_sharded`).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ from sparkdl.gang.member import Member
 from sparkdl.infer.scoring import Scorer
 from sparkdl.infer.validate import score_partition
 from sparkdl.replica.live import LiveReplica
-from sparkdl.replica.recipe import weights_digest
+from sparkdl.replica.recipe import Recipe, weights_digest
 from sparkdl.replica.run import Run
 from sparkdl.slab.root import open_root
 from sparkdl.step.compressing import ReadResiduals
@@ -37,14 +39,15 @@ from sparkdl.step.replica import Work, to_mini_batch
 from sparkdl.step.streaming import streams
 from sparkdl.sync.contribution import Contribution
 from sparkdl.sync.gradient import Reduced
+from sparkdl.sync.owner import Owner
 from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.plan import SlicePlan
-from sparkdl.sync.plans import RunPlans
 from sparkdl.sync.records import ReplicaReport, SliceReport, Step
 from sparkdl.sync.state import SliceState
-from sparkdl.train.data_parallel import Summed
+from sparkdl.train.data_parallel import DataParallel, Summed
 from sparkdl.train.engine import BEST, CURRENT, ReadState, weights_of
 from sparkdl.train.exchanged import Exchanged
+from sparkdl.train.holding import Holding, Sharded, States, Whole
 from sparkdl.train.node_files import (
     SnapshotFiles,
     broadcast_bytes,
@@ -53,37 +56,8 @@ from sparkdl.train.node_files import (
     unpack,
     unpack_kept,
 )
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a rank begins with. ``recipe``: pickled. ``spare``: a few rows of the data, for a rank
-    that has none in an iteration. ``checksums``: of the partitions of training samples."""
-
-    run: Run
-    recipe: bytes
-    spare: Batch
-    checksums: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Standing:
-    """What a rank finds where it is: its node's token, a digest of the initial weights, which of its
-    partitions are on the node, and whether the training rows are those of before."""
-
-    token: str
-    digest: str
-    here: tuple[bool, ...]
-    unchanged: bool
-
-
-@dataclass(frozen=True)
-class RankStep:
-    """What a rank did in an iteration; ``slices``: of those it answers for, where they have more to
-    tell than that they were updated."""
-
-    report: ReplicaReport
-    slices: list[SliceReport]
+from sparkdl.train.rank_records import RankStep, Setup, Standing
+from sparkdl.train.strategy import FSDP
 
 
 @dataclass(frozen=True)
@@ -111,25 +85,18 @@ class SetUp:
 
 
 class Rank:
-    """See the note above. ``_states``: of the slices that this rank updates, by number; their weights
-    are views of the live replica's flat vector, where that is on the device they are updated on."""
+    """See the note above. ``_read``: which state the driver had it read, to be placed."""
 
     def __init__(self, setup: Setup, member: Member) -> None:
         self._setup, self._run, self._member = setup, setup.run, member
         root = open_root(self._run.slab, create=True)
         assert root is not None
         self._token, self._files = root.token, SnapshotFiles(root.directories[-1])
-        self._live = LiveReplica.of(pickle.loads(setup.recipe), member.device)
-        self._plans = RunPlans.of(self._live, self._run)
-        self._mine = [
-            n for n in range(self._run.slices) if self._run.slices == 1 or n == member.rank
-        ]
-        self._states: dict[int, SliceState] = {}
-        self._best: dict[int, SliceState] = {}
+        self._recipe: Recipe = pickle.loads(setup.recipe)
         handles = [pickle.loads(frame) for frame in _frames(member.frames)]
         self._handles: list[SampleHandle] = handles
         self._partition: Any = None
-        self._way: Summed | Exchanged | None = None
+        self._read: tuple[str, States] | None = None
         self._before: Mapping[str, float] = {}
 
     def standing(self) -> Standing:
@@ -137,7 +104,7 @@ class Rank:
         train = self._handles[0]
         return Standing(
             self._token,
-            weights_digest(self._live.recipe.build()),
+            weights_digest(self._recipe.build()),
             tuple(lies_here(handle, self._token) for handle in self._handles),
             train.checksum == self._setup.checksums[self._member.rank],
         )
@@ -146,65 +113,46 @@ class Rank:
         """All ranks are where their samples are: make them one."""
         if self._handles[0].num_rows:
             self._partition = open_partition(self._handles[0])
-        how = self._live, self._plans, self._mine, self._member.rank
-        if streams(self._live):
-            self._way = Summed(*how, self._setup.spare)
-        else:
-            self._way = Exchanged(*how)
+        member, spare = self._member, self._setup.spare
+        self._held, self._way = hold(
+            self._recipe, self._run, self._setup.sharding, spare, member.rank, member.device
+        )
 
     def answers_for(self, number: int) -> bool:
-        """Whether this rank, of those that update slice ``number``, speaks for it."""
-        return number in self._mine and (self._run.slices > 1 or self._member.rank == 0)
+        """Whether this rank, of those that own slice ``number``, speaks for it."""
+        return number in self._held.owners and (self._run.slices > 1 or self._member.rank == 0)
 
-    def start(
+    def read(
         self, read: ReadState | None, reported: tuple[type[Exception], ...], which: str
     ) -> Any:
-        """See :class:`sparkdl.train.engine.Engine`; an exception of ``reported`` is the result."""
-        flat = self._live.flat.flat
-        for n in self._mine:
-            plan = self._plans.slices[n]
-            place = flat[plan.start : plan.stop]
+        """Read the slices to begin with; an exception of ``reported`` is the result."""
+        self._read = None
+        if read is None:
+            return None
+        held, found = self._held, {}
+        for n in held.owners:
             try:
-                state = SliceState(place.clone()) if read is None else read(plan, flat.dtype)
+                found[n] = read(held.slices[n], held.live.flat.layout.dtype)
             except reported as error:
                 return error
-            if which == BEST:
-                self._best[n] = state
-            else:
-                self._states[n] = self._placed(plan, state)
+        self._read = which, found
         return None
 
-    def _placed(self, plan: SlicePlan, state: SliceState) -> SliceState:
-        """The state where this rank updates it, its weights in the flat vector if that is there."""
-        flat = self._live.flat.flat
-        home = flat.device if streams(self._live) else torch.device("cpu")
-        place = flat[plan.start : plan.stop]
-        with torch.no_grad():
-            place.copy_(state.weights)
-        state.weights = place.to(home)
-        state.arrays = {name: array.to(home) for name, array in state.arrays.items()}
-        return state
-
-    def share_weights(self) -> None:
-        """Send every slice's weights to all ranks, from where they were updated."""
-        flat = self._live.flat.flat
-        for n, state in self._states.items():
-            if state.weights.device != flat.device:
-                plan = self._plans.slices[n]
-                flat[plan.start : plan.stop].copy_(state.weights)
-        if self._run.slices > 1:
-            sent = [
-                dist.broadcast(flat[plan.start : plan.stop], plan.index, async_op=True)
-                for plan in self._plans.slices
-                if plan.length
-            ]
-            for work in sent:
-                work.wait()
-        self._live.flat.refresh()
+    def place(self) -> None:
+        """Begin with what was read, or with the recipe's weights."""
+        if self._read is None:
+            self._held.begin()
+            return
+        which, found = self._read
+        self._read = None
+        if which == BEST:
+            self._held.place_best(found)
+        else:
+            self._held.place(found)
 
     def step(self, step: Step) -> RankStep:
         """One iteration; the state of this rank's slices is then the next version."""
-        clock, rank, live = Clock(), self._member.rank, self._live
+        clock, rank, live = Clock(), self._member.rank, self._held.live
         start, stop = step.rows[rank]
         work, batch = Work(step, rank, self._run.assembly, self._run.shares[rank]), None
         if stop > start:
@@ -213,7 +161,6 @@ class Rank:
         weight = batch.weight if batch is not None else 0.0
         weights = self._weights(step, weight)
         clock.lap("data")
-        assert self._way is not None
         loss, problem = self._way.compute(work, batch, weights, clock)
         finish = functools.partial(self._finish, step, weights, loss, bool(problem))
         slices: list[SliceReport] = []
@@ -238,9 +185,8 @@ class Rank:
         """Update, unless the loss or a gradient of some rank is not finite; then all leave it out."""
         found = self._gathered([loss, float(failed)])
         if any(flag for _, flag in found):
-            self._live.flat.refresh()
+            self._held.live.flat.refresh()
             return []
-        assert self._way is not None
         contributions = self._way.contributions(step.rows, weights)
         self._way.committed()
         clock.lap("reduce")
@@ -250,7 +196,7 @@ class Rank:
 
     def _weights(self, step: Step, weight: float) -> list[float]:
         """What each rank's mini-batch counts for."""
-        if not self._run.assembly.weighted and self._live.recipe.policy.class_weights is None:
+        if not self._run.assembly.weighted and self._recipe.policy.class_weights is None:
             return [float(stop - start) for start, stop in step.rows]
         return [found for (found,) in self._gathered([weight])]
 
@@ -271,21 +217,16 @@ class Rank:
         """Regularise, clip and update this rank's slices; send their weights to the others."""
         known: dict[int, Reduced] = {}
         squares = [0.0] * self._run.slices
-        for n in self._mine:
-            owner, weights = self._plans.owners[n], self._states[n].weights
+        for n, owner in self._held.owners.items():
             if owner.clips_norm:
-                length, device = owner.plan.dense_length, weights.device
-                out = torch.empty(length, dtype=owner.dtype, device=device)
-                known[n] = owner.reduce(contributions[n], weights, out)
+                state = self._held.states[n]
+                known[n] = owner.reduce(contributions[n], state.weights, _dense(owner, state))
                 squares[n] = owner.squared_norm(known[n])
         if known and self._run.slices > 1:
             squares = [many[r] for r, many in enumerate(self._gathered(squares))]
         slices = []
-        for n in self._mine:
-            owner, state, keep = self._plans.owners[n], self._states[n], None
-            if step.histograms:
-                length, device = owner.plan.dense_length, state.weights.device
-                keep = torch.empty(length, dtype=owner.dtype, device=device)
+        for n, owner in self._held.owners.items():
+            state = self._held.states[n]
             updated = owner.update(
                 state,
                 state,
@@ -294,7 +235,7 @@ class Rank:
                 known=known.get(n),
                 squares=squares,
                 loss=loss,
-                keep=keep,
+                keep=_dense(owner, state) if step.histograms else None,
             )
             histograms = owner.histograms(state, updated.reduced) if step.histograms else {}
             clock.lap("update")
@@ -302,31 +243,37 @@ class Rank:
                 slices.append(
                     SliceReport(n, self._token, None, norm=updated.norm, histograms=histograms)
                 )
-        self.share_weights()
+        self._held.share()
         clock.lap("publish")
         return slices
 
     def score(self, scorer: Scorer, assembly: Assembly, batch_size: int) -> list[Any] | None:
         """The scorer's states over this rank's partition of the validation's samples."""
-        handle = self._handles[1]
-        if not handle.num_rows:
-            return None
-        partition = open_partition(handle)
-        return score_partition(self._live, partition, scorer, assembly, batch_size)
+        handle, states, idle = self._handles[1], None, 0
+        if self._setup.sharding is not None:
+            mine = math.ceil(handle.num_rows / batch_size)
+            idle = max(int(count) for (count,) in self._gathered([mine])) - mine
+        if handle.num_rows:
+            partition = open_partition(handle)
+            states = score_partition(self._held.live, partition, scorer, assembly, batch_size)
+        if idle:
+            assert isinstance(self._way, Summed)
+            self._way.evaluate(idle)
+        return states
 
     def keep_best(self) -> None:
         """Keep a copy of the weights as they stand."""
-        self._best = {n: SliceState(state.weights.clone()) for n, state in self._states.items()}
+        states = self._held.states
+        self._held.best = {n: SliceState(state.weights.clone()) for n, state in states.items()}
 
     def with_states(
         self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
     ) -> dict[int, Any]:
         """``use(index, plan, state)`` of the slices that this rank answers for."""
-        states = self._best if which == BEST else self._states
+        held = self._held
+        states = held.as_slices(held.best if which == BEST else held.states)
         return {
-            n: use(n, self._plans.slices[n], on_cpu(state))
-            for n, state in states.items()
-            if self.answers_for(n)
+            n: use(n, held.slices[n], state) for n, state in states.items() if self.answers_for(n)
         }
 
     def start_residuals(self, read: ReadResiduals, reported: tuple[type[Exception], ...]) -> Any:
@@ -350,17 +297,17 @@ class Rank:
     @property
     def _parts(self) -> int:
         """Of a snapshot: the slices, and what each rank keeps, where gradients are compressed."""
-        compresses = self._live.recipe.compression is not None
+        compresses = self._recipe.compression is not None
         return self._run.slices + (self._member.size if compresses else 0)
 
     def save_snapshot(self, name: str, holders: Sequence[int]) -> None:
         """Leave this state in files on the nodes of ``holders``: the first rank of each node."""
-        holds = self._member.rank in holders
-        for n in range(self._run.slices):
+        holds, held = self._member.rank in holders, self._held
+        current, best = held.as_slices(held.states), held.as_slices(held.best)
+        for n, plan in enumerate(held.slices):
             packed = None
-            if n in self._mine and (self._run.slices > 1 or holds):
-                states = [self._states[n], self._best.get(n)]
-                packed = pack(self._plans.slices[n], [on_cpu(s) for s in states if s is not None])
+            if n in current and (self._run.slices > 1 or holds):
+                packed = pack(plan, [states[n] for states in (current, best) if n in states])
             if self._run.slices > 1:
                 packed = broadcast_bytes(packed, n)
             if packed is not None and holds:
@@ -382,17 +329,44 @@ class Rank:
 
     def load_snapshot(self, name: str, sources: Sequence[int]) -> None:
         """Go on from it; ``sources``: for each part, a rank whose node has it."""
+        current: States = {}
+        best: States = {}
         for n, source in enumerate(sources):
             mine = self._member.rank == source
             packed = broadcast_bytes(self._files.read(name, n) if mine else None, source)
-            if n in self._mine:
-                plan = self._plans.slices[n]
-                current, *best = unpack(plan, packed, self._live.flat.flat.dtype)
-                self._states[n] = self._placed(plan, current)
-                if best:
-                    self._best[n] = best[0]
+            if n in self._held.owners:
+                dtype = self._held.live.flat.layout.dtype
+                current[n], *kept = unpack(self._held.slices[n], packed, dtype)
+                if kept:
+                    best[n] = kept[0]
             if n - self._run.slices == self._member.rank and isinstance(self._way, Exchanged):
                 self._way.kept = unpack_kept(packed)
+        self._held.place(current)
+        if best:
+            self._held.place_best(best)
+
+
+def hold(
+    recipe: Recipe,
+    run: Run,
+    sharding: FSDP | None,
+    spare: Batch,
+    rank: int,
+    device: torch.device,
+) -> tuple[Holding, Summed | Exchanged]:
+    """Build the replica: what this rank holds of it, and how gradients come together."""
+    held: Holding
+    if sharding is not None:
+        from sparkdl.train.fully_sharded import FullySharded, sharded
+
+        live, whole = sharded(recipe, sharding, device)
+        held = Sharded(live, whole, run, rank, run.replicas)
+        return held, FullySharded(live, [o.plan for o in held.owners.values()], rank, spare)
+    live = LiveReplica.of(recipe, device)
+    held = Whole(live, run, rank)
+    if not streams(live):
+        return held, Exchanged(live, held.slices, held.owners, rank)
+    return held, DataParallel(live, [held.slices[n] for n in held.owners], rank, spare)
 
 
 @dataclass(frozen=True)
@@ -405,12 +379,10 @@ class SliceWeights:
         return weights_of(state, self.which).clone()
 
 
-def on_cpu(state: SliceState) -> SliceState:
-    """The state with weights and arrays on the CPU."""
-    if state.weights.device.type == "cpu":
-        return state
-    arrays = {name: array.cpu() for name, array in state.arrays.items()}
-    return SliceState(state.weights.cpu(), arrays, state.held, state.others)
+def _dense(owner: Owner, state: SliceState) -> torch.Tensor:
+    """Memory for the dense gradient of what ``owner`` updates."""
+    length, device = owner.plan.dense_length, state.weights.device
+    return torch.empty(length, dtype=owner.dtype, device=device)
 
 
 def _frames(records: Sequence[Any]) -> list[bytes]:

@@ -20,6 +20,7 @@ from sparkdl.train.callbacks import Callback
 from sparkdl.train.checkpoint import Checkpoint
 from sparkdl.train.checks import problems_of, problems_of_start
 from sparkdl.train.state import TrainState
+from sparkdl.train.strategy import FSDP, named
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.triggers import MaxEpoch, Trigger
 from sparkdl.train.validation import Validation
@@ -85,9 +86,10 @@ class Trainer:
     engine: str = "shuffle"
     """"shuffle" (Spark jobs, which lose nothing), "gang" (all replicas at once, torch.distributed
     between them: for fast networks and short steps) or "local" (this process, for debugging)."""
-    strategy: str = "ddp"
-    """How a gang shares the work: "ddp" (every rank updates all weights) or "zero1" (each rank
-    updates its part, and keeps the optimizer's state of that part only)."""
+    strategy: str | FSDP = "ddp"
+    """How a gang shares the work: "ddp" (every rank updates all weights), "zero1" (each rank updates
+    its part, and keeps the optimizer's state of that part only) or "fsdp" (each rank also keeps its
+    part of the weights and gradients only; :class:`sparkdl.FSDP` says more)."""
     accumulate: int = 1
     """Micro-batches that a replica's mini-batch goes through in, one after another: less memory."""
     local_steps: int = 1
@@ -162,6 +164,13 @@ class Trainer:
         if self.label is None:
             return ()
         return (self.label,) if isinstance(self.label, str) else tuple(self.label)
+
+    @property
+    def sharding(self) -> FSDP | None:
+        """How a gang cuts the model, if this is one that does."""
+        if self.engine != "gang" or named(self.strategy) != "fsdp":
+            return None
+        return self.strategy if isinstance(self.strategy, FSDP) else FSDP()
 
     @property
     def policy(self) -> Policy:

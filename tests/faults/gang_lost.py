@@ -11,6 +11,7 @@ import sparkdl
 
 REPLICAS = 2
 DDP, ZERO1 = {"strategy": "ddp"}, {"strategy": "zero1"}
+FSDP = {"strategy": sparkdl.FSDP(units=["layers.0"])}
 COMPRESSED = {"compression": sparkdl.TopK(0.3)}
 
 
@@ -28,6 +29,7 @@ def rows() -> dict[str, tuple[dict, list[Fault]]]:
             ZERO1,
             [at(job="fb", iteration=7, partition=1).kill_executor()],
         ),
+        "executor killed, fsdp": (FSDP, [at(job="fb", iteration=7, partition=1).kill_executor()]),
         "executor killed, compressed": (
             {**ZERO1, **COMPRESSED},
             [at(job="fb", iteration=6, partition=1).kill_executor()],

@@ -98,8 +98,8 @@ def parent_of(pid: int) -> int:
 
 class Memory(sparkdl.Callback):
     """Of the driver: resident MB of its Python and seconds, after every iteration, and whether
-    gradients went between nodes in it, or all replicas ran on one of them; the MB of its JVM's heap that
-    are in use after a collection, ``LOOKS`` times."""
+    gradients went between nodes in it, or all replicas ran on one of them; the MB of its JVM's heap
+    that are in use after a collection, ``LOOKS`` times."""
 
     def __init__(self, context: Any, iterations: int) -> None:
         self._jvm, self._every = context._jvm, max(1, iterations // LOOKS)

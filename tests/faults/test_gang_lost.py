@@ -47,7 +47,7 @@ def undisturbed(spark) -> dict[str, dict]:
     validation = sparkdl.Validation(df, metrics=["accuracy"], every=sparkdl.every(4))
     found = {}
     for row, (how, _) in gang_lost.rows().items():
-        slices = {"ddp": 1, "zero1": 2}[how["strategy"]]
+        slices = 2 if how["strategy"] == "zero1" else 1
         same = {"compression": how.get("compression"), "validation": validation}
         run = trainer(gang_lost.REPLICAS, engine="local", slices=slices, **same)
         found[row] = outcome(run.fit(df))

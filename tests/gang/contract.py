@@ -75,12 +75,29 @@ MODELS: dict[str, dict] = {
     "dropout": {"model": dropout, "optimizer": SGD, "accumulate": 2},
     "compressed": {"model": mlp, "optimizer": SGD, "compression": sparkdl.PowerSGD(1)},
 }
+UNITS = {
+    "mlp": ["0"],
+    "conv": ["1", "5"],
+    "tied": ["out"],
+    "text": ["layer"],
+    "dropout": ["0", "3"],
+}
 ENGINES: dict[str, dict] = {
     "local": {"engine": "local"},
     "shuffle": {"engine": "shuffle"},
     "gang, ddp": {"engine": "gang"},
     "gang, zero1": {"engine": "gang", "strategy": "zero1"},
+    "gang, fsdp": {"engine": "gang", "strategy": "fsdp"},
 }
+
+
+def runs() -> dict[tuple[str, str], dict]:
+    """What is trained: how a trainer differs, by model and engine."""
+    found = {(m, e): MODELS[m] | ENGINES[e] for m in MODELS for e in ENGINES}
+    for model, units in UNITS.items():
+        found[model, "gang, fsdp"]["strategy"] = sparkdl.FSDP(units=units)
+    del found["compressed", "gang, fsdp"]
+    return found
 
 
 def frame(spark):
@@ -108,18 +125,16 @@ def main() -> None:
     with session(spec()["master"]) as spark:
         df = frame(spark).cache()
         results = {}
-        for name, model in MODELS.items():
-            for engine, how in ENGINES.items():
-                values = {
-                    "features": "image",
-                    "loss": nn.CrossEntropyLoss(),
-                    "batch_size": 18,
-                    "replicas": REPLICAS,
-                    "stop": sparkdl.max_epoch(2),
-                    **model,
-                    **how,
-                }
-                results[f"{name}: {engine}"] = sparkdl.Trainer(**values).fit(df).history.losses
+        for (model, engine), how in runs().items():
+            values = {
+                "features": "image",
+                "loss": nn.CrossEntropyLoss(),
+                "batch_size": 18,
+                "replicas": REPLICAS,
+                "stop": sparkdl.max_epoch(2),
+                **how,
+            }
+            results[f"{model}: {engine}"] = sparkdl.Trainer(**values).fit(df).history.losses
     answer(results)
 
 

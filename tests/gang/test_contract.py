@@ -21,8 +21,7 @@ def losses(tmp_path_factory) -> dict[str, list[float]]:
     return launch(Path(contract.__file__), folder, master=f"local[{contract.REPLICAS}]")
 
 
-@pytest.mark.parametrize("engine", [name for name in contract.ENGINES if name != "local"])
-@pytest.mark.parametrize("model", contract.MODELS)
+@pytest.mark.parametrize(("model", "engine"), [run for run in contract.runs() if run[1] != "local"])
 def test_the_loss_curve_is_that_of_one_process(losses, model, engine):
     expected = losses[f"{model}: local"]
     assert len(expected) == 2 * contract.ROWS / 18

@@ -11,24 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from gang_training import CLASSES, WIDTH, same, trainer_of
 from pyspark import cloudpickle
 from torch import nn
 
 import sparkdl
 from sparkdl import ParameterError, TrainingError
 
-pytestmark = [pytest.mark.gang, pytest.mark.spark]
+pytestmark = [pytest.mark.gang, pytest.mark.spark, pytest.mark.usefixtures("nothing_left")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-WIDTH, CLASSES = 6, 3
-
-
-def model() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, CLASSES)
-    )
 
 
 class Routed(nn.Module):
@@ -59,55 +52,6 @@ class Fails(nn.Module):
                 Path(self.folder, "struck").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
         return self.layer(x)
-
-
-@pytest.fixture(scope="module")
-def frames(spark: Any) -> Any:
-    """Frames of two partitions of the given sizes."""
-
-    def make(*sizes: int) -> Any:
-        generator = np.random.default_rng(1)
-        parts = [
-            [
-                (generator.normal(size=WIDTH).tolist(), int(generator.integers(CLASSES)))
-                for _ in range(size)
-            ]
-            for size in sizes
-        ]
-        rdd = spark.sparkContext.parallelize(parts, len(parts)).flatMap(list)
-        return spark.createDataFrame(rdd, "features array<double>, label long")
-
-    return make
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(spark: Any) -> Any:
-    yield
-    context = spark.sparkContext
-    assert not list(Path("/dev/shm").glob(f"sparkdl-{context.applicationId}-*"))
-    assert context._jsc.getPersistentRDDs().isEmpty()
-    assert list(context.statusTracker().getActiveJobsIds()) == []
-
-
-def trainer_of(**changes: Any) -> sparkdl.Trainer:
-    values: dict[str, Any] = {
-        "model": model,
-        "loss": nn.CrossEntropyLoss(),
-        "optimizer": partial(torch.optim.Adam, lr=1e-2),
-        "batch_size": 8,
-        "replicas": 2,
-        "engine": "gang",
-        "stop": sparkdl.max_iteration(6),
-        "seed": 4,
-    }
-    return sparkdl.Trainer(**{**values, **changes})
-
-
-def same(one: sparkdl.TrainedModel, other: sparkdl.TrainedModel) -> None:
-    left, right = one.module.state_dict(), other.module.state_dict()
-    for name, tensor in left.items():
-        assert torch.equal(tensor, right[name]), name
-    assert one.history.losses == other.history.losses
 
 
 @pytest.mark.parametrize("sizes", [(30, 2), (0, 24), (4, 20)], ids=str)
@@ -189,7 +133,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"strategy": "fsdp3"},
         ParameterError,
-        'strategy="fsdp3": use one of ddp, zero1.',
+        'strategy="fsdp3": use one of ddp, zero1, fsdp, or sparkdl.FSDP(...). Did you mean "fsdp"?',
     ),
     (
         {"local_steps": 2},

@@ -32,6 +32,7 @@ LEARNED = {
     "early_stopping": ("accuracy", 0.94),
     "engines": ("same weights", 1.0),
     "gang_run": ("agreement", 0.999),
+    "fully_sharded": ("accuracy", 0.94),
 }
 
 

@@ -1,0 +1,181 @@
+"""The state that a rank of a gang holds: whole slices of it, or its shards of everything.
+
+What is outside the gang, checkpoints, snapshots and results, knows slices only. A rank *owns* what it
+updates; *places* the state before an iteration and *shares* what it updated after one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from sparkdl.replica.flat import Layout
+from sparkdl.replica.live import LiveReplica
+from sparkdl.replica.run import Run
+from sparkdl.step.streaming import streams
+from sparkdl.sync.owner import Owner
+from sparkdl.sync.plan import SlicePlan, slice_plans
+from sparkdl.sync.plans import RunPlans
+from sparkdl.sync.state import SliceState
+from sparkdl.train.checkpoint.slices import Part, recut
+from sparkdl.train.exchanged import exchange
+from sparkdl.train.shards import (
+    for_shards,
+    for_slices,
+    parts_of,
+    spans_of,
+    state_from,
+    unpacked,
+)
+
+States = dict[int, SliceState]
+"""By number of the slice."""
+
+
+class Holding(Protocol):
+    """``live``: the replica. ``slices``: the cut of the state as others know it. ``owners``: of what
+    this rank updates; ``states`` and ``best`` have the same keys. Methods are called on all ranks at
+    once."""
+
+    live: LiveReplica
+    slices: list[SlicePlan]
+    owners: dict[int, Owner]
+    states: States
+    best: States
+
+    def begin(self) -> None:
+        """With the recipe's weights."""
+
+    def place(self, slices: States) -> None:
+        """Go on with these states: of slices that this rank owns."""
+
+    def place_best(self, slices: States) -> None:
+        """Likewise the weights that are kept as the best."""
+
+    def share(self) -> None:
+        """The weights have been updated: take them to where they are computed with."""
+
+    def as_slices(self, states: States) -> States:
+        """``states`` or ``best`` as slices that this rank owns, on the CPU."""
+
+
+class Whole:
+    """The model is whole on each rank. There is one slice, which all own, or one for each rank.
+
+    The weights of ``states`` are views of the live replica's flat vector, where that is on the device
+    they are updated on.
+    """
+
+    def __init__(self, live: LiveReplica, run: Run, rank: int) -> None:
+        plans = RunPlans.of(live, run)
+        self.live, self.slices = live, plans.slices
+        self.owners = {n: o for n, o in enumerate(plans.owners) if run.slices == 1 or n == rank}
+        self.states: States = {}
+        self.best: States = {}
+
+    def begin(self) -> None:
+        """See :class:`Holding`; so for what follows."""
+        flat = self.live.flat.flat
+        self.place({n: SliceState(flat[_part(self.slices[n])].clone()) for n in self.owners})
+
+    def place(self, slices: States) -> None:
+        flat = self.live.flat.flat
+        home = flat.device if streams(self.live) else torch.device("cpu")
+        for n, state in slices.items():
+            place = flat[_part(self.slices[n])]
+            with torch.no_grad():
+                place.copy_(state.weights)
+            state.weights = place.to(home)
+            state.arrays = {name: array.to(home) for name, array in state.arrays.items()}
+            self.states[n] = state
+        self.share()
+
+    def place_best(self, slices: States) -> None:
+        self.best = slices
+
+    def share(self) -> None:
+        flat = self.live.flat.flat
+        for n, state in self.states.items():
+            if state.weights.device != flat.device:
+                flat[_part(self.slices[n])].copy_(state.weights)
+        if len(self.slices) > 1:
+            sent = [
+                dist.broadcast(flat[_part(plan)], plan.index, async_op=True)
+                for plan in self.slices
+                if plan.length
+            ]
+            for work in sent:
+                work.wait()
+        self.live.flat.refresh()
+
+    def as_slices(self, states: States) -> States:
+        return {n: on_cpu(state) for n, state in states.items()}
+
+
+def _part(plan: SlicePlan) -> slice:
+    return slice(plan.start, plan.stop)
+
+
+class Sharded:
+    """The model is cut by :func:`sparkdl.train.fully_sharded.sharded`; a rank owns its shards, under
+    its own number. Rank n reads and writes slice n for the others."""
+
+    def __init__(self, live: LiveReplica, whole: Layout, run: Run, rank: int, size: int) -> None:
+        """``whole``: the layout of all shards together. ``run``: with one slice for each rank."""
+        self.live, self.slices, self._rank = live, slice_plans(whole, run.slices), rank
+        (owner,) = RunPlans.of(live, replace(run, slices=1)).owners
+        self.owners = {rank: replace(owner, plan=replace(owner.plan, index=rank))}
+        self._own, self._spans = live.flat.layout, [spans_of(whole, size, r) for r in range(size)]
+        self.states: States = {}
+        self.best: States = {}
+
+    def begin(self) -> None:
+        """See :class:`Holding`; so for what follows."""
+        self.states = {self._rank: SliceState(self.live.flat.flat)}
+
+    def place(self, slices: States) -> None:
+        state, flat = self._shards(slices), self.live.flat.flat
+        flat.copy_(state.weights)
+        arrays = {name: array.to(flat.device) for name, array in state.arrays.items()}
+        self.states = {self._rank: SliceState(flat, arrays, state.held, state.others)}
+        self.share()
+
+    def place_best(self, slices: States) -> None:
+        self.best = {self._rank: self._shards(slices)}
+
+    def share(self) -> None:
+        self.live.flat.refresh()
+
+    def as_slices(self, states: States) -> States:
+        if not states:
+            return {}
+        spans, plan = self._spans[self._rank], self.slices[self._rank]
+        parts = parts_of(self._own, spans, on_cpu(states[self._rank]))
+        arrived = self._sent(for_slices(zip(spans, parts, strict=True), self.slices))
+        return {self._rank: recut(arrived, plan, self._own.dtype)}
+
+    def _shards(self, slices: States) -> SliceState:
+        """This rank's out of every rank's slice."""
+        plan = self.slices[self._rank]
+        part = Part(plan.start, plan.stop, plan.trainable_length, slices[self._rank])
+        arrived = self._sent(for_shards(part, self._spans))
+        return state_from(self._own, self._spans[self._rank], arrived, self._own.dtype)
+
+    def _sent(self, parcels: Sequence[bytes]) -> list[Part]:
+        """Send one to each rank; what came."""
+        sent = [torch.from_numpy(np.frombuffer(bytearray(p), np.uint8)) for p in parcels]
+        arrived = exchange(sent, self._rank)
+        return [part for data in arrived for part in unpacked(data.numpy().tobytes())]
+
+
+def on_cpu(state: SliceState) -> SliceState:
+    """The state with weights and arrays on the CPU."""
+    if state.weights.device.type == "cpu":
+        return state
+    arrays = {name: array.cpu() for name, array in state.arrays.items()}
+    return SliceState(state.weights.cpu(), arrays, state.held, state.others)

@@ -1,0 +1,325 @@
+"""Weights, gradients and optimizer state cut over the ranks: the training of one process.
+
+Torch scatters sums of gradients times the ranks' shares, which round otherwise than shares of the
+sum: nothing here is equal to the bit, everything to 1e-5.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from gang_training import CLASSES, WIDTH
+from gang_training import trainer_of as any_trainer
+from pyspark import cloudpickle
+from torch import nn
+
+import sparkdl
+from sparkdl import FSDP, ModelError, ParameterError, TrainingError
+
+pytestmark = [pytest.mark.gang, pytest.mark.spark, pytest.mark.usefixtures("nothing_left")]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+UNITS = FSDP(units=["0", "3"])
+
+
+def trainer_of(**changes: Any) -> sparkdl.Trainer:
+    return any_trainer(**{"model": model, **changes})
+
+
+def model() -> nn.Module:
+    """No bias before the normalisation: its gradient is all rounding, which Adam makes large."""
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, CLASSES)
+    )
+
+
+def plain() -> nn.Module:
+    """Single rows are enough for it."""
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+class Branch(nn.Module):
+    """Which layers are used depends on the number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.left, self.right = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if not self.training or len(x) > 3:
+            return self.left(x) + self.right(x)
+        return self.left(x)
+
+
+def close(one: sparkdl.TrainedModel | None, other: sparkdl.TrainedModel | None) -> None:
+    assert one is not None
+    assert other is not None
+    left, right = one.module.state_dict(), other.module.state_dict()
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert type(right[name]) is torch.Tensor
+        torch.testing.assert_close(right[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "in units": {"strategy": UNITS},
+    "gathered once": {"strategy": FSDP(units=["0", "3"], reshard_after_forward=False)},
+    "clipped by norm": {"clip_norm": 0.1},
+    "clipped by value": {"clip_value": 0.02},
+    "regularised": {"l1": 1e-3, "l2": {"*.weight": 1e-2}},
+    "average of the weights": {"ema": 0.8},
+    "micro-batches": {"accumulate": 3, "strategy": UNITS},
+    "weights of samples": {"weight": "weight"},
+    "a frozen layer": {"freeze": ["0"], "strategy": UNITS},
+    "checkpointed activations": {"activation_checkpointing": ["0", "3"], "strategy": UNITS},
+    "two optimizers": {
+        "optimizer": {"0": partial(torch.optim.SGD, lr=0.1), "": partial(torch.optim.Adam, lr=0.01)}
+    },
+    "a schedule": {"schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=2)},
+}
+
+
+@pytest.mark.parametrize("sizes", [(20, 12), (30, 2), (0, 24)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_training_of_one_process(frames, case, sizes):
+    """Also where a rank has fewer rows than micro-batches, or none."""
+    df, single = frames(*sizes), sizes != (20, 12) or case == "micro-batches"
+    run = trainer_of(strategy="fsdp", **({"model": plain} if single else {}))
+    run = replace(run, **CASES[case])
+    there, here = run.fit(df), replace(run, engine="local").fit(df)
+    assert there.history.losses == pytest.approx(here.history.losses, rel=1e-5, abs=1e-5)
+    close(here, there)
+    if run.ema is not None:
+        close(here.ema, there.ema)
+
+
+@pytest.mark.parametrize("sizes", [(20, 12), (0, 24)], ids=str)
+def test_validation_is_that_of_one_process(frames, sizes):
+    """Ranks have different numbers of batches to validate; the best weights are kept in shards."""
+    df = frames(*sizes)
+    validation = sparkdl.Validation(df, metrics=["accuracy"], best="loss", every=sparkdl.every(2))
+    validation = replace(validation, batch_size=4)
+    run = trainer_of(strategy=UNITS, validation=validation, histograms=sparkdl.every(2))
+    there, here = run.fit(df), replace(run, engine="local").fit(df)
+    assert len(there.history.validations) == 3
+    for one, other in zip(there.history.validations, here.history.validations, strict=True):
+        assert one.keys() == other.keys()
+        assert one["metrics"] == pytest.approx(other["metrics"], rel=1e-4)
+    close(here, there)
+    close(here.best, there.best)
+
+
+@pytest.mark.parametrize(
+    ("precision", "how"),
+    [
+        ({"precision": "bf16"}, UNITS),
+        ({"precision": "fp16"}, UNITS),
+        ({"wire": "bf16"}, UNITS),
+        ({"model": plain}, FSDP(units=["0", "3"], param_dtype="bf16")),
+    ],
+    ids=["computes in bf16", "computes in fp16", "sums in bf16", "gathers in bf16"],
+)
+def test_lower_precision(frames, precision, how):
+    df, run = frames(20, 12), trainer_of(strategy=how, **precision)
+    there, exact = run.fit(df), trainer_of(model=run.model, engine="local").fit(df)
+    assert there.history.losses == pytest.approx(exact.history.losses, rel=2e-2)
+    assert there.history.losses != exact.history.losses
+    assert all(p.dtype == torch.float32 for p in there.module.parameters())
+
+
+def test_a_parameter_that_some_rows_do_not_use(frames):
+    """A rank that does not use it takes part in its sum with zero."""
+    df = frames(20, 4)
+    run = trainer_of(model=Branch, strategy=FSDP(units=["first"]), batch_size=12)
+    there, here = run.fit(df), replace(run, engine="local").fit(df)
+    close(here, there)
+
+
+CHANGES = [
+    ({"engine": "shuffle", "slices": 3}, {"strategy": UNITS}),
+    ({"strategy": UNITS}, {"strategy": "fsdp"}),
+    ({"strategy": "fsdp"}, {"strategy": "zero1"}),
+    ({"strategy": UNITS}, {"engine": "local", "slices": 3}),
+]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    CHANGES,
+    ids=["shuffle to fsdp", "fsdp to fsdp", "fsdp to zero1", "fsdp to local"],
+)
+def test_checkpoints_are_cut_anew(frames, tmp_path, first, then):
+    df, alike = frames(20, 12), {"ema": 0.9}
+    checkpoint = sparkdl.Checkpoint(tmp_path, every=sparkdl.every(3))
+    whole = trainer_of(engine="local", slices=2, **alike).fit(df)
+    begun = trainer_of(**first, **alike, checkpoint=checkpoint, stop=sparkdl.max_iteration(3))
+    begun.fit(df)
+    ended = trainer_of(**then, **alike, checkpoint=checkpoint).fit(df, resume="latest")
+    assert ended.history.losses == pytest.approx(whole.history.losses, rel=1e-5, abs=1e-5)
+    close(whole, ended)
+    close(whole.ema, ended.ema)
+
+
+def test_it_goes_on_with_the_optimizer_state_it_kept(frames):
+    df, run = frames(16, 16), trainer_of(strategy=UNITS)
+    whole = replace(run, engine="local", stop=sparkdl.max_epoch(2)).fit(df)
+    half = replace(run, keep_optimizer_state=True, stop=sparkdl.max_epoch(1)).fit(df)
+    once = replace(run, stop=sparkdl.max_epoch(1))
+    close(replace(once, engine="local").fit(df, start=half), once.fit(df, start=half))
+    run.partial_fit(df)
+    close(whole, run.partial_fit(df))
+
+
+class Explodes(nn.Module):
+    """In the third pass of rank 1 a gradient is not finite, and the loss is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(WIDTH, CLASSES), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import os
+
+        self.calls += self.training
+        if self.calls == 3 and os.environ.get("RANK") == "1":
+            x = x + torch.sqrt(self.layer.weight.sum() * 0.0)
+        return self.layer(x)
+
+
+def test_a_gradient_that_is_not_finite_is_told_or_left_out(frames):
+    df, run = frames(20, 12), trainer_of(model=Explodes, strategy="fsdp")
+    with pytest.raises(TrainingError, match=r'the gradient of "layer\.weight"'):
+        run.fit(df)
+    trained = replace(run, on_nan="skip").fit(df)
+    assert len(trained.history) == 6
+    assert all(torch.isfinite(p).all() for p in trained.module.parameters())
+
+
+class Odd(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.out = nn.Linear(WIDTH, CLASSES)
+        if what == "scalar":
+            self.scale = nn.Parameter(torch.tensor(1.0))
+        elif what == "double":
+            self.layers[1].double()
+        elif what == "shared":
+            self.layers[1].weight = self.layers[0].weight
+        elif what == "unused":
+            self.spare = nn.Linear(2, 2)
+        elif what == "sparse":
+            self.table = nn.Embedding(4, 2, sparse=True)
+        self.what = what
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype)).float()
+        return self.out(x) * getattr(self, "scale", 1.0)
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "the class": (
+        {"strategy": FSDP},
+        ParameterError,
+        "strategy is the class FSDP: give an instance, sparkdl.FSDP().",
+    ),
+    "units": (
+        {"strategy": FSDP(units="layers")},
+        ParameterError,
+        "strategy=FSDP(units='layers'): give a list of names or patterns, such as [\"layers.*\"].",
+    ),
+    "reshard_after_forward": (
+        {"strategy": FSDP(reshard_after_forward=2)},  # type: ignore[arg-type]
+        ParameterError,
+        "strategy=FSDP(reshard_after_forward=2): give True or False.",
+    ),
+    "param_dtype": (
+        {"strategy": FSDP(param_dtype="fp8")},
+        ParameterError,
+        'strategy=FSDP(param_dtype="fp8"): use one of fp32, bf16, fp16.',
+    ),
+    "compression": (
+        {"strategy": "fsdp", "compression": sparkdl.TopK(0.1)},
+        ParameterError,
+        'compression with strategy="fsdp": torch scatters the gradients itself. Use '
+        'strategy="zero1", or leave compression out.',
+    ),
+    "a unit that is not there": (
+        {"strategy": FSDP(units=["layer.*"]), "model": partial(Odd, "")},
+        ModelError,
+        'strategy=FSDP: no submodule matches "layer.*". Did you mean "layers.1"? The model has layers, '
+        "layers.0, layers.1, out.",
+    ),
+    "a list": (
+        {"strategy": FSDP(units=["layers"]), "model": partial(Odd, "")},
+        ModelError,
+        'strategy=FSDP: "layers" is a list of modules, which is never called itself: name its '
+        'members, "layers.*".',
+    ),
+    "whole tensors": (
+        {"strategy": "fsdp", "optimizer": partial(torch.optim.Adafactor, lr=1e-2)},
+        ModelError,
+        'strategy="fsdp" cuts tensors, and optimizer Adafactor needs whole ones: use '
+        'strategy="zero1", or an optimizer that treats every element by itself, such as AdamW.',
+    ),
+    "a sparse table": (
+        {"strategy": "fsdp", "model": partial(Odd, "sparse"), "optimizer": torch.optim.SGD},
+        ModelError,
+        'strategy="fsdp" does not go with the embedding "table", which has sparse=True: use '
+        'strategy="zero1", or sparse=False.',
+    ),
+    "two dtypes": (
+        {"strategy": "fsdp", "model": partial(Odd, "double")},
+        ModelError,
+        'strategy="fsdp" needs one dtype: "layers.0.weight" is torch.float32 and "layers.1.weight" is '
+        "torch.float64.",
+    ),
+    "a single number": (
+        {"strategy": "fsdp", "model": partial(Odd, "scalar")},
+        ModelError,
+        'strategy="fsdp" cuts parameters by rows, and "scale" is a single number: give it the shape '
+        "[1], or make it a buffer.",
+    ),
+    "shared by units": (
+        {"strategy": FSDP(units=["layers.*"]), "model": partial(Odd, "shared")},
+        ModelError,
+        'strategy="fsdp": "layers.0.weight" is shared by several units. Name units that hold all of '
+        'its places, strategy=sparkdl.FSDP(units=[...]), or use strategy="zero1".',
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_told_before_the_data_are_read(frames, spark, mistake):
+    changes, error, message = MISTAKES[mistake]
+    df = frames(12, 12)
+    scheduler = spark.sparkContext._jsc.sc().dagScheduler()
+    before = scheduler.numTotalJobs()
+    with pytest.raises(error) as caught:
+        trainer_of(**changes).fit(df)
+    assert str(caught.value) == message
+    assert scheduler.numTotalJobs() == before
+
+
+def test_a_parameter_that_is_never_used_is_told_before_training(frames):
+    with pytest.raises(ModelError) as caught:
+        trainer_of(strategy="fsdp", model=partial(Odd, "unused")).fit(frames(12, 12))
+    assert str(caught.value) == (
+        'strategy="fsdp" needs a gradient of every parameter, and "spare.weight" gets none: freeze it '
+        '(freeze=["spare.weight"]), or use strategy="zero1".'
+    )
+
+
+def test_other_engines_take_no_notice(frames):
+    """One word changes the engine."""
+    df = frames(12, 12)
+    run = trainer_of(strategy=UNITS, engine="local")
+    assert run.fit(df).history.losses == replace(run, strategy="ddp").fit(df).history.losses

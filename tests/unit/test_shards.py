@@ -1,0 +1,126 @@
+"""Shards to slices and back: nothing is lost, whatever the shapes and the number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from sparkdl import DamagedCheckpoint
+from sparkdl.replica.flat import Layout, layout_of
+from sparkdl.sync.plan import slice_plans
+from sparkdl.sync.state import SliceState
+from sparkdl.train.checkpoint.slices import Part, recut
+from sparkdl.train.shards import (
+    for_shards,
+    for_slices,
+    parts_of,
+    rows_of,
+    spans_of,
+    state_from,
+    unpacked,
+)
+
+shapes = st.lists(
+    st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=5
+)
+
+
+def layout_with(shapes: list[tuple[int, ...]], buffers: int) -> Layout:
+    module = nn.Module()
+    for number, shape in enumerate(shapes):
+        module.register_parameter(f"p{number}", nn.Parameter(torch.zeros(shape)))
+    for number in range(buffers):
+        module.register_buffer(f"b{number}", torch.zeros(3 + number, dtype=torch.float32))
+    return layout_of(module)
+
+
+def own_layout(shapes: list[tuple[int, ...]], buffers: int, ranks: int, rank: int) -> Layout:
+    """Of what ``fully_shard`` leaves on a rank."""
+    rows = [rows_of(shape[0], ranks, rank) for shape in shapes]
+    local = [(high - low, *shape[1:]) for (low, high), shape in zip(rows, shapes, strict=True)]
+    return layout_with(local, buffers)
+
+
+def state_of(layout: Layout, seed: int, average: bool) -> SliceState:
+    """The whole state, numbers of its own everywhere; padding is zero."""
+    generator = torch.Generator().manual_seed(seed)
+    (whole,) = slice_plans(layout, 1)
+    weights, moments = torch.zeros(layout.size), torch.zeros(whole.trainable_length)
+    for segment in layout.segments:
+        weights[segment.start : segment.stop].normal_(generator=generator)
+        if segment.kind == "parameter":
+            moments[segment.start : segment.stop].normal_(generator=generator)
+    numbers = range(len(whole.parameters))
+    arrays = {"exp_avg": moments}
+    if average:
+        arrays["sparkdl.ema"] = moments * 2
+    return SliceState(
+        weights,
+        arrays,
+        dict.fromkeys(numbers, ("exp_avg",)),
+        {n: {"step": torch.tensor(float(n + 3))} for n in numbers},
+    )
+
+
+def same(one: SliceState, other: SliceState) -> None:
+    assert torch.equal(one.weights, other.weights)
+    assert one.arrays.keys() == other.arrays.keys()
+    for name, array in one.arrays.items():
+        assert torch.equal(array, other.arrays[name]), name
+    assert one.held == other.held
+    assert one.others == other.others
+
+
+@settings(max_examples=60)
+@given(shapes, st.integers(0, 2), st.integers(1, 5), st.integers(0, 2**32 - 1), st.booleans())
+def test_there_and_back(shapes, buffers, ranks, seed, average):
+    layout = layout_with(shapes, buffers)
+    (whole,) = slice_plans(layout, 1)
+    expected = state_of(layout, seed, average)
+    everything = Part(0, layout.size, whole.trainable_length, expected)
+    slices = slice_plans(layout, ranks)
+    spans = [spans_of(layout, ranks, rank) for rank in range(ranks)]
+    cut = [recut([everything], plan, layout.dtype) for plan in slices]
+    sent = [
+        for_shards(Part(plan.start, plan.stop, plan.trainable_length, state), spans)
+        for plan, state in zip(slices, cut, strict=True)
+    ]
+    shards, back = [], []
+    for rank in range(ranks):
+        own = own_layout(shapes, buffers, ranks, rank)
+        arrived = [part for source in sent for part in unpacked(source[rank])]
+        state = state_from(own, spans[rank], arrived, layout.dtype)
+        rows = [rows_of(shape[0], ranks, rank) for shape in shapes]
+        for number, (low, high) in enumerate(rows):
+            segment, here = layout.segments[number], own.segments[number]
+            for whole_of, part_of in (
+                (expected.weights, state.weights),
+                (expected.arrays["exp_avg"], state.arrays.get("exp_avg", torch.empty(0))),
+            ):
+                wanted = whole_of[segment.start : segment.stop].view(segment.shape)[low:high]
+                assert torch.equal(part_of[here.start : here.stop].view(wanted.shape), wanted)
+        shards.append(state)
+        parts = parts_of(own, spans[rank], state)
+        back.append(for_slices(zip(spans[rank], parts, strict=True), slices))
+    for n, (plan, wanted) in enumerate(zip(slices, cut, strict=True)):
+        arrived = [part for source in back for part in unpacked(source[n])]
+        found = recut(arrived, plan, layout.dtype)
+        if plan.length:
+            same(found, wanted)
+
+
+def test_a_part_that_is_missing_is_an_error():
+    layout = layout_with([(4, 2)], 0)
+    spans = spans_of(layout, 2, 0)
+    with pytest.raises(DamagedCheckpoint, match="exactly once"):
+        state_from(own_layout([(4, 2)], 0, 2, 0), spans, [], layout.dtype)
+
+
+@given(st.integers(1, 40), st.integers(1, 9))
+def test_rows_are_cut_as_torch_does(rows, ranks):
+    chunks = [len(chunk) for chunk in torch.arange(rows).chunk(ranks)]
+    found = [high - low for low, high in (rows_of(rows, ranks, rank) for rank in range(ranks))]
+    assert found == chunks + [0] * (ranks - len(chunks))
