@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import fcntl
 import functools
+import gc
 import os
 import secrets
 import shutil
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.gang.member import Command, Member
 
@@ -127,7 +129,21 @@ def join(store: Store, seconds: float, backend: str, member: Member) -> None:
         timeout=timeout,
         device_id=member.device if "nccl" in backend else None,
     )
-    member.at_end.callback(dist.destroy_process_group)
+    member.at_end.callback(leave)
+
+
+def leave() -> None:
+    """Destroy the process group, and before it what else would hold it.
+
+    A DistributedDataParallel may outlive the function that made it, in a cycle or a traceback. Were its
+    reducer the last to hold the group, the collector would wait for Gloo's threads in some later
+    task of this worker, with Python's lock in its hand; and a thread that lets go of a tensor wants
+    that lock.
+    """
+    for thing in gc.get_objects():
+        if issubclass(type(thing), DistributedDataParallel):
+            thing.reducer = thing.logger = None
+    dist.destroy_process_group()
 
 
 def interface_of(address: str) -> str:

@@ -141,7 +141,8 @@ class Summed:
         """For each of this rank's plans, by its index, what its update is made of: the sum of all
         gradients as the first replica's, and the buffers of each."""
         layout, buffers = self._live.flat.layout, self._buffers(len(weights))
-        flat = self._vector.filled(self._gradients.dense)
+        flat, absent = self._vector.filled(self._gradients.dense), self._gradients.absent
+        self._gradients = Gradients([], {})
         taking_part = [r for r, (start, stop) in enumerate(rows) if stop > start]
         found: dict[int, list[Contribution]] = {}
         for plan in self._plans:
@@ -154,7 +155,7 @@ class Summed:
                     weights[r],
                     whole if r == taking_part[0] else whole[:0],
                     buffers[r][low : max(low, high)],
-                    self._gradients.absent,
+                    absent,
                     kind=SUM if r == taking_part[0] else NOTHING,
                 )
                 for r in taking_part

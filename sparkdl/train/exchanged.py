@@ -139,3 +139,26 @@ def exchange(parcels: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
         assert work is not None
         work.wait()
     return arrived
+
+
+def exchange_bytes(parcel: bytearray, to: int, source: int, rank: int) -> memoryview:
+    """Send ``parcel`` to rank ``to``; what rank ``source`` sends here at the same time."""
+    if to == rank:
+        return memoryview(parcel)
+    length = torch.zeros(1, dtype=torch.int64)
+    _both(torch.tensor([len(parcel)]), to, length, source)
+    arrived = torch.empty(int(length), dtype=torch.uint8)
+    _both(torch.from_numpy(np.frombuffer(parcel, np.uint8)), to, arrived, source)
+    return arrived.numpy().data
+
+
+def _both(sent: torch.Tensor, to: int, arrived: torch.Tensor, source: int) -> None:
+    """Send and receive; nothing travels that is empty."""
+    under_way = []
+    if len(sent):
+        under_way.append(dist.isend(sent, to))
+    if len(arrived):
+        under_way.append(dist.irecv(arrived, source))
+    for work in under_way:
+        assert work is not None
+        work.wait()

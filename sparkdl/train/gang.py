@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ from sparkdl.train.places import (
     samples_changed,
 )
 from sparkdl.train.rank_records import RankStep, Setup, Standing
-from sparkdl.train.ranks import Do, SetUp, SliceWeights
+from sparkdl.train.ranks import Do, SetUp
 from sparkdl.train.resources import Resources
 from sparkdl.train.strategy import FSDP
 
@@ -168,15 +168,16 @@ class GangEngine:
 
     def weights(self, which: str = CURRENT) -> torch.Tensor:
         """Of the ranks that answer for them."""
-        return torch.cat(self.with_states(SliceWeights(which), which))
+        return torch.cat(self._of_slices(self._call("reading the weights", "weights", which)))
 
     def with_states(
         self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
     ) -> list[Any]:
         """On the ranks that answer for the slices."""
-        found: dict[int, Any] = {}
-        for results in self._call("reading the state", "with_states", use, which):
-            found |= results
+        return self._of_slices(self._call("reading the state", "with_states", use, which))
+
+    def _of_slices(self, results: Sequence[Mapping[int, Any]]) -> list[Any]:
+        found = {n: result for some in results for n, result in some.items()}
         return [found[n] for n in range(self._run.slices)]
 
     def start_residuals(

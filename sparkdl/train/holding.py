@@ -6,11 +6,10 @@ updates; *places* the state before an iteration and *shares* what it updated aft
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -23,10 +22,10 @@ from sparkdl.sync.plan import SlicePlan, slice_plans
 from sparkdl.sync.plans import RunPlans
 from sparkdl.sync.state import SliceState
 from sparkdl.train.checkpoint.slices import Part, recut
-from sparkdl.train.exchanged import exchange
+from sparkdl.train.exchanged import exchange_bytes
 from sparkdl.train.shards import (
     for_shards,
-    for_slices,
+    for_slice,
     parts_of,
     spans_of,
     state_from,
@@ -154,23 +153,24 @@ class Sharded:
     def as_slices(self, states: States) -> States:
         if not states:
             return {}
-        spans, plan = self._spans[self._rank], self.slices[self._rank]
-        parts = parts_of(self._own, spans, on_cpu(states[self._rank]))
-        arrived = self._sent(for_slices(zip(spans, parts, strict=True), self.slices))
-        return {self._rank: recut(arrived, plan, self._own.dtype)}
+        spans = self._spans[self._rank]
+        parts = list(parts_of(self._own, spans, on_cpu(states[self._rank])))
+        arriving = self._sent(lambda to: for_slice(spans, parts, self.slices[to]))
+        return {self._rank: recut(arriving, self.slices[self._rank], self._own.dtype)}
 
     def _shards(self, slices: States) -> SliceState:
         """This rank's out of every rank's slice."""
-        plan = self.slices[self._rank]
+        plan, spans = self.slices[self._rank], self._spans
         part = Part(plan.start, plan.stop, plan.trainable_length, slices[self._rank])
-        arrived = self._sent(for_shards(part, self._spans))
-        return state_from(self._own, self._spans[self._rank], arrived, self._own.dtype)
+        arriving = self._sent(lambda to: for_shards(part, spans[to]))
+        return state_from(self._own, spans[self._rank], arriving, self._own.dtype)
 
-    def _sent(self, parcels: Sequence[bytes]) -> list[Part]:
-        """Send one to each rank; what came."""
-        sent = [torch.from_numpy(np.frombuffer(bytearray(p), np.uint8)) for p in parcels]
-        arrived = exchange(sent, self._rank)
-        return [part for data in arrived for part in unpacked(data.numpy().tobytes())]
+    def _sent(self, parcel: Callable[[int], bytearray]) -> Iterator[Part]:
+        """Send ``parcel(r)`` to each rank r, one after another; what comes, parcel by parcel."""
+        size = len(self._spans)
+        for distance in range(size):
+            to, source = (self._rank + distance) % size, (self._rank - distance) % size
+            yield from unpacked(exchange_bytes(parcel(to), to, source, self._rank))
 
 
 def on_cpu(state: SliceState) -> SliceState:

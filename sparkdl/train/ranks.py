@@ -114,8 +114,13 @@ class Rank:
         if self._handles[0].num_rows:
             self._partition = open_partition(self._handles[0])
         member, spare = self._member, self._setup.spare
+        sharding = self._setup.sharding
+        if sharding is not None:
+            from sparkdl.train.fully_sharded import memory_given_back
+
+            member.at_end.enter_context(memory_given_back())
         self._held, self._way = hold(
-            self._recipe, self._run, self._setup.sharding, spare, member.rank, member.device
+            self._recipe, self._run, sharding, spare, member.rank, member.device
         )
 
     def answers_for(self, number: int) -> bool:
@@ -266,6 +271,13 @@ class Rank:
         states = self._held.states
         self._held.best = {n: SliceState(state.weights.clone()) for n, state in states.items()}
 
+    def weights(self, which: str) -> dict[int, torch.Tensor]:
+        """Of the slices that this rank answers for: copies, since a view travels with all it is of."""
+        held = self._held
+        states = held.best if which == BEST else held.states
+        slices = held.as_slices({n: SliceState(weights_of(s, which)) for n, s in states.items()})
+        return {n: s.weights.clone() for n, s in slices.items() if self.answers_for(n)}
+
     def with_states(
         self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
     ) -> dict[int, Any]:
@@ -367,16 +379,6 @@ def hold(
     if not streams(live):
         return held, Exchanged(live, held.slices, held.owners, rank)
     return held, DataParallel(live, [held.slices[n] for n in held.owners], rank, spare)
-
-
-@dataclass(frozen=True)
-class SliceWeights:
-    """For :meth:`Rank.with_states`: a copy of the weights, since a view travels with all it is of."""
-
-    which: str
-
-    def __call__(self, index: int, plan: SlicePlan, state: SliceState) -> torch.Tensor:
-        return weights_of(state, self.which).clone()
 
 
 def _dense(owner: Owner, state: SliceState) -> torch.Tensor:

@@ -8,6 +8,7 @@ other by cutting and sending. Pure torch.
 
 from __future__ import annotations
 
+import bisect
 import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,10 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
+from sparkdl.errors import DamagedCheckpoint
 from sparkdl.replica.flat import Layout
 from sparkdl.sync.plan import Piece, SlicePlan
 from sparkdl.sync.state import SliceState
-from sparkdl.train.checkpoint.slices import Part, recut, to_bytes, unpack
+from sparkdl.train.checkpoint.slices import Part, to_bytes, unpack
 
 _LENGTH = struct.Struct("<q")
 
@@ -34,18 +36,14 @@ class Span:
     length: int
 
     @property
-    def plan(self) -> SlicePlan:
-        """The span as a slice of its own."""
-        return _plan(self.start, self.stop, self.length, self.number or 0)
-
-    @property
     def known(self) -> int:
         """Elements that are no padding."""
         return self.stop - self.start if self.number is None else self.length
 
 
-def _plan(start: int, stop: int, trainable: int, number: int = 0) -> SlicePlan:
-    pieces = (Piece(number, "parameter", 0, trainable),) if trainable else ()
+def _plan(start: int, stop: int, trainable: int) -> SlicePlan:
+    """An interval as a slice of its own."""
+    pieces = (Piece(0, "parameter", 0, trainable),) if trainable else ()
     return SlicePlan(0, start, stop, pieces)
 
 
@@ -85,23 +83,36 @@ def parts_of(own: Layout, spans: Sequence[Span], state: SliceState) -> Iterator[
 
 
 def state_from(
-    own: Layout, spans: Sequence[Span], parts: Sequence[Part], dtype: torch.dtype
+    own: Layout, spans: Sequence[Span], parts: Iterable[Part], dtype: torch.dtype
 ) -> SliceState:
-    """A rank's state out of parts that cover its spans; zero where there is no span."""
+    """A rank's state out of parts, each of one of its spans; each is let go before the next is taken.
+
+    Zero where there is no span. Raises :class:`sparkdl.DamagedCheckpoint` where the parts do not cover
+    the spans exactly.
+    """
     state = SliceState(torch.zeros(own.size, dtype=dtype))
     trainable = max((s.stop for s in own.segments if s.kind == "parameter"), default=0)
-    for span in spans:
-        start = _place(own, span)
-        within = [part for part in parts if part.start < span.stop and span.start < part.stop]
-        found = recut(within, span.plan, dtype)
-        state.weights[start : start + span.known] = found.weights[: span.known]
-        for name, array in found.arrays.items():
+    starts = [span.start for span in spans]
+    covered, first = [0] * len(spans), dict.fromkeys(range(len(spans)), math.inf)
+    for part in parts:
+        k = bisect.bisect_right(starts, part.start) - 1
+        span, place = spans[k], _place(own, spans[k]) + part.start - spans[k].start
+        known = max(0, min(part.stop, span.start + span.known) - part.start)
+        state.weights[place : place + known] = part.state.weights[:known]
+        for name, array in part.state.arrays.items():
             if name not in state.arrays:
                 state.arrays[name] = torch.zeros(trainable, dtype=array.dtype)
-            if span.length:
-                state.arrays[name][start : start + span.length] = array
-        state.held |= found.held
-        state.others |= found.others
+            state.arrays[name][place : place + known] = array[:known]
+        covered[k] += part.stop - part.start
+        if part.start < first[k]:  # what belongs to the whole parameter, from where it starts
+            first[k] = part.start
+            state.held |= part.state.held
+            state.others |= part.state.others
+    for span, length in zip(spans, covered, strict=True):
+        if length != span.stop - span.start:
+            raise DamagedCheckpoint(
+                f"elements {span.start} to {span.stop} of the state did not come exactly once"
+            )
     return state
 
 
@@ -130,35 +141,35 @@ def _kept(
     return SliceState(weights, arrays, held, others)
 
 
-def for_slices(parts: Iterable[tuple[Span, Part]], slices: Sequence[SlicePlan]) -> list[bytes]:
-    """What a rank sends to the owner of each slice."""
-    known = list(parts)
-    return [
-        _packed(cut(part, plan.start, plan.stop, span.number) for span, part in known)
-        for plan in slices
-    ]
+def for_slice(spans: Sequence[Span], parts: Sequence[Part], plan: SlicePlan) -> bytearray:
+    """What a rank sends to the owner of a slice. ``parts``: of its ``spans``."""
+    return _packed(
+        cut(part, plan.start, plan.stop, span.number)
+        for span, part in zip(spans, parts, strict=True)
+    )
 
 
-def for_shards(part: Part, spans: Sequence[Sequence[Span]]) -> list[bytes]:
-    """What the owner of a slice sends to each rank. ``spans``: of every rank."""
-    return [_packed(cut(part, s.start, s.stop, s.number) for s in of_rank) for of_rank in spans]
+def for_shards(part: Part, spans: Sequence[Span]) -> bytearray:
+    """What the owner of a slice sends to a rank with these spans."""
+    return _packed(cut(part, span.start, span.stop, span.number) for span in spans)
 
 
-def _packed(parts: Iterable[Part | None]) -> bytes:
+def _packed(parts: Iterable[Part | None]) -> bytearray:
     """Safetensors files, each behind its length."""
-    files = [
-        to_bytes(_plan(part.start, part.stop, part.trainable_length), part.state)
-        for part in parts
-        if part is not None
-    ]
-    return b"".join(_LENGTH.pack(len(file)) + file for file in files)
+    data = bytearray()
+    for part in parts:
+        if part is not None:
+            plan = _plan(part.start, part.stop, part.trainable_length)
+            file = to_bytes(plan, part.state)
+            data += _LENGTH.pack(len(file)) + file
+    return data
 
 
-def unpacked(data: bytes) -> Iterator[Part]:
+def unpacked(data: memoryview) -> Iterator[Part]:
     """What a rank was sent."""
     place = 0
     while place < len(data):
         (length,) = _LENGTH.unpack_from(data, place)
         place += _LENGTH.size
-        yield unpack(data[place : place + length])
+        yield unpack(bytes(data[place : place + length]))
         place += length

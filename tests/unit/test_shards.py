@@ -15,7 +15,7 @@ from sparkdl.sync.state import SliceState
 from sparkdl.train.checkpoint.slices import Part, recut
 from sparkdl.train.shards import (
     for_shards,
-    for_slices,
+    for_slice,
     parts_of,
     rows_of,
     spans_of,
@@ -84,14 +84,15 @@ def test_there_and_back(shapes, buffers, ranks, seed, average):
     slices = slice_plans(layout, ranks)
     spans = [spans_of(layout, ranks, rank) for rank in range(ranks)]
     cut = [recut([everything], plan, layout.dtype) for plan in slices]
-    sent = [
-        for_shards(Part(plan.start, plan.stop, plan.trainable_length, state), spans)
+    sliced = [
+        Part(plan.start, plan.stop, plan.trainable_length, state)
         for plan, state in zip(slices, cut, strict=True)
     ]
-    shards, back = [], []
+    back = []
     for rank in range(ranks):
         own = own_layout(shapes, buffers, ranks, rank)
-        arrived = [part for source in sent for part in unpacked(source[rank])]
+        sent = [memoryview(for_shards(part, spans[rank])) for part in sliced]
+        arrived = [part for data in sent for part in unpacked(data)]
         state = state_from(own, spans[rank], arrived, layout.dtype)
         rows = [rows_of(shape[0], ranks, rank) for shape in shapes]
         for number, (low, high) in enumerate(rows):
@@ -102,11 +103,10 @@ def test_there_and_back(shapes, buffers, ranks, seed, average):
             ):
                 wanted = whole_of[segment.start : segment.stop].view(segment.shape)[low:high]
                 assert torch.equal(part_of[here.start : here.stop].view(wanted.shape), wanted)
-        shards.append(state)
-        parts = parts_of(own, spans[rank], state)
-        back.append(for_slices(zip(spans[rank], parts, strict=True), slices))
+        parts = list(parts_of(own, spans[rank], state))
+        back.append([for_slice(spans[rank], parts, plan) for plan in slices])
     for n, (plan, wanted) in enumerate(zip(slices, cut, strict=True)):
-        arrived = [part for source in back for part in unpacked(source[n])]
+        arrived = [part for source in back for part in unpacked(memoryview(source[n]))]
         found = recut(arrived, plan, layout.dtype)
         if plan.length:
             same(found, wanted)
