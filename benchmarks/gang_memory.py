@@ -8,12 +8,11 @@ and two moments, 4 P, and torch's buckets; under fsdp half of that, and the unit
 
 Then ``--limited`` layers on executors whose Python workers may have no more than so much memory
 (``spark.executor.pyspark.memory``, which Spark sets as the limit of their address space): that of a
-worker that has imported all this, measured first, and 3.5 P. Which strategies train?
+worker that has imported all this, measured first, and 4.75 P. Which strategies train?
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from harness import (
@@ -28,7 +27,7 @@ from harness import (
 )
 from memory import MB, WIDTH, Figures, figures, held, with_ddp
 from models import squares
-from usage import SHARES, Watch
+from usage import SHARES, Watch, address_space
 
 import sparkdl
 
@@ -38,7 +37,7 @@ STRATEGIES: dict[str, Any] = {
     "fsdp, stage 2": sparkdl.FSDP(reshard_after_forward=False),
     "fsdp, stage 3": "fsdp",
 }
-ROOM = 3.5
+ROOM = 4.75
 """What a limited worker may have, in P, beside its libraries."""
 
 
@@ -58,25 +57,11 @@ def with_gang(depth: int, iterations: int, strategy: str) -> Figures:
     return figures(watch)
 
 
-def address_space(_: Any) -> int:
-    """Of this process, in bytes, after a gang's rank would have imported all it needs."""
-    import torch.distributed.fsdp  # noqa: F401
-
-    import sparkdl.train.ranks  # noqa: F401
-
-    (line,) = [
-        line
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith("VmPeak")
-    ]
-    return int(line.split()[1]) << 10
-
-
 def of_libraries() -> int:
     """Address space of a worker that has only imported what ranks use."""
     spark = session("local-cluster[2,1,1024]")
     try:
-        return sparkdl.gang.run(address_space, 0, ranks=RANKS, device="cpu")[0]
+        return sparkdl.gang.run(address_space, ranks=RANKS, device="cpu")[0]
     finally:
         spark.stop()
 

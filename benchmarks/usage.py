@@ -184,6 +184,17 @@ def _compilers(process: int) -> float:
     return seconds
 
 
+def address_space() -> int:
+    """Of this process, at most so far, in bytes, when it has imported what a gang's rank needs."""
+    import torch.distributed.fsdp  # noqa: F401
+
+    import sparkdl.train.ranks  # noqa: F401
+
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (peak,) = [line for line in lines if line.startswith("VmPeak")]
+    return int(peak.split()[1]) << 10
+
+
 def stopwatch() -> float:
     """Seconds of a clock that only goes forward."""
     return time.perf_counter()

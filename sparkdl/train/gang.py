@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from pyspark.core.rdd import RDD
 
@@ -168,7 +169,8 @@ class GangEngine:
 
     def weights(self, which: str = CURRENT) -> torch.Tensor:
         """Of the ranks that answer for them."""
-        return torch.cat(self._of_slices(self._call("reading the weights", "weights", which)))
+        found = self._of_slices(self._call("reading the weights", "weights", which))
+        return torch.from_numpy(np.concatenate(found))
 
     def with_states(
         self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -271,12 +272,12 @@ class Rank:
         states = self._held.states
         self._held.best = {n: SliceState(state.weights.clone()) for n, state in states.items()}
 
-    def weights(self, which: str) -> dict[int, torch.Tensor]:
-        """Of the slices that this rank answers for: copies, since a view travels with all it is of."""
+    def weights(self, which: str) -> dict[int, np.ndarray]:
+        """Of the slices that this rank answers for; as arrays, which travel with fewer copies."""
         held = self._held
         states = held.best if which == BEST else held.states
         slices = held.as_slices({n: SliceState(weights_of(s, which)) for n, s in states.items()})
-        return {n: s.weights.clone() for n, s in slices.items() if self.answers_for(n)}
+        return {n: s.weights.numpy() for n, s in slices.items() if self.answers_for(n)}
 
     def with_states(
         self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT

@@ -73,8 +73,9 @@ def parts_of(own: Layout, spans: Sequence[Span], state: SliceState) -> Iterator[
     """A rank's state, span by span. ``own``: the layout of the rank's shards, and of ``state``."""
     for span in spans:
         start = _place(own, span)
-        weights = torch.zeros(span.stop - span.start, dtype=state.weights.dtype)
-        weights[: span.known] = state.weights[start : start + span.known]
+        weights = state.weights[start : start + span.known]
+        if span.known < span.stop - span.start:
+            weights = torch.cat([weights, weights.new_zeros(span.stop - span.start - span.known)])
         arrays = {
             name: array[start : start + span.length] if span.length else array[:0]
             for name, array in state.arrays.items()
