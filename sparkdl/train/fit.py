@@ -57,7 +57,7 @@ from sparkdl.train.resources import Resources
 from sparkdl.train.resuming import Restored, Resuming
 from sparkdl.train.shuffle import ShuffleEngine
 from sparkdl.train.state import TrainState
-from sparkdl.train.strategy import check_all_used
+from sparkdl.train.strategy import check_all_used, check_ranks
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.trainer import Trainer
 from sparkdl.train.triggers import MaxEpoch
@@ -108,6 +108,8 @@ def run(
     bar = ProgressBar(settings.progress)
     if trainer.engine == "gang":
         check_slots(context, replicas)
+    if trainer.sharding is not None:
+        check_ranks(trainer.sharding, replicas)
     with (
         places_awaited(context),
         Resources(context, slab, settings.timeout) as resources,

@@ -62,8 +62,13 @@ def sharded(recipe: Recipe, strategy: FSDP, device: torch.device) -> tuple[LiveR
     policy = recipe.policy
     trained = next(p.dtype for p in module.parameters() if p.requires_grad)
     computed = PRECISIONS[strategy.param_dtype]
+    shards = dist.get_world_size() // strategy.copies
+    dimensions = {"copies": strategy.copies, "shards": shards}
+    if strategy.copies == 1:
+        del dimensions["copies"]
+    names, shape = tuple(dimensions), tuple(dimensions.values())
     how = {
-        "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
+        "mesh": init_device_mesh(device.type, shape, mesh_dim_names=names),
         "reshard_after_forward": None if strategy.reshard_after_forward else False,
     }
     dtypes = MixedPrecisionPolicy(

@@ -38,12 +38,13 @@ States = dict[int, SliceState]
 
 class Holding(Protocol):
     """``live``: the replica. ``slices``: the cut of the state as others know it. ``owners``: of what
-    this rank updates; ``states`` and ``best`` have the same keys. Methods are called on all ranks at
-    once."""
+    this rank updates; ``states`` and ``best`` have the same keys. ``first``: whether no rank before
+    this one updates the same. Methods are called on all ranks at once."""
 
     live: LiveReplica
     slices: list[SlicePlan]
     owners: dict[int, Owner]
+    first: bool
     states: States
     best: States
 
@@ -74,6 +75,7 @@ class Whole:
         plans = RunPlans.of(live, run)
         self.live, self.slices = live, plans.slices
         self.owners = {n: o for n, o in enumerate(plans.owners) if run.slices == 1 or n == rank}
+        self.first = run.slices > 1 or rank == 0
         self.states: States = {}
         self.best: States = {}
 
@@ -122,14 +124,22 @@ def _part(plan: SlicePlan) -> slice:
 
 class Sharded:
     """The model is cut by :func:`sparkdl.train.fully_sharded.sharded`; a rank owns its shards, under
-    its own number. Rank n reads and writes slice n for the others."""
+    its own number. Rank n reads and writes slice n for the others. Of several copies of the cut model
+    the first is what others see."""
 
-    def __init__(self, live: LiveReplica, whole: Layout, run: Run, rank: int, size: int) -> None:
+    def __init__(
+        self, live: LiveReplica, whole: Layout, run: Run, rank: int, copies: int = 1
+    ) -> None:
         """``whole``: the layout of all shards together. ``run``: with one slice for each rank."""
         self.live, self.slices, self._rank = live, slice_plans(whole, run.slices), rank
+        size = run.replicas // copies
+        self.first = rank < size
         (owner,) = RunPlans.of(live, replace(run, slices=1)).owners
         self.owners = {rank: replace(owner, plan=replace(owner.plan, index=rank))}
-        self._own, self._spans = live.flat.layout, [spans_of(whole, size, r) for r in range(size)]
+        self._own, self._spans = (
+            live.flat.layout,
+            [spans_of(whole, size, r % size) for r in range(run.replicas)],
+        )
         self.states: States = {}
         self.best: States = {}
 
@@ -155,6 +165,8 @@ class Sharded:
             return {}
         spans = self._spans[self._rank]
         parts = list(parts_of(self._own, spans, on_cpu(states[self._rank])))
+        if not self.first:
+            spans, parts = [], []
         arriving = self._sent(lambda to: for_slice(spans, parts, self.slices[to]))
         return {self._rank: recut(arriving, self.slices[self._rank], self._own.dtype)}
 

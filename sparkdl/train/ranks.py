@@ -229,7 +229,8 @@ class Rank:
                 known[n] = owner.reduce(contributions[n], state.weights, _dense(owner, state))
                 squares[n] = owner.squared_norm(known[n])
         if known and self._run.slices > 1:
-            squares = [many[r] for r, many in enumerate(self._gathered(squares))]
+            mine = squares if self._held.first else [0.0] * len(squares)
+            squares = [many[r] for r, many in enumerate(self._gathered(mine))]
         slices = []
         for n, owner in self._held.owners.items():
             state = self._held.states[n]
@@ -245,7 +246,7 @@ class Rank:
             )
             histograms = owner.histograms(state, updated.reduced) if step.histograms else {}
             clock.lap("update")
-            if self.answers_for(n):
+            if self._held.first:
                 slices.append(
                     SliceReport(n, self._token, None, norm=updated.norm, histograms=histograms)
                 )
@@ -373,7 +374,7 @@ def hold(
         from sparkdl.train.fully_sharded import FullySharded, sharded
 
         live, whole = sharded(recipe, sharding, device)
-        held = Sharded(live, whole, run, rank, run.replicas)
+        held = Sharded(live, whole, run, rank, sharding.copies)
         return held, FullySharded(live, [o.plan for o in held.owners.values()], rank, spare)
     live = LiveReplica.of(recipe, device)
     held = Whole(live, run, rank)

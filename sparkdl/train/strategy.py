@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.errors import ModelError, nearest
+from sparkdl.errors import ModelError, ParameterError, nearest
 from sparkdl.replica.care import matches_module
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.policy import PRECISIONS
@@ -33,11 +33,15 @@ class FSDP:
     ``reshard_after_forward``: gather each unit again in backward (stage 3), or keep it from forward to
     backward (False, stage 2: faster, more memory). ``param_dtype``: what weights are gathered and
     computed with in, "fp32" (the model's dtype), "bf16" or "fp16"; the shards stay as they are.
+    ``copies``: of the cut model. With 2, and 8 ranks, ranks 0 to 3 have one and ranks 4 to 7 the other:
+    weights are gathered among four, on one node say, and sums of gradients alone go further (hybrid
+    sharding).
     """
 
     units: Sequence[str] = ()
     reshard_after_forward: bool = True
     param_dtype: str = "fp32"
+    copies: int = 1
 
 
 def named(strategy: str | FSDP) -> str:
@@ -67,6 +71,8 @@ def problems_of(strategy: Any) -> Iterator[str]:
                 f"strategy=FSDP(reshard_after_forward={strategy.reshard_after_forward!r}): give True "
                 "or False."
             )
+        if not isinstance(strategy.copies, int) or strategy.copies < 1:
+            yield f"strategy=FSDP(copies={strategy.copies!r}): give a whole number of at least 1."
         if strategy.param_dtype not in PRECISIONS:
             yield (
                 f'strategy=FSDP(param_dtype="{strategy.param_dtype}"): use one of '
@@ -112,6 +118,15 @@ def _check_torch() -> None:
         raise ModelError(
             f'strategy="fsdp" needs a newer torch than {torch.__version__}: install torch 2.13, or use '
             'strategy="zero1".'
+        )
+
+
+def check_ranks(strategy: FSDP, ranks: int) -> None:
+    """Raise :class:`sparkdl.ParameterError` where the copies do not fit the number of ranks."""
+    if ranks % strategy.copies:
+        raise ParameterError(
+            f"strategy=FSDP(copies={strategy.copies}) with {ranks} replicas: each copy needs as many "
+            "ranks as the others."
         )
 
 

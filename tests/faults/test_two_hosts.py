@@ -36,8 +36,8 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> tuple[Run, Run, tuple[float, float]]:
-    """One run left alone, one whose cable was cut; when it was cut and put back."""
+def runs(tmp_path_factory) -> tuple[Run, Run, tuple[float, float], dict]:
+    """One run left alone, one whose cable was cut; when it was cut and put back; what gangs came to."""
     folder = tmp_path_factory.mktemp("hosts")
     cluster = folder / "cluster"
     tell = [folder / "calm", folder / "cut"]
@@ -79,7 +79,7 @@ def runs(tmp_path_factory) -> tuple[Run, Run, tuple[float, float]]:
             back = time.time()
             result = running.result()
     calm, disturbed = (Run(result[str(path)], _lines(path), wire) for path in tell)
-    return calm, disturbed, (cut, back)
+    return calm, disturbed, (cut, back), {how: result[how] for how in script.STRATEGIES}
 
 
 def _until(running: Future, happens: Callable[[], bool]) -> None:
@@ -102,13 +102,13 @@ def undisturbed(spark) -> dict:
 
 
 def test_training_works_and_gives_the_bits_of_one_process(runs, undisturbed):
-    calm, _, _ = runs
+    calm, *_ = runs
     assert calm.result == undisturbed
 
 
 def test_bytes_are_what_theory_says(runs):
     """By sparkdl's own count to the byte; on the cable the headers and Spark's talk come on top."""
-    calm, _, _ = runs
+    calm, *_ = runs
     parameters = 4 * sum(parameter.numel() for parameter in script.model().parameters())
     least = least_bytes(parameters, nodes=2)
     assert [sent for _, _, sent in calm.lines] == [least] * script.ITERATIONS
@@ -118,10 +118,18 @@ def test_bytes_are_what_theory_says(runs):
 
 
 def test_a_cable_that_is_out_for_ten_seconds_changes_no_bit(runs, undisturbed):
-    _, disturbed, (cut, back) = runs
+    _, disturbed, (cut, back), _ = runs
     assert disturbed.result == undisturbed
     ends = [at for _, at, _ in disturbed.lines]
     waiting = [(a, b) for a, b in itertools.pairwise(ends) if a < back and b > back]
     ((last, first),) = waiting  # it did wait: no iteration without the cable
     assert last < cut + 1.0
     assert first > back
+
+
+@pytest.mark.gang
+@pytest.mark.parametrize("strategy", script.STRATEGIES)
+def test_so_does_a_gang(runs, undisturbed, strategy):
+    """Its ranks see no file of each other: they meet at a socket, and share no node's memory."""
+    *_, gangs = runs
+    assert gangs[strategy] == undisturbed

@@ -1,4 +1,5 @@
-"""Script: train a model without buffers on two hosts; tell of each iteration, with the time."""
+"""Script: train a model without buffers on two hosts; tell of each iteration, with the time; then with
+a gang of each strategy."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from torch import nn
 import sparkdl
 
 WIDTH, CLASSES, ITERATIONS, SEND_FROM = 64, 16, 30, 5
+STRATEGIES = ("ddp", "zero1", "fsdp")
 
 
 def model() -> nn.Module:
@@ -63,9 +65,11 @@ def main() -> None:
     results = {}
     with session(given["master"], **given["settings"]) as spark:
         df = frame(spark)
-        for told in given["runs"]:
-            trained = trainer(callbacks=[Tell(told)]).fit(df)
-            results[told] = {"digest": digest(trained.module), "losses": trained.history.losses}
+        runs = {told: {"callbacks": [Tell(told)]} for told in given["runs"]}
+        gangs = {how: {"engine": "gang", "strategy": how} for how in STRATEGIES}
+        for name, how in (runs | gangs).items():
+            trained = trainer(**how).fit(df)
+            results[name] = {"digest": digest(trained.module), "losses": trained.history.losses}
     answer(results)
 
 
