@@ -83,6 +83,7 @@ def trainer_of(config: Config) -> sparkdl.Trainer:
         slices=training.slices,
         engine=training.engine,
         strategy=training.strategy,
+        sync_batchnorm=training.sync_batchnorm,
         precision=training.precision,
         seed=training.seed,
         accumulate=gradients.accumulate,

@@ -71,6 +71,8 @@ class TrainingSection:
     """shuffle, gang (all replicas at once), or local for debugging."""
     strategy: str = "ddp"
     """Of a gang: ddp, zero1 or fsdp."""
+    sync_batchnorm: bool = False
+    """Of a gang: batch norm over the samples of all replicas."""
     precision: str = "fp32"
     """What forward and backward compute in: fp32, bf16 or fp16."""
     schedule_per: str = "iteration"

@@ -28,6 +28,7 @@ class Policy:
     weighted: bool = False
     """Samples have weights: the loss gives one value a sample, and the weights average them."""
     class_weights: tuple[float, ...] | None = None
+    sync_batchnorm: bool = False
     activation_checkpointing: tuple[str, ...] = ()
     compile: bool | Mapping[str, object] = False
 

@@ -69,6 +69,7 @@ _KINDS: tuple[tuple[str, Any, str], ...] = (
         "give a state_dict, or the path of a safetensors file",
     ),
     ("strict_weights", bool, "give True or False"),
+    ("sync_batchnorm", bool, "give True or False"),
     ("keep_optimizer_state", bool, "give True or False"),
 )
 
@@ -213,6 +214,8 @@ def _combinations(trainer: Trainer) -> Iterator[str]:
         )
     if isinstance(trainer.engine, str) and trainer.engine == "gang":
         yield from _of_a_gang(trainer)
+    if trainer.sync_batchnorm is True:
+        yield from _of_sync_batchnorm(trainer)
     known = {"loss"}
     if isinstance(trainer.validation, Validation):
         known = {"loss", *(metric.name for metric in resolve(trainer.validation.metrics))}
@@ -239,6 +242,17 @@ def _of_a_gang(trainer: Trainer) -> Iterator[str]:
             'compression with strategy="fsdp": torch scatters the gradients itself. Use '
             'strategy="zero1", or leave compression out.'
         )
+
+
+def _of_sync_batchnorm(trainer: Trainer) -> Iterator[str]:
+    if trainer.engine != "gang":
+        yield (
+            f'sync_batchnorm=True with engine="{trainer.engine}": replicas meet within a pass in a '
+            'gang only. Use engine="gang", or leave it out.'
+        )
+    for name, alone in (("compression", None), ("accumulate", 1)):
+        if getattr(trainer, name) != alone:
+            yield f"sync_batchnorm=True does not go with {name}: leave one of the two out."
 
 
 def _unknown_metrics(where: str, trigger: Any, trainer: Trainer, known: set[str]) -> Iterator[str]:

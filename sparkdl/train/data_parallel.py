@@ -22,6 +22,7 @@ from sparkdl.step.compute import Gradients, MiniBatch, forward_backward, take_gr
 from sparkdl.step.replica import Work, to_mini_batch
 from sparkdl.sync.contribution import NOTHING, SUM, Contribution, sums_up
 from sparkdl.sync.plan import SlicePlan
+from sparkdl.train.batchnorm import keeping_company
 
 BUFFERS: str = (
     "forward_sync_buffers"
@@ -114,7 +115,8 @@ class Summed:
         counts for."""
         own, total = weights[self._rank], sum(weights)
         batch = batch if own and batch is not None else self._spare
-        loss = self._pass(work, batch, own / total if total else 0.0, clock)
+        with keeping_company(not own):
+            loss = self._pass(work, batch, own / total if total else 0.0, clock)
         self._gradients = take_gradients(self._live)
         if own and not math.isfinite(loss):
             return loss, f"the loss ({loss})"
@@ -184,8 +186,14 @@ class DataParallel(Summed):
         self._sum = distributed(live, self._spare)
 
     def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> float:
-        self._sum.begin(share)
-        return forward_backward(self._live, batch, work.seed(), work.step.loss_scale, clock)
+        seed, scale = work.seed(), work.step.loss_scale
+        if not self._live.recipe.policy.sync_batchnorm:
+            self._sum.begin(share)
+            return forward_backward(self._live, batch, seed, scale, clock)
+        self._sum.begin(
+            1.0 if share else 0.0
+        )  # gradients cross in the pass: losses have their share
+        return forward_backward(self._live, batch, seed, scale, clock, share=share)
 
     def _not_finite(self) -> str:
         return self._sum.not_finite

@@ -26,6 +26,7 @@ from sparkdl.replica.recipe import Recipe
 from sparkdl.step.compute import MiniBatch, forward_backward
 from sparkdl.step.replica import Work
 from sparkdl.sync.contribution import sums_up
+from sparkdl.train.batchnorm import synchronise
 from sparkdl.train.data_parallel import Summed
 from sparkdl.train.strategy import FSDP, units_of
 
@@ -60,6 +61,8 @@ def sharded(recipe: Recipe, strategy: FSDP, device: torch.device) -> tuple[LiveR
     for parameter in module.parameters():
         parameter.data = parameter.data.contiguous()
     policy = recipe.policy
+    if policy.sync_batchnorm:
+        synchronise(module)
     trained = next(p.dtype for p in module.parameters() if p.requires_grad)
     computed = PRECISIONS[strategy.param_dtype]
     shards = dist.get_world_size() // strategy.copies

@@ -45,6 +45,7 @@ from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.records import ReplicaReport, SliceReport, Step
 from sparkdl.sync.state import SliceState
+from sparkdl.train.batchnorm import synchronise
 from sparkdl.train.data_parallel import DataParallel, Summed
 from sparkdl.train.engine import BEST, CURRENT, ReadState, weights_of
 from sparkdl.train.exchanged import Exchanged
@@ -377,6 +378,8 @@ def hold(
         held = Sharded(live, whole, run, rank, sharding.copies)
         return held, FullySharded(live, [o.plan for o in held.owners.values()], rank, spare)
     live = LiveReplica.of(recipe, device)
+    if recipe.policy.sync_batchnorm:
+        synchronise(live.flat.module)
     held = Whole(live, run, rank)
     if not streams(live):
         return held, Exchanged(live, held.slices, held.owners, rank)

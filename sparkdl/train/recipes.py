@@ -134,6 +134,11 @@ def check_policy(policy: Policy, module: nn.Module, layout: Layout) -> None:
             f"local_steps={policy.local_steps} needs dense gradients, and the embedding "
             f'"{tables[0].rpartition(".")[0]}" has sparse=True: leave one of the two out.'
         )
+    if policy.sync_batchnorm and tables:
+        raise ModelError(
+            f'sync_batchnorm=True does not go with the embedding "{tables[0].rpartition(".")[0]}", '
+            "which has sparse=True: leave one of the two out."
+        )
     names = [s.name for s in layout.segments if s.kind == "parameter"]
     for option in ("l1", "l2"):
         value = getattr(policy, option)

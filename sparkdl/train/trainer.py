@@ -104,6 +104,8 @@ class Trainer:
     Not for sparse tables; not in the reported loss."""
     l2: float | Mapping[str, float] = 0.0
     """Add ``l2 / 2 * sum w**2``, likewise."""
+    sync_batchnorm: bool = False
+    """Of a gang: batch norm over the samples of all replicas, instead of each replica's own."""
     on_nan: str = "raise"
     """A loss or gradient that is inf or NaN: "raise", naming iteration and replica, or "skip" the
     update."""
@@ -186,6 +188,7 @@ class Trainer:
             l2=self.l2,
             on_nan=self.on_nan,
             ema=self.ema,
+            sync_batchnorm=self.sync_batchnorm,
             class_weights=_table(self.class_weights),
             activation_checkpointing=tuple(self.activation_checkpointing),
             compile=self.compile,

@@ -1,0 +1,157 @@
+"""Batch norm over all ranks: that of one process with all samples."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from gang_training import CLASSES, WIDTH, trainer_of
+from pyspark import cloudpickle
+from real_ranks import WORLD, real_ranks
+from torch import nn
+
+import sparkdl
+from sparkdl import ModelError, ParameterError
+from sparkdl.train.batchnorm import GlobalBatchNorm, keeping_company, synchronise
+
+pytestmark = pytest.mark.gang
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+SIZES = (5, 1, 3, 0, 2, 2, 1, 4)  # of the ranks; one without samples keeps the others company
+SHAPES = {"rows": (4,), "sequences": (4, 6), "images": (4, 3, 2)}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with real_ranks() as found:
+        yield found
+
+
+def norm(shape: tuple[int, ...], **how: Any) -> nn.Module:
+    kind = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d)[len(shape) - 1]
+    torch.manual_seed(0)
+    module = kind(shape[0], **how).double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    return module
+
+
+def samples(shape: tuple[int, ...]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(sum(SIZES), *shape, generator=generator, dtype=torch.float64)
+    return 100.0 + 3.0 * values  # far from zero: a variance of squares would lose digits
+
+
+def train(shape: tuple[int, ...], how: dict[str, Any], communicator: Any) -> dict[str, Any]:
+    """One rank: output, gradients and running statistics after two passes."""
+    rank = communicator.rank
+    start, size = sum(SIZES[:rank]), SIZES[rank]
+    module = norm(shape, **how)
+    synchronise(module)
+    assert type(module) is GlobalBatchNorm
+    own = samples(shape)[start : start + size] if size else samples(shape)[:2]
+    own = own.clone().requires_grad_()
+    for _ in range(2):
+        with keeping_company(not size):
+            output = module(own)
+        loss = (output * output.detach().cos()).sum() * (1.0 if size else 0.0)
+        own.grad = None
+        module.zero_grad()
+        loss.backward()
+    gradients = [p.grad for p in module.parameters()]
+    return {
+        "output": output.detach()[:size],
+        "input": own.grad[:size],
+        "gradients": gradients,
+        "state": module.state_dict(),
+    }
+
+
+@pytest.mark.parametrize("how", [{}, {"momentum": None}, {"affine": False}], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_that_of_one_process(ranks, shape, how):
+    assert len(SIZES) == WORLD
+    found = ranks.run(WORLD, partial(train, SHAPES[shape], how))
+    module, everything = norm(SHAPES[shape], **how), samples(SHAPES[shape]).requires_grad_()
+    for _ in range(2):
+        output = module(everything)
+        everything.grad = None
+        module.zero_grad()
+        (output * output.detach().cos()).sum().backward()
+    close(torch.cat([rank["output"] for rank in found]), output.detach())
+    close(torch.cat([rank["input"] for rank in found]), everything.grad)
+    for number, parameter in enumerate(module.parameters()):
+        close(sum(rank["gradients"][number] for rank in found), parameter.grad)
+    for rank in found:
+        assert rank["state"].keys() == module.state_dict().keys()
+        for name, value in module.state_dict().items():
+            close(rank["state"][name], value)
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def model() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(WIDTH, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, CLASSES)
+    )
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize("sizes", [(14, 8), (20, 2), (0, 22)], ids=str)
+def test_a_gang_trains_as_one_process_with_all_samples(frames, strategy, sizes, nothing_left):
+    """Batches are all there is, so that they do not depend on the number of replicas."""
+    df = frames(*sizes)
+    run = trainer_of(model=model, strategy=strategy, batch_size=22, sync_batchnorm=True)
+    there = run.fit(df)
+    alone = replace(run, engine="local", replicas=1, slices=1, strategy="ddp", sync_batchnorm=False)
+    here = alone.fit(df)
+    assert there.history.losses == pytest.approx(here.history.losses, rel=1e-5, abs=1e-5)
+    left, right = here.module.state_dict(), there.module.state_dict()
+    assert type(there.module[1]) is nn.BatchNorm1d
+    for name, tensor in left.items():
+        torch.testing.assert_close(right[name], tensor, rtol=1e-4, atol=1e-5)
+    apart = replace(run, sync_batchnorm=False).fit(df)
+    if 0 not in sizes:
+        assert apart.history.losses != pytest.approx(here.history.losses, rel=1e-3)
+
+
+MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"sync_batchnorm": 1}, ParameterError, "sync_batchnorm is a int: give True or False."),
+    (
+        {"sync_batchnorm": True, "engine": "shuffle"},
+        ParameterError,
+        'sync_batchnorm=True with engine="shuffle": replicas meet within a pass in a gang only. Use '
+        'engine="gang", or leave it out.',
+    ),
+    (
+        {"sync_batchnorm": True, "accumulate": 2},
+        ParameterError,
+        "sync_batchnorm=True does not go with accumulate: leave one of the two out.",
+    ),
+    (
+        {"sync_batchnorm": True, "compression": sparkdl.TopK(0.1)},
+        ParameterError,
+        "sync_batchnorm=True does not go with compression: leave one of the two out.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), MISTAKES)
+def test_mistakes(changes, error, message):
+    with pytest.raises(error) as caught:
+        trainer_of(**changes)
+    assert str(caught.value) == message
+
+
+@pytest.mark.spark
+def test_a_sparse_table_does_not_go_with_it(frames):
+    table = partial(nn.EmbeddingBag, 9, 3, sparse=True)
+    with pytest.raises(ModelError, match="sync_batchnorm=True does not go with the embedding"):
+        trainer_of(model=lambda: nn.Sequential(table()), sync_batchnorm=True).fit(frames(4, 4))
