@@ -54,6 +54,9 @@ def trainer_of(config: Config) -> sparkdl.Trainer:
         "optimizer": of("optimizer", functools.partial(_optimizer, config.optimizer)),
         "compression": gradients.compression
         and of("gradients.compression", gradients.compression.resolve_instance),
+        "strategy": of("training.strategy", training.strategy.make)
+        if isinstance(training.strategy, Component)
+        else training.strategy,
         "augment": data.augment and of("data.augment", data.augment.resolve),
         "columns": {
             name: of(f"data.columns.{name}", column.make) for name, column in data.columns.items()
@@ -82,7 +85,6 @@ def trainer_of(config: Config) -> sparkdl.Trainer:
         replicas=training.replicas,
         slices=training.slices,
         engine=training.engine,
-        strategy=training.strategy,
         sync_batchnorm=training.sync_batchnorm,
         precision=training.precision,
         seed=training.seed,

@@ -69,8 +69,8 @@ class TrainingSection:
     """Parts of the parameter vector; null: as many as replicas."""
     engine: str = "shuffle"
     """shuffle, gang (all replicas at once), or local for debugging."""
-    strategy: str = "ddp"
-    """Of a gang: ddp, zero1 or fsdp."""
+    strategy: str | Component = "ddp"
+    """Of a gang: ddp, zero1 or fsdp; or sparkdl:FSDP with its arguments."""
     sync_batchnorm: bool = False
     """Of a gang: batch norm over the samples of all replicas."""
     precision: str = "fp32"

@@ -97,8 +97,12 @@ def test_every_field_of_the_trainer_can_be_set() -> None:
         and getattr(trainer, field.name) == field.default
     }
     # The schedule's length is set by the data; state cannot be kept for another process.
-    assert same == {"schedule", "keep_optimizer_state", "wire", "compression"}
+    assert same == {"schedule", "keep_optimizer_state", "wire", "compression", "sync_batchnorm"}
     assert (other.wire, other.compression) == ("bf16", sparkdl.TopK(0.1))
+    cut = {"use": "sparkdl:FSDP", "units": ["0"]}
+    gang = {"engine": "gang", "strategy": cut, "sync_batchnorm": True}
+    found = trainer_of(parse(smallest(training=gang)))
+    assert (found.strategy, found.sync_batchnorm) == (sparkdl.FSDP(units=["0"]), True)
 
 
 def test_what_the_fields_are_set_to() -> None:
