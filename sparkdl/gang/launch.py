@@ -15,6 +15,7 @@ from typing import Any
 from py4j.protocol import Py4JError
 from pyspark import SparkContext, cloudpickle
 from pyspark.core.rdd import RDD
+from pyspark.resource import ResourceProfile
 
 from sparkdl.errors import ParameterError, SessionError, StalledError, StateLostError, TrainingError
 from sparkdl.frames import map_frames, shuffle_frames, stage_name
@@ -22,6 +23,7 @@ from sparkdl.gang.arrivals import Arrivals
 from sparkdl.gang.channel import Channel, ChannelError, Listener
 from sparkdl.gang.group import form_group
 from sparkdl.gang.member import ERROR, OUTPUT, RESULT, Command, Failure, Meeting
+from sparkdl.gang.profile import check_profile, in_java, with_profile
 from sparkdl.report import explain, of_python
 
 SLOT_SECONDS = 30.0
@@ -54,13 +56,15 @@ class Gang:
         timeout: float | None = None,
         output: bool = False,
         retried: bool = True,
+        profile: ResourceProfile | None = None,
     ) -> None:
         """``group``: the job group of the stage. ``timeout``: seconds within which a command, and
-        the start, must end; None: no bound. ``output``: print what ranks print."""
+        the start, must end; None: no bound. ``output``: print what ranks print. ``profile``: what the
+        stage's tasks are given, where that is not what others get."""
         self.size = source.getNumPartitions()
         self._context, self._source, self._group = context, source, group
         self._device, self._timeout, self._output = device, timeout, output
-        self._retried = retried
+        self._retried, self._profile = retried, profile
         self._listener: Listener | None = None
         self._job: Any = None
         self._channels: list[Channel] = []
@@ -78,7 +82,7 @@ class Gang:
         """
         again = self._listener is not None  # executors that were lost may come back
         wait = self._timeout or YEAR_SECONDS
-        check_slots(self._context, self.size, wait if again else SLOT_SECONDS)
+        check_slots(self._context, self.size, wait if again else SLOT_SECONDS, self._profile)
         self.leave()
         if self._listener is None:
             conf = self._context.getConf()
@@ -225,6 +229,8 @@ class Gang:
         try:
             with stage_name(self._context, "gang"):
                 ranks = map_frames(self._source, self._meeting, barrier=True)
+                if self._profile is not None:
+                    ranks = with_profile(ranks, self._profile)
                 ending = shuffle_frames(ranks, 1) if self._retried else ranks
                 self._job = ending._jrdd.collectAsync()
         finally:
@@ -266,8 +272,13 @@ class Gang:
                 self._context.cancelJobGroup(self._group)
 
 
-def check_slots(context: SparkContext, ranks: int, seconds: float = SLOT_SECONDS) -> None:
-    """Wait so long until ``ranks`` tasks can run at once.
+def check_slots(
+    context: SparkContext,
+    ranks: int,
+    seconds: float = SLOT_SECONDS,
+    profile: ResourceProfile | None = None,
+) -> None:
+    """Wait so long until ``ranks`` tasks, of ``profile``, can run at once.
 
     Raises :class:`SessionError` where they never can, :class:`ParameterError` where they still cannot.
     """
@@ -276,10 +287,11 @@ def check_slots(context: SparkContext, ranks: int, seconds: float = SLOT_SECONDS
             "a gang needs all of its ranks at once, which Spark does not do with dynamic allocation: "
             "set spark.dynamicAllocation.enabled=false and a fixed number of executors."
         )
-    sc = context._jsc.sc()
-    profile = sc.resourceProfileManager().defaultResourceProfile()
+    if profile is not None:
+        check_profile(context, profile)
+    sc, given = context._jsc.sc(), in_java(context, profile)
     until = time.monotonic() + seconds
-    while (slots := int(sc.maxNumConcurrentTasks(profile))) < ranks:
+    while (slots := int(sc.maxNumConcurrentTasks(given))) < ranks:
         if time.monotonic() > until or (context.master or "").startswith("local["):
             raise ParameterError(
                 f"a gang of {ranks} ranks needs {ranks} task slots at once, and this session has "

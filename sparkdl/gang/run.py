@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pyspark import SparkContext
+from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ParameterError, SessionError
@@ -26,6 +27,7 @@ def run(
     timeout: float | None = 1800.0,
     output: bool = False,
     spark: SparkSession | None = None,
+    resource_profile: ResourceProfile | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """``fn(*args, **kwargs)`` on every rank of a gang; what the ranks return, in rank order.
@@ -39,6 +41,8 @@ def run(
     GPU where there is one; each rank's current device is the one that Spark assigned to it).
     ``timeout``: seconds that it may take in all, and that ranks wait for each other; None: no bound.
     ``output``: print here, line by line, what ranks print. ``spark``: None: the active session.
+    ``resource_profile``: what each rank's task is given, where that is not what others get: cores,
+    GPUs, fractions of them (``pyspark.resource``); of tasks only, and on a cluster.
 
     Raises :class:`sparkdl.TrainingError` with rank, host and traceback of the first rank that
     fails, :class:`sparkdl.StateLostError` where one is lost (its process was killed, say); the other
@@ -65,6 +69,7 @@ def run(
         timeout=timeout,
         output=output,
         retried=False,
+        profile=resource_profile,
     )
     with contextlib.closing(gang):
         gang.start()

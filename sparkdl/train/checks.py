@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from pyspark.resource import ResourceProfile
 
 from sparkdl.data.columns import check_specs
 from sparkdl.errors import nearest
@@ -70,6 +71,11 @@ _KINDS: tuple[tuple[str, Any, str], ...] = (
     ),
     ("strict_weights", bool, "give True or False"),
     ("sync_batchnorm", bool, "give True or False"),
+    (
+        "resource_profile",
+        (ResourceProfile, type(None)),
+        "give a pyspark.resource.ResourceProfile, or None",
+    ),
     ("keep_optimizer_state", bool, "give True or False"),
 )
 

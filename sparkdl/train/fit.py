@@ -20,6 +20,7 @@ from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ParameterError
 from sparkdl.frames import is_local
 from sparkdl.gang.launch import check_slots
+from sparkdl.gang.profile import cpus_of
 from sparkdl.infer.output import Output
 from sparkdl.replica.flat import FlatModule
 from sparkdl.replica.recipe import Recipe, weights_digest
@@ -107,7 +108,7 @@ def run(
     slab = SlabConfig.new(settings.slab_dir, context.applicationId)
     bar = ProgressBar(settings.progress)
     if trainer.engine == "gang":
-        check_slots(context, replicas)
+        check_slots(context, replicas, profile=trainer.resource_profile)
     if trainer.sharding is not None:
         check_ranks(trainer.sharding, replicas)
     with (
@@ -211,7 +212,7 @@ def _engine(
         _slices(trainer, model, replicas),
         assembly(trainer, samples, model.float_dtype),
         tuple(max(1, round(trainer.batch_size * rows / total)) for rows in samples.counts),
-        int(context.getConf().get("spark.task.cpus", "1") or 1),
+        cpus_of(context, trainer.resource_profile if trainer.engine == "gang" else None),
         whole_tensors=not (model.optimizer.elementwise and model.optimizer.separate)
         or trainer.compression is not None,
         compressed=trainer.compression is not None,
@@ -233,6 +234,7 @@ def _engine(
             resources,
             settings.timeout,
             trainer.sharding,
+            trainer.resource_profile,
         )
         return Recovering(gang, snapshots)
     shuffle = ShuffleEngine(

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from pyspark.core.rdd import RDD
+from pyspark.resource import ResourceProfile
 
 from sparkdl.data.assemble import Batch
 from sparkdl.data.batches import EpochPlan
@@ -74,6 +75,7 @@ class GangEngine:
         resources: Resources,
         timeout: float | None,
         sharding: FSDP | None = None,
+        profile: ResourceProfile | None = None,
     ) -> None:
         """``spare``: a few rows, for a rank that has none in an iteration. ``sharding``: how the model
         is cut, if it is."""
@@ -90,7 +92,8 @@ class GangEngine:
         source = self._samples[0]
         if validation is not None:
             source = zip_frames(source, self._samples[1])
-        self._gang = Gang(resources.context, source, f"{run.slab.name}-gang", timeout=timeout)
+        name = f"{run.slab.name}-gang"
+        self._gang = Gang(resources.context, source, name, timeout=timeout, profile=profile)
         resources.closing(self._gang)
 
     def start(

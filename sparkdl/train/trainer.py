@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from pyspark.core.rdd import RDD
+from pyspark.resource import ResourceProfile
 from pyspark.sql import DataFrame
 from torch import nn
 
@@ -104,6 +105,9 @@ class Trainer:
     Not for sparse tables; not in the reported loss."""
     l2: float | Mapping[str, float] = 0.0
     """Add ``l2 / 2 * sum w**2``, likewise."""
+    resource_profile: ResourceProfile | None = None
+    """Of a gang: what each of its tasks is given, where that is not what others get: cores (torch's
+    threads), GPUs. A ``pyspark.resource.ResourceProfile`` with requests of tasks only; on a cluster."""
     sync_batchnorm: bool = False
     """Of a gang: batch norm over the samples of all replicas, instead of each replica's own."""
     on_nan: str = "raise"

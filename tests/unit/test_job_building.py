@@ -96,8 +96,10 @@ def test_every_field_of_the_trainer_can_be_set() -> None:
         and field.default is not dataclasses.MISSING
         and getattr(trainer, field.name) == field.default
     }
-    # The schedule's length is set by the data; state cannot be kept for another process.
-    assert same == {"schedule", "keep_optimizer_state", "wire", "compression", "sync_batchnorm"}
+    # The schedule's length is set by the data; state cannot be kept for another process; what all
+    # tasks are given is for spark-submit to say.
+    elsewhere = {"schedule", "keep_optimizer_state", "resource_profile"}
+    assert same == elsewhere | {"wire", "compression", "sync_batchnorm"}
     assert (other.wire, other.compression) == ("bf16", sparkdl.TopK(0.1))
     cut = {"use": "sparkdl:FSDP", "units": ["0"]}
     gang = {"engine": "gang", "strategy": cut, "sync_batchnorm": True}
