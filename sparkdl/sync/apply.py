@@ -56,7 +56,7 @@ def step_slice(
                 piece = pieces[number]
                 held = {name: _view(state.arrays[name], piece) for name in state.held[number]}
                 optimizer.state[tensor] = {**held, **state.others[number]}
-        if _wants_loss(type(optimizer)):  # type: ignore[arg-type]
+        if wants_loss(type(optimizer)):  # type: ignore[arg-type]
             optimizer.step(_evaluate_once(loss, type(optimizer).__name__))
         else:
             optimizer.step()
@@ -98,7 +98,8 @@ def _held_by(
 
 
 @functools.cache
-def _wants_loss(kind: type[torch.optim.Optimizer]) -> bool:
+def wants_loss(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether its steps are to be given a function that evaluates the loss."""
     closure = inspect.signature(kind.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 

@@ -24,20 +24,18 @@ import torch
 import torch.distributed as dist
 
 from sparkdl.clock import Clock
-from sparkdl.data.assemble import Assembly, Batch
+from sparkdl.data.assemble import Assembly
 from sparkdl.data.handle import SampleHandle
 from sparkdl.data.mapped import close_partitions, open_partition
 from sparkdl.gang.member import Member
 from sparkdl.infer.scoring import Scorer
 from sparkdl.infer.validate import score_partition
-from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import Recipe, weights_digest
-from sparkdl.replica.run import Run
 from sparkdl.slab.root import open_root
 from sparkdl.step.compressing import ReadResiduals
 from sparkdl.step.job import lies_here
 from sparkdl.step.replica import Work, to_mini_batch
-from sparkdl.step.streaming import streams
+from sparkdl.sync.apply import wants_loss
 from sparkdl.sync.contribution import Contribution
 from sparkdl.sync.gradient import Reduced
 from sparkdl.sync.owner import Owner
@@ -45,11 +43,10 @@ from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.records import ReplicaReport, SliceReport, Step
 from sparkdl.sync.state import SliceState
-from sparkdl.train.batchnorm import synchronise
-from sparkdl.train.data_parallel import DataParallel, Summed
+from sparkdl.train.data_parallel import Summed
 from sparkdl.train.engine import BEST, CURRENT, ReadState, weights_of
 from sparkdl.train.exchanged import Exchanged
-from sparkdl.train.holding import Holding, Sharded, States, Whole
+from sparkdl.train.holding import States
 from sparkdl.train.node_files import (
     SnapshotFiles,
     broadcast_bytes,
@@ -58,8 +55,8 @@ from sparkdl.train.node_files import (
     unpack,
     unpack_kept,
 )
+from sparkdl.train.rank_building import hold
 from sparkdl.train.rank_records import RankStep, Setup, Standing
-from sparkdl.train.strategy import FSDP
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,8 @@ class SetUp:
 
 
 class Rank:
-    """See the note above. ``_read``: which state the driver had it read, to be placed."""
+    """See the note above. ``_read``: which state the driver had it read, to be placed. ``_agrees``:
+    whether an update needs to know every rank's loss, or that it is finite."""
 
     def __init__(self, setup: Setup, member: Member) -> None:
         self._setup, self._run, self._member = setup, setup.run, member
@@ -124,6 +122,10 @@ class Rank:
         self._held, self._way = hold(
             self._recipe, self._run, sharding, spare, member.rank, member.device
         )
+        policy, owners = self._recipe.policy, self._held.owners.values()
+        kinds = [type(o) for owner in owners for o in owner.optimizer.mirrors()]
+        leaves_out = policy.on_nan == "skip" or policy.scales_loss
+        self._agrees = leaves_out or any(wants_loss(kind) for kind in kinds)  # type: ignore[arg-type]
 
     def answers_for(self, number: int) -> bool:
         """Whether this rank, of those that own slice ``number``, speaks for it."""
@@ -189,8 +191,11 @@ class Rank:
     def _finish(
         self, step: Step, weights: Sequence[float], loss: float, failed: bool, clock: Clock
     ) -> list[SliceReport]:
-        """Update, unless the loss or a gradient of some rank is not finite; then all leave it out."""
-        found = self._gathered([loss, float(failed)])
+        """Update, unless the loss or a gradient of some rank is not finite and that is to be left out;
+        where the driver ends the run for it, the state does not matter any more."""
+        found = [[0.0, 0.0] for _ in weights]
+        if self._agrees:
+            found = self._gathered([loss, float(failed)])
         if any(flag for _, flag in found):
             self._held.live.flat.refresh()
             return []
@@ -359,31 +364,6 @@ class Rank:
         self._held.place(current)
         if best:
             self._held.place_best(best)
-
-
-def hold(
-    recipe: Recipe,
-    run: Run,
-    sharding: FSDP | None,
-    spare: Batch,
-    rank: int,
-    device: torch.device,
-) -> tuple[Holding, Summed | Exchanged]:
-    """Build the replica: what this rank holds of it, and how gradients come together."""
-    held: Holding
-    if sharding is not None:
-        from sparkdl.train.fully_sharded import FullySharded, sharded
-
-        live, whole = sharded(recipe, sharding, device)
-        held = Sharded(live, whole, run, rank, sharding.copies)
-        return held, FullySharded(live, [o.plan for o in held.owners.values()], rank, spare)
-    live = LiveReplica.of(recipe, device)
-    if recipe.policy.sync_batchnorm:
-        synchronise(live.flat.module)
-    held = Whole(live, run, rank)
-    if not streams(live):
-        return held, Exchanged(live, held.slices, held.owners, rank)
-    return held, DataParallel(live, [held.slices[n] for n in held.owners], rank, spare)
 
 
 def _dense(owner: Owner, state: SliceState) -> torch.Tensor:

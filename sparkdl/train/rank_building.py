@@ -1,0 +1,41 @@
+"""What a rank of a gang builds: by its strategy, what it holds, and how gradients come together."""
+
+from __future__ import annotations
+
+import torch
+
+from sparkdl.data.assemble import Batch
+from sparkdl.replica.live import LiveReplica
+from sparkdl.replica.recipe import Recipe
+from sparkdl.replica.run import Run
+from sparkdl.step.streaming import streams
+from sparkdl.train.batchnorm import synchronise
+from sparkdl.train.data_parallel import DataParallel, Summed
+from sparkdl.train.exchanged import Exchanged
+from sparkdl.train.holding import Holding, Sharded, Whole
+from sparkdl.train.strategy import FSDP
+
+
+def hold(
+    recipe: Recipe,
+    run: Run,
+    sharding: FSDP | None,
+    spare: Batch,
+    rank: int,
+    device: torch.device,
+) -> tuple[Holding, Summed | Exchanged]:
+    """Build the replica: what this rank holds of it, and how gradients come together."""
+    held: Holding
+    if sharding is not None:
+        from sparkdl.train.fully_sharded import FullySharded, sharded
+
+        live, whole = sharded(recipe, sharding, device)
+        held = Sharded(live, whole, run, rank, sharding.copies)
+        return held, FullySharded(live, [o.plan for o in held.owners.values()], rank, spare)
+    live = LiveReplica.of(recipe, device)
+    if recipe.policy.sync_batchnorm:
+        synchronise(live.flat.module)
+    held = Whole(live, run, rank)
+    if not streams(live):
+        return held, Exchanged(live, held.slices, held.owners, rank)
+    return held, DataParallel(live, [held.slices[n] for n in held.owners], rank, spare)
