@@ -25,7 +25,7 @@ from sparkdl.train.checkpoint import Checkpoint
 from sparkdl.train.history import History
 from sparkdl.train.persistence import load
 from sparkdl.train.state import TrainState, Validated
-from sparkdl.train.strategy import FSDP
+from sparkdl.train.strategy import DDP, FSDP
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.trainer import Trainer
 from sparkdl.train.triggers import (
@@ -46,6 +46,7 @@ from sparkdl.train.validation import Validation
 __version__ = "0.1.0"
 
 __all__ = [
+    "DDP",
     "FSDP",
     "Callback",
     "Checkpoint",

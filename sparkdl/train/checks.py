@@ -17,7 +17,7 @@ from sparkdl.infer.metrics import resolve
 from sparkdl.replica.policy import PRECISIONS
 from sparkdl.train.callbacks import Callback
 from sparkdl.train.checkpoint import Checkpoint
-from sparkdl.train.strategy import named
+from sparkdl.train.strategy import FSDP, strategy_of
 from sparkdl.train.strategy import problems_of as problems_of_strategy
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.triggers import Trigger
@@ -243,7 +243,7 @@ def _of_a_gang(trainer: Trainer) -> Iterator[str]:
             "Leave it out."
         )
 
-    if trainer.compression is not None and named(trainer.strategy) == "fsdp":
+    if trainer.compression is not None and isinstance(strategy_of(trainer.strategy), FSDP):
         yield (
             'compression with strategy="fsdp": torch scatters the gradients itself. Use '
             'strategy="zero1", or leave compression out.'

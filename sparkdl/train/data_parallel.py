@@ -23,6 +23,7 @@ from sparkdl.step.replica import Work, to_mini_batch
 from sparkdl.sync.contribution import NOTHING, SUM, Contribution, sums_up
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.train.batchnorm import keeping_company
+from sparkdl.train.strategy import DDP
 
 BUFFERS: str = (
     "forward_sync_buffers"
@@ -180,10 +181,15 @@ class DataParallel(Summed):
     """Summed by DistributedDataParallel."""
 
     def __init__(
-        self, live: LiveReplica, plans: Sequence[SlicePlan], rank: int, spare: Batch
+        self,
+        live: LiveReplica,
+        plans: Sequence[SlicePlan],
+        rank: int,
+        spare: Batch,
+        strategy: DDP,
     ) -> None:
         super().__init__(live, plans, rank, spare)
-        self._sum = distributed(live, self._spare)
+        self._sum = distributed(live, self._spare, strategy)
 
     def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> float:
         seed, scale = work.seed(), work.step.loss_scale
@@ -199,7 +205,7 @@ class DataParallel(Summed):
         return self._sum.not_finite
 
 
-def distributed(live: LiveReplica, spare: MiniBatch) -> WeightedSum:
+def distributed(live: LiveReplica, spare: MiniBatch, strategy: DDP) -> WeightedSum:
     """Put ``live`` under DDP.
 
     ``spare``: a few rows, to see whether there are parameters that get no gradient: DDP must know.
@@ -214,7 +220,9 @@ def distributed(live: LiveReplica, spare: MiniBatch) -> WeightedSum:
         _module(live.call),
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        find_unused_parameters=unused,
+        find_unused_parameters=unused and not strategy.static_graph,
+        bucket_cap_mb=strategy.bucket_cap_mb,
+        static_graph=strategy.static_graph,
         **{BUFFERS: False},  # type: ignore[arg-type]
     )
     names = {id(parameter): segment.name for segment, parameter in live.flat.parameters}

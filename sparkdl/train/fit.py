@@ -58,10 +58,11 @@ from sparkdl.train.resources import Resources
 from sparkdl.train.resuming import Restored, Resuming
 from sparkdl.train.shuffle import ShuffleEngine
 from sparkdl.train.state import TrainState
-from sparkdl.train.strategy import check_all_used, check_ranks
+from sparkdl.train.strategy import DDP, strategy_of
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.trainer import Trainer
 from sparkdl.train.triggers import MaxEpoch
+from sparkdl.train.units import check_all_used, check_ranks
 from sparkdl.train.validation import Validator
 
 
@@ -233,7 +234,7 @@ def _engine(
             batch_size,
             resources,
             settings.timeout,
-            trainer.sharding,
+            strategy_of(trainer.strategy),
             trainer.resource_profile,
         )
         return Recovering(gang, snapshots)
@@ -253,7 +254,8 @@ def _engine(
 def _slices(trainer: Trainer, model: Prepared, replicas: int) -> int:
     if trainer.slices is not None:
         return trainer.slices
-    whole = trainer.engine == "gang" and trainer.strategy == "ddp"
+    how = strategy_of(trainer.strategy)
+    whole = trainer.engine == "gang" and isinstance(how, DDP) and not how.shard_optimizer
     return replicas if model.optimizer.separate and not whole else 1
 
 

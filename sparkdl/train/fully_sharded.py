@@ -28,7 +28,8 @@ from sparkdl.step.replica import Work
 from sparkdl.sync.contribution import sums_up
 from sparkdl.train.batchnorm import synchronise
 from sparkdl.train.data_parallel import Summed
-from sparkdl.train.strategy import FSDP, units_of
+from sparkdl.train.strategy import FSDP
+from sparkdl.train.units import units_of
 
 _MMAP_THRESHOLD, _LARGE, _USUAL = -3, 1 << 20, 32 << 20
 

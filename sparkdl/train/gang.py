@@ -49,7 +49,7 @@ from sparkdl.train.places import (
 from sparkdl.train.rank_records import RankStep, Setup, Standing
 from sparkdl.train.ranks import Do, SetUp
 from sparkdl.train.resources import Resources
-from sparkdl.train.strategy import FSDP
+from sparkdl.train.strategy import DDP, FSDP
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,10 @@ class GangEngine:
         batch_size: int,
         resources: Resources,
         timeout: float | None,
-        sharding: FSDP | None = None,
+        strategy: DDP | FSDP,
         profile: ResourceProfile | None = None,
     ) -> None:
-        """``spare``: a few rows, for a rank that has none in an iteration. ``sharding``: how the model
-        is cut, if it is."""
+        """``spare``: a few rows, for a rank that has none in an iteration."""
         self.plan = EpochPlan(samples.counts, batch_size)
         self._layout, self._run = layout, run
         assert samples.rdd is not None
@@ -87,7 +86,7 @@ class GangEngine:
             assert validation.samples.rdd is not None
             self._samples.append(validation.samples.rdd)
         checksums = tuple(handle.checksum for handle in samples.handles)
-        self._setup = Setup(run, recipe, spare, checksums, sharding)
+        self._setup = Setup(run, recipe, spare, checksums, strategy)
         self._tokens: tuple[str, ...] = ()
         source = self._samples[0]
         if validation is not None:

@@ -26,8 +26,8 @@ from sparkdl.train.recipes import (
     plan_optimizer,
 )
 from sparkdl.train.schedule import Schedule
-from sparkdl.train.strategy import check_sharding
 from sparkdl.train.trained import TrainedModel
+from sparkdl.train.units import check_sharding
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer

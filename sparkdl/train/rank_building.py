@@ -13,24 +13,24 @@ from sparkdl.train.batchnorm import synchronise
 from sparkdl.train.data_parallel import DataParallel, Summed
 from sparkdl.train.exchanged import Exchanged
 from sparkdl.train.holding import Holding, Sharded, Whole
-from sparkdl.train.strategy import FSDP
+from sparkdl.train.strategy import DDP, FSDP
 
 
 def hold(
     recipe: Recipe,
     run: Run,
-    sharding: FSDP | None,
+    strategy: DDP | FSDP,
     spare: Batch,
     rank: int,
     device: torch.device,
 ) -> tuple[Holding, Summed | Exchanged]:
     """Build the replica: what this rank holds of it, and how gradients come together."""
     held: Holding
-    if sharding is not None:
+    if isinstance(strategy, FSDP):
         from sparkdl.train.fully_sharded import FullySharded, sharded
 
-        live, whole = sharded(recipe, sharding, device)
-        held = Sharded(live, whole, run, rank, sharding.copies)
+        live, whole = sharded(recipe, strategy, device)
+        held = Sharded(live, whole, run, rank, strategy.copies)
         return held, FullySharded(live, [o.plan for o in held.owners.values()], rank, spare)
     live = LiveReplica.of(recipe, device)
     if recipe.policy.sync_batchnorm:
@@ -38,4 +38,5 @@ def hold(
     held = Whole(live, run, rank)
     if not streams(live):
         return held, Exchanged(live, held.slices, held.owners, rank)
-    return held, DataParallel(live, [held.slices[n] for n in held.owners], rank, spare)
+    plans = [held.slices[n] for n in held.owners]
+    return held, DataParallel(live, plans, rank, spare, strategy)

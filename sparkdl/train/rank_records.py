@@ -7,20 +7,19 @@ from dataclasses import dataclass
 from sparkdl.data.assemble import Batch
 from sparkdl.replica.run import Run
 from sparkdl.sync.records import ReplicaReport, SliceReport
-from sparkdl.train.strategy import FSDP
+from sparkdl.train.strategy import DDP, FSDP
 
 
 @dataclass(frozen=True)
 class Setup:
     """What a rank begins with. ``recipe``: pickled. ``spare``: a few rows of the data, for a rank
-    that has none in an iteration. ``checksums``: of the partitions of training samples. ``sharding``:
-    how the model is cut, if it is."""
+    that has none in an iteration. ``checksums``: of the partitions of training samples."""
 
     run: Run
     recipe: bytes
     spare: Batch
     checksums: tuple[int, ...]
-    sharding: FSDP | None = None
+    strategy: DDP | FSDP
 
 
 @dataclass(frozen=True)

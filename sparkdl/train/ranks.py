@@ -57,6 +57,7 @@ from sparkdl.train.node_files import (
 )
 from sparkdl.train.rank_building import hold
 from sparkdl.train.rank_records import RankStep, Setup, Standing
+from sparkdl.train.strategy import FSDP
 
 
 @dataclass(frozen=True)
@@ -114,13 +115,13 @@ class Rank:
         if self._handles[0].num_rows:
             self._partition = open_partition(self._handles[0])
         member, spare = self._member, self._setup.spare
-        sharding = self._setup.sharding
-        if sharding is not None:
+        strategy = self._setup.strategy
+        if isinstance(strategy, FSDP):
             from sparkdl.train.fully_sharded import memory_given_back
 
             member.at_end.enter_context(memory_given_back())
         self._held, self._way = hold(
-            self._recipe, self._run, sharding, spare, member.rank, member.device
+            self._recipe, self._run, strategy, spare, member.rank, member.device
         )
         policy, owners = self._recipe.policy, self._held.owners.values()
         kinds = [type(o) for owner in owners for o in owner.optimizer.mirrors()]
@@ -263,7 +264,7 @@ class Rank:
     def score(self, scorer: Scorer, assembly: Assembly, batch_size: int) -> list[Any] | None:
         """The scorer's states over this rank's partition of the validation's samples."""
         handle, states, idle = self._handles[1], None, 0
-        if self._setup.sharding is not None:
+        if isinstance(self._setup.strategy, FSDP):
             mine = math.ceil(handle.num_rows / batch_size)
             idle = max(int(count) for (count,) in self._gathered([mine])) - mine
         if handle.num_rows:

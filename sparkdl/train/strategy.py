@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-
-from sparkdl.errors import ModelError, ParameterError, nearest
-from sparkdl.replica.care import matches_module
-from sparkdl.replica.flat import Layout
+from sparkdl.errors import nearest
 from sparkdl.replica.policy import PRECISIONS
-from sparkdl.sync.optimizer import OptimizerPlan
 
 STRATEGIES = ("ddp", "zero1", "fsdp")
-UNIT_PARAMETERS = 100_000
-"""A block of fewer parameters is no unit of its own: it would not be worth a message."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDP:
+    """Every rank has the whole model; torch's ``DistributedDataParallel`` sums the gradients, bucket by
+    bucket while backward goes on (Li et al., 2020).
+
+    ``bucket_cap_mb``: the size of a bucket, in MiB; smaller ones leave earlier, larger ones travel
+    better. ``static_graph``: every pass uses the same parameters in the same way, so that torch looks
+    once. ``shard_optimizer``: each rank updates its part of the weights and keeps the optimizer's
+    state of that part only (ZeRO, stage 1: Rajbhandari et al., 2020), which is the strategy "zero1".
+    """
+
+    bucket_cap_mb: float = 25.0
+    static_graph: bool = False
+    shard_optimizer: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,161 +52,46 @@ class FSDP:
     copies: int = 1
 
 
-def named(strategy: str | FSDP) -> str:
-    """The strategy in one word."""
-    return "fsdp" if isinstance(strategy, FSDP) else strategy
+def strategy_of(strategy: str | DDP | FSDP) -> DDP | FSDP:
+    """What a word stands for."""
+    if isinstance(strategy, str):
+        return FSDP() if strategy == "fsdp" else DDP(shard_optimizer=strategy == "zero1")
+    return strategy
 
 
 def problems_of(strategy: Any) -> Iterator[str]:
     """What is wrong with ``Trainer.strategy``."""
-    if isinstance(strategy, type) and issubclass(strategy, FSDP):
-        yield "strategy is the class FSDP: give an instance, sparkdl.FSDP()."
-    elif not isinstance(strategy, FSDP):
-        if not isinstance(strategy, str) or strategy not in STRATEGIES:
-            yield (
-                f'strategy="{strategy}": use one of {", ".join(STRATEGIES)}, or sparkdl.FSDP(...).'
-                f"{nearest(str(strategy), STRATEGIES)}"
-            )
-    else:
-        units = strategy.units
-        if not isinstance(units, (list, tuple)) or not all(isinstance(n, str) for n in units):
-            yield (
-                f"strategy=FSDP(units={units!r}): give a list of names or patterns, such as "
-                '["layers.*"].'
-            )
-        if not isinstance(strategy.reshard_after_forward, bool):
-            yield (
-                f"strategy=FSDP(reshard_after_forward={strategy.reshard_after_forward!r}): give True "
-                "or False."
-            )
-        if not isinstance(strategy.copies, int) or strategy.copies < 1:
-            yield f"strategy=FSDP(copies={strategy.copies!r}): give a whole number of at least 1."
-        if strategy.param_dtype not in PRECISIONS:
-            yield (
-                f'strategy=FSDP(param_dtype="{strategy.param_dtype}"): use one of '
-                f"{', '.join(PRECISIONS)}."
-            )
-
-
-def check_sharding(
-    strategy: FSDP, module: nn.Module, layout: Layout, optimizer: OptimizerPlan
-) -> None:
-    """Raise :class:`sparkdl.ModelError` where the model or its optimizer cannot be sharded so."""
-    _check_torch()
-    if not (optimizer.elementwise and optimizer.separate):
-        raise ModelError(
-            f'strategy="fsdp" cuts tensors, and optimizer {optimizer.name} needs whole ones: use '
-            'strategy="zero1", or an optimizer that treats every element by itself, such as AdamW.'
-        )
-    trainable = [segment for segment in layout.segments if segment.kind == "parameter"]
-    for segment in trainable:
-        if segment.sparse:
-            raise ModelError(
-                f'strategy="fsdp" does not go with the embedding "{segment.name.rpartition(".")[0]}", '
-                'which has sparse=True: use strategy="zero1", or sparse=False.'
-            )
-        if segment.dtype != trainable[0].dtype:
-            raise ModelError(
-                f'strategy="fsdp" needs one dtype: "{trainable[0].name}" is {trainable[0].dtype} and '
-                f'"{segment.name}" is {segment.dtype}.'
-            )
-    for name, parameter in module.named_parameters():
-        if not parameter.ndim:
-            raise ModelError(
-                f'strategy="fsdp" cuts parameters by rows, and "{name}" is a single number: give it '
-                "the shape [1], or make it a buffer."
-            )
-    _check_shared(module, units_of(module, strategy.units))
-
-
-def _check_torch() -> None:
-    from torch.distributed.fsdp import FSDPModule
-
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise ModelError(
-            f'strategy="fsdp" needs a newer torch than {torch.__version__}: install torch 2.13, or use '
-            'strategy="zero1".'
+    if strategy in (DDP, FSDP):
+        name = strategy.__name__
+        yield f"strategy is the class {name}: give an instance, sparkdl.{name}()."
+    elif isinstance(strategy, DDP):
+        yield from (f"strategy=DDP({problem}" for problem in _of_ddp(strategy))
+    elif isinstance(strategy, FSDP):
+        yield from (f"strategy=FSDP({problem}" for problem in _of_fsdp(strategy))
+    elif not isinstance(strategy, str) or strategy not in STRATEGIES:
+        yield (
+            f'strategy="{strategy}": use one of {", ".join(STRATEGIES)}, sparkdl.DDP(...) or '
+            f"sparkdl.FSDP(...).{nearest(str(strategy), STRATEGIES)}"
         )
 
 
-def check_ranks(strategy: FSDP, ranks: int) -> None:
-    """Raise :class:`sparkdl.ParameterError` where the copies do not fit the number of ranks."""
-    if ranks % strategy.copies:
-        raise ParameterError(
-            f"strategy=FSDP(copies={strategy.copies}) with {ranks} replicas: each copy needs as many "
-            "ranks as the others."
-        )
+def _of_ddp(strategy: DDP) -> Iterator[str]:
+    size = strategy.bucket_cap_mb
+    if isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 < size < math.inf:
+        yield f"bucket_cap_mb={size!r}): give a number of megabytes above 0."
+    for name in ("static_graph", "shard_optimizer"):
+        if not isinstance(getattr(strategy, name), bool):
+            yield f"{name}={getattr(strategy, name)!r}): give True or False."
 
 
-def check_all_used(module: nn.Module) -> None:
-    """Raise :class:`sparkdl.ModelError` for a parameter that a pass of the model left without
-    gradient: ranks would wait for it."""
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            raise ModelError(
-                f'strategy="fsdp" needs a gradient of every parameter, and "{name}" gets none: freeze '
-                f'it (freeze=["{name}"]), or use strategy="zero1".'
-            )
-
-
-def units_of(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
-    """The submodules that are units, inner ones first. Raises :class:`sparkdl.ModelError` for a
-    pattern that matches nothing, or a list of modules, which is never called."""
-    if not patterns:
-        uses = _uses(module)
-        return [block for block in _blocks(module) if _uses(block).items() <= uses.items()]
-    names = [name for name, _ in module.named_modules() if name]
-    found: dict[str, nn.Module] = {}
-    for pattern in patterns:
-        matching = [name for name in names if matches_module(pattern, name)]
-        if not matching:
-            raise ModelError(
-                f'strategy=FSDP: no submodule matches "{pattern}".{nearest(pattern, names)} The model '
-                f"has {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
-            )
-        for name in matching:
-            child = module.get_submodule(name)
-            if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-                raise ModelError(
-                    f'strategy=FSDP: "{name}" is a list of modules, which is never called itself: '
-                    f'name its members, "{name}.*".'
-                )
-            found[name] = child
-    with_parameters = {n: m for n, m in found.items() if next(m.parameters(), None) is not None}
-    return [with_parameters[n] for n in sorted(with_parameters, key=lambda n: -n.count("."))]
-
-
-def _uses(module: nn.Module) -> Counter[int]:
-    """In how many places each parameter is."""
-    return Counter(id(p) for child in module.modules() for p in child.parameters(recurse=False))
-
-
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The largest blocks of the model's lists."""
-    for child in module.children():
-        if isinstance(module, (nn.Sequential, nn.ModuleList)) and _is_large(child):
-            yield child
-        else:
-            yield from _blocks(child)
-
-
-def _is_large(module: nn.Module) -> bool:
-    called = not isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
-    return called and sum(p.numel() for p in module.parameters()) >= UNIT_PARAMETERS
-
-
-def _check_shared(module: nn.Module, units: Sequence[nn.Module]) -> None:
-    """A parameter in two units would be gathered by one and used by both."""
-    holders: dict[int, set[int]] = {}
-    for number, unit in enumerate([*units, module]):
-        inside = {id(m) for other in units[:number] for m in other.modules()}
-        for child in unit.modules():
-            if id(child) not in inside:
-                for parameter in child.parameters(recurse=False):
-                    holders.setdefault(id(parameter), set()).add(number)
-    for name, parameter in module.named_parameters():
-        if len(holders[id(parameter)]) > 1:
-            raise ModelError(
-                f'strategy="fsdp": "{name}" is shared by several units. Name units that hold all of '
-                'its places, strategy=sparkdl.FSDP(units=[...]), or use strategy="zero1".'
-            )
+def _of_fsdp(strategy: FSDP) -> Iterator[str]:
+    units = strategy.units
+    if not isinstance(units, (list, tuple)) or not all(isinstance(n, str) for n in units):
+        yield f'units={units!r}): give a list of names or patterns, such as ["layers.*"].'
+    if not isinstance(strategy.reshard_after_forward, bool):
+        yield f"reshard_after_forward={strategy.reshard_after_forward!r}): give True or False."
+    copies = strategy.copies
+    if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
+        yield f"copies={copies!r}): give a whole number of at least 1."
+    if strategy.param_dtype not in PRECISIONS:
+        yield f'param_dtype="{strategy.param_dtype}"): use one of {", ".join(PRECISIONS)}.'

@@ -21,7 +21,7 @@ from sparkdl.train.callbacks import Callback
 from sparkdl.train.checkpoint import Checkpoint
 from sparkdl.train.checks import problems_of, problems_of_start
 from sparkdl.train.state import TrainState
-from sparkdl.train.strategy import FSDP, named
+from sparkdl.train.strategy import DDP, FSDP, strategy_of
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.triggers import MaxEpoch, Trigger
 from sparkdl.train.validation import Validation
@@ -87,10 +87,10 @@ class Trainer:
     engine: str = "shuffle"
     """"shuffle" (Spark jobs, which lose nothing), "gang" (all replicas at once, torch.distributed
     between them: for fast networks and short steps) or "local" (this process, for debugging)."""
-    strategy: str | FSDP = "ddp"
+    strategy: str | DDP | FSDP = "ddp"
     """How a gang shares the work: "ddp" (every rank updates all weights), "zero1" (each rank updates
     its part, and keeps the optimizer's state of that part only) or "fsdp" (each rank also keeps its
-    part of the weights and gradients only; :class:`sparkdl.FSDP` says more)."""
+    part of the weights and gradients only); :class:`sparkdl.DDP` and :class:`sparkdl.FSDP` say more."""
     accumulate: int = 1
     """Micro-batches that a replica's mini-batch goes through in, one after another: less memory."""
     local_steps: int = 1
@@ -174,9 +174,8 @@ class Trainer:
     @property
     def sharding(self) -> FSDP | None:
         """How a gang cuts the model, if this is one that does."""
-        if self.engine != "gang" or named(self.strategy) != "fsdp":
-            return None
-        return self.strategy if isinstance(self.strategy, FSDP) else FSDP()
+        strategy = strategy_of(self.strategy)
+        return strategy if self.engine == "gang" and isinstance(strategy, FSDP) else None
 
     @property
     def policy(self) -> Policy:

@@ -16,6 +16,7 @@ import torch
 from gang_training import CLASSES, WIDTH, same, trainer_of
 from pyspark import cloudpickle
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import sparkdl
 from sparkdl import ParameterError, TrainingError
@@ -65,6 +66,35 @@ def test_parameters_without_a_gradient_stay(frames):
     df, run = frames(12, 12), trainer_of(model=Routed)
     trained = run.fit(df)
     same(trained, replace(run, engine="local", slices=1).fit(df))
+
+
+class Checkpointed(nn.Module):
+    """Computes its first layer again in backward, the old way: twice in one pass, for DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        hidden = [checkpoint(self.first, x, use_reentrant=True) for _ in range(2)]
+        return self.last(torch.tanh(hidden[0] - 0.5 * hidden[1]))
+
+
+DDPS = {
+    "small buckets": ({}, sparkdl.DDP(bucket_cap_mb=0.0001)),
+    "a static graph": ({"model": Routed}, sparkdl.DDP(static_graph=True)),
+    "reentrant checkpoints": ({"model": Checkpointed}, sparkdl.DDP(static_graph=True)),
+    "as zero1": ({}, sparkdl.DDP(shard_optimizer=True)),
+}
+
+
+@pytest.mark.parametrize("case", DDPS)
+def test_what_torchs_ddp_is_told_changes_no_bit(frames, case):
+    changes, strategy = DDPS[case]
+    df, run = frames(20, 12), trainer_of(**changes, strategy=strategy)
+    slices = 2 if strategy.shard_optimizer else 1
+    same(run.fit(df), replace(run, engine="local", slices=slices).fit(df))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +163,23 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"strategy": "fsdp3"},
         ParameterError,
-        'strategy="fsdp3": use one of ddp, zero1, fsdp, or sparkdl.FSDP(...). Did you mean "fsdp"?',
+        'strategy="fsdp3": use one of ddp, zero1, fsdp, sparkdl.DDP(...) or sparkdl.FSDP(...). Did '
+        'you mean "fsdp"?',
+    ),
+    (
+        {"strategy": sparkdl.DDP},
+        ParameterError,
+        "strategy is the class DDP: give an instance, sparkdl.DDP().",
+    ),
+    (
+        {"strategy": sparkdl.DDP(bucket_cap_mb=0)},
+        ParameterError,
+        "strategy=DDP(bucket_cap_mb=0): give a number of megabytes above 0.",
+    ),
+    (
+        {"strategy": sparkdl.DDP(static_graph="yes")},  # type: ignore[arg-type]
+        ParameterError,
+        "strategy=DDP(static_graph='yes'): give True or False.",
     ),
     (
         {"local_steps": 2},
