@@ -41,8 +41,10 @@ def test_tensors_on_the_gpu_are_summed(spark: Any, ranks: int) -> None:
     assert [value for _, value in found] == [4.0 * ranks] * ranks
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("strategy", "replicas"),
+    [("ddp", 1), ("ddp", 2), ("zero1", 1), ("zero1", 2), ("fsdp", 1)],
+)
 def test_training_is_that_of_the_cpu(spark: Any, strategy: str, replicas: int) -> None:
     generator = np.random.default_rng(1)
     rows = [(generator.normal(size=6).tolist(), int(i % 3)) for i in range(48)]
