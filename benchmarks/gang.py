@@ -83,7 +83,7 @@ def main() -> None:
             some.append({"torchrun": theirs, **ours, **speeds})
         middle = {key: statistics.median(one[key] for one in some) for key in some[0]}
         rows.append({"work": WORKS[name].name, "batch": batch, **middle})
-        print(f"{item} done", flush=True)
+        print(f"{item}: " + ", ".join(f"{k} {v:.4g}" for k, v in middle.items()), flush=True)
     head = ["work", "batch", "torchrun", "ddp", "speed ddp", "zero1", "speed zero1"]
     head += ["ddp, schedule", "first step"]
     print("\n" + markdown(head, ([row[key] for key in head] for row in rows)))
