@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,3 +91,21 @@ def head_from_bytes(data: np.ndarray) -> tuple[tuple[TensorSpec, ...], dict[str,
 def aligned(nbytes: int) -> int:
     """The next multiple of 64."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def join_files(files: Iterable[bytes]) -> bytearray:
+    """Files, each behind its length."""
+    data = bytearray()
+    for file in files:
+        data += _LENGTH.pack(len(file)) + file
+    return data
+
+
+def split_files(data: bytes | memoryview) -> Iterator[bytes]:
+    """What :func:`join_files` joined, one after another."""
+    place = 0
+    while place < len(data):
+        (length,) = _LENGTH.unpack_from(data, place)
+        place += _LENGTH.size
+        yield bytes(data[place : place + length])
+        place += length

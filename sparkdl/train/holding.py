@@ -136,10 +136,8 @@ class Sharded:
         self.first = rank < size
         (owner,) = RunPlans.of(live, replace(run, slices=1)).owners
         self.owners = {rank: replace(owner, plan=replace(owner.plan, index=rank))}
-        self._own, self._spans = (
-            live.flat.layout,
-            [spans_of(whole, size, r % size) for r in range(run.replicas)],
-        )
+        self._own = live.flat.layout
+        self._spans = [spans_of(whole, size, r % size) for r in range(run.replicas)]
         self.states: States = {}
         self.best: States = {}
 

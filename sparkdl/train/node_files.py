@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +17,16 @@ from sparkdl.sync.packing import (
     copy_packed,
     head_from_bytes,
     head_to_bytes,
+    join_files,
     open_packed,
     packed_nbytes,
     specs_of,
+    split_files,
 )
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.state import SliceState
 from sparkdl.train.checkpoint.slices import to_bytes
 from sparkdl.train.continuing import ReadCarried
-
-_LENGTH = struct.Struct("<q")
 
 
 @dataclass(frozen=True)
@@ -61,19 +60,12 @@ class SnapshotFiles:
 
 def pack(plan: SlicePlan, states: Sequence[SliceState]) -> bytes:
     """States of one slice, on the CPU: each as a safetensors file behind its length."""
-    files = [to_bytes(plan, state) for state in states]
-    return b"".join(_LENGTH.pack(len(file)) + file for file in files)
+    return bytes(join_files(to_bytes(plan, state) for state in states))
 
 
 def unpack(plan: SlicePlan, packed: bytes, dtype: torch.dtype) -> list[SliceState]:
     """What was packed."""
-    states, place = [], 0
-    while place < len(packed):
-        (length,) = _LENGTH.unpack_from(packed, place)
-        place += _LENGTH.size
-        states.append(ReadCarried((packed[place : place + length],))(plan, dtype))
-        place += length
-    return states
+    return [ReadCarried((file,))(plan, dtype) for file in split_files(packed)]
 
 
 def pack_kept(kept: ByParameter | None) -> bytes:

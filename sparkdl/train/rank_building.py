@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from sparkdl.data.assemble import Batch
+from sparkdl.gang.member import Member
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.run import Run
@@ -21,14 +20,15 @@ def hold(
     run: Run,
     strategy: DDP | FSDP,
     spare: Batch,
-    rank: int,
-    device: torch.device,
+    member: Member,
 ) -> tuple[Holding, Summed | Exchanged]:
     """Build the replica: what this rank holds of it, and how gradients come together."""
     held: Holding
+    rank, device = member.rank, member.device
     if isinstance(strategy, FSDP):
-        from sparkdl.train.fully_sharded import FullySharded, sharded
+        from sparkdl.train.fully_sharded import FullySharded, memory_given_back, sharded
 
+        member.at_end.enter_context(memory_given_back())
         live, whole = sharded(recipe, strategy, device)
         held = Sharded(live, whole, run, rank, strategy.copies)
         return held, FullySharded(live, [o.plan for o in held.owners.values()], rank, spare)

@@ -114,14 +114,9 @@ class Rank:
         """All ranks are where their samples are: make them one."""
         if self._handles[0].num_rows:
             self._partition = open_partition(self._handles[0])
-        member, spare = self._member, self._setup.spare
-        strategy = self._setup.strategy
-        if isinstance(strategy, FSDP):
-            from sparkdl.train.fully_sharded import memory_given_back
-
-            member.at_end.enter_context(memory_given_back())
+        setup = self._setup
         self._held, self._way = hold(
-            self._recipe, self._run, strategy, spare, member.rank, member.device
+            self._recipe, self._run, setup.strategy, setup.spare, self._member
         )
         policy, owners = self._recipe.policy, self._held.owners.values()
         kinds = [type(o) for owner in owners for o in owner.optimizer.mirrors()]

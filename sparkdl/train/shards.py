@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,11 +17,10 @@ import torch
 
 from sparkdl.errors import DamagedCheckpoint
 from sparkdl.replica.flat import Layout
+from sparkdl.sync.packing import join_files, split_files
 from sparkdl.sync.plan import Piece, SlicePlan
 from sparkdl.sync.state import SliceState
 from sparkdl.train.checkpoint.slices import Part, to_bytes, unpack
-
-_LENGTH = struct.Struct("<q")
 
 
 @dataclass(frozen=True)
@@ -157,20 +155,13 @@ def for_shards(part: Part, spans: Sequence[Span]) -> bytearray:
 
 def _packed(parts: Iterable[Part | None]) -> bytearray:
     """Safetensors files, each behind its length."""
-    data = bytearray()
-    for part in parts:
-        if part is not None:
-            plan = _plan(part.start, part.stop, part.trainable_length)
-            file = to_bytes(plan, part.state)
-            data += _LENGTH.pack(len(file)) + file
-    return data
+    return join_files(
+        to_bytes(_plan(part.start, part.stop, part.trainable_length), part.state)
+        for part in parts
+        if part is not None
+    )
 
 
 def unpacked(data: memoryview) -> Iterator[Part]:
     """What a rank was sent."""
-    place = 0
-    while place < len(data):
-        (length,) = _LENGTH.unpack_from(data, place)
-        place += _LENGTH.size
-        yield unpack(bytes(data[place : place + length]))
-        place += length
+    return map(unpack, split_files(data))
