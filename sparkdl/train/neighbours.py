@@ -1,4 +1,4 @@
-"""Partitions side by side on the same executor.
+"""Tasks on executors of our choice, and by it partitions side by side on the same executor.
 
 Spark deals the tasks of a stage out like cards: of four partitions on two executors one gets 0 and 2,
 the other 1 and 3. Then no node has two replicas whose gradients meet in the tree of sums (see [Note:
@@ -21,11 +21,17 @@ from sparkdl.frames import map_frames, zip_frames
 
 @dataclass(frozen=True, order=True)
 class Executor:
-    """``slots``: tasks that it runs at a time."""
+    """``slots``: tasks that it runs at a time; ``used``: whether it has had any."""
 
     host: str
     name: str
     slots: int
+    used: bool = True
+
+    @property
+    def place(self) -> str:
+        """Its name as a preferred location."""
+        return f"executor_{self.host}_{self.name}"
 
 
 def shared_out(executors: Sequence[Executor], partitions: int) -> list[Executor]:
@@ -43,7 +49,7 @@ def side_by_side(rdd: RDD) -> RDD:
     chosen = shared_out(executors(context), partitions)
     if not chosen:
         return rdd
-    return map_frames(zip_frames(rdd, _wishes(context, chosen)), _left)
+    return map_frames(zip_frames(rdd, one_each(context, chosen)), _left)
 
 
 def executors(context: SparkContext) -> list[Executor]:
@@ -59,18 +65,19 @@ def executors(context: SparkContext) -> list[Executor]:
         host, _, port = one.hostPort().rpartition(":")
         host = host if host and port.isdigit() else one.hostPort()
         if one.id() != "driver" and "_" not in host:  # Spark parses executor_HOST_ID
-            found.append(Executor(host, one.id(), one.totalCores() // each))
+            used = one.totalTasks() > 0
+            found.append(Executor(host, one.id(), one.totalCores() // each, used))
     return found
 
 
-def _wishes(context: SparkContext, chosen: Sequence[Executor]) -> RDD:
-    """An RDD of one empty frame a partition, each with a preferred executor."""
+def one_each(context: SparkContext, chosen: Sequence[Executor]) -> RDD:
+    """An RDD of one empty frame a partition, each with a wish where it is computed."""
     jvm: Any = context._jvm
     scala = jvm.scala.jdk.javaapi.CollectionConverters
     pairs = jvm.java.util.ArrayList()
     for executor in chosen:
         places = jvm.java.util.ArrayList()
-        places.add(f"executor_{executor.host}_{executor.name}")
+        places.add(executor.place)
         pairs.add(jvm.scala.Tuple2(b"", scala.asScala(places).toSeq()))
     tag = jvm.scala.reflect.ClassTag.apply(jvm.java.lang.Class.forName("[B"))
     made = context._jsc.sc().makeRDD(scala.asScala(pairs).toSeq(), tag)

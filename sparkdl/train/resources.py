@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from py4j.protocol import Py4JError
@@ -17,6 +17,7 @@ from sparkdl.message import PROPERTY
 from sparkdl.replica.cache import forget
 from sparkdl.slab.pool import close_pool
 from sparkdl.slab.root import SlabConfig, remove_root
+from sparkdl.train.neighbours import executors, one_each
 from sparkdl.train.watch import Watch
 from sparkdl.worker import settle_worker
 
@@ -27,7 +28,7 @@ class Resources:
     """Persisted RDDs, broadcasts, and slabs of one fit; its Spark jobs are one job group.
 
     A context manager: on leaving, what still runs is cancelled, the slabs are deleted on every node
-    that holds a persisted partition, RDDs are unpersisted and broadcasts destroyed. What a killed
+    that may have some, RDDs are unpersisted and broadcasts destroyed. What a killed
     node kept is swept there when the next fit begins, see :mod:`sparkdl.slab.root`.
     """
 
@@ -143,7 +144,11 @@ class Resources:
         return running
 
     def _clean_nodes(self) -> None:
-        """Run :class:`CleanNode` once on each executor that holds a persisted partition."""
+        """Run :class:`CleanNode` on each executor that may have slabs.
+
+        Most hold a persisted partition, and a task comes to those for certain. What was moved, or
+        persisted anew elsewhere, has left slabs on an executor without one: those are asked for.
+        """
         self.context.setJobDescription("sparkdl: removing the slabs")
         assert self.context._jsc is not None
         self.context._jsc.sc().dagScheduler().clearCacheLocs()  # it may not know the newest
@@ -152,13 +157,19 @@ class Resources:
         for rdd in self._rdds:
             partitions = []
             for partition in range(rdd.getNumPartitions()):
-                executor = _cached_on(rdd, partition)
-                if executor and executor not in cleaned:
-                    cleaned.add(executor)
+                found = _cached_on(rdd, partition)
+                if len(found) == 1 and found[0] not in cleaned:
+                    cleaned.add(found[0])
                     partitions.append(partition)
-            if partitions:
-                with stage_name(self.context, "remove the slabs"):
-                    self.context.runJob(rdd, task, partitions)
+            self._run(rdd, task, partitions)
+        others = [one for one in executors(self.context) if one.used and one.place not in cleaned]
+        if others:
+            self._run(one_each(self.context, others), task, range(len(others)))
+
+    def _run(self, rdd: RDD, task: CleanNode, partitions: Sequence[int]) -> None:
+        if partitions:
+            with stage_name(self.context, "remove the slabs"):
+                self.context.runJob(rdd, task, partitions)
 
 
 class CleanNode:
@@ -182,9 +193,9 @@ def _clean_here(slab: SlabConfig) -> None:
     remove_root(slab)
 
 
-def _cached_on(rdd: RDD, partition: int) -> str:
-    """The executor that holds the persisted partition; empty where none does."""
+def _cached_on(rdd: RDD, partition: int) -> list[str]:
+    """The executors that hold the persisted partition, as preferred locations."""
     context = rdd.ctx._jsc.sc()
     locations = context.getPreferredLocs(rdd._jrdd.rdd(), partition)
     names = [locations.apply(i).toString() for i in range(locations.size())]
-    return next((name for name in names if name.startswith("executor_")), "")
+    return [name for name in names if name.startswith("executor_")]

@@ -1,0 +1,16 @@
+"""The end of a fit finds slabs wherever they are, also where no partition of it lies any more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import leave_slabs as script
+import pytest
+from launch import launch
+
+pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def test_slabs_go_from_every_executor_that_had_some(tmp_path):
+    found = launch(Path(script.__file__), tmp_path, master="local-cluster[2,1,1024]")
+    assert found == {case: [2, 0] for case in script.CASES}
