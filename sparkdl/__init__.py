@@ -25,7 +25,7 @@ from sparkdl.train.checkpoint import Checkpoint
 from sparkdl.train.history import History
 from sparkdl.train.persistence import load
 from sparkdl.train.state import TrainState, Validated
-from sparkdl.train.strategy import DDP, FSDP
+from sparkdl.train.strategy import DDP, FSDP, Pipeline
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.trainer import Trainer
 from sparkdl.train.triggers import (
@@ -61,6 +61,7 @@ __all__ = [
     "Metric",
     "ModelError",
     "ParameterError",
+    "Pipeline",
     "PowerSGD",
     "Sample",
     "Sequence",

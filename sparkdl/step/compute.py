@@ -148,17 +148,24 @@ def _keep_pace(replica: LiveReplica, part: MiniBatch, times: int) -> None:
 
 def _loss(replica: LiveReplica, part: MiniBatch) -> torch.Tensor:
     """The mean loss of a micro-batch."""
-    loss = replica.recipe.loss
-    with _autocast(replica, replica.recipe.policy):
+    with autocasting(replica):
         output = replica.call(*part.inputs)
+    return mean_loss(replica, output, part)
+
+
+def mean_loss(replica: LiveReplica, output: object, part: MiniBatch) -> torch.Tensor:
+    """The mean loss of what the model put out for ``part``."""
+    loss = replica.recipe.loss
+    with autocasting(replica):
         if part.weights is None:
             return call_loss(loss, output, part.targets)
         return weighted_mean(loss, output, part.targets, part.weights)
 
 
 @contextlib.contextmanager
-def _autocast(replica: LiveReplica, policy: Policy) -> Iterator[None]:
+def autocasting(replica: LiveReplica) -> Iterator[None]:
     """Lower precision inside the block where the policy asks for it; the weights stay as they are."""
+    policy = replica.recipe.policy
     if policy.autocast_dtype is None:
         yield
         return

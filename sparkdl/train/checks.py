@@ -17,7 +17,7 @@ from sparkdl.infer.metrics import resolve
 from sparkdl.replica.policy import PRECISIONS
 from sparkdl.train.callbacks import Callback
 from sparkdl.train.checkpoint import Checkpoint
-from sparkdl.train.strategy import FSDP, strategy_of
+from sparkdl.train.strategy import FSDP, Pipeline, strategy_of
 from sparkdl.train.strategy import problems_of as problems_of_strategy
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.triggers import Trigger
@@ -243,11 +243,16 @@ def _of_a_gang(trainer: Trainer) -> Iterator[str]:
             "Leave it out."
         )
 
-    if trainer.compression is not None and isinstance(strategy_of(trainer.strategy), FSDP):
+    how = strategy_of(trainer.strategy)
+    if trainer.compression is not None and isinstance(how, (FSDP, Pipeline)):
         yield (
-            'compression with strategy="fsdp": torch scatters the gradients itself. Use '
+            f'compression with strategy="{how.word}": torch sums the gradients itself. Use '
             'strategy="zero1", or leave compression out.'
         )
+    if isinstance(how, Pipeline):
+        for name in ("sync_batchnorm", "compile"):
+            if getattr(trainer, name):
+                yield f'{name} does not go with strategy="pipeline": leave it out.'
 
 
 def _of_sync_batchnorm(trainer: Trainer) -> Iterator[str]:

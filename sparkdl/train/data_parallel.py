@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.clock import Clock
 from sparkdl.data.assemble import Batch
-from sparkdl.infer.predictor import evaluating
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.live import LiveReplica
 from sparkdl.step.compute import Gradients, MiniBatch, forward_backward, take_gradients
@@ -132,11 +131,9 @@ class Summed:
         """The parameter whose gradient had an inf or a NaN, or empty."""
         raise NotImplementedError
 
-    def evaluate(self, times: int) -> None:
-        """Go forward, without effect, as often with ranks that validate."""
-        for _ in range(times):
-            with evaluating(self._live.flat.module) as module:
-                module(*self._spare.inputs)
+    def scored(self, batches: int, score: Callable[[], Any]) -> Any:
+        """What ``score`` makes of this rank's ``batches`` of the validation's samples."""
+        return score()
 
     def contributions(
         self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
@@ -144,7 +141,7 @@ class Summed:
         """For each of this rank's plans, by its index, what its update is made of: the sum of all
         gradients as the first replica's, and the buffers of each."""
         layout, buffers = self._live.flat.layout, self._buffers(len(weights))
-        flat, absent = self._vector.filled(self._gradients.dense), self._gradients.absent
+        flat, absent = self._summed(), self._gradients.absent
         self._gradients = Gradients([], {})
         taking_part = [r for r, (start, stop) in enumerate(rows) if stop > start]
         found: dict[int, list[Contribution]] = {}
@@ -164,6 +161,10 @@ class Summed:
                 for r in taking_part
             ]
         return found
+
+    def _summed(self) -> torch.Tensor:
+        """The gradients, end to end; what is kept of them may go."""
+        return self._vector.filled(self._gradients.dense)
 
     def _buffers(self, size: int) -> list[torch.Tensor]:
         """Every rank's buffers, as the end of a flat vector."""
@@ -231,6 +232,24 @@ def distributed(live: LiveReplica, spare: MiniBatch, strategy: DDP) -> WeightedS
     live.call = wrapped
     live.apart = wrapped.no_sync
     return weighted
+
+
+def gathered(numbers: Sequence[float]) -> list[list[float]]:
+    """Some numbers of every rank."""
+    mine = torch.tensor(numbers, dtype=torch.float64)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return [row.tolist() for row in found]
+
+
+def first_not_finite(live: LiveReplica, gradients: Gradients) -> str:
+    """The first parameter here whose gradient has an inf or a NaN, or empty."""
+    for (segment, _), gradient in zip(live.flat.parameters, gradients.dense, strict=True):
+        if gradient is None or sums_up(gradient):
+            continue
+        if not torch.isfinite(gradient).all():
+            return segment.name
+    return ""
 
 
 def _module(call: Any) -> nn.Module:

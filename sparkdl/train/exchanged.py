@@ -8,8 +8,9 @@ brackets of the sums are then those of the other engines, and so are the bits, w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,6 +75,10 @@ class Exchanged:
         problem = not_finite(live, plans, written, outcome)
         clock.lap("publish")
         return loss, problem
+
+    def scored(self, batches: int, score: Callable[[], Any]) -> Any:
+        """See :class:`sparkdl.train.data_parallel.Summed`."""
+        return score()
 
     def contributions(
         self, rows: Sequence[tuple[int, int]], weights: Sequence[float]

@@ -28,6 +28,7 @@ from sparkdl.replica.run import Run
 from sparkdl.session import context_of, settings_of, tell_what_costs_speed
 from sparkdl.settings import Settings
 from sparkdl.slab.root import SlabConfig
+from sparkdl.step.compute import to_tensors
 from sparkdl.train.callbacks import ProgressBar
 from sparkdl.train.checkpoint.identity import ModelIdentity
 from sparkdl.train.checkpoint.manifest import Manifest
@@ -57,12 +58,13 @@ from sparkdl.train.recovery import Recovering
 from sparkdl.train.resources import Resources
 from sparkdl.train.resuming import Restored, Resuming
 from sparkdl.train.shuffle import ShuffleEngine
+from sparkdl.train.stages import check_one_length, check_split, with_split
 from sparkdl.train.state import TrainState
-from sparkdl.train.strategy import DDP, strategy_of
+from sparkdl.train.strategy import DDP, Pipeline, check_ranks, strategy_of
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.trainer import Trainer
 from sparkdl.train.triggers import MaxEpoch
-from sparkdl.train.units import check_all_used, check_ranks
+from sparkdl.train.units import check_all_used
 from sparkdl.train.validation import Validator
 
 
@@ -110,8 +112,10 @@ def run(
     bar = ProgressBar(settings.progress)
     if trainer.engine == "gang":
         check_slots(context, replicas, profile=trainer.resource_profile)
-    if trainer.sharding is not None:
-        check_ranks(trainer.sharding, replicas)
+    if trainer.cutting is not None:
+        check_ranks(trainer.cutting, replicas)
+    if isinstance(trainer.cutting, Pipeline):
+        check_split(trainer.cutting, model.module, replicas)
     with (
         places_awaited(context),
         Resources(context, slab, settings.timeout) as resources,
@@ -184,8 +188,10 @@ def _try_out(
     )
     plan = EpochPlan(samples.counts, trainer.batch_size * trainer.local_steps)
     limit = None if endless else trainer.stop.limit(plan.num_iterations)
-    if trainer.sharding is not None:
-        check_all_used(model.module)
+    if trainer.cutting is not None:
+        check_all_used(trainer.cutting.word, model.module)
+    if isinstance(trainer.cutting, Pipeline):
+        check_one_length(samples.fields)
     check_single_rows(model.module, batch.inputs, plan, limit, trainer.policy)
     metrics = list(validation.scorer.higher_is_better) if validation else []
     model.schedule.check(limit, plan.num_iterations, metrics)
@@ -224,6 +230,10 @@ def _engine(
     if trainer.engine == "gang":
         how = replace(made.assembly, augment=trainer.augment)
         spare = preview_batch(how, samples.preview, augment=True)
+        strategy = strategy_of(trainer.strategy)
+        if isinstance(strategy, Pipeline):
+            inputs = to_tensors(spare.inputs, torch.device("cpu"))
+            strategy = with_split(strategy, model.module, inputs, replicas)
         gang = GangEngine(
             samples,
             validation,
@@ -234,7 +244,7 @@ def _engine(
             batch_size,
             resources,
             settings.timeout,
-            strategy_of(trainer.strategy),
+            strategy,
             trainer.resource_profile,
         )
         return Recovering(gang, snapshots)

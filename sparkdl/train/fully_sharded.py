@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,15 +20,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from sparkdl.clock import Clock
+from sparkdl.infer.predictor import evaluating
 from sparkdl.replica.flat import FlatModule, Layout, layout_of
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.policy import PRECISIONS
 from sparkdl.replica.recipe import Recipe
 from sparkdl.step.compute import MiniBatch, forward_backward
 from sparkdl.step.replica import Work
-from sparkdl.sync.contribution import sums_up
 from sparkdl.train.batchnorm import synchronise
-from sparkdl.train.data_parallel import Summed
+from sparkdl.train.data_parallel import Summed, first_not_finite, gathered
 from sparkdl.train.strategy import FSDP
 from sparkdl.train.units import units_of
 
@@ -101,13 +102,13 @@ class FullySharded(Summed):
 
     def _not_finite(self) -> str:
         """Of the sum over the ranks, in this rank's rows."""
-        for (segment, _), gradient in zip(
-            self._live.flat.parameters, self._gradients.dense, strict=True
-        ):
-            if (
-                gradient is not None
-                and not sums_up(gradient)
-                and not torch.isfinite(gradient).all()
-            ):
-                return segment.name
-        return ""
+        return first_not_finite(self._live, self._gradients)
+
+    def scored(self, batches: int, score: Callable[[], Any]) -> Any:
+        """See :class:`sparkdl.train.data_parallel.Summed`."""
+        most = max(int(count) for (count,) in gathered([batches]))
+        result = score()
+        for _ in range(most - batches):
+            with evaluating(self._live.flat.module) as module:
+                module(*self._spare.inputs)
+        return result

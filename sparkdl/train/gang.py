@@ -49,7 +49,7 @@ from sparkdl.train.places import (
 from sparkdl.train.rank_records import RankStep, Setup, Standing
 from sparkdl.train.ranks import Do, SetUp
 from sparkdl.train.resources import Resources
-from sparkdl.train.strategy import DDP, FSDP
+from sparkdl.train.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class GangEngine:
         batch_size: int,
         resources: Resources,
         timeout: float | None,
-        strategy: DDP | FSDP,
+        strategy: Strategy,
         profile: ResourceProfile | None = None,
     ) -> None:
         """``spare``: a few rows, for a rank that has none in an iteration."""

@@ -19,6 +19,7 @@ _ORDER = (
     "fetch",
     "forward",
     "backward",
+    "pipeline",
     "compress",
     "publish",
     "reduce",

@@ -1,4 +1,4 @@
-"""The state that a rank of a gang holds: whole slices of it, or its shards of everything.
+"""The state that a rank of a gang holds: whole slices of it, or its part of a model that is cut.
 
 What is outside the gang, checkpoints, snapshots and results, knows slices only. A rank *owns* what it
 updates; *places* the state before an iteration and *shares* what it updated after one.
@@ -24,10 +24,10 @@ from sparkdl.sync.state import SliceState
 from sparkdl.train.checkpoint.slices import Part, recut
 from sparkdl.train.exchanged import exchange_bytes
 from sparkdl.train.shards import (
+    Span,
     for_shards,
     for_slice,
     parts_of,
-    spans_of,
     state_from,
     unpacked,
 )
@@ -123,21 +123,28 @@ def _part(plan: SlicePlan) -> slice:
 
 
 class Sharded:
-    """The model is cut by :func:`sparkdl.train.fully_sharded.sharded`; a rank owns its shards, under
-    its own number. Rank n reads and writes slice n for the others. Of several copies of the cut model
-    the first is what others see."""
+    """The model is cut, by :func:`sparkdl.train.fully_sharded.sharded` or
+    :func:`sparkdl.train.pipelined.staged`; a rank owns its part, under its own number. Rank n reads and
+    writes slice n for the others. Of several copies of the cut model the first is what others see."""
 
     def __init__(
-        self, live: LiveReplica, whole: Layout, run: Run, rank: int, copies: int = 1
+        self,
+        live: LiveReplica,
+        whole: Layout,
+        run: Run,
+        rank: int,
+        copies: int,
+        spans: Callable[[int], list[Span]],
     ) -> None:
-        """``whole``: the layout of all shards together. ``run``: with one slice for each rank."""
-        self.live, self.slices, self._rank = live, slice_plans(whole, run.slices), rank
-        size = run.replicas // copies
-        self.first = rank < size
+        """``whole``: the layout of all parts together. ``run``: with one slice for each rank.
+        ``spans``: what a rank has of it."""
+        self.live, self._rank = live, rank
+        self.slices = slice_plans(whole, run.slices, whole=run.whole_tensors)
+        self.first = rank < run.replicas // copies
         (owner,) = RunPlans.of(live, replace(run, slices=1)).owners
         self.owners = {rank: replace(owner, plan=replace(owner.plan, index=rank))}
         self._own = live.flat.layout
-        self._spans = [spans_of(whole, size, r % size) for r in range(run.replicas)]
+        self._spans = [spans(r) for r in range(run.replicas)]
         self.states: States = {}
         self.best: States = {}
 

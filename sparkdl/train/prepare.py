@@ -26,6 +26,8 @@ from sparkdl.train.recipes import (
     plan_optimizer,
 )
 from sparkdl.train.schedule import Schedule
+from sparkdl.train.stages import check_stages
+from sparkdl.train.strategy import FSDP, Pipeline
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.units import check_sharding
 
@@ -82,8 +84,10 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
     check_policy(policy, module, layout)
     check_compression(recipe, layout)
     optimizer = plan_optimizer(recipe, module, trainer.slices)
-    if trainer.sharding is not None:
-        check_sharding(trainer.sharding, module, layout, optimizer)
+    if isinstance(trainer.cutting, FSDP):
+        check_sharding(trainer.cutting, module, layout, optimizer)
+    if isinstance(trainer.cutting, Pipeline):
+        check_stages(trainer.cutting, module, layout, optimizer, policy)
     schedule = Schedule(optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric)
     return Prepared(recipe, payload, module, layout, optimizer, schedule)
 

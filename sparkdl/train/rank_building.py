@@ -12,13 +12,14 @@ from sparkdl.train.batchnorm import synchronise
 from sparkdl.train.data_parallel import DataParallel, Summed
 from sparkdl.train.exchanged import Exchanged
 from sparkdl.train.holding import Holding, Sharded, Whole
-from sparkdl.train.strategy import DDP, FSDP
+from sparkdl.train.shards import spans_of, spans_of_segments
+from sparkdl.train.strategy import FSDP, Pipeline, Strategy
 
 
 def hold(
     recipe: Recipe,
     run: Run,
-    strategy: DDP | FSDP,
+    strategy: Strategy,
     spare: Batch,
     member: Member,
 ) -> tuple[Holding, Summed | Exchanged]:
@@ -30,8 +31,25 @@ def hold(
 
         member.at_end.enter_context(memory_given_back())
         live, whole = sharded(recipe, strategy, device)
-        held = Sharded(live, whole, run, rank, strategy.copies)
+        shards = member.size // strategy.copies
+        spans = [spans_of(whole, shards, r) for r in range(shards)]
+        held = Sharded(live, whole, run, rank, strategy.copies, lambda r: spans[r % shards])
         return held, FullySharded(live, [o.plan for o in held.owners.values()], rank, spare)
+    if isinstance(strategy, Pipeline):
+        from sparkdl.train.pipelined import Pipelined, staged
+
+        cut = staged(recipe, strategy, rank, member.size, device)
+        numbers = cut.seats.numbers
+        held = Sharded(
+            cut.live,
+            cut.whole,
+            run,
+            rank,
+            strategy.copies,
+            lambda r: spans_of_segments(cut.whole, numbers(r)),
+        )
+        plans = [o.plan for o in held.owners.values()]
+        return held, Pipelined(cut, plans, rank, member.size, spare, strategy)
     live = LiveReplica.of(recipe, device)
     if recipe.policy.sync_batchnorm:
         synchronise(live.flat.module)

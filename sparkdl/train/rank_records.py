@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sparkdl.data.assemble import Batch
 from sparkdl.replica.run import Run
 from sparkdl.sync.records import ReplicaReport, SliceReport
-from sparkdl.train.strategy import DDP, FSDP
+from sparkdl.train.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Setup:
     recipe: bytes
     spare: Batch
     checksums: tuple[int, ...]
-    strategy: DDP | FSDP
+    strategy: Strategy
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ or rows of tables (:mod:`sparkdl.train.exchanged`). What follows is as in the ot
 of a slice regularises, clips and updates it. With the strategy "ddp" there is one slice, and every
 rank updates all of it; with "zero1" rank n owns slice n alone, keeps the optimizer's state of it (ZeRO,
 stage 1: Rajbhandari et al., 2020), and sends its new weights to the others. With "fsdp" a rank has
-its shards of all parameters, and updates these (:mod:`sparkdl.train.fully_sharded`).
+its shards of all parameters, and updates these (:mod:`sparkdl.train.fully_sharded`); with "pipeline"
+it has some layers (:mod:`sparkdl.train.pipelined`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from sparkdl.clock import Clock
 from sparkdl.data.assemble import Assembly
@@ -43,7 +43,7 @@ from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.records import ReplicaReport, SliceReport, Step
 from sparkdl.sync.state import SliceState
-from sparkdl.train.data_parallel import Summed
+from sparkdl.train.data_parallel import gathered
 from sparkdl.train.engine import BEST, CURRENT, ReadState, weights_of
 from sparkdl.train.exchanged import Exchanged
 from sparkdl.train.holding import States
@@ -57,7 +57,6 @@ from sparkdl.train.node_files import (
 )
 from sparkdl.train.rank_building import hold
 from sparkdl.train.rank_records import RankStep, Setup, Standing
-from sparkdl.train.strategy import FSDP
 
 
 @dataclass(frozen=True)
@@ -191,7 +190,7 @@ class Rank:
         where the driver ends the run for it, the state does not matter any more."""
         found = [[0.0, 0.0] for _ in weights]
         if self._agrees:
-            found = self._gathered([loss, float(failed)])
+            found = gathered([loss, float(failed)])
         if any(flag for _, flag in found):
             self._held.live.flat.refresh()
             return []
@@ -206,14 +205,7 @@ class Rank:
         """What each rank's mini-batch counts for."""
         if not self._run.assembly.weighted and self._recipe.policy.class_weights is None:
             return [float(stop - start) for start, stop in step.rows]
-        return [found for (found,) in self._gathered([weight])]
-
-    def _gathered(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Some numbers of every rank."""
-        mine = torch.tensor(numbers, dtype=torch.float64)
-        found = [torch.empty_like(mine) for _ in range(self._member.size)]
-        dist.all_gather(found, mine)
-        return [row.tolist() for row in found]
+        return [found for (found,) in gathered([weight])]
 
     def _update(
         self,
@@ -232,7 +224,7 @@ class Rank:
                 squares[n] = owner.squared_norm(known[n])
         if known and self._run.slices > 1:
             mine = squares if self._held.first else [0.0] * len(squares)
-            squares = [many[r] for r, many in enumerate(self._gathered(mine))]
+            squares = [many[r] for r, many in enumerate(gathered(mine))]
         slices = []
         for n, owner in self._held.owners.items():
             state = self._held.states[n]
@@ -258,17 +250,15 @@ class Rank:
 
     def score(self, scorer: Scorer, assembly: Assembly, batch_size: int) -> list[Any] | None:
         """The scorer's states over this rank's partition of the validation's samples."""
-        handle, states, idle = self._handles[1], None, 0
-        if isinstance(self._setup.strategy, FSDP):
-            mine = math.ceil(handle.num_rows / batch_size)
-            idle = max(int(count) for (count,) in self._gathered([mine])) - mine
-        if handle.num_rows:
+        handle = self._handles[1]
+
+        def score() -> list[Any] | None:
+            if not handle.num_rows:
+                return None
             partition = open_partition(handle)
-            states = score_partition(self._held.live, partition, scorer, assembly, batch_size)
-        if idle:
-            assert isinstance(self._way, Summed)
-            self._way.evaluate(idle)
-        return states
+            return score_partition(self._held.live, partition, scorer, assembly, batch_size)
+
+        return self._way.scored(math.ceil(handle.num_rows / batch_size), score)
 
     def keep_best(self) -> None:
         """Keep a copy of the weights as they stand."""

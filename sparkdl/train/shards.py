@@ -62,9 +62,24 @@ def spans_of(layout: Layout, ranks: int, rank: int) -> list[Span]:
         low, high = (segment.start + row * width for row in rows_of(segment.shape[0], ranks, rank))
         if low < high:
             found.append(Span(number, low, end if high == segment.stop else high, high - low))
-    if layout.buffers_start < layout.size:
-        found.append(Span(None, layout.buffers_start, layout.size, 0))
-    return found
+    return [*found, *_buffers_of(layout)]
+
+
+def spans_of_segments(layout: Layout, numbers: Iterable[int]) -> list[Span]:
+    """What a rank has of the flat vector that has these parameters whole, and all buffers."""
+    found = []
+    for number in sorted(numbers):
+        segment, rest = layout.segments[number], layout.segments[number + 1 :]
+        if segment.kind == "parameter" and segment.length:
+            end = rest[0].start if rest else layout.size
+            found.append(Span(number, segment.start, end, segment.length))
+    return [*found, *_buffers_of(layout)]
+
+
+def _buffers_of(layout: Layout) -> list[Span]:
+    if layout.buffers_start == layout.size:
+        return []
+    return [Span(None, layout.buffers_start, layout.size, 0)]
 
 
 def parts_of(own: Layout, spans: Sequence[Span], state: SliceState) -> Iterator[Part]:

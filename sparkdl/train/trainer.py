@@ -21,7 +21,7 @@ from sparkdl.train.callbacks import Callback
 from sparkdl.train.checkpoint import Checkpoint
 from sparkdl.train.checks import problems_of, problems_of_start
 from sparkdl.train.state import TrainState
-from sparkdl.train.strategy import DDP, FSDP, strategy_of
+from sparkdl.train.strategy import FSDP, Pipeline, Strategy, strategy_of
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.triggers import MaxEpoch, Trigger
 from sparkdl.train.validation import Validation
@@ -87,10 +87,11 @@ class Trainer:
     engine: str = "shuffle"
     """"shuffle" (Spark jobs, which lose nothing), "gang" (all replicas at once, torch.distributed
     between them: for fast networks and short steps) or "local" (this process, for debugging)."""
-    strategy: str | DDP | FSDP = "ddp"
+    strategy: str | Strategy = "ddp"
     """How a gang shares the work: "ddp" (every rank updates all weights), "zero1" (each rank updates
-    its part, and keeps the optimizer's state of that part only) or "fsdp" (each rank also keeps its
-    part of the weights and gradients only); :class:`sparkdl.DDP` and :class:`sparkdl.FSDP` say more."""
+    its part, and keeps the optimizer's state of that part only), "fsdp" (each rank also keeps its part
+    of the weights and gradients only) or "pipeline" (each rank has some of the layers);
+    :class:`sparkdl.DDP`, :class:`sparkdl.FSDP` and :class:`sparkdl.Pipeline` say more."""
     accumulate: int = 1
     """Micro-batches that a replica's mini-batch goes through in, one after another: less memory."""
     local_steps: int = 1
@@ -172,10 +173,12 @@ class Trainer:
         return (self.label,) if isinstance(self.label, str) else tuple(self.label)
 
     @property
-    def sharding(self) -> FSDP | None:
+    def cutting(self) -> FSDP | Pipeline | None:
         """How a gang cuts the model, if this is one that does."""
         strategy = strategy_of(self.strategy)
-        return strategy if self.engine == "gang" and isinstance(strategy, FSDP) else None
+        if self.engine == "gang" and isinstance(strategy, (FSDP, Pipeline)):
+            return strategy
+        return None
 
     @property
     def policy(self) -> Policy:

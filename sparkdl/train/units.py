@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from sparkdl.errors import ModelError, ParameterError, nearest
+from sparkdl.errors import ModelError, nearest
 from sparkdl.replica.care import matches_module
 from sparkdl.replica.flat import Layout
 from sparkdl.sync.optimizer import OptimizerPlan
@@ -59,23 +59,14 @@ def _check_torch() -> None:
         )
 
 
-def check_ranks(strategy: FSDP, ranks: int) -> None:
-    """Raise :class:`sparkdl.ParameterError` where the copies do not fit the number of ranks."""
-    if ranks % strategy.copies:
-        raise ParameterError(
-            f"strategy=FSDP(copies={strategy.copies}) with {ranks} replicas: each copy needs as many "
-            "ranks as the others."
-        )
-
-
-def check_all_used(module: nn.Module) -> None:
+def check_all_used(word: str, module: nn.Module) -> None:
     """Raise :class:`sparkdl.ModelError` for a parameter that a pass of the model left without
-    gradient: ranks would wait for it."""
+    gradient: with the strategy ``word`` ranks would wait for it."""
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.grad is None:
             raise ModelError(
-                f'strategy="fsdp" needs a gradient of every parameter, and "{name}" gets none: freeze '
-                f'it (freeze=["{name}"]), or use strategy="zero1".'
+                f'strategy="{word}" needs a gradient of every parameter, and "{name}" gets none: '
+                f'freeze it (freeze=["{name}"]), or use strategy="zero1".'
             )
 
 

@@ -1,0 +1,426 @@
+"""A replica that is cut into stages: torch's pipelining around a recipe's module.
+
+[Note: a pipeline's mini-batch] Ranks have samples as in every engine, each its part of a mini-batch.
+The ranks of one pipeline bring theirs together: inputs to the rank with the first stage, labels to the
+one with the last. There the loss of each micro-batch counts as much as its samples do in the global
+batch, so that gradients of all micro-batches, and of all copies of the pipeline, only need to be
+summed. In validation each rank has its own batches pass through the stages and come back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
+
+from sparkdl.clock import Clock
+from sparkdl.data.assemble import Batch
+from sparkdl.infer.predictor import evaluating
+from sparkdl.replica.flat import FlatModule, Layout, layout_of, local
+from sparkdl.replica.live import LiveReplica
+from sparkdl.replica.recipe import Recipe, seeded
+from sparkdl.step.compute import Gradients, MiniBatch, autocasting, mean_loss, take_gradients
+from sparkdl.step.replica import Work
+from sparkdl.sync.plan import SlicePlan
+from sparkdl.train.data_parallel import Summed, first_not_finite, gathered
+from sparkdl.train.stages import Items, bounds_of, chain_of, micro_batches
+from sparkdl.train.strategy import Pipeline
+
+MAX_SCHEDULES = 8
+"""How many numbers of rows, and of micro-batches, a rank keeps torch's schedules of."""
+
+
+class Stage(nn.Module):
+    """Some modules of the chain, one after another."""
+
+    def __init__(self, items: Items, live: LiveReplica) -> None:
+        super().__init__()
+        self.chain = nn.ModuleList(item for _, item in items)
+        self._autocasting = lambda: autocasting(live)
+
+    def forward(self, *values: Any) -> Any:
+        """What comes out; several values are the tuple that the module before put out."""
+        value = values[0] if len(values) == 1 else values
+        with self._autocasting():
+            for item in self.chain:
+                value = item(value)
+        return value
+
+
+@dataclass(frozen=True)
+class Seats:
+    """Who has what: ``count`` stages, stage s at the rank of place s % ``ranks`` of each copy of the
+    pipeline. ``places``: for each segment of the model's layout, the place of its stage."""
+
+    count: int
+    ranks: int
+    places: tuple[int, ...]
+
+    def stages(self, rank: int) -> range:
+        return range(rank % self.ranks, self.count, self.ranks)
+
+    def members(self, rank: int) -> range:
+        """The ranks of its pipeline."""
+        first = rank - rank % self.ranks
+        return range(first, first + self.ranks)
+
+    def peers(self, rank: int, size: int) -> range:
+        """The ranks with the same stages."""
+        return range(rank % self.ranks, size, self.ranks)
+
+    def numbers(self, rank: int) -> list[int]:
+        """Of the segments of its stages."""
+        return [n for n, place in enumerate(self.places) if place == rank % self.ranks]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """The replica with this rank's stages in its flat vector, where other stages' parameters are empty;
+    its stages; the layout of the whole."""
+
+    live: LiveReplica
+    stages: list[Stage]
+    whole: Layout
+    seats: Seats
+
+
+def staged(
+    recipe: Recipe, strategy: Pipeline, rank: int, size: int, device: torch.device
+) -> Staged:
+    """Build the replica, and let go of what other ranks have. ``strategy``: with every cut named."""
+    module = recipe.build()
+    whole, items = layout_of(module), chain_of(module)
+    bounds, ranks = bounds_of(strategy, items), size // strategy.copies
+    cuts = list(itertools.pairwise(bounds))
+    stage_of = {
+        id(tensor): stage
+        for stage, (start, stop) in enumerate(cuts)
+        for _, item in items[start:stop]
+        for tensor in itertools.chain(item.parameters(), item.buffers())
+    }
+    tensors = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
+    places = tuple(stage_of[id(tensors[segment.name])] % ranks for segment in whole.segments)
+    seats = Seats(len(cuts), ranks, places)
+    mine = seats.stages(rank)
+    for parameter in module.parameters():
+        if stage_of[id(parameter)] not in mine:
+            parameter.data = parameter.data.new_empty((0, *parameter.shape[1:]))
+    live = LiveReplica.around(recipe, FlatModule(module, device))
+    return Staged(live, [Stage(items[slice(*cuts[s])], live) for s in mine], whole, seats)
+
+
+class Pipelined(Summed):
+    """See the note above."""
+
+    def __init__(
+        self,
+        staged: Staged,
+        plans: Sequence[SlicePlan],
+        rank: int,
+        size: int,
+        spare: Batch,
+        strategy: Pipeline,
+    ) -> None:
+        super().__init__(staged.live, plans, rank, spare)
+        self._strategy, self._seats, self._size = strategy, staged.seats, size
+        self._stages = dict(zip(staged.seats.stages(rank), staged.stages, strict=True))
+        self._members = staged.seats.members(rank)
+        self._head, self._tail = self._members[0], self._members[-1]
+        ranks, copies = staged.seats.ranks, strategy.copies
+        pipes = [dist.new_group(list(staged.seats.members(c * ranks))) for c in range(copies)]
+        alike = [dist.new_group(list(staged.seats.peers(p, size))) for p in range(ranks)]
+        self._pipe, self._alike = pipes[rank // ranks], alike[rank % ranks]
+        self._schedules: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._parts: list[MiniBatch] = []
+        self._factor, self._weight, self._mean = 1.0, 1.0, 0.0
+        self._live.flat.module.forward = self._there_and_back
+
+    def compute(
+        self, work: Work, batch: MiniBatch | None, weights: Sequence[float], clock: Clock
+    ) -> tuple[float, str]:
+        """See :class:`sparkdl.train.data_parallel.Summed`."""
+        taking = [r for r in self._members if weights[r]]
+        own = self._rank in taking
+        live, scale = self._live, work.step.loss_scale
+        if not all(child.training for child in live.flat.module.modules()):
+            live.flat.module.train()
+        live.clear_gradients()
+        loss = 0.0
+        if taking:
+            counts = {r: work.step.rows[r][1] - work.step.rows[r][0] for r in taking}
+            whole = self._brought_together(counts, batch if own else None)
+            clock.lap("data")
+            self._weight, self._mean = sum(weights[r] for r in taking), 0.0
+            self._factor = scale / sum(weights)
+            with seeded(work.seed()):
+                self._flow(whole, sum(counts.values()))
+            loss = self._told(self._mean)
+            clock.lap("pipeline")
+        self._gradients = self._taken(scale, nothing=not taking)
+        if own and not torch.isfinite(torch.tensor(loss)):
+            return loss, f"the loss ({loss})"
+        name = self._not_finite()
+        return loss if own else 0.0, f'the gradient of "{name}"' if name else ""
+
+    def _brought_together(self, counts: dict[int, int], own: MiniBatch | None) -> MiniBatch:
+        """The rows of the pipeline's ranks, in their order; inputs where the first stage is, and
+        targets and weights where the last is. ``counts``: of rows, by rank."""
+        weighted = self._live.recipe.policy.weighted
+        spare = self._spare
+        targets = [*spare.targets, *([torch.empty(0).double()] if weighted else [])]
+        mine = None
+        if own is not None:
+            mine = [*own.targets, *([] if own.weights is None else [own.weights.double()])]
+        first = self._concentrated(
+            self._head, counts, spare.inputs, None if own is None else own.inputs
+        )
+        last = self._concentrated(self._tail, counts, targets, mine)
+        return MiniBatch(first, last[: len(spare.targets)], last[-1] if weighted and last else None)
+
+    def _concentrated(
+        self,
+        to: int,
+        counts: dict[int, int],
+        like: Sequence[torch.Tensor],
+        own: Sequence[torch.Tensor] | None,
+    ) -> list[torch.Tensor]:
+        """Tensors ``like`` these, of all ranks' rows, at rank ``to``; empty elsewhere."""
+        if self._rank != to:
+            if own is not None:
+                works = [dist.isend(tensor.contiguous(), to, self._pipe) for tensor in own]
+                _wait(works)
+            return []
+        found, works, start = [], [], 0
+        total, device = sum(counts.values()), self._live.flat.flat.device
+        for tensor in like:
+            found.append(torch.empty((total, *tensor.shape[1:]), dtype=tensor.dtype, device=device))
+        for rank, count in counts.items():
+            for n, tensor in enumerate(found):
+                place = tensor[start : start + count]
+                if rank != to:
+                    works.append(dist.irecv(place, rank, self._pipe))
+                elif own is not None:
+                    place.copy_(own[n])
+            start += count
+        _wait(works)
+        return found
+
+    def _flow(self, whole: MiniBatch, rows: int) -> None:
+        """Forward and backward through the stages."""
+        strategy = self._strategy
+        accumulate = self._live.recipe.policy.accumulate
+        for start, each, many in micro_batches(rows, accumulate, strategy.micro_batches):
+            stop = start + each * many
+            schedule, arguments = self._schedule(each, many), {}
+            if self._rank == self._tail:
+                cut = [slice(start + i * each, start + (i + 1) * each) for i in range(many)]
+                self._parts = [_part(whole, one) for one in cut]
+                arguments = {"target": torch.arange(many)}
+            inputs = [tensor[start:stop] for tensor in whole.inputs]
+            schedule.step(*inputs, return_outputs=False, **arguments)
+            self._parts = []
+
+    def _loss(self, output: Any, number: torch.Tensor) -> torch.Tensor:
+        """Of micro-batch ``number``: its mean times what it counts for in the global batch."""
+        part = self._parts[int(number)]
+        if not part.weight:
+            return _nothing(output)
+        value = mean_loss(self._live, output, part)
+        self._mean += float(value.detach()) * part.weight / self._weight
+        return value * (part.weight * self._factor)
+
+    def _told(self, loss: float) -> float:
+        """The loss, as the rank with the last stage knows it."""
+        value = torch.tensor([loss], dtype=torch.float64)
+        dist.broadcast(value, self._tail, self._pipe)
+        return float(value)
+
+    def _schedule(self, each: int, many: int) -> Any:
+        """Torch's schedule for ``many`` micro-batches of ``each`` rows."""
+        key = each, many
+        if key in self._schedules:
+            self._schedules.move_to_end(key)
+            return self._schedules[key]
+        seats, device = self._seats, self._live.flat.flat.device
+        stages = [
+            PipelineStage(
+                self._stages[number],
+                number,
+                seats.count,
+                device,
+                input_args=inputs,
+                output_args=outputs,
+                group=self._pipe,
+            )
+            for number, inputs, outputs in self._shapes(each)
+        ]
+        how: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
+        early = self._strategy.schedule == "1f1b"
+        if len(stages) == 1:
+            single = Schedule1F1B if early and many >= seats.count else ScheduleGPipe
+            made: Any = single(stages[0], many, **how)
+        else:
+            even = many % max(1, many // seats.ranks) == 0
+            several = ScheduleInterleaved1F1B if early and even else ScheduleLoopedBFS
+            made = several(stages, many, **how)  # type: ignore[arg-type]
+        self._schedules[key] = made
+        while len(self._schedules) > MAX_SCHEDULES:
+            self._schedules.popitem(last=False)
+        return made
+
+    def _shapes(self, rows: int) -> Iterator[tuple[int, tuple[Any, ...], tuple[Any, ...]]]:
+        """For each stage of this rank its number, and what goes in and out for so many rows: tensors
+        without values, found by trying it. Nothing is left of that."""
+        module = self._live.flat.module
+        kept = {buffer: buffer.clone() for buffer in module.buffers()}
+        found = []
+        value: Any = tuple(t[:1].expand(rows, *t.shape[1:]) for t in self._spare.inputs)
+        with seeded(0), torch.enable_grad():
+            for number in range(self._seats.count):
+                here = self._members[number % self._seats.ranks]
+                if number:
+                    value = self._moved(
+                        value, self._members[(number - 1) % self._seats.ranks], here
+                    )
+                if self._rank == here:
+                    inputs = tuple(map(self._made_up, value)) if number else value
+                    outputs = _as_tuple(self._stages[number](*inputs))
+                    value = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in outputs)
+                    found.append((number, _bare(inputs), _bare(outputs)))
+        for buffer, before in kept.items():
+            buffer.copy_(before)
+        return iter(found)
+
+    def _made_up(self, known: tuple[tuple[int, ...], torch.dtype, bool]) -> torch.Tensor:
+        shape, dtype, requires_grad = known
+        tensor = torch.zeros(shape, dtype=dtype, device=self._live.flat.flat.device)
+        return tensor.requires_grad_(requires_grad)
+
+    def _taken(self, scale: float, nothing: bool) -> Gradients:
+        """The gradients of this rank's stages; zero where no rank of the pipeline had samples."""
+        found = take_gradients(self._live).dense
+        for number in self._seats.numbers(self._rank):
+            if number < len(found) and found[number] is None and nothing:
+                found[number] = torch.zeros_like(self._live.flat.parameters[number][1])
+        if scale != 1.0:
+            for gradient in found:
+                if gradient is not None:
+                    local(gradient).div_(scale)
+        return Gradients(found, {})
+
+    def _not_finite(self) -> str:
+        """On this rank, before the sum over the copies."""
+        return first_not_finite(self._live, self._gradients)
+
+    def _summed(self) -> torch.Tensor:
+        """Over the copies of the pipeline."""
+        flat = super()._summed()
+        if self._strategy.copies > 1:
+            wire = self._live.recipe.policy.wire_dtype
+            sent = flat if wire in (None, flat.dtype) else flat.to(wire)
+            dist.all_reduce(sent, group=self._alike)
+            if sent is not flat:
+                flat.copy_(sent)
+        return flat
+
+    def _buffers(self, size: int) -> list[torch.Tensor]:
+        """Each rank's: those of every stage as the rank of its pipeline with that stage has them."""
+        found, layout = super()._buffers(size), self._live.flat.layout
+        if not len(found[0]):
+            return found
+        for rank in range(0, size, self._seats.ranks):
+            whole = torch.empty_like(found[rank])
+            members = self._seats.members(rank)
+            ends = [s.start for s in layout.segments[1:]] + [layout.size]
+            for number, (segment, end) in enumerate(zip(layout.segments, ends, strict=True)):
+                if segment.kind != "parameter":
+                    place = slice(segment.start - layout.buffers_start, end - layout.buffers_start)
+                    whole[place] = found[members[self._seats.places[number]]][place]
+            for member in members:
+                found[member] = whole
+        return found
+
+    def scored(self, batches: int, score: Callable[[], Any]) -> Any:
+        """Each rank of the pipeline in turn has its batches pass through."""
+        counts = [int(count) for (count,) in gathered([batches])]
+        result = None
+        for member in self._members:
+            if member == self._rank:
+                result = score()
+            else:
+                with evaluating(self._live.flat.module):
+                    for _ in range(counts[member]):
+                        self._passed(member, None)
+        return result
+
+    def _there_and_back(self, *inputs: Any) -> Any:
+        """The model's output for this rank's inputs."""
+        return self._passed(self._rank, inputs)
+
+    def _passed(self, source: int, value: Any) -> Any:
+        """Through all stages, from rank ``source`` and back to it."""
+        before = source
+        for number in range(self._seats.count):
+            here = self._members[number % self._seats.ranks]
+            value = self._moved(value, before, here)
+            if self._rank == here:
+                value = (self._stages[number](*value),)
+            before = here
+        value = self._moved(value, before, source)
+        return value[0] if self._rank == source else None
+
+    def _moved(self, value: Any, source: int, to: int) -> Any:
+        """``value`` of rank ``source`` at rank ``to``."""
+        if source == to or self._rank not in (source, to):
+            return value
+        device = self._live.flat.flat.device
+        if self._rank == source:
+            dist.send_object_list([value], to, self._pipe, device)
+            return None
+        box = [None]
+        dist.recv_object_list(box, source, self._pipe, device)
+        return box[0]
+
+
+def _wait(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _part(batch: MiniBatch, rows: slice) -> MiniBatch:
+    """Of what the last stage's rank has of a mini-batch."""
+    weights = None if batch.weights is None else batch.weights[rows]
+    targets = [target[rows] for target in batch.targets]
+    return MiniBatch([torch.empty(rows.stop - rows.start)], targets, weights)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _bare(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Their shapes and dtypes alone."""
+    return tuple(
+        torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta").requires_grad_(
+            t.requires_grad
+        )
+        for t in tensors
+    )
+
+
+def _nothing(output: Any) -> torch.Tensor:
+    """Zero, with a gradient of zero."""
+    return sum(tensor.float().sum() for tensor in _as_tuple(output)) * 0.0

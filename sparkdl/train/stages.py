@@ -1,0 +1,239 @@
+"""The stages of a model that is cut into a pipeline, and what cannot be cut so. Plain torch."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from sparkdl.data.handle import Field
+from sparkdl.errors import ModelError, ParameterError, nearest
+from sparkdl.replica.care import matches_module
+from sparkdl.replica.flat import Layout
+from sparkdl.replica.policy import Policy
+from sparkdl.sync.optimizer import OptimizerPlan
+from sparkdl.train.strategy import Pipeline
+
+Items = list[tuple[str, nn.Module]]
+OPERATION = 1.0
+"""What a module costs beside its multiplications, in floating-point operations: hardly anything, so
+that those without any are dealt out evenly."""
+
+
+def check_stages(
+    strategy: Pipeline,
+    module: nn.Module,
+    layout: Layout,
+    optimizer: OptimizerPlan,
+    policy: Policy,
+) -> None:
+    """Raise :class:`sparkdl.ModelError` where the model or its optimizer cannot be cut so."""
+    _check_torch()
+    if not optimizer.separate:
+        raise ModelError(
+            f'strategy="pipeline" updates each stage where it is, and optimizer {optimizer.name} needs '
+            'all parameters together: use strategy="ddp", or an optimizer that treats every parameter '
+            "by itself."
+        )
+    items = chain_of(module)
+    for segment in layout.segments:
+        if segment.sparse:
+            raise ModelError(
+                f'strategy="pipeline" does not go with the embedding '
+                f'"{segment.name.rpartition(".")[0]}", which has sparse=True: use strategy="ddp", or '
+                "sparse=False."
+            )
+    for name in strategy.split:
+        _first_of(items, name)
+    for pattern in policy.activation_checkpointing:
+        for name, child in module.named_modules():
+            if name and matches_module(pattern, name) and _is_chain(child) and len(child):
+                raise ModelError(
+                    f'strategy="pipeline" calls the members of "{name}" one by one: name these in '
+                    f'activation_checkpointing, "{name}.*".'
+                )
+
+
+def _check_torch() -> None:
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+    if "return_outputs" not in inspect.signature(PipelineScheduleSingle.step).parameters:
+        raise ModelError(
+            f'strategy="pipeline" needs a newer torch than {torch.__version__}: install torch 2.13, or '
+            'use strategy="zero1".'
+        )
+
+
+def check_one_length(fields: Sequence[Field]) -> None:
+    """Raise :class:`sparkdl.ParameterError` for a column whose rows are padded to those beside them:
+    all micro-batches need one shape."""
+    for field in fields:
+        if field.padding is not None and field.padding.length is None:
+            raise ParameterError(
+                f'strategy="pipeline" needs inputs of one shape, and column "{field.name}" is padded '
+                "to the longest row of each mini-batch: pad it to one length, "
+                "sparkdl.Sequence(max_length=..., pad_to_max=True)."
+            )
+
+
+def chain_of(module: nn.Module) -> Items:
+    """The modules that a model calls one after another, with their names.
+
+    Raises :class:`sparkdl.ModelError` for a model that is no ``nn.Sequential``.
+    """
+    if not _is_chain(module):
+        raise ModelError(
+            f'strategy="pipeline" cuts an nn.Sequential between two of its modules, and the model is a '
+            f"{type(module).__name__}: return nn.Sequential(...) of its layers from model(), each "
+            'taking what the one before puts out, or use strategy="fsdp".'
+        )
+    found: Items = []
+    for name, child in module.named_children():
+        if _is_chain(child) and len(list(child.children())):
+            found += [(f"{name}.{inner}", item) for inner, item in chain_of(child)]
+        else:
+            found.append((name, child))
+    return found
+
+
+def _is_chain(module: nn.Module) -> bool:
+    """Whether calling it is nothing but calling its members in turn."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    plain = type(module).forward is nn.Sequential.forward and not any(hooks)
+    return isinstance(module, nn.Sequential) and plain
+
+
+def _first_of(items: Items, name: str) -> int:
+    """The place of the item of this name, or of the first one inside it."""
+    for place, (known, _) in enumerate(items):
+        if known == name or known.startswith(f"{name}."):
+            return place
+    names = [known for known, _ in items]
+    raise ModelError(
+        f'strategy=Pipeline: no module of the chain is called "{name}".{nearest(name, names)} It has '
+        f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
+    )
+
+
+def check_split(strategy: Pipeline, module: nn.Module, ranks: int) -> None:
+    """Raise where the model does not have as many stages as there must be for so many ranks."""
+    items, count = chain_of(module), strategy.stages(ranks)
+    if len(items) < count:
+        raise ParameterError(
+            f'strategy="pipeline" with {count} stages: the model is a chain of {len(items)} modules. '
+            "Use fewer replicas, or more copies of the pipeline, strategy=sparkdl.Pipeline(copies=...)."
+        )
+    if strategy.split:
+        _check_named(items, strategy, count)
+
+
+def _check_named(items: Items, strategy: Pipeline, count: int) -> None:
+    if len(strategy.split) != count - 1:
+        raise ParameterError(
+            f"strategy=Pipeline(split=...) names {len(strategy.split)} modules with which a stage "
+            f"begins, after the first: {count} stages need {count - 1}."
+        )
+    places = [_first_of(items, name) for name in strategy.split]
+    if places[0] == 0 or any(a >= b for a, b in itertools.pairwise(places)):
+        raise ParameterError(
+            f"strategy=Pipeline(split={list(strategy.split)}): name them in the order of the model, "
+            "and not the first module, with which the first stage begins."
+        )
+
+
+def check_shared(items: Items, bounds: Sequence[int]) -> None:
+    """Raise :class:`sparkdl.ModelError` for a parameter that two stages would have."""
+    seen: dict[int, tuple[int, str]] = {}
+    for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        for name, module in items[start:stop]:
+            for inner, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+                where, first = seen.setdefault(id(tensor), (stage, f"{name}.{inner}"))
+                if where != stage:
+                    raise ModelError(
+                        f'strategy="pipeline": "{first}" and "{name}.{inner}" are one tensor, in two '
+                        "stages. Name a cut that leaves them together, strategy=sparkdl.Pipeline("
+                        'split=[...]), or use strategy="fsdp".'
+                    )
+
+
+def with_split(
+    strategy: Pipeline, module: nn.Module, inputs: Sequence[torch.Tensor], ranks: int
+) -> Pipeline:
+    """``strategy`` with every cut named: the user's, or such that the stages have equal work.
+
+    Work is counted in floating-point operations of the multiplications in a forward pass.
+    """
+    items, count = chain_of(module), strategy.stages(ranks)
+    starts = [_first_of(items, name) for name in strategy.split]
+    if not starts:
+        starts = balanced(_work(module, items, inputs), count)[1:]
+    check_shared(items, [0, *starts, len(items)])
+    return replace(strategy, split=tuple(items[start][0] for start in starts))
+
+
+def bounds_of(strategy: Pipeline, items: Items) -> list[int]:
+    """Where the stages of a strategy :func:`with_split` begin, and the end."""
+    return [0, *(_first_of(items, name) for name in strategy.split), len(items)]
+
+
+def _work(module: nn.Module, items: Items, inputs: Sequence[torch.Tensor]) -> list[float]:
+    """The operations of each module of the chain for these inputs."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    costs = []
+    training = module.training
+    value: object = inputs[0]
+    try:
+        module.eval()
+        with torch.no_grad():
+            for _, item in items:
+                with FlopCounterMode(display=False) as counter:
+                    value = item(value)
+                costs.append(counter.get_total_flops() + OPERATION)
+    finally:
+        module.train(training)
+    return costs
+
+
+def balanced(costs: Sequence[float], parts: int) -> list[int]:
+    """Where each of ``parts`` contiguous, non-empty parts begins, so that the most costly one costs
+    least; of several such cuts, one whose earlier parts are the shorter."""
+    count, sums = len(costs), [0.0, *itertools.accumulate(costs)]
+    best = [[sums[stop] if stop else float("inf") for stop in range(count + 1)]]
+    cuts: list[list[int]] = [[0] * (count + 1)]
+    for part in range(1, parts):
+        row, cut = [float("inf")] * (count + 1), [0] * (count + 1)
+        for stop in range(part + 1, count + 1):
+            for start in range(part, stop):
+                cost = max(best[-1][start], sums[stop] - sums[start])
+                if cost < row[stop]:
+                    row[stop], cut[stop] = cost, start
+        best.append(row)
+        cuts.append(cut)
+    starts, stop = [], count
+    for part in reversed(range(parts)):
+        stop = cuts[part][stop]
+        starts.append(stop)
+    return starts[::-1]
+
+
+def micro_batches(rows: int, accumulate: int, count: int) -> list[tuple[int, int, int]]:
+    """How ``rows`` go through the pipeline: runs of equal micro-batches, (first row, rows of each, how
+    many).
+
+    Each of the ``accumulate`` parts of a mini-batch is ``count`` micro-batches (fewer where it has fewer
+    rows), in two runs where they do not come out even.
+    """
+    parts, found = min(accumulate, rows), list[tuple[int, int, int]]()
+    for i in range(parts):
+        start, stop = rows * i // parts, rows * (i + 1) // parts
+        many = min(count, stop - start)
+        each, larger = divmod(stop - start, many)
+        if larger:
+            found.append((start, each + 1, larger))
+        found.append((start + larger * (each + 1), each, many - larger))
+    return found
