@@ -190,9 +190,10 @@ def _try_out(
     limit = None if endless else trainer.stop.limit(plan.num_iterations)
     if trainer.cutting is not None:
         check_all_used(trainer.cutting.word, model.module)
-    if isinstance(trainer.cutting, Pipeline):
+    pipeline = trainer.cutting if isinstance(trainer.cutting, Pipeline) else None
+    if pipeline is not None:
         check_one_length(samples.fields)
-    check_single_rows(model.module, batch.inputs, plan, limit, trainer.policy)
+    check_single_rows(model.module, batch.inputs, plan, limit, trainer.policy, pipeline)
     metrics = list(validation.scorer.higher_is_better) if validation else []
     model.schedule.check(limit, plan.num_iterations, metrics)
     if validation is not None:

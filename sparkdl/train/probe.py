@@ -31,6 +31,8 @@ from sparkdl.train.hints import (
     short,
     text_of,
 )
+from sparkdl.train.stages import pass_sizes
+from sparkdl.train.strategy import Pipeline
 
 
 def try_model(
@@ -172,11 +174,12 @@ def check_single_rows(
     plan: EpochPlan,
     iterations: int | None,
     policy: Policy,
+    pipeline: Pipeline | None = None,
 ) -> None:
     """Raise :class:`ModelError` where a forward pass would have one row and the model needs more.
 
     Batch norm does. ``inputs``: what the model is called with; ``iterations`` is the last one of
-    the run, as far as it is known.
+    the run, as far as it is known. ``pipeline``: that mini-batches flow through.
     """
     module.train()
     try:
@@ -185,13 +188,21 @@ def check_single_rows(
     except Exception as error:
         last = plan.num_iterations - 1
         for batch in (*range(min(last, _SEARCHED_BATCHES)), last):
-            single = any(_has_single(stop - start, policy) for start, stop in plan.rows(batch))
+            counts = [stop - start for start, stop in plan.rows(batch)]
+            if pipeline is None:
+                single = any(_has_single(rows, policy) for rows in counts)
+            else:
+                single = any(
+                    1 in sizes for sizes in pass_sizes(pipeline, counts, policy.accumulate)
+                )
             if single and (iterations is None or batch < iterations):
                 cut = "".join(
                     f", {name}={getattr(policy, name)}"
                     for name in ("local_steps", "accumulate")
                     if getattr(policy, name) > 1
                 )
+                if pipeline is not None:
+                    cut += f", micro_batches={pipeline.micro_batches}"
                 raise ModelError(
                     f"the model needs mini-batches of more than one row ({text_of(error)}), and in "
                     f"iteration {batch + 1} of each epoch a replica gets one: {plan.num_samples} "

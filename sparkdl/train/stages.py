@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -225,8 +225,8 @@ def micro_batches(rows: int, accumulate: int, count: int) -> list[tuple[int, int
     """How ``rows`` go through the pipeline: runs of equal micro-batches, (first row, rows of each, how
     many).
 
-    Each of the ``accumulate`` parts of a mini-batch is ``count`` micro-batches (fewer where it has fewer
-    rows), in two runs where they do not come out even.
+    Each of the ``accumulate`` parts of a mini-batch is ``count`` micro-batches (fewer where it has
+    fewer rows), in two runs where they do not come out even.
     """
     parts, found = min(accumulate, rows), list[tuple[int, int, int]]()
     for i in range(parts):
@@ -237,3 +237,12 @@ def micro_batches(rows: int, accumulate: int, count: int) -> list[tuple[int, int
             found.append((start, each + 1, larger))
         found.append((start + larger * (each + 1), each, many - larger))
     return found
+
+
+def pass_sizes(strategy: Pipeline, rows: Sequence[int], accumulate: int) -> Iterator[set[int]]:
+    """The rows of a forward pass that there will be, for each copy of the pipeline. ``rows``: of each
+    rank's part of a mini-batch."""
+    ranks = len(rows) // strategy.copies
+    for first in range(0, len(rows), ranks):
+        together = sum(rows[first : first + ranks])
+        yield {each for _, each, _ in micro_batches(together, accumulate, strategy.micro_batches)}

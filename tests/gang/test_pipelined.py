@@ -96,3 +96,329 @@ def test_it_is_the_training_of_one_process(frames, case, sizes):
     close(here, there)
     if run.ema is not None:
         close(here.ema, there.ema)
+
+
+def test_the_passes_are_those_of_a_pipeline(frames):
+    trained = trainer_of().fit(frames(20, 12))
+    assert "pipeline" in trained.history.timings()
+    assert "backward" not in trained.history.timings()
+
+
+def test_batch_norm_over_the_mini_batch_of_a_pipeline(frames):
+    """Its ranks' rows are one mini-batch, as those of a single replica are: here all the data."""
+    df = frames(20, 12)
+    run = trainer_of(model=normed, batch_size=32, strategy=Pipeline(micro_batches=1))
+    there, here = run.fit(df), replace(run, engine="local", replicas=1).fit(df)
+    assert there.history.losses == pytest.approx(here.history.losses, rel=1e-5, abs=1e-5)
+    close(here, there)
+    assert there.module[1].num_batches_tracked == 6
+
+
+def test_trying_a_stage_leaves_nothing(frames):
+    """A micro-batch of another size is tried first: counted once, and drawn for once."""
+    df, layers = frames(20, 12), [*normed(), nn.Dropout(0.5)]
+    several = partial(nn.Sequential, *layers)
+    run = trainer_of(model=several, batch_size=12, strategy=Pipeline(micro_batches=2))
+    one, other = run.fit(df), run.fit(df)
+    assert one.module[1].num_batches_tracked == 12
+    assert one.history.losses == other.history.losses
+    for name, tensor in one.module.state_dict().items():
+        assert torch.equal(tensor, other.module.state_dict()[name])
+
+
+@pytest.mark.parametrize("sizes", [(20, 12), (0, 24)], ids=str)
+@pytest.mark.parametrize("how", [Pipeline(), Pipeline(stages_per_rank=2)], ids=["", "interleaved"])
+def test_validation_is_that_of_one_process(frames, sizes, how):
+    """Ranks have different numbers of batches to validate; the best weights are kept in stages."""
+    df = frames(*sizes)
+    validation = sparkdl.Validation(df, metrics=["accuracy"], best="loss", every=sparkdl.every(2))
+    validation = replace(validation, batch_size=5)
+    run = trainer_of(strategy=how, validation=validation, histograms=sparkdl.every(2))
+    there, here = run.fit(df), replace(run, engine="local").fit(df)
+    assert len(there.history.validations) == 3
+    for one, other in zip(there.history.validations, here.history.validations, strict=True):
+        assert one.keys() == other.keys()
+        assert one["metrics"] == pytest.approx(other["metrics"], rel=1e-4)
+    close(here, there)
+    close(here.best, there.best)
+
+
+@pytest.mark.parametrize("precision", [{"precision": "bf16"}, {"precision": "fp16"}], ids=str)
+def test_lower_precision(frames, precision):
+    df, run = frames(20, 12), trainer_of(**precision)
+    validation = sparkdl.Validation(df)
+    there = replace(run, validation=validation).fit(df)
+    exact = trainer_of(engine="local").fit(df)
+    assert there.history.losses == pytest.approx(exact.history.losses, rel=2e-2)
+    assert there.history.losses != exact.history.losses
+    assert all(p.dtype == torch.float32 for p in there.module.parameters())
+
+
+CHANGES = [
+    ({"engine": "shuffle", "slices": 3}, {}),
+    ({}, {"strategy": Pipeline(split=["3"])}),
+    ({"strategy": Pipeline(stages_per_rank=2)}, {"strategy": "fsdp"}),
+    ({"strategy": "fsdp"}, {}),
+    ({}, {"engine": "local", "slices": 3}),
+]
+
+
+@pytest.mark.parametrize("first_then", CHANGES, ids=str)
+def test_checkpoints_are_cut_anew(frames, tmp_path, first_then):
+    (first, then), df, alike = first_then, frames(20, 12), {"ema": 0.9}
+    checkpoint = sparkdl.Checkpoint(tmp_path, every=sparkdl.every(3))
+    whole = trainer_of(engine="local", slices=2, **alike).fit(df)
+    begun = trainer_of(**first, **alike, checkpoint=checkpoint, stop=sparkdl.max_iteration(3))
+    begun.fit(df)
+    ended = trainer_of(**then, **alike, checkpoint=checkpoint).fit(df, resume="latest")
+    assert ended.history.losses == pytest.approx(whole.history.losses, rel=1e-5, abs=1e-5)
+    close(whole, ended)
+    close(whole.ema, ended.ema)
+
+
+def test_it_goes_on_with_the_optimizer_state_it_kept(frames):
+    df, run = frames(16, 16), trainer_of(optimizer=partial(torch.optim.Adafactor, lr=1e-2))
+    whole = replace(run, engine="local", stop=sparkdl.max_epoch(2)).fit(df)
+    half = replace(run, keep_optimizer_state=True, stop=sparkdl.max_epoch(1)).fit(df)
+    once = replace(run, stop=sparkdl.max_epoch(1))
+    close(replace(once, engine="local").fit(df, start=half), once.fit(df, start=half))
+    run.partial_fit(df)
+    close(whole, run.partial_fit(df))
+
+
+class Pair(nn.Module):
+    """Two tensors out, so that two go between stages; the second one is of whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tanh(self.layer(x)), (x.sum(1) > 0).long()
+
+
+class Joined(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.shift = nn.Linear(8, CLASSES), nn.Embedding(2, CLASSES)
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x, sign = pair
+        return self.out(x) + self.shift(sign)
+
+
+def test_several_tensors_go_from_stage_to_stage(frames):
+    df = frames(20, 12)
+    run = trainer_of(
+        model=lambda: nn.Sequential(Pair(), Joined()), validation=sparkdl.Validation(df)
+    )
+    there, here = run.fit(df), replace(run, engine="local").fit(df)
+    close(here, there)
+    (one,), (other,) = there.history.validations, here.history.validations
+    assert one["metrics"] == pytest.approx(other["metrics"], rel=1e-4)
+
+
+class Explodes(nn.Module):
+    """In the third pass a gradient is not finite, and the loss is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(WIDTH, 8), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        if self.calls == 3:
+            x = x + torch.sqrt(self.layer.weight.sum() * 0.0)
+        return self.layer(x)
+
+
+def test_a_gradient_that_is_not_finite_is_told_or_left_out(frames):
+    df = frames(20, 12)
+    exploding = lambda: nn.Sequential(Explodes(), nn.Linear(8, CLASSES))  # noqa: E731
+    run = trainer_of(model=exploding, strategy=Pipeline(micro_batches=1))
+    with pytest.raises(TrainingError, match=r'the gradient of "0\.layer\.weight"'):
+        run.fit(df)
+    trained = replace(run, on_nan="skip").fit(df)
+    assert len(trained.history) == 6
+    assert all(torch.isfinite(p).all() for p in trained.module.parameters())
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def tied() -> nn.Module:
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)]
+    layers[1].weight = layers[0].weight
+    return nn.Sequential(*layers)
+
+
+def with_a_table() -> nn.Module:
+    table = nn.EmbeddingBag(4, 2, sparse=True)
+    return nn.Sequential(nn.Linear(WIDTH, 2), nn.Sequential(Table(table), nn.Linear(2, CLASSES)))
+
+
+class Table(nn.Module):
+    def __init__(self, table: nn.EmbeddingBag) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.table(torch.zeros(len(x), 1, dtype=torch.long))
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "the class": (
+        {"strategy": Pipeline},
+        ParameterError,
+        "strategy is the class Pipeline: give an instance, sparkdl.Pipeline().",
+    ),
+    "a word": (
+        {"strategy": "pipelines"},
+        ParameterError,
+        'strategy="pipelines": use one of ddp, zero1, fsdp, pipeline, sparkdl.DDP(...), '
+        'sparkdl.FSDP(...) or sparkdl.Pipeline(...). Did you mean "pipeline"?',
+    ),
+    "split": (
+        {"strategy": Pipeline(split="3")},
+        ParameterError,
+        'strategy=Pipeline(split=\'3\'): give a list of names of modules, such as ["3", "6"].',
+    ),
+    "micro_batches": (
+        {"strategy": Pipeline(micro_batches=0)},
+        ParameterError,
+        "strategy=Pipeline(micro_batches=0): give a whole number of at least 1.",
+    ),
+    "schedule": (
+        {"strategy": Pipeline(schedule="zb")},
+        ParameterError,
+        'strategy=Pipeline(schedule="zb"): use one of 1f1b, gpipe.',
+    ),
+    "copies that do not fit": (
+        {"strategy": Pipeline(copies=3)},
+        ParameterError,
+        "strategy=Pipeline(copies=3) with 2 replicas: each copy needs as many ranks as the others.",
+    ),
+    "more stages than modules": (
+        {"strategy": Pipeline(stages_per_rank=4)},
+        ParameterError,
+        'strategy="pipeline" with 8 stages: the model is a chain of 6 modules. Use fewer replicas, or '
+        "more copies of the pipeline, strategy=sparkdl.Pipeline(copies=...).",
+    ),
+    "too few cuts": (
+        {"strategy": Pipeline(split=["1"], stages_per_rank=2)},
+        ParameterError,
+        "strategy=Pipeline(split=...) names 1 modules with which a stage begins, after the first: 4 "
+        "stages need 3.",
+    ),
+    "cuts in disorder": (
+        {"strategy": Pipeline(split=["2", "1", "3"], stages_per_rank=2)},
+        ParameterError,
+        "strategy=Pipeline(split=['2', '1', '3']): name them in the order of the model, and not the "
+        "first module, with which the first stage begins.",
+    ),
+    "a cut that is not there": (
+        {"strategy": Pipeline(split=["head"])},
+        ModelError,
+        'strategy=Pipeline: no module of the chain is called "head". It has 0.0, 0.1, 0.2, 1, 2, 3.',
+    ),
+    "compression": (
+        {"compression": sparkdl.TopK(0.1)},
+        ParameterError,
+        'compression with strategy="pipeline": torch sums the gradients itself. Use '
+        'strategy="zero1", or leave compression out.',
+    ),
+    "compile": (
+        {"compile": True},
+        ParameterError,
+        'compile does not go with strategy="pipeline": leave it out.',
+    ),
+    "sync_batchnorm": (
+        {"sync_batchnorm": True},
+        ParameterError,
+        'sync_batchnorm does not go with strategy="pipeline": leave it out.',
+    ),
+    "no chain": (
+        {"model": Named},
+        ModelError,
+        'strategy="pipeline" cuts an nn.Sequential between two of its modules, and the model is a '
+        "Named: return nn.Sequential(...) of its layers from model(), each taking what the one before "
+        'puts out, or use strategy="fsdp".',
+    ),
+    "a sparse table": (
+        {"model": with_a_table, "optimizer": torch.optim.SGD},
+        ModelError,
+        'strategy="pipeline" does not go with the embedding "1.0.table", which has sparse=True: use '
+        'strategy="ddp", or sparse=False.',
+    ),
+    "a block that is checkpointed": (
+        {"activation_checkpointing": ["0"]},
+        ModelError,
+        'strategy="pipeline" calls the members of "0" one by one: name these in '
+        'activation_checkpointing, "0.*".',
+    ),
+    "parameters together": (
+        {"optimizer": partial(torch.optim.LBFGS, max_iter=1)},
+        ModelError,
+        'strategy="pipeline" updates each stage where it is, and optimizer LBFGS needs all parameters '
+        'together: use strategy="ddp", or an optimizer that treats every parameter by itself.',
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_told_before_the_data_are_read(frames, spark, mistake):
+    changes, error, message = MISTAKES[mistake]
+    df = frames(12, 12)
+    scheduler = spark.sparkContext._jsc.sc().dagScheduler()
+    before = scheduler.numTotalJobs()
+    with pytest.raises(error) as caught:
+        trainer_of(**changes).fit(df)
+    assert str(caught.value) == message
+    assert scheduler.numTotalJobs() == before
+
+
+def test_a_tensor_in_two_stages_is_told_before_training(frames):
+    with pytest.raises(ModelError) as caught:
+        trainer_of(model=tied, strategy=Pipeline(split=["1"])).fit(frames(12, 12))
+    assert str(caught.value) == (
+        'strategy="pipeline": "0.weight" and "1.weight" are one tensor, in two stages. Name a cut that '
+        'leaves them together, strategy=sparkdl.Pipeline(split=[...]), or use strategy="fsdp".'
+    )
+    trainer_of(model=tied, strategy=Pipeline(split=["2"])).fit(frames(12, 12))
+
+
+def test_a_micro_batch_of_one_row_is_told_where_the_model_needs_more(frames):
+    run = trainer_of(model=normed, batch_size=6, strategy=Pipeline(micro_batches=4))
+    with pytest.raises(
+        ModelError, match=r"replicas=2, micro_batches=4\. Choose another batch_size"
+    ):
+        run.fit(frames(6, 6))
+    replace(run, strategy=Pipeline(micro_batches=3)).fit(frames(6, 6))
+
+
+def test_rows_of_varying_length_are_told_before_training(spark):
+    rows = [([0.5] * (1 + n % WIDTH), n % CLASSES) for n in range(16)]
+    df = spark.createDataFrame(rows, "features array<double>, label long")
+    varying = sparkdl.Sequence(max_length=WIDTH)
+    with pytest.raises(ParameterError) as caught:
+        trainer_of(columns={"features": varying}).fit(df)
+    assert str(caught.value) == (
+        'strategy="pipeline" needs inputs of one shape, and column "features" is padded to the longest '
+        "row of each mini-batch: pad it to one length, "
+        "sparkdl.Sequence(max_length=..., pad_to_max=True)."
+    )
+    run = trainer_of(columns={"features": replace(varying, pad_to_max=True)})
+    close(replace(run, engine="local").fit(df), run.fit(df))
+
+
+def test_other_engines_take_no_notice(frames):
+    """One word changes the engine."""
+    df = frames(12, 12)
+    run = trainer_of(engine="local")
+    assert run.fit(df).history.losses == replace(run, strategy="ddp").fit(df).history.losses
