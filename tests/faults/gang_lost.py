@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from fault_table import Cluster, tried
+from harness.faulty import chain
 from harness.inject import Fault, at
 
 import sparkdl
 
 REPLICAS = 2
 DDP, ZERO1 = {"strategy": "ddp"}, {"strategy": "zero1"}
+PIPELINE = {"strategy": "pipeline", "model": chain}
 FSDP = {"strategy": sparkdl.FSDP(units=["layers.0"])}
 COMPRESSED = {"compression": sparkdl.TopK(0.3)}
 
@@ -30,6 +32,15 @@ def rows() -> dict[str, tuple[dict, list[Fault]]]:
             [at(job="fb", iteration=7, partition=1).kill_executor()],
         ),
         "executor killed, fsdp": (FSDP, [at(job="fb", iteration=7, partition=1).kill_executor()]),
+        "none, pipeline": (PIPELINE, []),
+        "rank killed, pipeline": (
+            PIPELINE,
+            [at(job="sync", iteration=3, partition=1).kill_worker()],
+        ),
+        "executor killed, pipeline": (
+            PIPELINE,
+            [at(job="sync", iteration=7, partition=0).kill_executor()],
+        ),
         "executor killed, compressed": (
             {**ZERO1, **COMPRESSED},
             [at(job="fb", iteration=6, partition=1).kill_executor()],

@@ -79,7 +79,12 @@ def runs(tmp_path_factory) -> tuple[Run, Run, tuple[float, float], dict]:
             back = time.time()
             result = running.result()
     calm, disturbed = (Run(result[str(path)], _lines(path), wire) for path in tell)
-    return calm, disturbed, (cut, back), {how: result[how] for how in script.STRATEGIES}
+    return (
+        calm,
+        disturbed,
+        (cut, back),
+        {how: result[how] for how in (*script.STRATEGIES, "pipeline")},
+    )
 
 
 def _until(running: Future, happens: Callable[[], bool]) -> None:
@@ -133,3 +138,10 @@ def test_so_does_a_gang(runs, undisturbed, strategy):
     """Its ranks see no file of each other: they meet at a socket, and share no node's memory."""
     *_, gangs = runs
     assert gangs[strategy] == undisturbed
+
+
+@pytest.mark.gang
+def test_a_pipeline_goes_from_host_to_host(runs, undisturbed):
+    """Sums of micro-batches round otherwise."""
+    *_, gangs = runs
+    assert gangs["pipeline"]["losses"] == pytest.approx(undisturbed["losses"], rel=1e-5, abs=1e-5)

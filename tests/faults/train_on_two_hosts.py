@@ -66,7 +66,7 @@ def main() -> None:
     with session(given["master"], **given["settings"]) as spark:
         df = frame(spark)
         runs = {told: {"callbacks": [Tell(told)]} for told in given["runs"]}
-        gangs = {how: {"engine": "gang", "strategy": how} for how in STRATEGIES}
+        gangs = {how: {"engine": "gang", "strategy": how} for how in (*STRATEGIES, "pipeline")}
         for name, how in (runs | gangs).items():
             trained = trainer(**how).fit(df)
             results[name] = {"digest": digest(trained.module), "losses": trained.history.losses}

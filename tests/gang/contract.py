@@ -43,6 +43,19 @@ class Text(nn.Module):
         return self.out(self.layer(self.words(x)).mean(1))
 
 
+class Mean(nn.Module):
+    """Over the words."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(1)
+
+
+def chain() -> nn.Module:
+    """Likewise, layer after layer."""
+    layers = [nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(2)]
+    return nn.Sequential(nn.Embedding(WORDS, 8), *layers, Mean(), nn.Linear(8, CLASSES))
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(SIDE * SIDE, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES)
@@ -72,6 +85,7 @@ MODELS: dict[str, dict] = {
     "conv": {"model": conv, "optimizer": ADAMW, "clip_norm": 0.5},
     "tied": {"model": Tied, "optimizer": ADAMW, "l2": 1e-3},
     "text": {"model": Text, "optimizer": ADAMW, "features": "words"},
+    "chain": {"model": chain, "optimizer": ADAMW, "features": "words"},
     "dropout": {"model": dropout, "optimizer": SGD, "accumulate": 2},
     "compressed": {"model": mlp, "optimizer": SGD, "compression": sparkdl.PowerSGD(1)},
 }
@@ -80,6 +94,7 @@ UNITS = {
     "conv": ["1", "5"],
     "tied": ["out"],
     "text": ["layer"],
+    "chain": ["1", "2"],
     "dropout": ["0", "3"],
 }
 ENGINES: dict[str, dict] = {
@@ -97,6 +112,7 @@ def runs() -> dict[tuple[str, str], dict]:
     for model, units in UNITS.items():
         found[model, "gang, fsdp"]["strategy"] = sparkdl.FSDP(units=units)
     del found["compressed", "gang, fsdp"]
+    found["chain", "gang, pipeline"] = MODELS["chain"] | {"engine": "gang", "strategy": "pipeline"}
     return found
 
 

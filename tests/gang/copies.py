@@ -1,9 +1,13 @@
-"""Script: four ranks, two copies of a model each cut in two; then on with another strategy."""
+"""Script: four ranks, two copies of a model each cut in two; then on with another strategy.
+
+Of two models: one whose rows meet in a batch norm, and one for pipelines, whose rows do not.
+"""
 
 from __future__ import annotations
 
 import sys
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +25,30 @@ ENDS: dict[str, dict] = {
     "one copy": {"strategy": "fsdp"},
     "two copies": {"strategy": sparkdl.FSDP(copies=2)},
 }
+PIPELINES: dict[str, dict] = {
+    "one pipeline": {"strategy": "pipeline"},
+    "two pipelines": {"strategy": sparkdl.Pipeline(copies=2)},
+}
 
 
 def model() -> nn.Module:
     return nn.Sequential(
         nn.Linear(WIDTH, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, CLASSES)
     )
+
+
+def rowwise() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.Tanh(), nn.Dropout(0.0), nn.Linear(16, CLASSES)
+    )
+
+
+BEGINNINGS: dict[str, tuple[Any, Any, dict[str, dict]]] = {
+    "shards": (model, sparkdl.FSDP(units=["0"], copies=2), ENDS),
+    "pipelines": (rowwise, sparkdl.Pipeline(copies=2), ENDS | PIPELINES),
+    "interleaved": (rowwise, sparkdl.Pipeline(copies=2, stages_per_rank=2), PIPELINES),
+}
+"""A model, how its training begins, and how it goes on."""
 
 
 def main() -> None:
@@ -41,21 +63,23 @@ def main() -> None:
         ]
         records = spark.sparkContext.parallelize(rows, RANKS)
         df = spark.createDataFrame(records, "features array<double>, label long").cache()
-        common = partial(
-            trainer_of, model=model, replicas=RANKS, batch_size=12, clip_norm=0.3, ema=0.8
-        )
-        begun = common(
-            strategy=sparkdl.FSDP(units=["0"], copies=2),
-            checkpoint=sparkdl.Checkpoint(given["path"], every=sparkdl.every(3)),
-            validation=sparkdl.Validation(df, metrics=["accuracy"], every=sparkdl.every(3)),
-            histograms=sparkdl.every(1),
-        )
-        found = {
-            "whole": told(common(engine="local", stop=STOP).fit(df)),
-            "begun": told(begun.fit(df)),
-        }
-        for name, how in ENDS.items():
-            found[name] = told(common(stop=STOP, **how).fit(df, resume=given["path"]))
+        found = {}
+        for name, (made, strategy, ends) in BEGINNINGS.items():
+            path = f"{given['path']}/{name}"
+            common = partial(
+                trainer_of, model=made, replicas=RANKS, batch_size=12, clip_norm=0.3, ema=0.8
+            )
+            begun = common(
+                strategy=strategy,
+                checkpoint=sparkdl.Checkpoint(path, every=sparkdl.every(3)),
+                validation=sparkdl.Validation(df, metrics=["accuracy"], every=sparkdl.every(3)),
+                histograms=sparkdl.every(1),
+            )
+            whole = common(engine="local", stop=STOP)
+            some = {"whole": told(whole.fit(df)), "begun": told(begun.fit(df))}
+            for end, how in ends.items():
+                some[end] = told(common(stop=STOP, **how).fit(df, resume=path))
+            found[name] = some
     answer(found)
 
 

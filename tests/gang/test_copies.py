@@ -1,4 +1,4 @@
-"""Hybrid sharding, copies of a model that is cut: the training of one process; others go on."""
+"""Copies of a model that is cut into shards, or stages: the training of one process; others go on."""
 
 from __future__ import annotations
 
@@ -18,14 +18,19 @@ def found(tmp_path_factory) -> dict:
     return launch(Path(copies.__file__), folder, master=master, path=path)
 
 
-def test_it_is_the_training_of_one_process(found):
+@pytest.mark.parametrize("beginning", copies.BEGINNINGS)
+def test_it_is_the_training_of_one_process(found, beginning):
     """With a norm that is clipped, so that each copy's counts once."""
-    losses = found["begun"]["losses"]
+    losses, whole = found[beginning]["begun"]["losses"], found[beginning]["whole"]["losses"]
     assert len(losses) == copies.BEGUN
-    assert losses == pytest.approx(found["whole"]["losses"][: copies.BEGUN], rel=0, abs=1e-5)
+    assert losses == pytest.approx(whole[: copies.BEGUN], rel=0, abs=1e-5)
 
 
-@pytest.mark.parametrize("end", copies.ENDS)
-def test_others_go_on_from_its_checkpoint(found, end):
-    assert found[end]["losses"] == pytest.approx(found["whole"]["losses"], rel=0, abs=1e-5)
-    assert found[end]["weights"] == pytest.approx(found["whole"]["weights"], rel=1e-4, abs=1e-5)
+GOING_ON = [(name, end) for name, (_, _, ends) in copies.BEGINNINGS.items() for end in ends]
+
+
+@pytest.mark.parametrize(("beginning", "end"), GOING_ON)
+def test_others_go_on_from_its_checkpoint(found, beginning, end):
+    ended, whole = found[beginning][end], found[beginning]["whole"]
+    assert ended["losses"] == pytest.approx(whole["losses"], rel=0, abs=1e-5)
+    assert ended["weights"] == pytest.approx(whole["weights"], rel=1e-4, abs=1e-5)

@@ -43,7 +43,7 @@ def test_tensors_on_the_gpu_are_summed(spark: Any, ranks: int) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "replicas"),
-    [("ddp", 1), ("ddp", 2), ("zero1", 1), ("zero1", 2), ("fsdp", 1)],
+    [("ddp", 1), ("ddp", 2), ("zero1", 1), ("zero1", 2), ("fsdp", 1), ("pipeline", 1)],
 )
 def test_training_is_that_of_the_cpu(spark: Any, strategy: str, replicas: int) -> None:
     generator = np.random.default_rng(1)

@@ -34,6 +34,13 @@ class Model(nn.Module):
         return output
 
 
+def chain() -> nn.Module:
+    """Likewise, for a pipeline."""
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, CLASSES)
+    )
+
+
 class Adam(torch.optim.Adam):
     """A fault strikes when the slice's new state has been written in place."""
 
