@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,10 @@ LEARNED = {
     "engines": ("same weights", 1.0),
     "gang_run": ("agreement", 0.999),
     "fully_sharded": ("accuracy", 0.94),
+    "pipeline": ("accuracy", 0.94),
 }
+FOUR_SLOTS = {"hybrid": ("accuracy", 0.94)}
+"""These need more than the session of the tests has, and run as scripts."""
 
 
 @pytest.fixture
@@ -71,9 +75,25 @@ def test_example_learns(
     assert example.__doc__
 
 
+@pytest.mark.parametrize("name", FOUR_SLOTS)
+def test_example_learns_as_a_script(name: str) -> None:
+    metric, least = FOUR_SLOTS[name]
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / f"{name}.py"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    (found,) = re.findall(rf"{metric} (\d\.\d+)", done.stdout)
+    assert float(found) >= least
+    (fsdp, pipeline) = re.findall(r"to (\de-\d+)", done.stdout)
+    assert max(float(fsdp), float(pipeline)) < 1e-5
+
+
 def test_every_example_is_tested_and_short() -> None:
     files = list((ROOT / "examples").glob("*.py"))
-    assert {file.stem for file in files} == LEARNED.keys()
+    assert {file.stem for file in files} == LEARNED.keys() | FOUR_SLOTS.keys()
     for file in files:
         assert len(file.read_text().splitlines()) < 90, file
 
