@@ -4,7 +4,8 @@
 
 25 square layers of 1000 (``--depth``: 4 MB each), Adam, 2 ranks in ``local[2]``, against DDP by
 torchrun; what is read, and how, is in ``benchmarks/memory.py``. A rank of DDP holds weights, gradients
-and two moments, 4 P, and torch's buckets; under fsdp half of that, and the unit at hand.
+and two moments, 4 P, and torch's buckets; under fsdp half of that, and the unit at hand; of a pipeline
+half of it, and the activations of micro-batches.
 
 Then ``--limited`` layers on executors whose Python workers may have no more than so much memory
 (``spark.executor.pyspark.memory``, which Spark sets as the limit of their address space): that of a
@@ -36,6 +37,7 @@ STRATEGIES: dict[str, Any] = {
     "zero1": "zero1",
     "fsdp, stage 2": sparkdl.FSDP(reshard_after_forward=False),
     "fsdp, stage 3": "fsdp",
+    "pipeline": "pipeline",
 }
 ROOM = 4.75
 """What a limited worker may have, in P, beside its libraries."""

@@ -12,6 +12,7 @@ from sparkdl.train.batchnorm import synchronise
 from sparkdl.train.data_parallel import DataParallel, Summed
 from sparkdl.train.exchanged import Exchanged
 from sparkdl.train.holding import Holding, Sharded, Whole
+from sparkdl.train.rank_memory import memory_given_back
 from sparkdl.train.shards import spans_of, spans_of_segments
 from sparkdl.train.strategy import FSDP, Pipeline, Strategy
 
@@ -27,7 +28,7 @@ def hold(
     held: Holding
     rank, device = member.rank, member.device
     if isinstance(strategy, FSDP):
-        from sparkdl.train.fully_sharded import FullySharded, memory_given_back, sharded
+        from sparkdl.train.fully_sharded import FullySharded, sharded
 
         member.at_end.enter_context(memory_given_back())
         live, whole = sharded(recipe, strategy, device)
@@ -38,7 +39,8 @@ def hold(
     if isinstance(strategy, Pipeline):
         from sparkdl.train.pipelined import Pipelined, staged
 
-        cut = staged(recipe, strategy, rank, member.size, device)
+        with memory_given_back():
+            cut = staged(recipe, strategy, rank, member.size, device)
         numbers = cut.seats.numbers
         held = Sharded(
             cut.live,
