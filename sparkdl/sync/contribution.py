@@ -31,7 +31,7 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 """Of a sparse table: numbers of rows (int64, (k,), ascending) and their gradients ((k, width))."""
 
 
-OWN, SUM, NOTHING = "own", "sum", "nothing"
+OWN, SUM, NOTHING, SPARE = "own", "sum", "nothing", "spare"
 """What a section has of a dense gradient: the replica's own; the weighted sum over a block of replicas
 of which this is the first, in the dtype of the flat vector; nothing, as it is in another's sum."""
 
@@ -56,7 +56,8 @@ class Contribution:
     ``gradient``: (dense_length,); ``buffers``: the rest of the slice; ``tables``: by parameter
     number, rows counted from the piece's first; ``absent``: parameters without a gradient.
     ``compressed``: what stands for the gradient, by parameter number; ``gradient`` is then empty.
-    ``kind``: what ``gradient`` is: OWN, SUM or NOTHING (then it is empty too).
+    ``kind``: what ``gradient`` is: OWN, SUM or NOTHING (then it is empty too); SPARE: the sum of all,
+    in memory that the update may change.
     """
 
     replica: int

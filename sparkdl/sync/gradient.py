@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sparkdl.replica.flat import Layout
-from sparkdl.sync.contribution import NOTHING, OWN, Contribution, Rows
+from sparkdl.sync.contribution import NOTHING, OWN, SPARE, Contribution, Rows
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.tree import Term, tree_sum
 
@@ -39,7 +39,8 @@ def reduce_gradients(
     plan: SlicePlan, contributions: Sequence[Contribution], out: torch.Tensor
 ) -> Reduced:
     """Average over the global batch, into ``out`` (dense_length): weighted by each replica's samples
-    and summed as [Note: the shape of a sum] says, in the dtype of ``out`` whatever travelled."""
+    and summed as [Note: the shape of a sum] says, in the dtype of ``out`` whatever travelled. What is
+    summed already, in memory to spare, stays where it is."""
     ordered = sorted(contributions, key=lambda c: c.replica)
     shares = shares_of([c.weight for c in ordered])
     terms = [
@@ -47,7 +48,11 @@ def reduce_gradients(
         for c, share in zip(ordered, shares, strict=True)
         if c.kind != NOTHING
     ]
-    tree_sum(terms, out)
+    spare = [c.gradient for c in ordered if c.kind == SPARE and c.gradient.dtype == out.dtype]
+    if spare:
+        (out,) = spare
+    else:
+        tree_sum(terms, out)
     tables = {}
     for piece in plan.tables:
         parts = [

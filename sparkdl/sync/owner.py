@@ -172,6 +172,8 @@ class Owner:
                     parts = [block_of_contribution(self.plan, block, c) for c in contributions]
                 weights = old.weights[start : start + block.length]
                 part = self._reduce(block, parts, weights, out)
+                if keep is not None and part.gradient is not out:
+                    out.copy_(part.gradient)
             else:
                 part = scaled(block_of_reduced(self.plan, block, known), scale, out)
             state = new if whole else block_of_state(self.plan, block, new, before)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,11 @@ from sparkdl.train.checkpoint import Checkpoint
 from sparkdl.train.checkpoint.config import describe, describe_trainer
 from sparkdl.train.checkpoint.files import Folder
 from sparkdl.train.checkpoint.identity import DataIdentity, ModelIdentity
-from sparkdl.train.checkpoint.manifest import Best, Manifest, ReplicaFile, SliceFile
+from sparkdl.train.checkpoint.manifest import Best, Manifest, SliceFile
 from sparkdl.train.checkpoint.residuals import WriteResiduals
 from sparkdl.train.checkpoint.store import CheckpointStore
 from sparkdl.train.checkpoint.tasks import try_probe, write_slice
-from sparkdl.train.engine import BEST, Engine
+from sparkdl.train.engine import BEST, CURRENT, Engine, Later, Used, Uses
 from sparkdl.train.history import History
 from sparkdl.train.state import TrainState
 
@@ -54,6 +55,18 @@ class Identity:
         )
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A checkpoint of ``state``, under way: what will be in it beside the files."""
+
+    directory: str
+    state: TrainState
+    history: bytes
+    committed: Callable[[str, Manifest], None] | None
+    best: bool
+    work: Later | None = None
+
+
 class Checkpointer:
     """The loop's stage: write a checkpoint where it is due."""
 
@@ -65,16 +78,19 @@ class Checkpointer:
         engine: Engine,
         identity: Identity,
         history: History,
-        committed: Callable[[str, Manifest], None] | None = None,
+        noting: Callable[[], Callable[[str, Manifest], None]] | None = None,
+        background: Callable[[Uses], Later] | None = None,
     ) -> None:
-        """``committed`` is told the URI and the manifest of each checkpoint."""
+        """``noting`` is called when a checkpoint begins; what it gives is told the URI and the manifest
+        when it is complete. ``background``: writes while training goes on."""
         assert trainer.checkpoint is not None
         self._trainer, self._engine, self._identity = trainer, engine, identity
         self._settings: Checkpoint = trainer.checkpoint
         self._history = history
         self._store = CheckpointStore(trainer.checkpoint.path)
         self._config = describe_trainer(trainer)
-        self._committed = committed
+        self._noting, self._background = noting, background
+        self._begun: Begun | None = None
 
     def check(self) -> None:
         """Let every owner write into the folder: a path that they do not share fails here.
@@ -84,47 +100,90 @@ class Checkpointer:
         self._store.check_probes(self._engine.with_states(TryFolder(str(self._settings.path))))
 
     def __call__(self, previous: TrainState, state: TrainState) -> TrainState:
-        if not self._settings.every(previous, state):
-            return state
-        try:
-            return replace(state, checkpoint=self._write(state))
-        except (CheckpointError, TrainingError) as error:
-            raise CheckpointError(
-                f"after iteration {state.iteration} no checkpoint could be written: {error}"
-            ) from None
+        due, begun = self._settings.every(previous, state), self._begun
+        if begun is not None and (due or (begun.work is not None and begun.work.ready)):
+            state = self._settled(begun, state, again=not due)
+        if due and self._background is not None:
+            with _explained(state):
+                self._begun = self._begin(state)
+        elif due:
+            state = self._written(state)
+        return state
 
-    def _write(self, state: TrainState) -> str:
-        """Write a checkpoint and prune; its URI."""
-        directory = self._store.begin(state.iteration)
-        files = self._engine.with_states(WriteSlice(directory, "slice"))
-        residuals = self._engine.with_residuals(WriteResiduals(directory))
-        manifest = self._manifest(state, files, residuals, self._best(directory, state))
-        self._store.commit(directory, manifest, self._history.to_json_bytes())
-        if self._committed is not None:
-            self._committed(directory, manifest)
+    def finish(self, state: TrainState) -> TrainState:
+        """Complete the one that is under way."""
+        return state if self._begun is None else self._settled(self._begun, state, again=True)
+
+    def _written(self, state: TrainState) -> TrainState:
+        """Write one, while training waits."""
+        with _explained(state):
+            begun = self._opened(state)
+            uses, residuals = self._uses(begun)
+            states = tuple(self._engine.with_states(use, which) for use, which in uses)
+            used = Used(states, self._engine.with_residuals(residuals))
+            return replace(state, checkpoint=self._complete(begun, used))
+
+    def _settled(self, begun: Begun, state: TrainState, again: bool) -> TrainState:
+        """Complete ``begun``. Where it is lost with its ranks, write one of ``state`` instead, if
+        ``again``."""
+        assert begun.work is not None
+        self._begun = None
+        with _explained(begun.state):
+            used = begun.work.used()
+            if used is not None:
+                return replace(state, checkpoint=self._complete(begun, used))
+        return self._written(state) if again else state
+
+    def _begin(self, state: TrainState) -> Begun:
+        """Begin to write one, while training goes on."""
+        assert self._background is not None
+        begun = self._opened(state)
+        return replace(begun, work=self._background(Uses(*self._uses(begun))))
+
+    def _opened(self, state: TrainState) -> Begun:
+        validation = self._trainer.validation
+        return Begun(
+            self._store.begin(state.iteration),
+            state,
+            self._history.to_json_bytes(),
+            self._noting() if self._noting is not None else None,
+            state.best is not None and validation is not None and validation.best is not None,
+        )
+
+    def _uses(self, begun: Begun) -> tuple[Any, WriteResiduals]:
+        """What owners and replicas write."""
+        states: list[tuple[WriteSlice, str]] = [(WriteSlice(begun.directory, "slice"), CURRENT)]
+        if begun.best:
+            states.append((WriteSlice(begun.directory, "best"), BEST))
+        return tuple(states), WriteResiduals(begun.directory)
+
+    def _complete(self, begun: Begun, used: Used) -> str:
+        """Commit it and prune; its URI."""
+        manifest = self._manifest(begun, used)
+        self._store.commit(begun.directory, manifest, begun.history)
+        if begun.committed is not None:
+            begun.committed(begun.directory, manifest)
         self._store.prune(self._settings.keep)
-        return directory
+        return begun.directory
 
-    def _best(self, directory: str, state: TrainState) -> Best | None:
-        validation, best = self._trainer.validation, state.best
-        if best is None or validation is None or validation.best is None:
+    def _best(self, begun: Begun, used: Used) -> Best | None:
+        validation, best = self._trainer.validation, begun.state.best
+        if not begun.best:
             return None
+        assert best is not None
+        assert validation is not None
+        assert validation.best is not None
         return Best(
             iteration=best.iteration,
             epoch=best.epoch,
             metric=validation.best,
             value=best.metrics[validation.best],
-            files=tuple(self._engine.with_states(WriteSlice(directory, "best"), BEST)),
+            files=tuple(used.states[1]),
         )
 
-    def _manifest(
-        self,
-        state: TrainState,
-        files: Sequence[SliceFile],
-        residuals: Sequence[ReplicaFile],
-        best: Any,
-    ) -> Manifest:
-        own = self._identity.constants
+    def _manifest(self, begun: Begun, used: Used) -> Manifest:
+        state, own = begun.state, self._identity.constants
+        files: list[SliceFile] = used.states[0]
         return Manifest(
             iteration=state.iteration,
             epoch=state.epoch,
@@ -140,11 +199,11 @@ class Checkpointer:
             data=self._identity.data,
             optimizers=self._identity.optimizers,
             files=tuple(sorted(files, key=lambda file: file.index)),
-            residuals=tuple(residuals),
+            residuals=tuple(used.residuals),
             loss_scale=state.loss_scale,
             skipped=state.skipped,
             validations=state.validations,
-            best=best,
+            best=self._best(begun, used),
             config=self._config,
             extra={
                 "loss_scale_age": state.loss_scale_age,
@@ -153,6 +212,17 @@ class Checkpointer:
                 "compression": describe(self._trainer.compression),
             },
         )
+
+
+@contextlib.contextmanager
+def _explained(state: TrainState) -> Iterator[None]:
+    """What fails in writing the checkpoint of ``state`` is a :class:`sparkdl.CheckpointError`."""
+    try:
+        yield
+    except (CheckpointError, TrainingError) as error:
+        raise CheckpointError(
+            f"after iteration {state.iteration} no checkpoint could be written: {error}"
+        ) from None
 
 
 @dataclass(frozen=True)

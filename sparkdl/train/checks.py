@@ -220,6 +220,11 @@ def _combinations(trainer: Trainer) -> Iterator[str]:
         )
     if isinstance(trainer.engine, str) and trainer.engine == "gang":
         yield from _of_a_gang(trainer)
+    elif isinstance(trainer.checkpoint, Checkpoint) and trainer.checkpoint.asynchronous:
+        yield (
+            f'Checkpoint(asynchronous=True) with engine="{trainer.engine}": only the ranks of a gang '
+            'write while they train. Use engine="gang", or leave it out.'
+        )
     if trainer.sync_batchnorm is True:
         yield from _of_sync_batchnorm(trainer)
     known = {"loss"}

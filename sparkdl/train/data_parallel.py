@@ -19,7 +19,7 @@ from sparkdl.replica.flat import Layout
 from sparkdl.replica.live import LiveReplica
 from sparkdl.step.compute import Gradients, MiniBatch, forward_backward, take_gradients
 from sparkdl.step.replica import Work, to_mini_batch
-from sparkdl.sync.contribution import NOTHING, SUM, Contribution, sums_up
+from sparkdl.sync.contribution import NOTHING, SPARE, Contribution, sums_up
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.train.batchnorm import keeping_company
 from sparkdl.train.strategy import DDP
@@ -78,21 +78,41 @@ class WeightedSum:
 
 class GradientVector:
     """The dense gradients in one vector, each where its parameter is in the flat vector, in memory that
-    stays: the gaps between them are zero."""
+    stays: the gaps between them are zero. Behind them, for each parameter, how many ranks had one."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._layout = layout
-        self._vector = torch.zeros(layout.buffers_start, dtype=layout.dtype, device=device)
+        count, size = sum(s.kind == "parameter" for s in layout.segments), layout.buffers_start
+        self._memory = torch.zeros(size + count, dtype=layout.dtype, device=device)
+        self.vector, self._counts = self._memory[:size], self._memory[size:]
 
-    def filled(self, dense: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """With these, by parameter number; zero where there is none."""
+    def filled(self, dense: Sequence[torch.Tensor | None], factor: float = 1.0) -> torch.Tensor:
+        """With these times ``factor``, by parameter number; zero where there is none."""
+        there = [float(gradient is not None and factor != 0.0) for gradient in dense]
         for segment, gradient in zip(self._layout.segments, dense, strict=False):
-            place = self._vector[segment.start : segment.stop]
-            if gradient is None:
+            place = self.vector[segment.start : segment.stop].view(segment.shape)
+            if gradient is None or not factor:  # whatever a rank without samples made up
                 place.zero_()
+            elif factor == 1.0:
+                place.copy_(gradient)
             else:
-                place.copy_(gradient.reshape(-1))
-        return self._vector
+                torch.mul(gradient, factor, out=place)
+        self._counts.copy_(torch.tensor(there))
+        return self.vector
+
+    def sum(self, wire: torch.dtype | None, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        """Over the ranks of ``group``, in ``wire``."""
+        memory = self._memory
+        sent = memory if wire in (None, memory.dtype) else memory.to(wire)
+        dist.all_reduce(sent, group=group)
+        if sent is not memory:
+            memory.copy_(sent)
+        return self.vector
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """The parameters of which no rank had a gradient."""
+        return frozenset(n for n, count in enumerate(self._counts.tolist()) if not count)
 
 
 class Summed:
@@ -141,7 +161,7 @@ class Summed:
         """For each of this rank's plans, by its index, what its update is made of: the sum of all
         gradients as the first replica's, and the buffers of each."""
         layout, buffers = self._live.flat.layout, self._buffers(len(weights))
-        flat, absent = self._summed(), self._gradients.absent
+        flat, absent = self._summed()
         self._gradients = Gradients([], {})
         taking_part = [r for r, (start, stop) in enumerate(rows) if stop > start]
         found: dict[int, list[Contribution]] = {}
@@ -156,15 +176,15 @@ class Summed:
                     whole if r == taking_part[0] else whole[:0],
                     buffers[r][low : max(low, high)],
                     absent,
-                    kind=SUM if r == taking_part[0] else NOTHING,
+                    kind=SPARE if r == taking_part[0] else NOTHING,
                 )
                 for r in taking_part
             ]
         return found
 
-    def _summed(self) -> torch.Tensor:
-        """The gradients, end to end; what is kept of them may go."""
-        return self._vector.filled(self._gradients.dense)
+    def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
+        """The gradients, end to end, and which there are none of; what is kept of them may go."""
+        return self._vector.filled(self._gradients.dense), self._gradients.absent
 
     def _buffers(self, size: int) -> list[torch.Tensor]:
         """Every rank's buffers, as the end of a flat vector."""
@@ -176,6 +196,42 @@ class Summed:
 
     def committed(self) -> None:
         """The iteration counts. Nothing is kept for the next."""
+
+
+AT_ONCE = 4 << 20
+"""Bytes of gradients up to which one sum after backward is faster than buckets: measured, see
+docs/performance.md."""
+
+
+class AtOnce(Summed):
+    """Summed after backward, in one piece: a model that would hardly fill a bucket."""
+
+    _factor = 0.0
+
+    @staticmethod
+    def suits(live: LiveReplica, strategy: DDP) -> bool:
+        """Whether it is a small model, and the user has not asked for smaller buckets, or for what only
+        DistributedDataParallel does."""
+        layout = live.flat.layout
+        nbytes = layout.buffers_start * layout.dtype.itemsize
+        return not strategy.static_graph and nbytes <= min(AT_ONCE, strategy.bucket_cap_mb * 2**20)
+
+    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> float:
+        seed, scale = work.seed(), work.step.loss_scale
+        self._factor = share
+        if not self._live.recipe.policy.sync_batchnorm:
+            return forward_backward(self._live, batch, seed, scale, clock)
+        self._factor = 1.0 if share else 0.0  # see DataParallel
+        return forward_backward(self._live, batch, seed, scale, clock, share=share)
+
+    def _not_finite(self) -> str:
+        flat = self._vector.filled(self._gradients.dense, self._factor)
+        return "" if sums_up(flat) else first_not_finite(self._live, self._gradients)
+
+    def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
+        """Over the ranks."""
+        flat = self._vector.sum(self._live.recipe.policy.wire_dtype)
+        return flat, self._vector.absent
 
 
 class DataParallel(Summed):

@@ -81,6 +81,34 @@ def weights_of(state: SliceState, which: str) -> torch.Tensor:
     return torch.cat([average, state.weights[len(average) :]])
 
 
+@dataclass(frozen=True)
+class Uses:
+    """What is to be done with a state: ``use(index, plan, state)`` of every slice, of these weights;
+    ``residuals(replica, kept)`` of every replica that keeps something."""
+
+    states: tuple[tuple[Callable[[int, SlicePlan, SliceState], Any], str], ...]
+    residuals: Callable[[int, ByParameter], Any]
+
+
+@dataclass(frozen=True)
+class Used:
+    """The results, for each of :attr:`Uses.states` in the order of the slices; those of residuals."""
+
+    states: tuple[list[Any], ...]
+    residuals: list[Any]
+
+
+class Later(Protocol):
+    """Uses of the state as it was, under way while training goes on."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether all are done, as far as is known."""
+
+    def used(self) -> Used | None:
+        """Wait for the results; None where the state was lost before. Raises what a use raised."""
+
+
 class Engine(Protocol):
     """Runs iterations. What it holds in Spark belongs to the fit's ``Resources``."""
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +44,7 @@ from sparkdl.train.continuing import (
     chosen_state,
     history_of,
 )
-from sparkdl.train.engine import AVERAGE, BEST, CURRENT, Engine, ValidationSet
+from sparkdl.train.engine import AVERAGE, BEST, CURRENT, Engine, Later, Uses, ValidationSet
 from sparkdl.train.gang import GangEngine
 from sparkdl.train.history import History
 from sparkdl.train.local import LocalEngine
@@ -315,18 +316,31 @@ def _stages(
     if validation is not None and trainer.validation is not None:
         stages.append(Validator(engine, trainer.validation, validation, history))
     if trainer.checkpoint is not None:
-        committed = None
+        noting, background = None, None
         if isinstance(engine, Recovering):
-            committed = functools.partial(_note_checkpoint, trainer, engine)
-        checkpointer = Checkpointer(trainer, engine, identity, history, committed)
+            noting = functools.partial(_noting, trainer, engine)
+            if trainer.checkpoint.asynchronous:
+                background = functools.partial(_in_background, engine)
+        checkpointer = Checkpointer(trainer, engine, identity, history, noting, background)
         checkpointer.check()
         stages.append(checkpointer)
     return stages
 
 
-def _note_checkpoint(trainer: Trainer, engine: Recovering, uri: str, manifest: Manifest) -> None:
-    """The engine may go back to a checkpoint that was just committed."""
-    engine.checkpointed(manifest.iteration, Restored.of(trainer, uri, manifest, History()).load)
+def _noting(trainer: Trainer, engine: Recovering) -> Callable[[str, Manifest], None]:
+    """For a checkpoint of the state as it stands: the engine may go back to it once it is committed."""
+    return functools.partial(_note_checkpoint, trainer, engine, engine.done)
+
+
+def _note_checkpoint(
+    trainer: Trainer, engine: Recovering, done: int, uri: str, manifest: Manifest
+) -> None:
+    load = Restored.of(trainer, uri, manifest, History()).load
+    engine.checkpointed(done, manifest.iteration, load)
+
+
+def _in_background(engine: Recovering, uses: Uses) -> Later:
+    return engine.later(lambda gang: gang.in_background(uses))
 
 
 def _weights(trainer: Trainer, engine: Engine, state: TrainState) -> dict[str, torch.Tensor]:

@@ -31,11 +31,14 @@ from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.records import Step
 from sparkdl.sync.state import SliceState
+from sparkdl.train.background import Results
 from sparkdl.train.engine import (
     CURRENT,
     Iteration,
     ReadState,
     StepResult,
+    Used,
+    Uses,
     ValidationSet,
     slowest,
     summarize,
@@ -58,6 +61,22 @@ class NodeFiles:
 
     name: str
     holders: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class InBackground:
+    """See :class:`sparkdl.train.engine.Later`: on the ranks of ``engine``."""
+
+    engine: GangEngine
+    name: str
+    count: int
+
+    @property
+    def ready(self) -> bool:
+        return not self.engine.writing
+
+    def used(self) -> Used | None:
+        return self.engine.collect(self.name, self.count)
 
 
 class GangEngine:
@@ -88,6 +107,7 @@ class GangEngine:
         checksums = tuple(handle.checksum for handle in samples.handles)
         self._setup = Setup(run, recipe, spare, checksums, strategy)
         self._tokens: tuple[str, ...] = ()
+        self._writing = False
         source = self._samples[0]
         if validation is not None:
             source = zip_frames(source, self._samples[1])
@@ -151,6 +171,7 @@ class GangEngine:
         doing = f"iteration {iteration.index + 1}, epoch {iteration.epoch + 1}"
         done: list[RankStep] = self._call(doing, "step", step)
         total = time.perf_counter() - started
+        self._writing = any(one.writing for one in done)
         reports = [one.report for one in done]
         slices = sorted((s for one in done for s in one.slices), key=lambda s: s.index)
         seconds = slowest([report.seconds for report in reports])
@@ -196,6 +217,30 @@ class GangEngine:
         """On the ranks."""
         found = self._call("reading what the ranks keep", "with_residuals", use)
         return [result for results in found for result in results]
+
+    def in_background(self, uses: Uses) -> InBackground:
+        """Begin them on the ranks, with copies of the state as it stands."""
+        name = secrets.token_hex(8)
+        self._call("copying the state", "begin_background", name, uses)
+        self._writing = True
+        return InBackground(self, name, len(uses.states))
+
+    @property
+    def writing(self) -> bool:
+        """Whether a rank was busy in the background when it was last asked."""
+        return self._writing and self._gang.running
+
+    def collect(self, name: str, count: int) -> Used | None:
+        """See :class:`sparkdl.train.engine.Later`."""
+        self._ready()
+        found: list[Results | None] = self._call("writing the state", "background", name)
+        self._writing = False
+        known = [results for results in found if results is not None]
+        if len(known) < len(found):
+            return None
+        _raise_first([results.error for results in known])
+        states = tuple(self._of_slices([r.states[k] for r in known]) for k in range(count))
+        return Used(states, [kept for results in known for kept in results.residuals])
 
     def take_snapshot(self) -> NodeFiles:
         """See :class:`sparkdl.train.recovery.Restorable`; files on every node, which outlive ranks

@@ -124,7 +124,7 @@ def _part(plan: SlicePlan) -> slice:
 
 class Sharded:
     """The model is cut, by :func:`sparkdl.train.fully_sharded.sharded` or
-    :func:`sparkdl.train.pipelined.staged`; a rank owns its part, under its own number. Rank n reads and
+    :func:`sparkdl.train.staged.staged`; a rank owns its part, under its own number. Rank n reads and
     writes slice n for the others. Of several copies of the cut model the first is what others see."""
 
     def __init__(

@@ -26,6 +26,9 @@ class Stage(Protocol):
     def __call__(self, previous: TrainState, state: TrainState) -> TrainState:
         """Do it, where it is due, and return what is known since; else ``state`` itself."""
 
+    def finish(self, state: TrainState) -> TrainState:
+        """Training ends here: complete what is under way. Returns likewise."""
+
 
 def train(
     trainer: Trainer,
@@ -63,5 +66,9 @@ def train(
         schedule.after(previous, state)
         if state.epoch > previous.epoch:
             tell("on_epoch_end")
+    for stage in stages:
+        before, state = state, stage.finish(state)
+        if state is not before:
+            tell(stage.hook)
     tell("on_fit_end")
     return state

@@ -1,4 +1,4 @@
-"""A replica that is cut into stages: torch's pipelining around a recipe's module.
+"""Passes through the stages of a pipeline of ranks, with torch's pipelining.
 
 [Note: a pipeline's mini-batch] Ranks have samples as in every engine, each its part of a mini-batch.
 The ranks of one pipeline bring theirs together: inputs to the rank with the first stage, labels to the
@@ -9,15 +9,13 @@ summed. In validation each rank has its own batches pass through the stages and 
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
@@ -29,97 +27,17 @@ from torch.distributed.pipelining.schedules import (
 from sparkdl.clock import Clock
 from sparkdl.data.assemble import Batch
 from sparkdl.infer.predictor import evaluating
-from sparkdl.replica.flat import FlatModule, Layout, layout_of, local
-from sparkdl.replica.live import LiveReplica
-from sparkdl.replica.recipe import Recipe, seeded
-from sparkdl.step.compute import Gradients, MiniBatch, autocasting, mean_loss, take_gradients
+from sparkdl.replica.recipe import seeded
+from sparkdl.step.compute import Gradients, MiniBatch, mean_loss, take_gradients
 from sparkdl.step.replica import Work
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.train.data_parallel import Summed, first_not_finite, gathered
-from sparkdl.train.stages import Items, bounds_of, chain_of, micro_batches
+from sparkdl.train.staged import Staged
+from sparkdl.train.stages import micro_batches
 from sparkdl.train.strategy import Pipeline
 
 MAX_SCHEDULES = 8
 """How many numbers of rows, and of micro-batches, a rank keeps torch's schedules of."""
-
-
-class Stage(nn.Module):
-    """Some modules of the chain, one after another."""
-
-    def __init__(self, items: Items, live: LiveReplica) -> None:
-        super().__init__()
-        self.chain = nn.ModuleList(item for _, item in items)
-        self._autocasting = lambda: autocasting(live)
-
-    def forward(self, *values: Any) -> Any:
-        """What comes out; several values are the tuple that the module before put out."""
-        value = values[0] if len(values) == 1 else values
-        with self._autocasting():
-            for item in self.chain:
-                value = item(value)
-        return value
-
-
-@dataclass(frozen=True)
-class Seats:
-    """Who has what: ``count`` stages, stage s at the rank of place s % ``ranks`` of each copy of the
-    pipeline. ``places``: for each segment of the model's layout, the place of its stage."""
-
-    count: int
-    ranks: int
-    places: tuple[int, ...]
-
-    def stages(self, rank: int) -> range:
-        return range(rank % self.ranks, self.count, self.ranks)
-
-    def members(self, rank: int) -> range:
-        """The ranks of its pipeline."""
-        first = rank - rank % self.ranks
-        return range(first, first + self.ranks)
-
-    def peers(self, rank: int, size: int) -> range:
-        """The ranks with the same stages."""
-        return range(rank % self.ranks, size, self.ranks)
-
-    def numbers(self, rank: int) -> list[int]:
-        """Of the segments of its stages."""
-        return [n for n, place in enumerate(self.places) if place == rank % self.ranks]
-
-
-@dataclass(frozen=True)
-class Staged:
-    """The replica with this rank's stages in its flat vector, where other stages' parameters are empty;
-    its stages; the layout of the whole."""
-
-    live: LiveReplica
-    stages: list[Stage]
-    whole: Layout
-    seats: Seats
-
-
-def staged(
-    recipe: Recipe, strategy: Pipeline, rank: int, size: int, device: torch.device
-) -> Staged:
-    """Build the replica, and let go of what other ranks have. ``strategy``: with every cut named."""
-    module = recipe.build()
-    whole, items = layout_of(module), chain_of(module)
-    bounds, ranks = bounds_of(strategy, items), size // strategy.copies
-    cuts = list(itertools.pairwise(bounds))
-    stage_of = {
-        id(tensor): stage
-        for stage, (start, stop) in enumerate(cuts)
-        for _, item in items[start:stop]
-        for tensor in itertools.chain(item.parameters(), item.buffers())
-    }
-    tensors = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
-    places = tuple(stage_of[id(tensors[segment.name])] % ranks for segment in whole.segments)
-    seats = Seats(len(cuts), ranks, places)
-    mine = seats.stages(rank)
-    for parameter in module.parameters():
-        if stage_of[id(parameter)] not in mine:
-            parameter.data = parameter.data.new_empty((0, *parameter.shape[1:]))
-    live = LiveReplica.around(recipe, FlatModule(module, device))
-    return Staged(live, [Stage(items[slice(*cuts[s])], live) for s in mine], whole, seats)
 
 
 class Pipelined(Summed):
@@ -135,7 +53,7 @@ class Pipelined(Summed):
         strategy: Pipeline,
     ) -> None:
         super().__init__(staged.live, plans, rank, spare)
-        self._strategy, self._seats, self._size = strategy, staged.seats, size
+        self._strategy, self._seats = strategy, staged.seats
         self._stages = dict(zip(staged.seats.stages(rank), staged.stages, strict=True))
         self._members = staged.seats.members(rank)
         self._head, self._tail = self._members[0], self._members[-1]
@@ -170,7 +88,7 @@ class Pipelined(Summed):
             loss = self._told(self._mean)
             clock.lap("pipeline")
         self._gradients = self._taken(scale, nothing=not taking)
-        if own and not torch.isfinite(torch.tensor(loss)):
+        if own and not math.isfinite(loss):
             return loss, f"the loss ({loss})"
         name = self._not_finite()
         return loss if own else 0.0, f'the gradient of "{name}"' if name else ""
@@ -318,23 +236,19 @@ class Pipelined(Summed):
         if scale != 1.0:
             for gradient in found:
                 if gradient is not None:
-                    local(gradient).div_(scale)
+                    gradient.div_(scale)
         return Gradients(found, {})
 
     def _not_finite(self) -> str:
         """On this rank, before the sum over the copies."""
         return first_not_finite(self._live, self._gradients)
 
-    def _summed(self) -> torch.Tensor:
+    def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
         """Over the copies of the pipeline."""
-        flat = super()._summed()
+        flat, absent = super()._summed()
         if self._strategy.copies > 1:
-            wire = self._live.recipe.policy.wire_dtype
-            sent = flat if wire in (None, flat.dtype) else flat.to(wire)
-            dist.all_reduce(sent, group=self._alike)
-            if sent is not flat:
-                flat.copy_(sent)
-        return flat
+            self._vector.sum(self._live.recipe.policy.wire_dtype, self._alike)
+        return flat, absent
 
     def _buffers(self, size: int) -> list[torch.Tensor]:
         """Each rank's: those of every stage as the rank of its pipeline with that stage has them."""

@@ -9,7 +9,7 @@ from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.run import Run
 from sparkdl.step.streaming import streams
 from sparkdl.train.batchnorm import synchronise
-from sparkdl.train.data_parallel import DataParallel, Summed
+from sparkdl.train.data_parallel import AtOnce, DataParallel, Summed
 from sparkdl.train.exchanged import Exchanged
 from sparkdl.train.holding import Holding, Sharded, Whole
 from sparkdl.train.rank_memory import memory_given_back
@@ -37,7 +37,8 @@ def hold(
         held = Sharded(live, whole, run, rank, strategy.copies, lambda r: spans[r % shards])
         return held, FullySharded(live, [o.plan for o in held.owners.values()], rank, spare)
     if isinstance(strategy, Pipeline):
-        from sparkdl.train.pipelined import Pipelined, staged
+        from sparkdl.train.pipelined import Pipelined
+        from sparkdl.train.staged import staged
 
         with memory_given_back():
             cut = staged(recipe, strategy, rank, member.size, device)
@@ -59,4 +60,6 @@ def hold(
     if not streams(live):
         return held, Exchanged(live, held.slices, held.owners, rank)
     plans = [held.slices[n] for n in held.owners]
+    if AtOnce.suits(live, strategy):
+        return held, AtOnce(live, plans, rank, spare)
     return held, DataParallel(live, plans, rank, spare, strategy)

@@ -36,7 +36,8 @@ class Standing:
 @dataclass(frozen=True)
 class RankStep:
     """What a rank did in an iteration; ``slices``: of those it answers for, where they have more to
-    tell than that they were updated."""
+    tell than that they were updated. ``writing``: whether something is still done in the background."""
 
     report: ReplicaReport
     slices: list[SliceReport]
+    writing: bool = False

@@ -43,8 +43,9 @@ from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.records import ReplicaReport, SliceReport, Step
 from sparkdl.sync.state import SliceState
+from sparkdl.train.background import Background, Results, copied_residuals, on_copies
 from sparkdl.train.data_parallel import gathered
-from sparkdl.train.engine import BEST, CURRENT, ReadState, weights_of
+from sparkdl.train.engine import BEST, CURRENT, ReadState, Uses, weights_of
 from sparkdl.train.exchanged import Exchanged
 from sparkdl.train.holding import States
 from sparkdl.train.node_files import (
@@ -98,6 +99,7 @@ class Rank:
         self._partition: Any = None
         self._read: tuple[str, States] | None = None
         self._before: Mapping[str, float] = {}
+        self._background: Background | None = None
 
     def standing(self) -> Standing:
         """What the driver checks before it goes on."""
@@ -175,7 +177,7 @@ class Rank:
         count, seconds = stop - start, {**self._before, **clock.seconds}
         self._before = {}
         report = ReplicaReport(rank, count, weight, loss, self._token, seconds, problem)
-        return RankStep(report, slices)
+        return RankStep(report, slices, self._background is not None and self._background.busy)
 
     def _finish_later(self, finish: Callable[[Clock], Any]) -> None:
         """When the result has been sent; the time it takes is told with the next."""
@@ -276,11 +278,29 @@ class Rank:
         self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
     ) -> dict[int, Any]:
         """``use(index, plan, state)`` of the slices that this rank answers for."""
+        plans, states = self._held.slices, self._slices(which)
+        return {n: use(n, plans[n], state) for n, state in states.items()}
+
+    def _slices(self, which: str) -> States:
+        """Those that this rank answers for."""
         held = self._held
         states = held.as_slices(held.best if which == BEST else held.states)
-        return {
-            n: use(n, held.slices[n], state) for n, state in states.items() if self.answers_for(n)
-        }
+        return {n: state for n, state in states.items() if self.answers_for(n)}
+
+    def begin_background(self, name: str, uses: Uses) -> None:
+        """Use copies of the state in the background, one such work at a time."""
+        plans = dict(enumerate(self._held.slices))
+        states = [on_copies(use, plans, self._slices(which)) for use, which in uses.states]
+        residuals = []
+        if self._kept is not None:
+            kept = copied_residuals(self._kept)
+            residuals.append(functools.partial(uses.residuals, self._member.rank, kept))
+        self._background = Background(name, states, residuals)
+
+    def background(self, name: str) -> Results | None:
+        """What came of it; None where this rank knows nothing of it, being new."""
+        found, self._background = self._background, None
+        return found.results() if found is not None and found.name == name else None
 
     def start_residuals(self, read: ReadResiduals, reported: tuple[type[Exception], ...]) -> Any:
         """See :class:`sparkdl.train.engine.Engine`; an exception of ``reported`` is the result."""

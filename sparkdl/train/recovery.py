@@ -29,8 +29,10 @@ from sparkdl.train.engine import (
     CURRENT,
     Engine,
     Iteration,
+    Later,
     ReadState,
     StepResult,
+    Used,
     ValidationSet,
 )
 
@@ -144,38 +146,47 @@ class Recovering:
         self._begin(lambda: self._engine.start_residuals(read, reported))
 
     def step(self, iteration: Iteration) -> StepResult:
-        result = self._surely(lambda: self._engine.step(iteration))
+        result = self.surely(lambda: self._engine.step(iteration))
         self._log.append(iteration)
         if self._seconds is None or time.monotonic() < self._due:
             return result
-        cost = self._surely(self._take_snapshot)
+        cost = self.surely(self._take_snapshot)
         return replace(result, seconds={**result.seconds, "snapshot": cost})
 
     def score(self, validation: ValidationSet) -> list[Any]:
-        return self._surely(lambda: self._engine.score(validation))
+        return self.surely(lambda: self._engine.score(validation))
 
     def keep_best(self) -> None:
-        self._surely(self._engine.keep_best)
+        self.surely(self._engine.keep_best)
         self._log.append(None)
 
     def weights(self, which: str = CURRENT) -> torch.Tensor:
-        return self._surely(lambda: self._engine.weights(which))
+        return self.surely(lambda: self._engine.weights(which))
 
     def with_states(
         self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
     ) -> list[Any]:
-        return self._surely(lambda: self._engine.with_states(use, which))
+        return self.surely(lambda: self._engine.with_states(use, which))
 
     def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
-        return self._surely(lambda: self._engine.with_residuals(use))
+        return self.surely(lambda: self._engine.with_residuals(use))
 
-    def checkpointed(self, iteration: int, load: Callable[[Engine], None]) -> None:
-        """There is a checkpoint of the state as it stands, which ``load`` reads."""
+    def later(self, begin: Callable[[Any], Later]) -> Later:
+        """What ``begin`` begins with the engine."""
+        return _Surely(self, self.surely(lambda: begin(self._engine)))
+
+    @property
+    def done(self) -> int:
+        """How much has been asked for so far."""
+        return len(self._log)
+
+    def checkpointed(self, done: int, iteration: int, load: Callable[[Engine], None]) -> None:
+        """There is a checkpoint, which ``load`` reads, of the state when so much was :attr:`done`."""
         name = f"the checkpoint after iteration {iteration}"
-        self._checkpoint = Point(name, len(self._log), lambda: load(self._engine))
+        self._checkpoint = Point(name, done, lambda: load(self._engine))
 
     def _begin(self, start: Callable[[], None]) -> None:
-        self._surely(start)
+        self.surely(start)
         self._starts.append(start)
 
     def _take_snapshot(self) -> float:
@@ -200,7 +211,7 @@ class Recovering:
                 self._engine.drop(before[1])
         return cost
 
-    def _surely(self, action: Callable[[], Result]) -> Result:
+    def surely(self, action: Callable[[], Result]) -> Result:
         """``action()``, again where the state was lost."""
         for _ in range(MAX_LOSSES):
             try:
@@ -270,6 +281,21 @@ class Recovering:
                 self._engine.step(asked)
             else:
                 self._engine.keep_best()
+
+
+@dataclass(frozen=True)
+class _Surely:
+    """Work in the background that outlives losses of the state, if only as work that was lost."""
+
+    engine: Recovering
+    work: Later
+
+    @property
+    def ready(self) -> bool:
+        return self.work.ready
+
+    def used(self) -> Used | None:
+        return self.engine.surely(self.work.used)
 
 
 def _beyond_recovery(lost: StateLostError, error: Exception) -> StateLostError:

@@ -87,6 +87,10 @@ class Validator:
             higher_is_better=higher,
         )
 
+    def finish(self, state: TrainState) -> TrainState:
+        """See :class:`sparkdl.train.loop.Stage`."""
+        return state
+
 
 def is_better(record: Validated, best: Validated | None, metric: str, higher: bool) -> bool:
     """Whether a validation's value is better than the best before; NaN never is.

@@ -9,11 +9,13 @@ from harness.faulty import chain
 from harness.inject import Fault, at
 
 import sparkdl
+from sparkdl.train.checkpoint.store import CheckpointStore
 
 REPLICAS = 2
 DDP, ZERO1 = {"strategy": "ddp"}, {"strategy": "zero1"}
 PIPELINE = {"strategy": "pipeline", "model": chain}
 FSDP = {"strategy": sparkdl.FSDP(units=["layers.0"])}
+WRITING = sparkdl.Checkpoint("checkpoints", every=sparkdl.every(2), keep=None, asynchronous=True)
 COMPRESSED = {"compression": sparkdl.TopK(0.3)}
 
 
@@ -41,6 +43,10 @@ def rows() -> dict[str, tuple[dict, list[Fault]]]:
             PIPELINE,
             [at(job="sync", iteration=7, partition=0).kill_executor()],
         ),
+        "executor killed, writing": (
+            {**ZERO1, "checkpoint": WRITING},
+            [at(job="fb", iteration=7, partition=1).kill_executor()],
+        ),
         "executor killed, compressed": (
             {**ZERO1, **COMPRESSED},
             [at(job="fb", iteration=6, partition=1).kill_executor()],
@@ -60,6 +66,8 @@ def main() -> None:
             notes = Path(given["notes"]) / name
             results[name] = tried(spark, cluster, faults, notes, engine="gang", **how)
             print(name, results[name], flush=True)
+        found = [m.iteration for _, m in CheckpointStore.open(WRITING.path).candidates()]
+        results["executor killed, writing"]["checkpoints"] = found
     answer(results)
 
 

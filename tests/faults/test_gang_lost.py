@@ -63,3 +63,11 @@ def test_same_bits_after(results, undisturbed, row):
     assert "error" not in result, result
     assert result["struck"] == result["expected"] == [fault.times for fault in faults]
     assert {key: result[key] for key in undisturbed[row]} == undisturbed[row]
+
+
+def test_checkpoints_are_written_all_the_same(results):
+    """One that was lost with its rank is written again, of the state then."""
+    found = results["executor killed, writing"]["checkpoints"]
+    assert found[0] == 10
+    assert {2, 4} <= set(found)
+    assert len(found) >= 4

@@ -101,6 +101,7 @@ ENGINES: dict[str, dict] = {
     "local": {"engine": "local"},
     "shuffle": {"engine": "shuffle"},
     "gang, ddp": {"engine": "gang"},
+    "gang, ddp in buckets": {"engine": "gang", "strategy": sparkdl.DDP(bucket_cap_mb=1e-4)},
     "gang, zero1": {"engine": "gang", "strategy": "zero1"},
     "gang, fsdp": {"engine": "gang", "strategy": "fsdp"},
 }

@@ -83,6 +83,7 @@ class Checkpointed(nn.Module):
 
 DDPS = {
     "small buckets": ({}, sparkdl.DDP(bucket_cap_mb=0.0001)),
+    "small buckets, not all used": ({"model": Routed}, sparkdl.DDP(bucket_cap_mb=0.0001)),
     "a static graph": ({"model": Routed}, sparkdl.DDP(static_graph=True)),
     "reentrant checkpoints": ({"model": Checkpointed}, sparkdl.DDP(static_graph=True)),
     "as zero1": ({}, sparkdl.DDP(shard_optimizer=True)),
@@ -163,8 +164,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"strategy": "fsdp3"},
         ParameterError,
-        'strategy="fsdp3": use one of ddp, zero1, fsdp, sparkdl.DDP(...) or sparkdl.FSDP(...). Did '
-        'you mean "fsdp"?',
+        'strategy="fsdp3": use one of ddp, zero1, fsdp, pipeline, sparkdl.DDP(...), sparkdl.FSDP(...) '
+        'or sparkdl.Pipeline(...). Did you mean "fsdp"?',
     ),
     (
         {"strategy": sparkdl.DDP},

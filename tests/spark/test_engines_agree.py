@@ -263,21 +263,27 @@ def test_same_bits(frames, case):
     _compare(case, trainer, run(trainer, df, "local"), run(trainer, df, "shuffle"))
 
 
+STRATEGIES = {
+    "ddp": ("ddp", 1),
+    "ddp in buckets": (sparkdl.DDP(bucket_cap_mb=1e-4), 1),
+    "zero1": ("zero1", 2),
+}
+"""And the slices that others have then."""
 NOT_IN_A_GANG = ("local_steps", "wire", "N !=", "N == 1")
 
 
 @pytest.mark.gang
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     "case", [name for name in CASES if not any(word in name for word in NOT_IN_A_GANG)]
 )
 def test_a_gang_of_two_gives_the_same_bits(frames, case, strategy):
     """A sum of two has one order."""
     df, validation = frames
-    slices = {"ddp": 1, "zero1": 2}[strategy]
+    how, slices = STRATEGIES[strategy]
     trainer = trainer_of({**CASES[case], "slices": slices}, validation)
     here = run(trainer, df, "local")
-    there = run(replace(trainer, strategy=strategy, slices=None), df, "gang")
+    there = run(replace(trainer, strategy=how, slices=None), df, "gang")
     _compare(case, trainer, here, there)
 
 

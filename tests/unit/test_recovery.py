@@ -126,7 +126,7 @@ def run(engine: Engine, iterations: int, seconds: float | None, checkpoints: int
                 to.start(lambda: value)
                 to.start(lambda: best, which=BEST)
 
-            recovering.checkpointed(index + 1, load)
+            recovering.checkpointed(recovering.done, index + 1, load)
     return losses, recovering.weights(), recovering.weights(BEST)
 
 

@@ -23,6 +23,9 @@ class Checkpoint:
     """When to write one: a trigger such as ``sparkdl.every(100)``."""
     keep: int | None = 3
     """How many to keep, the newest ones; None: all."""
+    asynchronous: bool = False
+    """Write while training goes on, for ``engine="gang"``: ranks copy their state, and write the copy.
+    One is complete before the next is begun, and at the end of the fit."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -41,4 +44,6 @@ class Checkpoint:
             problems.append(
                 f"Checkpoint keep={self.keep!r}: give a whole number of at least 1, or None for all."
             )
+        if not isinstance(self.asynchronous, bool):
+            problems.append(f"Checkpoint asynchronous={self.asynchronous!r}: give True or False.")
         raise_all(ParameterError, problems)

@@ -1,0 +1,78 @@
+"""What a rank does with a copy of its state while it trains on."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparkdl.sync.packing import ByParameter
+from sparkdl.sync.state import SliceState
+
+
+def copied(state: SliceState) -> SliceState:
+    """A state that training leaves alone."""
+    arrays = {name: array.clone() for name, array in state.arrays.items()}
+    others = copy.deepcopy(state.others)
+    return SliceState(state.weights.clone(), arrays, dict(state.held), others)
+
+
+def copied_residuals(kept: ByParameter) -> ByParameter:
+    """Likewise of what a rank keeps of its gradients."""
+    return copy.deepcopy(dict(kept))
+
+
+@dataclass
+class Results:
+    """Of a rank: by slice, for each use; of its residuals; or what a use raised."""
+
+    states: list[dict[int, Any]] = field(default_factory=list)
+    residuals: list[Any] = field(default_factory=list)
+    error: Exception | None = None
+
+
+class Background:
+    """Calls in a thread of their own, one after another. ``name``: who asked for them."""
+
+    def __init__(
+        self,
+        name: str,
+        states: Sequence[Mapping[int, Callable[[], Any]]],
+        residuals: Sequence[Callable[[], Any]],
+    ) -> None:
+        self.name = name
+        self._states, self._residuals = list(states), list(residuals)
+        self._results = Results()
+        self._thread = threading.Thread(target=self._run, name="sparkdl-background", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        return self._thread.is_alive()
+
+    def results(self) -> Results:
+        """Wait for them."""
+        self._thread.join()
+        return self._results
+
+    def _run(self) -> None:
+        results = self._results
+        try:
+            while self._states:  # copies are let go of as they are used
+                calls = self._states.pop(0)
+                results.states.append({n: call() for n, call in calls.items()})
+            results.residuals = [call() for call in self._residuals]
+        except Exception as error:
+            results.error = error
+        finally:
+            self._states, self._residuals = [], []
+
+
+def on_copies(
+    use: Callable[..., Any], plans: Mapping[int, Any], states: Mapping[int, SliceState]
+) -> dict[int, Callable[[], Any]]:
+    """``use(index, plan, state)`` of a copy of each state."""
+    return {n: functools.partial(use, n, plans[n], copied(state)) for n, state in states.items()}
