@@ -14,7 +14,6 @@ from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.state import SliceState
 from sparkdl.train.checkpoint import Checkpoint
 from sparkdl.train.checkpoint.config import describe, describe_trainer
-from sparkdl.train.checkpoint.files import Folder
 from sparkdl.train.checkpoint.identity import DataIdentity, ModelIdentity
 from sparkdl.train.checkpoint.manifest import Best, Manifest, SliceFile
 from sparkdl.train.checkpoint.residuals import WriteResiduals
@@ -97,7 +96,7 @@ class Checkpointer:
 
         Raises :class:`sparkdl.CheckpointError`.
         """
-        self._store.check_probes(self._engine.with_states(TryFolder(str(self._settings.path))))
+        self._store.check_probes(self._engine.with_states(TryFolder(self._store.uri)))
 
     def __call__(self, previous: TrainState, state: TrainState) -> TrainState:
         due, begun = self._settings.every(previous, state), self._begun
@@ -229,10 +228,10 @@ def _explained(state: TrainState) -> Iterator[None]:
 class TryFolder:
     """Run on the owner: see whether it can write into the folder of the checkpoints."""
 
-    path: str
+    uri: str
 
     def __call__(self, index: int, plan: SlicePlan, state: SliceState) -> str | CheckpointError:
-        return try_probe(Folder.of(self.path).uri)
+        return try_probe(self.uri)
 
 
 @dataclass(frozen=True)

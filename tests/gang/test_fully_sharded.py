@@ -259,7 +259,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "compression": (
         {"strategy": "fsdp", "compression": sparkdl.TopK(0.1)},
         ParameterError,
-        'compression with strategy="fsdp": torch scatters the gradients itself. Use '
+        'compression with strategy="fsdp": torch sums the gradients itself. Use '
         'strategy="zero1", or leave compression out.',
     ),
     "a unit that is not there": (

@@ -79,6 +79,11 @@ class CheckpointStore:
     def __str__(self) -> str:
         return str(self._root)
 
+    @property
+    def uri(self) -> str:
+        """Where it is, for tasks."""
+        return self._root.uri
+
     def prepare(self) -> None:
         """Make the folder and write into it, so that a path that cannot be written fails early.
 
