@@ -29,6 +29,7 @@ from harness import (
     write_json,
 )
 from models import WORKS, work_named
+from strategies import plain_step
 
 MB = 1_000_000
 
@@ -56,7 +57,8 @@ def _one_process(name: str, batch: int, steps: int, warm_up: int) -> float:
     module = work.make()
     x, y = work.tensors(max(work.samples, batch))
     feed = ddp.batches(x, y, batch)
-    seconds = ddp.time_steps(module, work.optimizers(module), work.loss, feed, warm_up + steps)
+    step = plain_step(work, module, work.optimizers(module), feed)
+    seconds = ddp.time_steps(step, warm_up + steps)
     return median_ms(seconds[warm_up:])
 
 

@@ -45,11 +45,11 @@ def launch(*arguments: str) -> Any:
         return json.loads(out.read_text())
 
 
-def step_ms(work: str, batch: int, steps: int, warm_up: int) -> float:
-    """Milliseconds of a step of DDP, ``batch`` over both ranks together."""
+def step_ms(work: str, batch: int, steps: int, warm_up: int, strategy: str = "ddp") -> float:
+    """Milliseconds of a step of DDP, or of another strategy, ``batch`` over both ranks together."""
     found = launch(
         *("--work", work, "--batch", str(batch), "--steps", str(steps)),
-        *("--warm-up", str(warm_up)),
+        *("--warm-up", str(warm_up), "--strategy", strategy),
     )
     return found["step"]
 
@@ -69,23 +69,12 @@ def batches(x: torch.Tensor, y: torch.Tensor, rows: int) -> Iterator[tuple[torch
                 yield x[chosen], y[chosen]
 
 
-def time_steps(
-    module: nn.Module,
-    optimizers: list[optim.Optimizer],
-    loss: Callable[..., torch.Tensor],
-    feed: Iterator[tuple[torch.Tensor, ...]],
-    steps: int,
-) -> list[float]:
+def time_steps(step: Callable[[], Any], steps: int) -> list[float]:
     """Seconds of each step, the batch and the update included."""
     seconds = []
     for _ in range(steps):
         started = time.perf_counter()
-        x, y = next(feed)
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        loss(module(x), y).backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        step()
         seconds.append(time.perf_counter() - started)
     return seconds
 
@@ -96,14 +85,13 @@ def median_ms(seconds: list[float]) -> float:
 
 def whole_steps(options: argparse.Namespace) -> dict[str, float]:
     from models import work_named
+    from strategies import STEPS
 
     work, world = work_named(options.work), dist.get_world_size()
     torch.manual_seed(0)
-    module = nn.parallel.DistributedDataParallel(work.make())
     x, y = work.tensors(max(work.samples, options.batch) // world, seed=dist.get_rank())
-    optimizers = work.optimizers(module.module)
-    feed = batches(x, y, options.batch // world)
-    seconds = time_steps(module, optimizers, work.loss, feed, options.warm_up + options.steps)
+    do = STEPS[options.strategy](work, batches(x, y, options.batch // world))
+    seconds = time_steps(do, options.warm_up + options.steps)
     step = median_ms(seconds[options.warm_up :])
     return {"step": step, "samples_per_second": options.batch / step * 1e3}
 
@@ -136,6 +124,7 @@ def slowest(do: Callable[[], Any], steps: int, after: Callable[[], Any] = bool) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", help="as models.work_named takes it: mlp, 1000x25, ...")
+    parser.add_argument("--strategy", default="ddp", help="see strategies.py")
     parser.add_argument("--batch", type=int, default=256, help="of all ranks together")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=5)

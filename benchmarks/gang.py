@@ -1,9 +1,10 @@
 """The gang engine beside torchrun: the same strategy, model, batches and machine.
 
-    python benchmarks/gang.py [--works mlp:256,mlp:1024,resnet:64] [--steps 200] [--rounds 3]
+    python benchmarks/gang.py [--works mlp:256,resnet:64] [--strategies ddp,fsdp] [--steps 200]
 
-For each model and global batch, in turn and in fresh processes: DDP over Gloo by torchrun, 2 ranks of
-one thread each (``benchmarks/ddp.py``), and ``engine="gang"`` with each strategy, in ``local[2]``. A
+For each model and global batch, in turn and in fresh processes: each strategy by torchrun as a user of
+torch writes it, over Gloo, 2 ranks of one thread each (``benchmarks/strategies.py``), and
+``engine="gang"`` with the same strategy, in ``local[2]``; a pipeline where the model is a chain. A
 step is from the end of one to the end of the next, all of the driver's work included; medians, the
 first quarter left out. "speed" is torchrun's time by ours: above 1 the gang is faster. "first step" is
 seconds from ``fit`` to the end of the first iteration, in a session that has run a job before.
@@ -27,10 +28,11 @@ from harness import (
     write_json,
 )
 from models import WORKS
+from torch import nn
 
 import sparkdl
 
-STRATEGIES = ("ddp", "zero1")
+STRATEGIES = ("ddp", "zero1", "fsdp", "pipeline")
 
 
 class First(sparkdl.Callback):
@@ -42,14 +44,14 @@ class First(sparkdl.Callback):
         self.ended = self.ended or time.perf_counter()
 
 
-def gang(name: str, batch: int, steps: int) -> dict[str, float]:
+def gang(name: str, batch: int, steps: int, strategies: list[str]) -> dict[str, float]:
     """Milliseconds of a step with each strategy, and seconds to the first one."""
     work, found = WORKS[name], {}
     spark = session()
     try:
         data = work.rdd(spark, partitions=2).persist()
         data.count()
-        for strategy in STRATEGIES:
+        for strategy in strategies:
             first, how = First(), {"engine": "gang", "strategy": strategy}
             run = trainer(work, batch, sparkdl.max_iteration(steps), callbacks=[first], **how)
             started = time.perf_counter()
@@ -65,6 +67,7 @@ def gang(name: str, batch: int, steps: int) -> dict[str, float]:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--works", default="mlp:256,mlp:1024,resnet:64,transformer:16")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--steps", type=int, default=200, help="of a small model")
     parser.add_argument("--large", type=int, default=12, help="steps of a large model")
     parser.add_argument("--rounds", type=int, default=3)
@@ -75,18 +78,25 @@ def main() -> None:
     for item in given.works.split(","):
         name, _, size = item.partition(":")
         batch, steps = int(size), large if WORKS[name].large else small
+        chain = isinstance(WORKS[name].make(), nn.Sequential)
+        strategies = [s for s in given.strategies.split(",") if chain or s != "pipeline"]
         some = []
         for _ in range(rounds):
-            theirs = ddp.step_ms(name, batch, steps - steps // 4, steps // 4)
-            ours = in_fresh_process(gang, name, batch, steps)
-            speeds = {f"speed {strategy}": theirs / ours[strategy] for strategy in STRATEGIES}
-            some.append({"torchrun": theirs, **ours, **speeds})
+            theirs = {
+                f"torchrun {s}": ddp.step_ms(name, batch, steps - steps // 4, steps // 4, s)
+                for s in strategies
+            }
+            ours = in_fresh_process(gang, name, batch, steps, strategies)
+            speeds = {f"speed {s}": theirs[f"torchrun {s}"] / ours[s] for s in strategies}
+            some.append({**theirs, **ours, **speeds})
         middle = {key: statistics.median(one[key] for one in some) for key in some[0]}
         rows.append({"work": WORKS[name].name, "batch": batch, **middle})
         print(f"{item}: " + ", ".join(f"{k} {v:.4g}" for k, v in middle.items()), flush=True)
-    head = ["work", "batch", "torchrun", "ddp", "speed ddp", "zero1", "speed zero1"]
-    head += ["ddp, schedule", "first step"]
-    print("\n" + markdown(head, ([row[key] for key in head] for row in rows)))
+    head = ["work", "batch"]
+    for s in given.strategies.split(","):
+        head += [f"torchrun {s}", s, f"speed {s}"]
+    head += ["first step"]
+    print("\n" + markdown(head, ([row.get(key) for key in head] for row in rows)))
     write_json(given.json, rows)
 
 

@@ -6,6 +6,7 @@ import sys
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from pyspark import cloudpickle
 from torch import nn
@@ -34,6 +35,27 @@ def trainer_of(**changes: Any) -> sparkdl.Trainer:
         "seed": 4,
     }
     return sparkdl.Trainer(**{**values, **changes})
+
+
+def close(one: sparkdl.TrainedModel | None, other: sparkdl.TrainedModel | None) -> None:
+    """Weights and buffers, but for rounding."""
+    assert one is not None
+    assert other is not None
+    left, right = one.module.state_dict(), other.module.state_dict()
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert type(right[name]) is torch.Tensor
+        torch.testing.assert_close(right[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def refused(run: sparkdl.Trainer, df: Any, error: type[Exception], message: str) -> None:
+    """It says so before the data are read."""
+    scheduler = df.sparkSession.sparkContext._jsc.sc().dagScheduler()
+    before = scheduler.numTotalJobs()
+    with pytest.raises(error) as caught:
+        run.fit(df)
+    assert str(caught.value) == message
+    assert scheduler.numTotalJobs() == before
 
 
 def same(one: sparkdl.TrainedModel, other: sparkdl.TrainedModel) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from gang_training import CLASSES, WIDTH
+from gang_training import CLASSES, WIDTH, close, refused
 from gang_training import trainer_of as any_trainer
 from pyspark import cloudpickle
 from torch import nn
@@ -55,16 +55,6 @@ class Branch(nn.Module):
         if not self.training or len(x) > 3:
             return self.left(x) + self.right(x)
         return self.left(x)
-
-
-def close(one: sparkdl.TrainedModel | None, other: sparkdl.TrainedModel | None) -> None:
-    assert one is not None
-    assert other is not None
-    left, right = one.module.state_dict(), other.module.state_dict()
-    assert left.keys() == right.keys()
-    for name, tensor in left.items():
-        assert type(right[name]) is torch.Tensor
-        torch.testing.assert_close(right[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -308,15 +298,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_told_before_the_data_are_read(frames, spark, mistake):
+def test_mistakes_are_told_before_the_data_are_read(frames, mistake):
     changes, error, message = MISTAKES[mistake]
-    df = frames(12, 12)
-    scheduler = spark.sparkContext._jsc.sc().dagScheduler()
-    before = scheduler.numTotalJobs()
-    with pytest.raises(error) as caught:
-        trainer_of(**changes).fit(df)
-    assert str(caught.value) == message
-    assert scheduler.numTotalJobs() == before
+    refused(trainer_of(**changes), frames(12, 12), error, message)
 
 
 def test_a_parameter_that_is_never_used_is_told_before_training(frames):

@@ -1,0 +1,100 @@
+"""The strategies of a gang as a user of torch writes them, for ranks that torchrun starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from work import Work
+
+Step = Callable[[], Any]
+UNIT_PARAMETERS, MICRO_BATCHES = 100_000, 4
+
+
+def ddp_step(work: Work, feed: Iterator[tuple[torch.Tensor, ...]]) -> Step:
+    module = nn.parallel.DistributedDataParallel(work.make())
+    return plain_step(work, module, work.optimizers(module.module), feed)
+
+
+def zero1_step(work: Work, feed: Iterator[tuple[torch.Tensor, ...]]) -> Step:
+    """DDP, and an optimizer that shares out its state."""
+    module = nn.parallel.DistributedDataParallel(work.make())
+    (plain,) = work.optimizers(module.module)
+    kind: Any = type(plain)
+    shared = ZeroRedundancyOptimizer(
+        module.module.parameters(), optimizer_class=kind, **plain.defaults
+    )
+    return plain_step(work, module, [shared], feed)
+
+
+def fsdp_step(work: Work, feed: Iterator[tuple[torch.Tensor, ...]]) -> Step:
+    """``fully_shard`` on the large members of the model's lists, then on the whole."""
+    module = work.make()
+    for unit in list(_blocks(module)):
+        fully_shard(unit)
+    fully_shard(module)
+    return plain_step(work, module, [work.optimizer(module.parameters())], feed)
+
+
+def pipeline_step(work: Work, feed: Iterator[tuple[torch.Tensor, ...]]) -> Step:
+    """Half of an ``nn.Sequential`` on either of two ranks, cut where the parameters are halved; the
+    first has all inputs, the last all labels."""
+    module: Any = work.make()
+    sizes = [sum(p.numel() for p in child.parameters()) for child in module]
+    cut = min(range(1, len(sizes)), key=lambda n: abs(2 * sum(sizes[:n]) - sum(sizes)))
+    rank = dist.get_rank()
+    mine = module[cut:] if rank else module[:cut]
+    stage = PipelineStage(mine, rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=work.loss)
+    (optimizer,) = work.optimizers(mine)
+
+    def step() -> None:
+        (x, y), (more_x, more_y) = next(feed), next(feed)  # the batches of both ranks
+        optimizer.zero_grad(set_to_none=True)
+        if rank:
+            schedule.step(target=torch.cat([y, more_y]))
+        else:
+            schedule.step(torch.cat([x, more_x]))
+        optimizer.step()
+
+    return step
+
+
+STEPS: dict[str, Callable[..., Step]] = {
+    "ddp": ddp_step,
+    "zero1": zero1_step,
+    "fsdp": fsdp_step,
+    "pipeline": pipeline_step,
+}
+
+
+def plain_step(
+    work: Work,
+    module: nn.Module,
+    optimizers: list[optim.Optimizer],
+    feed: Iterator[tuple[torch.Tensor, ...]],
+) -> Step:
+    def step() -> None:
+        x, y = next(feed)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        work.loss(module(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return step
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        listed = isinstance(module, (nn.Sequential, nn.ModuleList))
+        if listed and sum(p.numel() for p in child.parameters()) >= UNIT_PARAMETERS:
+            yield child
+        else:
+            yield from _blocks(child)
