@@ -169,9 +169,12 @@ def with_split(
     """
     items, count = chain_of(module), strategy.stages(ranks)
     starts = [_first_of(items, name) for name in strategy.split]
+    costs, outputs = _tried(module, items, inputs)
     if not starts:
-        starts = balanced(_work(module, items, inputs), count)[1:]
+        starts = balanced(costs, count)[1:]
     check_shared(items, [0, *starts, len(items)])
+    for start in starts:
+        _check_output(items[start - 1][0], outputs[start - 1])
     return replace(strategy, split=tuple(items[start][0] for start in starts))
 
 
@@ -180,11 +183,25 @@ def bounds_of(strategy: Pipeline, items: Items) -> list[int]:
     return [0, *(_first_of(items, name) for name in strategy.split), len(items)]
 
 
-def _work(module: nn.Module, items: Items, inputs: Sequence[torch.Tensor]) -> list[float]:
-    """The operations of each module of the chain for these inputs."""
+def _check_output(name: str, output: object) -> None:
+    """Raise :class:`sparkdl.ModelError` for what cannot go from one stage to the next."""
+    values = output if isinstance(output, tuple) else (output,)
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            raise ModelError(
+                f'strategy="pipeline" sends tensors from stage to stage, and "{name}" puts out a '
+                f"{type(value).__name__}: cut elsewhere, strategy=sparkdl.Pipeline(split=[...]), or "
+                "let it put out a tensor or a tuple of tensors."
+            )
+
+
+def _tried(
+    module: nn.Module, items: Items, inputs: Sequence[torch.Tensor]
+) -> tuple[list[float], list[object]]:
+    """The operations of each module of the chain for these inputs, and its output."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    costs = []
+    costs, outputs = [], []
     training = module.training
     value: object = inputs[0]
     try:
@@ -194,9 +211,10 @@ def _work(module: nn.Module, items: Items, inputs: Sequence[torch.Tensor]) -> li
                 with FlopCounterMode(display=False) as counter:
                     value = item(value)
                 costs.append(counter.get_total_flops() + OPERATION)
+                outputs.append(value)
     finally:
         module.train(training)
-    return costs
+    return costs, outputs
 
 
 def balanced(costs: Sequence[float], parts: int) -> list[int]:

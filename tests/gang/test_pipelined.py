@@ -209,6 +209,36 @@ def test_several_tensors_go_from_stage_to_stage(frames):
     assert one["metrics"] == pytest.approx(other["metrics"], rel=1e-4)
 
 
+class Named(nn.Module):
+    """No tensor out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"hidden": self.layer(x)}
+
+
+class Unnamed(nn.Module):
+    def forward(self, found: dict[str, torch.Tensor]) -> torch.Tensor:
+        return found["hidden"]
+
+
+def test_what_is_no_tensor_stays_within_a_stage(frames):
+    df = frames(20, 12)
+    named = partial(nn.Sequential, Named(), Unnamed(), nn.Linear(8, CLASSES))
+    with pytest.raises(ModelError) as caught:
+        trainer_of(model=named, strategy=Pipeline(split=["1"])).fit(df)
+    assert str(caught.value) == (
+        'strategy="pipeline" sends tensors from stage to stage, and "0" puts out a dict: cut '
+        "elsewhere, strategy=sparkdl.Pipeline(split=[...]), or let it put out a tensor or a tuple of "
+        "tensors."
+    )
+    run = trainer_of(model=named, strategy=Pipeline(split=["2"]))
+    close(replace(run, engine="local").fit(df), run.fit(df))
+
+
 class Explodes(nn.Module):
     """In the third pass a gradient is not finite, and the loss is."""
 
@@ -234,7 +264,7 @@ def test_a_gradient_that_is_not_finite_is_told_or_left_out(frames):
     assert all(torch.isfinite(p).all() for p in trained.module.parameters())
 
 
-class Named(nn.Module):
+class Whole(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, CLASSES)
@@ -335,10 +365,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         'sync_batchnorm does not go with strategy="pipeline": leave it out.',
     ),
     "no chain": (
-        {"model": Named},
+        {"model": Whole},
         ModelError,
         'strategy="pipeline" cuts an nn.Sequential between two of its modules, and the model is a '
-        "Named: return nn.Sequential(...) of its layers from model(), each taking what the one before "
+        "Whole: return nn.Sequential(...) of its layers from model(), each taking what the one before "
         'puts out, or use strategy="fsdp".',
     ),
     "a sparse table": (
