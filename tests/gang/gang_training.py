@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -48,12 +49,14 @@ def close(one: sparkdl.TrainedModel | None, other: sparkdl.TrainedModel | None) 
         torch.testing.assert_close(right[name], tensor, rtol=1e-4, atol=1e-5)
 
 
-def refused(run: sparkdl.Trainer, df: Any, error: type[Exception], message: str) -> None:
-    """It says so before the data are read."""
+def refused(
+    made: Callable[[], sparkdl.Trainer], df: Any, error: type[Exception], message: str
+) -> None:
+    """The trainer, or its ``fit``, says so before the data are read."""
     scheduler = df.sparkSession.sparkContext._jsc.sc().dagScheduler()
     before = scheduler.numTotalJobs()
     with pytest.raises(error) as caught:
-        run.fit(df)
+        made().fit(df)
     assert str(caught.value) == message
     assert scheduler.numTotalJobs() == before
 

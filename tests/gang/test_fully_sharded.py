@@ -300,7 +300,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_told_before_the_data_are_read(frames, mistake):
     changes, error, message = MISTAKES[mistake]
-    refused(trainer_of(**changes), frames(12, 12), error, message)
+    refused(lambda: trainer_of(**changes), frames(12, 12), error, message)
 
 
 def test_a_parameter_that_is_never_used_is_told_before_training(frames):
