@@ -64,6 +64,11 @@ class Layout:
         return min((s.start for s in self.segments if s.kind != "parameter"), default=self.size)
 
     @property
+    def ends(self) -> list[int]:
+        """Where the next segment begins after each: its padding belongs to it."""
+        return [segment.start for segment in self.segments[1:]] + [self.size]
+
+    @property
     def nbytes(self) -> int:
         return self.size * self.dtype.itemsize
 

@@ -43,15 +43,15 @@ def reduce_gradients(
     summed already, in memory to spare, stays where it is."""
     ordered = sorted(contributions, key=lambda c: c.replica)
     shares = shares_of([c.weight for c in ordered])
-    terms = [
-        Term(c.replica, c.dense_gradient(plan, out.dtype), share if c.kind == OWN else None)
-        for c, share in zip(ordered, shares, strict=True)
-        if c.kind != NOTHING
-    ]
     spare = [c.gradient for c in ordered if c.kind == SPARE and c.gradient.dtype == out.dtype]
     if spare:
         (out,) = spare
     else:
+        terms = [
+            Term(c.replica, c.dense_gradient(plan, out.dtype), share if c.kind == OWN else None)
+            for c, share in zip(ordered, shares, strict=True)
+            if c.kind != NOTHING
+        ]
         tree_sum(terms, out)
     tables = {}
     for piece in plan.tables:

@@ -78,7 +78,8 @@ class WeightedSum:
 
 class GradientVector:
     """The dense gradients in one vector, each where its parameter is in the flat vector, in memory that
-    stays: the gaps between them are zero. Behind them, for each parameter, how many ranks had one."""
+    stays: the gaps between them are zero. Behind them, for each parameter, how many ranks had one,
+    where they are counted."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._layout = layout
@@ -88,7 +89,6 @@ class GradientVector:
 
     def filled(self, dense: Sequence[torch.Tensor | None], factor: float = 1.0) -> torch.Tensor:
         """With these times ``factor``, by parameter number; zero where there is none."""
-        there = [float(gradient is not None and factor != 0.0) for gradient in dense]
         for segment, gradient in zip(self._layout.segments, dense, strict=False):
             place = self.vector[segment.start : segment.stop].view(segment.shape)
             if gradient is None or not factor:  # whatever a rank without samples made up
@@ -97,8 +97,11 @@ class GradientVector:
                 place.copy_(gradient)
             else:
                 torch.mul(gradient, factor, out=place)
-        self._counts.copy_(torch.tensor(there))
         return self.vector
+
+    def count(self, dense: Sequence[torch.Tensor | None]) -> None:
+        """Note which of these are there, for the sum."""
+        self._counts.copy_(torch.tensor([float(gradient is not None) for gradient in dense]))
 
     def sum(self, wire: torch.dtype | None, group: dist.ProcessGroup | None = None) -> torch.Tensor:
         """Over the ranks of ``group``, in ``wire``."""
@@ -198,6 +201,14 @@ class Summed:
         """The iteration counts. Nothing is kept for the next."""
 
 
+def factors(live: LiveReplica, share: float) -> tuple[float, float]:
+    """What the loss is multiplied by before backward, and the gradients after it, so that they have a
+    rank's ``share``. Where they cross in the pass, as in batch norm over the ranks, losses have it."""
+    if live.recipe.policy.sync_batchnorm:
+        return share, 1.0 if share else 0.0
+    return 1.0, share
+
+
 AT_ONCE = 4 << 20
 """Bytes of gradients up to which one sum after backward is faster than buckets: measured, see
 docs/performance.md."""
@@ -217,15 +228,14 @@ class AtOnce(Summed):
         return not strategy.static_graph and nbytes <= min(AT_ONCE, strategy.bucket_cap_mb * 2**20)
 
     def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> float:
+        before, self._factor = factors(self._live, share)
         seed, scale = work.seed(), work.step.loss_scale
-        self._factor = share
-        if not self._live.recipe.policy.sync_batchnorm:
-            return forward_backward(self._live, batch, seed, scale, clock)
-        self._factor = 1.0 if share else 0.0  # see DataParallel
-        return forward_backward(self._live, batch, seed, scale, clock, share=share)
+        return forward_backward(self._live, batch, seed, scale, clock, share=before)
 
     def _not_finite(self) -> str:
-        flat = self._vector.filled(self._gradients.dense, self._factor)
+        dense = self._gradients.dense
+        flat = self._vector.filled(dense, self._factor)
+        self._vector.count(dense if self._factor else [None] * len(dense))
         return "" if sums_up(flat) else first_not_finite(self._live, self._gradients)
 
     def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
@@ -249,14 +259,10 @@ class DataParallel(Summed):
         self._sum = distributed(live, self._spare, strategy)
 
     def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> float:
+        before, after = factors(self._live, share)
+        self._sum.begin(after)
         seed, scale = work.seed(), work.step.loss_scale
-        if not self._live.recipe.policy.sync_batchnorm:
-            self._sum.begin(share)
-            return forward_backward(self._live, batch, seed, scale, clock)
-        self._sum.begin(
-            1.0 if share else 0.0
-        )  # gradients cross in the pass: losses have their share
-        return forward_backward(self._live, batch, seed, scale, clock, share=share)
+        return forward_backward(self._live, batch, seed, scale, clock, share=before)
 
     def _not_finite(self) -> str:
         return self._sum.not_finite

@@ -47,6 +47,12 @@ def train(
         for callback in callbacks:
             getattr(callback, hook)(trainer, state)
 
+    def after(stage: Stage, changed: TrainState) -> None:
+        nonlocal state
+        before, state = state, changed
+        if state is not before:
+            tell(stage.hook)
+
     tell("on_fit_start")
     started = time.perf_counter() - state.seconds
     while not trainer.stop(previous, state):
@@ -60,15 +66,11 @@ def train(
         history.append(state, epoch)
         tell("on_iteration_end")
         for stage in stages:
-            before, state = state, stage(previous, state)
-            if state is not before:
-                tell(stage.hook)
+            after(stage, stage(previous, state))
         schedule.after(previous, state)
         if state.epoch > previous.epoch:
             tell("on_epoch_end")
     for stage in stages:
-        before, state = state, stage.finish(state)
-        if state is not before:
-            tell(stage.hook)
+        after(stage, stage.finish(state))
     tell("on_fit_end")
     return state

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -199,7 +199,7 @@ class Pipelined(Summed):
             self._schedules.popitem(last=False)
         return made
 
-    def _shapes(self, rows: int) -> Iterator[tuple[int, tuple[Any, ...], tuple[Any, ...]]]:
+    def _shapes(self, rows: int) -> list[tuple[int, tuple[Any, ...], tuple[Any, ...]]]:
         """For each stage of this rank its number, and what goes in and out for so many rows: tensors
         without values, found by trying it. Nothing is left of that."""
         module = self._live.flat.module
@@ -220,7 +220,7 @@ class Pipelined(Summed):
                     found.append((number, _bare(inputs), _bare(outputs)))
         for buffer, before in kept.items():
             buffer.copy_(before)
-        return iter(found)
+        return found
 
     def _made_up(self, known: tuple[tuple[int, ...], torch.dtype, bool]) -> torch.Tensor:
         shape, dtype, requires_grad = known
@@ -258,8 +258,7 @@ class Pipelined(Summed):
         for rank in range(0, size, self._seats.ranks):
             whole = torch.empty_like(found[rank])
             members = self._seats.members(rank)
-            ends = [s.start for s in layout.segments[1:]] + [layout.size]
-            for number, (segment, end) in enumerate(zip(layout.segments, ends, strict=True)):
+            for number, (segment, end) in enumerate(zip(layout.segments, layout.ends, strict=True)):
                 if segment.kind != "parameter":
                     place = slice(segment.start - layout.buffers_start, end - layout.buffers_start)
                     whole[place] = found[members[self._seats.places[number]]][place]

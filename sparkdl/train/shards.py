@@ -54,8 +54,7 @@ def rows_of(rows: int, ranks: int, rank: int) -> tuple[int, int]:
 def spans_of(layout: Layout, ranks: int, rank: int) -> list[Span]:
     """What rank ``rank`` has of the flat vector, in ascending order. The buffers every rank has."""
     found = []
-    ends = [segment.start for segment in layout.segments[1:]] + [layout.size]
-    for number, (segment, end) in enumerate(zip(layout.segments, ends, strict=True)):
+    for number, (segment, end) in enumerate(zip(layout.segments, layout.ends, strict=True)):
         if segment.kind != "parameter" or not segment.length:
             continue
         width = math.prod(segment.shape[1:])
@@ -67,12 +66,11 @@ def spans_of(layout: Layout, ranks: int, rank: int) -> list[Span]:
 
 def spans_of_segments(layout: Layout, numbers: Iterable[int]) -> list[Span]:
     """What a rank has of the flat vector that has these parameters whole, and all buffers."""
-    found = []
+    found, ends = [], layout.ends
     for number in sorted(numbers):
-        segment, rest = layout.segments[number], layout.segments[number + 1 :]
+        segment = layout.segments[number]
         if segment.kind == "parameter" and segment.length:
-            end = rest[0].start if rest else layout.size
-            found.append(Span(number, segment.start, end, segment.length))
+            found.append(Span(number, segment.start, ends[number], segment.length))
     return [*found, *_buffers_of(layout)]
 
 
