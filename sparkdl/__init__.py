@@ -25,7 +25,7 @@ from sparkdl.train.checkpoint import Checkpoint
 from sparkdl.train.history import History
 from sparkdl.train.persistence import load
 from sparkdl.train.state import TrainState, Validated
-from sparkdl.train.strategy import DDP, FSDP, Pipeline
+from sparkdl.train.strategy import DDP, FSDP, Pipeline, Tensor
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.trainer import Trainer
 from sparkdl.train.triggers import (
@@ -69,6 +69,7 @@ __all__ = [
     "SparkdlError",
     "StalledError",
     "StateLostError",
+    "Tensor",
     "TopK",
     "TrainState",
     "TrainedModel",

@@ -17,8 +17,8 @@ from sparkdl.infer.metrics import resolve
 from sparkdl.replica.policy import PRECISIONS
 from sparkdl.train.callbacks import Callback
 from sparkdl.train.checkpoint import Checkpoint
-from sparkdl.train.strategy import FSDP, Pipeline, strategy_of
-from sparkdl.train.strategy import problems_of as problems_of_strategy
+from sparkdl.train.parallel import parts_of
+from sparkdl.train.parallel import problems_of as problems_of_parallel
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.triggers import Trigger
 from sparkdl.train.validation import Validation
@@ -89,7 +89,8 @@ def problems_of(trainer: Trainer) -> Iterator[str]:
             yield (
                 f'{name}="{value}": use one of {", ".join(choices)}.{nearest(str(value), choices)}'
             )
-    yield from problems_of_strategy(trainer.strategy)
+    parallel = list(problems_of_parallel(trainer.strategy, trainer.mesh))
+    yield from parallel
     if isinstance(trainer.loss, type):
         name = trainer.loss.__name__
         yield f"loss is the class {name}: give an instance, {name}()."
@@ -106,6 +107,8 @@ def problems_of(trainer: Trainer) -> Iterator[str]:
     yield from _names(trainer)
     yield from _callbacks(trainer)
     yield from _combinations(trainer)
+    if trainer.engine == "gang" and not parallel:
+        yield from _of_strategies(trainer)
 
 
 def problems_of_start(resume: Any, start: Any = None, optimizer_state: Any = None) -> Iterator[str]:
@@ -248,16 +251,18 @@ def _of_a_gang(trainer: Trainer) -> Iterator[str]:
             "Leave it out."
         )
 
-    how = strategy_of(trainer.strategy)
-    if trainer.compression is not None and isinstance(how, (FSDP, Pipeline)):
-        yield (
-            f'compression with strategy="{how.word}": torch sums the gradients itself. Use '
-            'strategy="zero1", or leave compression out.'
-        )
-    if isinstance(how, Pipeline):
+
+def _of_strategies(trainer: Trainer) -> Iterator[str]:
+    """What does not go with how a gang shares the work."""
+    for dimension, part in parts_of(trainer.strategy, trainer.mesh).items():
+        if trainer.compression is not None and dimension != "data":
+            yield (
+                f'compression with strategy="{part.word}": torch sums the gradients itself. Use '
+                'strategy="zero1", or leave compression out.'
+            )
         for name in ("sync_batchnorm", "compile"):
-            if getattr(trainer, name):
-                yield f'{name} does not go with strategy="pipeline": leave it out.'
+            if getattr(trainer, name) and dimension in ("pipe", "tensor"):
+                yield f'{name} does not go with strategy="{part.word}": leave it out.'
 
 
 def _of_sync_batchnorm(trainer: Trainer) -> Iterator[str]:

@@ -47,9 +47,11 @@ from sparkdl.train.continuing import (
 from sparkdl.train.engine import AVERAGE, BEST, CURRENT, Engine, Later, Uses, ValidationSet
 from sparkdl.train.gang import GangEngine
 from sparkdl.train.history import History
+from sparkdl.train.layers import check_even
 from sparkdl.train.local import LocalEngine
 from sparkdl.train.locality import places_awaited
 from sparkdl.train.loop import Stage, train
+from sparkdl.train.parallel import parallel_of
 from sparkdl.train.places import INLINE_BYTES
 from sparkdl.train.placing import assembly, place, source, validation_set
 from sparkdl.train.prepare import Prepared, prepare
@@ -61,7 +63,6 @@ from sparkdl.train.resuming import Restored, Resuming
 from sparkdl.train.shuffle import ShuffleEngine
 from sparkdl.train.stages import check_one_length, check_split, with_split
 from sparkdl.train.state import TrainState
-from sparkdl.train.strategy import DDP, Pipeline, check_ranks, strategy_of
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.trainer import Trainer
 from sparkdl.train.triggers import MaxEpoch
@@ -113,10 +114,11 @@ def run(
     bar = ProgressBar(settings.progress)
     if trainer.engine == "gang":
         check_slots(context, replicas, profile=trainer.resource_profile)
-    if trainer.cutting is not None:
-        check_ranks(trainer.cutting, replicas)
-    if isinstance(trainer.cutting, Pipeline):
-        check_split(trainer.cutting, model.module, replicas)
+    mesh = parallel_of(trainer.parts, trainer.mesh, replicas).mesh
+    if "pipe" in trainer.parts:
+        check_split(trainer.parts["pipe"], model.module, mesh.pipe)
+    if "tensor" in trainer.parts:
+        check_even(trainer.parts["tensor"], model.module, mesh.tensor)
     with (
         places_awaited(context),
         Resources(context, slab, settings.timeout) as resources,
@@ -189,12 +191,13 @@ def _try_out(
     )
     plan = EpochPlan(samples.counts, trainer.batch_size * trainer.local_steps)
     limit = None if endless else trainer.stop.limit(plan.num_iterations)
-    if trainer.cutting is not None:
-        check_all_used(trainer.cutting.word, model.module)
-    pipeline = trainer.cutting if isinstance(trainer.cutting, Pipeline) else None
-    if pipeline is not None:
+    for dimension, part in trainer.parts.items():
+        if dimension != "data":
+            check_all_used(part.word, model.module)
+    parallel = parallel_of(trainer.parts, trainer.mesh, len(samples.counts))
+    if parallel.pipeline is not None:
         check_one_length(samples.fields)
-    check_single_rows(model.module, batch.inputs, plan, limit, trainer.policy, pipeline)
+    check_single_rows(model.module, batch.inputs, plan, limit, trainer.policy, parallel)
     metrics = list(validation.scorer.higher_is_better) if validation else []
     model.schedule.check(limit, plan.num_iterations, metrics)
     if validation is not None:
@@ -232,10 +235,11 @@ def _engine(
     if trainer.engine == "gang":
         how = replace(made.assembly, augment=trainer.augment)
         spare = preview_batch(how, samples.preview, augment=True)
-        strategy = strategy_of(trainer.strategy)
-        if isinstance(strategy, Pipeline):
+        parallel = parallel_of(trainer.parts, trainer.mesh, replicas)
+        if parallel.pipeline is not None:
             inputs = to_tensors(spare.inputs, torch.device("cpu"))
-            strategy = with_split(strategy, model.module, inputs, replicas)
+            cut = with_split(parallel.pipeline, model.module, inputs, parallel.mesh.pipe)
+            parallel = replace(parallel, parts={"pipe": cut})
         gang = GangEngine(
             samples,
             validation,
@@ -246,7 +250,7 @@ def _engine(
             batch_size,
             resources,
             settings.timeout,
-            strategy,
+            parallel,
             trainer.resource_profile,
         )
         return Recovering(gang, snapshots)
@@ -266,8 +270,8 @@ def _engine(
 def _slices(trainer: Trainer, model: Prepared, replicas: int) -> int:
     if trainer.slices is not None:
         return trainer.slices
-    how = strategy_of(trainer.strategy)
-    whole = trainer.engine == "gang" and isinstance(how, DDP) and not how.shard_optimizer
+    ddp = trainer.parts.get("data")
+    whole = ddp is not None and not ddp.shard_optimizer
     return replicas if model.optimizer.separate and not whole else 1
 
 

@@ -8,56 +8,65 @@ through one of training. All with a share of zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from sparkdl.clock import Clock
-from sparkdl.infer.predictor import evaluating
+from sparkdl.data.assemble import Batch
 from sparkdl.replica.flat import FlatModule, Layout, layout_of
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.policy import PRECISIONS
 from sparkdl.replica.recipe import Recipe
 from sparkdl.step.compute import MiniBatch, forward_backward
 from sparkdl.step.replica import Work
+from sparkdl.sync.plan import SlicePlan
 from sparkdl.train.batchnorm import synchronise
-from sparkdl.train.data_parallel import Summed, first_not_finite, gathered
-from sparkdl.train.strategy import FSDP
+from sparkdl.train.groups import Groups
+from sparkdl.train.mesh import Mesh
+from sparkdl.train.parallel import Parallel
+from sparkdl.train.summing import Summed, first_not_finite, gathered
+from sparkdl.train.teams import Team
+from sparkdl.train.tensor_parallel import parallelise
 from sparkdl.train.units import units_of
 
 
-def sharded(recipe: Recipe, strategy: FSDP, device: torch.device) -> tuple[LiveReplica, Layout]:
+def sharded(
+    recipe: Recipe, parallel: Parallel, groups: Groups, spare: Batch, device: torch.device
+) -> tuple[LiveReplica, Layout]:
     """The replica with this rank's shards in its flat vector, and the layout of the whole.
 
-    The module is built on the CPU, and cut unit by unit.
+    The module is built on the CPU, and cut unit by unit, after its layers where they are cut too.
     """
+    strategy = parallel.fsdp
+    assert strategy is not None
     module = recipe.build()
     layout = layout_of(module)
     for parameter in module.parameters():
         parameter.data = parameter.data.contiguous()
+    units = units_of(module, strategy.units)
+    if parallel.tensor is not None:
+        parallelise(recipe, module, parallel.tensor, groups.mesh("tensor"), spare, device)
+        for unit in {*units, module}:
+            unit.register_forward_hook(_no_view)
     policy = recipe.policy
     if policy.sync_batchnorm:
         synchronise(module)
     trained = next(p.dtype for p in module.parameters() if p.requires_grad)
     computed = PRECISIONS[strategy.param_dtype]
-    shards = dist.get_world_size() // strategy.copies
-    dimensions = {"copies": strategy.copies, "shards": shards}
-    if strategy.copies == 1:
-        del dimensions["copies"]
-    names, shape = tuple(dimensions), tuple(dimensions.values())
+    names = ("data", "shard") if parallel.mesh.data > 1 else ("shard",)
     how = {
-        "mesh": init_device_mesh(device.type, shape, mesh_dim_names=names),
+        "mesh": groups.mesh(*names),
         "reshard_after_forward": None if strategy.reshard_after_forward else False,
     }
     dtypes = MixedPrecisionPolicy(
         param_dtype=computed, reduce_dtype=policy.wire_dtype or (computed and trained)
     )
-    for unit in [*units_of(module, strategy.units), module]:
+    for unit in [*units, module]:
         if unit is module and computed is not None:
             dtypes = replace(dtypes, output_dtype=trained)
         cut: FSDPModule = fully_shard(unit, mp_policy=dtypes, **how)  # type: ignore[call-overload]
@@ -67,8 +76,31 @@ def sharded(recipe: Recipe, strategy: FSDP, device: torch.device) -> tuple[LiveR
     return LiveReplica.around(recipe, FlatModule(module, device)), layout
 
 
+def _no_view(unit: nn.Module, inputs: object, output: object) -> object:
+    """An operation in place, on an output that is a view of what the ranks summed, would drop what
+    torch hangs on the output to gather the unit for backward."""
+    return output.clone() if isinstance(output, torch.Tensor) else output
+
+
 class FullySharded(Summed):
     """Gradients that ``fully_shard`` sums and scatters; see the note above."""
+
+    def __init__(
+        self,
+        live: LiveReplica,
+        plans: Sequence[SlicePlan],
+        rank: int,
+        spare: Batch,
+        mesh: Mesh,
+        team: Team,
+    ) -> None:
+        super().__init__(live, plans, rank, spare)
+        self._mesh, self._team = mesh, team
+        self._scored = team.scored
+        # Torch sets a unit up when it is first called; in evaluation it would set up what cannot train
+        forward_backward(live, self._spare, 0, 1.0, Clock(), share=0.0)
+        live.clear_gradients()
+        live.flat.refresh()
 
     def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> float:
         accumulate = self._live.recipe.policy.accumulate
@@ -83,10 +115,11 @@ class FullySharded(Summed):
         return first_not_finite(self._live, self._gradients)
 
     def scored(self, batches: int, score: Callable[[], Any]) -> Any:
-        """See :class:`sparkdl.train.data_parallel.Summed`."""
-        most = max(int(count) for (count,) in gathered([batches]))
-        result = score()
-        for _ in range(most - batches):
-            with evaluating(self._live.flat.module) as module:
-                module(*self._spare.inputs)
+        """See :class:`sparkdl.train.summing.Summed`."""
+        counts = [int(count) for (count,) in gathered([batches])]
+        most = max(sum(counts[rank] for rank in team) for team in self._mesh.teams)
+        result = self._scored(counts, score, most)
+        for unit in self._live.flat.module.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()  # what is gathered once is otherwise kept, also when weights change
         return result

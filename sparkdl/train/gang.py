@@ -43,6 +43,7 @@ from sparkdl.train.engine import (
     slowest,
     summarize,
 )
+from sparkdl.train.parallel import Parallel
 from sparkdl.train.places import (
     MAX_SUBMISSIONS,
     check_digests,
@@ -52,7 +53,6 @@ from sparkdl.train.places import (
 from sparkdl.train.rank_records import RankStep, Setup, Standing
 from sparkdl.train.ranks import Do, SetUp
 from sparkdl.train.resources import Resources
-from sparkdl.train.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class GangEngine:
         batch_size: int,
         resources: Resources,
         timeout: float | None,
-        strategy: Strategy,
+        parallel: Parallel,
         profile: ResourceProfile | None = None,
     ) -> None:
         """``spare``: a few rows, for a rank that has none in an iteration."""
@@ -105,7 +105,7 @@ class GangEngine:
             assert validation.samples.rdd is not None
             self._samples.append(validation.samples.rdd)
         checksums = tuple(handle.checksum for handle in samples.handles)
-        self._setup = Setup(run, recipe, spare, checksums, strategy)
+        self._setup = Setup(run, recipe, spare, checksums, parallel)
         self._tokens: tuple[str, ...] = ()
         self._writing = False
         source = self._samples[0]
@@ -150,7 +150,7 @@ class GangEngine:
             if not standing.unchanged:
                 raise samples_changed("setting up the ranks", rank)
         self._tokens = tuple(standing.token for standing in found)
-        self._call("setting up the ranks", "begin")
+        _raise_first(self._call("setting up the ranks", "begin"))
 
     def _call(self, doing: str, method: str, *arguments: Any) -> list[Any]:
         return self._gang.call(Do(method, arguments), doing)

@@ -7,7 +7,7 @@ updates; *places* the state before an iteration and *shares* what it updated aft
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -23,6 +23,7 @@ from sparkdl.sync.plans import RunPlans
 from sparkdl.sync.state import SliceState
 from sparkdl.train.checkpoint.slices import Part, recut
 from sparkdl.train.exchanged import exchange_bytes
+from sparkdl.train.mesh import Mesh
 from sparkdl.train.shards import (
     Span,
     for_shards,
@@ -39,11 +40,13 @@ States = dict[int, SliceState]
 class Holding(Protocol):
     """``live``: the replica. ``slices``: the cut of the state as others know it. ``owners``: of what
     this rank updates; ``states`` and ``best`` have the same keys. ``first``: whether no rank before
-    this one updates the same. Methods are called on all ranks at once."""
+    this one updates the same, ``counted``: what of it none before this one does, where that is less.
+    Methods are called on all ranks at once."""
 
     live: LiveReplica
     slices: list[SlicePlan]
     owners: dict[int, Owner]
+    counted: dict[int, Owner]
     first: bool
     states: States
     best: States
@@ -75,6 +78,7 @@ class Whole:
         plans = RunPlans.of(live, run)
         self.live, self.slices = live, plans.slices
         self.owners = {n: o for n, o in enumerate(plans.owners) if run.slices == 1 or n == rank}
+        self.counted = self.owners
         self.first = run.slices > 1 or rank == 0
         self.states: States = {}
         self.best: States = {}
@@ -122,29 +126,51 @@ def _part(plan: SlicePlan) -> slice:
     return slice(plan.start, plan.stop)
 
 
-class Sharded:
-    """The model is cut, by :func:`sparkdl.train.fully_sharded.sharded` or
-    :func:`sparkdl.train.staged.staged`; a rank owns its part, under its own number. Rank n reads and
-    writes slice n for the others. Of several copies of the cut model the first is what others see."""
+class Turned(Protocol):
+    """Between a rank's part as torch cuts it, and rows of every parameter, as others are told of it.
 
-    def __init__(
-        self,
-        live: LiveReplica,
-        whole: Layout,
-        run: Run,
-        rank: int,
-        copies: int,
-        spans: Callable[[int], list[Span]],
-    ) -> None:
-        """``whole``: the layout of all parts together. ``run``: with one slice for each rank.
-        ``spans``: what a rank has of it."""
-        self.live, self._rank = live, rank
-        self.slices = slice_plans(whole, run.slices, whole=run.whole_tensors)
-        self.first = rank < run.replicas // copies
-        (owner,) = RunPlans.of(live, replace(run, slices=1)).owners
-        self.owners = {rank: replace(owner, plan=replace(owner.plan, index=rank))}
-        self._own = live.flat.layout
-        self._spans = [spans(r) for r in range(run.replicas)]
+    ``layout``: of the rows. Methods are called on all ranks at once."""
+
+    layout: Layout
+
+    def by_rows(self, state: SliceState) -> SliceState:
+        """This rank's rows, out of the parts of all."""
+
+    def as_cut(self, state: SliceState) -> SliceState:
+        """This rank's part, out of the rows of all."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A replica of which a rank has a part. ``whole``: the layout of all parts together. ``spans``:
+    what a rank has of it; ``turned``: where it first has to be made that. ``repeated``: parameters,
+    by number, that are also on a rank before this one."""
+
+    live: LiveReplica
+    whole: Layout
+    mesh: Mesh
+    spans: Callable[[int], list[Span]]
+    turned: Turned | None = None
+    repeated: frozenset[int] = frozenset()
+
+
+class Sharded:
+    """The model is cut, as a :class:`Cut` says; a rank owns its part, under its own number. Rank n
+    reads and writes slice n for the others. Of several copies of the cut model the first is what
+    others see."""
+
+    def __init__(self, cut: Cut, run: Run, rank: int) -> None:
+        """``run``: with one slice for each rank."""
+        self.live, self._rank, self._turned = cut.live, rank, cut.turned
+        self.slices = slice_plans(cut.whole, run.slices, whole=run.whole_tensors)
+        self.first = cut.mesh.place(rank, "data") == 0
+        (owner,) = RunPlans.of(cut.live, replace(run, slices=1)).owners
+        owner = replace(owner, plan=replace(owner.plan, index=rank))
+        self.owners = {rank: owner}
+        pieces = tuple(p for p in owner.plan.pieces if p.number not in cut.repeated)
+        self.counted = {rank: replace(owner, plan=replace(owner.plan, pieces=pieces))}
+        self._own = cut.live.flat.layout if cut.turned is None else cut.turned.layout
+        self._spans = [cut.spans(r) for r in range(run.replicas)]
         self.states: States = {}
         self.best: States = {}
 
@@ -168,8 +194,10 @@ class Sharded:
     def as_slices(self, states: States) -> States:
         if not states:
             return {}
-        spans = self._spans[self._rank]
-        parts = list(parts_of(self._own, spans, on_cpu(states[self._rank])))
+        spans, state = self._spans[self._rank], states[self._rank]
+        if self._turned is not None:
+            state = self._turned.by_rows(state)
+        parts = list(parts_of(self._own, spans, on_cpu(state)))
         if not self.first:
             spans, parts = [], []
         arriving = self._sent(lambda to: for_slice(spans, parts, self.slices[to]))
@@ -180,7 +208,8 @@ class Sharded:
         plan, spans = self.slices[self._rank], self._spans
         part = Part(plan.start, plan.stop, plan.trainable_length, slices[self._rank])
         arriving = self._sent(lambda to: for_shards(part, spans[to]))
-        return state_from(self._own, spans[self._rank], arriving, self._own.dtype)
+        state = state_from(self._own, spans[self._rank], arriving, self._own.dtype)
+        return state if self._turned is None else self._turned.as_cut(state)
 
     def _sent(self, parcel: Callable[[int], bytearray]) -> Iterator[Part]:
         """Send ``parcel(r)`` to each rank r, one after another; what comes, parcel by parcel."""

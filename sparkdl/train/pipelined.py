@@ -31,16 +31,18 @@ from sparkdl.replica.recipe import seeded
 from sparkdl.step.compute import Gradients, MiniBatch, mean_loss, take_gradients
 from sparkdl.step.replica import Work
 from sparkdl.sync.plan import SlicePlan
-from sparkdl.train.data_parallel import Summed, first_not_finite, gathered
+from sparkdl.train.groups import Groups
 from sparkdl.train.staged import Staged
 from sparkdl.train.stages import micro_batches
 from sparkdl.train.strategy import Pipeline
+from sparkdl.train.summing import Copied, gathered
+from sparkdl.train.teams import Team
 
 MAX_SCHEDULES = 8
 """How many numbers of rows, and of micro-batches, a rank keeps torch's schedules of."""
 
 
-class Pipelined(Summed):
+class Pipelined(Copied):
     """See the note above."""
 
     def __init__(
@@ -48,19 +50,17 @@ class Pipelined(Summed):
         staged: Staged,
         plans: Sequence[SlicePlan],
         rank: int,
-        size: int,
         spare: Batch,
         strategy: Pipeline,
+        groups: Groups,
     ) -> None:
         super().__init__(staged.live, plans, rank, spare)
         self._strategy, self._seats = strategy, staged.seats
         self._stages = dict(zip(staged.seats.stages(rank), staged.stages, strict=True))
-        self._members = staged.seats.members(rank)
+        self._pipe, self._alike = groups.along("pipe"), groups.along("data")
+        self._bring = Team(staged.seats.mesh, rank, self._pipe, staged.live, self._spare)
+        self._members = self._bring.ranks
         self._head, self._tail = self._members[0], self._members[-1]
-        ranks, copies = staged.seats.ranks, strategy.copies
-        pipes = [dist.new_group(list(staged.seats.members(c * ranks))) for c in range(copies)]
-        alike = [dist.new_group(list(staged.seats.peers(p, size))) for p in range(ranks)]
-        self._pipe, self._alike = pipes[rank // ranks], alike[rank % ranks]
         self._schedules: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._parts: list[MiniBatch] = []
         self._factor, self._weight, self._mean = 1.0, 1.0, 0.0
@@ -69,72 +69,29 @@ class Pipelined(Summed):
     def compute(
         self, work: Work, batch: MiniBatch | None, weights: Sequence[float], clock: Clock
     ) -> tuple[float, str]:
-        """See :class:`sparkdl.train.data_parallel.Summed`."""
-        taking = [r for r in self._members if weights[r]]
-        own = self._rank in taking
+        """See :class:`sparkdl.train.summing.Summed`."""
+        counts = self._bring.counts(work, weights)
+        own = self._rank in counts
         live, scale = self._live, work.step.loss_scale
         if not all(child.training for child in live.flat.module.modules()):
             live.flat.module.train()
         live.clear_gradients()
         loss = 0.0
-        if taking:
-            counts = {r: work.step.rows[r][1] - work.step.rows[r][0] for r in taking}
-            whole = self._brought_together(counts, batch if own else None)
+        if counts:
+            inputs = self._bring.inputs(counts, batch, [self._head])
+            whole = MiniBatch(inputs, *self._bring.targets(counts, batch, [self._tail]))
             clock.lap("data")
-            self._weight, self._mean = sum(weights[r] for r in taking), 0.0
+            self._weight, self._mean = self._bring.weight(weights), 0.0
             self._factor = scale / sum(weights)
             with seeded(work.seed()):
                 self._flow(whole, sum(counts.values()))
             loss = self._told(self._mean)
             clock.lap("pipeline")
-        self._gradients = self._taken(scale, nothing=not taking)
+        self._gradients = self._taken(scale, nothing=not counts)
         if own and not math.isfinite(loss):
             return loss, f"the loss ({loss})"
         name = self._not_finite()
         return loss if own else 0.0, f'the gradient of "{name}"' if name else ""
-
-    def _brought_together(self, counts: dict[int, int], own: MiniBatch | None) -> MiniBatch:
-        """The rows of the pipeline's ranks, in their order; inputs where the first stage is, and
-        targets and weights where the last is. ``counts``: of rows, by rank."""
-        weighted = self._live.recipe.policy.weighted
-        spare = self._spare
-        targets = [*spare.targets, *([torch.empty(0).double()] if weighted else [])]
-        mine = None
-        if own is not None:
-            mine = [*own.targets, *([] if own.weights is None else [own.weights.double()])]
-        first = self._concentrated(
-            self._head, counts, spare.inputs, None if own is None else own.inputs
-        )
-        last = self._concentrated(self._tail, counts, targets, mine)
-        return MiniBatch(first, last[: len(spare.targets)], last[-1] if weighted and last else None)
-
-    def _concentrated(
-        self,
-        to: int,
-        counts: dict[int, int],
-        like: Sequence[torch.Tensor],
-        own: Sequence[torch.Tensor] | None,
-    ) -> list[torch.Tensor]:
-        """Tensors ``like`` these, of all ranks' rows, at rank ``to``; empty elsewhere."""
-        if self._rank != to:
-            if own is not None:
-                works = [dist.isend(tensor.contiguous(), to, self._pipe) for tensor in own]
-                _wait(works)
-            return []
-        found, works, start = [], [], 0
-        total, device = sum(counts.values()), self._live.flat.flat.device
-        for tensor in like:
-            found.append(torch.empty((total, *tensor.shape[1:]), dtype=tensor.dtype, device=device))
-        for rank, count in counts.items():
-            for n, tensor in enumerate(found):
-                place = tensor[start : start + count]
-                if rank != to:
-                    works.append(dist.irecv(place, rank, self._pipe))
-                elif own is not None:
-                    place.copy_(own[n])
-            start += count
-        _wait(works)
-        return found
 
     def _flow(self, whole: MiniBatch, rows: int) -> None:
         """Forward and backward through the stages."""
@@ -191,7 +148,7 @@ class Pipelined(Summed):
             single = Schedule1F1B if early and many >= seats.count else ScheduleGPipe
             made: Any = single(stages[0], many, **how)
         else:
-            even = many % max(1, many // seats.ranks) == 0
+            even = many % max(1, many // seats.mesh.pipe) == 0
             several = ScheduleInterleaved1F1B if early and even else ScheduleLoopedBFS
             made = several(stages, many, **how)  # type: ignore[arg-type]
         self._schedules[key] = made
@@ -208,18 +165,17 @@ class Pipelined(Summed):
         value: Any = tuple(t[:1].expand(rows, *t.shape[1:]) for t in self._spare.inputs)
         with seeded(0), torch.enable_grad():
             for number in range(self._seats.count):
-                here = self._members[number % self._seats.ranks]
+                here = self._members[number % len(self._members)]
                 if number:
-                    value = self._moved(
-                        value, self._members[(number - 1) % self._seats.ranks], here
-                    )
+                    before = self._members[(number - 1) % len(self._members)]
+                    value = self._moved(value, before, here)
                 if self._rank == here:
                     inputs = tuple(map(self._made_up, value)) if number else value
                     outputs = _as_tuple(self._stages[number](*inputs))
                     value = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in outputs)
                     found.append((number, _bare(inputs), _bare(outputs)))
-        for buffer, before in kept.items():
-            buffer.copy_(before)
+        for buffer, content in kept.items():
+            buffer.copy_(content)
         return found
 
     def _made_up(self, known: tuple[tuple[int, ...], torch.dtype, bool]) -> torch.Tensor:
@@ -239,25 +195,13 @@ class Pipelined(Summed):
                     gradient.div_(scale)
         return Gradients(found, {})
 
-    def _not_finite(self) -> str:
-        """On this rank, before the sum over the copies."""
-        return first_not_finite(self._live, self._gradients)
-
-    def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
-        """Over the copies of the pipeline."""
-        flat, absent = super()._summed()
-        if self._strategy.copies > 1:
-            self._vector.sum(self._live.recipe.policy.wire_dtype, self._alike)
-        return flat, absent
-
     def _buffers(self, size: int) -> list[torch.Tensor]:
         """Each rank's: those of every stage as the rank of its pipeline with that stage has them."""
         found, layout = super()._buffers(size), self._live.flat.layout
         if not len(found[0]):
             return found
-        for rank in range(0, size, self._seats.ranks):
-            whole = torch.empty_like(found[rank])
-            members = self._seats.members(rank)
+        for members in self._seats.mesh.teams:
+            whole = torch.empty_like(found[0])
             for number, (segment, end) in enumerate(zip(layout.segments, layout.ends, strict=True)):
                 if segment.kind != "parameter":
                     place = slice(segment.start - layout.buffers_start, end - layout.buffers_start)
@@ -287,7 +231,7 @@ class Pipelined(Summed):
         """Through all stages, from rank ``source`` and back to it."""
         before = source
         for number in range(self._seats.count):
-            here = self._members[number % self._seats.ranks]
+            here = self._members[number % len(self._members)]
             value = self._moved(value, before, here)
             if self._rank == here:
                 value = (self._stages[number](*value),)
@@ -306,11 +250,6 @@ class Pipelined(Summed):
         box = [None]
         dist.recv_object_list(box, source, self._pipe, device)
         return box[0]
-
-
-def _wait(works: Sequence[Any]) -> None:
-    for work in works:
-        work.wait()
 
 
 def _part(batch: MiniBatch, rows: slice) -> MiniBatch:

@@ -16,6 +16,7 @@ from sparkdl.replica.flat import Layout, layout_of
 from sparkdl.replica.recipe import Recipe
 from sparkdl.session import context_of
 from sparkdl.sync.optimizer import OptimizerPlan
+from sparkdl.train.layers import check_cutting
 from sparkdl.train.reading import mappable
 from sparkdl.train.recipes import (
     build_model,
@@ -27,7 +28,6 @@ from sparkdl.train.recipes import (
 )
 from sparkdl.train.schedule import Schedule
 from sparkdl.train.stages import check_stages
-from sparkdl.train.strategy import FSDP, Pipeline
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.units import check_sharding
 
@@ -84,10 +84,12 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
     check_policy(policy, module, layout)
     check_compression(recipe, layout)
     optimizer = plan_optimizer(recipe, module, trainer.slices)
-    if isinstance(trainer.cutting, FSDP):
-        check_sharding(trainer.cutting, module, layout, optimizer)
-    if isinstance(trainer.cutting, Pipeline):
-        check_stages(trainer.cutting, module, layout, optimizer, policy)
+    if "shard" in trainer.parts:
+        check_sharding(trainer.parts["shard"], module, layout, optimizer)
+    if "tensor" in trainer.parts:
+        check_cutting(trainer.parts["tensor"], module, layout, optimizer)
+    if "pipe" in trainer.parts:
+        check_stages(trainer.parts["pipe"], module, layout, optimizer, policy)
     schedule = Schedule(optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric)
     return Prepared(recipe, payload, module, layout, optimizer, schedule)
 

@@ -31,8 +31,8 @@ from sparkdl.train.hints import (
     short,
     text_of,
 )
+from sparkdl.train.parallel import Parallel
 from sparkdl.train.stages import pass_sizes
-from sparkdl.train.strategy import Pipeline
 
 
 def try_model(
@@ -174,21 +174,23 @@ def check_single_rows(
     plan: EpochPlan,
     iterations: int | None,
     policy: Policy,
-    pipeline: Pipeline | None = None,
+    parallel: Parallel,
 ) -> None:
     """Raise :class:`ModelError` where a forward pass would have one row and the model needs more.
 
     Batch norm does. ``inputs``: what the model is called with; ``iterations`` is the last one of
-    the run, as far as it is known. ``pipeline``: that mini-batches flow through.
+    the run, as far as it is known. ``parallel``: how replicas share the work.
     """
+    pipeline = parallel.pipeline
     module.train()
     try:
         with seeded(0), torch.no_grad():
             module(*to_tensors([array[:1] for array in inputs], torch.device("cpu")))
     except Exception as error:
-        last = plan.num_iterations - 1
+        last, teams = plan.num_iterations - 1, parallel.mesh.teams
         for batch in (*range(min(last, _SEARCHED_BATCHES)), last):
-            counts = [stop - start for start, stop in plan.rows(batch)]
+            rows_of = [stop - start for start, stop in plan.rows(batch)]
+            counts = [sum(rows_of[rank] for rank in team) for team in teams]
             if pipeline is None:
                 single = any(_has_single(rows, policy) for rows in counts)
             else:

@@ -1,4 +1,4 @@
-"""What a rank of a gang builds: by its strategy, what it holds, and how gradients come together."""
+"""What a rank of a gang builds: by its strategies, what it holds, and how gradients come together."""
 
 from __future__ import annotations
 
@@ -7,59 +7,95 @@ from sparkdl.gang.member import Member
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.run import Run
+from sparkdl.step.replica import to_mini_batch
 from sparkdl.step.streaming import streams
 from sparkdl.train.batchnorm import synchronise
-from sparkdl.train.data_parallel import AtOnce, DataParallel, Summed
+from sparkdl.train.data_parallel import AtOnce, DataParallel
 from sparkdl.train.exchanged import Exchanged
-from sparkdl.train.holding import Holding, Sharded, Whole
+from sparkdl.train.groups import Groups
+from sparkdl.train.holding import Cut, Holding, Sharded, Whole
+from sparkdl.train.parallel import Parallel
 from sparkdl.train.rank_memory import memory_given_back
-from sparkdl.train.shards import spans_of, spans_of_segments
-from sparkdl.train.strategy import FSDP, Pipeline, Strategy
+from sparkdl.train.shards import nested_rows, spans_of, spans_of_segments
+from sparkdl.train.summing import Summed
+from sparkdl.train.teams import Team
+
+Built = tuple[Holding, Summed | Exchanged]
 
 
-def hold(
-    recipe: Recipe,
-    run: Run,
-    strategy: Strategy,
-    spare: Batch,
-    member: Member,
-) -> tuple[Holding, Summed | Exchanged]:
-    """Build the replica: what this rank holds of it, and how gradients come together."""
-    held: Holding
-    rank, device = member.rank, member.device
-    if isinstance(strategy, FSDP):
-        from sparkdl.train.fully_sharded import FullySharded, sharded
+def hold(recipe: Recipe, run: Run, parallel: Parallel, spare: Batch, member: Member) -> Built:
+    """Build the replica: what this rank holds of it, and how gradients come together.
 
-        member.at_end.enter_context(memory_given_back())
-        live, whole = sharded(recipe, strategy, device)
-        shards = member.size // strategy.copies
-        spans = [spans_of(whole, shards, r) for r in range(shards)]
-        held = Sharded(live, whole, run, rank, strategy.copies, lambda r: spans[r % shards])
-        return held, FullySharded(live, [o.plan for o in held.owners.values()], rank, spare)
-    if isinstance(strategy, Pipeline):
-        from sparkdl.train.pipelined import Pipelined
-        from sparkdl.train.staged import staged
-
-        with memory_given_back():
-            cut = staged(recipe, strategy, rank, member.size, device)
-        numbers = cut.seats.numbers
-        held = Sharded(
-            cut.live,
-            cut.whole,
-            run,
-            rank,
-            strategy.copies,
-            lambda r: spans_of_segments(cut.whole, numbers(r)),
-        )
-        plans = [o.plan for o in held.owners.values()]
-        return held, Pipelined(cut, plans, rank, member.size, spare, strategy)
-    live = LiveReplica.of(recipe, device)
+    Raises :class:`sparkdl.ModelError` where its layers cannot be cut as the plan says.
+    """
+    if parallel.pipeline is not None:
+        return _in_stages(recipe, run, parallel, spare, member)
+    if parallel.fsdp is not None or parallel.tensor is not None:
+        return _in_parts(recipe, run, parallel, spare, member)
+    live = LiveReplica.of(recipe, member.device)
     if recipe.policy.sync_batchnorm:
         synchronise(live.flat.module)
-    held = Whole(live, run, rank)
+    held = Whole(live, run, member.rank)
     if not streams(live):
-        return held, Exchanged(live, held.slices, held.owners, rank)
+        return held, Exchanged(live, held.slices, held.owners, member.rank)
     plans = [held.slices[n] for n in held.owners]
-    if AtOnce.suits(live, strategy):
-        return held, AtOnce(live, plans, rank, spare)
-    return held, DataParallel(live, plans, rank, spare, strategy)
+    if AtOnce.suits(live, parallel.ddp):
+        return held, AtOnce(live, plans, member.rank, spare)
+    return held, DataParallel(live, plans, member.rank, spare, parallel.ddp)
+
+
+def _in_stages(recipe: Recipe, run: Run, parallel: Parallel, spare: Batch, member: Member) -> Built:
+    from sparkdl.train.pipelined import Pipelined
+    from sparkdl.train.staged import staged
+
+    assert parallel.pipeline is not None
+    rank, mesh = member.rank, parallel.mesh
+    with memory_given_back():
+        made = staged(recipe, parallel.pipeline, mesh, rank, member.device)
+    numbers = made.seats.numbers
+    cut = Cut(made.live, made.whole, mesh, lambda r: spans_of_segments(made.whole, numbers(r)))
+    held = Sharded(cut, run, rank)
+    plans = [owner.plan for owner in held.owners.values()]
+    groups = Groups(parallel, member.device)
+    return held, Pipelined(made, plans, rank, spare, parallel.pipeline, groups)
+
+
+def _in_parts(recipe: Recipe, run: Run, parallel: Parallel, spare: Batch, member: Member) -> Built:
+    """Of every unit, or every layer, or both."""
+    from sparkdl.train.fully_sharded import FullySharded, sharded
+    from sparkdl.train.tensor_parallel import (
+        ByRows,
+        TensorParallel,
+        cut_by_layer,
+        layer_by_layer,
+        repeated,
+    )
+
+    rank, mesh, groups = member.rank, parallel.mesh, Groups(parallel, member.device)
+    if parallel.tensor is not None:
+        member.at_end.enter_context(layer_by_layer())
+    if parallel.fsdp is not None:
+        member.at_end.enter_context(memory_given_back())
+        live, whole = sharded(recipe, parallel, groups, spare, member.device)
+    else:
+        assert parallel.tensor is not None
+        layers = groups.mesh("tensor")
+        live, whole = cut_by_layer(recipe, parallel.tensor, layers, spare, member.device)
+    names = [name for name in ("shard", "tensor") if name in parallel.parts]
+    rows = [
+        nested_rows([(mesh.sizes[name], mesh.place(r, name)) for name in names])
+        for r in range(mesh.size)
+    ]
+    like = to_mini_batch(spare, live, classes=False)
+    team = Team(mesh, rank, groups.along("tensor"), live, like)
+    cut = Cut(live, whole, mesh, lambda r: spans_of(whole, rows[r]))
+    if parallel.tensor is not None:
+        turned = ByRows(live, whole, groups.mesh(*names), rows[rank])
+        part = mesh.place(rank, "tensor")
+        again = repeated(live, groups.mesh("tensor"), part)
+        cut = Cut(live, whole, mesh, cut.spans, turned, again)
+    held = Sharded(cut, run, rank)
+    plans = [owner.plan for owner in held.owners.values()]
+    if parallel.fsdp is not None:
+        return held, FullySharded(live, plans, rank, spare, mesh, team)
+    return held, TensorParallel(live, plans, rank, spare, team, groups.along("data"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sparkdl.data.assemble import Batch
 from sparkdl.replica.run import Run
 from sparkdl.sync.records import ReplicaReport, SliceReport
-from sparkdl.train.strategy import Strategy
+from sparkdl.train.parallel import Parallel
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Setup:
     recipe: bytes
     spare: Batch
     checksums: tuple[int, ...]
-    strategy: Strategy
+    parallel: Parallel
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ or rows of tables (:mod:`sparkdl.train.exchanged`). What follows is as in the ot
 of a slice regularises, clips and updates it. With the strategy "ddp" there is one slice, and every
 rank updates all of it; with "zero1" rank n owns slice n alone, keeps the optimizer's state of it (ZeRO,
 stage 1: Rajbhandari et al., 2020), and sends its new weights to the others. With "fsdp" a rank has
-its shards of all parameters, and updates these (:mod:`sparkdl.train.fully_sharded`); with "pipeline"
-it has some layers (:mod:`sparkdl.train.pipelined`).
+its shards of all parameters, and updates these (:mod:`sparkdl.train.fully_sharded`); with "tensor"
+it has its part of the layers that are cut (:mod:`sparkdl.train.tensor_parallel`); with "pipeline" it
+has some layers (:mod:`sparkdl.train.pipelined`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from sparkdl.clock import Clock
 from sparkdl.data.assemble import Assembly
 from sparkdl.data.handle import SampleHandle
 from sparkdl.data.mapped import close_partitions, open_partition
+from sparkdl.errors import ModelError
 from sparkdl.gang.member import Member
 from sparkdl.infer.scoring import Scorer
 from sparkdl.infer.validate import score_partition
@@ -44,7 +46,6 @@ from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.records import ReplicaReport, SliceReport, Step
 from sparkdl.sync.state import SliceState
 from sparkdl.train.background import Background, Results, copied_residuals, on_copies
-from sparkdl.train.data_parallel import gathered
 from sparkdl.train.engine import BEST, CURRENT, ReadState, Uses, weights_of
 from sparkdl.train.exchanged import Exchanged
 from sparkdl.train.holding import States
@@ -58,6 +59,7 @@ from sparkdl.train.node_files import (
 )
 from sparkdl.train.rank_building import hold
 from sparkdl.train.rank_records import RankStep, Setup, Standing
+from sparkdl.train.summing import gathered
 
 
 @dataclass(frozen=True)
@@ -111,18 +113,23 @@ class Rank:
             train.checksum == self._setup.checksums[self._member.rank],
         )
 
-    def begin(self) -> None:
-        """All ranks are where their samples are: make them one."""
+    def begin(self) -> ModelError | None:
+        """All ranks are where their samples are: make them one. What is wrong with how the model is cut
+        is the result."""
         if self._handles[0].num_rows:
             self._partition = open_partition(self._handles[0])
         setup = self._setup
-        self._held, self._way = hold(
-            self._recipe, self._run, setup.strategy, setup.spare, self._member
-        )
+        try:
+            self._held, self._way = hold(
+                self._recipe, self._run, setup.parallel, setup.spare, self._member
+            )
+        except ModelError as error:
+            return error
         policy, owners = self._recipe.policy, self._held.owners.values()
         kinds = [type(o) for owner in owners for o in owner.optimizer.mirrors()]
         leaves_out = policy.on_nan == "skip" or policy.scales_loss
         self._agrees = leaves_out or any(wants_loss(kind) for kind in kinds)  # type: ignore[arg-type]
+        return None
 
     def answers_for(self, number: int) -> bool:
         """Whether this rank, of those that own slice ``number``, speaks for it."""
@@ -223,7 +230,7 @@ class Rank:
             if owner.clips_norm:
                 state = self._held.states[n]
                 known[n] = owner.reduce(contributions[n], state.weights, _dense(owner, state))
-                squares[n] = owner.squared_norm(known[n])
+                squares[n] = self._held.counted[n].squared_norm(known[n])
         if known and self._run.slices > 1:
             mine = squares if self._held.first else [0.0] * len(squares)
             squares = [many[r] for r, many in enumerate(gathered(mine))]
@@ -240,7 +247,8 @@ class Rank:
                 loss=loss,
                 keep=_dense(owner, state) if step.histograms else None,
             )
-            histograms = owner.histograms(state, updated.reduced) if step.histograms else {}
+            told = self._held.counted[n]
+            histograms = told.histograms(state, updated.reduced) if step.histograms else {}
             clock.lap("update")
             if self._held.first:
                 slices.append(

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 
 from sparkdl.errors import DamagedCheckpoint
-from sparkdl.replica.flat import Layout
+from sparkdl.replica.flat import ALIGNMENT, Layout
 from sparkdl.sync.packing import join_files, split_files
 from sparkdl.sync.plan import Piece, SlicePlan
 from sparkdl.sync.state import SliceState
@@ -51,14 +52,47 @@ def rows_of(rows: int, ranks: int, rank: int) -> tuple[int, int]:
     return min(rank * each, rows), min((rank + 1) * each, rows)
 
 
-def spans_of(layout: Layout, ranks: int, rank: int) -> list[Span]:
-    """What rank ``rank`` has of the flat vector, in ascending order. The buffers every rank has."""
+RowsOf: TypeAlias = Callable[[int], tuple[int, int]]
+"""Which rows a rank has of a parameter with so many."""
+
+
+def nested_rows(cuts: Sequence[tuple[int, int]]) -> RowsOf:
+    """The rows of a rank that is the r-th of n along each dimension of a mesh, outermost first:
+    ``cuts``: (n, r)."""
+
+    def rows(count: int) -> tuple[int, int]:
+        first, last = 0, count
+        for ranks, rank in cuts:
+            low, high = rows_of(last - first, ranks, rank)
+            first, last = first + low, first + high
+        return first, last
+
+    return rows
+
+
+def layout_of_rows(layout: Layout, rows: RowsOf) -> Layout:
+    """Of a rank that has these rows of every parameter, and all buffers."""
+    segments, position, step = [], 0, ALIGNMENT // layout.dtype.itemsize
+    for segment in layout.segments:
+        if segment.kind == "parameter":
+            low, high = rows(segment.shape[0])
+            shape = (high - low, *segment.shape[1:])
+            segment = replace(segment, start=position, length=math.prod(shape), shape=shape)
+        else:
+            segment = replace(segment, start=position)
+        segments.append(segment)
+        position += math.ceil(segment.length / step) * step
+    return Layout(tuple(segments), layout.dtype, position)
+
+
+def spans_of(layout: Layout, rows: RowsOf) -> list[Span]:
+    """What a rank with these rows has of the flat vector, in ascending order. The buffers all have."""
     found = []
     for number, (segment, end) in enumerate(zip(layout.segments, layout.ends, strict=True)):
         if segment.kind != "parameter" or not segment.length:
             continue
         width = math.prod(segment.shape[1:])
-        low, high = (segment.start + row * width for row in rows_of(segment.shape[0], ranks, rank))
+        low, high = (segment.start + row * width for row in rows(segment.shape[0]))
         if low < high:
             found.append(Span(number, low, end if high == segment.stop else high, high - low))
     return [*found, *_buffers_of(layout)]

@@ -13,6 +13,7 @@ from sparkdl.replica.flat import FlatModule, Layout, layout_of
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import Recipe
 from sparkdl.step.compute import autocasting
+from sparkdl.train.mesh import Mesh
 from sparkdl.train.stages import Items, bounds_of, chain_of
 from sparkdl.train.strategy import Pipeline
 
@@ -36,28 +37,19 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True)
 class Seats:
-    """Who has what: ``count`` stages, stage s at the rank of place s % ``ranks`` of each copy of the
-    pipeline. ``places``: for each segment of the model's layout, the place of its stage."""
+    """Who has what: ``count`` stages, stage s at the rank of place s % ``mesh.pipe`` of each copy of
+    the pipeline. ``places``: for each segment of the model's layout, the place of its stage."""
 
     count: int
-    ranks: int
+    mesh: Mesh
     places: tuple[int, ...]
 
     def stages(self, rank: int) -> range:
-        return range(rank % self.ranks, self.count, self.ranks)
-
-    def members(self, rank: int) -> range:
-        """The ranks of its pipeline."""
-        first = rank - rank % self.ranks
-        return range(first, first + self.ranks)
-
-    def peers(self, rank: int, size: int) -> range:
-        """The ranks with the same stages."""
-        return range(rank % self.ranks, size, self.ranks)
+        return range(self.mesh.place(rank, "pipe"), self.count, self.mesh.pipe)
 
     def numbers(self, rank: int) -> list[int]:
         """Of the segments of its stages."""
-        return [n for n, place in enumerate(self.places) if place == rank % self.ranks]
+        return [n for n, p in enumerate(self.places) if p == self.mesh.place(rank, "pipe")]
 
 
 @dataclass(frozen=True)
@@ -72,12 +64,12 @@ class Staged:
 
 
 def staged(
-    recipe: Recipe, strategy: Pipeline, rank: int, size: int, device: torch.device
+    recipe: Recipe, strategy: Pipeline, mesh: Mesh, rank: int, device: torch.device
 ) -> Staged:
     """Build the replica, and let go of what other ranks have. ``strategy``: with every cut named."""
     module = recipe.build()
     whole, items = layout_of(module), chain_of(module)
-    bounds, ranks = bounds_of(strategy, items), size // strategy.copies
+    bounds = bounds_of(strategy, items)
     cuts = list(itertools.pairwise(bounds))
     stage_of = {
         id(tensor): stage
@@ -86,8 +78,8 @@ def staged(
         for tensor in itertools.chain(item.parameters(), item.buffers())
     }
     tensors = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
-    places = tuple(stage_of[id(tensors[segment.name])] % ranks for segment in whole.segments)
-    seats = Seats(len(cuts), ranks, places)
+    places = tuple(stage_of[id(tensors[segment.name])] % mesh.pipe for segment in whole.segments)
+    seats = Seats(len(cuts), mesh, places)
     mine = seats.stages(rank)
     for parameter in module.parameters():
         if stage_of[id(parameter)] not in mine:

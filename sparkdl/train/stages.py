@@ -121,11 +121,11 @@ def _first_of(items: Items, name: str) -> int:
 
 def check_split(strategy: Pipeline, module: nn.Module, ranks: int) -> None:
     """Raise where the model does not have as many stages as there must be for so many ranks."""
-    items, count = chain_of(module), strategy.stages(ranks)
+    items, count = chain_of(module), ranks * strategy.stages_per_rank
     if len(items) < count:
         raise ParameterError(
             f'strategy="pipeline" with {count} stages: the model is a chain of {len(items)} modules. '
-            "Use fewer replicas, or more copies of the pipeline, strategy=sparkdl.Pipeline(copies=...)."
+            'Use fewer replicas, or copies of the pipeline, mesh={"data": ..., "pipe": ...}.'
         )
     if strategy.split:
         _check_named(items, strategy, count)
@@ -167,7 +167,7 @@ def with_split(
 
     Work is counted in floating-point operations of the multiplications in a forward pass.
     """
-    items, count = chain_of(module), strategy.stages(ranks)
+    items, count = chain_of(module), ranks * strategy.stages_per_rank
     starts = [_first_of(items, name) for name in strategy.split]
     costs, outputs = _tried(module, items, inputs)
     if not starts:
@@ -258,9 +258,7 @@ def micro_batches(rows: int, accumulate: int, count: int) -> list[tuple[int, int
 
 
 def pass_sizes(strategy: Pipeline, rows: Sequence[int], accumulate: int) -> Iterator[set[int]]:
-    """The rows of a forward pass that there will be, for each copy of the pipeline. ``rows``: of each
-    rank's part of a mini-batch."""
-    ranks = len(rows) // strategy.copies
-    for first in range(0, len(rows), ranks):
-        together = sum(rows[first : first + ranks])
+    """The rows of a forward pass that there will be, for each copy of the pipeline. ``rows``: those of
+    a mini-batch that are each copy's."""
+    for together in rows:
         yield {each for _, each, _ in micro_batches(together, accumulate, strategy.micro_batches)}

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
-from sparkdl.errors import ParameterError, nearest
+from sparkdl.errors import nearest
 from sparkdl.replica.policy import PRECISIONS
 
-STRATEGIES = ("ddp", "zero1", "fsdp", "pipeline")
+STRATEGIES = ("ddp", "zero1", "fsdp", "tensor", "pipeline")
 SCHEDULES = ("1f1b", "gpipe")
+WAYS = ("column", "row")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class DDP:
     state of that part only (ZeRO, stage 1: Rajbhandari et al., 2020), which is the strategy "zero1".
     """
 
+    word: ClassVar[str] = "ddp"
+    dimension: ClassVar[str] = "data"
     bucket_cap_mb: float = 25.0
     static_graph: bool = False
     shard_optimizer: bool = False
@@ -42,16 +45,36 @@ class FSDP:
     ``reshard_after_forward``: gather each unit again in backward (stage 3), or keep it from forward to
     backward (False, stage 2: faster, more memory). ``param_dtype``: what weights are gathered and
     computed with in, "fp32" (the model's dtype), "bf16" or "fp16"; the shards stay as they are.
-    ``copies``: of the cut model. With 2, and 8 ranks, ranks 0 to 3 have one and ranks 4 to 7 the other:
-    weights are gathered among four, on one node say, and sums of gradients alone go further (hybrid
-    sharding).
+    With ``Trainer(mesh={"data": 2, "shard": 4})`` ranks 0 to 3 have one cut model and ranks 4 to 7
+    another: weights are gathered among four, on one node say, and sums of gradients alone go further
+    (hybrid sharding).
     """
 
     word: ClassVar[str] = "fsdp"
+    dimension: ClassVar[str] = "shard"
     units: Sequence[str] = ()
     reshard_after_forward: bool = True
     param_dtype: str = "fp32"
-    copies: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """Cut layers over the ranks, so that each computes its part of every one, with torch's
+    ``parallelize_module`` (Shoeybi et al., 2019). All ranks see all samples of a mini-batch; each has
+    the weights, gradients and optimizer state of its parts of the layers that are cut, and the whole
+    of the others.
+
+    ``plan``: how submodules, by name or pattern, are cut: "column" (an ``nn.Linear``'s outputs, or an
+    ``nn.Embedding``'s), "row" (an ``nn.Linear``'s inputs, or an ``nn.Embedding``'s rows; what comes out
+    is summed), or a style of :mod:`torch.distributed.tensor.parallel`. A layer cut by column is
+    followed by one cut by row, with nothing between them but what treats every element by itself. By
+    default the pairs of ``nn.Linear`` of which that can be seen: in a ``Sequential``, with an
+    activation between them, and in torch's transformer layers.
+    """
+
+    word: ClassVar[str] = "tensor"
+    dimension: ClassVar[str] = "tensor"
+    plan: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,58 +88,46 @@ class Pipeline:
     (S - 1) of (micro_batches + S - 1) of the time. ``schedule``: "1f1b", in which a stage goes backward
     as soon as it can and keeps the activations of S micro-batches at most, or "gpipe", first all
     forward, then all backward. ``stages_per_rank``: with 2, ranks 0 and 1 have stages 0 and 2, and 1
-    and 3: less idling, more messages (interleaved: Narayanan et al., 2021). ``copies``: of the
-    pipeline. With 2, and 4 ranks, ranks 0 and 1 are one and ranks 2 and 3 another, each of which
-    takes half of every mini-batch: hybrid parallelism.
+    and 3: less idling, more messages (interleaved: Narayanan et al., 2021). With
+    ``Trainer(mesh={"data": 2, "pipe": 2})`` ranks 0 and 1 are one pipeline and ranks 2 and 3 another,
+    each of which takes half of every mini-batch: hybrid parallelism.
     """
 
     word: ClassVar[str] = "pipeline"
+    dimension: ClassVar[str] = "pipe"
     split: Sequence[str] = ()
     micro_batches: int = 4
     schedule: str = "1f1b"
     stages_per_rank: int = 1
-    copies: int = 1
-
-    def stages(self, ranks: int) -> int:
-        """Of each pipeline, where the gang has so many ranks."""
-        return ranks // self.copies * self.stages_per_rank
 
 
-Strategy: TypeAlias = DDP | FSDP | Pipeline
+Strategy: TypeAlias = DDP | FSDP | Tensor | Pipeline
 
 
-def strategy_of(strategy: str | Strategy) -> Strategy:
+def strategy_of(word: str) -> Strategy:
     """What a word stands for."""
-    if isinstance(strategy, str):
-        known: dict[str, Strategy] = {"fsdp": FSDP(), "pipeline": Pipeline()}
-        return known.get(strategy, DDP(shard_optimizer=strategy == "zero1"))
-    return strategy
+    known: dict[str, Strategy] = {"fsdp": FSDP(), "tensor": Tensor(), "pipeline": Pipeline()}
+    return known.get(word, DDP(shard_optimizer=word == "zero1"))
 
 
-def check_ranks(strategy: FSDP | Pipeline, ranks: int) -> None:
-    """Raise :class:`sparkdl.ParameterError` where the copies do not fit the number of ranks."""
-    if ranks % strategy.copies:
-        raise ParameterError(
-            f"strategy={type(strategy).__name__}(copies={strategy.copies}) with {ranks} replicas: each "
-            "copy needs as many ranks as the others."
-        )
-
-
-def problems_of(strategy: Any) -> Iterator[str]:
-    """What is wrong with ``Trainer.strategy``."""
-    if strategy in (DDP, FSDP, Pipeline):
+def problems_of_strategy(strategy: Any) -> Iterator[str]:
+    """What is wrong with one, or with the word for one."""
+    if isinstance(strategy, type) and issubclass(strategy, Strategy):
         name = strategy.__name__
         yield f"strategy is the class {name}: give an instance, sparkdl.{name}()."
     elif isinstance(strategy, DDP):
         yield from (f"strategy=DDP({problem}" for problem in _of_ddp(strategy))
     elif isinstance(strategy, FSDP):
         yield from (f"strategy=FSDP({problem}" for problem in _of_fsdp(strategy))
+    elif isinstance(strategy, Tensor):
+        yield from (f"strategy=Tensor({problem}" for problem in _of_tensor(strategy))
     elif isinstance(strategy, Pipeline):
         yield from (f"strategy=Pipeline({problem}" for problem in _of_pipeline(strategy))
     elif not isinstance(strategy, str) or strategy not in STRATEGIES:
         yield (
             f'strategy="{strategy}": use one of {", ".join(STRATEGIES)}, sparkdl.DDP(...), '
-            f"sparkdl.FSDP(...) or sparkdl.Pipeline(...).{nearest(str(strategy), STRATEGIES)}"
+            "sparkdl.FSDP(...), sparkdl.Tensor(...) or sparkdl.Pipeline(...)."
+            f"{nearest(str(strategy), STRATEGIES)}"
         )
 
 
@@ -135,21 +146,34 @@ def _of_fsdp(strategy: FSDP) -> Iterator[str]:
         yield f'units={units!r}): give a list of names or patterns, such as ["layers.*"].'
     if not isinstance(strategy.reshard_after_forward, bool):
         yield f"reshard_after_forward={strategy.reshard_after_forward!r}): give True or False."
-    yield from _counts(strategy, "copies")
     if strategy.param_dtype not in PRECISIONS:
         yield f'param_dtype="{strategy.param_dtype}"): use one of {", ".join(PRECISIONS)}.'
+
+
+def _of_tensor(strategy: Tensor) -> Iterator[str]:
+    plan = strategy.plan
+    if not isinstance(plan, Mapping) or not all(isinstance(name, str) for name in plan):
+        yield f'plan={plan!r}): give ways by name or pattern, such as {{"0": "column", "2": "row"}}.'
+        return
+    for name, way in plan.items():
+        torch_style = any(kind.__name__ == "ParallelStyle" for kind in type(way).__mro__)
+        if not torch_style and way not in WAYS:
+            yield (
+                f'plan={{"{name}": {way!r}}}): use "column", "row", or a style of '
+                f"torch.distributed.tensor.parallel.{nearest(str(way), WAYS)}"
+            )
 
 
 def _of_pipeline(strategy: Pipeline) -> Iterator[str]:
     split = strategy.split
     if not isinstance(split, (list, tuple)) or not all(isinstance(n, str) for n in split):
         yield f'split={split!r}): give a list of names of modules, such as ["3", "6"].'
-    yield from _counts(strategy, "micro_batches", "stages_per_rank", "copies")
+    yield from _counts(strategy, "micro_batches", "stages_per_rank")
     if strategy.schedule not in SCHEDULES:
         yield f'schedule="{strategy.schedule}"): use one of {", ".join(SCHEDULES)}.'
 
 
-def _counts(strategy: FSDP | Pipeline, *names: str) -> Iterator[str]:
+def _counts(strategy: Pipeline, *names: str) -> Iterator[str]:
     for name in names:
         value = getattr(strategy, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -20,8 +20,9 @@ from sparkdl.sync.compression import GradBucket
 from sparkdl.train.callbacks import Callback
 from sparkdl.train.checkpoint import Checkpoint
 from sparkdl.train.checks import problems_of, problems_of_start
+from sparkdl.train.parallel import parts_of
 from sparkdl.train.state import TrainState
-from sparkdl.train.strategy import FSDP, Pipeline, Strategy, strategy_of
+from sparkdl.train.strategy import Strategy
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.triggers import MaxEpoch, Trigger
 from sparkdl.train.validation import Validation
@@ -87,11 +88,18 @@ class Trainer:
     engine: str = "shuffle"
     """"shuffle" (Spark jobs, which lose nothing), "gang" (all replicas at once, torch.distributed
     between them: for fast networks and short steps) or "local" (this process, for debugging)."""
-    strategy: str | Strategy = "ddp"
+    strategy: str | Strategy | Sequence[str | Strategy] = "ddp"
     """How a gang shares the work: "ddp" (every rank updates all weights), "zero1" (each rank updates
     its part, and keeps the optimizer's state of that part only), "fsdp" (each rank also keeps its part
-    of the weights and gradients only) or "pipeline" (each rank has some of the layers);
-    :class:`sparkdl.DDP`, :class:`sparkdl.FSDP` and :class:`sparkdl.Pipeline` say more."""
+    of the weights and gradients only), "tensor" (each rank computes its part of each layer) or
+    "pipeline" (each rank has some of the layers); :class:`sparkdl.DDP`, :class:`sparkdl.FSDP`,
+    :class:`sparkdl.Tensor` and :class:`sparkdl.Pipeline` say more. A list is of "fsdp" and "tensor"
+    together."""
+    mesh: Mapping[str, int] | None = None
+    """How many ranks of a gang there are along each way of sharing the work, outermost first: "data"
+    (copies of the model), "pipe" (stages), "shard" (of "fsdp"), "tensor"; the product is ``replicas``.
+    With ``{"data": 2, "pipe": 2}`` ranks 0 and 1 are a pipeline and ranks 2 and 3 another. What is
+    not named is 1, "data" what is left. None: all ranks along the strategy's own."""
     accumulate: int = 1
     """Micro-batches that a replica's mini-batch goes through in, one after another: less memory."""
     local_steps: int = 1
@@ -173,12 +181,9 @@ class Trainer:
         return (self.label,) if isinstance(self.label, str) else tuple(self.label)
 
     @property
-    def cutting(self) -> FSDP | Pipeline | None:
-        """How a gang cuts the model, if this is one that does."""
-        strategy = strategy_of(self.strategy)
-        if self.engine == "gang" and isinstance(strategy, (FSDP, Pipeline)):
-            return strategy
-        return None
+    def parts(self) -> dict[str, Any]:
+        """The strategies of a gang, by their dimensions of the mesh."""
+        return parts_of(self.strategy, self.mesh) if self.engine == "gang" else {}
 
     @property
     def policy(self) -> Policy:

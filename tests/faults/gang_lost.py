@@ -34,6 +34,10 @@ def rows() -> dict[str, tuple[dict, list[Fault]]]:
             [at(job="fb", iteration=7, partition=1).kill_executor()],
         ),
         "executor killed, fsdp": (FSDP, [at(job="fb", iteration=7, partition=1).kill_executor()]),
+        "rank killed at a validation, fsdp": (
+            FSDP,
+            [at(job="validation", iteration=4, partition=1).kill_worker()],
+        ),
         "none, pipeline": (PIPELINE, []),
         "rank killed, pipeline": (
             PIPELINE,

@@ -1,6 +1,7 @@
-"""Script: four ranks, two copies of a model each cut in two; then on with another strategy.
+"""Script: four ranks, a model that is cut in several ways; then on with another strategy.
 
-Of two models: one whose rows meet in a batch norm, and one for pipelines, whose rows do not.
+Of three models: one whose rows meet in a batch norm, one for pipelines, whose rows do not, and one of
+layers that are cut.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ ENDS: dict[str, dict] = {
     "local": {"engine": "local"},
     "zero1": {"strategy": "zero1"},
     "one copy": {"strategy": "fsdp"},
-    "two copies": {"strategy": sparkdl.FSDP(copies=2)},
+    "two copies": {"mesh": {"data": 2, "shard": 2}},
 }
 PIPELINES: dict[str, dict] = {
     "one pipeline": {"strategy": "pipeline"},
-    "two pipelines": {"strategy": sparkdl.Pipeline(copies=2)},
+    "two pipelines": {"mesh": {"data": 2, "pipe": 2}},
 }
 
 
@@ -37,16 +38,42 @@ def model() -> nn.Module:
     )
 
 
+def paired() -> nn.Module:
+    """Two layers that are cut, and others; an output of fewer rows than ranks."""
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 7), nn.LayerNorm(7), nn.Linear(7, CLASSES)
+    )
+
+
 def rowwise() -> nn.Module:
     return nn.Sequential(
         nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.Tanh(), nn.Dropout(0.0), nn.Linear(16, CLASSES)
     )
 
 
-BEGINNINGS: dict[str, tuple[Any, Any, dict[str, dict]]] = {
-    "shards": (model, sparkdl.FSDP(units=["0"], copies=2), ENDS),
-    "pipelines": (rowwise, sparkdl.Pipeline(copies=2), ENDS | PIPELINES),
-    "interleaved": (rowwise, sparkdl.Pipeline(copies=2, stages_per_rank=2), PIPELINES),
+LAYERS: dict[str, dict] = {
+    "four parts": {"strategy": "tensor"},
+    "parts and copies": {"mesh": {"data": 2, "tensor": 2}},
+    "parts and shards": {"mesh": {"shard": 2, "tensor": 2}},
+}
+BEGINNINGS: dict[str, tuple[Any, dict, dict[str, dict]]] = {
+    "shards": (
+        model,
+        {"strategy": sparkdl.FSDP(units=["0"]), "mesh": {"data": 2, "shard": 2}},
+        ENDS,
+    ),
+    "pipelines": (rowwise, {"mesh": {"data": 2, "pipe": 2}}, ENDS | PIPELINES),
+    "interleaved": (
+        rowwise,
+        {"strategy": sparkdl.Pipeline(stages_per_rank=2), "mesh": {"pipe": 2}},
+        PIPELINES,
+    ),
+    "layers": (paired, {"mesh": {"data": 2, "tensor": 2}}, ENDS | LAYERS),
+    "shards of layers": (
+        paired,
+        {"strategy": [sparkdl.FSDP(units=["0", "2"]), "tensor"], "mesh": {"shard": 2, "tensor": 2}},
+        ENDS | LAYERS,
+    ),
 }
 """A model, how its training begins, and how it goes on."""
 
@@ -64,13 +91,13 @@ def main() -> None:
         records = spark.sparkContext.parallelize(rows, RANKS)
         df = spark.createDataFrame(records, "features array<double>, label long").cache()
         found = {}
-        for name, (made, strategy, ends) in BEGINNINGS.items():
+        for name, (made, beginning, ends) in BEGINNINGS.items():
             path = f"{given['path']}/{name}"
             common = partial(
                 trainer_of, model=made, replicas=RANKS, batch_size=12, clip_norm=0.3, ema=0.8
             )
             begun = common(
-                strategy=strategy,
+                **beginning,
                 checkpoint=sparkdl.Checkpoint(path, every=sparkdl.every(3)),
                 validation=sparkdl.Validation(df, metrics=["accuracy"], every=sparkdl.every(3)),
                 histograms=sparkdl.every(1),

@@ -236,15 +236,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ParameterError,
         'strategy=FSDP(param_dtype="fp8"): use one of fp32, bf16, fp16.',
     ),
-    "copies": (
-        {"strategy": FSDP(copies=0)},
-        ParameterError,
-        "strategy=FSDP(copies=0): give a whole number of at least 1.",
-    ),
     "copies that do not fit": (
-        {"strategy": FSDP(copies=3)},
+        {"strategy": "fsdp", "mesh": {"shard": 3}},
         ParameterError,
-        "strategy=FSDP(copies=3) with 2 replicas: each copy needs as many ranks as the others.",
+        "mesh={'shard': 3} has 3 ranks, and there are 2 replicas: give sizes whose product is "
+        "replicas.",
     ),
     "compression": (
         {"strategy": "fsdp", "compression": sparkdl.TopK(0.1)},

@@ -58,7 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
     "cut inside a block": {"strategy": Pipeline(split=["0.2"])},
     "interleaved": {"strategy": Pipeline(stages_per_rank=2)},
     "interleaved, all forward": {"strategy": Pipeline(stages_per_rank=2, schedule="gpipe")},
-    "copies of one stage": {"strategy": Pipeline(copies=2)},
+    "copies of one stage": {"mesh": {"data": 2, "pipe": 1}},
     "clipped by norm": {"clip_norm": 0.1},
     "clipped by value": {"clip_value": 0.02},
     "regularised": {"l1": 1e-3, "l2": {"*.weight": 1e-2}},
@@ -302,8 +302,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a word": (
         {"strategy": "pipelines"},
         ParameterError,
-        'strategy="pipelines": use one of ddp, zero1, fsdp, pipeline, sparkdl.DDP(...), '
-        'sparkdl.FSDP(...) or sparkdl.Pipeline(...). Did you mean "pipeline"?',
+        'strategy="pipelines": use one of ddp, zero1, fsdp, tensor, pipeline, sparkdl.DDP(...), '
+        'sparkdl.FSDP(...), sparkdl.Tensor(...) or sparkdl.Pipeline(...). Did you mean "pipeline"?',
     ),
     "split": (
         {"strategy": Pipeline(split="3")},
@@ -321,15 +321,16 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         'strategy=Pipeline(schedule="zb"): use one of 1f1b, gpipe.',
     ),
     "copies that do not fit": (
-        {"strategy": Pipeline(copies=3)},
+        {"mesh": {"data": 3, "pipe": 2}},
         ParameterError,
-        "strategy=Pipeline(copies=3) with 2 replicas: each copy needs as many ranks as the others.",
+        "mesh={'data': 3, 'pipe': 2} has 6 ranks, and there are 2 replicas: give sizes whose product "
+        "is replicas.",
     ),
     "more stages than modules": (
         {"strategy": Pipeline(stages_per_rank=4)},
         ParameterError,
         'strategy="pipeline" with 8 stages: the model is a chain of 6 modules. Use fewer replicas, or '
-        "more copies of the pipeline, strategy=sparkdl.Pipeline(copies=...).",
+        'copies of the pipeline, mesh={"data": ..., "pipe": ...}.',
     ),
     "too few cuts": (
         {"strategy": Pipeline(split=["1"], stages_per_rank=2)},

@@ -16,6 +16,7 @@ from sparkdl.train.checkpoint.slices import Part, recut
 from sparkdl.train.shards import (
     for_shards,
     for_slice,
+    nested_rows,
     parts_of,
     rows_of,
     spans_of,
@@ -82,7 +83,7 @@ def test_there_and_back(shapes, buffers, ranks, seed, average):
     expected = state_of(layout, seed, average)
     everything = Part(0, layout.size, whole.trainable_length, expected)
     slices = slice_plans(layout, ranks)
-    spans = [spans_of(layout, ranks, rank) for rank in range(ranks)]
+    spans = [spans_of(layout, nested_rows([(ranks, rank)])) for rank in range(ranks)]
     cut = [recut([everything], plan, layout.dtype) for plan in slices]
     sliced = [
         Part(plan.start, plan.stop, plan.trainable_length, state)
@@ -114,7 +115,7 @@ def test_there_and_back(shapes, buffers, ranks, seed, average):
 
 def test_a_part_that_is_missing_is_an_error():
     layout = layout_with([(4, 2)], 0)
-    spans = spans_of(layout, 2, 0)
+    spans = spans_of(layout, nested_rows([(2, 0)]))
     with pytest.raises(DamagedCheckpoint, match="exactly once"):
         state_from(own_layout([(4, 2)], 0, 2, 0), spans, [], layout.dtype)
 

@@ -1,0 +1,146 @@
+"""Ranks whose samples go through the same weights together, one model cut over all of them.
+
+Every rank has samples of its own, as in every engine. The ranks of a team bring theirs to where they
+are computed with, so that a team is one replica with all of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sparkdl.infer.predictor import evaluating
+from sparkdl.replica.live import LiveReplica
+from sparkdl.step.compute import MiniBatch
+from sparkdl.step.replica import Work
+from sparkdl.train.mesh import Mesh
+
+
+class Team:
+    """That of ``rank``; ``group``: of its ranks, where there are others. ``like``: some rows of the
+    data."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        live: LiveReplica,
+        like: MiniBatch,
+    ) -> None:
+        self.ranks = mesh.team(rank)
+        self._teams, self._rank, self._group = mesh.teams, rank, group
+        self._live, self._like = live, like
+
+    def weight(self, weights: Sequence[float]) -> float:
+        """What the team's samples count for. ``weights``: what each rank's do."""
+        return sum(weights[r] for r in self.ranks)
+
+    def as_one(self, work: Work) -> Work:
+        """``work``, as if all rows of each team were its first rank's."""
+        rows = [(0, 0)] * len(work.step.rows)
+        for team in self._teams:
+            rows[team[0]] = (
+                0,
+                sum(stop - start for start, stop in (work.step.rows[r] for r in team)),
+            )
+        return replace(work, replica=self.ranks[0], step=replace(work.step, rows=tuple(rows)))
+
+    def together(self, work: Work, weights: Sequence[float], own: MiniBatch | None) -> MiniBatch:
+        """All of the team's rows that count, on every rank."""
+        counts = self.counts(work, weights)
+        return MiniBatch(
+            self.inputs(counts, own, self.ranks), *self.targets(counts, own, self.ranks)
+        )
+
+    def counts(self, work: Work, weights: Sequence[float]) -> dict[int, int]:
+        """How many rows each rank of the team brings: those whose rows count for something."""
+        rows = work.step.rows
+        return {r: rows[r][1] - rows[r][0] for r in self.ranks if weights[r]}
+
+    def inputs(
+        self, counts: Mapping[int, int], own: MiniBatch | None, to: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Of all rows, on the ranks ``to``; nothing elsewhere."""
+        mine = None if own is None else own.inputs
+        return self._brought(counts, self._like.inputs, mine, to)
+
+    def targets(
+        self, counts: Mapping[int, int], own: MiniBatch | None, to: Sequence[int]
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Likewise the targets and weights."""
+        weighted, many = self._live.recipe.policy.weighted, len(self._like.targets)
+        like = [*self._like.targets, *([torch.empty(0).double()] if weighted else [])]
+        mine = None
+        if own is not None:
+            mine = [*own.targets, *([] if own.weights is None else [own.weights.double()])]
+        found = self._brought(counts, like, mine, to)
+        return found[:many], found[-1] if weighted and found else None
+
+    def _brought(
+        self,
+        counts: Mapping[int, int],
+        like: Sequence[torch.Tensor],
+        own: Sequence[torch.Tensor] | None,
+        to: Sequence[int],
+    ) -> list[torch.Tensor]:
+        """Tensors ``like`` these, of all rows, at the ranks ``to``, in the order of their ranks."""
+        works: list[Any] = []
+        if own is not None and self._rank in counts:
+            mine = [tensor.contiguous() for tensor in own]
+            works = [
+                dist.isend(tensor, r, self._group) for tensor in mine for r in to if r != self._rank
+            ]
+        found: list[torch.Tensor] = []
+        if self._rank in to:
+            total, device, start = sum(counts.values()), self._live.flat.flat.device, 0
+            for one in like:
+                found.append(torch.empty((total, *one.shape[1:]), dtype=one.dtype, device=device))
+            for rank, count in counts.items():
+                for n, tensor in enumerate(found):
+                    place = tensor[start : start + count]
+                    if rank != self._rank:
+                        works.append(dist.irecv(place, rank, self._group))
+                    elif own is not None:
+                        place.copy_(own[n])
+                start += count
+        for work in works:
+            work.wait()
+        return found
+
+    def scored(self, counts: Sequence[int], score: Callable[[], Any], most: int) -> Any:
+        """What ``score`` makes of this rank's batches: those of each rank in turn go through the model
+        on all of them. ``counts``: of every rank's batches. A team with fewer than ``most`` goes on
+        with rows that count for nothing."""
+        module, result = self._live.flat.module, None
+        for member in self.ranks:
+            if member == self._rank:
+                telling = module.register_forward_pre_hook(self._tell, prepend=True)
+                try:
+                    result = score()
+                finally:
+                    telling.remove()
+                continue
+            for inputs in self._told(member, counts[member]):
+                with evaluating(module):
+                    module(*inputs)
+        for _ in range(most - sum(counts[r] for r in self.ranks)):
+            with evaluating(module):
+                module(*self._like.inputs)
+        return result
+
+    def _tell(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        """The others, what this rank calls the model with."""
+        if len(self.ranks) > 1:
+            dist.broadcast_object_list([inputs], self._rank, self._group)
+
+    def _told(self, member: int, batches: int) -> Iterator[tuple[Any, ...]]:
+        device = self._live.flat.flat.device
+        for _ in range(batches):
+            box: list[Any] = [None]
+            dist.broadcast_object_list(box, member, self._group)
+            yield tuple(t.to(device) if isinstance(t, torch.Tensor) else t for t in box[0])

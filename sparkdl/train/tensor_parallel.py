@@ -1,0 +1,270 @@
+"""A replica whose layers are cut over ranks: torch's ``parallelize_module`` around a recipe's module.
+
+All ranks of a team compute the same rows, each its part of the layers that are cut and all of the
+others, whose gradients come out the same on each. So sums over copies of the model are all there is to
+do; a parameter that every rank of a team has is updated on each, and counts once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from sparkdl.clock import Clock
+from sparkdl.data.assemble import Batch
+from sparkdl.errors import ModelError
+from sparkdl.infer.predictor import evaluating
+from sparkdl.replica.flat import FlatModule, Layout, layout_of, local
+from sparkdl.replica.live import LiveReplica
+from sparkdl.replica.recipe import Recipe, seeded
+from sparkdl.step.compute import MiniBatch, forward_backward, to_tensors
+from sparkdl.step.replica import Work
+from sparkdl.sync.plan import SlicePlan
+from sparkdl.sync.state import SliceState
+from sparkdl.train.layers import plan_of
+from sparkdl.train.shards import RowsOf, layout_of_rows
+from sparkdl.train.strategy import Tensor
+from sparkdl.train.summing import Copied, gathered
+from sparkdl.train.teams import Team
+
+STYLES = {"column": ColwiseParallel, "row": RowwiseParallel}
+
+
+def parallelise(
+    recipe: Recipe,
+    module: nn.Module,
+    strategy: Tensor,
+    mesh: DeviceMesh,
+    spare: Batch,
+    device: torch.device,
+) -> None:
+    """Cut the layers of ``module`` over ``mesh``, which has one dimension. All ranks have built the
+    same, so nothing is sent.
+
+    Raises :class:`sparkdl.ModelError` where the model then puts out something else for ``spare``.
+    """
+    plan = plan_of(strategy, module, mesh.size())
+    styles = {n: STYLES[way]() if isinstance(way, str) else way for n, way in plan.items()}
+    inputs = to_tensors(spare.inputs, device)
+    right = _output(recipe.build().to(device), inputs)
+    parallelize_module(module.to(device), mesh, styles, src_data_rank=None)
+    try:
+        found = _output(module, inputs)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ModelError(
+            f"strategy=Tensor(plan=...): the model that is cut so fails. {reason}{_HINT}"
+        ) from error
+    if not _alike(right, found):
+        raise ModelError(
+            f"strategy=Tensor(plan=...): the model that is cut so puts out something else.{_HINT}"
+        )
+
+
+def cut_by_layer(
+    recipe: Recipe, strategy: Tensor, mesh: DeviceMesh, spare: Batch, device: torch.device
+) -> tuple[LiveReplica, Layout]:
+    """The replica with this rank's parts in its flat vector, and the layout of the whole."""
+    module = recipe.build()
+    layout = layout_of(module)
+    parallelise(recipe, module, strategy, mesh, spare, device)
+    return LiveReplica.around(recipe, FlatModule(module, device)), layout
+
+
+@contextlib.contextmanager
+def layer_by_layer() -> Iterator[None]:
+    """Inside the block torch's transformer layers call their linear layers, also in evaluation: the
+    fused operation that they have for it knows nothing of parts."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _output(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
+    """In evaluation."""
+    with evaluating(module), seeded(0):
+        return module(*inputs)
+
+
+_HINT = (
+    " A layer cut by column is followed by one cut by row, with nothing between them but what treats "
+    "every element by itself."
+)
+
+
+def _alike(right: Any, found: Any) -> bool:
+    if isinstance(right, torch.Tensor):
+        if not isinstance(found, torch.Tensor) or right.shape != found.shape:
+            return False
+        return torch.allclose(local(found), right, rtol=1e-2, atol=1e-3, equal_nan=True)
+    if isinstance(right, (tuple, list)):
+        return len(right) == len(found) and all(map(_alike, right, found))
+    return True
+
+
+class TensorParallel(Copied):
+    """Gradients of parts of layers; see the note above."""
+
+    def __init__(
+        self,
+        live: LiveReplica,
+        plans: list[SlicePlan],
+        rank: int,
+        spare: Batch,
+        team: Team,
+        alike: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__(live, plans, rank, spare)
+        self._team, self._alike = team, alike
+
+    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> float:
+        seed, scale = work.seed(), work.step.loss_scale
+        loss = forward_backward(self._live, batch, seed, scale, clock, share=share)
+        for _, parameter in self._live.flat.parameters:
+            gradient: Any = parameter.grad
+            if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
+                parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        return loss
+
+    def scored(self, batches: int, score: Any) -> Any:
+        """See :class:`sparkdl.train.summing.Summed`."""
+        assert self._team is not None
+        return self._team.scored([int(count) for (count,) in gathered([batches])], score, 0)
+
+
+def repeated(live: LiveReplica, mesh: DeviceMesh, place: int) -> frozenset[int]:
+    """The parameters, by number, that a rank before this one of its team has too. ``mesh``: of the
+    team, in which this rank is at ``place``."""
+    if place == 0:
+        return frozenset()
+    return frozenset(
+        number
+        for number, (_, parameter) in enumerate(live.flat.parameters)
+        if not _is_cut(parameter, mesh)
+    )
+
+
+def _is_cut(parameter: torch.Tensor, mesh: DeviceMesh) -> bool:
+    """Along the one dimension of ``mesh``."""
+    (dimension,) = mesh.mesh_dim_names or ()
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return dimension in names and parameter.placements[names.index(dimension)].is_shard()
+
+
+class ByRows:
+    """Between the parts of parameters that a rank has and rows, by way of one whole parameter after
+    another (:class:`sparkdl.train.holding.Turned`).
+
+    ``mesh``: of the ranks that have one model together; ``rows``: which are this rank's.
+    """
+
+    def __init__(self, live: LiveReplica, whole: Layout, mesh: DeviceMesh, rows: RowsOf) -> None:
+        self.layout = layout_of_rows(whole, rows)
+        self._whole, self._own, self._mesh, self._rows = whole, live.flat.layout, mesh, rows
+        self._cuts = [
+            (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
+            for _, p in live.flat.parameters
+        ]
+
+    def by_rows(self, state: SliceState) -> SliceState:
+        """See :class:`sparkdl.train.holding.Turned`."""
+
+        def rows(number: int, part: torch.Tensor) -> torch.Tensor:
+            low, high = self._rows(self._whole.segments[number].shape[0])
+            return self._all_of(number, part, self._cuts[number])[low:high]
+
+        return self._turned(state, self._own, self.layout, rows)
+
+    def as_cut(self, state: SliceState) -> SliceState:
+        """See :class:`sparkdl.train.holding.Turned`."""
+        by_row = self._mesh, [Shard(0)] * self._mesh.ndim
+
+        def part(number: int, rows: torch.Tensor) -> torch.Tensor:
+            found = self._all_of(number, rows.to(self._mesh.device_type), by_row)
+            cut = self._cuts[number]
+            if cut is None:
+                return found
+            mesh, placements = cut
+            known = DTensor.from_local(found, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            return known.redistribute(placements=placements).to_local()
+
+        return self._turned(state, self.layout, self._own, part)
+
+    def _all_of(self, number: int, part: torch.Tensor, cut: Any) -> torch.Tensor:
+        """The whole parameter out of every rank's part."""
+        if cut is None:
+            return part
+        mesh, placements = cut
+        shape = torch.Size(self._whole.segments[number].shape)
+        stride = torch.empty(shape, device="meta").stride()
+        known = DTensor.from_local(
+            part, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+        return known.full_tensor()
+
+    def _turned(self, state: SliceState, source: Layout, target: Layout, turn: Any) -> SliceState:
+        """``state`` of layout ``source`` as that of ``target``."""
+        known = self._agreed(state, source)
+        stop = max(s.stop for s in target.segments if s.kind == "parameter")
+        weights = torch.zeros(target.size, dtype=state.weights.dtype)
+        weights[target.buffers_start :] = state.weights[source.buffers_start :]
+        made = replace(known, weights=weights)
+        made.arrays = {n: torch.zeros(stop, dtype=a.dtype) for n, a in known.arrays.items()}
+        pairs = [(known.weights, weights)] + [(a, made.arrays[n]) for n, a in known.arrays.items()]
+        with _quietly():
+            for number in range(len(self._cuts)):
+                old, new = source.segments[number], target.segments[number]
+                for before, after in pairs:
+                    part = before[old.start : old.stop].view(old.shape)
+                    after[new.start : new.stop].view(new.shape).copy_(turn(number, part))
+        return made
+
+    def _agreed(self, state: SliceState, layout: Layout) -> SliceState:
+        """With what any rank keeps: one without rows of a parameter knows nothing of it."""
+        found: list[Any] = [
+            ({n: a.dtype for n, a in state.arrays.items()}, state.held, state.others)
+        ]
+        for dimension in range(self._mesh.ndim):
+            group = self._mesh.get_group(dimension)
+            boxes: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(boxes, found, group)
+            found = [known for box in boxes for known in box]
+        arrays, held, others = dict(state.arrays), dict(state.held), dict(state.others)
+        length = max((s.stop for s in layout.segments if s.kind == "parameter"), default=0)
+        for dtypes, its, its_others in found:
+            for name, dtype in dtypes.items():
+                if name not in arrays:
+                    arrays[name] = torch.zeros(length, dtype=dtype, device=state.weights.device)
+            held, others = {**its, **held}, {**its_others, **others}
+        return SliceState(state.weights, dict(sorted(arrays.items())), held, others)
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without torch's advice on how often it sends what was cut twice."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,388 @@
+"""Layers cut over the ranks: the training of one process.
+
+Sums over parts of a layer round otherwise than one multiplication: nothing here is equal to the bit,
+everything to 1e-5.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from gang_training import CLASSES, WIDTH, close, refused
+from gang_training import trainer_of as any_trainer
+from pyspark import cloudpickle
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleOutput,
+    SequenceParallel,
+)
+
+import sparkdl
+from sparkdl import ModelError, ParameterError, Tensor
+
+pytestmark = [pytest.mark.gang, pytest.mark.spark, pytest.mark.usefixtures("nothing_left")]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def model() -> nn.Module:
+    """Two layers that are cut and others; a parameter of fewer rows than ranks."""
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16),
+        nn.Tanh(),
+        nn.Linear(16, 8),
+        nn.LayerNorm(8),
+        nn.Linear(8, 1),
+        Spread(),
+    )
+
+
+class Spread(nn.Module):
+    """A number for each class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, CLASSES).view(1, CLASSES))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def hidden() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8), Last())
+
+
+class Last(nn.Module):
+    """Layers that no Sequential shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Words(nn.Module):
+    """A table and torch's transformer layer, without the biases of keys, which change nothing: their
+    gradient would be all rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(10, 8), nn.Linear(8, CLASSES)
+        self.block = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.block(self.table(words(x))).mean(1))
+
+
+class Normed(nn.Module):
+    """A norm that each rank computes for a part of the sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.first, self.norm = nn.Embedding(10, 8), nn.Identity(), nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.first(self.table(words(x))))
+        return self.down(torch.relu(self.up(x))).mean(1)
+
+
+def words(x: torch.Tensor) -> torch.Tensor:
+    return (x.abs() * 3).long().clamp(max=9)
+
+
+def trainer_of(**changes: Any) -> sparkdl.Trainer:
+    return any_trainer(**{"model": model, "strategy": "tensor", **changes})
+
+
+BY_HAND = Tensor(plan={"0": "column", "2": "row", "4.up": "column", "4.down": "row"})
+BY_SEQUENCE = Tensor(
+    plan={
+        "first": PrepareModuleOutput(
+            output_layouts=Replicate(), desired_output_layouts=Shard(1), use_local_output=False
+        ),
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": "row",
+    }
+)
+CASES: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "by hand": {"model": hidden, "strategy": BY_HAND},
+    "by pattern": {"model": hidden, "strategy": Tensor(plan={"*.up": "column", "*.down": "row"})},
+    "a transformer layer": {"model": Words},
+    "rows of a table": {"model": Words, "strategy": Tensor(plan={"table": "row"})},
+    "in styles of torch's": {"model": Normed, "strategy": BY_SEQUENCE},
+    "clipped by norm": {"clip_norm": 0.1},
+    "clipped by value": {"clip_value": 0.02},
+    "regularised": {"l1": 1e-3, "l2": {"*.weight": 1e-2}},
+    "average of the weights": {"ema": 0.8},
+    "micro-batches": {"accumulate": 3},
+    "weights of samples": {"weight": "weight"},
+    "weights of classes": {"class_weights": [1.0, 0.0, 2.0]},
+    "a frozen layer that is cut": {"freeze": ["0"]},
+    "checkpointed activations": {"activation_checkpointing": ["0", "2"]},
+    "two optimizers": {
+        "optimizer": {"0": partial(torch.optim.SGD, lr=0.1), "": partial(torch.optim.Adam, lr=0.01)}
+    },
+    "a schedule": {"schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=2)},
+    "shards of one rank": {"mesh": {"shard": 1, "tensor": 2}},
+    "copies of layers that are whole": {"mesh": {"data": 2, "tensor": 1}},
+}
+
+
+@pytest.mark.parametrize("sizes", [(20, 12), (30, 2), (0, 24)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_training_of_one_process(frames, case, sizes):
+    """Also where a rank has few rows, or none."""
+    df, run = frames(*sizes), trainer_of(**CASES[case])
+    there, here = run.fit(df), replace(run, engine="local").fit(df)
+    assert there.history.losses == pytest.approx(here.history.losses, rel=1e-5, abs=1e-5)
+    close(here, there)
+    if run.ema is not None:
+        close(here.ema, there.ema)
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 8, bias=False), nn.BatchNorm1d(8), Last()
+    )
+
+
+def test_batch_norm_over_the_mini_batch_of_all_parts(frames):
+    """The ranks' rows are one mini-batch, as those of a single replica are: here all the data."""
+    df = frames(20, 12)
+    run = trainer_of(model=normed, batch_size=32)
+    there, here = run.fit(df), replace(run, engine="local", replicas=1).fit(df)
+    assert there.history.losses == pytest.approx(here.history.losses, rel=1e-5, abs=1e-5)
+    close(here, there)
+    assert there.module[3].num_batches_tracked == 6
+
+
+@pytest.mark.parametrize("sizes", [(20, 12), (0, 24)], ids=str)
+@pytest.mark.parametrize("made", [model, Words])
+def test_validation_is_that_of_one_process(frames, sizes, made):
+    """Ranks have different numbers of batches to validate; histograms count each weight once."""
+    df = frames(*sizes)
+    validation = sparkdl.Validation(df, metrics=["accuracy"], best="loss", every=sparkdl.every(2))
+    validation = replace(validation, batch_size=5)
+    run = trainer_of(model=made, validation=validation, histograms=sparkdl.every(2))
+    there, here = run.fit(df), replace(run, engine="local").fit(df)
+    assert len(there.history.validations) == 3
+    for one, other in zip(there.history.validations, here.history.validations, strict=True):
+        assert one["metrics"] == pytest.approx(other["metrics"], rel=1e-4)
+    close(here, there)
+    close(here.best, there.best)
+
+
+def test_histograms_count_every_weight_once(frames):
+    df, found = frames(20, 12), []
+    for changes in ({}, {"engine": "local"}):
+        seen = Seen()
+        trainer_of(histograms=sparkdl.every(2), callbacks=[seen], **changes).fit(df)
+        found.append(seen.counts)
+    assert found[0] == found[1]
+    assert found[0]["weights/0.weight"] == WIDTH * 16
+
+
+class Seen(sparkdl.Callback):
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def on_iteration_end(self, trainer: sparkdl.Trainer, state: sparkdl.TrainState) -> None:
+        for name, histogram in (state.histograms or {}).items():
+            self.counts[name] = int(sum(histogram.counts))
+
+
+@pytest.mark.parametrize("precision", [{"precision": "bf16"}, {"precision": "fp16"}], ids=str)
+def test_lower_precision(frames, precision):
+    df = frames(20, 12)
+    there, exact = trainer_of(**precision).fit(df), trainer_of(engine="local").fit(df)
+    assert there.history.losses == pytest.approx(exact.history.losses, rel=2e-2)
+    assert there.history.losses != exact.history.losses
+    assert all(p.dtype == torch.float32 for p in there.module.parameters())
+
+
+CHANGES = [
+    ({"engine": "shuffle", "slices": 3}, {}),
+    ({"strategy": BY_HAND}, {"strategy": "tensor"}),
+    ({}, {"strategy": "fsdp"}),
+    ({}, {"strategy": "pipeline"}),
+    ({"strategy": "pipeline"}, {}),
+    ({}, {"engine": "local", "slices": 3}),
+]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    CHANGES,
+    ids=[
+        "shuffle to tensor",
+        "plan to plan",
+        "tensor to fsdp",
+        "tensor to pipeline",
+        "pipeline to tensor",
+        "tensor to local",
+    ],
+)
+def test_checkpoints_are_cut_anew(frames, tmp_path, first, then):
+    df, alike = frames(20, 12), {"model": hidden, "ema": 0.9}
+    checkpoint = sparkdl.Checkpoint(tmp_path, every=sparkdl.every(3))
+    whole = trainer_of(engine="local", slices=2, **alike).fit(df)
+    begun = trainer_of(**first, **alike, checkpoint=checkpoint, stop=sparkdl.max_iteration(3))
+    begun.fit(df)
+    ended = trainer_of(**then, **alike, checkpoint=checkpoint).fit(df, resume="latest")
+    assert ended.history.losses == pytest.approx(whole.history.losses, rel=1e-5, abs=1e-5)
+    close(whole, ended)
+    close(whole.ema, ended.ema)
+
+
+def test_it_goes_on_with_the_optimizer_state_it_kept(frames):
+    """Of a parameter of one row, which both ranks have, too."""
+    df, run = frames(16, 16), trainer_of()
+    whole = replace(run, engine="local", stop=sparkdl.max_epoch(2)).fit(df)
+    half = replace(run, keep_optimizer_state=True, stop=sparkdl.max_epoch(1)).fit(df)
+    once = replace(run, stop=sparkdl.max_epoch(1))
+    close(replace(once, engine="local").fit(df, start=half), once.fit(df, start=half))
+    run.partial_fit(df)
+    close(whole, run.partial_fit(df))
+
+
+def test_dropout_draws_the_same_on_all_parts(frames):
+    """What no rank has a part of is the same on each; so are two runs."""
+    df, layers = frames(20, 12), [*model(), nn.Dropout(0.5)]
+    run = trainer_of(model=partial(nn.Sequential, *layers))
+    one, other = run.fit(df), run.fit(df)
+    assert one.history.losses == other.history.losses
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "the class": (
+        {"strategy": Tensor},
+        ParameterError,
+        "strategy is the class Tensor: give an instance, sparkdl.Tensor().",
+    ),
+    "a way": (
+        {"strategy": Tensor(plan={"0": "columns"})},
+        ParameterError,
+        'strategy=Tensor(plan={"0": \'columns\'}): use "column", "row", or a style of '
+        'torch.distributed.tensor.parallel. Did you mean "column"?',
+    ),
+    "a list of names": (
+        {"strategy": Tensor(plan=["0"])},  # type: ignore[arg-type]
+        ParameterError,
+        "strategy=Tensor(plan=['0']): give ways by name or pattern, such as "
+        '{"0": "column", "2": "row"}.',
+    ),
+    "a name that is not there": (
+        {"strategy": Tensor(plan={"9": "column"})},
+        ModelError,
+        'strategy=Tensor: no submodule matches "9". The model has 0, 1, 2, 3, 4, 5.',
+    ),
+    "no linear layer": (
+        {"strategy": Tensor(plan={"3": "column"})},
+        ModelError,
+        'strategy=Tensor: "3" is a LayerNorm, and "column" is a way to cut an nn.Linear or an '
+        "nn.Embedding: name these, or give a style of torch.distributed.tensor.parallel.",
+    ),
+    "nothing to cut": (
+        {"model": partial(nn.Linear, WIDTH, CLASSES)},
+        ModelError,
+        'strategy="tensor" finds no two nn.Linear that follow each other, with an activation between '
+        "them and a width that 1 divides: name what to cut, strategy=sparkdl.Tensor("
+        'plan={"name": "column", "name": "row"}).',
+    ),
+    "a width that does not come out even": (
+        {"strategy": Tensor(plan={"4": "column"})},
+        ParameterError,
+        'strategy="tensor" with 2 parts: "4" has 1 outputs, which 2 does not divide. Choose another '
+        "width, or leave it out of the plan.",
+    ),
+    "whole tensors": (
+        {"optimizer": partial(torch.optim.Adafactor, lr=1e-2)},
+        ModelError,
+        'strategy="tensor" cuts tensors, and optimizer Adafactor needs whole ones: use '
+        'strategy="zero1", or an optimizer that treats every element by itself, such as AdamW.',
+    ),
+    "compression": (
+        {"compression": sparkdl.TopK(0.1)},
+        ParameterError,
+        'compression with strategy="tensor": torch sums the gradients itself. Use '
+        'strategy="zero1", or leave compression out.',
+    ),
+    "batch norm over all ranks": (
+        {"sync_batchnorm": True},
+        ParameterError,
+        'sync_batchnorm does not go with strategy="tensor": leave it out.',
+    ),
+    "stages of parts": (
+        {"strategy": ["tensor", "pipeline"], "mesh": {"pipe": 1, "tensor": 2}},
+        ParameterError,
+        'strategy: "tensor" and "pipeline" do not go together. "fsdp" and "tensor" do, and each of '
+        '"fsdp", "tensor" and "pipeline" with copies of itself, mesh={"data": ...}.',
+    ),
+    "no sizes": (
+        {"strategy": ["fsdp", "tensor"]},
+        ParameterError,
+        'strategy: "fsdp" and "tensor" together need sizes: give them, such as '
+        'mesh={"shard": 2, "tensor": 2}.',
+    ),
+    "a size is missing": (
+        {"mesh": {"shard": 2}},
+        ParameterError,
+        'mesh={\'shard\': 2} has no size of strategy="tensor": name "tensor" too.',
+    ),
+    "an unknown dimension": (
+        {"mesh": {"tensors": 2}},
+        ParameterError,
+        'mesh={\'tensors\': 2}: use data, pipe, shard, tensor, not "tensors". Did you mean "tensor"?',
+    ),
+    "sizes that are too large": (
+        {"mesh": {"data": 2, "tensor": 2}},
+        ParameterError,
+        "mesh={'data': 2, 'tensor': 2} has 4 ranks, and there are 2 replicas: give sizes whose product "
+        "is replicas.",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_told_before_the_data_are_read(frames, mistake):
+    changes, error, message = MISTAKES[mistake]
+    refused(lambda: trainer_of(**changes), frames(12, 12), error, message)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"0": "column"}, "the model that is cut so fails. "),
+        ({"4.down": ColwiseParallel()}, "the model that is cut so puts out something else. "),
+    ],
+    ids=["fails", "is another"],
+)
+def test_a_plan_that_changes_the_model_is_told_before_training(frames, plan, message):
+    made = hidden if "0" in plan else even
+    with pytest.raises(ModelError, match=message):
+        trainer_of(model=made, strategy=Tensor(plan=plan)).fit(frames(12, 12))
+
+
+def even() -> nn.Module:
+    layers = hidden()
+    layers[4].down = nn.Linear(12, 2 * CLASSES)
+    return layers
+
+
+def test_other_engines_take_no_notice(frames):
+    """One word changes the engine."""
+    df = frames(12, 12)
+    run = trainer_of(mesh={"data": 1, "tensor": 2}, engine="local")
+    same = replace(run, strategy="ddp", mesh=None)
+    assert run.fit(df).history.losses == same.fit(df).history.losses
