@@ -1,8 +1,9 @@
-"""Hybrid parallelism: four ranks, two copies of a model that is cut in two.
+"""Hybrid parallelism: four ranks, in a mesh of two by two.
 
-Ranks 0 and 1 are one pipeline, ranks 2 and 3 another; each takes half of every mini-batch, and the
-gradients of the two are summed. The same with shards instead of stages is ``sparkdl.FSDP(copies=2)``:
-weights are then gathered within a pair only. Both are compared with one process here.
+With ``mesh={"data": 2, "pipe": 2}`` ranks 0 and 1 are one pipeline, ranks 2 and 3 another; each takes
+half of every mini-batch, and the gradients of the two are summed. With "shard" instead of "pipe"
+weights are gathered within a pair only. With ``{"shard": 2, "tensor": 2}`` a pair computes each layer
+together, and the two pairs share its weights. All are compared with one process here.
 """
 
 from __future__ import annotations
@@ -49,11 +50,15 @@ def main(spark: SparkSession, epochs: int = 4) -> dict[str, float]:
         stop=sparkdl.max_epoch(epochs),
     )
     losses = alone.fit(train).history.losses
-    for strategy in (sparkdl.FSDP(copies=2), sparkdl.Pipeline(copies=2)):
-        trained = replace(alone, engine="gang", strategy=strategy).fit(train)
+    for mesh in (
+        {"data": 2, "pipe": 2},
+        {"data": 2, "shard": 2},
+        {"shard": 2, "tensor": 2},
+    ):
+        trained = replace(alone, engine="gang", mesh=mesh).fit(train)
         pairs = zip(losses, trained.history.losses, strict=True)
         apart = max(abs(one - other) for one, other in pairs)
-        print(f"{strategy.word}: the losses are those of one process to {apart:.0e}")
+        print(f"{mesh}: the losses are those of one process to {apart:.0e}")
     result = trained.evaluate(test, metrics=["accuracy"])
     print(f"test accuracy {result['accuracy']:.3f}")
     return {**result, "apart": apart}

@@ -85,6 +85,7 @@ def trainer_of(config: Config) -> sparkdl.Trainer:
         replicas=training.replicas,
         slices=training.slices,
         engine=training.engine,
+        mesh=training.mesh,
         sync_batchnorm=training.sync_batchnorm,
         precision=training.precision,
         seed=training.seed,

@@ -70,7 +70,9 @@ class TrainingSection:
     engine: str = "shuffle"
     """shuffle, gang (all replicas at once), or local for debugging."""
     strategy: str | Component = "ddp"
-    """Of a gang: ddp, zero1 or fsdp; or sparkdl:FSDP with its arguments."""
+    """Of a gang: ddp, zero1, fsdp, tensor or pipeline; or sparkdl:FSDP, say, with its arguments."""
+    mesh: dict[str, int] | None = None
+    """Of a gang: ranks along data, pipe, shard and tensor, by name; null: all along the strategy's."""
     sync_batchnorm: bool = False
     """Of a gang: batch norm over the samples of all replicas."""
     precision: str = "fp32"

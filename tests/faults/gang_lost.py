@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fault_table import Cluster, tried
-from harness.faulty import chain
+from harness.faulty import chain, pair
 from harness.inject import Fault, at
 
 import sparkdl
@@ -14,6 +14,7 @@ from sparkdl.train.checkpoint.store import CheckpointStore
 REPLICAS = 2
 DDP, ZERO1 = {"strategy": "ddp"}, {"strategy": "zero1"}
 PIPELINE = {"strategy": "pipeline", "model": chain}
+TENSOR = {"strategy": "tensor", "model": pair}
 FSDP = {"strategy": sparkdl.FSDP(units=["layers.0"])}
 WRITING = sparkdl.Checkpoint("checkpoints", every=sparkdl.every(2), keep=None, asynchronous=True)
 COMPRESSED = {"compression": sparkdl.TopK(0.3)}
@@ -37,6 +38,11 @@ def rows() -> dict[str, tuple[dict, list[Fault]]]:
         "rank killed at a validation, fsdp": (
             FSDP,
             [at(job="validation", iteration=4, partition=1).kill_worker()],
+        ),
+        "none, tensor": (TENSOR, []),
+        "executor killed, tensor": (
+            TENSOR,
+            [at(job="sync", iteration=7, partition=1).kill_executor()],
         ),
         "none, pipeline": (PIPELINE, []),
         "rank killed, pipeline": (

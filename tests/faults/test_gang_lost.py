@@ -42,13 +42,14 @@ def results(tmp_path_factory) -> dict:
 
 @pytest.fixture(scope="module")
 def undisturbed(spark, results) -> dict[str, dict]:
-    """What comes of one process, by row; of a pipeline what comes of one that is left alone."""
+    """What comes of one process, by row; of what rounds otherwise, what comes of it left alone."""
     df = frame(spark, gang_lost.REPLICAS)
     validation = sparkdl.Validation(df, metrics=["accuracy"], every=sparkdl.every(4))
     found = {}
     for row, (how, _) in gang_lost.rows().items():
-        if how["strategy"] == "pipeline":
-            found[row] = {name: results["none, pipeline"][name] for name in found["none"]}
+        if f"none, {how['strategy']}" in results:
+            alone = results[f"none, {how['strategy']}"]
+            found[row] = {name: alone[name] for name in found["none"]}
             continue
         slices = 2 if how["strategy"] == "zero1" else 1
         same = {"compression": how.get("compression"), "validation": validation}

@@ -83,7 +83,7 @@ def runs(tmp_path_factory) -> tuple[Run, Run, tuple[float, float], dict]:
         calm,
         disturbed,
         (cut, back),
-        {how: result[how] for how in (*script.STRATEGIES, "pipeline")},
+        {how: result[how] for how in (*script.STRATEGIES, *script.ROUNDING)},
     )
 
 
@@ -141,7 +141,8 @@ def test_so_does_a_gang(runs, undisturbed, strategy):
 
 
 @pytest.mark.gang
-def test_a_pipeline_goes_from_host_to_host(runs, undisturbed):
-    """Sums of micro-batches round otherwise."""
+@pytest.mark.parametrize("strategy", script.ROUNDING)
+def test_so_does_one_that_rounds_otherwise(runs, undisturbed, strategy):
+    """Sums of micro-batches, or of parts of a layer."""
     *_, gangs = runs
-    assert gangs["pipeline"]["losses"] == pytest.approx(undisturbed["losses"], rel=1e-5, abs=1e-5)
+    assert gangs[strategy]["losses"] == pytest.approx(undisturbed["losses"], rel=1e-5, abs=1e-5)

@@ -14,7 +14,7 @@ from torch import nn
 import sparkdl
 
 WIDTH, CLASSES, ITERATIONS, SEND_FROM = 64, 16, 30, 5
-STRATEGIES = ("ddp", "zero1", "fsdp")
+STRATEGIES, ROUNDING = ("ddp", "zero1", "fsdp"), ("tensor", "pipeline")
 
 
 def model() -> nn.Module:
@@ -66,7 +66,7 @@ def main() -> None:
     with session(given["master"], **given["settings"]) as spark:
         df = frame(spark)
         runs = {told: {"callbacks": [Tell(told)]} for told in given["runs"]}
-        gangs = {how: {"engine": "gang", "strategy": how} for how in (*STRATEGIES, "pipeline")}
+        gangs = {how: {"engine": "gang", "strategy": how} for how in (*STRATEGIES, *ROUNDING)}
         for name, how in (runs | gangs).items():
             trained = trainer(**how).fit(df)
             results[name] = {"digest": digest(trained.module), "losses": trained.history.losses}

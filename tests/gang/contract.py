@@ -113,7 +113,8 @@ def runs() -> dict[tuple[str, str], dict]:
     for model, units in UNITS.items():
         found[model, "gang, fsdp"]["strategy"] = sparkdl.FSDP(units=units)
     del found["compressed", "gang, fsdp"]
-    found["chain", "gang, pipeline"] = MODELS["chain"] | {"engine": "gang", "strategy": "pipeline"}
+    for word in ("pipeline", "tensor"):
+        found["chain", f"gang, {word}"] = MODELS["chain"] | {"engine": "gang", "strategy": word}
     return found
 
 

@@ -47,7 +47,7 @@ optimizer:
   weight: {use: "torch.optim:SGD", lr: 1}
   "": torch.optim:Adam
 training: {epochs: 3, max_iterations: 7, max_seconds: 60, min_loss: 0.1, batch_size: 32,
-  replicas: 4, slices: 3, engine: local, strategy: zero1, precision: bf16,
+  replicas: 4, slices: 3, engine: local, strategy: fsdp, mesh: {data: 2, shard: 2}, precision: bf16,
   schedule_per: epoch, schedule_metric: accuracy, seed: 5}
 validation:
   share: 0.25

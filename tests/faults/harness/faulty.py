@@ -41,6 +41,13 @@ def chain() -> nn.Module:
     )
 
 
+def pair() -> nn.Module:
+    """Likewise, of layers that are cut."""
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 8), nn.Dropout(0.3), nn.Linear(8, CLASSES)
+    )
+
+
 class Adam(torch.optim.Adam):
     """A fault strikes when the slice's new state has been written in place."""
 
