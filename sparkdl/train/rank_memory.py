@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 from collections.abc import Iterator
 
-_MMAP_THRESHOLD, _LARGE, _USUAL = -3, 1 << 20, 32 << 20
+_MMAP_THRESHOLD, _LARGE, _USUAL = -3, 8 << 20, 32 << 20
 
 
 @contextlib.contextmanager

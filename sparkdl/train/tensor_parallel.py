@@ -8,8 +8,9 @@ do; a parameter that every rank of a team has is updated on each, and counts onc
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -62,6 +63,9 @@ def parallelise(
     inputs = to_tensors(spare.inputs, device)
     right = _output(recipe.build().to(device), inputs)
     parallelize_module(module.to(device), mesh, styles, src_data_rank=None)
+    for name in styles:
+        child = module.get_submodule(name)
+        child.forward = functools.partial(_without_inference_mode, child.forward)
     try:
         found = _output(module, inputs)
     except Exception as error:
@@ -73,6 +77,14 @@ def parallelise(
         raise ModelError(
             f"strategy=Tensor(plan=...): the model that is cut so puts out something else.{_HINT}"
         )
+
+
+def _without_inference_mode(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    """In inference mode torch does not take operations apart, and sends weights instead of sums."""
+    if not torch.is_inference_mode_enabled():
+        return forward(*inputs, **named)
+    with torch.inference_mode(False), torch.no_grad():
+        return forward(*inputs, **named)
 
 
 def cut_by_layer(

@@ -164,8 +164,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"strategy": "fsdp3"},
         ParameterError,
-        'strategy="fsdp3": use one of ddp, zero1, fsdp, pipeline, sparkdl.DDP(...), sparkdl.FSDP(...) '
-        'or sparkdl.Pipeline(...). Did you mean "fsdp"?',
+        'strategy="fsdp3": use one of ddp, zero1, fsdp, tensor, pipeline, sparkdl.DDP(...), '
+        'sparkdl.FSDP(...), sparkdl.Tensor(...) or sparkdl.Pipeline(...). Did you mean "fsdp"?',
     ),
     (
         {"strategy": sparkdl.DDP},
