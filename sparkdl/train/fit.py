@@ -239,7 +239,7 @@ def _engine(
         if parallel.pipeline is not None:
             inputs = to_tensors(spare.inputs, torch.device("cpu"))
             cut = with_split(parallel.pipeline, model.module, inputs, parallel.mesh.pipe)
-            parallel = replace(parallel, parts={"pipe": cut})
+            parallel = replace(parallel, parts={**parallel.parts, "pipe": cut})
         gang = GangEngine(
             samples,
             validation,

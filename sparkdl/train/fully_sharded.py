@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from sparkdl.clock import Clock
 from sparkdl.data.assemble import Batch
-from sparkdl.replica.flat import FlatModule, Layout, layout_of
+from sparkdl.replica.flat import FlatModule, Layout, layout_of, local
 from sparkdl.replica.live import LiveReplica
-from sparkdl.replica.policy import PRECISIONS
+from sparkdl.replica.policy import PRECISIONS, Policy
 from sparkdl.replica.recipe import Recipe
 from sparkdl.step.compute import MiniBatch, forward_backward
 from sparkdl.step.replica import Work
@@ -46,34 +47,55 @@ def sharded(
     assert strategy is not None
     module = recipe.build()
     layout = layout_of(module)
-    for parameter in module.parameters():
-        parameter.data = parameter.data.contiguous()
     units = units_of(module, strategy.units)
     if parallel.tensor is not None:
         parallelise(recipe, module, parallel.tensor, groups.mesh("tensor"), spare, device)
-        for unit in {*units, module}:
-            unit.register_forward_hook(_no_view)
     policy = recipe.policy
     if policy.sync_batchnorm:
         synchronise(module)
-    trained = next(p.dtype for p in module.parameters() if p.requires_grad)
-    computed = PRECISIONS[strategy.param_dtype]
     names = ("data", "shard") if parallel.mesh.data > 1 else ("shard",)
-    how = {
-        "mesh": groups.mesh(*names),
-        "reshard_after_forward": None if strategy.reshard_after_forward else False,
-    }
+    cut_units(units, module, parallel, groups.mesh(*names), policy)
+    return LiveReplica.around(recipe, FlatModule(module, device)), layout
+
+
+def cut_units(
+    units: Sequence[nn.Module],
+    outermost: nn.Module,
+    parallel: Parallel,
+    mesh: DeviceMesh,
+    policy: Policy,
+) -> None:
+    """Put ``units``, and what is in none of them, under ``fully_shard``."""
+    strategy = parallel.fsdp
+    assert strategy is not None
+    trained = next((p.dtype for p in outermost.parameters() if p.requires_grad), torch.float32)
+    computed = PRECISIONS[strategy.param_dtype]
+    # In a pipeline copies have different numbers of micro-batches: each step gathers once
+    again = strategy.reshard_after_forward and parallel.pipeline is None
     dtypes = MixedPrecisionPolicy(
         param_dtype=computed, reduce_dtype=policy.wire_dtype or (computed and trained)
     )
-    for unit in [*units, module]:
-        if unit is module and computed is not None:
+    for parameter in outermost.parameters():
+        if local(parameter) is parameter:
+            parameter.data = parameter.data.contiguous()
+    for unit in dict.fromkeys([*units, outermost]):
+        if parallel.tensor is not None:
+            unit.register_forward_hook(_no_view)
+        if unit is outermost and computed is not None:
             dtypes = replace(dtypes, output_dtype=trained)
-        cut: FSDPModule = fully_shard(unit, mp_policy=dtypes, **how)  # type: ignore[call-overload]
+        cut: FSDPModule = fully_shard(  # type: ignore[call-overload]
+            unit, mesh=mesh, mp_policy=dtypes, reshard_after_forward=None if again else False
+        )
         cut.set_gradient_divide_factor(1.0)
         cut.set_force_sum_reduction_for_comms(True)
         cut.set_reduce_scatter_unused_params(True)
-    return LiveReplica.around(recipe, FlatModule(module, device)), layout
+
+
+def let_go(module: nn.Module) -> None:
+    """Of what is gathered: after an evaluation it is kept otherwise, also when weights change."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
 
 
 def _no_view(unit: nn.Module, inputs: object, output: object) -> object:
@@ -119,7 +141,5 @@ class FullySharded(Summed):
         counts = [int(count) for (count,) in gathered([batches])]
         most = max(sum(counts[rank] for rank in team) for team in self._mesh.teams)
         result = self._scored(counts, score, most)
-        for unit in self._live.flat.module.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()  # what is gathered once is otherwise kept, also when weights change
+        let_go(self._live.flat.module)
         return result

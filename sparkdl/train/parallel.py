@@ -85,10 +85,10 @@ def _together(named: Sequence[Any], mesh: Mapping[str, int] | None) -> Iterator[
     words = " and ".join(f'"{part.word}"' for part in parts.values())
     if max(count.values()) > 1:
         yield "strategy has two of a kind: name each once."
-    elif len(parts) > 1 and not parts.keys() <= {"shard", "tensor"}:
+    elif len(parts) > 1 and "data" in parts:
         yield (
-            f'strategy: {words} do not go together. "fsdp" and "tensor" do, and each of "fsdp", '
-            '"tensor" and "pipeline" with copies of itself, mesh={"data": ...}.'
+            f'strategy: {words} do not go together. "fsdp", "tensor" and "pipeline" do, and copies of '
+            'what they cut are mesh={"data": ...}.'
         )
     elif len(parts) > 1 and mesh is None:
         yield (

@@ -5,14 +5,21 @@ The ranks of one pipeline bring theirs together: inputs to the rank with the fir
 one with the last. There the loss of each micro-batch counts as much as its samples do in the global
 batch, so that gradients of all micro-batches, and of all copies of the pipeline, only need to be
 summed. In validation each rank has its own batches pass through the stages and come back.
+
+Where layers are cut too, the first and the last stage are on several ranks. Where units are, they are
+gathered for each run of equal micro-batches: pipelines that share them need as many runs, and try
+micro-batches of a new size at the same time. One with fewer rows goes on with some that count for
+nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,20 +33,26 @@ from torch.distributed.pipelining.schedules import (
 
 from sparkdl.clock import Clock
 from sparkdl.data.assemble import Batch
-from sparkdl.infer.predictor import evaluating
+from sparkdl.replica.flat import local
 from sparkdl.replica.recipe import seeded
 from sparkdl.step.compute import Gradients, MiniBatch, mean_loss, take_gradients
 from sparkdl.step.replica import Work
 from sparkdl.sync.plan import SlicePlan
+from sparkdl.train.fully_sharded import let_go
 from sparkdl.train.groups import Groups
+from sparkdl.train.in_turn import InTurn
 from sparkdl.train.staged import Staged
 from sparkdl.train.stages import micro_batches
 from sparkdl.train.strategy import Pipeline
 from sparkdl.train.summing import Copied, gathered
 from sparkdl.train.teams import Team
+from sparkdl.train.tensor_parallel import settle
 
 MAX_SCHEDULES = 8
 """How many numbers of rows, and of micro-batches, a rank keeps torch's schedules of."""
+MAX_SHAPES = 64
+Shapes: TypeAlias = list[tuple[int, tuple[Any, ...], tuple[Any, ...]]]
+"""Of each stage of a rank its number, and what goes in and out."""
 
 
 class Pipelined(Copied):
@@ -58,13 +71,23 @@ class Pipelined(Copied):
         self._strategy, self._seats = strategy, staged.seats
         self._stages = dict(zip(staged.seats.stages(rank), staged.stages, strict=True))
         self._pipe, self._alike = groups.along("pipe"), groups.along("data")
-        self._bring = Team(staged.seats.mesh, rank, self._pipe, staged.live, self._spare)
-        self._members = self._bring.ranks
-        self._head, self._tail = self._members[0], self._members[-1]
+        mesh = staged.seats.mesh
+        self._gathers = groups.along("shard") is not None
+        together = self._pipe if groups.along("tensor") is None else None  # None: all ranks
+        self._bring = Team(mesh, rank, together, staged.live, self._spare)
+        self._in_turn = InTurn(staged.seats, self._stages, rank, together, staged.live)
+        self._members = mesh.along(rank, "pipe")
+        self._heads, self._tails = (mesh.along(self._members[place], "tensor") for place in (0, -1))
+        self._tail = self._members[-1]
+        self._drawing = mesh.along(rank, "tensor")[0]
         self._schedules: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._known: OrderedDict[int, Shapes] = OrderedDict()
         self._parts: list[MiniBatch] = []
         self._factor, self._weight, self._mean = 1.0, 1.0, 0.0
-        self._live.flat.module.forward = self._there_and_back
+        if self._gathers:  # torch sets a unit up when it is first called, see fully_sharded
+            self._prepare({len(self._spare)})
+            self._keep_pace(1)
+            self._live.clear_gradients()
 
     def compute(
         self, work: Work, batch: MiniBatch | None, weights: Sequence[float], clock: Clock
@@ -76,37 +99,74 @@ class Pipelined(Copied):
         if not all(child.training for child in live.flat.module.modules()):
             live.flat.module.train()
         live.clear_gradients()
-        loss = 0.0
+        loss, runs = 0.0, self._runs(sum(counts.values()))
+        idle = 0
+        if self._gathers:
+            mesh = self._seats.mesh
+            rows = [b - a if w else 0 for (a, b), w in zip(work.step.rows, weights, strict=True)]
+            others = [self._runs(sum(rows[r] for r in team)) for team in mesh.teams]
+            self._prepare({each for some in others for _, each, _ in some})
+            idle = max(map(len, others)) - len(runs)
         if counts:
-            inputs = self._bring.inputs(counts, batch, [self._head])
-            whole = MiniBatch(inputs, *self._bring.targets(counts, batch, [self._tail]))
+            inputs = self._bring.inputs(counts, batch, self._heads)
+            whole = MiniBatch(inputs, *self._bring.targets(counts, batch, self._tails))
             clock.lap("data")
             self._weight, self._mean = self._bring.weight(weights), 0.0
             self._factor = scale / sum(weights)
-            with seeded(work.seed()):
-                self._flow(whole, sum(counts.values()))
+            with seeded(replace(work, replica=self._drawing).seed()):
+                self._flow(whole, runs)
             loss = self._told(self._mean)
-            clock.lap("pipeline")
+        self._keep_pace(idle)
+        clock.lap("pipeline")
         self._gradients = self._taken(scale, nothing=not counts)
         if own and not math.isfinite(loss):
             return loss, f"the loss ({loss})"
         name = self._not_finite()
         return loss if own else 0.0, f'the gradient of "{name}"' if name else ""
 
-    def _flow(self, whole: MiniBatch, rows: int) -> None:
-        """Forward and backward through the stages."""
-        strategy = self._strategy
+    def _runs(self, rows: int) -> list[tuple[int, int, int]]:
+        """See :func:`sparkdl.train.stages.micro_batches`."""
         accumulate = self._live.recipe.policy.accumulate
-        for start, each, many in micro_batches(rows, accumulate, strategy.micro_batches):
+        return micro_batches(rows, accumulate, self._strategy.micro_batches)
+
+    def _keep_pace(self, times: int) -> None:
+        """Go through without effect: gradients of zero, buffers as they were."""
+        if not times:
+            return
+        rows = len(self._spare)
+        nothing = replace(self._spare, weights=torch.zeros(rows, dtype=torch.float64))
+        kept = {buffer: buffer.clone() for buffer in self._live.flat.module.buffers()}
+        with seeded(0):
+            self._flow(nothing, [(0, rows, 1)] * times)
+        for buffer, content in kept.items():
+            buffer.copy_(content)
+
+    def _flow(self, whole: MiniBatch, runs: Sequence[tuple[int, int, int]]) -> None:
+        """Forward and backward through the stages."""
+        for start, each, many in runs:
             stop = start + each * many
             schedule, arguments = self._schedule(each, many), {}
-            if self._rank == self._tail:
+            if self._rank in self._tails:
                 cut = [slice(start + i * each, start + (i + 1) * each) for i in range(many)]
                 self._parts = [_part(whole, one) for one in cut]
                 arguments = {"target": torch.arange(many)}
-            inputs = [tensor[start:stop] for tensor in whole.inputs]
-            schedule.step(*inputs, return_outputs=False, **arguments)
+            first = whole.inputs if self._rank in self._heads else []
+            inputs = [tensor[start:stop] for tensor in first]
+            with self._adding_up():
+                schedule.step(*inputs, return_outputs=False, **arguments)
             self._parts = []
+
+    @contextlib.contextmanager
+    def _adding_up(self) -> Iterator[None]:
+        """Of shards, torch's first step of a schedule lets go of the gradients that there are."""
+        before = [p.grad for _, p in self._live.flat.parameters] if self._gathers else []
+        if self._gathers:
+            self._live.clear_gradients()
+        yield
+        for (_, parameter), gradient in zip(self._live.flat.parameters, before, strict=False):
+            if gradient is not None:
+                more = parameter.grad
+                parameter.grad = gradient if more is None else gradient + more
 
     def _loss(self, output: Any, number: torch.Tensor) -> torch.Tensor:
         """Of micro-batch ``number``: its mean times what it counts for in the global batch."""
@@ -140,7 +200,7 @@ class Pipelined(Copied):
                 output_args=outputs,
                 group=self._pipe,
             )
-            for number, inputs, outputs in self._shapes(each)
+            for number, inputs, outputs in self._shapes_of(each)
         ]
         how: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
         early = self._strategy.schedule == "1f1b"
@@ -156,7 +216,20 @@ class Pipelined(Copied):
             self._schedules.popitem(last=False)
         return made
 
-    def _shapes(self, rows: int) -> list[tuple[int, tuple[Any, ...], tuple[Any, ...]]]:
+    def _prepare(self, sizes: set[int]) -> None:
+        """Try micro-batches of these sizes, where that has not been done."""
+        for size in sorted(sizes):
+            self._shapes_of(size)
+
+    def _shapes_of(self, rows: int) -> Shapes:
+        """:meth:`_shapes`, remembered."""
+        if rows not in self._known:
+            self._known[rows] = self._shapes(rows)
+            while len(self._known) > MAX_SHAPES:
+                self._known.popitem(last=False)
+        return self._known[rows]
+
+    def _shapes(self, rows: int) -> Shapes:
         """For each stage of this rank its number, and what goes in and out for so many rows: tensors
         without values, found by trying it. Nothing is left of that."""
         module = self._live.flat.module
@@ -168,7 +241,7 @@ class Pipelined(Copied):
                 here = self._members[number % len(self._members)]
                 if number:
                     before = self._members[(number - 1) % len(self._members)]
-                    value = self._moved(value, before, here)
+                    value = self._in_turn.moved(value, before, here)
                 if self._rank == here:
                     inputs = tuple(map(self._made_up, value)) if number else value
                     outputs = _as_tuple(self._stages[number](*inputs))
@@ -176,6 +249,8 @@ class Pipelined(Copied):
                     found.append((number, _bare(inputs), _bare(outputs)))
         for buffer, content in kept.items():
             buffer.copy_(content)
+        for stage in self._stages.values():
+            let_go(stage)
         return found
 
     def _made_up(self, known: tuple[tuple[int, ...], torch.dtype, bool]) -> torch.Tensor:
@@ -185,10 +260,11 @@ class Pipelined(Copied):
 
     def _taken(self, scale: float, nothing: bool) -> Gradients:
         """The gradients of this rank's stages; zero where no rank of the pipeline had samples."""
+        settle(self._live)
         found = take_gradients(self._live).dense
         for number in self._seats.numbers(self._rank):
             if number < len(found) and found[number] is None and nothing:
-                found[number] = torch.zeros_like(self._live.flat.parameters[number][1])
+                found[number] = torch.zeros_like(local(self._live.flat.parameters[number][1]))
         if scale != 1.0:
             for gradient in found:
                 if gradient is not None:
@@ -200,7 +276,8 @@ class Pipelined(Copied):
         found, layout = super()._buffers(size), self._live.flat.layout
         if not len(found[0]):
             return found
-        for members in self._seats.mesh.teams:
+        columns = {tuple(self._seats.mesh.along(rank, "pipe")) for rank in range(size)}
+        for members in sorted(columns):
             whole = torch.empty_like(found[0])
             for number, (segment, end) in enumerate(zip(layout.segments, layout.ends, strict=True)):
                 if segment.kind != "parameter":
@@ -213,43 +290,13 @@ class Pipelined(Copied):
     def scored(self, batches: int, score: Callable[[], Any]) -> Any:
         """Each rank of the pipeline in turn has its batches pass through."""
         counts = [int(count) for (count,) in gathered([batches])]
-        result = None
-        for member in self._members:
-            if member == self._rank:
-                result = score()
-            else:
-                with evaluating(self._live.flat.module):
-                    for _ in range(counts[member]):
-                        self._passed(member, None)
+        most = 0
+        if self._gathers:
+            most = max(sum(counts[r] for r in team) for team in self._seats.mesh.teams)
+        result = self._in_turn.scored(counts, score, most, tuple(self._spare.inputs))
+        for stage in self._stages.values():
+            let_go(stage)
         return result
-
-    def _there_and_back(self, *inputs: Any) -> Any:
-        """The model's output for this rank's inputs."""
-        return self._passed(self._rank, inputs)
-
-    def _passed(self, source: int, value: Any) -> Any:
-        """Through all stages, from rank ``source`` and back to it."""
-        before = source
-        for number in range(self._seats.count):
-            here = self._members[number % len(self._members)]
-            value = self._moved(value, before, here)
-            if self._rank == here:
-                value = (self._stages[number](*value),)
-            before = here
-        value = self._moved(value, before, source)
-        return value[0] if self._rank == source else None
-
-    def _moved(self, value: Any, source: int, to: int) -> Any:
-        """``value`` of rank ``source`` at rank ``to``."""
-        if source == to or self._rank not in (source, to):
-            return value
-        device = self._live.flat.flat.device
-        if self._rank == source:
-            dist.send_object_list([value], to, self._pipe, device)
-            return None
-        box = [None]
-        dist.recv_object_list(box, source, self._pipe, device)
-        return box[0]
 
 
 def _part(batch: MiniBatch, rows: slice) -> MiniBatch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sparkdl.data.assemble import Batch
 from sparkdl.gang.member import Member
 from sparkdl.replica.live import LiveReplica
@@ -16,7 +18,7 @@ from sparkdl.train.groups import Groups
 from sparkdl.train.holding import Cut, Holding, Sharded, Whole
 from sparkdl.train.parallel import Parallel
 from sparkdl.train.rank_memory import memory_given_back
-from sparkdl.train.shards import nested_rows, spans_of, spans_of_segments
+from sparkdl.train.shards import RowsOf, nested_rows, spans_of
 from sparkdl.train.summing import Summed
 from sparkdl.train.teams import Team
 
@@ -28,10 +30,8 @@ def hold(recipe: Recipe, run: Run, parallel: Parallel, spare: Batch, member: Mem
 
     Raises :class:`sparkdl.ModelError` where its layers cannot be cut as the plan says.
     """
-    if parallel.pipeline is not None:
-        return _in_stages(recipe, run, parallel, spare, member)
-    if parallel.fsdp is not None or parallel.tensor is not None:
-        return _in_parts(recipe, run, parallel, spare, member)
+    if not parallel.parts.keys() <= {"data"}:
+        return _cut(recipe, run, parallel, spare, member)
     live = LiveReplica.of(recipe, member.device)
     if recipe.policy.sync_batchnorm:
         synchronise(live.flat.module)
@@ -44,25 +44,11 @@ def hold(recipe: Recipe, run: Run, parallel: Parallel, spare: Batch, member: Mem
     return held, DataParallel(live, plans, member.rank, spare, parallel.ddp)
 
 
-def _in_stages(recipe: Recipe, run: Run, parallel: Parallel, spare: Batch, member: Member) -> Built:
+def _cut(recipe: Recipe, run: Run, parallel: Parallel, spare: Batch, member: Member) -> Built:
+    """Into stages, or units, or layers, or several of these."""
+    from sparkdl.train.fully_sharded import FullySharded, sharded
     from sparkdl.train.pipelined import Pipelined
     from sparkdl.train.staged import staged
-
-    assert parallel.pipeline is not None
-    rank, mesh = member.rank, parallel.mesh
-    with memory_given_back():
-        made = staged(recipe, parallel.pipeline, mesh, rank, member.device)
-    numbers = made.seats.numbers
-    cut = Cut(made.live, made.whole, mesh, lambda r: spans_of_segments(made.whole, numbers(r)))
-    held = Sharded(cut, run, rank)
-    plans = [owner.plan for owner in held.owners.values()]
-    groups = Groups(parallel, member.device)
-    return held, Pipelined(made, plans, rank, spare, parallel.pipeline, groups)
-
-
-def _in_parts(recipe: Recipe, run: Run, parallel: Parallel, spare: Batch, member: Member) -> Built:
-    """Of every unit, or every layer, or both."""
-    from sparkdl.train.fully_sharded import FullySharded, sharded
     from sparkdl.train.tensor_parallel import (
         ByRows,
         TensorParallel,
@@ -71,31 +57,43 @@ def _in_parts(recipe: Recipe, run: Run, parallel: Parallel, spare: Batch, member
         repeated,
     )
 
-    rank, mesh, groups = member.rank, parallel.mesh, Groups(parallel, member.device)
+    rank, mesh, device = member.rank, parallel.mesh, member.device
+    groups, at_end = Groups(parallel, device), member.at_end
+    seats = None
     if parallel.tensor is not None:
-        member.at_end.enter_context(layer_by_layer())
+        at_end.enter_context(layer_by_layer())
+    with memory_given_back():
+        if parallel.pipeline is not None:
+            made = staged(recipe, parallel, groups, rank, spare, device)
+            live, whole, seats = made.live, made.whole, made.seats
+        elif parallel.fsdp is not None:
+            live, whole = sharded(recipe, parallel, groups, spare, device)
+        else:
+            assert parallel.tensor is not None
+            layers = groups.mesh("tensor")
+            live, whole = cut_by_layer(recipe, parallel.tensor, layers, spare, device)
     if parallel.fsdp is not None:
-        member.at_end.enter_context(memory_given_back())
-        live, whole = sharded(recipe, parallel, groups, spare, member.device)
-    else:
-        assert parallel.tensor is not None
-        layers = groups.mesh("tensor")
-        live, whole = cut_by_layer(recipe, parallel.tensor, layers, spare, member.device)
+        at_end.enter_context(memory_given_back())
     names = [name for name in ("shard", "tensor") if name in parallel.parts]
-    rows = [
-        nested_rows([(mesh.sizes[name], mesh.place(r, name)) for name in names])
-        for r in range(mesh.size)
-    ]
-    like = to_mini_batch(spare, live, classes=False)
-    team = Team(mesh, rank, groups.along("tensor"), live, like)
-    cut = Cut(live, whole, mesh, lambda r: spans_of(whole, rows[r]))
+    every = frozenset(range(len(whole.segments)))
+
+    def rows(r: int) -> RowsOf:
+        return nested_rows([(mesh.sizes[name], mesh.place(r, name)) for name in names])
+
+    def numbers(r: int) -> frozenset[int]:
+        return every if seats is None else seats.numbers(r)
+
+    cut = Cut(live, whole, mesh, lambda r: spans_of(whole, rows(r), numbers(r)))
     if parallel.tensor is not None:
-        turned = ByRows(live, whole, groups.mesh(*names), rows[rank])
+        turned = ByRows(live, whole, groups.mesh(*names), rows(rank), numbers(rank))
         part = mesh.place(rank, "tensor")
-        again = repeated(live, groups.mesh("tensor"), part)
-        cut = Cut(live, whole, mesh, cut.spans, turned, again)
+        cut = replace(cut, turned=turned, repeated=repeated(live, groups.mesh("tensor"), part))
     held = Sharded(cut, run, rank)
     plans = [owner.plan for owner in held.owners.values()]
+    if parallel.pipeline is not None:
+        return held, Pipelined(made, plans, rank, spare, parallel.pipeline, groups)
+    like = to_mini_batch(spare, live, classes=False)
+    team = Team(mesh, rank, groups.along("tensor"), live, like)
     if parallel.fsdp is not None:
         return held, FullySharded(live, plans, rank, spare, mesh, team)
     return held, TensorParallel(live, plans, rank, spare, team, groups.along("data"))

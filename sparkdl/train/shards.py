@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -70,12 +70,12 @@ def nested_rows(cuts: Sequence[tuple[int, int]]) -> RowsOf:
     return rows
 
 
-def layout_of_rows(layout: Layout, rows: RowsOf) -> Layout:
-    """Of a rank that has these rows of every parameter, and all buffers."""
+def layout_of_rows(layout: Layout, rows: RowsOf, numbers: Collection[int]) -> Layout:
+    """Of a rank that has these rows of the parameters ``numbers``, and all buffers."""
     segments, position, step = [], 0, ALIGNMENT // layout.dtype.itemsize
-    for segment in layout.segments:
+    for number, segment in enumerate(layout.segments):
         if segment.kind == "parameter":
-            low, high = rows(segment.shape[0])
+            low, high = rows(segment.shape[0]) if number in numbers else (0, 0)
             shape = (high - low, *segment.shape[1:])
             segment = replace(segment, start=position, length=math.prod(shape), shape=shape)
         else:
@@ -85,26 +85,17 @@ def layout_of_rows(layout: Layout, rows: RowsOf) -> Layout:
     return Layout(tuple(segments), layout.dtype, position)
 
 
-def spans_of(layout: Layout, rows: RowsOf) -> list[Span]:
-    """What a rank with these rows has of the flat vector, in ascending order. The buffers all have."""
+def spans_of(layout: Layout, rows: RowsOf, numbers: Collection[int]) -> list[Span]:
+    """What a rank with these rows of the parameters ``numbers`` has of the flat vector, in ascending
+    order. The buffers all have."""
     found = []
     for number, (segment, end) in enumerate(zip(layout.segments, layout.ends, strict=True)):
-        if segment.kind != "parameter" or not segment.length:
+        if segment.kind != "parameter" or not segment.length or number not in numbers:
             continue
         width = math.prod(segment.shape[1:])
         low, high = (segment.start + row * width for row in rows(segment.shape[0]))
         if low < high:
             found.append(Span(number, low, end if high == segment.stop else high, high - low))
-    return [*found, *_buffers_of(layout)]
-
-
-def spans_of_segments(layout: Layout, numbers: Iterable[int]) -> list[Span]:
-    """What a rank has of the flat vector that has these parameters whole, and all buffers."""
-    found, ends = [], layout.ends
-    for number in sorted(numbers):
-        segment = layout.segments[number]
-        if segment.kind == "parameter" and segment.length:
-            found.append(Span(number, segment.start, ends[number], segment.length))
     return [*found, *_buffers_of(layout)]
 
 

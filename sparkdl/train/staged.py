@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from sparkdl.data.assemble import Batch
 from sparkdl.replica.flat import FlatModule, Layout, layout_of
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import Recipe
 from sparkdl.step.compute import autocasting
+from sparkdl.train.fully_sharded import cut_units
+from sparkdl.train.groups import Groups
 from sparkdl.train.mesh import Mesh
+from sparkdl.train.parallel import Parallel
 from sparkdl.train.stages import Items, bounds_of, chain_of
-from sparkdl.train.strategy import Pipeline
+from sparkdl.train.tensor_parallel import parallelise
+from sparkdl.train.units import units_of
 
 
 class Stage(nn.Module):
-    """Some modules of the chain, one after another."""
+    """Some modules of the chain, one after another. ``live``: set before it is called."""
 
-    def __init__(self, items: Items, live: LiveReplica) -> None:
+    def __init__(self, items: Items) -> None:
         super().__init__()
         self.chain = nn.ModuleList(item for _, item in items)
-        self._autocasting = lambda: autocasting(live)
+        self.live: LiveReplica | None = None
 
     def forward(self, *values: Any) -> Any:
         """What comes out; several values are the tuple that the module before put out."""
+        assert self.live is not None
         value = values[0] if len(values) == 1 else values
-        with self._autocasting():
+        with autocasting(self.live):
             for item in self.chain:
                 value = item(value)
         return value
@@ -37,8 +44,8 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True)
 class Seats:
-    """Who has what: ``count`` stages, stage s at the rank of place s % ``mesh.pipe`` of each copy of
-    the pipeline. ``places``: for each segment of the model's layout, the place of its stage."""
+    """Who has what: ``count`` stages, stage s at the ranks of place s % ``mesh.pipe``. ``places``: for
+    each segment of the model's layout, the place of its stage."""
 
     count: int
     mesh: Mesh
@@ -47,9 +54,10 @@ class Seats:
     def stages(self, rank: int) -> range:
         return range(self.mesh.place(rank, "pipe"), self.count, self.mesh.pipe)
 
-    def numbers(self, rank: int) -> list[int]:
+    def numbers(self, rank: int) -> frozenset[int]:
         """Of the segments of its stages."""
-        return [n for n, p in enumerate(self.places) if p == self.mesh.place(rank, "pipe")]
+        place = self.mesh.place(rank, "pipe")
+        return frozenset(n for n, p in enumerate(self.places) if p == place)
 
 
 @dataclass(frozen=True)
@@ -64,13 +72,22 @@ class Staged:
 
 
 def staged(
-    recipe: Recipe, strategy: Pipeline, mesh: Mesh, rank: int, device: torch.device
+    recipe: Recipe,
+    parallel: Parallel,
+    groups: Groups,
+    rank: int,
+    spare: Batch,
+    device: torch.device,
 ) -> Staged:
-    """Build the replica, and let go of what other ranks have. ``strategy``: with every cut named."""
+    """Build the replica, and let go of what other ranks have. ``parallel``: with every cut named."""
+    strategy, mesh = parallel.pipeline, parallel.mesh
+    assert strategy is not None
     module = recipe.build()
     whole, items = layout_of(module), chain_of(module)
-    bounds = bounds_of(strategy, items)
-    cuts = list(itertools.pairwise(bounds))
+    units = [] if parallel.fsdp is None else units_of(module, parallel.fsdp.units)
+    if parallel.tensor is not None:
+        parallelise(recipe, module, parallel.tensor, groups.mesh("tensor"), spare, device)
+    cuts = list(itertools.pairwise(bounds_of(strategy, items)))
     stage_of = {
         id(tensor): stage
         for stage, (start, stop) in enumerate(cuts)
@@ -81,8 +98,32 @@ def staged(
     places = tuple(stage_of[id(tensors[segment.name])] % mesh.pipe for segment in whole.segments)
     seats = Seats(len(cuts), mesh, places)
     mine = seats.stages(rank)
-    for parameter in module.parameters():
+    for owner, name, parameter in _parameters(module):
         if stage_of[id(parameter)] not in mine:
-            parameter.data = parameter.data.new_empty((0, *parameter.shape[1:]))
+            _empty(owner, name, parameter)
+    stages = [Stage(items[slice(*cuts[s])]) for s in mine]
+    if parallel.fsdp is not None:
+        for stage in stages:
+            inside = {id(child) for child in stage.modules()}
+            own = [unit for unit in units if id(unit) in inside]
+            cut_units(own, stage, parallel, groups.mesh("shard"), recipe.policy)
     live = LiveReplica.around(recipe, FlatModule(module, device))
-    return Staged(live, [Stage(items[slice(*cuts[s])], live) for s in mine], whole, seats)
+    for stage in stages:
+        stage.live = live
+    return Staged(live, stages, whole, seats)
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """In every place."""
+    for child in module.modules():
+        for name, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
+            yield child, name, parameter
+
+
+def _empty(owner: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Leave nothing of a parameter but its name and kind."""
+    nothing = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype)
+    if hasattr(parameter, "to_local"):  # it is in one place, and cannot be made another kind
+        setattr(owner, name, nn.Parameter(nothing, parameter.requires_grad))
+    else:
+        parameter.data = nothing

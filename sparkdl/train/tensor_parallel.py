@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,6 +66,7 @@ def parallelise(
     for name in styles:
         child = module.get_submodule(name)
         child.forward = functools.partial(_without_inference_mode, child.forward)
+        child.register_forward_hook(_arrived)
     try:
         found = _output(module, inputs)
     except Exception as error:
@@ -85,6 +86,14 @@ def _without_inference_mode(forward: Callable[..., Any], *inputs: Any, **named: 
         return forward(*inputs, **named)
     with torch.inference_mode(False), torch.no_grad():
         return forward(*inputs, **named)
+
+
+def _arrived(module: nn.Module, inputs: object, output: object) -> object:
+    """Without gradients a sum over the ranks is awaited by the next operation only, which would not be
+    one where the output is sent to another rank."""
+    if isinstance(output, torch.Tensor) and not torch.is_grad_enabled():
+        return output.clone()
+    return output
 
 
 def cut_by_layer(
@@ -131,6 +140,14 @@ def _alike(right: Any, found: Any) -> bool:
     return True
 
 
+def settle(live: LiveReplica) -> None:
+    """Cut gradients as their parameters are, where they came out otherwise."""
+    for _, parameter in live.flat.parameters:
+        gradient: Any = parameter.grad
+        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
+            parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+
+
 class TensorParallel(Copied):
     """Gradients of parts of layers; see the note above."""
 
@@ -149,10 +166,7 @@ class TensorParallel(Copied):
     def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> float:
         seed, scale = work.seed(), work.step.loss_scale
         loss = forward_backward(self._live, batch, seed, scale, clock, share=share)
-        for _, parameter in self._live.flat.parameters:
-            gradient: Any = parameter.grad
-            if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
-                parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        settle(self._live)
         return loss
 
     def scored(self, batches: int, score: Any) -> Any:
@@ -189,8 +203,17 @@ class ByRows:
     ``mesh``: of the ranks that have one model together; ``rows``: which are this rank's.
     """
 
-    def __init__(self, live: LiveReplica, whole: Layout, mesh: DeviceMesh, rows: RowsOf) -> None:
-        self.layout = layout_of_rows(whole, rows)
+    def __init__(
+        self,
+        live: LiveReplica,
+        whole: Layout,
+        mesh: DeviceMesh,
+        rows: RowsOf,
+        numbers: Collection[int],
+    ) -> None:
+        """``numbers``: of the parameters of which these ranks have parts."""
+        self.layout = layout_of_rows(whole, rows, numbers)
+        self._numbers = sorted(n for n in numbers if n < len(live.flat.parameters))
         self._whole, self._own, self._mesh, self._rows = whole, live.flat.layout, mesh, rows
         self._cuts = [
             (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
@@ -243,7 +266,7 @@ class ByRows:
         made.arrays = {n: torch.zeros(stop, dtype=a.dtype) for n, a in known.arrays.items()}
         pairs = [(known.weights, weights)] + [(a, made.arrays[n]) for n, a in known.arrays.items()]
         with _quietly():
-            for number in range(len(self._cuts)):
+            for number in self._numbers:
                 old, new = source.segments[number], target.segments[number]
                 for before, after in pairs:
                     part = before[old.start : old.stop].view(old.shape)

@@ -6,6 +6,7 @@ layers that are cut.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from functools import partial
 from typing import Any
@@ -56,6 +57,7 @@ LAYERS: dict[str, dict] = {
     "parts and copies": {"mesh": {"data": 2, "tensor": 2}},
     "parts and shards": {"mesh": {"shard": 2, "tensor": 2}},
 }
+STAGES_OF_LAYERS, STAGES_OF_SHARDS = {"pipe": 2, "tensor": 2}, {"pipe": 2, "shard": 2}
 BEGINNINGS: dict[str, tuple[Any, dict, dict[str, dict]]] = {
     "shards": (
         model,
@@ -74,6 +76,16 @@ BEGINNINGS: dict[str, tuple[Any, dict, dict[str, dict]]] = {
         {"strategy": [sparkdl.FSDP(units=["0", "2"]), "tensor"], "mesh": {"shard": 2, "tensor": 2}},
         ENDS | LAYERS,
     ),
+    "stages of layers": (
+        paired,
+        {"strategy": [sparkdl.Pipeline(stages_per_rank=2), "tensor"], "mesh": STAGES_OF_LAYERS},
+        {"local": ENDS["local"], "shards of stages": {"mesh": STAGES_OF_SHARDS}},
+    ),
+    "stages of shards": (
+        paired,
+        {"strategy": ["pipeline", sparkdl.FSDP(units=["2"])], "mesh": STAGES_OF_SHARDS},
+        {"zero1": ENDS["zero1"], "stages of layers": {"mesh": STAGES_OF_LAYERS}},
+    ),
 }
 """A model, how its training begins, and how it goes on."""
 
@@ -88,21 +100,28 @@ def main() -> None:
             (generator.normal(size=WIDTH).tolist(), int(generator.integers(CLASSES)))
             for _ in range(60)
         ]
-        records = spark.sparkContext.parallelize(rows, RANKS)
-        df = spark.createDataFrame(records, "features array<double>, label long").cache()
+        even, uneven = (
+            spark.createDataFrame(
+                spark.sparkContext.parallelize(
+                    [rows[a:b] for a, b in itertools.pairwise(cuts)], RANKS
+                ).flatMap(list),
+                "features array<double>, label long",
+            ).cache()
+            for cuts in ((0, 15, 30, 45, 60), (0, 25, 28, 48, 60))
+        )
         found = {}
         for name, (made, beginning, ends) in BEGINNINGS.items():
             path = f"{given['path']}/{name}"
+            df = even if made is model else uneven
             common = partial(
                 trainer_of, model=made, replicas=RANKS, batch_size=12, clip_norm=0.3, ema=0.8
             )
             begun = common(
                 **beginning,
                 checkpoint=sparkdl.Checkpoint(path, every=sparkdl.every(3)),
-                validation=sparkdl.Validation(df, metrics=["accuracy"], every=sparkdl.every(3)),
-                histograms=sparkdl.every(1),
+                **seen(df),
             )
-            whole = common(engine="local", stop=STOP)
+            whole = common(engine="local", stop=STOP, **seen(df))
             some = {"whole": told(whole.fit(df)), "begun": told(begun.fit(df))}
             for end, how in ends.items():
                 some[end] = told(common(stop=STOP, **how).fit(df, resume=path))
@@ -110,10 +129,21 @@ def main() -> None:
     answer(found)
 
 
+def seen(df: Any) -> dict[str, Any]:
+    """What is looked at on the way, of an odd number of batches."""
+    validation = sparkdl.Validation(df, metrics=["accuracy"], every=sparkdl.every(3), batch_size=7)
+    return {"validation": validation, "histograms": sparkdl.every(1)}
+
+
 def told(trained: sparkdl.TrainedModel) -> dict:
     models = [trained.module, trained.ema.module if trained.ema else None]
     weights = [torch.cat([p.detach().flatten() for p in m.parameters()]) for m in models if m]
-    return {"losses": trained.history.losses, "weights": torch.cat(weights).tolist()}
+    validated = [list(one["metrics"].values()) for one in trained.history.validations]
+    return {
+        "losses": trained.history.losses,
+        "weights": torch.cat(weights).tolist(),
+        "validated": validated,
+    }
 
 
 if __name__ == "__main__":

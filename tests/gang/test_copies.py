@@ -24,6 +24,10 @@ def test_it_is_the_training_of_one_process(found, beginning):
     losses, whole = found[beginning]["begun"]["losses"], found[beginning]["whole"]["losses"]
     assert len(losses) == copies.BEGUN
     assert losses == pytest.approx(whole[: copies.BEGUN], rel=0, abs=1e-5)
+    validated = found[beginning]["begun"]["validated"]
+    assert len(validated) == 2
+    for one, other in zip(validated, found[beginning]["whole"]["validated"], strict=False):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
 GOING_ON = [(name, end) for name, (_, _, ends) in copies.BEGINNINGS.items() for end in ends]

@@ -323,11 +323,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ParameterError,
         'sync_batchnorm does not go with strategy="tensor": leave it out.',
     ),
-    "stages of parts": (
-        {"strategy": ["tensor", "pipeline"], "mesh": {"pipe": 1, "tensor": 2}},
+    "a part of the update": (
+        {"strategy": ["tensor", "zero1"], "mesh": {"data": 1, "tensor": 2}},
         ParameterError,
-        'strategy: "tensor" and "pipeline" do not go together. "fsdp" and "tensor" do, and each of '
-        '"fsdp", "tensor" and "pipeline" with copies of itself, mesh={"data": ...}.',
+        'strategy: "tensor" and "ddp" do not go together. "fsdp", "tensor" and "pipeline" do, and '
+        'copies of what they cut are mesh={"data": ...}.',
     ),
     "no sizes": (
         {"strategy": ["fsdp", "tensor"]},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +18,7 @@ from sparkdl.train.checkpoint.slices import Part, recut
 from sparkdl.train.shards import (
     for_shards,
     for_slice,
+    layout_of_rows,
     nested_rows,
     parts_of,
     rows_of,
@@ -83,7 +86,7 @@ def test_there_and_back(shapes, buffers, ranks, seed, average):
     expected = state_of(layout, seed, average)
     everything = Part(0, layout.size, whole.trainable_length, expected)
     slices = slice_plans(layout, ranks)
-    spans = [spans_of(layout, nested_rows([(ranks, rank)])) for rank in range(ranks)]
+    spans = [spans_of(layout, nested_rows([(ranks, rank)]), range(99)) for rank in range(ranks)]
     cut = [recut([everything], plan, layout.dtype) for plan in slices]
     sliced = [
         Part(plan.start, plan.stop, plan.trainable_length, state)
@@ -115,7 +118,7 @@ def test_there_and_back(shapes, buffers, ranks, seed, average):
 
 def test_a_part_that_is_missing_is_an_error():
     layout = layout_with([(4, 2)], 0)
-    spans = spans_of(layout, nested_rows([(2, 0)]))
+    spans = spans_of(layout, nested_rows([(2, 0)]), range(99))
     with pytest.raises(DamagedCheckpoint, match="exactly once"):
         state_from(own_layout([(4, 2)], 0, 2, 0), spans, [], layout.dtype)
 
@@ -125,3 +128,18 @@ def test_rows_are_cut_as_torch_does(rows, ranks):
     chunks = [len(chunk) for chunk in torch.arange(rows).chunk(ranks)]
     found = [high - low for low, high in (rows_of(rows, ranks, rank) for rank in range(ranks))]
     assert found == chunks + [0] * (ranks - len(chunks))
+
+
+@given(st.integers(1, 40), st.lists(st.integers(1, 4), min_size=1, max_size=3))
+def test_nested_rows_are_every_row_once_in_the_order_of_the_ranks(rows, sizes):
+    places = itertools.product(*map(range, sizes))
+    found = [nested_rows(list(zip(sizes, place, strict=True)))(rows) for place in places]
+    assert [row for low, high in found for row in range(low, high)] == list(range(rows))
+
+
+def test_the_layout_of_rows_has_no_others():
+    layout = layout_with([(4, 2), (5,), (3, 3)], 6)
+    found = layout_of_rows(layout, nested_rows([(2, 1)]), {0, 2})
+    assert [s.shape for s in found.segments[:3]] == [(2, 2), (0,), (1, 3)]
+    assert [s.length for s in found.segments[3:]] == [s.length for s in layout.segments[3:]]
+    assert found.size - found.buffers_start == layout.size - layout.buffers_start
