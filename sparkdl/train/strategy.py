@@ -43,8 +43,9 @@ class FSDP:
     100,000 parameters and more that share none of them with other parts. What is in no unit is
     gathered for the whole pass.
     ``reshard_after_forward``: gather each unit again in backward (stage 3), or keep it from forward to
-    backward (False, stage 2: faster, more memory; so it always is in a pipeline). ``param_dtype``: what weights are gathered and
-    computed with in, "fp32" (the model's dtype), "bf16" or "fp16"; the shards stay as they are.
+    backward (False, stage 2: faster, more memory; so it always is in a pipeline). ``param_dtype``: what
+    weights are gathered and computed with in, "fp32" (the model's dtype), "bf16" or "fp16"; the shards
+    stay as they are.
     With ``Trainer(mesh={"data": 2, "shard": 4})`` ranks 0 to 3 have one cut model and ranks 4 to 7
     another: weights are gathered among four, on one node say, and sums of gradients alone go further
     (hybrid sharding).
