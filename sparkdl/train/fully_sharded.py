@@ -29,9 +29,9 @@ from sparkdl.sync.plan import SlicePlan
 from sparkdl.train.batchnorm import synchronise
 from sparkdl.train.groups import Groups
 from sparkdl.train.mesh import Mesh
+from sparkdl.train.model_group import ModelGroup
 from sparkdl.train.parallel import Parallel
 from sparkdl.train.summing import Summed, first_not_finite, gathered
-from sparkdl.train.teams import Team
 from sparkdl.train.tensor_parallel import parallelise
 from sparkdl.train.units import units_of
 
@@ -114,11 +114,11 @@ class FullySharded(Summed):
         rank: int,
         spare: Batch,
         mesh: Mesh,
-        team: Team,
+        group: ModelGroup,
     ) -> None:
         super().__init__(live, plans, rank, spare)
-        self._mesh, self._team = mesh, team
-        self._scored = team.scored
+        self._mesh, self._model_group = mesh, group
+        self._scored = group.scored
         # Torch sets a unit up when it is first called; in evaluation it would set up what cannot train
         forward_backward(live, self._spare, 0, 1.0, Clock(), share=0.0)
         live.clear_gradients()
@@ -139,7 +139,7 @@ class FullySharded(Summed):
     def scored(self, batches: int, score: Callable[[], Any]) -> Any:
         """See :class:`sparkdl.train.summing.Summed`."""
         counts = [int(count) for (count,) in gathered([batches])]
-        most = max(sum(counts[rank] for rank in team) for team in self._mesh.teams)
+        most = max(sum(counts[rank] for rank in group) for group in self._mesh.model_groups)
         result = self._scored(counts, score, most)
         let_go(self._live.flat.module)
         return result

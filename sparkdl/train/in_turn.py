@@ -29,7 +29,7 @@ class InTurn:
         mesh = seats.mesh
         self._seats, self._stages, self._rank = seats, stages, rank
         self._group, self._live = group, live
-        self._ranks, self._column = mesh.team(rank), mesh.along(rank, "pipe")
+        self._ranks, self._column = mesh.model_group(rank), mesh.along(rank, "pipe")
         live.flat.module.forward = self._there_and_back
 
     def scored(
@@ -39,7 +39,7 @@ class InTurn:
         most: int,
         spare: tuple[torch.Tensor, ...],
     ) -> Any:
-        """See :meth:`sparkdl.train.teams.Team.scored`."""
+        """See :meth:`sparkdl.train.model_group.ModelGroup.scored`."""
         result = None
         for member in self._ranks:
             if member == self._rank:

@@ -43,15 +43,15 @@ class Mesh:
         """Where a rank is in one dimension."""
         return self._place(rank)[name]
 
-    def team(self, rank: int) -> list[int]:
-        """The ranks whose samples go through the same weights together."""
+    def model_group(self, rank: int) -> list[int]:
+        """The ranks whose samples go through one model together, which is cut over them."""
         return self.along(rank, "pipe", "tensor")
 
     @property
-    def teams(self) -> list[list[int]]:
+    def model_groups(self) -> list[list[int]]:
         """All of them, in the order of their first ranks."""
-        found = [self.team(rank) for rank in range(self.size)]
-        return [team for rank, team in enumerate(found) if team[0] == rank]
+        found = [self.model_group(rank) for rank in range(self.size)]
+        return [group for rank, group in enumerate(found) if group[0] == rank]
 
     def _place(self, rank: int) -> dict[str, int]:
         found = {}

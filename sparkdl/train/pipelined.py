@@ -41,11 +41,11 @@ from sparkdl.sync.plan import SlicePlan
 from sparkdl.train.fully_sharded import let_go
 from sparkdl.train.groups import Groups
 from sparkdl.train.in_turn import InTurn
+from sparkdl.train.model_group import ModelGroup
 from sparkdl.train.staged import Staged
 from sparkdl.train.stages import micro_batches
 from sparkdl.train.strategy import Pipeline
 from sparkdl.train.summing import Copied, gathered
-from sparkdl.train.teams import Team
 from sparkdl.train.tensor_parallel import settle
 
 MAX_SCHEDULES = 8
@@ -74,7 +74,7 @@ class Pipelined(Copied):
         mesh = staged.seats.mesh
         self._gathers = groups.along("shard") is not None
         together = self._pipe if groups.along("tensor") is None else None  # None: all ranks
-        self._bring = Team(mesh, rank, together, staged.live, self._spare)
+        self._bring = ModelGroup(mesh, rank, together, staged.live, self._spare)
         self._in_turn = InTurn(staged.seats, self._stages, rank, together, staged.live)
         self._members = mesh.along(rank, "pipe")
         self._heads, self._tails = (mesh.along(self._members[place], "tensor") for place in (0, -1))
@@ -104,7 +104,7 @@ class Pipelined(Copied):
         if self._gathers:
             mesh = self._seats.mesh
             rows = [b - a if w else 0 for (a, b), w in zip(work.step.rows, weights, strict=True)]
-            others = [self._runs(sum(rows[r] for r in team)) for team in mesh.teams]
+            others = [self._runs(sum(rows[r] for r in group)) for group in mesh.model_groups]
             self._prepare({each for some in others for _, each, _ in some})
             idle = max(map(len, others)) - len(runs)
         if counts:
@@ -292,7 +292,7 @@ class Pipelined(Copied):
         counts = [int(count) for (count,) in gathered([batches])]
         most = 0
         if self._gathers:
-            most = max(sum(counts[r] for r in team) for team in self._seats.mesh.teams)
+            most = max(sum(counts[r] for r in group) for group in self._seats.mesh.model_groups)
         result = self._in_turn.scored(counts, score, most, tuple(self._spare.inputs))
         for stage in self._stages.values():
             let_go(stage)

@@ -187,10 +187,10 @@ def check_single_rows(
         with seeded(0), torch.no_grad():
             module(*to_tensors([array[:1] for array in inputs], torch.device("cpu")))
     except Exception as error:
-        last, teams = plan.num_iterations - 1, parallel.mesh.teams
+        last, together = plan.num_iterations - 1, parallel.mesh.model_groups
         for batch in (*range(min(last, _SEARCHED_BATCHES)), last):
             rows_of = [stop - start for start, stop in plan.rows(batch)]
-            counts = [sum(rows_of[rank] for rank in team) for team in teams]
+            counts = [sum(rows_of[rank] for rank in group) for group in together]
             if pipeline is None:
                 single = any(_has_single(rows, policy) for rows in counts)
             else:

@@ -16,11 +16,11 @@ from sparkdl.train.data_parallel import AtOnce, DataParallel
 from sparkdl.train.exchanged import Exchanged
 from sparkdl.train.groups import Groups
 from sparkdl.train.holding import Cut, Holding, Sharded, Whole
+from sparkdl.train.model_group import ModelGroup
 from sparkdl.train.parallel import Parallel
 from sparkdl.train.rank_memory import memory_given_back
 from sparkdl.train.shards import RowsOf, nested_rows, spans_of
 from sparkdl.train.summing import Summed
-from sparkdl.train.teams import Team
 
 Built = tuple[Holding, Summed | Exchanged]
 
@@ -93,7 +93,7 @@ def _cut(recipe: Recipe, run: Run, parallel: Parallel, spare: Batch, member: Mem
     if parallel.pipeline is not None:
         return held, Pipelined(made, plans, rank, spare, parallel.pipeline, groups)
     like = to_mini_batch(spare, live, classes=False)
-    team = Team(mesh, rank, groups.along("tensor"), live, like)
+    group = ModelGroup(mesh, rank, groups.along("tensor"), live, like)
     if parallel.fsdp is not None:
-        return held, FullySharded(live, plans, rank, spare, mesh, team)
-    return held, TensorParallel(live, plans, rank, spare, team, groups.along("data"))
+        return held, FullySharded(live, plans, rank, spare, mesh, group)
+    return held, TensorParallel(live, plans, rank, spare, group, groups.along("data"))

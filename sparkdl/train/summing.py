@@ -19,7 +19,7 @@ from sparkdl.step.replica import Work, to_mini_batch
 from sparkdl.sync.contribution import NOTHING, SPARE, Contribution, sums_up
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.train.batchnorm import keeping_company
-from sparkdl.train.teams import Team
+from sparkdl.train.model_group import ModelGroup
 
 
 class GradientVector:
@@ -67,8 +67,8 @@ class GradientVector:
 class Summed:
     """What a rank does for the gradients of an iteration, where torch sums them."""
 
-    _team: Team | None = None
-    """The ranks with which it shares weights and rows, if there are any."""
+    _model_group: ModelGroup | None = None
+    """The ranks with which this one brings its rows together, if there are any."""
 
     def __init__(
         self, live: LiveReplica, plans: Sequence[SlicePlan], rank: int, spare: Batch
@@ -86,9 +86,9 @@ class Summed:
         """The loss, and what is not finite, if anything. ``weights``: what each rank's mini-batch
         counts for."""
         own, total, tells = weights[self._rank], sum(weights), bool(weights[self._rank])
-        if self._team is not None and len(self._team.ranks) > 1:
-            batch = self._team.together(work, weights, batch)
-            work, own = self._team.as_one(work), self._team.weight(weights)
+        if self._model_group is not None and len(self._model_group.ranks) > 1:
+            batch = self._model_group.together(work, weights, batch)
+            work, own = self._model_group.as_one(work), self._model_group.weight(weights)
             clock.lap("data")
         batch = batch if own and batch is not None else self._spare
         with keeping_company(not own):

@@ -1,8 +1,8 @@
 """A replica whose layers are cut over ranks: torch's ``parallelize_module`` around a recipe's module.
 
-All ranks of a team compute the same rows, each its part of the layers that are cut and all of the
+All ranks of a model-parallel group compute the same rows, each its part of the layers that are cut and all of the
 others, whose gradients come out the same on each. So sums over copies of the model are all there is to
-do; a parameter that every rank of a team has is updated on each, and counts once.
+do; a parameter that every rank of a group has is updated on each, and counts once.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from sparkdl.step.replica import Work
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.state import SliceState
 from sparkdl.train.layers import plan_of
+from sparkdl.train.model_group import ModelGroup
 from sparkdl.train.shards import RowsOf, layout_of_rows
 from sparkdl.train.strategy import Tensor
 from sparkdl.train.summing import Copied, gathered
-from sparkdl.train.teams import Team
 
 STYLES = {"column": ColwiseParallel, "row": RowwiseParallel}
 
@@ -157,11 +157,11 @@ class TensorParallel(Copied):
         plans: list[SlicePlan],
         rank: int,
         spare: Batch,
-        team: Team,
+        group: ModelGroup,
         alike: dist.ProcessGroup | None,
     ) -> None:
         super().__init__(live, plans, rank, spare)
-        self._team, self._alike = team, alike
+        self._model_group, self._alike = group, alike
 
     def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> float:
         seed, scale = work.seed(), work.step.loss_scale
@@ -171,13 +171,13 @@ class TensorParallel(Copied):
 
     def scored(self, batches: int, score: Any) -> Any:
         """See :class:`sparkdl.train.summing.Summed`."""
-        assert self._team is not None
-        return self._team.scored([int(count) for (count,) in gathered([batches])], score, 0)
+        assert self._model_group is not None
+        return self._model_group.scored([int(count) for (count,) in gathered([batches])], score, 0)
 
 
 def repeated(live: LiveReplica, mesh: DeviceMesh, place: int) -> frozenset[int]:
-    """The parameters, by number, that a rank before this one of its team has too. ``mesh``: of the
-    team, in which this rank is at ``place``."""
+    """The parameters, by number, that a rank before this one of ``mesh`` has too, in which this one is
+    at ``place``."""
     if place == 0:
         return frozenset()
     return frozenset(

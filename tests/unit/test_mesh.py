@@ -34,16 +34,16 @@ def test_ranks_along_some_dimensions_differ_in_these_only(mesh, names, data):
 
 
 @given(meshes)
-def test_every_rank_is_in_one_team(mesh):
-    assert sorted(rank for team in mesh.teams for rank in team) == list(range(mesh.size))
-    assert all(mesh.team(rank) == team for team in mesh.teams for rank in team)
+def test_every_rank_is_in_one_model_parallel_group(mesh):
+    assert sorted(rank for group in mesh.model_groups for rank in group) == list(range(mesh.size))
+    assert all(mesh.model_group(rank) == group for group in mesh.model_groups for rank in group)
 
 
 def test_ranks_that_follow_each_other_differ_in_the_last_dimension():
     mesh = Mesh(data=2, tensor=2)
     assert mesh.along(0, "tensor") == [0, 1]
     assert mesh.along(0, "data") == [0, 2]
-    assert mesh.teams == [[0, 1], [2, 3]]
+    assert mesh.model_groups == [[0, 1], [2, 3]]
 
 
 def test_all_ranks_are_along_the_one_strategy():

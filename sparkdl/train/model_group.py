@@ -1,7 +1,7 @@
-"""Ranks whose samples go through the same weights together, one model cut over all of them.
+"""A model-parallel group: ranks whose samples go through one model together, which is cut over them.
 
-Every rank has samples of its own, as in every engine. The ranks of a team bring theirs to where they
-are computed with, so that a team is one replica with all of its rows.
+Every rank has samples of its own, as in every engine. The ranks of such a group bring theirs to where
+they are computed with, so that the group is one replica with all of its rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sparkdl.step.replica import Work
 from sparkdl.train.mesh import Mesh
 
 
-class Team:
+class ModelGroup:
     """That of ``rank``; ``group``: of its ranks, where there are others. ``like``: some rows of the
     data."""
 
@@ -32,33 +32,33 @@ class Team:
         live: LiveReplica,
         like: MiniBatch,
     ) -> None:
-        self.ranks = mesh.team(rank)
-        self._teams, self._rank, self._group = mesh.teams, rank, group
+        self.ranks = mesh.model_group(rank)
+        self._all, self._rank, self._group = mesh.model_groups, rank, group
         self._live, self._like = live, like
 
     def weight(self, weights: Sequence[float]) -> float:
-        """What the team's samples count for. ``weights``: what each rank's do."""
+        """What the group's samples count for. ``weights``: what each rank's do."""
         return sum(weights[r] for r in self.ranks)
 
     def as_one(self, work: Work) -> Work:
-        """``work``, as if all rows of each team were its first rank's."""
+        """``work``, as if all rows of each group were its first rank's."""
         rows = [(0, 0)] * len(work.step.rows)
-        for team in self._teams:
-            rows[team[0]] = (
+        for group in self._all:
+            rows[group[0]] = (
                 0,
-                sum(stop - start for start, stop in (work.step.rows[r] for r in team)),
+                sum(stop - start for start, stop in (work.step.rows[r] for r in group)),
             )
         return replace(work, replica=self.ranks[0], step=replace(work.step, rows=tuple(rows)))
 
     def together(self, work: Work, weights: Sequence[float], own: MiniBatch | None) -> MiniBatch:
-        """All of the team's rows that count, on every rank."""
+        """All of the group's rows that count, on every rank."""
         counts = self.counts(work, weights)
         return MiniBatch(
             self.inputs(counts, own, self.ranks), *self.targets(counts, own, self.ranks)
         )
 
     def counts(self, work: Work, weights: Sequence[float]) -> dict[int, int]:
-        """How many rows each rank of the team brings: those whose rows count for something."""
+        """How many rows each rank of the group brings: those whose rows count for something."""
         rows = work.step.rows
         return {r: rows[r][1] - rows[r][0] for r in self.ranks if weights[r]}
 
@@ -114,7 +114,7 @@ class Team:
 
     def scored(self, counts: Sequence[int], score: Callable[[], Any], most: int) -> Any:
         """What ``score`` makes of this rank's batches: those of each rank in turn go through the model
-        on all of them. ``counts``: of every rank's batches. A team with fewer than ``most`` goes on
+        on all of them. ``counts``: of every rank's batches. A group with fewer than ``most`` goes on
         with rows that count for nothing."""
         module, result = self._live.flat.module, None
         for member in self.ranks:
