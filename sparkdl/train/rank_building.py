@@ -46,11 +46,11 @@ def hold(recipe: Recipe, run: Run, parallel: Parallel, spare: Batch, member: Mem
 
 def _cut(recipe: Recipe, run: Run, parallel: Parallel, spare: Batch, member: Member) -> Built:
     """Into stages, or units, or layers, or several of these."""
+    from sparkdl.train.by_rows import ByRows
     from sparkdl.train.fully_sharded import FullySharded, sharded
     from sparkdl.train.pipelined import Pipelined
     from sparkdl.train.staged import staged
     from sparkdl.train.tensor_parallel import (
-        ByRows,
         TensorParallel,
         cut_by_layer,
         layer_by_layer,
