@@ -1,4 +1,4 @@
-"""Between parameters as torch cuts them, by rows, by columns or both, and rows alone, which others know."""
+"""Between parameters as torch cuts them, by rows or columns or both, and rows, which others know."""
 
 from __future__ import annotations
 

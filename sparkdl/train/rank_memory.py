@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator
+from typing import Any
 
-_MMAP_THRESHOLD, _LARGE, _USUAL = -3, 8 << 20, 32 << 20
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_LARGE, _USUAL = 8 << 20, 32 << 20
 
 
 @contextlib.contextmanager
@@ -19,9 +21,15 @@ def memory_given_back() -> Iterator[None]:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, _LARGE)
+        _keep_up_to(mallopt, _LARGE)
     try:
         yield
     finally:
         if mallopt is not None:
-            mallopt(_MMAP_THRESHOLD, _USUAL)
+            _keep_up_to(mallopt, _USUAL)
+
+
+def _keep_up_to(mallopt: Any, nbytes: int) -> None:
+    """Once one limit is set glibc adjusts neither by itself, and would trim its heap at every turn."""
+    mallopt(_MMAP_THRESHOLD, nbytes)
+    mallopt(_TRIM_THRESHOLD, 2 * nbytes)
