@@ -34,8 +34,11 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "on_nan": ("raise", "skip"),
     "schedule_per": ("iteration", "epoch"),
 }
-_COUNTS = ("batch_size", "replicas", "slices", "accumulate", "local_steps", "bucketing")
-_OPTIONAL = ("replicas", "slices", "bucketing", "clip_norm", "clip_value", "ema")
+_COUNTS = (
+    *("batch_size", "replicas", "min_ranks", "slices", "accumulate", "local_steps"),
+    "bucketing",
+)
+_OPTIONAL = ("replicas", "min_ranks", "slices", "bucketing", "clip_norm", "clip_value", "ema")
 _PATTERNS = ("freeze", "unfreeze", "activation_checkpointing")
 _KINDS: tuple[tuple[str, Any, str], ...] = (
     ("model", Callable, "give a function that builds a torch.nn.Module, or a module"),
@@ -227,6 +230,7 @@ def _combinations(trainer: Trainer) -> Iterator[str]:
         )
     if trainer.sync_batchnorm is True:
         yield from _of_sync_batchnorm(trainer)
+    yield from _of_min_ranks(trainer)
     known = {"loss"}
     if isinstance(trainer.validation, Validation):
         known = {"loss", *(metric.name for metric in resolve(trainer.validation.metrics))}
@@ -269,6 +273,27 @@ def _of_sync_batchnorm(trainer: Trainer) -> Iterator[str]:
     for name, alone in (("compression", None), ("accumulate", 1)):
         if getattr(trainer, name) != alone:
             yield f"sync_batchnorm=True does not go with {name}: leave one of the two out."
+
+
+def _of_min_ranks(trainer: Trainer) -> Iterator[str]:
+    if trainer.min_ranks is None:
+        return
+    if trainer.engine != "gang":
+        yield (
+            f'min_ranks={trainer.min_ranks!r} with engine="{trainer.engine}": only a gang needs task '
+            'slots for all replicas at once. Use engine="gang", or leave it out.'
+        )
+    if isinstance(trainer.min_ranks, int) and isinstance(trainer.replicas, int):
+        yield from problems_of_min_ranks(trainer.min_ranks, trainer.replicas)
+
+
+def problems_of_min_ranks(min_ranks: int | None, replicas: int) -> Iterator[str]:
+    """What can be known when the number of replicas is."""
+    if min_ranks is not None and min_ranks > replicas:
+        yield (
+            f"min_ranks={min_ranks} with {replicas} replicas: a gang never takes more task slots than "
+            f"replicas. Give at most {replicas}."
+        )
 
 
 def _unknown_metrics(where: str, trigger: Any, trainer: Trainer, known: set[str]) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import pickle
 from collections.abc import Callable
@@ -18,10 +19,10 @@ from torch import nn
 from sparkdl.data.assemble import input_fields, preview_batch
 from sparkdl.data.batches import EpochPlan
 from sparkdl.data.samples import SampleSet
-from sparkdl.errors import ParameterError
+from sparkdl.errors import ParameterError, raise_all
 from sparkdl.frames import is_local
-from sparkdl.gang.launch import check_slots
 from sparkdl.gang.profile import cpus_of
+from sparkdl.gang.slots import check_slots
 from sparkdl.infer.output import Output
 from sparkdl.replica.flat import FlatModule
 from sparkdl.replica.recipe import Recipe, weights_digest
@@ -35,6 +36,7 @@ from sparkdl.train.checkpoint.identity import ModelIdentity
 from sparkdl.train.checkpoint.manifest import Manifest
 from sparkdl.train.checkpoint.store import CheckpointStore
 from sparkdl.train.checkpointing import Checkpointer, Identity
+from sparkdl.train.checks import problems_of_min_ranks
 from sparkdl.train.continuing import (
     Carried,
     KeptState,
@@ -45,7 +47,7 @@ from sparkdl.train.continuing import (
     history_of,
 )
 from sparkdl.train.engine import AVERAGE, BEST, CURRENT, Engine, Later, Uses, ValidationSet
-from sparkdl.train.gang import GangEngine
+from sparkdl.train.gang import GangEngine, too_few
 from sparkdl.train.history import History
 from sparkdl.train.local import LocalEngine
 from sparkdl.train.locality import places_awaited
@@ -67,6 +69,8 @@ from sparkdl.train.trainer import Trainer
 from sparkdl.train.triggers import MaxEpoch
 from sparkdl.train.units import check_all_used
 from sparkdl.train.validation import Validator
+
+logger = logging.getLogger("sparkdl")
 
 
 def fit(
@@ -112,7 +116,11 @@ def run(
     slab = SlabConfig.new(settings.slab_dir, context.applicationId)
     bar = ProgressBar(settings.progress)
     if trainer.engine == "gang":
-        check_slots(context, replicas, profile=trainer.resource_profile)
+        raise_all(ParameterError, list(problems_of_min_ranks(trainer.min_ranks, replicas)))
+        profile, least = trainer.resource_profile, trainer.min_ranks
+        slots = check_slots(context, replicas, profile=profile, min_slots=least)
+        if slots < replicas:
+            logger.warning("%s.", too_few(slots, replicas))
     if trainer.cutting is not None:
         check_ranks(trainer.cutting, replicas)
     if isinstance(trainer.cutting, Pipeline):
@@ -248,6 +256,7 @@ def _engine(
             settings.timeout,
             strategy,
             trainer.resource_profile,
+            trainer.min_ranks,
         )
         return Recovering(gang, snapshots)
     shuffle = ShuffleEngine(
