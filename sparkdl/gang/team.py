@@ -113,7 +113,7 @@ class Team:
                 f"{failure.text.partition(chr(10))[0]}\n{failure.trace}"
             )
         if lost:
-            names = ", ".join(f"{rank} on {hosts[rank]}" for rank in lost)
+            names = ", ".join(f"{rank} on {hosts[rank]}" for rank in sorted(lost))
             raise StateLostError(
                 f"{doing}: {noun}{'s' * (len(lost) > 1)} {names} went away (the process died or was "
                 "killed, or its node is out of reach)."

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,9 +82,49 @@ def test_the_bits_are_those_of_as_many_ranks(frames, strategy, caplog):
         trained = run.fit(df)
     slices = 4 if strategy == "zero1" else 1
     here = {"engine": "local", "slices": slices, "min_ranks": None, "strategy": "ddp"}
-    from dataclasses import replace
-
     same(trained, replace(run, **here).fit(df))
     assert [r.getMessage() for r in caplog.records] == [
         "2 task slots now do the work of 4 ranks."
     ]
+
+
+@pytest.mark.parametrize("how", ["kill", "kill the task"])
+def test_a_lost_rank_costs_a_new_beginning(frames, tmp_path, caplog, how):
+    df = frames(8, 8, 8, 8)
+    run = trainer_of(
+        **FOUR_ON_TWO,
+        model=partial(Strikes, how, str(tmp_path)),
+        compression=sparkdl.TopK(0.5),
+    )
+    with caplog.at_level("WARNING", logger="sparkdl"):
+        trained = run.fit(df)
+    assert (tmp_path / "struck").exists()
+    same(trained, replace(run, engine="local", min_ranks=None, slices=1).fit(df))
+    (line,) = [r.getMessage() for r in caplog.records if "Went on" in r.getMessage()]
+    lost = r"rank 1 on \S+" if how == "kill" else r"ranks 0 on \S+, 1 on \S+"
+    assert re.fullmatch(
+        rf"(iteration \d, epoch \d|setting up the ranks): {lost} went away \(the process died or was "
+        r"killed, or its node is out of reach\)\. Went on from the beginning and repeated \d "
+        r"iterations?: \d+\.\d s\. 2 task slots now do the work of 4 ranks\.",
+        line,
+    )
+
+
+def test_a_mistake_of_the_model_is_one_error_with_the_rank(frames, tmp_path):
+    run = trainer_of(**FOUR_ON_TWO, model=partial(Strikes, "raise", str(tmp_path)))
+    with pytest.raises(TrainingError) as caught:
+        run.fit(frames(8, 8, 8, 8))
+    assert re.match(
+        r"iteration \d, epoch \d: rank 1 on \S+ failed\. RuntimeError: an operation of the user's\n",
+        str(caught.value),
+    )
+    assert "test_hosted.py" in str(caught.value)
+
+
+def test_fewer_slots_than_the_fewest(frames):
+    with pytest.raises(ParameterError) as caught:
+        trainer_of(replicas=4, min_ranks=3).fit(frames(8, 8, 8, 8))
+    assert str(caught.value) == (
+        "a gang of 4 ranks with min_ranks=3 needs 3 task slots at once, and this session has 2: ask "
+        "for more executors or cores."
+    )

@@ -1,0 +1,72 @@
+"""Script: gangs whose executors are lost for good, one in each fit; what came of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from harness import processes
+from harness.faulty import frame, outcome, trainer
+
+import sparkdl
+from sparkdl.gang.hosting import MODULE
+
+AFTER = 4
+"""Iterations, after which the executor goes."""
+
+
+class TakeAnExecutor(sparkdl.Callback):
+    """Spark is told to do without one of its executors, and does not replace it."""
+
+    def __init__(self, context) -> None:
+        self.context = context
+
+    def on_iteration_end(self, trainer, state) -> None:
+        if state.iteration == AFTER:
+            listed = self.context._jsc.sc().statusStore().executorList(True)
+            names = sorted({listed.apply(i).id() for i in range(listed.size())} - {"driver"})
+            assert self.context._jsc.sc().killExecutor(names[-1])
+
+
+def fit(spark, run: sparkdl.Trainer) -> dict:
+    """Its outcome or its error, the log, and what is left of it."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sparkdl").addHandler(handler)
+    began, result = time.monotonic(), dict[str, object]()
+    try:
+        result = outcome(run.fit(frame(spark, run.replicas)))
+    except Exception as error:
+        result["error"] = f"{type(error).__name__}: {error}"
+    finally:
+        logging.getLogger("sparkdl").removeHandler(handler)
+    context = spark.sparkContext
+    hosted = [pid for pid in processes.all_pids() if MODULE.encode() in processes.command(pid)]
+    slabs = Path("/dev/shm").glob(f"sparkdl-{context.applicationId}-*")
+    return {
+        **result,
+        "log": lines,
+        "seconds": round(time.monotonic() - began, 1),
+        "left": [*hosted, *map(str, slabs), *context._jsc.getPersistentRDDs().keySet()],
+    }
+
+
+def main() -> None:
+    from launch import answer, session, spec
+
+    given, results = spec(), {}
+    with session(given["master"], **given["settings"]) as spark:
+        for name, changes in given["fits"].items():
+            run = trainer(given["replicas"], engine="gang", **changes)
+            if name != "undisturbed":
+                run = replace(run, callbacks=[TakeAnExecutor(spark.sparkContext)])
+            results[name] = fit(spark, run)
+            print(name, results[name], flush=True)
+    answer(results)
+
+
+if __name__ == "__main__":
+    main()
