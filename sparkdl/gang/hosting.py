@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -83,13 +83,16 @@ class Look:
 
 @dataclass(frozen=True)
 class Host:
-    """Command: start the processes of these ranks, of ``size`` in all, until the task ends."""
+    """Command: start the processes of these ranks, of ``size`` in all, until the task ends; ``job`` is
+    the number that they name. The key that they need is the task's, and none travels with this."""
 
-    meeting: Meeting
+    job: int
     size: int
     seats: tuple[Seat, ...]
 
     def __call__(self, member: Member) -> None:
+        assert member.meeting is not None
+        meeting = replace(member.meeting, job=self.job)
         processes: dict[int, subprocess.Popen[bytes]] = {}
         member.kept["processes"] = processes
         member.at_end.callback(_end, processes)
@@ -100,8 +103,8 @@ class Host:
             )
         task = BarrierTaskContext.get().taskAttemptId()  # type: ignore[no-untyped-call]
         for seat in self.seats:
-            hello = Hello(seat.rank, self.meeting.job, task, self.size, socket.gethostname())
-            part = TakePart(self.meeting, hello, member.address, seat)
+            hello = Hello(seat.rank, self.job, task, self.size, socket.gethostname())
+            part = TakePart(meeting, hello, member.address, seat)
             stream = processes[seat.rank].stdin
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):  # it is dead already, see ended

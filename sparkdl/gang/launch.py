@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import pickle
 import time
@@ -22,19 +21,17 @@ from sparkdl.errors import (
     StateLostError,
     TrainingError,
 )
-from sparkdl.frames import collect_and_forget, map_frames, shuffle_frames, stage_name
+from sparkdl.frames import collect_and_forget, map_frames, stage_name
 from sparkdl.gang.arrivals import Arrivals
 from sparkdl.gang.channel import Listener
 from sparkdl.gang.group import form_group
 from sparkdl.gang.hosting import Host, Hosting, Look, Pack, Seat, ended
 from sparkdl.gang.member import Command, Meeting
-from sparkdl.gang.profile import with_profile
 from sparkdl.gang.sharing import gpus_shared_out, shared_out
 from sparkdl.gang.slots import SLOT_SECONDS, check_slots, slots_now
+from sparkdl.gang.stage import Stage, not_together
 from sparkdl.gang.team import Team
-from sparkdl.report import explain, of_python
 
-CLOSE_SECONDS = 15.0
 YEAR_SECONDS = 365 * 86400.0
 
 
@@ -66,11 +63,10 @@ class Gang:
         stage's tasks are given, where that is not what others get. ``hosting``: a task may host
         several ranks, where there are too few slots; whoever starts such a gang has seen how many."""
         self.size = self.tasks = source.getNumPartitions()
-        self._context, self._source, self._group = context, source, group
+        self._context, self._source, self._profile = context, source, profile
         self._device, self._timeout, self._output = device, timeout, output
-        self._retried, self._profile, self._hosting = retried, profile, hosting
+        self._stage, self._hosting = Stage(context, group, retried, profile), hosting
         self._listener: Listener | None = None
-        self._job: Any = None
         self._ranks: Team | None = None
         self._hosts: Team | None = None
 
@@ -148,7 +144,7 @@ class Gang:
         gpus = gpus_shared_out(places, shares)
         self._meeting = replace(self._meeting, job=self._meeting.job + 1)
         seats = [tuple(Seat(rank, gpus[rank], frames[rank]) for rank in share) for share in shares]
-        self._hosts.call_each([Host(self._meeting, self.size, own) for own in seats], doing)
+        self._hosts.call_each([Host(self._meeting.job, self.size, own) for own in seats], doing)
         arrivals = Arrivals(self._meeting.job, self.size)
         self._await(arrivals, deadline, self._check_processes)
         return Team(arrivals, self._timeout)
@@ -162,13 +158,16 @@ class Gang:
                     for frame in collect_and_forget(map_frames(self._source, Pack()))
                 ]
         except Py4JError as error:
-            raise _explained(error) from None
+            raise not_together(error) from None
 
     def _come(self, source: RDD, size: int, meeting: Meeting, deadline: float) -> Arrivals | None:
         """Submit the stage and wait until its tasks have come; None where Spark runs too few of them,
         or too few can run."""
         assert self._listener is not None
-        arrivals = Arrivals(self._submit(source, meeting), size)
+        self._meeting = replace(self._meeting, job=self._meeting.job + 1)
+        numbered = replace(meeting, job=self._meeting.job)
+        self._stage.submit(source, numbered, f"sparkdl: a gang of {self.size} ranks")
+        arrivals = Arrivals(numbered.job, size)
         self._await(arrivals, deadline, self._check_job)
         if arrivals.missing or arrivals.too_few:
             arrivals.hang_up()
@@ -194,8 +193,7 @@ class Gang:
 
     def _check_job(self) -> bool:
         """Whether the stage's tasks may still come."""
-        if self._job.isDone():
-            self._end_of_job()
+        self._stage.check()
         if self._hosting is None:
             return True
         return slots_now(self._context, self._profile) >= self.tasks
@@ -240,39 +238,6 @@ class Gang:
             self.leave()
             raise
 
-    def _submit(self, source: RDD, meeting: Meeting) -> int:
-        """The stage, in a job of its own, whose end nobody waits for, in place of any before; its
-        number."""
-        if self._job is not None and not self._job.isDone():
-            self._job.cancel(True)
-        self._meeting = replace(self._meeting, job=self._meeting.job + 1)
-        meeting = replace(meeting, job=self._meeting.job)
-        before = {
-            key: self._context.getLocalProperty(key)
-            for key in ("spark.jobGroup.id", "spark.job.description", "spark.job.interruptOnCancel")
-        }
-        self._context.setJobGroup(self._group, f"sparkdl: a gang of {self.size} ranks")
-        try:
-            with stage_name(self._context, "gang"):
-                ranks = map_frames(source, meeting, barrier=True)
-                if self._profile is not None:
-                    ranks = with_profile(ranks, self._profile)
-                ending = shuffle_frames(ranks, 1) if self._retried else ranks
-                self._job = ending._jrdd.collectAsync()
-        finally:
-            for key, value in before.items():
-                self._context.setLocalProperty(key, value)  # type: ignore[arg-type]
-        return self._meeting.job
-
-    def _end_of_job(self) -> None:
-        """The stage has ended before all its ranks came."""
-        job, self._job = self._job, None
-        try:
-            job.get()
-        except Py4JError as error:
-            raise _explained(error) from None
-        raise StateLostError("the gang did not come together: its ranks ended at once.")
-
     def leave(self) -> None:
         """Hang up on the ranks, which then end: the next :meth:`start` brings others together."""
         for team in (self._ranks, self._hosts):
@@ -286,18 +251,4 @@ class Gang:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-        job, self._job = self._job, None
-        if job is None:
-            return
-        with contextlib.suppress(Py4JError, OSError):  # the session may be stopped already
-            until = time.monotonic() + CLOSE_SECONDS
-            while not job.isDone() and time.monotonic() < until:
-                time.sleep(0.01)
-            if not job.isDone():
-                self._context.cancelJobGroup(self._group)
-
-
-def _explained(error: Py4JError) -> TrainingError:
-    text = str(error)
-    kind = TrainingError if of_python(text) else StateLostError
-    return kind(f"the gang did not come together: {explain(text)}")
+        self._stage.close()

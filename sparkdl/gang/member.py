@@ -55,8 +55,9 @@ class Failure:
 @dataclass
 class Member:
     """What commands are given: who this is, its node's address as Spark knows it, its device, the
-    frames of its partition; what commands have ``kept``; what shall happen ``at_end``; and what a
-    command leaves to be done ``afterwards``, when its result is on its way."""
+    frames of its partition; what shall happen ``at_end``; how a task came to the driver; what
+    commands have ``kept``; and what a command leaves to be done ``afterwards``, when its result is on
+    its way."""
 
     rank: int
     size: int
@@ -64,6 +65,7 @@ class Member:
     device: torch.device
     frames: list[Any]
     at_end: contextlib.ExitStack
+    meeting: Meeting | None = None
     kept: dict[str, Any] = field(default_factory=dict)
     afterwards: Callable[[], None] | None = None
 
@@ -115,7 +117,7 @@ class Meeting:
         infos, rank = context.getTaskInfos(), context.partitionId()
         address = infos[rank].address.rpartition(":")[0]
         device = device_of(self.device, context)
-        return Member(rank, len(infos), address, device, frames, at_end)
+        return Member(rank, len(infos), address, device, frames, at_end, self)
 
 
 def _serve(channel: Channel, member: Member) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
@@ -134,7 +134,7 @@ def _numbers(trainer: Trainer) -> Iterator[str]:
             continue
         if isinstance(value, np.integer):
             yield f"{name}={value!r} is a NumPy number: give {name}=int({int(value)})."
-        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        elif not _is_count(value):
             yield f"{name}={value!r}: give a whole number of at least 1."
     for name in ("clip_norm", "clip_value"):
         value = getattr(trainer, name)
@@ -276,15 +276,16 @@ def _of_sync_batchnorm(trainer: Trainer) -> Iterator[str]:
 
 
 def _of_min_ranks(trainer: Trainer) -> Iterator[str]:
-    if trainer.min_ranks is None:
+    least = trainer.min_ranks
+    if not _is_count(least):
         return
     if trainer.engine != "gang":
         yield (
-            f'min_ranks={trainer.min_ranks!r} with engine="{trainer.engine}": only a gang needs task '
-            'slots for all replicas at once. Use engine="gang", or leave it out.'
+            f'min_ranks={least} with engine="{trainer.engine}": only a gang needs task slots for all '
+            'replicas at once. Use engine="gang", or leave it out.'
         )
-    if isinstance(trainer.min_ranks, int) and isinstance(trainer.replicas, int):
-        yield from problems_of_min_ranks(trainer.min_ranks, trainer.replicas)
+    elif _is_count(trainer.replicas):
+        yield from problems_of_min_ranks(least, trainer.replicas)
 
 
 def problems_of_min_ranks(min_ranks: int | None, replicas: int) -> Iterator[str]:
@@ -310,6 +311,10 @@ def _unknown_metrics(where: str, trigger: Any, trainer: Trainer, known: set[str]
                 f'{where} waits for the metric "{metric}", which the validation does not have.'
                 f"{nearest(metric, known)} It has: {', '.join(sorted(known))}."
             )
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_number(value: Any) -> bool:

@@ -58,9 +58,9 @@ def test_without_leave_to_do_so_it_is_an_error(tmp_path):
     bound = {"spark.sparkdl.timeout.seconds": "40"}
     lost = lose(tmp_path, "slabs that executors share", {"lost": {}}, **bound)["lost"]
     assert re.fullmatch(
-        r"StalledError: executors were lost, and none came in their place within \d+ s: the gang needs 4 "
-        r"task slots at once, and this session has 2\. Fit again where there are as many, with resume= "
-        r"from a checkpoint; or let fewer task slots do the work: min_ranks says how few\.",
+        r"StalledError: executors were lost, and none came in their place within \d+ s: the gang needs "
+        r"4 task slots at once, and this session has 2\. Fit again where there are as many, with "
+        r"resume= from a checkpoint; or let fewer task slots do the work: min_ranks says how few\.",
         lost["error"],
     ), lost
     assert lost["seconds"] < 100

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -50,7 +51,8 @@ def no_process_left() -> Any:
 
 
 class Strikes(nn.Module):
-    """In the third forward pass of rank 1 something happens, once."""
+    """In the third forward pass of rank 1 something happens, once. ``how``: an error of the model, the
+    end of the rank's task, of the rank, or that too with all slabs of that name."""
 
     def __init__(self, how: str, folder: str) -> None:
         super().__init__()
@@ -65,7 +67,11 @@ class Strikes(nn.Module):
             note = Path(self.folder, "struck")
             if not note.exists():
                 note.touch()
-                os.kill(os.getpid() if self.how == "kill" else os.getppid(), signal.SIGKILL)
+                for root in Path("/dev/shm").glob(f"{self.how}-*"):
+                    shutil.rmtree(root)
+                os.kill(
+                    os.getppid() if self.how == "kill the task" else os.getpid(), signal.SIGKILL
+                )
         return self.layer(x)
 
 
@@ -83,14 +89,14 @@ def test_the_bits_are_those_of_as_many_ranks(frames, strategy, caplog):
     slices = 4 if strategy == "zero1" else 1
     here = {"engine": "local", "slices": slices, "min_ranks": None, "strategy": "ddp"}
     same(trained, replace(run, **here).fit(df))
-    assert [r.getMessage() for r in caplog.records] == [
-        "2 task slots now do the work of 4 ranks."
-    ]
+    assert [r.getMessage() for r in caplog.records] == ["2 task slots now do the work of 4 ranks."]
 
 
-@pytest.mark.parametrize("how", ["kill", "kill the task"])
-def test_a_lost_rank_costs_a_new_beginning(frames, tmp_path, caplog, how):
-    df = frames(8, 8, 8, 8)
+@pytest.mark.parametrize("how", ["kill", "kill the task", "delete the slabs"])
+def test_a_lost_rank_costs_a_new_beginning(spark, frames, tmp_path, caplog, how):
+    df, task = frames(8, 8, 8, 8), how == "kill the task"
+    if how == "delete the slabs":
+        how = f"sparkdl-{spark.sparkContext.applicationId}"
     run = trainer_of(
         **FOUR_ON_TWO,
         model=partial(Strikes, how, str(tmp_path)),
@@ -101,7 +107,7 @@ def test_a_lost_rank_costs_a_new_beginning(frames, tmp_path, caplog, how):
     assert (tmp_path / "struck").exists()
     same(trained, replace(run, engine="local", min_ranks=None, slices=1).fit(df))
     (line,) = [r.getMessage() for r in caplog.records if "Went on" in r.getMessage()]
-    lost = r"rank 1 on \S+" if how == "kill" else r"ranks 0 on \S+, 1 on \S+"
+    lost = r"ranks 0 on \S+, 1 on \S+" if task else r"rank 1 on \S+"
     assert re.fullmatch(
         rf"(iteration \d, epoch \d|setting up the ranks): {lost} went away \(the process died or was "
         r"killed, or its node is out of reach\)\. Went on from the beginning and repeated \d "
