@@ -1,14 +1,16 @@
-"""Script: gangs whose executors are lost for good, one in each fit; what came of them."""
+"""Script: gangs that lose an executor, for good or by a kill; what came of each fit."""
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness import processes
 from harness.faulty import frame, outcome, trainer
+from pyspark import SparkContext
 
 import sparkdl
 from sparkdl.gang.hosting import MODULE
@@ -17,17 +19,31 @@ AFTER = 4
 """Iterations, after which the executor goes."""
 
 
-class TakeAnExecutor(sparkdl.Callback):
-    """Spark is told to do without one of its executors, and does not replace it."""
+@dataclass(frozen=True)
+class Strike(sparkdl.Callback):
+    """Something happens to an executor."""
 
-    def __init__(self, context) -> None:
-        self.context = context
+    context: SparkContext
+    happens: Callable[[SparkContext], None]
 
     def on_iteration_end(self, trainer, state) -> None:
         if state.iteration == AFTER:
-            listed = self.context._jsc.sc().statusStore().executorList(True)
-            names = sorted({listed.apply(i).id() for i in range(listed.size())} - {"driver"})
-            assert self.context._jsc.sc().killExecutor(names[-1])
+            self.happens(self.context)
+
+
+def lose_one(context: SparkContext) -> None:
+    """Spark is told to do without one of its executors, and does not replace it."""
+    listed = context._jsc.sc().statusStore().executorList(True)
+    names = sorted({listed.apply(i).id() for i in range(listed.size())} - {"driver"})
+    assert context._jsc.sc().killExecutor(names[-1])
+
+
+def kill_one(context: SparkContext) -> None:
+    """SIGKILL for the JVM of one, which Spark replaces."""
+    processes.kill(processes.executors(context.applicationId)[-1])
+
+
+STRIKES = {"lost": lose_one, "killed": kill_one}
 
 
 def fit(spark, run: sparkdl.Trainer) -> dict:
@@ -61,8 +77,8 @@ def main() -> None:
     with session(given["master"], **given["settings"]) as spark:
         for name, changes in given["fits"].items():
             run = trainer(given["replicas"], engine="gang", **changes)
-            if name != "undisturbed":
-                run = replace(run, callbacks=[TakeAnExecutor(spark.sparkContext)])
+            if name in STRIKES:
+                run = replace(run, callbacks=[Strike(spark.sparkContext, STRIKES[name])])
             results[name] = fit(spark, run)
             print(name, results[name], flush=True)
     answer(results)

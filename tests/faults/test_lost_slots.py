@@ -35,23 +35,22 @@ def lose(folder: Path, way: str, fits: dict, **settings: str) -> dict:
     )
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize(("way", "strategy"), zip(WAYS, ["ddp", "zero1"], strict=True))
 def test_it_goes_on_with_fewer_slots(tmp_path, way, strategy):
-    fits = {
-        "undisturbed": {"strategy": strategy},
-        "lost": {"strategy": strategy, "min_ranks": 2},
-    }
+    """Also where an executor is killed, in the next fit, while its tasks host several ranks."""
+    fewer = {"strategy": strategy, "min_ranks": 2}
+    fits = {"undisturbed": {"strategy": strategy}, "lost": fewer, "killed": fewer}
     results = lose(tmp_path, way, fits, **{"spark.sparkdl.snapshot.seconds": "0"})
-    undisturbed, lost = results["undisturbed"], results["lost"]
-    assert "error" not in lost, lost
-    assert {key: lost[key] for key in ("digest", "losses")} == {
-        key: undisturbed[key] for key in ("digest", "losses")
-    }
-    (line,) = [line for line in lost["log"] if "Went on" in line]
-    replicas = WAYS[way][1]
-    assert line.endswith(f" s. 2 task slots now do the work of {replicas} ranks.")
-    assert lost["left"] == []
+    undisturbed = results.pop("undisturbed")
+    said = f"2 task slots now do the work of {WAYS[way][1]} ranks."
+    assert results["killed"]["log"][0] == said  # before anything is lost
+    for result in results.values():
+        assert "error" not in result, result
+        assert result["digest"] == undisturbed["digest"]
+        assert result["losses"] == undisturbed["losses"]
+        (line,) = [line for line in result["log"] if "Went on" in line]
+        assert line.endswith(f" s. {said}")
+        assert result["left"] == []
 
 
 def test_without_leave_to_do_so_it_is_an_error(tmp_path):
