@@ -132,6 +132,7 @@ class Gang:
         """Likewise, as processes of fewer tasks: see the note in :mod:`sparkdl.gang.hosting`."""
         assert self._hosting is not None
         doing, node_of = "starting the ranks", self._hosting.node_of
+        self._stage.cancel()
         frames = self._records()
         source = self._context.parallelize(range(self.tasks), self.tasks)
         come = self._come(source, self.tasks, replace(self._meeting, device="cpu"), deadline)

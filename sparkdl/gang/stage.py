@@ -37,8 +37,7 @@ class Stage:
 
     def submit(self, source: RDD, meeting: Meeting, description: str) -> None:
         """In place of any before: ``meeting`` is the body of its tasks, one a partition."""
-        if self._job is not None and not self._job.isDone():
-            self._job.cancel(True)
+        self.cancel()
         before = {key: self._context.getLocalProperty(key) for key in _PROPERTIES}
         self._context.setJobGroup(self._group, description)
         try:
@@ -51,6 +50,12 @@ class Stage:
         finally:
             for key, value in before.items():
                 self._context.setLocalProperty(key, value)  # type: ignore[arg-type]
+
+    def cancel(self) -> None:
+        """Free the slots of the last job: where Spark has begun it anew, its tasks wait for a driver
+        that has other plans."""
+        if self._job is not None and not self._job.isDone():
+            self._job.cancel(True)
 
     def check(self) -> None:
         """Raise where the stage has ended, before all its tasks came."""

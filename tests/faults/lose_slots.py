@@ -40,7 +40,10 @@ def lose_one(context: SparkContext) -> None:
 
 def kill_one(context: SparkContext) -> None:
     """SIGKILL for the JVM of one, which Spark replaces."""
-    processes.kill(processes.executors(context.applicationId)[-1])
+    there = processes.executors(context.applicationId)
+    nothing = getattr(getattr(context._jvm.scala.collection.immutable, "Map$"), "MODULE$").empty()
+    assert context._jsc.sc().requestTotalExecutors(len(there), 0, nothing)
+    processes.kill(there[-1])
 
 
 STRIKES = {"lost": lose_one, "killed": kill_one}

@@ -35,12 +35,13 @@ def lose(folder: Path, way: str, fits: dict, **settings: str) -> dict:
     )
 
 
-@pytest.mark.parametrize(("way", "strategy"), zip(WAYS, ["ddp", "zero1"], strict=True))
+@pytest.mark.parametrize(("way", "strategy"), [*zip(WAYS, ["ddp", "zero1"], strict=True)])
 def test_it_goes_on_with_fewer_slots(tmp_path, way, strategy):
     """Also where an executor is killed, in the next fit, while its tasks host several ranks."""
     fewer = {"strategy": strategy, "min_ranks": 2}
     fits = {"undisturbed": {"strategy": strategy}, "lost": fewer, "killed": fewer}
-    results = lose(tmp_path, way, fits, **{"spark.sparkdl.snapshot.seconds": "0"})
+    settings = {"spark.sparkdl.snapshot.seconds": "0", "spark.sparkdl.timeout.seconds": "120"}
+    results = lose(tmp_path, way, fits, **settings)
     undisturbed = results.pop("undisturbed")
     said = f"2 task slots now do the work of {WAYS[way][1]} ranks."
     assert results["killed"]["log"][0] == said  # before anything is lost
