@@ -83,6 +83,7 @@ def trainer_of(config: Config) -> sparkdl.Trainer:
         schedule_metric=training.schedule_metric,
         batch_size=training.batch_size,
         replicas=training.replicas,
+        min_ranks=training.min_ranks,
         slices=training.slices,
         engine=training.engine,
         mesh=training.mesh,

@@ -65,6 +65,8 @@ class TrainingSection:
     """The global batch: samples of all replicas together."""
     replicas: int | None = None
     """Copies of the model; null: the cluster's task slots."""
+    min_ranks: int | None = None
+    """Of a gang: how few task slots will do where executors are lost for good; null: one a replica."""
     slices: int | None = None
     """Parts of the parameter vector; null: as many as replicas."""
     engine: str = "shuffle"

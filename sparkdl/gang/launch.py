@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import math
-import selectors
-import sys
+import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from py4j.protocol import Py4JError
-from pyspark import SparkContext, cloudpickle
+from pyspark import SparkContext
 from pyspark.core.rdd import RDD
 from pyspark.resource import ResourceProfile
 
-from sparkdl.errors import ParameterError, SessionError, StalledError, StateLostError, TrainingError
-from sparkdl.frames import map_frames, shuffle_frames, stage_name
+from sparkdl.errors import (
+    ParameterError,
+    SparkdlError,
+    StalledError,
+    StateLostError,
+    TrainingError,
+)
+from sparkdl.frames import collect_and_forget, map_frames, stage_name
 from sparkdl.gang.arrivals import Arrivals
-from sparkdl.gang.channel import Channel, ChannelError, Listener
+from sparkdl.gang.channel import Listener
 from sparkdl.gang.group import form_group
-from sparkdl.gang.member import ERROR, OUTPUT, RESULT, Command, Failure, Meeting
-from sparkdl.gang.profile import check_profile, in_java, with_profile
-from sparkdl.report import explain, of_python
+from sparkdl.gang.hosting import Host, Hosting, Look, Pack, Seat, ended
+from sparkdl.gang.member import Command, Meeting
+from sparkdl.gang.sharing import gpus_shared_out, shared_out
+from sparkdl.gang.slots import SLOT_SECONDS, check_slots, slots_now
+from sparkdl.gang.stage import Stage, not_together
+from sparkdl.gang.team import Team
 
-SLOT_SECONDS = 30.0
-"""How long executors may take to come before too few task slots are an error."""
-CLOSE_SECONDS = 15.0
 YEAR_SECONDS = 365 * 86400.0
-LOST = "lost"
-"""In place of a message: the rank is gone."""
-GRACE_SECONDS = 2.0
-"""After the first failure of a rank, the others have so long to say what they know of it."""
 
 
 class Gang:
@@ -57,32 +56,32 @@ class Gang:
         output: bool = False,
         retried: bool = True,
         profile: ResourceProfile | None = None,
+        hosting: Hosting | None = None,
     ) -> None:
         """``group``: the job group of the stage. ``timeout``: seconds within which a command, and
         the start, must end; None: no bound. ``output``: print what ranks print. ``profile``: what the
-        stage's tasks are given, where that is not what others get."""
-        self.size = source.getNumPartitions()
-        self._context, self._source, self._group = context, source, group
+        stage's tasks are given, where that is not what others get. ``hosting``: a task may host
+        several ranks, where there are too few slots; whoever starts such a gang has seen how many."""
+        self.size = self.tasks = source.getNumPartitions()
+        self._context, self._source, self._profile = context, source, profile
         self._device, self._timeout, self._output = device, timeout, output
-        self._retried, self._profile = retried, profile
+        self._stage, self._hosting = Stage(context, group, retried, profile), hosting
         self._listener: Listener | None = None
-        self._job: Any = None
-        self._channels: list[Channel] = []
-        self.hosts: list[str] = []
+        self._ranks: Team | None = None
+        self._hosts: Team | None = None
 
     @property
     def running(self) -> bool:
-        return bool(self._channels)
+        return self._ranks is not None
 
     def start(self) -> None:
         """Bring the ranks together, anew where some were lost.
 
         Raises :class:`sparkdl.SessionError` where this session can have no such gang,
-        :class:`sparkdl.TrainingError` where it does not come together.
+        :class:`sparkdl.ParameterError` where it has too few slots, :class:`sparkdl.StalledError` where
+        it has them no more, :class:`sparkdl.TrainingError` where the gang does not come together.
         """
         again = self._listener is not None  # executors that were lost may come back
-        wait = self._timeout or YEAR_SECONDS
-        check_slots(self._context, self.size, wait if again else SLOT_SECONDS, self._profile)
         self.leave()
         if self._listener is None:
             conf = self._context.getConf()
@@ -95,34 +94,134 @@ class Gang:
                 self._device,
                 self._output,
             )
-        self._gather(time.monotonic() + (self._timeout or math.inf))
+        deadline = time.monotonic() + (self._timeout or YEAR_SECONDS)
+        while self._ranks is None:
+            self.tasks = self._slots(again, deadline)
+            if self.tasks == self.size:
+                self._ranks = self._gather(deadline)
+            else:
+                self._ranks = self._gather_hosted(deadline)
+            again = True
         joining = functools.partial(self.call, doing="joining the process group")
         form_group(joining, self._timeout or YEAR_SECONDS)
 
-    def _gather(self, deadline: float) -> None:
-        """Wait until every rank has come."""
+    def _slots(self, again: bool, deadline: float) -> int:
+        """How many tasks the stage shall have."""
+        least = self._hosting.min_slots if self._hosting is not None else None
+        wait = deadline - time.monotonic() if again else SLOT_SECONDS
+        enough = self.tasks if again else least  # what was missing before is not waited for again
+        try:
+            return check_slots(self._context, self.size, wait, self._profile, least, enough)
+        except ParameterError:
+            if not again:
+                raise
+            have = slots_now(self._context, self._profile)
+            raise StalledError(
+                f"executors were lost, and none came in their place within {wait:.0f} s: the gang "
+                f"needs {least or self.size} task slots at once, and this session has {have}. Fit "
+                "again where there are as many, with resume= from a checkpoint; or let fewer task "
+                "slots do the work: min_ranks says how few."
+            ) from None
+
+    def _gather(self, deadline: float) -> Team | None:
+        """Every rank, as a task; None where they must be asked for anew."""
+        come = self._come(self._source, self.size, self._meeting, deadline)
+        return None if come is None else Team(come, self._timeout)
+
+    def _gather_hosted(self, deadline: float) -> Team | None:
+        """Likewise, as processes of fewer tasks: see the note in :mod:`sparkdl.gang.hosting`."""
+        assert self._hosting is not None
+        doing, node_of = "starting the ranks", self._hosting.node_of
+        self._stage.cancel()
+        frames = self._records()
+        source = self._context.parallelize(range(self.tasks), self.tasks)
+        come = self._come(source, self.tasks, replace(self._meeting, device="cpu"), deadline)
+        if come is None:
+            return None
+        self._hosts = Team(come, self._timeout, noun="task")
+        look = Look(self._hosting.node_here, self._device)
+        places = self._hosts.call(look, doing)
+        shares = shared_out([node_of(own) for own in frames], [place.node for place in places])
+        gpus = gpus_shared_out(places, shares)
+        self._meeting = replace(self._meeting, job=self._meeting.job + 1)
+        seats = [tuple(Seat(rank, gpus[rank], frames[rank]) for rank in share) for share in shares]
+        self._hosts.call_each([Host(self._meeting.job, self.size, own) for own in seats], doing)
+        arrivals = Arrivals(self._meeting.job, self.size)
+        self._await(arrivals, deadline, self._check_processes)
+        return Team(arrivals, self._timeout)
+
+    def _records(self) -> list[list[Any]]:
+        """Of each partition, computed again where they are lost."""
+        try:
+            with stage_name(self._context, "find the samples"):
+                return [
+                    pickle.loads(frame)
+                    for frame in collect_and_forget(map_frames(self._source, Pack()))
+                ]
+        except Py4JError as error:
+            raise not_together(error) from None
+
+    def _come(self, source: RDD, size: int, meeting: Meeting, deadline: float) -> Arrivals | None:
+        """Submit the stage and wait until its tasks have come; None where Spark runs too few of them,
+        or too few can run."""
         assert self._listener is not None
-        arrivals = Arrivals(self._submit(), self.size)
-        while arrivals.missing:
-            arrived = self._listener.accept(0.5)
-            if arrived is not None:
-                arrivals.admit(*arrived)
-                if arrivals.too_few:
-                    arrivals.hang_up()
-                    arrivals = Arrivals(self._submit(), self.size)
-            elif self._job.isDone():
-                arrivals.hang_up()
-                self._end_of_job()
-            elif time.monotonic() > deadline:
-                arrivals.hang_up()
-                self.close()
-                raise StalledError(
-                    f"the gang did not come together in {self._timeout:g} s: "
-                    f"rank{'s' * (len(arrivals.missing) > 1)} "
-                    f"{', '.join(map(str, arrivals.missing))} of {self.size} did not come."
+        self._meeting = replace(self._meeting, job=self._meeting.job + 1)
+        numbered = replace(meeting, job=self._meeting.job)
+        self._stage.submit(source, numbered, f"sparkdl: a gang of {self.size} ranks")
+        arrivals = Arrivals(numbered.job, size)
+        self._await(arrivals, deadline, self._check_job)
+        if arrivals.missing or arrivals.too_few:
+            arrivals.hang_up()
+            return None
+        return arrivals
+
+    def _await(self, arrivals: Arrivals, deadline: float, check: Callable[[], bool]) -> None:
+        """Until all have come, or ``check`` says that they will not."""
+        assert self._listener is not None
+        try:
+            while arrivals.missing and not arrivals.too_few:
+                arrived = self._listener.accept(0.5)
+                if arrived is not None:
+                    arrivals.admit(*arrived)
+                elif not check():
+                    return
+                elif time.monotonic() > deadline:
+                    self._raise_late(arrivals)
+        except SparkdlError:
+            arrivals.hang_up()
+            self.leave()
+            raise
+
+    def _check_job(self) -> bool:
+        """Whether the stage's tasks may still come."""
+        self._stage.check()
+        if self._hosting is None:
+            return True
+        return slots_now(self._context, self._profile) >= self.tasks
+
+    def _check_processes(self) -> bool:
+        """Whether the processes of ranks may still come. Raises where one has ended."""
+        assert self._hosts is not None
+        for gone in self._hosts.call(ended, "starting the ranks"):
+            for rank, status in gone.items():
+                if status < 0:
+                    raise StateLostError(
+                        f"starting the ranks: the process of rank {rank} was killed (signal {-status})."
+                    )
+                raise TrainingError(
+                    f"starting the ranks: the process of rank {rank} ended with status {status}. What "
+                    "it has to say of it is in its executor's log, stderr."
                 )
-        self._channels = [arrivals.come[rank][0] for rank in range(self.size)]
-        self.hosts = [arrivals.come[rank][1].host for rank in range(self.size)]
+        return True
+
+    def _raise_late(self, arrivals: Arrivals) -> None:
+        missing = arrivals.missing
+        self.close()
+        raise StalledError(
+            f"the gang did not come together in {self._timeout:g} s: "
+            f"rank{'s' * (len(missing) > 1)} "
+            f"{', '.join(map(str, missing))} of {self.size} did not come."
+        )
 
     def call(self, command: Command, doing: str = "a command") -> list[Any]:
         """``command(member)`` on every rank, at once; the results in rank order.
@@ -130,130 +229,22 @@ class Gang:
         Raises :class:`sparkdl.TrainingError` with the first failing rank's traceback, and
         :class:`sparkdl.StateLostError` where a rank is lost; the gang has ended then.
         """
-        content = cloudpickle.dumps(command)
-        for rank, channel in enumerate(self._channels):
-            try:
-                channel.send(content)
-            except ChannelError:
-                self._fail(doing, {}, [rank])
-        return [cloudpickle.loads(answer) for answer in self._answers(doing)]
-
-    def _answers(self, doing: str) -> list[Any]:
-        """The next result of every rank."""
-        answers: dict[int, Any] = {}
-        failures: dict[int, Failure] = {}
-        lost: list[int] = []
-        deadline = time.monotonic() + (self._timeout or math.inf)
-        with selectors.DefaultSelector() as selector:
-            for rank, channel in enumerate(self._channels):
-                selector.register(channel, selectors.EVENT_READ, rank)
-            while len(answers) + len(failures) + len(lost) < self.size:
-                left = deadline - time.monotonic()
-                ready = selector.select(None if left == math.inf else max(0.0, left))
-                if not ready:
-                    break
-                for key, _ in ready:
-                    rank = key.data
-                    try:
-                        kind, content = self._channels[rank].receive()
-                    except ChannelError:
-                        kind = LOST
-                    if kind == OUTPUT:
-                        self._print(rank, content)
-                        continue
-                    selector.unregister(key.fileobj)
-                    if kind == RESULT:
-                        answers[rank] = content
-                        continue
-                    if kind == ERROR:
-                        failures[rank] = content
-                    else:
-                        lost.append(rank)
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        if len(answers) < self.size:
-            self._fail(doing, failures, lost, sorted(answers))
-        return [answers[rank] for rank in range(self.size)]
-
-    def _fail(
-        self,
-        doing: str,
-        failures: dict[int, Failure],
-        lost: Sequence[int],
-        answered: Sequence[int] = (),
-    ) -> None:
-        """Give the gang up and say why: a rank's own mistake, else a lost rank, else a late one."""
-        hosts = self.hosts
-        self.leave()
-        own = [(rank, failure) for rank, failure in failures.items() if not failure.by_group]
-        if own:
-            rank, failure = own[0]
-            raise TrainingError(
-                f"{doing}: rank {rank} on {hosts[rank]} failed. {failure.kind}: "
-                f"{failure.text.partition(chr(10))[0]}\n{failure.trace}"
-            )
-        if lost:
-            names = ", ".join(f"{rank} on {hosts[rank]}" for rank in lost)
-            raise StateLostError(
-                f"{doing}: rank{'s' * (len(lost) > 1)} {names} went away (the process died or was "
-                "killed, or its node is out of reach)."
-            )
-        if failures:
-            rank, failure = next(iter(failures.items()))
-            raise StateLostError(
-                f"{doing}: the connection between the ranks broke. Rank {rank} on {hosts[rank]} says: "
-                f"{failure.text.partition(chr(10))[0]}"
-            )
-        late = [rank for rank in range(self.size) if rank not in answered]
-        self.close()
-        raise StalledError(
-            f"{doing}: waited {self._timeout:g} s for "
-            f"{', '.join(f'rank {rank} on {hosts[rank]}' for rank in late)}. Where it takes so long by "
-            "right, raise the timeout."
-        )
-
-    def _print(self, rank: int, text: str) -> None:
-        for line in text.split("\n"):
-            print(f"[rank {rank}] {line}", file=sys.stdout)
-
-    def _submit(self) -> int:
-        """The stage, in a job of its own, whose end nobody waits for, in place of any before; its
-        number."""
-        if self._job is not None and not self._job.isDone():
-            self._job.cancel(True)
-        self._meeting = replace(self._meeting, job=self._meeting.job + 1)
-        before = {
-            key: self._context.getLocalProperty(key)
-            for key in ("spark.jobGroup.id", "spark.job.description", "spark.job.interruptOnCancel")
-        }
-        self._context.setJobGroup(self._group, f"sparkdl: a gang of {self.size} ranks")
+        assert self._ranks is not None
         try:
-            with stage_name(self._context, "gang"):
-                ranks = map_frames(self._source, self._meeting, barrier=True)
-                if self._profile is not None:
-                    ranks = with_profile(ranks, self._profile)
-                ending = shuffle_frames(ranks, 1) if self._retried else ranks
-                self._job = ending._jrdd.collectAsync()
-        finally:
-            for key, value in before.items():
-                self._context.setLocalProperty(key, value)  # type: ignore[arg-type]
-        return self._meeting.job
-
-    def _end_of_job(self) -> None:
-        """The stage has ended before all its ranks came."""
-        job, self._job = self._job, None
-        try:
-            job.get()
-        except Py4JError as error:
-            text = str(error)
-            kind = TrainingError if of_python(text) else StateLostError
-            raise kind(f"the gang did not come together: {explain(text)}") from None
-        raise StateLostError("the gang did not come together: its ranks ended at once.")
+            return self._ranks.call(command, doing)
+        except StalledError:
+            self.close()
+            raise
+        except TrainingError:
+            self.leave()
+            raise
 
     def leave(self) -> None:
         """Hang up on the ranks, which then end: the next :meth:`start` brings others together."""
-        for channel in self._channels:
-            channel.close()
-        self._channels = []
+        for team in (self._ranks, self._hosts):
+            if team is not None:
+                team.close()
+        self._ranks = self._hosts = None
 
     def close(self) -> None:
         """End the ranks, and wait until their tasks have ended."""
@@ -261,40 +252,4 @@ class Gang:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-        job, self._job = self._job, None
-        if job is None:
-            return
-        with contextlib.suppress(Py4JError, OSError):  # the session may be stopped already
-            until = time.monotonic() + CLOSE_SECONDS
-            while not job.isDone() and time.monotonic() < until:
-                time.sleep(0.01)
-            if not job.isDone():
-                self._context.cancelJobGroup(self._group)
-
-
-def check_slots(
-    context: SparkContext,
-    ranks: int,
-    seconds: float = SLOT_SECONDS,
-    profile: ResourceProfile | None = None,
-) -> None:
-    """Wait so long until ``ranks`` tasks, of ``profile``, can run at once.
-
-    Raises :class:`SessionError` where they never can, :class:`ParameterError` where they still cannot.
-    """
-    if context.getConf().get("spark.dynamicAllocation.enabled", "false") == "true":
-        raise SessionError(
-            "a gang needs all of its ranks at once, which Spark does not do with dynamic allocation: "
-            "set spark.dynamicAllocation.enabled=false and a fixed number of executors."
-        )
-    if profile is not None:
-        check_profile(context, profile)
-    sc, given = context._jsc.sc(), in_java(context, profile)
-    until = time.monotonic() + seconds
-    while (slots := int(sc.maxNumConcurrentTasks(given))) < ranks:
-        if time.monotonic() > until or (context.master or "").startswith("local["):
-            raise ParameterError(
-                f"a gang of {ranks} ranks needs {ranks} task slots at once, and this session has "
-                f"{slots}: ask for at most {slots} ranks, or for more executors or cores."
-            )
-        time.sleep(0.5)
+        self._stage.close()

@@ -55,8 +55,9 @@ class Failure:
 @dataclass
 class Member:
     """What commands are given: who this is, its node's address as Spark knows it, its device, the
-    frames of its partition; what commands have ``kept``; what shall happen ``at_end``; and what a
-    command leaves to be done ``afterwards``, when its result is on its way."""
+    frames of its partition; what shall happen ``at_end``; how a task came to the driver; what
+    commands have ``kept``; and what a command leaves to be done ``afterwards``, when its result is on
+    its way."""
 
     rank: int
     size: int
@@ -64,6 +65,7 @@ class Member:
     device: torch.device
     frames: list[Any]
     at_end: contextlib.ExitStack
+    meeting: Meeting | None = None
     kept: dict[str, Any] = field(default_factory=dict)
     afterwards: Callable[[], None] | None = None
 
@@ -89,28 +91,33 @@ class Meeting:
         ranks = len(context.getTaskInfos())
         hello = Hello(partition, self.job, context.taskAttemptId(), ranks, socket.gethostname())
         own = list(frames)
+        self.attend(hello, lambda at_end: self._member(context, own, at_end))
+        settle_worker()
+        yield from ()  # a generator of nothing
+
+    def attend(self, hello: Hello, member: Callable[[contextlib.ExitStack], Member]) -> None:
+        """Say ``hello`` to the driver, and do what it says as the member that this makes."""
         try:
             channel = connect(self.host, self.port, self.key, hello)
         except ConnectionError:  # nobody waits for this gang any more
             return
         with contextlib.closing(channel), _output(channel if self.output else None):
             try:
-                self._take_part(context, channel, own)
+                with contextlib.ExitStack() as at_end:
+                    _serve(channel, member(at_end))
             except (ChannelError, KeyboardInterrupt):  # the driver has hung up, see _Commands
                 pass
             except Exception as error:
                 with contextlib.suppress(ChannelError):
                     channel.send((ERROR, _failure(error)))
-        settle_worker()
-        yield from ()  # a generator of nothing
 
-    def _take_part(self, context: BarrierTaskContext, channel: Channel, frames: list[Any]) -> None:
-        infos = context.getTaskInfos()
-        address = infos[context.partitionId()].address.rpartition(":")[0]
+    def _member(
+        self, context: BarrierTaskContext, frames: list[Any], at_end: contextlib.ExitStack
+    ) -> Member:
+        infos, rank = context.getTaskInfos(), context.partitionId()
+        address = infos[rank].address.rpartition(":")[0]
         device = device_of(self.device, context)
-        with contextlib.ExitStack() as at_end:
-            rank = context.partitionId()
-            _serve(channel, Member(rank, len(infos), address, device, frames, at_end))
+        return Member(rank, len(infos), address, device, frames, at_end, self)
 
 
 def _serve(channel: Channel, member: Member) -> None:
@@ -172,10 +179,8 @@ class _Commands:
 def device_of(kind: str, context: BarrierTaskContext) -> torch.device:
     """The GPU that Spark assigned to this task; without an assignment the ranks of a node take its
     GPUs in turn; the CPU where there is none, or it is asked for."""
-    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+    if not sees_gpu(kind):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise SparkdlError('device="cuda": torch sees no GPU on this node.')
     gpu = context.resources().get("gpu")
     if gpu is not None:
         number = int(gpu.addresses[0])
@@ -185,6 +190,16 @@ def device_of(kind: str, context: BarrierTaskContext) -> torch.device:
         number = before % torch.cuda.device_count()
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
+
+
+def sees_gpu(kind: str) -> bool:
+    """Whether ranks of this kind of device have a GPU here. Raises :class:`SparkdlError` where they
+    must and there is none."""
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+        return False
+    if not torch.cuda.is_available():
+        raise SparkdlError('device="cuda": torch sees no GPU on this node.')
+    return True
 
 
 def _failure(error: Exception) -> Failure:

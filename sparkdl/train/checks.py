@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
@@ -34,8 +34,11 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "on_nan": ("raise", "skip"),
     "schedule_per": ("iteration", "epoch"),
 }
-_COUNTS = ("batch_size", "replicas", "slices", "accumulate", "local_steps", "bucketing")
-_OPTIONAL = ("replicas", "slices", "bucketing", "clip_norm", "clip_value", "ema")
+_COUNTS = (
+    *("batch_size", "replicas", "min_ranks", "slices", "accumulate", "local_steps"),
+    "bucketing",
+)
+_OPTIONAL = ("replicas", "min_ranks", "slices", "bucketing", "clip_norm", "clip_value", "ema")
 _PATTERNS = ("freeze", "unfreeze", "activation_checkpointing")
 _KINDS: tuple[tuple[str, Any, str], ...] = (
     ("model", Callable, "give a function that builds a torch.nn.Module, or a module"),
@@ -134,7 +137,7 @@ def _numbers(trainer: Trainer) -> Iterator[str]:
             continue
         if isinstance(value, np.integer):
             yield f"{name}={value!r} is a NumPy number: give {name}=int({int(value)})."
-        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        elif not _is_count(value):
             yield f"{name}={value!r}: give a whole number of at least 1."
     for name in ("clip_norm", "clip_value"):
         value = getattr(trainer, name)
@@ -230,6 +233,7 @@ def _combinations(trainer: Trainer) -> Iterator[str]:
         )
     if trainer.sync_batchnorm is True:
         yield from _of_sync_batchnorm(trainer)
+    yield from _of_min_ranks(trainer)
     known = {"loss"}
     if isinstance(trainer.validation, Validation):
         known = {"loss", *(metric.name for metric in resolve(trainer.validation.metrics))}
@@ -276,6 +280,28 @@ def _of_sync_batchnorm(trainer: Trainer) -> Iterator[str]:
             yield f"sync_batchnorm=True does not go with {name}: leave one of the two out."
 
 
+def _of_min_ranks(trainer: Trainer) -> Iterator[str]:
+    least = trainer.min_ranks
+    if not _is_count(least):
+        return
+    if trainer.engine != "gang":
+        yield (
+            f'min_ranks={least} with engine="{trainer.engine}": only a gang needs task slots for all '
+            'replicas at once. Use engine="gang", or leave it out.'
+        )
+    elif _is_count(trainer.replicas):
+        yield from problems_of_min_ranks(least, trainer.replicas)
+
+
+def problems_of_min_ranks(min_ranks: int | None, replicas: int) -> Iterator[str]:
+    """What can be known when the number of replicas is."""
+    if min_ranks is not None and min_ranks > replicas:
+        yield (
+            f"min_ranks={min_ranks} with {replicas} replicas: a gang never takes more task slots than "
+            f"replicas. Give at most {replicas}."
+        )
+
+
 def _unknown_metrics(where: str, trigger: Any, trainer: Trainer, known: set[str]) -> Iterator[str]:
     if not isinstance(trigger, Trigger):
         return
@@ -290,6 +316,10 @@ def _unknown_metrics(where: str, trigger: Any, trainer: Trainer, known: set[str]
                 f'{where} waits for the metric "{metric}", which the validation does not have.'
                 f"{nearest(metric, known)} It has: {', '.join(sorted(known))}."
             )
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_number(value: Any) -> bool:

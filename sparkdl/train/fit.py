@@ -20,7 +20,6 @@ from sparkdl.data.batches import EpochPlan
 from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ParameterError
 from sparkdl.frames import is_local
-from sparkdl.gang.launch import check_slots
 from sparkdl.gang.profile import cpus_of
 from sparkdl.infer.output import Output
 from sparkdl.replica.flat import FlatModule
@@ -46,8 +45,8 @@ from sparkdl.train.continuing import (
 )
 from sparkdl.train.engine import AVERAGE, BEST, CURRENT, Engine, Later, Uses, ValidationSet
 from sparkdl.train.gang import GangEngine
+from sparkdl.train.gang_checks import check_gang
 from sparkdl.train.history import History
-from sparkdl.train.layers import check_even
 from sparkdl.train.local import LocalEngine
 from sparkdl.train.locality import places_awaited
 from sparkdl.train.loop import Stage, train
@@ -61,7 +60,7 @@ from sparkdl.train.recovery import Recovering
 from sparkdl.train.resources import Resources
 from sparkdl.train.resuming import Restored, Resuming
 from sparkdl.train.shuffle import ShuffleEngine
-from sparkdl.train.stages import check_one_length, check_split, with_split
+from sparkdl.train.stages import check_one_length, with_split
 from sparkdl.train.state import TrainState
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.trainer import Trainer
@@ -113,12 +112,7 @@ def run(
     slab = SlabConfig.new(settings.slab_dir, context.applicationId)
     bar = ProgressBar(settings.progress)
     if trainer.engine == "gang":
-        check_slots(context, replicas, profile=trainer.resource_profile)
-    mesh = parallel_of(trainer.parts, trainer.mesh, replicas).mesh
-    if "pipe" in trainer.parts:
-        check_split(trainer.parts["pipe"], model.module, mesh.pipe)
-    if "tensor" in trainer.parts:
-        check_even(trainer.parts["tensor"], model.module, mesh.tensor)
+        check_gang(trainer, model, context, replicas)
     with (
         places_awaited(context),
         Resources(context, slab, settings.timeout) as resources,
@@ -252,6 +246,7 @@ def _engine(
             settings.timeout,
             parallel,
             trainer.resource_profile,
+            trainer.min_ranks,
         )
         return Recovering(gang, snapshots)
     shuffle = ShuffleEngine(

@@ -7,6 +7,7 @@ with the other engines.
 
 from __future__ import annotations
 
+import pickle
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +21,15 @@ from pyspark.resource import ResourceProfile
 
 from sparkdl.data.assemble import Batch
 from sparkdl.data.batches import EpochPlan
+from sparkdl.data.handle import SampleHandle
 from sparkdl.data.samples import SampleSet
 from sparkdl.errors import StateLostError, TrainingError
 from sparkdl.frames import zip_frames
+from sparkdl.gang.hosting import Hosting
 from sparkdl.gang.launch import Gang
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.run import Run
+from sparkdl.slab.root import SlabConfig, open_root
 from sparkdl.step.compressing import ReadResiduals
 from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.plan import SlicePlan
@@ -51,7 +55,7 @@ from sparkdl.train.places import (
     samples_changed,
 )
 from sparkdl.train.rank_records import RankStep, Setup, Standing
-from sparkdl.train.ranks import Do, SetUp
+from sparkdl.train.ranks import Do, SetUp, frames_of
 from sparkdl.train.resources import Resources
 
 
@@ -95,8 +99,10 @@ class GangEngine:
         timeout: float | None,
         parallel: Parallel,
         profile: ResourceProfile | None = None,
+        min_ranks: int | None = None,
     ) -> None:
-        """``spare``: a few rows, for a rank that has none in an iteration."""
+        """``spare``: a few rows, for a rank that has none in an iteration. ``min_ranks``: how few task
+        slots will do; None: one for each rank."""
         self.plan = EpochPlan(samples.counts, batch_size)
         self._layout, self._run = layout, run
         assert samples.rdd is not None
@@ -112,7 +118,12 @@ class GangEngine:
         if validation is not None:
             source = zip_frames(source, self._samples[1])
         name = f"{run.slab.name}-gang"
-        self._gang = Gang(resources.context, source, name, timeout=timeout, profile=profile)
+        hosting = None
+        if min_ranks is not None:
+            hosting = Hosting(min_ranks, node_of, NodeHere(run.slab))
+        self._gang = Gang(
+            resources.context, source, name, timeout=timeout, profile=profile, hosting=hosting
+        )
         resources.closing(self._gang)
 
     def start(
@@ -151,6 +162,12 @@ class GangEngine:
                 raise samples_changed("setting up the ranks", rank)
         self._tokens = tuple(standing.token for standing in found)
         _raise_first(self._call("setting up the ranks", "begin"))
+
+    @property
+    def remark(self) -> str:
+        """See :class:`sparkdl.train.recovery.Restorable`."""
+        gang = self._gang
+        return too_few(gang.tasks, gang.size) if gang.tasks < gang.size else ""
 
     def _call(self, doing: str, method: str, *arguments: Any) -> list[Any]:
         return self._gang.call(Do(method, arguments), doing)
@@ -269,6 +286,30 @@ class GangEngine:
                 raise StateLostError(f"restoring a snapshot: no node has part {n} of it.")
             sources.append(having[0])
         self._call("restoring a snapshot", "load_snapshot", snapshot.name, tuple(sources))
+
+
+def node_of(records: list[Any]) -> str:
+    """The token of the node where a partition's samples are, the training's before the validation's;
+    empty where there are none."""
+    handles: list[SampleHandle] = [pickle.loads(frame) for frame in frames_of(records)]
+    return next((handle.token for handle in handles if handle.num_rows), "")
+
+
+@dataclass(frozen=True)
+class NodeHere:
+    """The token of the node of whoever calls this."""
+
+    slab: SlabConfig
+
+    def __call__(self) -> str:
+        root = open_root(self.slab, create=True)
+        assert root is not None
+        return root.token
+
+
+def too_few(slots: int, ranks: int) -> str:
+    """What is to be said where there are fewer task slots than ranks."""
+    return f"{slots} task slot{'s' * (slots > 1)} now do{'es' * (slots == 1)} the work of {ranks} ranks"
 
 
 def _raise_first(results: Sequence[Exception | None]) -> None:

@@ -96,7 +96,7 @@ class Rank:
         assert root is not None
         self._token, self._files = root.token, SnapshotFiles(root.directories[-1])
         self._recipe: Recipe = pickle.loads(setup.recipe)
-        handles = [pickle.loads(frame) for frame in _frames(member.frames)]
+        handles = [pickle.loads(frame) for frame in frames_of(member.frames)]
         self._handles: list[SampleHandle] = handles
         self._partition: Any = None
         self._read: tuple[str, States] | None = None
@@ -386,7 +386,7 @@ def _dense(owner: Owner, state: SliceState) -> torch.Tensor:
     return torch.empty(length, dtype=owner.dtype, device=device)
 
 
-def _frames(records: Sequence[Any]) -> list[bytes]:
+def frames_of(records: Sequence[Any]) -> list[bytes]:
     """The frames of a partition's one record: samples, or (training, validation) samples."""
     (record,) = records
     return list(record) if isinstance(record, tuple) else [record]

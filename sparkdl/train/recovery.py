@@ -59,6 +59,10 @@ class Restorable(Engine, Protocol):
     def forget(self) -> None:
         """What there is of the state is given up; ``start`` or ``restore`` comes next."""
 
+    @property
+    def remark(self) -> str:
+        """What else is to be said of how it goes on, if anything."""
+
     def restore(self, snapshot: Any) -> None:
         """Go on from it. Raises :class:`sparkdl.TrainingError` where it is lost too."""
 
@@ -244,12 +248,13 @@ class Recovering:
             self._due = time.monotonic()  # of the snapshot that it came from, a copy may be gone
             repeated = sum(asked is not None for asked in self._log.since(point.done))
             logger.warning(
-                "%s. Went on from %s and repeated %d iteration%s: %.1f s.",
+                "%s. Went on from %s and repeated %d iteration%s: %.1f s.%s",
                 str(lost).partition("\n")[0].rstrip("."),
                 point.name,
                 repeated,
                 "" if repeated == 1 else "s",
                 time.monotonic() - started,
+                f" {self._engine.remark}." if self._engine.remark else "",
             )
             return
         raise _beyond_recovery(lost, lost)

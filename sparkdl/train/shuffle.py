@@ -241,6 +241,11 @@ class ShuffleEngine:
     def restore(self, snapshot: Snapshot) -> None:
         self._state.restore(snapshot)
 
+    @property
+    def remark(self) -> str:
+        """Nothing: tasks queue."""
+        return ""
+
     def forget(self) -> None:
         self._pending = None
         self._jobs.forget()

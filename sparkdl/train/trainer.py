@@ -83,6 +83,10 @@ class Trainer:
     """The global batch: samples of all replicas together. The last batch of an epoch may be short."""
     replicas: int | None = None
     """M; None: the cluster's task slots (``spark.default.parallelism``), or the checkpoint's M."""
+    min_ranks: int | None = None
+    """Of a gang: with how few task slots it goes on where executors are lost for good, or too few come.
+    It still has M ranks, and the same bits: several then share a slot, each a process of its own. That
+    takes the memory of as many models on one executor, and longer. None: M slots, or an error."""
     slices: int | None = None
     """N; None: M."""
     engine: str = "shuffle"

@@ -99,12 +99,13 @@ def test_every_field_of_the_trainer_can_be_set() -> None:
     # The schedule's length is set by the data; state cannot be kept for another process; what all
     # tasks are given is for spark-submit to say.
     elsewhere = {"schedule", "keep_optimizer_state", "resource_profile"}
-    assert same == elsewhere | {"wire", "compression", "sync_batchnorm"}
+    assert same == elsewhere | {"wire", "compression", "sync_batchnorm", "min_ranks"}
     assert (other.wire, other.compression) == ("bf16", sparkdl.TopK(0.1))
     cut = {"use": "sparkdl:FSDP", "units": ["0"]}
-    gang = {"engine": "gang", "strategy": cut, "sync_batchnorm": True}
+    gang = {"engine": "gang", "strategy": cut, "sync_batchnorm": True, "min_ranks": 2}
     found = trainer_of(parse(smallest(training=gang)))
     assert (found.strategy, found.sync_batchnorm) == (sparkdl.FSDP(units=["0"]), True)
+    assert found.min_ranks == 2
 
 
 def test_what_the_fields_are_set_to() -> None:

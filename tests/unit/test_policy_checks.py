@@ -22,7 +22,10 @@ DATA = object()  # a validation reads it in fit, not before
 
 COUNTS = [
     ({name: value}, f"{name}={value!r}: give a whole number of at least 1.")
-    for name in ("batch_size", "replicas", "slices", "accumulate", "local_steps", "bucketing")
+    for name in (
+        *("batch_size", "replicas", "min_ranks", "slices", "accumulate", "local_steps"),
+        "bucketing",
+    )
     for value in (0, -1, 1.5, True, "4")
 ] + [
     ({name: None}, f"{name}=None: give a whole number of at least 1.")
@@ -128,6 +131,16 @@ NAMES = [
 ]  # fmt: skip
 ACCURATE = sparkdl.Validation(DATA, metrics=["accuracy"])
 COMBINATIONS = [
+    (
+        {"min_ranks": 2},
+        'min_ranks=2 with engine="shuffle": only a gang needs task slots for all replicas at once. Use '
+        'engine="gang", or leave it out.',
+    ),
+    (
+        {"min_ranks": 3, "replicas": 2, "engine": "gang"},
+        "min_ranks=3 with 2 replicas: a gang never takes more task slots than replicas. Give at most "
+        "2.",
+    ),
     (
         {"wire": "bf16", "local_steps": 2},
         'wire="bf16" with local_steps=2: replicas then send weights and optimizer state, which must '

@@ -26,6 +26,7 @@ class Engine:
     """Loses its state in those calls (counted from 0) that ``losses`` name."""
 
     plan = None
+    remark = ""
 
     def __init__(self, losses: frozenset[int] = frozenset(), first: int = 7) -> None:
         self.state, self.losses, self.calls, self.first = State(), losses, 0, first

@@ -1,0 +1,71 @@
+"""How many ranks of a gang can run at once."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from pyspark import SparkContext
+from pyspark.resource import ResourceProfile
+
+from sparkdl.errors import ParameterError, SessionError
+from sparkdl.frames import is_local
+from sparkdl.gang.profile import check_profile, in_java
+
+SLOT_SECONDS = 30.0
+"""How long executors may take to come before too few task slots are an error, or are made do with."""
+
+
+def slots_now(context: SparkContext, profile: ResourceProfile | None = None) -> int:
+    """How many tasks, of ``profile``, the executors that are there run at once."""
+    return _count(context, in_java(context, profile))
+
+
+def check_slots(
+    context: SparkContext,
+    ranks: int,
+    seconds: float = SLOT_SECONDS,
+    profile: ResourceProfile | None = None,
+    min_slots: int | None = None,
+    enough: int | None = None,
+) -> int:
+    """Wait so long until ``ranks`` tasks, of ``profile``, can run at once; how many then can, at most
+    ``ranks``.
+
+    ``min_slots``: make do with so many where there are no more after :data:`SLOT_SECONDS`; with
+    ``enough`` at once.
+    Raises :class:`SessionError` where they never can, :class:`ParameterError` where they still cannot.
+    """
+    if context.getConf().get("spark.dynamicAllocation.enabled", "false") == "true":
+        raise SessionError(
+            "a gang needs all of its ranks at once, which Spark does not do with dynamic allocation: "
+            "set spark.dynamicAllocation.enabled=false and a fixed number of executors."
+        )
+    if profile is not None:
+        check_profile(context, profile)
+    given, began, fixed = in_java(context, profile), time.monotonic(), is_local(context)
+    while (slots := _count(context, given)) < ranks:
+        waited = time.monotonic() - began
+        known = fixed or waited >= SLOT_SECONDS or (enough is not None and slots >= enough)
+        if min_slots is not None and slots >= min_slots and known:
+            return slots
+        if fixed or waited >= seconds:
+            raise ParameterError(_too_few(ranks, slots, min_slots))
+        time.sleep(0.5)
+    return ranks
+
+
+def _count(context: SparkContext, given: Any) -> int:
+    return int(context._jsc.sc().maxNumConcurrentTasks(given))
+
+
+def _too_few(ranks: int, slots: int, min_slots: int | None) -> str:
+    if min_slots is None:
+        return (
+            f"a gang of {ranks} ranks needs {ranks} task slots at once, and this session has "
+            f"{slots}: ask for at most {slots} ranks, or for more executors or cores."
+        )
+    return (
+        f"a gang of {ranks} ranks with min_ranks={min_slots} needs {min_slots} task slots at once, and "
+        f"this session has {slots}: ask for more executors or cores."
+    )

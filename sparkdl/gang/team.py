@@ -1,0 +1,136 @@
+"""Ranks that have come, and commands for all of them at once."""
+
+from __future__ import annotations
+
+import math
+import selectors
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pyspark import cloudpickle
+
+from sparkdl.errors import StalledError, StateLostError, TrainingError
+from sparkdl.gang.arrivals import Arrivals
+from sparkdl.gang.channel import Channel, ChannelError
+from sparkdl.gang.member import ERROR, OUTPUT, RESULT, Command, Failure
+
+LOST = "lost"
+"""In place of a message: the rank is gone."""
+GRACE_SECONDS = 2.0
+"""After the first failure of a rank, the others have so long to say what they know of it."""
+
+
+class Team:
+    """All that ``arrivals`` wait for, which have come; after an error they are hung up on.
+
+    ``noun``: what messages call one of them.
+    """
+
+    def __init__(self, arrivals: Arrivals, timeout: float | None, noun: str = "rank") -> None:
+        self.size, self._timeout, self._noun = len(arrivals.come), timeout, noun
+        come = [arrivals.come[rank] for rank in range(self.size)]
+        self._channels: list[Channel] = [channel for channel, _ in come]
+        self._hosts = [hello.host for _, hello in come]
+
+    def call(self, command: Command, doing: str) -> list[Any]:
+        """``command(member)`` on each, at once; the results in order.
+
+        Raises :class:`sparkdl.TrainingError` with the first failing one's traceback,
+        :class:`sparkdl.StateLostError` where one is lost, and :class:`sparkdl.StalledError`.
+        """
+        return self._call([cloudpickle.dumps(command)] * self.size, doing)
+
+    def call_each(self, commands: Iterable[Command], doing: str) -> list[Any]:
+        """Likewise, a command for each."""
+        return self._call([cloudpickle.dumps(command) for command in commands], doing)
+
+    def close(self) -> None:
+        """Hang up; they then end."""
+        for channel in self._channels:
+            channel.close()
+
+    def _call(self, contents: Sequence[bytes], doing: str) -> list[Any]:
+        for rank, (channel, content) in enumerate(zip(self._channels, contents, strict=True)):
+            try:
+                channel.send(content)
+            except ChannelError:
+                self._fail(doing, {}, [rank])
+        return [cloudpickle.loads(answer) for answer in self._answers(doing)]
+
+    def _answers(self, doing: str) -> list[Any]:
+        """The next result of every rank."""
+        answers: dict[int, Any] = {}
+        failures: dict[int, Failure] = {}
+        lost: list[int] = []
+        deadline = time.monotonic() + (self._timeout or math.inf)
+        with selectors.DefaultSelector() as selector:
+            for rank, channel in enumerate(self._channels):
+                selector.register(channel, selectors.EVENT_READ, rank)
+            while len(answers) + len(failures) + len(lost) < self.size:
+                left = deadline - time.monotonic()
+                ready = selector.select(None if left == math.inf else max(0.0, left))
+                if not ready:
+                    break
+                for key, _ in ready:
+                    rank = key.data
+                    try:
+                        kind, content = self._channels[rank].receive()
+                    except ChannelError:
+                        kind = LOST
+                    if kind == OUTPUT:
+                        self._print(rank, content)
+                        continue
+                    selector.unregister(key.fileobj)
+                    if kind == RESULT:
+                        answers[rank] = content
+                        continue
+                    if kind == ERROR:
+                        failures[rank] = content
+                    else:
+                        lost.append(rank)
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if len(answers) < self.size:
+            self._fail(doing, failures, lost, sorted(answers))
+        return [answers[rank] for rank in range(self.size)]
+
+    def _fail(
+        self,
+        doing: str,
+        failures: dict[int, Failure],
+        lost: Sequence[int],
+        answered: Sequence[int] = (),
+    ) -> None:
+        """Hang up and say why: a rank's own mistake, else a lost rank, else a late one."""
+        hosts, noun = self._hosts, self._noun
+        self.close()
+        own = [(rank, failure) for rank, failure in failures.items() if not failure.by_group]
+        if own:
+            rank, failure = own[0]
+            raise TrainingError(
+                f"{doing}: {noun} {rank} on {hosts[rank]} failed. {failure.kind}: "
+                f"{failure.text.partition(chr(10))[0]}\n{failure.trace}"
+            )
+        if lost:
+            names = ", ".join(f"{rank} on {hosts[rank]}" for rank in sorted(lost))
+            raise StateLostError(
+                f"{doing}: {noun}{'s' * (len(lost) > 1)} {names} went away (the process died or was "
+                "killed, or its node is out of reach)."
+            )
+        if failures:
+            rank, failure = next(iter(failures.items()))
+            raise StateLostError(
+                f"{doing}: the connection between the ranks broke. Rank {rank} on {hosts[rank]} says: "
+                f"{failure.text.partition(chr(10))[0]}"
+            )
+        late = [rank for rank in range(self.size) if rank not in answered]
+        raise StalledError(
+            f"{doing}: waited {self._timeout:g} s for "
+            f"{', '.join(f'{noun} {rank} on {hosts[rank]}' for rank in late)}. Where it takes so long "
+            "by right, raise the timeout."
+        )
+
+    def _print(self, rank: int, text: str) -> None:
+        for line in text.split("\n"):
+            print(f"[rank {rank}] {line}", file=sys.stdout)

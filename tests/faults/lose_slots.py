@@ -1,0 +1,91 @@
+"""Script: gangs that lose an executor, for good or by a kill; what came of each fit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from harness import processes
+from harness.faulty import frame, outcome, trainer
+from pyspark import SparkContext
+
+import sparkdl
+from sparkdl.gang.hosting import MODULE
+
+AFTER = 4
+"""Iterations, after which the executor goes."""
+
+
+@dataclass(frozen=True)
+class Strike(sparkdl.Callback):
+    """Something happens to an executor."""
+
+    context: SparkContext
+    happens: Callable[[SparkContext], None]
+
+    def on_iteration_end(self, trainer, state) -> None:
+        if state.iteration == AFTER:
+            self.happens(self.context)
+
+
+def lose_one(context: SparkContext) -> None:
+    """Spark is told to do without one of its executors, and does not replace it."""
+    listed = context._jsc.sc().statusStore().executorList(True)
+    names = sorted({listed.apply(i).id() for i in range(listed.size())} - {"driver"})
+    assert context._jsc.sc().killExecutor(names[-1])
+
+
+def kill_one(context: SparkContext) -> None:
+    """SIGKILL for the JVM of one, which Spark replaces."""
+    there = processes.executors(context.applicationId)
+    nothing = getattr(getattr(context._jvm.scala.collection.immutable, "Map$"), "MODULE$").empty()
+    assert context._jsc.sc().requestTotalExecutors(len(there), 0, nothing)
+    processes.kill(there[-1])
+
+
+STRIKES = {"lost": lose_one, "killed": kill_one}
+
+
+def fit(spark, run: sparkdl.Trainer) -> dict:
+    """Its outcome or its error, the log, and what is left of it."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sparkdl").addHandler(handler)
+    began, result = time.monotonic(), dict[str, object]()
+    try:
+        result = outcome(run.fit(frame(spark, run.replicas)))
+    except Exception as error:
+        result["error"] = f"{type(error).__name__}: {error}"
+    finally:
+        logging.getLogger("sparkdl").removeHandler(handler)
+    context = spark.sparkContext
+    hosted = [pid for pid in processes.all_pids() if MODULE.encode() in processes.command(pid)]
+    slabs = Path("/dev/shm").glob(f"sparkdl-{context.applicationId}-*")
+    return {
+        **result,
+        "log": lines,
+        "seconds": round(time.monotonic() - began, 1),
+        "left": [*hosted, *map(str, slabs), *context._jsc.getPersistentRDDs().keySet()],
+    }
+
+
+def main() -> None:
+    from launch import answer, session, spec
+
+    given, results = spec(), {}
+    with session(given["master"], **given["settings"]) as spark:
+        for name, changes in given["fits"].items():
+            run = trainer(given["replicas"], engine="gang", **changes)
+            if name in STRIKES:
+                run = replace(run, callbacks=[Strike(spark.sparkContext, STRIKES[name])])
+            results[name] = fit(spark, run)
+            print(name, results[name], flush=True)
+    answer(results)
+
+
+if __name__ == "__main__":
+    main()

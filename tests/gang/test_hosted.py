@@ -1,0 +1,136 @@
+"""Fewer task slots than ranks: a task hosts several of them, each a process; the bits are the same."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gang_training import CLASSES, WIDTH, same, trainer_of
+from pyspark import cloudpickle
+from torch import nn
+
+import sparkdl
+from sparkdl import ParameterError, TrainingError
+from sparkdl.gang.hosting import MODULE
+
+pytestmark = [
+    pytest.mark.gang,
+    pytest.mark.spark,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("nothing_left", "no_process_left"),
+]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+FOUR_ON_TWO = {"replicas": 4, "min_ranks": 2}
+
+
+def processes() -> list[int]:
+    """Those of hosted ranks."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if MODULE.encode() in (entry / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture
+def no_process_left() -> Any:
+    yield
+    assert processes() == []
+
+
+class Strikes(nn.Module):
+    """In the third forward pass of rank 1 something happens, once. ``how``: an error of the model, the
+    end of the rank's task, of the rank, or that too with all slabs of that name."""
+
+    def __init__(self, how: str, folder: str) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(WIDTH, CLASSES), 0
+        self.how, self.folder = how, folder
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.training and self.calls == 3 and os.environ.get("RANK") == "1":
+            if self.how == "raise":
+                raise RuntimeError("an operation of the user's")
+            note = Path(self.folder, "struck")
+            if not note.exists():
+                note.touch()
+                for root in Path("/dev/shm").glob(f"{self.how}-*"):
+                    shutil.rmtree(root)
+                os.kill(
+                    os.getppid() if self.how == "kill the task" else os.getpid(), signal.SIGKILL
+                )
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "ddp"])
+def test_the_bits_are_those_of_as_many_ranks(frames, strategy, caplog):
+    df = frames(9, 12, 0, 11)
+    run = trainer_of(
+        **FOUR_ON_TWO,
+        strategy=strategy,
+        compression=sparkdl.TopK(0.5),  # sums have the order of the local engine
+        validation=sparkdl.Validation(df, metrics=["accuracy"], every=sparkdl.every(3)),
+    )
+    with caplog.at_level("WARNING", logger="sparkdl"):
+        trained = run.fit(df)
+    slices = 4 if strategy == "zero1" else 1
+    here = {"engine": "local", "slices": slices, "min_ranks": None, "strategy": "ddp"}
+    same(trained, replace(run, **here).fit(df))
+    assert [r.getMessage() for r in caplog.records] == ["2 task slots now do the work of 4 ranks."]
+
+
+@pytest.mark.parametrize("how", ["kill", "kill the task", "delete the slabs"])
+def test_a_lost_rank_costs_a_new_beginning(spark, frames, tmp_path, caplog, how):
+    df, task = frames(8, 8, 8, 8), how == "kill the task"
+    if how == "delete the slabs":
+        how = f"sparkdl-{spark.sparkContext.applicationId}"
+    run = trainer_of(
+        **FOUR_ON_TWO,
+        model=partial(Strikes, how, str(tmp_path)),
+        compression=sparkdl.TopK(0.5),
+    )
+    with caplog.at_level("WARNING", logger="sparkdl"):
+        trained = run.fit(df)
+    assert (tmp_path / "struck").exists()
+    same(trained, replace(run, engine="local", min_ranks=None, slices=1).fit(df))
+    (line,) = [r.getMessage() for r in caplog.records if "Went on" in r.getMessage()]
+    lost = r"ranks 0 on \S+, 1 on \S+" if task else r"rank 1 on \S+"
+    assert re.fullmatch(
+        rf"(iteration \d, epoch \d|setting up the ranks): {lost} went away \(the process died or was "
+        r"killed, or its node is out of reach\)\. Went on from the beginning and repeated \d "
+        r"iterations?: \d+\.\d s\. 2 task slots now do the work of 4 ranks\.",
+        line,
+    )
+
+
+def test_a_mistake_of_the_model_is_one_error_with_the_rank(frames, tmp_path):
+    run = trainer_of(**FOUR_ON_TWO, model=partial(Strikes, "raise", str(tmp_path)))
+    with pytest.raises(TrainingError) as caught:
+        run.fit(frames(8, 8, 8, 8))
+    assert re.match(
+        r"iteration \d, epoch \d: rank 1 on \S+ failed\. RuntimeError: an operation of the user's\n",
+        str(caught.value),
+    )
+    assert "test_hosted.py" in str(caught.value)
+
+
+def test_fewer_slots_than_the_fewest(frames):
+    with pytest.raises(ParameterError) as caught:
+        trainer_of(replicas=4, min_ranks=3).fit(frames(8, 8, 8, 8))
+    assert str(caught.value) == (
+        "a gang of 4 ranks with min_ranks=3 needs 3 task slots at once, and this session has 2: ask "
+        "for more executors or cores."
+    )

@@ -1,0 +1,74 @@
+"""Which task hosts which ranks, and on which GPUs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparkdl.errors import SessionError
+from sparkdl.gang.sharing import Place, gpus_shared_out, shared_out
+
+NODES = st.text("abc", max_size=12).map(list)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tasks", "expected"),
+    [
+        ("aaaa", "aa", [[0, 1], [2, 3]]),
+        ("aaaaa", "aa", [[0, 1, 2], [3, 4]]),
+        ("abab", "ba", [[1, 3], [0, 2]]),
+        ("aaab", "aab", [[0, 1], [2], [3]]),
+        ("a", "aaa", [[0], [], []]),
+        ("aacc", "ab", [[0, 1], [2, 3]]),  # c is no task's
+        ("aaa ", "ab", [[0, 1, 2], [3]]),  # a rank without samples
+    ],
+)
+def test_each_rank_where_its_samples_are(ranks, tasks, expected):
+    assert shared_out(ranks, tasks) == expected
+
+
+@given(NODES, NODES.filter(bool))
+def test_every_rank_once_and_evenly(ranks, tasks):
+    shares = shared_out(ranks, tasks)
+    assert sorted(rank for share in shares for rank in share) == list(range(len(ranks)))
+    known = [rank for rank, node in enumerate(ranks) if node in tasks]
+    for task, share in zip(tasks, shares, strict=True):
+        assert all(ranks[rank] == task for rank in share if rank in known)
+    for node in set(tasks):
+        sizes = [
+            sum(rank in known for rank in share)
+            for task, share in zip(tasks, shares, strict=True)
+            if task == node
+        ]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_without_gpus_ranks_are_on_the_cpu():
+    assert gpus_shared_out([Place("a", "h"), Place("b", "h")], [[0, 1], [2]]) == {
+        0: None,
+        1: None,
+        2: None,
+    }
+
+
+def test_of_its_own_gpus_a_task_gives_one_to_each_rank():
+    places = [Place("a", "h", (4, 6), True), Place("a", "h", (1, 2), True)]
+    assert gpus_shared_out(places, [[0, 1], [2]]) == {0: 4, 1: 6, 2: 1}
+
+
+def test_gpus_that_nobody_assigned_are_shared_out_by_node():
+    places = [Place("a", "h", (0, 1, 2)), Place("b", "k", (0,)), Place("a", "h", (0, 1, 2))]
+    assert gpus_shared_out(places, [[0, 1], [2], [3]]) == {0: 0, 1: 1, 2: 0, 3: 2}
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [Place("a", "h", (5,), True), Place("a", "h", (6,), True)],
+        [Place("a", "h", (0, 1)), Place("a", "h", (0, 1))],
+    ],
+)
+def test_two_ranks_on_one_gpu_are_an_error(places):
+    with pytest.raises(SessionError, match="2 task slots are too few for 3 ranks on GPUs: on h "):
+        gpus_shared_out(places, [[0, 1], [2]])
