@@ -4,7 +4,8 @@
 
 For each model and global batch, in turn and in fresh processes: each strategy by torchrun as a user of
 torch writes it, over Gloo, 2 ranks of one thread each (``benchmarks/strategies.py``), and
-``engine="gang"`` with the same strategy, in ``local[2]``; a pipeline where the model is a chain. A
+``engine="gang"`` with the same strategy, in ``local[2]``; a pipeline where the model is a chain, parts
+of layers where it has pairs of linear ones. A
 step is from the end of one to the end of the next, all of the driver's work included; medians, the
 first quarter left out. "speed" is torchrun's time by ours: above 1 the gang is faster. "first step" is
 seconds from ``fit`` to the end of the first iteration, in a session that has run a job before.
@@ -32,7 +33,7 @@ from torch import nn
 
 import sparkdl
 
-STRATEGIES = ("ddp", "zero1", "fsdp", "pipeline")
+STRATEGIES = ("ddp", "zero1", "fsdp", "tensor", "pipeline")
 
 
 class First(sparkdl.Callback):
@@ -64,6 +65,12 @@ def gang(name: str, batch: int, steps: int, strategies: list[str]) -> dict[str, 
     return found
 
 
+def _without(chain: bool, name: str) -> tuple[str, ...]:
+    """What a model cannot be trained with: stages where it is no chain, parts where it has no pair of
+    linear layers."""
+    return (() if chain else ("pipeline",)) + (("tensor",) if name == "resnet" else ())
+
+
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--works", default="mlp:256,mlp:1024,resnet:64,transformer:16")
@@ -79,7 +86,7 @@ def main() -> None:
         name, _, size = item.partition(":")
         batch, steps = int(size), large if WORKS[name].large else small
         chain = isinstance(WORKS[name].make(), nn.Sequential)
-        strategies = [s for s in given.strategies.split(",") if chain or s != "pipeline"]
+        strategies = [s for s in given.strategies.split(",") if s not in _without(chain, name)]
         some = []
         for _ in range(rounds):
             theirs = {

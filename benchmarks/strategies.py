@@ -8,9 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from work import Work
 
 Step = Callable[[], Any]
@@ -42,6 +48,24 @@ def fsdp_step(work: Work, feed: Iterator[tuple[torch.Tensor, ...]]) -> Step:
     return plain_step(work, module, [work.optimizer(module.parameters())], feed)
 
 
+def tensor_step(work: Work, feed: Iterator[tuple[torch.Tensor, ...]]) -> Step:
+    """The first two linear layers of a perceptron, or those of every transformer layer, in two parts;
+    both ranks have all samples."""
+    module = work.make()
+    ways = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    if not isinstance(module, nn.Sequential):
+        ways = {"*.linear1": ColwiseParallel(), "*.linear2": RowwiseParallel()}
+    parallelize_module(module, init_device_mesh("cpu", (2,)), ways)
+    optimizers = work.optimizers(module)
+
+    def together() -> Iterator[tuple[torch.Tensor, ...]]:
+        for x, y in feed:
+            more_x, more_y = next(feed)
+            yield torch.cat([x, more_x]), torch.cat([y, more_y])
+
+    return plain_step(work, module, optimizers, together())
+
+
 def pipeline_step(work: Work, feed: Iterator[tuple[torch.Tensor, ...]]) -> Step:
     """Half of an ``nn.Sequential`` on either of two ranks, cut where the parameters are halved; the
     first has all inputs, the last all labels."""
@@ -70,6 +94,7 @@ STEPS: dict[str, Callable[..., Step]] = {
     "ddp": ddp_step,
     "zero1": zero1_step,
     "fsdp": fsdp_step,
+    "tensor": tensor_step,
     "pipeline": pipeline_step,
 }
 

@@ -52,7 +52,7 @@ class Mean(nn.Module):
 
 def chain() -> nn.Module:
     """Likewise, layer after layer."""
-    layers = [nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(2)]
+    layers = [nn.TransformerEncoderLayer(8, 2, 18, 0.0, batch_first=True) for _ in range(2)]
     return nn.Sequential(nn.Embedding(WORDS, 8), *layers, Mean(), nn.Linear(8, CLASSES))
 
 
