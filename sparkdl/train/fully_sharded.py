@@ -118,7 +118,6 @@ class FullySharded(Summed):
     ) -> None:
         super().__init__(live, plans, rank, spare)
         self._mesh, self._model_group = mesh, group
-        self._scored = group.scored
         # Torch sets a unit up when it is first called; in evaluation it would set up what cannot train
         forward_backward(live, self._spare, 0, 1.0, Clock(), share=0.0)
         live.clear_gradients()
@@ -140,6 +139,7 @@ class FullySharded(Summed):
         """See :class:`sparkdl.train.summing.Summed`."""
         counts = [int(count) for (count,) in gathered([batches])]
         most = max(sum(counts[rank] for rank in group) for group in self._mesh.model_groups)
-        result = self._scored(counts, score, most)
+        assert self._model_group is not None
+        result = self._model_group.scored(counts, score, most)
         let_go(self._live.flat.module)
         return result

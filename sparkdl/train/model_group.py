@@ -44,10 +44,8 @@ class ModelGroup:
         """``work``, as if all rows of each group were its first rank's."""
         rows = [(0, 0)] * len(work.step.rows)
         for group in self._all:
-            rows[group[0]] = (
-                0,
-                sum(stop - start for start, stop in (work.step.rows[r] for r in group)),
-            )
+            theirs = [work.step.rows[r] for r in group]
+            rows[group[0]] = 0, sum(stop - start for start, stop in theirs)
         return replace(work, replica=self.ranks[0], step=replace(work.step, rows=tuple(rows)))
 
     def together(self, work: Work, weights: Sequence[float], own: MiniBatch | None) -> MiniBatch:

@@ -25,7 +25,9 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
+    )
 
 
 def sum_on_device() -> tuple[str, float]:
@@ -43,7 +45,15 @@ def test_tensors_on_the_gpu_are_summed(spark: Any, ranks: int) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "replicas"),
-    [("ddp", 1), ("ddp", 2), ("zero1", 1), ("zero1", 2), ("fsdp", 1), ("pipeline", 1)],
+    [
+        ("ddp", 1),
+        ("ddp", 2),
+        ("zero1", 1),
+        ("zero1", 2),
+        ("fsdp", 1),
+        ("tensor", 1),
+        ("pipeline", 1),
+    ],
 )
 def test_training_is_that_of_the_cpu(spark: Any, strategy: str, replicas: int) -> None:
     generator = np.random.default_rng(1)
