@@ -75,13 +75,23 @@ class NetworkStore:
 Store = FileStore | NetworkStore
 
 
+_folders: set[str] = set()
+
+
 def offer_folder(member: Member) -> str:
     """On rank 0: a private folder of this node, removed when the rank ends."""
     if member.rank > 0:
         return ""
     folder = tempfile.mkdtemp(prefix=f"sparkdl-{secrets.token_hex(8)}-")
-    member.at_end.callback(shutil.rmtree, folder, ignore_errors=True)
+    _folders.add(folder)
+    member.at_end.callback(remove_folders)
     return folder
+
+
+def remove_folders() -> None:
+    """Those that this process has offered."""
+    while _folders:
+        shutil.rmtree(_folders.pop(), ignore_errors=True)
 
 
 def sees(folder: str, member: Member) -> bool:

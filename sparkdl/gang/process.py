@@ -11,6 +11,7 @@ import pickle
 import sys
 import threading
 
+from sparkdl.gang.group import remove_folders
 from sparkdl.gang.hosting import TakePart
 
 
@@ -24,6 +25,7 @@ def main() -> None:
 def _end_with_task() -> None:
     """Nothing more is said: reading ends when the task is gone, and so does this process."""
     os.read(0, 1)
+    remove_folders()
     os._exit(1)
 
 

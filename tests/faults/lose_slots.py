@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -63,7 +64,11 @@ def fit(spark, run: sparkdl.Trainer) -> dict:
     finally:
         logging.getLogger("sparkdl").removeHandler(handler)
     context = spark.sparkContext
-    hosted = [pid for pid in processes.all_pids() if MODULE.encode() in processes.command(pid)]
+    hosted = [
+        pid
+        for pid in processes.all_pids()
+        if MODULE.encode() in processes.command(pid) and os.getsid(pid) == os.getsid(0)
+    ]
     slabs = Path("/dev/shm").glob(f"sparkdl-{context.applicationId}-*")
     return {
         **result,
