@@ -110,7 +110,7 @@ def problems_of(trainer: Trainer) -> Iterator[str]:
     yield from _names(trainer)
     yield from _callbacks(trainer)
     yield from _combinations(trainer)
-    if trainer.engine == "gang" and not parallel:
+    if isinstance(trainer.engine, str) and trainer.engine == "gang" and not parallel:
         yield from _of_strategies(trainer)
 
 

@@ -109,7 +109,8 @@ def test_a_lost_rank_costs_a_new_beginning(spark, frames, tmp_path, caplog, how)
     assert (tmp_path / "struck").exists()
     same(trained, replace(run, engine="local", min_ranks=None, slices=1).fit(df))
     (line,) = [r.getMessage() for r in caplog.records if "Went on" in r.getMessage()]
-    lost = r"ranks 0 on \S+, 1 on \S+" if task else r"rank 1 on \S+"
+    # Of two that go at once one may yet tell that the other's connections broke
+    lost = r"ranks? [01] on \S+(, 1 on \S+)?" if task else r"rank 1 on \S+"
     assert re.fullmatch(
         rf"(iteration \d, epoch \d|setting up the ranks): {lost} went away \(the process died or was "
         r"killed, or its node is out of reach\)\. Went on from the beginning and repeated \d "
