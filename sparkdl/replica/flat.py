@@ -59,6 +59,11 @@ class Layout:
         return sum(s.length for s in self.segments if s.kind == "parameter")
 
     @property
+    def parameters_stop(self) -> int:
+        """The element after the last one of a trainable parameter."""
+        return max((s.stop for s in self.segments if s.kind == "parameter"), default=0)
+
+    @property
     def buffers_start(self) -> int:
         """The element where the buffers begin; they are the last of the flat vector."""
         return min((s.start for s in self.segments if s.kind != "parameter"), default=self.size)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import nn
 
 from sparkdl.clock import Clock
 from sparkdl.replica.flat import local
@@ -139,11 +140,18 @@ def forward_backward(
 
 def _keep_pace(replica: LiveReplica, part: MiniBatch, times: int) -> None:
     """Go forward and backward without effect: gradients of zero, buffers as they were."""
-    buffers = {buffer: buffer.clone() for buffer in replica.flat.module.buffers()}
-    for _ in range(times):
-        (_loss(replica, part) * 0.0).backward()
-    for buffer, kept in buffers.items():
-        buffer.copy_(kept)
+    with buffers_kept(replica.flat.module):
+        for _ in range(times):
+            (_loss(replica, part) * 0.0).backward()
+
+
+@contextlib.contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """After the block they are as they were."""
+    kept = {buffer: buffer.clone() for buffer in module.buffers()}
+    yield
+    for buffer, content in kept.items():
+        buffer.copy_(content)
 
 
 def _loss(replica: LiveReplica, part: MiniBatch) -> torch.Tensor:

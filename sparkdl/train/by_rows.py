@@ -82,7 +82,7 @@ class ByRows:
     def _turned(self, state: SliceState, source: Layout, target: Layout, turn: Any) -> SliceState:
         """``state`` of layout ``source`` as that of ``target``."""
         known = self._agreed(state, source)
-        stop = max(s.stop for s in target.segments if s.kind == "parameter")
+        stop = target.parameters_stop
         weights = torch.zeros(target.size, dtype=state.weights.dtype)
         weights[target.buffers_start :] = state.weights[source.buffers_start :]
         made = replace(known, weights=weights)
@@ -107,7 +107,7 @@ class ByRows:
             dist.all_gather_object(boxes, found, group)
             found = [known for box in boxes for known in box]
         arrays, held, others = dict(state.arrays), dict(state.held), dict(state.others)
-        length = max((s.stop for s in layout.segments if s.kind == "parameter"), default=0)
+        length = layout.parameters_stop
         for dtypes, its, its_others in found:
             for name, dtype in dtypes.items():
                 if name not in arrays:

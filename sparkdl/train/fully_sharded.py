@@ -31,7 +31,7 @@ from sparkdl.train.groups import Groups
 from sparkdl.train.mesh import Mesh
 from sparkdl.train.model_group import ModelGroup
 from sparkdl.train.parallel import Parallel
-from sparkdl.train.summing import Summed, first_not_finite, gathered
+from sparkdl.train.summing import Summed, first_not_finite, gathered_counts
 from sparkdl.train.tensor_parallel import parallelise
 from sparkdl.train.units import units_of
 
@@ -137,9 +137,8 @@ class FullySharded(Summed):
 
     def scored(self, batches: int, score: Callable[[], Any]) -> Any:
         """See :class:`sparkdl.train.summing.Summed`."""
-        counts = [int(count) for (count,) in gathered([batches])]
-        most = max(sum(counts[rank] for rank in group) for group in self._mesh.model_groups)
+        counts = gathered_counts(batches)
         assert self._model_group is not None
-        result = self._model_group.scored(counts, score, most)
+        result = self._model_group.scored(counts, score, self._mesh.most(counts))
         let_go(self._live.flat.module)
         return result

@@ -15,6 +15,7 @@ from sparkdl.errors import ModelError, ParameterError, nearest
 from sparkdl.replica.care import matches_module
 from sparkdl.replica.flat import Layout
 from sparkdl.sync.optimizer import OptimizerPlan
+from sparkdl.train.cuttable import check_dense, check_elementwise, check_rows
 from sparkdl.train.strategy import Tensor
 
 ELEMENTWISE = (
@@ -95,25 +96,10 @@ def check_cutting(
     strategy: Tensor, module: nn.Module, layout: Layout, optimizer: OptimizerPlan
 ) -> None:
     """Raise :class:`sparkdl.ModelError` where the model or its optimizer cannot be cut so."""
-    if not (optimizer.elementwise and optimizer.separate):
-        raise ModelError(
-            f'strategy="tensor" cuts tensors, and optimizer {optimizer.name} needs whole ones: use '
-            'strategy="zero1", or an optimizer that treats every element by itself, such as AdamW.'
-        )
-    for segment in layout.segments:
-        if segment.sparse:
-            raise ModelError(
-                'strategy="tensor" does not go with the embedding '
-                f'"{segment.name.rpartition(".")[0]}", which has sparse=True: use strategy="zero1", or '
-                "sparse=False."
-            )
-        if segment.kind == "parameter" and not segment.shape:
-            raise ModelError(
-                f'strategy="tensor" cuts parameters by rows, and "{segment.name}" is a single number: '
-                "give it the shape [1], or make it a buffer."
-            )
+    check_elementwise(strategy.word, optimizer)
+    check_dense(strategy.word, layout)
+    check_rows(strategy.word, ((n, p) for n, p in module.named_parameters() if p.requires_grad))
     _check_ways(strategy, module)
-    plan_of(strategy, module, 1)
 
 
 def _check_ways(strategy: Tensor, module: nn.Module) -> None:

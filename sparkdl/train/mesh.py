@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -47,7 +48,11 @@ class Mesh:
         """The ranks whose samples go through one model together, which is cut over them."""
         return self.along(rank, "pipe", "tensor")
 
-    @property
+    def most(self, counts: Sequence[int]) -> int:
+        """Of something of which the ranks have ``counts``, what a model-parallel group has at most."""
+        return max(sum(counts[rank] for rank in group) for group in self.model_groups)
+
+    @functools.cached_property
     def model_groups(self) -> list[list[int]]:
         """All of them, in the order of their first ranks."""
         found = [self.model_group(rank) for rank in range(self.size)]

@@ -35,7 +35,7 @@ from sparkdl.clock import Clock
 from sparkdl.data.assemble import Batch
 from sparkdl.replica.flat import local
 from sparkdl.replica.recipe import seeded
-from sparkdl.step.compute import Gradients, MiniBatch, mean_loss, take_gradients
+from sparkdl.step.compute import Gradients, MiniBatch, buffers_kept, mean_loss, take_gradients
 from sparkdl.step.replica import Work
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.train.fully_sharded import let_go
@@ -45,7 +45,7 @@ from sparkdl.train.model_group import ModelGroup
 from sparkdl.train.staged import Staged
 from sparkdl.train.stages import micro_batches
 from sparkdl.train.strategy import Pipeline
-from sparkdl.train.summing import Copied, gathered
+from sparkdl.train.summing import Copied, gathered_counts
 from sparkdl.train.tensor_parallel import settle
 
 MAX_SCHEDULES = 8
@@ -135,11 +135,8 @@ class Pipelined(Copied):
             return
         rows = len(self._spare)
         nothing = replace(self._spare, weights=torch.zeros(rows, dtype=torch.float64))
-        kept = {buffer: buffer.clone() for buffer in self._live.flat.module.buffers()}
-        with seeded(0):
+        with seeded(0), buffers_kept(self._live.flat.module):
             self._flow(nothing, [(0, rows, 1)] * times)
-        for buffer, content in kept.items():
-            buffer.copy_(content)
 
     def _flow(self, whole: MiniBatch, runs: Sequence[tuple[int, int, int]]) -> None:
         """Forward and backward through the stages."""
@@ -232,11 +229,9 @@ class Pipelined(Copied):
     def _shapes(self, rows: int) -> Shapes:
         """For each stage of this rank its number, and what goes in and out for so many rows: tensors
         without values, found by trying it. Nothing is left of that."""
-        module = self._live.flat.module
-        kept = {buffer: buffer.clone() for buffer in module.buffers()}
         found = []
         value: Any = tuple(t[:1].expand(rows, *t.shape[1:]) for t in self._spare.inputs)
-        with seeded(0), torch.enable_grad():
+        with buffers_kept(self._live.flat.module), seeded(0), torch.enable_grad():
             for number in range(self._seats.count):
                 here = self._members[number % len(self._members)]
                 if number:
@@ -247,8 +242,6 @@ class Pipelined(Copied):
                     outputs = _as_tuple(self._stages[number](*inputs))
                     value = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in outputs)
                     found.append((number, _bare(inputs), _bare(outputs)))
-        for buffer, content in kept.items():
-            buffer.copy_(content)
         for stage in self._stages.values():
             let_go(stage)
         return found
@@ -289,10 +282,8 @@ class Pipelined(Copied):
 
     def scored(self, batches: int, score: Callable[[], Any]) -> Any:
         """Each rank of the pipeline in turn has its batches pass through."""
-        counts = [int(count) for (count,) in gathered([batches])]
-        most = 0
-        if self._gathers:
-            most = max(sum(counts[r] for r in group) for group in self._seats.mesh.model_groups)
+        counts = gathered_counts(batches)
+        most = self._seats.mesh.most(counts) if self._gathers else 0
         result = self._in_turn.scored(counts, score, most, tuple(self._spare.inputs))
         for stage in self._stages.values():
             let_go(stage)

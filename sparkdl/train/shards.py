@@ -128,7 +128,7 @@ def state_from(
     the spans exactly.
     """
     state = SliceState(torch.zeros(own.size, dtype=dtype))
-    trainable = max((s.stop for s in own.segments if s.kind == "parameter"), default=0)
+    trainable = own.parameters_stop
     starts = [span.start for span in spans]
     covered, first = [0] * len(spans), dict.fromkeys(range(len(spans)), math.inf)
     for part in parts:

@@ -16,6 +16,7 @@ from sparkdl.replica.care import matches_module
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.policy import Policy
 from sparkdl.sync.optimizer import OptimizerPlan
+from sparkdl.train.cuttable import check_dense
 from sparkdl.train.strategy import Pipeline
 
 Items = list[tuple[str, nn.Module]]
@@ -40,13 +41,7 @@ def check_stages(
             "by itself."
         )
     items = chain_of(module)
-    for segment in layout.segments:
-        if segment.sparse:
-            raise ModelError(
-                f'strategy="pipeline" does not go with the embedding '
-                f'"{segment.name.rpartition(".")[0]}", which has sparse=True: use strategy="ddp", or '
-                "sparse=False."
-            )
+    check_dense(strategy.word, layout, instead="ddp")
     for name in strategy.split:
         _first_of(items, name)
     for pattern in policy.activation_checkpointing:

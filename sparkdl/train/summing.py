@@ -187,6 +187,11 @@ def gathered(numbers: Sequence[float]) -> list[list[float]]:
     return [row.tolist() for row in found]
 
 
+def gathered_counts(count: int) -> list[int]:
+    """How many of something every rank has."""
+    return [int(found) for (found,) in gathered([count])]
+
+
 def first_not_finite(live: LiveReplica, gradients: Gradients) -> str:
     """The first parameter here whose gradient has an inf or a NaN, or empty."""
     for (segment, _), gradient in zip(live.flat.parameters, gradients.dense, strict=True):

@@ -36,7 +36,7 @@ from sparkdl.sync.plan import SlicePlan
 from sparkdl.train.layers import plan_of
 from sparkdl.train.model_group import ModelGroup
 from sparkdl.train.strategy import Tensor
-from sparkdl.train.summing import Copied, gathered
+from sparkdl.train.summing import Copied, gathered_counts
 
 STYLES = {"column": ColwiseParallel, "row": RowwiseParallel}
 
@@ -168,7 +168,7 @@ class TensorParallel(Copied):
     def scored(self, batches: int, score: Any) -> Any:
         """See :class:`sparkdl.train.summing.Summed`."""
         assert self._model_group is not None
-        return self._model_group.scored([int(count) for (count,) in gathered([batches])], score, 0)
+        return self._model_group.scored(gathered_counts(batches), score, 0)
 
 
 def repeated(live: LiveReplica, mesh: DeviceMesh, place: int) -> frozenset[int]:

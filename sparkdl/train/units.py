@@ -12,6 +12,7 @@ from sparkdl.errors import ModelError, nearest
 from sparkdl.replica.care import matches_module
 from sparkdl.replica.flat import Layout
 from sparkdl.sync.optimizer import OptimizerPlan
+from sparkdl.train.cuttable import check_dense, check_elementwise, check_rows
 from sparkdl.train.strategy import FSDP
 
 UNIT_PARAMETERS = 100_000
@@ -23,29 +24,16 @@ def check_sharding(
 ) -> None:
     """Raise :class:`sparkdl.ModelError` where the model or its optimizer cannot be sharded so."""
     _check_torch()
-    if not (optimizer.elementwise and optimizer.separate):
-        raise ModelError(
-            f'strategy="fsdp" cuts tensors, and optimizer {optimizer.name} needs whole ones: use '
-            'strategy="zero1", or an optimizer that treats every element by itself, such as AdamW.'
-        )
+    check_elementwise(strategy.word, optimizer)
+    check_dense(strategy.word, layout)
     trainable = [segment for segment in layout.segments if segment.kind == "parameter"]
     for segment in trainable:
-        if segment.sparse:
-            raise ModelError(
-                f'strategy="fsdp" does not go with the embedding "{segment.name.rpartition(".")[0]}", '
-                'which has sparse=True: use strategy="zero1", or sparse=False.'
-            )
         if segment.dtype != trainable[0].dtype:
             raise ModelError(
                 f'strategy="fsdp" needs one dtype: "{trainable[0].name}" is {trainable[0].dtype} and '
                 f'"{segment.name}" is {segment.dtype}.'
             )
-    for name, parameter in module.named_parameters():
-        if not parameter.ndim:
-            raise ModelError(
-                f'strategy="fsdp" cuts parameters by rows, and "{name}" is a single number: give it '
-                "the shape [1], or make it a buffer."
-            )
+    check_rows(strategy.word, module.named_parameters())
     _check_shared(module, units_of(module, strategy.units))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from gang_training import CLASSES, WIDTH, close, refused
+from gang_training import CLASSES, WIDTH, close, goes_on_elsewhere, goes_on_with_kept_state, refused
 from gang_training import trainer_of as any_trainer
 from pyspark import cloudpickle
 from torch import nn
@@ -235,25 +235,13 @@ CHANGES = [
 )
 def test_checkpoints_are_cut_anew(frames, tmp_path, first, then):
     df, alike = frames(20, 12), {"model": hidden, "ema": 0.9}
-    checkpoint = sparkdl.Checkpoint(tmp_path, every=sparkdl.every(3))
-    whole = trainer_of(engine="local", slices=2, **alike).fit(df)
-    begun = trainer_of(**first, **alike, checkpoint=checkpoint, stop=sparkdl.max_iteration(3))
-    begun.fit(df)
-    ended = trainer_of(**then, **alike, checkpoint=checkpoint).fit(df, resume="latest")
-    assert ended.history.losses == pytest.approx(whole.history.losses, rel=1e-5, abs=1e-5)
-    close(whole, ended)
-    close(whole.ema, ended.ema)
+    goes_on_elsewhere(trainer_of, df, tmp_path, first, then, alike)
 
 
 def test_it_goes_on_with_the_optimizer_state_it_kept(frames):
     """Of a parameter of one row, which both ranks have, too."""
     df, run = frames(16, 16), trainer_of()
-    whole = replace(run, engine="local", stop=sparkdl.max_epoch(2)).fit(df)
-    half = replace(run, keep_optimizer_state=True, stop=sparkdl.max_epoch(1)).fit(df)
-    once = replace(run, stop=sparkdl.max_epoch(1))
-    close(replace(once, engine="local").fit(df, start=half), once.fit(df, start=half))
-    run.partial_fit(df)
-    close(whole, run.partial_fit(df))
+    goes_on_with_kept_state(run, df)
 
 
 def test_dropout_draws_the_same_on_all_parts(frames):
