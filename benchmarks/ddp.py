@@ -142,8 +142,9 @@ def main() -> None:
         if options.out:
             Path(options.out).write_text(json.dumps(figures))
         else:
-            print(json.dumps(figures))
+            print(json.dumps(figures), flush=True)
     dist.destroy_process_group()
+    os._exit(0)  # a thread of Gloo that still runs aborts the interpreter's end now and then
 
 
 if __name__ == "__main__":
