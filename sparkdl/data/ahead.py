@@ -48,6 +48,10 @@ class Ahead:
         self._slow: set[Hashable] = set()
         self._lock = threading.Lock()
 
+    def serve(self, many: int) -> None:
+        """So many take turns: keep what is prepared for each."""
+        self.max_kept = max(self.max_kept, many)
+
     def take(
         self, who: Hashable, position: Any, start: int, stop: int, end: int, prepare: Prepare
     ) -> list[Rows]:

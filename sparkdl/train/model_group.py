@@ -1,7 +1,8 @@
 """A model-parallel group: ranks whose samples go through one model together, which is cut over them.
 
 Every rank has samples of its own, as in every engine. The ranks of such a group bring theirs to where
-they are computed with, so that the group is one replica with all of its rows.
+they are computed with, so that the group is one replica with all of its rows. Between nodes they send
+them; on one, a rank reads the others' rows from their files.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import torch.distributed as dist
 
 from sparkdl.infer.predictor import evaluating
 from sparkdl.replica.live import LiveReplica
+from sparkdl.replica.run import Run
 from sparkdl.step.compute import MiniBatch
 from sparkdl.step.replica import Work
 from sparkdl.train.mesh import Mesh
+from sparkdl.train.near_rows import NearRows, Samples
 
 
 class ModelGroup:
     """That of ``rank``; ``group``: of its ranks, where there are others. ``like``: some rows of the
-    data."""
+    data; ``samples``: where every rank's are."""
 
     def __init__(
         self,
@@ -31,8 +34,11 @@ class ModelGroup:
         group: dist.ProcessGroup | None,
         live: LiveReplica,
         like: MiniBatch,
+        samples: Sequence[Samples],
+        run: Run,
     ) -> None:
         self.ranks = mesh.model_group(rank)
+        self._near = NearRows(samples, rank, self.ranks, run, live)
         self._all, self._rank, self._group = mesh.model_groups, rank, group
         self._live, self._like = live, like
 
@@ -50,61 +56,70 @@ class ModelGroup:
 
     def together(self, work: Work, weights: Sequence[float], own: MiniBatch | None) -> MiniBatch:
         """All of the group's rows that count, on every rank."""
-        counts = self.counts(work, weights)
-        return MiniBatch(
-            self.inputs(counts, own, self.ranks), *self.targets(counts, own, self.ranks)
-        )
+        counts, to = self.counts(work, weights), self.ranks
+        here = self.here(work, counts, own, to)
+        return MiniBatch(self.inputs(counts, here, to), *self.targets(counts, here, to))
 
     def counts(self, work: Work, weights: Sequence[float]) -> dict[int, int]:
         """How many rows each rank of the group brings: those whose rows count for something."""
         rows = work.step.rows
         return {r: rows[r][1] - rows[r][0] for r in self.ranks if weights[r]}
 
+    def here(
+        self, work: Work, counts: Mapping[int, int], own: MiniBatch | None, to: Sequence[int]
+    ) -> dict[int, MiniBatch]:
+        """By rank, the rows that this one has or can read, of those that are wanted on the ranks
+        ``to``."""
+        found = {r: own for r in counts if r == self._rank and own is not None}
+        for r in counts if self._rank in to else ():
+            if self._near.reaches(r, self._rank):
+                found[r] = self._near.read(work, r)
+        return found
+
     def inputs(
-        self, counts: Mapping[int, int], own: MiniBatch | None, to: Sequence[int]
+        self, counts: Mapping[int, int], here: Mapping[int, MiniBatch], to: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Of all rows, on the ranks ``to``; nothing elsewhere."""
-        mine = None if own is None else own.inputs
-        return self._brought(counts, self._like.inputs, mine, to)
+        """Of all rows, on the ranks ``to``; nothing elsewhere. ``here``: of :meth:`here`."""
+        known = {r: batch.inputs for r, batch in here.items()}
+        return self._brought(counts, self._like.inputs, known, to)
 
     def targets(
-        self, counts: Mapping[int, int], own: MiniBatch | None, to: Sequence[int]
+        self, counts: Mapping[int, int], here: Mapping[int, MiniBatch], to: Sequence[int]
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Likewise the targets and weights."""
         weighted, many = self._live.recipe.policy.weighted, len(self._like.targets)
         like = [*self._like.targets, *([torch.empty(0).double()] if weighted else [])]
-        mine = None
-        if own is not None:
-            mine = [*own.targets, *([] if own.weights is None else [own.weights.double()])]
-        found = self._brought(counts, like, mine, to)
+        known = {
+            r: [*batch.targets, *([] if batch.weights is None else [batch.weights.double()])]
+            for r, batch in here.items()
+        }
+        found = self._brought(counts, like, known, to)
         return found[:many], found[-1] if weighted and found else None
 
     def _brought(
         self,
         counts: Mapping[int, int],
         like: Sequence[torch.Tensor],
-        own: Sequence[torch.Tensor] | None,
+        here: Mapping[int, Sequence[torch.Tensor]],
         to: Sequence[int],
     ) -> list[torch.Tensor]:
         """Tensors ``like`` these, of all rows, at the ranks ``to``, in the order of their ranks."""
-        works: list[Any] = []
-        if own is not None and self._rank in counts:
-            mine = [tensor.contiguous() for tensor in own]
-            works = [
-                dist.isend(tensor, r, self._group) for tensor in mine for r in to if r != self._rank
-            ]
+        me = self._rank
+        far = [r for r in to if r != me and not self._near.reaches(me, r)] if me in here else []
+        mine = [tensor.contiguous() for tensor in here[me]] if far else []
+        works: list[Any] = [dist.isend(tensor, r, self._group) for tensor in mine for r in far]
         found: list[torch.Tensor] = []
-        if self._rank in to:
+        if me in to:
             total, device, start = sum(counts.values()), self._live.flat.flat.device, 0
             for one in like:
                 found.append(torch.empty((total, *one.shape[1:]), dtype=one.dtype, device=device))
             for rank, count in counts.items():
                 for n, tensor in enumerate(found):
                     place = tensor[start : start + count]
-                    if rank != self._rank:
+                    if rank in here:
+                        place.copy_(here[rank][n])
+                    else:
                         works.append(dist.irecv(place, rank, self._group))
-                    elif own is not None:
-                        place.copy_(own[n])
                 start += count
         for work in works:
             work.wait()

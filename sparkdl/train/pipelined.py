@@ -35,6 +35,7 @@ from sparkdl.clock import Clock
 from sparkdl.data.assemble import Batch
 from sparkdl.replica.flat import local
 from sparkdl.replica.recipe import seeded
+from sparkdl.replica.run import Run
 from sparkdl.step.compute import Gradients, MiniBatch, buffers_kept, mean_loss, take_gradients
 from sparkdl.step.replica import Work
 from sparkdl.sync.plan import SlicePlan
@@ -42,6 +43,7 @@ from sparkdl.train.fully_sharded import let_go
 from sparkdl.train.groups import Groups
 from sparkdl.train.in_turn import InTurn
 from sparkdl.train.model_group import ModelGroup
+from sparkdl.train.near_rows import Samples
 from sparkdl.train.staged import Staged
 from sparkdl.train.stages import micro_batches
 from sparkdl.train.strategy import Pipeline
@@ -66,6 +68,8 @@ class Pipelined(Copied):
         spare: Batch,
         strategy: Pipeline,
         groups: Groups,
+        samples: Sequence[Samples],
+        run: Run,
     ) -> None:
         super().__init__(staged.live, plans, rank, spare)
         self._strategy, self._seats = strategy, staged.seats
@@ -74,7 +78,7 @@ class Pipelined(Copied):
         mesh = staged.seats.mesh
         self._gathers = groups.along("shard") is not None
         together = self._pipe if groups.along("tensor") is None else None  # None: all ranks
-        self._bring = ModelGroup(mesh, rank, together, staged.live, self._spare)
+        self._bring = ModelGroup(mesh, rank, together, staged.live, self._spare, samples, run)
         self._in_turn = InTurn(staged.seats, self._stages, rank, together, staged.live)
         self._members = mesh.along(rank, "pipe")
         self._heads, self._tails = (mesh.along(self._members[place], "tensor") for place in (0, -1))
@@ -108,8 +112,10 @@ class Pipelined(Copied):
             self._prepare({each for some in others for _, each, _ in some})
             idle = max(map(len, others)) - len(runs)
         if counts:
-            inputs = self._bring.inputs(counts, batch, self._heads)
-            whole = MiniBatch(inputs, *self._bring.targets(counts, batch, self._tails))
+            bring, ends = self._bring, [*self._heads, *self._tails]
+            here = bring.here(work, counts, batch, ends)
+            inputs = bring.inputs(counts, here, self._heads)
+            whole = MiniBatch(inputs, *bring.targets(counts, here, self._tails))
             clock.lap("data")
             self._weight, self._mean = self._bring.weight(weights), 0.0
             self._factor = scale / sum(weights)

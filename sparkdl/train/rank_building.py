@@ -17,21 +17,30 @@ from sparkdl.train.exchanged import Exchanged
 from sparkdl.train.groups import Groups
 from sparkdl.train.holding import Cut, Holding, Sharded, Whole
 from sparkdl.train.model_group import ModelGroup
+from sparkdl.train.near_rows import Samples, samples_of_all
 from sparkdl.train.parallel import Parallel
-from sparkdl.train.rank_memory import memory_given_back
+from sparkdl.train.rank_memory import is_scarce, memory_given_back
 from sparkdl.train.shards import RowsOf, nested_rows, spans_of
 from sparkdl.train.summing import Summed
 
 Built = tuple[Holding, Summed | Exchanged]
 
 
-def hold(recipe: Recipe, run: Run, parallel: Parallel, spare: Batch, member: Member) -> Built:
-    """Build the replica: what this rank holds of it, and how gradients come together.
+def hold(
+    recipe: Recipe,
+    run: Run,
+    parallel: Parallel,
+    spare: Batch,
+    own: Samples,
+    member: Member,
+) -> Built:
+    """Build the replica: what this rank holds of it, and how gradients come together. ``spare``: a few
+    rows of the data; ``own``: this rank's.
 
     Raises :class:`sparkdl.ModelError` where its layers cannot be cut as the plan says.
     """
     if not parallel.parts.keys() <= {"data"}:
-        return _cut(recipe, run, parallel, spare, member)
+        return _cut(recipe, run, parallel, spare, own, member)
     live = LiveReplica.of(recipe, member.device)
     if recipe.policy.sync_batchnorm:
         synchronise(live.flat.module)
@@ -44,7 +53,14 @@ def hold(recipe: Recipe, run: Run, parallel: Parallel, spare: Batch, member: Mem
     return held, DataParallel(live, plans, member.rank, spare, parallel.ddp)
 
 
-def _cut(recipe: Recipe, run: Run, parallel: Parallel, spare: Batch, member: Member) -> Built:
+def _cut(
+    recipe: Recipe,
+    run: Run,
+    parallel: Parallel,
+    spare: Batch,
+    own: Samples,
+    member: Member,
+) -> Built:
     """Into stages, or units, or layers, or several of these."""
     from sparkdl.train.by_rows import ByRows
     from sparkdl.train.fully_sharded import FullySharded, sharded
@@ -72,8 +88,11 @@ def _cut(recipe: Recipe, run: Run, parallel: Parallel, spare: Batch, member: Mem
             assert parallel.tensor is not None
             layers = groups.mesh("tensor")
             live, whole = cut_by_layer(recipe, parallel.tensor, layers, spare, device)
+    samples = samples_of_all(own)
     if parallel.fsdp is not None:
-        at_end.enter_context(memory_given_back())
+        near = [each.token for each in samples].count(own.token)
+        if is_scarce(whole.nbytes // mesh.pipe, near):
+            at_end.enter_context(memory_given_back())
     names = [name for name in ("shard", "tensor") if name in parallel.parts]
     every = frozenset(range(len(whole.segments)))
 
@@ -91,9 +110,9 @@ def _cut(recipe: Recipe, run: Run, parallel: Parallel, spare: Batch, member: Mem
     held = Sharded(cut, run, rank)
     plans = [owner.plan for owner in held.owners.values()]
     if parallel.pipeline is not None:
-        return held, Pipelined(made, plans, rank, spare, parallel.pipeline, groups)
+        return held, Pipelined(made, plans, rank, spare, parallel.pipeline, groups, samples, run)
     like = to_mini_batch(spare, live, classes=False)
-    group = ModelGroup(mesh, rank, groups.along("tensor"), live, like)
+    group = ModelGroup(mesh, rank, groups.along("tensor"), live, like, samples, run)
     if parallel.fsdp is not None:
         return held, FullySharded(live, plans, rank, spare, mesh, group)
     return held, TensorParallel(live, plans, rank, spare, group, groups.along("data"))

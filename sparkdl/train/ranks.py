@@ -49,6 +49,7 @@ from sparkdl.train.background import Background, Results, copied_residuals, on_c
 from sparkdl.train.engine import BEST, CURRENT, ReadState, Uses, weights_of
 from sparkdl.train.exchanged import Exchanged
 from sparkdl.train.holding import States
+from sparkdl.train.near_rows import Samples
 from sparkdl.train.node_files import (
     SnapshotFiles,
     broadcast_bytes,
@@ -120,8 +121,9 @@ class Rank:
             self._partition = open_partition(self._handles[0])
         setup = self._setup
         try:
+            samples = Samples(self._token, self._handles[0])
             self._held, self._way = hold(
-                self._recipe, self._run, setup.parallel, setup.spare, self._member
+                self._recipe, self._run, setup.parallel, setup.spare, samples, self._member
             )
         except ModelError as error:
             return error

@@ -1,0 +1,65 @@
+"""Rows of other ranks that lie on this rank's node: read from their files instead of being sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from sparkdl.data.ahead import AHEAD
+from sparkdl.data.handle import SampleHandle
+from sparkdl.data.mapped import open_partition
+from sparkdl.replica.live import LiveReplica
+from sparkdl.replica.run import Run
+from sparkdl.step.compute import MiniBatch
+from sparkdl.step.replica import Work, to_mini_batch
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Where a rank's training samples are: the token of its node, and what is known of them."""
+
+    token: str
+    handle: SampleHandle
+
+
+def samples_of_all(own: Samples) -> list[Samples]:
+    """Every rank's; all ask at once."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
+class NearRows:
+    """What augments rows costs more than a message: rows that are augmented are sent."""
+
+    def __init__(
+        self,
+        samples: Sequence[Samples],
+        rank: int,
+        ranks: Sequence[int],
+        run: Run,
+        live: LiveReplica,
+    ) -> None:
+        """``samples``: of all ranks. ``ranks``: those whose rows may be wanted."""
+        self._run, self._live = run, live
+        self._tokens = [each.token for each in samples]
+        self._sent = live.recipe.augment is not None
+        self._partitions = {
+            r: open_partition(samples[r].handle)
+            for r in ranks
+            if self.reaches(r, rank) and samples[r].handle.num_rows
+        }
+        AHEAD.serve(1 + len(self._partitions))
+
+    def reaches(self, source: int, reader: int) -> bool:
+        """Whether rank ``reader`` reads rows of rank ``source`` by itself."""
+        return source != reader and not self._sent and self._tokens[source] == self._tokens[reader]
+
+    def read(self, work: Work, source: int) -> MiniBatch:
+        """The rows that rank ``source`` has in this iteration."""
+        theirs = replace(work, replica=source, share=self._run.shares[source])
+        (arrays,) = theirs.mini_batches(self._live, self._partitions[source])
+        return to_mini_batch(arrays, self._live)
