@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparkdl.errors import StaleReferenceError
+from sparkdl.heap import keep_heap
 from sparkdl.replica.cache import live_replica
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import Recipe
@@ -74,6 +75,7 @@ def open_replica(run: Run) -> LiveReplica:
 
 
 def _load_recipe(run: Run) -> Recipe:
+    keep_heap()
     root = open_root(run.slab)
     if root is None:
         raise StaleReferenceError(f"this node has no slab root {run.slab.name}")

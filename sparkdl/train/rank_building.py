@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from sparkdl.data.assemble import Batch
 from sparkdl.gang.member import Member
+from sparkdl.heap import keep_heap, memory_given_back
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.run import Run
@@ -19,7 +20,7 @@ from sparkdl.train.holding import Cut, Holding, Sharded, Whole
 from sparkdl.train.model_group import ModelGroup
 from sparkdl.train.near_rows import Samples, samples_of_all
 from sparkdl.train.parallel import Parallel
-from sparkdl.train.rank_memory import is_scarce, memory_given_back
+from sparkdl.train.rank_memory import is_scarce
 from sparkdl.train.shards import RowsOf, nested_rows, spans_of
 from sparkdl.train.summing import Summed
 
@@ -39,6 +40,7 @@ def hold(
 
     Raises :class:`sparkdl.ModelError` where its layers cannot be cut as the plan says.
     """
+    keep_heap()
     if not parallel.parts.keys() <= {"data"}:
         return _cut(recipe, run, parallel, spare, own, member)
     live = LiveReplica.of(recipe, member.device)

@@ -1,57 +1,22 @@
-"""How a rank of a gang uses its machine's memory: what is large is given back, or kept for the next.
-
-[Note: kept or given back] A replica that is cut gathers its units, and lets go of them, many times a
-step. What a process lets go of glibc keeps for itself up to 32 MB a piece: nothing has to be mapped
-anew, page by page, but tensors are aligned, an aligned piece does not fit exactly where an equal one
-was, and the heap grows to several times what is in use. Mapped by itself each piece is gone when it is
-let go of, which makes a step a third longer. So a rank maps large tensors where memory is scarce,
-and while the model is built and cut.
-"""
+"""Whether a rank of a gang has memory to spare."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import os
 import resource
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_LARGE, _USUAL = 1 << 20, 32 << 20
 HEAP_SHARE = 8
-"""A rank under "fsdp" may come to hold so many times the model's bytes where the heap is kept: measured
-with Adam, see docs/performance.md."""
+"""A rank under "fsdp" may come to hold so many times the model's bytes where it keeps its heap (see
+:mod:`sparkdl.heap`): measured with Adam."""
 CGROUP = Path("/sys/fs/cgroup")
 _LIMITS = (
     (CGROUP / "memory.max", CGROUP / "memory.stat", "anon"),
     (CGROUP / "memory/memory.limit_in_bytes", CGROUP / "memory/memory.stat", "total_rss"),
 )
 """Of a container: its limit, and what of its memory is in use for good; version 2 and version 1."""
-
-
-@contextlib.contextmanager
-def memory_given_back() -> Iterator[None]:
-    """Inside the block every large tensor that is let go of is memory that the process no longer has.
-
-    Afterwards it keeps what has up to 32 MB. Elsewhere than on glibc nothing happens.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        _keep_up_to(mallopt, _LARGE)
-    try:
-        yield
-    finally:
-        if mallopt is not None:
-            _keep_up_to(mallopt, _USUAL)
-
-
-def _keep_up_to(mallopt: Any, nbytes: int) -> None:
-    """Once one limit is set glibc adjusts neither by itself, and would trim its heap at every turn."""
-    mallopt(_MMAP_THRESHOLD, nbytes)
-    mallopt(_TRIM_THRESHOLD, 2 * nbytes)
 
 
 def is_scarce(model_nbytes: int, ranks: int) -> bool:

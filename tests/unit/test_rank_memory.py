@@ -1,4 +1,4 @@
-"""When a rank keeps its heap, and when it does not; in processes of its own, which have limits."""
+"""When memory is scarce; in processes of their own, which have limits."""
 
 from __future__ import annotations
 
@@ -17,33 +17,6 @@ import resource, sys
 from sparkdl.train.rank_memory import is_scarce, left_to_process
 resource.setrlimit(getattr(resource, sys.argv[1]), (int(sys.argv[2]), -1))
 print(left_to_process(), is_scarce(int(sys.argv[3]), 1))
-"""
-GIVEN_BACK = """
-import ctypes, sys
-from pathlib import Path
-from sparkdl.train.rank_memory import memory_given_back
-allocate, free = ctypes.CDLL(None).malloc, ctypes.CDLL(None).free
-allocate.restype, free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-
-def kept(nbytes):
-    # Of 64 such pieces, of which every second is let go of: what the process then still has.
-    pieces = [allocate(nbytes) for _ in range(64)]
-    for piece in pieces:
-        ctypes.memset(piece, 1, nbytes)
-    before = resident()
-    for piece in pieces[::2]:
-        free(piece)
-    after = resident()
-    for piece in pieces[1::2]:
-        free(piece)
-    return (before - after) < 16 * nbytes
-
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-with memory_given_back():
-    inside = kept(2 << 20)
-print(inside, kept(2 << 20))
 """
 
 
@@ -77,7 +50,3 @@ def test_a_container_s_limit_counts(tmp_path, monkeypatch):
     assert left_to_machine() == 3 * GIB
     (tmp_path / "memory.max").write_text("max\n")
     assert left_to_machine() > 0
-
-
-def test_what_is_let_go_of_is_given_back_inside_and_kept_afterwards():
-    assert run(GIVEN_BACK) == ["False", "True"]

@@ -1,0 +1,55 @@
+"""Memory that a process keeps or gives back; in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import ctypes
+from pathlib import Path
+from sparkdl.heap import keep_heap, memory_given_back
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+
+def kept(nbytes):
+    # Whether most of it stays when all of 64 such pieces are let go of.
+    pieces = [libc.malloc(nbytes) for _ in range(64)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, nbytes)
+    before = resident()
+    for piece in pieces:
+        libc.free(piece)
+    return before - resident() < 32 * nbytes
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+print(kept(2 << 20))
+with memory_given_back():
+    print(kept(2 << 20))
+print(kept(2 << 20))
+print(kept(33 << 20))
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, ["False", "False", "True", "False"]),
+        ({"MALLOC_TRIM_THRESHOLD_": "131072"}, ["False"] * 4),
+    ],
+    ids=["by itself", "as the user says"],
+)
+def test_what_is_let_go_of_is_kept_afterwards_but_for_what_is_large(environment, found):
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+    )
+    assert run.stdout.split() == found
