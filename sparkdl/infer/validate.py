@@ -33,7 +33,7 @@ def score_partition(
     """The scorer's states over all rows of a partition, in evaluation mode and full order."""
     states = scorer.start()
     dtype = live.recipe.policy.autocast_dtype
-    device = live.flat.flat.device
+    device = live.device
     cast: Any = (
         contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
     )

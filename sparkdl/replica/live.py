@@ -18,7 +18,8 @@ from sparkdl.replica.recipe import Recipe
 
 @dataclass
 class LiveReplica:
-    """A built recipe. ``call`` runs the module; ``version`` names the weights that ``flat.flat``
+    """A built recipe, computed with on ``device``; its flat vector may be elsewhere. ``call`` runs the
+    module; ``version`` names the weights that ``flat.flat``
     holds now. ``sink``, where it is set, is given the number and gradient of each parameter as soon
     as backward has finished it, and the parameter lets go of it. ``apart``: a context in which
     gradients only add up; set where they are summed over processes otherwise."""
@@ -26,6 +27,7 @@ class LiveReplica:
     recipe: Recipe
     flat: FlatModule
     call: Callable[..., Any]
+    device: torch.device
     version: str = ""
     sink: Callable[[int, torch.Tensor], None] | None = None
     apart: Callable[[], AbstractContextManager[None]] | None = None
@@ -36,9 +38,10 @@ class LiveReplica:
         return LiveReplica.around(recipe, FlatModule(recipe.build(), device))
 
     @staticmethod
-    def around(recipe: Recipe, flat: FlatModule) -> LiveReplica:
-        """Of a recipe that is built."""
-        live = LiveReplica(recipe, flat, runnable(flat.module, recipe.policy))
+    def around(recipe: Recipe, flat: FlatModule, device: torch.device | None = None) -> LiveReplica:
+        """Of a recipe that is built. ``device``: None: where its flat vector is."""
+        call = runnable(flat.module, recipe.policy)
+        live = LiveReplica(recipe, flat, call, device or flat.flat.device)
         live_ref = weakref.ref(live)  # no cycle: what is dropped shall be freed at once
         for number, (_, parameter) in enumerate(flat.parameters):
             parameter.register_post_accumulate_grad_hook(partial(_finished, live_ref, number))

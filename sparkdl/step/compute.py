@@ -177,7 +177,7 @@ def autocasting(replica: LiveReplica) -> Iterator[None]:
     if policy.autocast_dtype is None:
         yield
         return
-    with torch.autocast(replica.flat.flat.device.type, dtype=policy.autocast_dtype):
+    with torch.autocast(replica.device.type, dtype=policy.autocast_dtype):
         yield
 
 

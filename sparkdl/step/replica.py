@@ -106,7 +106,7 @@ def to_mini_batch(batch: Batch, live: LiveReplica, classes: bool = True) -> Mini
 
     ``classes``: whether that of its class counts.
     """
-    device = live.flat.flat.device
+    device = live.device
     targets = to_tensors(batch.targets, device)
     weights = None if batch.weights is None else to_tensors([batch.weights], device)[0]
     if classes:

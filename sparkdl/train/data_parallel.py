@@ -142,7 +142,7 @@ def distributed(live: LiveReplica, spare: MiniBatch, strategy: DDP) -> WeightedS
     unused = bool(take_gradients(live).absent)
     live.flat.flat.copy_(before)
     live.flat.refresh()
-    device = live.flat.flat.device
+    device = live.device
     wrapped = DistributedDataParallel(
         _module(live.call),
         device_ids=[device.index] if device.type == "cuda" else None,

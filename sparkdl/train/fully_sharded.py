@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from sparkdl.clock import Clock
 from sparkdl.data.assemble import Batch
@@ -41,7 +47,8 @@ def sharded(
 ) -> tuple[LiveReplica, Layout]:
     """The replica with this rank's shards in its flat vector, and the layout of the whole.
 
-    The module is built on the CPU, and cut unit by unit, after its layers where they are cut too.
+    The module is built on the CPU, and cut unit by unit, after its layers where they are cut too. With
+    ``cpu_offload`` that is where the shards stay.
     """
     strategy = parallel.fsdp
     assert strategy is not None
@@ -55,7 +62,12 @@ def sharded(
         synchronise(module)
     names = ("data", "shard") if parallel.mesh.data > 1 else ("shard",)
     cut_units(units, module, parallel, groups.mesh(*names), policy)
-    return LiveReplica.around(recipe, FlatModule(module, device)), layout
+    flat = FlatModule(module, "cpu" if strategy.cpu_offload else device)
+    for owner in module.modules():
+        owner._buffers.update(
+            {name: None if b is None else b.to(device) for name, b in owner._buffers.items()}
+        )
+    return LiveReplica.around(recipe, flat, device), layout
 
 
 def cut_units(
@@ -75,6 +87,9 @@ def cut_units(
     dtypes = MixedPrecisionPolicy(
         param_dtype=computed, reduce_dtype=policy.wire_dtype or (computed and trained)
     )
+    offloading = OffloadPolicy()
+    if strategy.cpu_offload:
+        offloading = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for parameter in outermost.parameters():
         if local(parameter) is parameter:
             parameter.data = parameter.data.contiguous()
@@ -84,7 +99,11 @@ def cut_units(
         if unit is outermost and computed is not None:
             dtypes = replace(dtypes, output_dtype=trained)
         cut: FSDPModule = fully_shard(  # type: ignore[call-overload]
-            unit, mesh=mesh, mp_policy=dtypes, reshard_after_forward=None if again else False
+            unit,
+            mesh=mesh,
+            mp_policy=dtypes,
+            offload_policy=offloading,
+            reshard_after_forward=None if again else False,
         )
         cut.set_gradient_divide_factor(1.0)
         cut.set_force_sum_reduction_for_comms(True)

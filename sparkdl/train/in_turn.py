@@ -76,7 +76,7 @@ class InTurn:
         """``value`` of rank ``source`` at rank ``to``; elsewhere as it was."""
         if source == to or self._rank not in (source, to):
             return value
-        device = self._live.flat.flat.device
+        device = self._live.device
         if self._rank == source:
             dist.send_object_list([value], to, self._group, device)
             return value

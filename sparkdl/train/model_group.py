@@ -110,7 +110,7 @@ class ModelGroup:
         works: list[Any] = [dist.isend(tensor, r, self._group) for tensor in mine for r in far]
         found: list[torch.Tensor] = []
         if me in to:
-            total, device, start = sum(counts.values()), self._live.flat.flat.device, 0
+            total, device, start = sum(counts.values()), self._live.device, 0
             for one in like:
                 found.append(torch.empty((total, *one.shape[1:]), dtype=one.dtype, device=device))
             for rank, count in counts.items():
@@ -152,7 +152,7 @@ class ModelGroup:
             dist.broadcast_object_list([inputs], self._rank, self._group)
 
     def _told(self, member: int, batches: int) -> Iterator[tuple[Any, ...]]:
-        device = self._live.flat.flat.device
+        device = self._live.device
         for _ in range(batches):
             box: list[Any] = [None]
             dist.broadcast_object_list(box, member, self._group)

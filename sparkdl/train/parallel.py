@@ -90,6 +90,11 @@ def _together(named: Sequence[Any], mesh: Mapping[str, int] | None) -> Iterator[
             f'strategy: {words} do not go together. "fsdp", "tensor" and "pipeline" do, and copies of '
             'what they cut are mesh={"data": ...}.'
         )
+    elif len(parts) > 1 and "shard" in parts and parts["shard"].cpu_offload:
+        yield (
+            f"strategy: {words} together keep their weights where they compute: leave out "
+            "cpu_offload=True."
+        )
     elif len(parts) > 1 and mesh is None:
         yield (
             f"strategy: {words} together need sizes: give them, such as "

@@ -192,7 +192,7 @@ class Pipelined(Copied):
         if key in self._schedules:
             self._schedules.move_to_end(key)
             return self._schedules[key]
-        seats, device = self._seats, self._live.flat.flat.device
+        seats, device = self._seats, self._live.device
         stages = [
             PipelineStage(
                 self._stages[number],
@@ -254,7 +254,7 @@ class Pipelined(Copied):
 
     def _made_up(self, known: tuple[tuple[int, ...], torch.dtype, bool]) -> torch.Tensor:
         shape, dtype, requires_grad = known
-        tensor = torch.zeros(shape, dtype=dtype, device=self._live.flat.flat.device)
+        tensor = torch.zeros(shape, dtype=dtype, device=self._live.device)
         return tensor.requires_grad_(requires_grad)
 
     def _taken(self, scale: float, nothing: bool) -> Gradients:

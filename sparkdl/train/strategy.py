@@ -45,7 +45,9 @@ class FSDP:
     ``reshard_after_forward``: gather each unit again in backward (stage 3), or keep it from forward to
     backward (False, stage 2: faster, more memory; so it always is in a pipeline). ``param_dtype``: what
     weights are gathered and computed with in, "fp32" (the model's dtype), "bf16" or "fp16"; the shards
-    stay as they are.
+    stay as they are. ``cpu_offload``: weights, gradients and optimizer state are in the memory of the
+    executor, which updates them too; a GPU has the unit that it computes with, and activations (ZeRO-
+    Offload: Ren et al., 2021). For models whose shards do not fit the GPUs; slower.
     With ``Trainer(mesh={"data": 2, "shard": 4})`` ranks 0 to 3 have one cut model and ranks 4 to 7
     another: weights are gathered among four, on one node say, and sums of gradients alone go further
     (hybrid sharding).
@@ -56,6 +58,7 @@ class FSDP:
     units: Sequence[str] = ()
     reshard_after_forward: bool = True
     param_dtype: str = "fp32"
+    cpu_offload: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,17 +139,14 @@ def _of_ddp(strategy: DDP) -> Iterator[str]:
     size = strategy.bucket_cap_mb
     if isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 < size < math.inf:
         yield f"bucket_cap_mb={size!r}): give a number of megabytes above 0."
-    for name in ("static_graph", "shard_optimizer"):
-        if not isinstance(getattr(strategy, name), bool):
-            yield f"{name}={getattr(strategy, name)!r}): give True or False."
+    yield from _flags(strategy, "static_graph", "shard_optimizer")
 
 
 def _of_fsdp(strategy: FSDP) -> Iterator[str]:
     units = strategy.units
     if not isinstance(units, (list, tuple)) or not all(isinstance(n, str) for n in units):
         yield f'units={units!r}): give a list of names or patterns, such as ["layers.*"].'
-    if not isinstance(strategy.reshard_after_forward, bool):
-        yield f"reshard_after_forward={strategy.reshard_after_forward!r}): give True or False."
+    yield from _flags(strategy, "reshard_after_forward", "cpu_offload")
     if strategy.param_dtype not in PRECISIONS:
         yield f'param_dtype="{strategy.param_dtype}"): use one of {", ".join(PRECISIONS)}.'
 
@@ -172,6 +172,12 @@ def _of_pipeline(strategy: Pipeline) -> Iterator[str]:
     yield from _counts(strategy, "micro_batches", "stages_per_rank")
     if strategy.schedule not in SCHEDULES:
         yield f'schedule="{strategy.schedule}"): use one of {", ".join(SCHEDULES)}.'
+
+
+def _flags(strategy: Strategy, *names: str) -> Iterator[str]:
+    for name in names:
+        if not isinstance(getattr(strategy, name), bool):
+            yield f"{name}={getattr(strategy, name)!r}): give True or False."
 
 
 def _counts(strategy: Pipeline, *names: str) -> Iterator[str]:

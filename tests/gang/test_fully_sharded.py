@@ -61,6 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
     "as it comes": {},
     "in units": {"strategy": UNITS},
     "gathered once": {"strategy": FSDP(units=["0", "3"], reshard_after_forward=False)},
+    "kept by the executor": {"strategy": FSDP(units=["0", "3"], cpu_offload=True)},
     "clipped by norm": {"clip_norm": 0.1},
     "clipped by value": {"clip_value": 0.02},
     "regularised": {"l1": 1e-3, "l2": {"*.weight": 1e-2}},
@@ -218,6 +219,17 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"strategy": FSDP(reshard_after_forward=2)},  # type: ignore[arg-type]
         ParameterError,
         "strategy=FSDP(reshard_after_forward=2): give True or False.",
+    ),
+    "cpu_offload": (
+        {"strategy": FSDP(cpu_offload="yes")},  # type: ignore[arg-type]
+        ParameterError,
+        "strategy=FSDP(cpu_offload='yes'): give True or False.",
+    ),
+    "cpu_offload and parts of layers": (
+        {"strategy": [FSDP(cpu_offload=True), "tensor"], "mesh": {"shard": 2, "tensor": 1}},
+        ParameterError,
+        'strategy: "fsdp" and "tensor" together keep their weights where they compute: leave out '
+        "cpu_offload=True.",
     ),
     "param_dtype": (
         {"strategy": FSDP(param_dtype="fp8")},

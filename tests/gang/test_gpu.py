@@ -51,11 +51,12 @@ def test_tensors_on_the_gpu_are_summed(spark: Any, ranks: int) -> None:
         ("zero1", 1),
         ("zero1", 2),
         ("fsdp", 1),
+        (sparkdl.FSDP(cpu_offload=True), 1),
         ("tensor", 1),
         ("pipeline", 1),
     ],
 )
-def test_training_is_that_of_the_cpu(spark: Any, strategy: str, replicas: int) -> None:
+def test_training_is_that_of_the_cpu(spark: Any, strategy: Any, replicas: int) -> None:
     generator = np.random.default_rng(1)
     rows = [(generator.normal(size=6).tolist(), int(i % 3)) for i in range(48)]
     rdd = spark.sparkContext.parallelize(rows, replicas)
