@@ -14,13 +14,13 @@ import fcntl
 import functools
 import gc
 import os
-import secrets
 import shutil
 import socket
 import struct
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.gang.member import Command, Member
+from sparkdl.slab.root import marked_directory
 
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
 Call = Callable[[Command], list[Any]]
@@ -79,10 +80,11 @@ _folders: set[str] = set()
 
 
 def offer_folder(member: Member) -> str:
-    """On rank 0: a private folder of this node, removed when the rank ends."""
+    """On rank 0: a private folder of this node, removed when the rank ends; that of a rank that was
+    killed goes with the node's next one."""
     if member.rank > 0:
         return ""
-    folder = tempfile.mkdtemp(prefix=f"sparkdl-{secrets.token_hex(8)}-")
+    folder = str(marked_directory(Path(tempfile.gettempdir())))
     _folders.add(folder)
     member.at_end.callback(remove_folders)
     return folder

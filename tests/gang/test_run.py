@@ -126,15 +126,18 @@ def test_the_first_mistake_is_told_and_the_others_end(spark, seconds):
     assert sparkdl.gang.run(dist.get_rank, ranks=RANKS) == [0, 1]  # the session is as good as new
 
 
-def stuck() -> None:
-    if dist.get_rank() == 1:
+def stuck(dying: int) -> None:
+    if dist.get_rank() == dying:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
 
-def test_a_rank_that_dies_is_named(spark):
-    with pytest.raises(StateLostError, match=r"^stuck: rank 1 on \S+ went away \(the process died"):
-        sparkdl.gang.run(stuck, ranks=RANKS)
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_rank_that_dies_is_named(spark, rank):
+    """What it leaves of the group's store goes with the next gang."""
+    told = rf"^stuck: rank {rank} on \S+ went away \(the process died"
+    with pytest.raises(StateLostError, match=told):
+        sparkdl.gang.run(stuck, rank, ranks=RANKS)
     assert sparkdl.gang.run(dist.get_rank, ranks=RANKS) == [0, 1]
 
 
