@@ -5,7 +5,8 @@
 25 square layers of 1000 (``--depth``: 4 MB each), Adam, 2 ranks in ``local[2]``, against DDP by
 torchrun; what is read, and how, is in ``benchmarks/memory.py``. A rank of DDP holds weights, gradients
 and two moments, 4 P, and torch's buckets; under fsdp half of that, and the unit at hand; of a pipeline
-half of it, and the activations of micro-batches.
+half of it, and the activations of micro-batches. fsdp stands there twice: as it comes, and where memory
+is scarce, since workers may have no more than 7 P.
 
 Then ``--limited`` layers on executors whose Python workers may have no more than so much memory
 (``spark.executor.pyspark.memory``, which Spark sets as the limit of their address space): that of a
@@ -39,14 +40,15 @@ STRATEGIES: dict[str, Any] = {
     "fsdp, stage 3": "fsdp",
     "pipeline": "pipeline",
 }
-ROOM = 4.75
-"""What a limited worker may have, in P, beside its libraries."""
+CLUSTER = "local-cluster[2,1,1024]"
+ROOM, SCARCE = 4.75, 7.0
+"""What a limited worker may have, in P, beside its libraries: to train at all, to be measured."""
 
 
-def with_gang(depth: int, iterations: int, strategy: str) -> Figures:
-    """What the ranks of a fit hold."""
+def with_gang(depth: int, iterations: int, strategy: str, limit: int = 0) -> Figures:
+    """What the ranks of a fit hold. ``limit``: bytes that a worker may have; 0: no limit."""
     work = squares(WIDTH, depth)
-    spark = session()
+    spark = session(CLUSTER, **limited_to(limit)) if limit else session()
     watch = Watch()
     try:
         data = work.rdd(spark, RANKS)
@@ -61,18 +63,21 @@ def with_gang(depth: int, iterations: int, strategy: str) -> Figures:
 
 def of_libraries() -> int:
     """Address space of a worker that has only imported what ranks use."""
-    spark = session("local-cluster[2,1,1024]")
+    spark = session(CLUSTER)
     try:
         return sparkdl.gang.run(address_space, ranks=RANKS, device="cpu")[0]
     finally:
         spark.stop()
 
 
+def limited_to(limit: int) -> dict[str, str]:
+    return {"spark.executor.pyspark.memory": f"{limit >> 20}m"}
+
+
 def limited(depth: int, strategy: str, limit: int) -> str:
     """Train three iterations where a worker may have ``limit`` bytes; what came of it."""
     work = squares(WIDTH, depth)
-    settings = {"spark.executor.pyspark.memory": f"{limit >> 20}m"}
-    spark = session("local-cluster[2,1,1024]", **settings)
+    spark = session(CLUSTER, **limited_to(limit))
     try:
         data = work.rdd(spark, RANKS)
         stop, how = sparkdl.max_iteration(3), STRATEGIES[strategy]
@@ -93,10 +98,15 @@ def main() -> None:
     given = parser.parse_args()
     size = 4 * WIDTH**2 * given.depth / MB
     print(hardware(), "\n", flush=True)
+    libraries = in_fresh_process(of_libraries)
+    scarce = libraries + int(SCARCE * size * MB)
     found = {
         name: in_fresh_process(with_gang, given.depth, given.iterations, name)
         for name in STRATEGIES
     }
+    for name in ("fsdp, stage 2", "fsdp, stage 3"):
+        held_back = in_fresh_process(with_gang, given.depth, given.iterations, name, scarce)
+        found[f"{name}, memory scarce"] = held_back
     found["DDP by torchrun"] = in_fresh_process(with_ddp, given.depth, given.iterations)
     print(f"P = {size:.0f} MB of parameters, Adam. MB for each rank:\n")
     head = ("", "", *SHARES, "private + shared", "in P")
@@ -110,7 +120,7 @@ def main() -> None:
         write_json(given.json, {"memory": found})
         return
     size = 4 * WIDTH**2 * given.limited
-    limit = in_fresh_process(of_libraries) + int(ROOM * size)
+    limit = libraries + int(ROOM * size)
     print(f"P = {size / MB:.0f} MB; a worker may have {limit / MB:.0f} MB of address space:\n")
     ends = {name: in_fresh_process(limited, given.limited, name, limit) for name in STRATEGIES}
     print(markdown(("", "what came of it"), list(ends.items())))
