@@ -19,10 +19,10 @@ from sparkdl.replica.recipe import Recipe
 @dataclass
 class LiveReplica:
     """A built recipe, computed with on ``device``; its flat vector may be elsewhere. ``call`` runs the
-    module; ``version`` names the weights that ``flat.flat``
-    holds now. ``sink``, where it is set, is given the number and gradient of each parameter as soon
-    as backward has finished it, and the parameter lets go of it. ``apart``: a context in which
-    gradients only add up; set where they are summed over processes otherwise."""
+    module; ``version`` names the weights that ``flat.flat`` holds now. ``sink``, where it is set, is
+    given the number and gradient of each parameter as soon as backward has finished it, and the
+    parameter lets go of it. ``apart``: a context in which gradients only add up; set where they are
+    summed over processes otherwise."""
 
     recipe: Recipe
     flat: FlatModule

@@ -63,10 +63,10 @@ def sharded(
     names = ("data", "shard") if parallel.mesh.data > 1 else ("shard",)
     cut_units(units, module, parallel, groups.mesh(*names), policy)
     flat = FlatModule(module, "cpu" if strategy.cpu_offload else device)
-    for owner in module.modules():
-        owner._buffers.update(
-            {name: None if b is None else b.to(device) for name, b in owner._buffers.items()}
-        )
+    if strategy.cpu_offload:  # of the parameters; buffers are where the module computes
+        for owner in module.modules():
+            for name, buffer in owner._buffers.items():
+                owner._buffers[name] = None if buffer is None else buffer.to(device)
     return LiveReplica.around(recipe, flat, device), layout
 
 

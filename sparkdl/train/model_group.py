@@ -16,16 +16,15 @@ import torch.distributed as dist
 
 from sparkdl.infer.predictor import evaluating
 from sparkdl.replica.live import LiveReplica
-from sparkdl.replica.run import Run
 from sparkdl.step.compute import MiniBatch
 from sparkdl.step.replica import Work
 from sparkdl.train.mesh import Mesh
-from sparkdl.train.near_rows import NearRows, Samples
+from sparkdl.train.near_rows import NearRows
 
 
 class ModelGroup:
     """That of ``rank``; ``group``: of its ranks, where there are others. ``like``: some rows of the
-    data; ``samples``: where every rank's are."""
+    data; ``near``: what can be read of the others."""
 
     def __init__(
         self,
@@ -34,11 +33,10 @@ class ModelGroup:
         group: dist.ProcessGroup | None,
         live: LiveReplica,
         like: MiniBatch,
-        samples: Sequence[Samples],
-        run: Run,
+        near: NearRows,
     ) -> None:
         self.ranks = mesh.model_group(rank)
-        self._near = NearRows(samples, rank, self.ranks, run, live)
+        self._near = near
         self._all, self._rank, self._group = mesh.model_groups, rank, group
         self._live, self._like = live, like
 

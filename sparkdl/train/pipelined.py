@@ -35,7 +35,6 @@ from sparkdl.clock import Clock
 from sparkdl.data.assemble import Batch
 from sparkdl.replica.flat import local
 from sparkdl.replica.recipe import seeded
-from sparkdl.replica.run import Run
 from sparkdl.step.compute import Gradients, MiniBatch, buffers_kept, mean_loss, take_gradients
 from sparkdl.step.replica import Work
 from sparkdl.sync.plan import SlicePlan
@@ -43,7 +42,7 @@ from sparkdl.train.fully_sharded import let_go
 from sparkdl.train.groups import Groups
 from sparkdl.train.in_turn import InTurn
 from sparkdl.train.model_group import ModelGroup
-from sparkdl.train.near_rows import Samples
+from sparkdl.train.near_rows import NearRows
 from sparkdl.train.staged import Staged
 from sparkdl.train.stages import micro_batches
 from sparkdl.train.strategy import Pipeline
@@ -68,8 +67,7 @@ class Pipelined(Copied):
         spare: Batch,
         strategy: Pipeline,
         groups: Groups,
-        samples: Sequence[Samples],
-        run: Run,
+        near: NearRows,
     ) -> None:
         super().__init__(staged.live, plans, rank, spare)
         self._strategy, self._seats = strategy, staged.seats
@@ -78,7 +76,7 @@ class Pipelined(Copied):
         mesh = staged.seats.mesh
         self._gathers = groups.along("shard") is not None
         together = self._pipe if groups.along("tensor") is None else None  # None: all ranks
-        self._bring = ModelGroup(mesh, rank, together, staged.live, self._spare, samples, run)
+        self._bring = ModelGroup(mesh, rank, together, staged.live, self._spare, near)
         self._in_turn = InTurn(staged.seats, self._stages, rank, together, staged.live)
         self._members = mesh.along(rank, "pipe")
         self._heads, self._tails = (mesh.along(self._members[place], "tensor") for place in (0, -1))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sparkdl.data.assemble import Batch
 from sparkdl.gang.member import Member
 from sparkdl.heap import keep_heap, memory_given_back
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import Recipe
-from sparkdl.replica.run import Run
 from sparkdl.step.replica import to_mini_batch
 from sparkdl.step.streaming import streams
 from sparkdl.train.batchnorm import synchronise
@@ -18,31 +16,25 @@ from sparkdl.train.exchanged import Exchanged
 from sparkdl.train.groups import Groups
 from sparkdl.train.holding import Cut, Holding, Sharded, Whole
 from sparkdl.train.model_group import ModelGroup
-from sparkdl.train.near_rows import Samples, samples_of_all
-from sparkdl.train.parallel import Parallel
+from sparkdl.train.near_rows import NearRows, Samples, samples_of_all
 from sparkdl.train.rank_memory import is_scarce
+from sparkdl.train.rank_records import Setup
 from sparkdl.train.shards import RowsOf, nested_rows, spans_of
 from sparkdl.train.summing import Summed
 
 Built = tuple[Holding, Summed | Exchanged]
 
 
-def hold(
-    recipe: Recipe,
-    run: Run,
-    parallel: Parallel,
-    spare: Batch,
-    own: Samples,
-    member: Member,
-) -> Built:
-    """Build the replica: what this rank holds of it, and how gradients come together. ``spare``: a few
-    rows of the data; ``own``: this rank's.
+def hold(recipe: Recipe, setup: Setup, own: Samples, member: Member) -> Built:
+    """Build the replica: what this rank holds of it, and how gradients come together. ``own``: this
+    rank's samples.
 
     Raises :class:`sparkdl.ModelError` where its layers cannot be cut as the plan says.
     """
     keep_heap()
+    run, parallel, spare = setup.run, setup.parallel, setup.spare
     if not parallel.parts.keys() <= {"data"}:
-        return _cut(recipe, run, parallel, spare, own, member)
+        return _cut(recipe, setup, own, member)
     live = LiveReplica.of(recipe, member.device)
     if recipe.policy.sync_batchnorm:
         synchronise(live.flat.module)
@@ -55,14 +47,7 @@ def hold(
     return held, DataParallel(live, plans, member.rank, spare, parallel.ddp)
 
 
-def _cut(
-    recipe: Recipe,
-    run: Run,
-    parallel: Parallel,
-    spare: Batch,
-    own: Samples,
-    member: Member,
-) -> Built:
+def _cut(recipe: Recipe, setup: Setup, own: Samples, member: Member) -> Built:
     """Into stages, or units, or layers, or several of these."""
     from sparkdl.train.by_rows import ByRows
     from sparkdl.train.fully_sharded import FullySharded, sharded
@@ -75,6 +60,7 @@ def _cut(
         repeated,
     )
 
+    run, parallel, spare = setup.run, setup.parallel, setup.spare
     rank, mesh, device = member.rank, parallel.mesh, member.device
     groups, at_end = Groups(parallel, device), member.at_end
     seats = None
@@ -92,8 +78,8 @@ def _cut(
             live, whole = cut_by_layer(recipe, parallel.tensor, layers, spare, device)
     samples = samples_of_all(own)
     if parallel.fsdp is not None:
-        near = [each.token for each in samples].count(own.token)
-        if is_scarce(whole.nbytes // mesh.pipe, near):
+        here = [each.token for each in samples].count(own.token)
+        if is_scarce(whole.nbytes // mesh.pipe, here):
             at_end.enter_context(memory_given_back())
     names = [name for name in ("shard", "tensor") if name in parallel.parts]
     every = frozenset(range(len(whole.segments)))
@@ -111,10 +97,11 @@ def _cut(
         cut = replace(cut, turned=turned, repeated=repeated(live, groups.mesh("tensor"), part))
     held = Sharded(cut, run, rank)
     plans = [owner.plan for owner in held.owners.values()]
+    near = NearRows(samples, rank, mesh.model_group(rank), run, live)
     if parallel.pipeline is not None:
-        return held, Pipelined(made, plans, rank, spare, parallel.pipeline, groups, samples, run)
+        return held, Pipelined(made, plans, rank, spare, parallel.pipeline, groups, near)
     like = to_mini_batch(spare, live, classes=False)
-    group = ModelGroup(mesh, rank, groups.along("tensor"), live, like, samples, run)
+    group = ModelGroup(mesh, rank, groups.along("tensor"), live, like, near)
     if parallel.fsdp is not None:
         return held, FullySharded(live, plans, rank, spare, mesh, group)
     return held, TensorParallel(live, plans, rank, spare, group, groups.along("data"))

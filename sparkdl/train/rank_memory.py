@@ -20,8 +20,8 @@ _LIMITS = (
 
 
 def is_scarce(model_nbytes: int, ranks: int) -> bool:
-    """Whether this process cannot keep its heap: what is left, shared with the other ``ranks`` of the
-    machine, may be less than that of a model of so many bytes."""
+    """Whether this process cannot keep its heap: of what is left to it, or to the machine with so many
+    ``ranks``, one may take more with a model of so many bytes."""
     wanted = HEAP_SHARE * model_nbytes
     return left_to_process() < wanted or left_to_machine() < wanted * ranks
 

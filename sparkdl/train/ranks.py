@@ -119,12 +119,9 @@ class Rank:
         is the result."""
         if self._handles[0].num_rows:
             self._partition = open_partition(self._handles[0])
-        setup = self._setup
+        samples = Samples(self._token, self._handles[0])
         try:
-            samples = Samples(self._token, self._handles[0])
-            self._held, self._way = hold(
-                self._recipe, self._run, setup.parallel, setup.spare, samples, self._member
-            )
+            self._held, self._way = hold(self._recipe, self._setup, samples, self._member)
         except ModelError as error:
             return error
         policy, owners = self._recipe.policy, self._held.owners.values()
