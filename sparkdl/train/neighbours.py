@@ -8,6 +8,7 @@ module says, executors of a host one after another; replicas live where their sa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,14 @@ from pyspark.serializers import NoOpSerializer
 
 from sparkdl.frames import map_frames, zip_frames
 
+NEW_MS = 15_000
+"""Of an executor that is no older Spark may not know its tasks yet: what changes within 100 ms of what
+it noted last is noted with the next change, or with the next heartbeat, 10 s later."""
+
 
 @dataclass(frozen=True, order=True)
 class Executor:
-    """``slots``: tasks that it runs at a time; ``used``: whether it has had any."""
+    """``slots``: tasks that it runs at a time; ``used``: whether it may have had any."""
 
     host: str
     name: str
@@ -59,25 +64,27 @@ def executors(context: SparkContext) -> list[Executor]:
         return []
     each = int(context.getConf().get("spark.task.cpus", "1") or 1)
     listed = sc.statusStore().executorList(True)
+    now = time.time() * 1000
     found = []
     for i in range(listed.size()):
         one = listed.apply(i)
         host, _, port = one.hostPort().rpartition(":")
         host = host if host and port.isdigit() else one.hostPort()
         if one.id() != "driver" and "_" not in host:  # Spark parses executor_HOST_ID
-            used = one.totalTasks() > 0
+            used = one.totalTasks() > 0 or now - one.addTime().getTime() < NEW_MS
             found.append(Executor(host, one.id(), one.totalCores() // each, used))
     return found
 
 
-def one_each(context: SparkContext, chosen: Sequence[Executor]) -> RDD:
-    """An RDD of one empty frame a partition, each with a wish where it is computed."""
+def one_each(context: SparkContext, chosen: Sequence[Executor | None]) -> RDD:
+    """An RDD of one empty frame a partition, each with a wish where it is computed, or with none."""
     jvm: Any = context._jvm
     scala = jvm.scala.jdk.javaapi.CollectionConverters
     pairs = jvm.java.util.ArrayList()
     for executor in chosen:
         places = jvm.java.util.ArrayList()
-        places.add(executor.place)
+        if executor is not None:
+            places.add(executor.place)
         pairs.add(jvm.scala.Tuple2(b"", scala.asScala(places).toSeq()))
     tag = jvm.scala.reflect.ClassTag.apply(jvm.java.lang.Class.forName("[B"))
     made = context._jsc.sc().makeRDD(scala.asScala(pairs).toSeq(), tag)

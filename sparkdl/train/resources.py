@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from py4j.protocol import Py4JError
@@ -12,12 +12,12 @@ from pyspark import SparkContext, StorageLevel
 from pyspark.core.rdd import RDD
 
 from sparkdl.data.partition import close_partitions
-from sparkdl.frames import forget_shuffles, stage_name
+from sparkdl.frames import forget_shuffles, is_local, stage_name
 from sparkdl.message import PROPERTY
 from sparkdl.replica.cache import forget
 from sparkdl.slab.pool import close_pool
 from sparkdl.slab.root import SlabConfig, remove_root
-from sparkdl.train.neighbours import executors, one_each
+from sparkdl.train.neighbours import Executor, executors, one_each
 from sparkdl.train.watch import Watch
 from sparkdl.worker import settle_worker
 
@@ -146,30 +146,17 @@ class Resources:
     def _clean_nodes(self) -> None:
         """Run :class:`CleanNode` on each executor that may have slabs.
 
-        Most hold a persisted partition, and a task comes to those for certain. What was moved, or
-        persisted anew elsewhere, has left slabs on an executor without one: those are asked for.
+        Not where the persisted partitions lie: they may have moved and left slabs behind, and one
+        that an executor loses meanwhile would be computed anew, with slabs on whatever executors
+        that takes.
         """
         self.context.setJobDescription("sparkdl: removing the slabs")
-        assert self.context._jsc is not None
-        self.context._jsc.sc().dagScheduler().clearCacheLocs()  # it may not know the newest
-        cleaned: set[str] = set()
-        task = CleanNode(self.slab)
-        for rdd in self._rdds:
-            partitions = []
-            for partition in range(rdd.getNumPartitions()):
-                found = _cached_on(rdd, partition)
-                if len(found) == 1 and found[0] not in cleaned:
-                    cleaned.add(found[0])
-                    partitions.append(partition)
-            self._run(rdd, task, partitions)
-        others = [one for one in executors(self.context) if one.used and one.place not in cleaned]
-        if others:
-            self._run(one_each(self.context, others), task, range(len(others)))
-
-    def _run(self, rdd: RDD, task: CleanNode, partitions: Sequence[int]) -> None:
-        if partitions:
+        places: list[Executor | None] = [one for one in executors(self.context) if one.used]
+        if is_local(self.context):
+            places = [None]
+        if places:
             with stage_name(self.context, "remove the slabs"):
-                self.context.runJob(rdd, task, partitions)
+                self.context.runJob(one_each(self.context, places), CleanNode(self.slab))
 
 
 class CleanNode:
@@ -191,11 +178,3 @@ def _clean_here(slab: SlabConfig) -> None:
     close_partitions()
     close_pool(slab)
     remove_root(slab)
-
-
-def _cached_on(rdd: RDD, partition: int) -> list[str]:
-    """The executors that hold the persisted partition, as preferred locations."""
-    context = rdd.ctx._jsc.sc()
-    locations = context.getPreferredLocs(rdd._jrdd.rdd(), partition)
-    names = [locations.apply(i).toString() for i in range(locations.size())]
-    return [name for name in names if name.startswith("executor_")]

@@ -1,21 +1,30 @@
-"""Script: executors hold slabs of a fit, and its persisted partitions lie elsewhere when it ends."""
+"""Script: executors hold slabs of a fit, and its persisted partitions lie elsewhere when it ends, or
+one that holds some is lost just then."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
-from pyspark import StorageLevel
+from harness import processes
+from pyspark import SparkContext, StorageLevel
+from pyspark.core.rdd import RDD
 
-from sparkdl.frames import map_frames
+from sparkdl.frames import map_frames, send, shuffle_frames, zip_frames
 from sparkdl.slab.root import SlabConfig, open_root
-from sparkdl.train.neighbours import executors, one_each
+from sparkdl.train.neighbours import Executor, executors, one_each
 from sparkdl.train.resources import Resources
 
-CASES = ("none", "one", "both")
-"""Which executors hold the persisted partition in the end."""
+EXECUTORS = 3
+CASES = ("none", "one", "both", "lost")
+"""Which executors hold the persisted partitions in the end. "lost": all do, what is behind them is on
+the last one, and that is killed while the slabs are removed: to compute them anew, the others would
+have to make slabs."""
 
 
 class WriteSlab:
@@ -30,8 +39,49 @@ class WriteSlab:
         yield b""
 
 
+class SendToAll(WriteSlab):
+    """Likewise, with a frame for each partition of the persisted RDD."""
+
+    def __call__(self, partition: int, frames: Any) -> Iterator[bytes]:
+        list(super().__call__(partition, frames))
+        for reader in range(EXECUTORS):
+            yield from send(reader, b"")
+
+
+def one_frame(partition: int, frames: Any) -> Iterator[bytes]:
+    list(frames)
+    yield b""
+
+
+def first(partition: int, pairs: Any) -> Iterator[bytes]:
+    for frame, _ in pairs:
+        yield frame
+
+
 def roots() -> int:
-    return len(list(Path.cwd().glob("spark/work/*/*/slabs/sparkdl-*")))
+    """Of executors that live."""
+    found = Path.cwd().glob("spark/work/*/*/slabs/sparkdl-*")
+    marks = [{mark.name.split(".")[2] for mark in root.glob("alive.*")} for root in found]
+    return sum(any(processes.alive(int(pid)) for pid in pids) for pids in marks)
+
+
+def persisted(case: str, context: SparkContext, found: list[Executor], slab: SlabConfig) -> RDD:
+    if case == "lost":
+        sent = map_frames(one_each(context, [found[-1]] * 2), SendToAll(slab))
+        read = map_frames(shuffle_frames(sent, EXECUTORS), one_frame)
+        made = map_frames(zip_frames(read, one_each(context, found)), first)
+        return made.persist(StorageLevel.DISK_ONLY)
+    made = map_frames(one_each(context, found[:1]), WriteSlab(slab))
+    return made.persist(StorageLevel.DISK_ONLY_2 if case == "both" else StorageLevel.DISK_ONLY)
+
+
+def lose(executor: Executor, application: str) -> None:
+    """It answers no more, and is killed when the others have had time to do what they were told."""
+    pids = processes.executors(application)
+    name = f"--executor-id\0{executor.name}\0".encode()
+    pid = next(pid for pid in pids if name in b"\0".join(processes.command(pid)) + b"\0")
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(3, processes.kill, [pid]).start()
 
 
 def main() -> None:
@@ -50,11 +100,11 @@ def main() -> None:
                 found = executors(context)
                 map_frames(one_each(context, found), WriteSlab(slab)).count()
                 if case != "none":
-                    made = map_frames(one_each(context, found[:1]), WriteSlab(slab))
-                    level = StorageLevel.DISK_ONLY_2 if case == "both" else StorageLevel.DISK_ONLY
-                    resources._rdds.append(made.persist(level))
-                    made.count()
+                    resources._rdds.append(persisted(case, context, found, slab))
+                    resources._rdds[-1].count()
                 held = roots()
+                if case == "lost":
+                    lose(found[-1], context.applicationId)
             results[case] = [held, roots()]
     answer(results)
 

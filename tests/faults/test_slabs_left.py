@@ -1,4 +1,5 @@
-"""The end of a fit finds slabs wherever they are, also where no partition of it lies any more."""
+"""The end of a fit finds slabs wherever they are, also where no partition of it lies any more,
+and makes none."""
 
 from __future__ import annotations
 
@@ -12,5 +13,6 @@ pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.slow, pytest.ma
 
 
 def test_slabs_go_from_every_executor_that_had_some(tmp_path):
-    found = launch(Path(script.__file__), tmp_path, master="local-cluster[2,1,1024]")
-    assert found == {case: [2, 0] for case in script.CASES}
+    master = f"local-cluster[{script.EXECUTORS},1,1024]"
+    found = launch(Path(script.__file__), tmp_path, master=master)
+    assert found == {case: [script.EXECUTORS, 0] for case in script.CASES}
