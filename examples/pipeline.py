@@ -1,8 +1,9 @@
 """A model in two stages: the first half of the layers on one rank, the second half on another.
 
 ``strategy="pipeline"`` sends micro-batches through the ranks with torch's pipelining: while the second
-rank computes with one, the first has begun with the next. The model is an ``nn.Sequential``; sparkdl
-finds out where to cut it, so that both have equal work. Everything else is as ever.
+rank computes with one, the first has begun with the next. sparkdl finds out where to cut the model, an
+``nn.Sequential`` or any other whose forward calls modules, so that both have equal work. Everything
+else is as ever.
 """
 
 from __future__ import annotations

@@ -232,7 +232,8 @@ def _engine(
         parallel = parallel_of(trainer.parts, trainer.mesh, replicas)
         if parallel.pipeline is not None:
             inputs = to_tensors(spare.inputs, torch.device("cpu"))
-            cut = with_split(parallel.pipeline, model.module, inputs, parallel.mesh.pipe)
+            ranks, policy = parallel.mesh.pipe, trainer.policy
+            cut = with_split(parallel.pipeline, model.module, inputs, ranks, policy)
             parallel = replace(parallel, parts={**parallel.parts, "pipe": cut})
         gang = GangEngine(
             samples,

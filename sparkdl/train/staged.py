@@ -14,12 +14,14 @@ from sparkdl.data.assemble import Batch
 from sparkdl.replica.flat import FlatModule, Layout, layout_of
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import Recipe
-from sparkdl.step.compute import autocasting
+from sparkdl.step.compute import autocasting, to_tensors
+from sparkdl.train.chain import chain_of
+from sparkdl.train.follow import Items, Piece
 from sparkdl.train.fully_sharded import cut_units
 from sparkdl.train.groups import Groups
 from sparkdl.train.mesh import Mesh
 from sparkdl.train.parallel import Parallel
-from sparkdl.train.stages import Items, bounds_of, chain_of
+from sparkdl.train.stages import bounds_of
 from sparkdl.train.tensor_parallel import parallelise
 from sparkdl.train.units import units_of
 
@@ -83,7 +85,8 @@ def staged(
     strategy, mesh = parallel.pipeline, parallel.mesh
     assert strategy is not None
     module = recipe.build()
-    whole, items = layout_of(module), chain_of(module)
+    whole = layout_of(module)
+    items = chain_of(module, strategy.split, to_tensors(spare.inputs, torch.device("cpu")))
     units = [] if parallel.fsdp is None else units_of(module, parallel.fsdp.units)
     if parallel.tensor is not None:
         parallelise(recipe, module, parallel.tensor, groups.mesh("tensor"), spare, device)
@@ -95,11 +98,12 @@ def staged(
         for tensor in itertools.chain(item.parameters(), item.buffers())
     }
     tensors = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
-    places = tuple(stage_of[id(tensors[segment.name])] % mesh.pipe for segment in whole.segments)
+    stages_of = [stage_of.get(id(tensors[segment.name]), 0) for segment in whole.segments]
+    places = tuple(stage % mesh.pipe for stage in stages_of)
     seats = Seats(len(cuts), mesh, places)
     mine = seats.stages(rank)
     for owner, name, parameter in _parameters(module):
-        if stage_of[id(parameter)] not in mine:
+        if stage_of.get(id(parameter), 0) not in mine:  # what is never called is of the first
             _empty(owner, name, parameter)
     stages = [Stage(items[slice(*cuts[s])]) for s in mine]
     if parallel.fsdp is not None:
@@ -107,6 +111,9 @@ def staged(
             inside = {id(child) for child in stage.modules()}
             own = [unit for unit in units if id(unit) in inside]
             cut_units(own, stage, parallel, groups.mesh("shard"), recipe.policy)
+            for piece in stage.chain:
+                if isinstance(piece, Piece):
+                    piece.hand_back()
     live = LiveReplica.around(recipe, FlatModule(module, device))
     for stage in stages:
         stage.live = live

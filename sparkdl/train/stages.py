@@ -11,15 +11,16 @@ import torch
 from torch import nn
 
 from sparkdl.data.handle import Field
-from sparkdl.errors import ModelError, ParameterError, nearest
+from sparkdl.errors import ModelError, ParameterError
 from sparkdl.replica.care import matches_module
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.policy import Policy
 from sparkdl.sync.optimizer import OptimizerPlan
+from sparkdl.train.chain import chain_of, first_of, is_chain
 from sparkdl.train.cuttable import check_dense
+from sparkdl.train.follow import Items
 from sparkdl.train.strategy import Pipeline
 
-Items = list[tuple[str, nn.Module]]
 OPERATION = 1.0
 """What a module costs beside its multiplications, in floating-point operations: hardly anything, so
 that those without any are dealt out evenly."""
@@ -40,17 +41,12 @@ def check_stages(
             'all parameters together: use strategy="ddp", or an optimizer that treats every parameter '
             "by itself."
         )
-    items = chain_of(module)
     check_dense(strategy.word, layout, instead="ddp")
-    for name in strategy.split:
-        _first_of(items, name)
-    for pattern in policy.activation_checkpointing:
-        for name, child in module.named_modules():
-            if name and matches_module(pattern, name) and _is_chain(child) and len(child):
-                raise ModelError(
-                    f'strategy="pipeline" calls the members of "{name}" one by one: name these in '
-                    f'activation_checkpointing, "{name}.*".'
-                )
+    if is_chain(module):
+        items = chain_of(module)
+        for name in strategy.split:
+            first_of(items, name)
+        check_called(module, items, policy)
 
 
 def _check_torch() -> None:
@@ -75,64 +71,40 @@ def check_one_length(fields: Sequence[Field]) -> None:
             )
 
 
-def chain_of(module: nn.Module) -> Items:
-    """The modules that a model calls one after another, with their names.
-
-    Raises :class:`sparkdl.ModelError` for a model that is no ``nn.Sequential``.
-    """
-    if not _is_chain(module):
-        raise ModelError(
-            f'strategy="pipeline" cuts an nn.Sequential between two of its modules, and the model is a '
-            f"{type(module).__name__}: return nn.Sequential(...) of its layers from model(), each "
-            'taking what the one before puts out, or use strategy="fsdp".'
-        )
-    found: Items = []
-    for name, child in module.named_children():
-        if _is_chain(child) and len(list(child.children())):
-            found += [(f"{name}.{inner}", item) for inner, item in chain_of(child)]
-        else:
-            found.append((name, child))
-    return found
-
-
-def _is_chain(module: nn.Module) -> bool:
-    """Whether calling it is nothing but calling its members in turn."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-    plain = type(module).forward is nn.Sequential.forward and not any(hooks)
-    return isinstance(module, nn.Sequential) and plain
-
-
-def _first_of(items: Items, name: str) -> int:
-    """The place of the item of this name, or of the first one inside it."""
-    for place, (known, _) in enumerate(items):
-        if known == name or known.startswith(f"{name}."):
-            return place
-    names = [known for known, _ in items]
-    raise ModelError(
-        f'strategy=Pipeline: no module of the chain is called "{name}".{nearest(name, names)} It has '
-        f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
-    )
+def check_called(module: nn.Module, items: Items, policy: Policy) -> None:
+    """Raise :class:`sparkdl.ModelError` for activations that are to be those of a module which is not
+    called as a whole."""
+    whole = {id(child) for _, item in items for child in item.modules()}
+    for pattern in policy.activation_checkpointing:
+        for name, child in module.named_modules():
+            if name and matches_module(pattern, name) and id(child) not in whole:
+                raise ModelError(
+                    f'strategy="pipeline" calls the members of "{name}" one by one: name these in '
+                    f'activation_checkpointing, "{name}.*".'
+                )
 
 
 def check_split(strategy: Pipeline, module: nn.Module, ranks: int) -> None:
-    """Raise where the model does not have as many stages as there must be for so many ranks."""
-    items, count = chain_of(module), ranks * strategy.stages_per_rank
+    """Raise where an ``nn.Sequential`` does not have as many stages as there must be for so many
+    ranks. What another model has is known when there are data to call it with."""
+    if is_chain(module):
+        _check_count(strategy, chain_of(module), ranks * strategy.stages_per_rank)
+
+
+def _check_count(strategy: Pipeline, items: Items, count: int) -> None:
     if len(items) < count:
         raise ParameterError(
             f'strategy="pipeline" with {count} stages: the model is a chain of {len(items)} modules. '
             'Use fewer replicas, or copies of the pipeline, mesh={"data": ..., "pipe": ...}.'
         )
-    if strategy.split:
-        _check_named(items, strategy, count)
-
-
-def _check_named(items: Items, strategy: Pipeline, count: int) -> None:
+    if not strategy.split:
+        return
     if len(strategy.split) != count - 1:
         raise ParameterError(
             f"strategy=Pipeline(split=...) names {len(strategy.split)} modules with which a stage "
             f"begins, after the first: {count} stages need {count - 1}."
         )
-    places = [_first_of(items, name) for name in strategy.split]
+    places = [first_of(items, name) for name in strategy.split]
     if places[0] == 0 or any(a >= b for a, b in itertools.pairwise(places)):
         raise ParameterError(
             f"strategy=Pipeline(split={list(strategy.split)}): name them in the order of the model, "
@@ -156,17 +128,24 @@ def check_shared(items: Items, bounds: Sequence[int]) -> None:
 
 
 def with_split(
-    strategy: Pipeline, module: nn.Module, inputs: Sequence[torch.Tensor], ranks: int
+    strategy: Pipeline,
+    module: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    ranks: int,
+    policy: Policy,
 ) -> Pipeline:
     """``strategy`` with every cut named: the user's, or such that the stages have equal work.
 
-    Work is counted in floating-point operations of the multiplications in a forward pass.
+    Work is counted in floating-point operations of the multiplications in a forward pass. Raises
+    :class:`sparkdl.ModelError` or :class:`sparkdl.ParameterError` for what cannot be cut so.
     """
-    items, count = chain_of(module), ranks * strategy.stages_per_rank
-    starts = [_first_of(items, name) for name in strategy.split]
+    items, count = chain_of(module, strategy.split, inputs), ranks * strategy.stages_per_rank
+    starts = [first_of(items, name) for name in strategy.split]
+    _check_count(strategy, items, count)
+    check_called(module, items, policy)
     costs, outputs = _tried(module, items, inputs)
     if not starts:
-        starts = balanced(costs, count)[1:]
+        starts = _chosen(costs, outputs, count)
     check_shared(items, [0, *starts, len(items)])
     for start in starts:
         _check_output(items[start - 1][0], outputs[start - 1])
@@ -175,19 +154,36 @@ def with_split(
 
 def bounds_of(strategy: Pipeline, items: Items) -> list[int]:
     """Where the stages of a strategy :func:`with_split` begin, and the end."""
-    return [0, *(_first_of(items, name) for name in strategy.split), len(items)]
+    return [0, *(first_of(items, name) for name in strategy.split), len(items)]
+
+
+def _chosen(costs: Sequence[float], outputs: Sequence[object], count: int) -> list[int]:
+    """Where the second and later stages begin, among the places where only tensors go on."""
+    places = [0, *(p for p in range(1, len(costs)) if not _not_sent(outputs[p - 1]))]
+    if len(places) < count:
+        raise ParameterError(
+            f'strategy="pipeline" with {count} stages: the model is a chain of {len(places)} parts '
+            "between which only tensors go. Use fewer replicas, or copies of the pipeline, "
+            'mesh={"data": ..., "pipe": ...}.'
+        )
+    parts = [sum(costs[a:b]) for a, b in itertools.pairwise([*places, len(costs)])]
+    return [places[part] for part in balanced(parts, count)[1:]]
+
+
+def _not_sent(output: object) -> list[str]:
+    """The types of what cannot go from one stage to the next."""
+    values = output if isinstance(output, tuple) else (output,)
+    return [type(value).__name__ for value in values if not isinstance(value, torch.Tensor)]
 
 
 def _check_output(name: str, output: object) -> None:
     """Raise :class:`sparkdl.ModelError` for what cannot go from one stage to the next."""
-    values = output if isinstance(output, tuple) else (output,)
-    for value in values:
-        if not isinstance(value, torch.Tensor):
-            raise ModelError(
-                f'strategy="pipeline" sends tensors from stage to stage, and "{name}" puts out a '
-                f"{type(value).__name__}: cut elsewhere, strategy=sparkdl.Pipeline(split=[...]), or "
-                "let it put out a tensor or a tuple of tensors."
-            )
+    for kind in _not_sent(output):
+        raise ModelError(
+            f'strategy="pipeline" sends tensors from stage to stage, and "{name}" puts out a '
+            f"{kind}: cut elsewhere, strategy=sparkdl.Pipeline(split=[...]), or let it put out a "
+            "tensor or a tuple of tensors."
+        )
 
 
 def _tried(
@@ -198,7 +194,7 @@ def _tried(
 
     costs, outputs = [], []
     training = module.training
-    value: object = inputs[0]
+    value: object = inputs[0] if len(inputs) == 1 else tuple(inputs)
     try:
         module.eval()
         with torch.no_grad():

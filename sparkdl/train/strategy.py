@@ -83,9 +83,11 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Cut the model, an ``nn.Sequential``, into stages, and let micro-batches flow through them, with
-    torch's pipelining (GPipe: Huang et al., 2019; 1F1B: Narayanan et al., 2019). A rank has the
-    weights, gradients and optimizer state of its stages alone, and works while others do.
+    """Cut the model into stages, and let micro-batches flow through them, with torch's pipelining
+    (GPipe: Huang et al., 2019; 1F1B: Narayanan et al., 2019). A rank has the weights, gradients and
+    optimizer state of its stages alone, and works while others do. An ``nn.Sequential`` is cut
+    between its members, another model between the modules that its forward calls, which is followed
+    with torch.fx.
 
     ``split``: the modules, by name, with which the second and later stages begin; by default the stages
     have equal work. ``micro_batches``: how many a mini-batch is cut into; with S stages a rank idles

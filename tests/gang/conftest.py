@@ -37,6 +37,7 @@ def frames(spark: Any) -> Any:
 def nothing_left(spark: Any) -> Any:
     yield
     context = spark.sparkContext
+    context._jsc.sc().listenerBus().waitUntilEmpty()  # the tracker follows the scheduler
     assert not list(Path("/dev/shm").glob(f"sparkdl-{context.applicationId}-*"))
     assert context._jsc.getPersistentRDDs().isEmpty()
     assert list(context.statusTracker().getActiveJobsIds()) == []

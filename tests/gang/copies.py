@@ -52,6 +52,24 @@ def rowwise() -> nn.Module:
     )
 
 
+class Own(nn.Module):
+    """A forward of its own; a parameter that is no layer's; layers that are cut in one of its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4, 16))
+        self.into, self.out = nn.Linear(WIDTH, 16), nn.Linear(16, CLASSES)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 16)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        begun = x = self.into(x) + self.shift.sum(0)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.out(x + begun)
+
+
 LAYERS: dict[str, dict] = {
     "four parts": {"strategy": "tensor"},
     "parts and copies": {"mesh": {"data": 2, "tensor": 2}},
@@ -84,6 +102,11 @@ BEGINNINGS: dict[str, tuple[Any, dict, dict[str, dict]]] = {
     "stages of shards": (
         paired,
         {"strategy": ["pipeline", sparkdl.FSDP(units=["2"])], "mesh": STAGES_OF_SHARDS},
+        {"zero1": ENDS["zero1"], "stages of layers": {"mesh": STAGES_OF_LAYERS}},
+    ),
+    "stages of a forward": (
+        Own,
+        {"strategy": ["pipeline", sparkdl.FSDP(units=["blocks.*"])], "mesh": STAGES_OF_SHARDS},
         {"zero1": ENDS["zero1"], "stages of layers": {"mesh": STAGES_OF_LAYERS}},
     ),
 }

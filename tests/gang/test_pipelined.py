@@ -46,6 +46,35 @@ def normed() -> nn.Module:
     )
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.layer(self.norm(x)))
+
+
+class Own(nn.Module):
+    """A forward of its own: a parameter and a buffer that are no layer's, whole numbers and a residual
+    that go from the beginning to the end, a list of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(8))
+        self.register_buffer("scale", torch.full((8,), 0.5))
+        self.into = nn.Linear(WIDTH, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.sign, self.out = nn.Embedding(2, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sign = (x.sum(1) > 0).long()
+        begun = x = torch.tanh(self.into(x)) + self.shift
+        for block in self.blocks:
+            x = block(x) * self.scale
+        return self.out(x + begun + self.sign(sign))
+
+
 def trainer_of(**changes: Any) -> sparkdl.Trainer:
     return any_trainer(**{"model": model, "strategy": "pipeline", **changes})
 
@@ -58,6 +87,17 @@ CASES: dict[str, dict[str, Any]] = {
     "cut inside a block": {"strategy": Pipeline(split=["0.2"])},
     "interleaved": {"strategy": Pipeline(stages_per_rank=2)},
     "interleaved, all forward": {"strategy": Pipeline(stages_per_rank=2, schedule="gpipe")},
+    "a forward of its own": {"model": Own},
+    "a forward of its own, cut by name": {"model": Own, "strategy": Pipeline(split=["blocks.3"])},
+    "a forward of its own, interleaved": {"model": Own, "strategy": Pipeline(stages_per_rank=2)},
+    "a forward of its own, with care": {
+        "model": Own,
+        "activation_checkpointing": ["blocks.*"],
+        "freeze": ["blocks.0", "shift"],
+        "clip_norm": 0.1,
+        "ema": 0.8,
+        "accumulate": 2,
+    },
     "copies of one stage": {"mesh": {"data": 2, "pipe": 1}},
     "clipped by norm": {"clip_norm": 0.1},
     "clipped by value": {"clip_value": 0.02},
@@ -119,12 +159,13 @@ def test_trying_a_stage_leaves_nothing(frames):
 
 @pytest.mark.parametrize("sizes", [(20, 12), (0, 24)], ids=str)
 @pytest.mark.parametrize("how", [Pipeline(), Pipeline(stages_per_rank=2)], ids=["", "interleaved"])
-def test_validation_is_that_of_one_process(frames, sizes, how):
+@pytest.mark.parametrize("made", [model, Own])
+def test_validation_is_that_of_one_process(frames, sizes, how, made):
     """Ranks have different numbers of batches to validate; the best weights are kept in stages."""
     df = frames(*sizes)
     validation = sparkdl.Validation(df, metrics=["accuracy"], best="loss", every=sparkdl.every(2))
     validation = replace(validation, batch_size=5)
-    run = trainer_of(strategy=how, validation=validation, histograms=sparkdl.every(2))
+    run = trainer_of(model=made, strategy=how, validation=validation, histograms=sparkdl.every(2))
     there, here = run.fit(df), replace(run, engine="local").fit(df)
     assert len(there.history.validations) == 3
     for one, other in zip(there.history.validations, here.history.validations, strict=True):
@@ -252,15 +293,6 @@ def test_a_gradient_that_is_not_finite_is_told_or_left_out(frames):
     assert all(torch.isfinite(p).all() for p in trained.module.parameters())
 
 
-class Whole(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
-
-
 def tied() -> nn.Module:
     layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)]
     layers[1].weight = layers[0].weight
@@ -353,13 +385,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ParameterError,
         'sync_batchnorm does not go with strategy="pipeline": leave it out.',
     ),
-    "no chain": (
-        {"model": Whole},
-        ModelError,
-        'strategy="pipeline" cuts an nn.Sequential between two of its modules, and the model is a '
-        "Whole: return nn.Sequential(...) of its layers from model(), each taking what the one before "
-        'puts out, or use strategy="fsdp".',
-    ),
     "a sparse table": (
         {"model": with_a_table, "optimizer": torch.optim.SGD},
         ModelError,
@@ -385,6 +410,48 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_mistakes_are_told_before_the_data_are_read(frames, mistake):
     changes, error, message = MISTAKES[mistake]
     refused(lambda: trainer_of(**changes), frames(12, 12), error, message)
+
+
+class Decides(Own):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(-x if x.sum() > 0 else x)
+
+
+class One(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+FORWARDS = {
+    "it looks at values": (
+        {"model": Decides},
+        ModelError,
+        "cannot follow that of Decides (test_pipelined.py, line ",
+    ),
+    "too few modules": (
+        {"model": One},
+        ParameterError,
+        'strategy="pipeline" with 2 stages: the model is a chain of 1 modules. Use fewer replicas',
+    ),
+    "a cut that is not there": (
+        {"model": Own, "strategy": Pipeline(split=["block.1"])},
+        ModelError,
+        'strategy=Pipeline: no module of the chain is called "block.1". Did you mean "blocks.1"? It '
+        "has into, blocks.0, blocks.1, blocks.2, blocks.3, sign, out.",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", FORWARDS)
+def test_a_forward_that_cannot_be_cut_is_told_before_training(frames, mistake):
+    changes, error, message = FORWARDS[mistake]
+    with pytest.raises(error) as caught:
+        trainer_of(**changes).fit(frames(12, 12))
+    assert message in str(caught.value)
 
 
 def test_a_tensor_in_two_stages_is_told_before_training(frames):

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from sparkdl.replica.policy import Policy
+from sparkdl.train.chain import chain_of
 from sparkdl.train.stages import (
     balanced,
     bounds_of,
-    chain_of,
     micro_batches,
     pass_sizes,
     with_split,
@@ -85,8 +86,8 @@ def test_stages_have_equal_work_not_equal_parameters():
         nn.Linear(8, 100),
     ).train()
     inputs = [torch.zeros(2, 3, 16, 16)]
-    assert with_split(Pipeline(), module, inputs, 2).split == ("2",)
+    assert with_split(Pipeline(), module, inputs, 2, Policy()).split == ("2",)
     assert module.training
-    named = with_split(Pipeline(split=["5"]), module, inputs, 2)
+    named = with_split(Pipeline(split=["5"]), module, inputs, 2, Policy())
     assert bounds_of(named, chain_of(module)) == [0, 5, 6]
-    assert with_split(Pipeline(), module, inputs, 1).split == ()
+    assert with_split(Pipeline(), module, inputs, 1, Policy()).split == ()
