@@ -38,8 +38,9 @@ SETTINGS: dict[str, Setting] = {
         doc="Spark stages of an iteration. 'two': forward-backward, then synchronization. 'one': "
         "each replica makes the whole update itself before its next forward, where all replicas are "
         "on one node and the gradient is not clipped by its norm. 'auto': one where that is faster, "
-        "by the update's measured time. The bits are the same.",
-        choices=("auto", "one", "two"),
+        "by the update's measured time. On one node two stages are two jobs; 'shuffle': they are one "
+        "job, with a shuffle between them, as between nodes. The bits are the same.",
+        choices=("auto", "one", "two", "shuffle"),
     ),
     "spark.sparkdl.snapshot.seconds": Setting(
         default="30",

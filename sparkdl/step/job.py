@@ -37,9 +37,10 @@ from sparkdl.sync.codec import encode
 from sparkdl.sync.combine import offered
 from sparkdl.sync.contribution import SectionMap
 from sparkdl.sync.fetch import Arrived, load_weights, read_frame, whole_state
-from sparkdl.sync.job import apply_pending, room_for
+from sparkdl.sync.job import room_for
 from sparkdl.sync.nodes import Nodes
 from sparkdl.sync.owners import RecipeSource
+from sparkdl.sync.pending import apply_pending
 from sparkdl.sync.plans import plans_of
 from sparkdl.sync.records import (
     MOVED,

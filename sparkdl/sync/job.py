@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from sparkdl.sync.gradient import Reduced
 from sparkdl.sync.install import handed_on
 from sparkdl.sync.nodes import Nodes
 from sparkdl.sync.owner import Owner
-from sparkdl.sync.owners import run_of
 from sparkdl.sync.plans import plans_of
 from sparkdl.sync.records import (
     STATE_FOREIGN,
@@ -58,31 +57,6 @@ class Synchronize:
         step = self.step or posted()
         yield from _told(synchronize(step, partition, run, frames), run, self.nodes)
         settle_worker()
-
-
-@dataclass(frozen=True)
-class ApplyPending:
-    """Body over the owner RDD: what the synchronization stage does, with what is pending."""
-
-    step: Step
-
-    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        yield pickle.dumps(apply_pending(self.step, partition, run_of(frames)))
-        settle_worker()
-
-
-def apply_pending(step: Step, partition: int, run: Run) -> SliceReport:
-    """Bring slice ``partition`` to the version after the pending iteration."""
-    pending = step.pending
-    assert pending is not None
-    nothing = memoryview(b"")
-    frames: list[Frame] = [(header, nothing) for header in pending.headers[partition]]
-    then = replace(step, hyperparameters=pending.hyperparameters, histograms=False)
-    try:
-        return synchronize(then, partition, run, frames)
-    except Exception as error:
-        error.add_note(f"This is the update at the end of iteration {pending.index + 1}.")
-        raise
 
 
 def synchronize(step: Step, partition: int, run: Run, frames: list[Frame]) -> SliceReport:
@@ -133,7 +107,7 @@ class Reduce:
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         frames, run = _read(pairs)
-        header = self._reduce(self.step or posted(), partition, run, frames)
+        header = reduce_slice(self.step or posted(), partition, run, frames)
         yield from send(partition, encode(header))
         told = encode(ReducedHeader(partition, header.squares))
         for other in range(run.slices):
@@ -141,37 +115,37 @@ class Reduce:
                 yield from send(other, told)
         settle_worker()
 
-    def _reduce(self, step: Step, partition: int, run: Run, frames: list[Frame]) -> ReducedHeader:
-        clock, pool = Clock(), open_pool(run.slab)
-        report = _checked(partition, pool, frames)
-        if report.faults or report.skipped:
-            return ReducedHeader(partition, report=report)
-        owner = plans_of(run).owners[partition]
-        state = frames[0][0].state
-        contributions = _contributions(owner, pool, frames)
-        weights = pool.read(state.weights).view(str(owner.dtype).removeprefix("torch."))
-        reduced = owner.reduce(
-            contributions, torch.from_numpy(weights), _scratch_tensor(run, owner)
-        )
-        pool.check(state.weights)
-        section = owner.reduced_map(reduced)
-        nbytes = owner.reduced_nbytes(section)
-        with pool.claim("reduced", room_for(nbytes, section), step.tick, step.tick) as to:
-            owner.write_reduced(section, reduced, contributions, to.bytes[:nbytes])
-            reference = to.reference.part(0, nbytes)
-        _check_references(pool, frames)
-        squares = owner.squared_norm(reduced)
-        clock.lap("reduce")
-        return ReducedHeader(
-            partition,
-            squares,
-            _loss(frames),
-            section,
-            reference,
-            reduced.absent,
-            state,
-            replace(report, seconds=clock.seconds),
-        )
+
+def reduce_slice(step: Step, partition: int, run: Run, frames: list[Frame]) -> ReducedHeader:
+    """Reduce slice ``partition`` into a slab; its part of the norm."""
+    clock, pool = Clock(), open_pool(run.slab)
+    report = _checked(partition, pool, frames)
+    if report.faults or report.skipped:
+        return ReducedHeader(partition, report=report)
+    owner = plans_of(run).owners[partition]
+    state = frames[0][0].state
+    contributions = _contributions(owner, pool, frames)
+    weights = pool.read(state.weights).view(str(owner.dtype).removeprefix("torch."))
+    reduced = owner.reduce(contributions, torch.from_numpy(weights), _scratch_tensor(run, owner))
+    pool.check(state.weights)
+    section = owner.reduced_map(reduced)
+    nbytes = owner.reduced_nbytes(section)
+    with pool.claim("reduced", room_for(nbytes, section), step.tick, step.tick) as to:
+        owner.write_reduced(section, reduced, contributions, to.bytes[:nbytes])
+        reference = to.reference.part(0, nbytes)
+    _check_references(pool, frames)
+    squares = owner.squared_norm(reduced)
+    clock.lap("reduce")
+    return ReducedHeader(
+        partition,
+        squares,
+        _loss(frames),
+        section,
+        reference,
+        reduced.absent,
+        state,
+        replace(report, seconds=clock.seconds),
+    )
 
 
 @dataclass(frozen=True)
@@ -185,56 +159,59 @@ class Update:
         frames, run = _read(pairs)
         frames.sort(key=lambda frame: frame[0].index)
         headers = [header for header, _ in frames]
-        report = self._update(self.step or posted(), partition, run, headers)
+        report = update_slice(self.step or posted(), partition, run, headers)
         yield from _told(report, run, self.nodes)
         settle_worker()
 
-    def _update(
-        self, step: Step, partition: int, run: Run, headers: list[ReducedHeader]
-    ) -> SliceReport:
-        clock, pool = Clock(), open_pool(run.slab)
-        mine = headers[partition]
-        report = mine.report
-        assert report is not None
-        if report.faults or report.skipped or mine.reference is None:
-            return report
-        if mine.reference.token != pool.token:
-            return replace(report, faults=(Fault(STATE_FOREIGN, partition, pool.token),))
-        assert mine.section is not None
-        assert mine.state is not None
-        owner = plans_of(run).owners[partition]
-        alone = open_section(
-            owner.plan, owner.dtype, mine.section, pool.read(mine.reference), absent=mine.absent
-        )
-        with next_version(pool, mine.state, owner.dtype, step.tick, step.floor) as (
+
+def update_slice(
+    step: Step, partition: int, run: Run, headers: Sequence[ReducedHeader]
+) -> SliceReport:
+    """Clip what :func:`reduce_slice` made of slice ``partition`` by the global norm, update it.
+    ``headers``: of all slices, in order."""
+    clock, pool = Clock(), open_pool(run.slab)
+    mine = headers[partition]
+    report = mine.report
+    assert report is not None
+    if report.faults or report.skipped or mine.reference is None:
+        return report
+    if mine.reference.token != pool.token:
+        return replace(report, faults=(Fault(STATE_FOREIGN, partition, pool.token),))
+    assert mine.section is not None
+    assert mine.state is not None
+    owner = plans_of(run).owners[partition]
+    alone = open_section(
+        owner.plan, owner.dtype, mine.section, pool.read(mine.reference), absent=mine.absent
+    )
+    with next_version(pool, mine.state, owner.dtype, step.tick, step.floor) as (
+        old,
+        new,
+        to,
+    ):
+        keep = None
+        if step.histograms:
+            keep = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
+        updated = owner.update(
             old,
             new,
-            to,
-        ):
-            keep = None
-            if step.histograms:
-                keep = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
-            updated = owner.update(
-                old,
-                new,
-                [alone],
-                step.hyperparameters,
-                known=Reduced(alone.gradient, alone.absent, dict(alone.tables)),
-                squares=[header.squares for header in headers],
-                loss=mine.loss,
-                keep=keep,
-            )
-            pool.check(mine.reference)
-            handle = to.seal(new)
-            histograms = owner.histograms(new, updated.reduced) if step.histograms else {}
-        clock.lap("update")
-        return replace(
-            report,
-            state=handle,
-            seconds={**report.seconds, **clock.seconds},
-            norm=updated.norm,
-            histograms=histograms,
+            [alone],
+            step.hyperparameters,
+            known=Reduced(alone.gradient, alone.absent, dict(alone.tables)),
+            squares=[header.squares for header in headers],
+            loss=mine.loss,
+            keep=keep,
         )
+        pool.check(mine.reference)
+        handle = to.seal(new)
+        histograms = owner.histograms(new, updated.reduced) if step.histograms else {}
+    clock.lap("update")
+    return replace(
+        report,
+        state=handle,
+        seconds={**report.seconds, **clock.seconds},
+        norm=updated.norm,
+        histograms=histograms,
+    )
 
 
 def _told(report: SliceReport, run: Run, nodes: Nodes | None) -> Iterator[bytes]:

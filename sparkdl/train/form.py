@@ -1,4 +1,4 @@
-"""Whether an iteration is one stage or two: by what the update takes."""
+"""Whether an iteration is one stage or two, and whether these meet at a shuffle."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ class Form:
         one, two = math.ceil(replicas / slots) * slices, math.ceil(slices / slots)
         self._more = one - two
         self._seconds: list[float] = []
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether two stages meet at a shuffle also where nothing has to travel."""
+        return self._stages == "shuffle"
 
     @property
     def at_once(self) -> bool:

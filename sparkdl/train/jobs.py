@@ -1,14 +1,16 @@
-"""The Spark job of an iteration, in its forms.
+"""The Spark jobs of an iteration, in their forms.
 
 [Note: what an iteration pays for] An empty job takes Spark 5 ms to be built and submitted, 8 ms a
-stage to be launched and run, and 5 ms to bring its results to Python. So
+stage to be launched and run, and 5 ms to bring its results to Python; a shuffle between two stages more
+than a second job. So
 
 * the RDDs of the next iteration are built while this one runs, and its shuffle files are deleted
   while the next one runs: nothing in the RDDs says what to do, the job is told, see
   :mod:`sparkdl.message`;
 * results come through the JVM's future, see :class:`sparkdl.frames.RunningJob`;
-* a small model's iteration is one stage, see :class:`sparkdl.step.job.AtOnce`, whose RDD is the same
-  for all iterations.
+* on one node, where references are all that travels, they go through the driver: each stage is a job,
+  whose RDD is the same for all iterations;
+* a small model's iteration is one stage, see :class:`sparkdl.step.job.AtOnce`.
 """
 
 from __future__ import annotations
@@ -34,12 +36,22 @@ from sparkdl.sync.combine import Combine
 from sparkdl.sync.install import HandOnWeights, Install
 from sparkdl.sync.job import Reduce, Synchronize, Update
 from sparkdl.sync.nodes import NodeBytes, Nodes, between_nodes
-from sparkdl.sync.records import Installed, SeatReport, SliceHandle, SliceReport, Step
+from sparkdl.sync.pending import ApplyPending, ReducePending, Reductions, UpdateReduced
+from sparkdl.sync.records import (
+    Installed,
+    Pending,
+    SeatReport,
+    SliceHandle,
+    SliceReport,
+    Step,
+)
 from sparkdl.train.node_sums import NodeSums
 from sparkdl.train.places import Places
 from sparkdl.train.resources import Resources
 
 AT_ONCE = "forward-backward and synchronization"
+FORWARD_BACKWARD = "forward-backward"
+REDUCTION = "reduce"
 SYNCHRONIZATION = "parameter synchronization"
 INSTALLATION = "weights to the nodes"
 
@@ -82,24 +94,67 @@ class IterationJobs:
         self._places, self._slices, self._resources = places, slices, resources
         self._node_sums = node_sums
         self._context = resources.context
-        self._at_once: RDD | None = None
+        self._here: dict[str, RDD] = {}
+        self._untold = False
         self._next: RDD | None = None
         self._next_for: object = None
 
     def forget(self) -> None:
         """What was built for the places that were: to be built anew."""
-        self._at_once = self._next = None
+        self._here.clear()
+        self._next = None
 
     def at_once(self, step: Step) -> list[SeatReport] | None:
         """One stage; a report a replica. None: nothing was run, the step is too much to be told."""
-        if not post(self._context, step):
+        return self._at_seats(AT_ONCE, step)
+
+    def on_one_node(self, step: Step) -> Synchronized | None:
+        """Every stage a job of its own. None: the step is too much to be told, in whole or in part."""
+        seats = None if self._untold else self._at_seats(FORWARD_BACKWARD, step)
+        if seats is None:
             return None
-        if self._at_once is None:
-            task = AtOnce()
-            samples, states = self._places.samples, step.states
-            self._at_once = self._places.at_seats(task, samples, states, told=True)
-        replicas = len(self._places.tokens)
-        return self._run(self._at_once, replicas, AT_ONCE, lambda: self._resources.shuffled(None))
+        headers = [header for seat in seats for header in seat.headers]
+        faults = tuple(header.fault for header in headers if header.fault)
+        if faults:
+            return Synchronized([SliceReport(0, "", None, faults=faults)])
+        reports = self._at_owners(replace(step, pending=Pending.of(step, seats)))
+        if reports is None:
+            self._untold = True
+            return None
+        replicas = tuple(header.report for header in headers if header.report)
+        return Synchronized([replace(reports[0], replicas=replicas), *reports[1:]])
+
+    def _at_seats(self, name: str, step: Step) -> list[SeatReport] | None:
+        places = self._places
+
+        def build() -> RDD:
+            return places.at_seats(AtOnce(), places.samples, step.states, told=True)
+
+        return self._one_stage(name, step, build, len(places.tokens))
+
+    def _at_owners(self, step: Step) -> list[SliceReport] | None:
+        """Update by what is pending; in two stages where the norm must be known before."""
+        if self._places.two_stages:
+            return self._one_stage(SYNCHRONIZATION, step, self._owners(ApplyPending()))
+        reduced = self._one_stage(REDUCTION, step, self._owners(ReducePending()))
+        if reduced is None:
+            return None
+        given = Reductions(replace(step, pending=None), tuple(reduced))
+        return self._one_stage(SYNCHRONIZATION, given, self._owners(UpdateReduced()))
+
+    def _owners(self, task: Callable[..., Any]) -> Callable[[], RDD]:
+        return lambda: map_frames(self._places.owners, task)
+
+    def _one_stage(
+        self, name: str, told: Any, build: Callable[[], RDD], count: int | None = None
+    ) -> list[Any] | None:
+        """The reports of a job over the RDD that was once built; None: it cannot be told that much."""
+        if not post(self._context, told):
+            return None
+        if name not in self._here:
+            self._here[name] = build()
+        count = self._slices if count is None else count
+        return self._run(self._here[name], count, name, lambda: self._resources.shuffled(None))
 
     def in_stages(self, step: Step) -> Synchronized:
         """Forward-backward, then synchronization; where it pays, nodes sum in between and share what
@@ -147,7 +202,7 @@ class IterationJobs:
     ) -> RDD:
         """The RDDs of an iteration; with ``step`` in the task bodies, where it cannot be told."""
         places, told, replicas = self._places, step is None, len(self._places.tokens)
-        with stage_name(self._context, "forward-backward"):
+        with stage_name(self._context, FORWARD_BACKWARD):
             body = ForwardBackward(step, nodes)
             gradients = places.at_seats(body, places.samples, states, told=told)
             received = shuffle_frames(gradients, self._slices if nodes is None else replicas)
@@ -156,7 +211,7 @@ class IterationJobs:
                 offers = zip_frames(received, places.counted(replicas))
                 received = shuffle_frames(map_frames(offers, Combine(nodes)), self._slices)
         if not places.two_stages:
-            with stage_name(self._context, "reduce"):
+            with stage_name(self._context, REDUCTION):
                 reduced = map_frames(zip_frames(received, places.owners), Reduce(step))
                 received = shuffle_frames(reduced, self._slices)
         update = Synchronize(step, nodes) if places.two_stages else Update(step, nodes)

@@ -2,7 +2,8 @@
 
 Two: forward-backward, then synchronization. Where the gradient is clipped by its global norm and
 there is more than one slice, synchronization is two stages, since every slice must know the others'
-norms before it updates. Of a small model on one node an iteration is a single stage: its gradients
+norms before it updates. On one node, where only references travel, the driver hands them on: each stage
+is a job, and there is no shuffle. Of a small model there an iteration is a single stage: its gradients
 are left *pending*, and the next iteration begins with their update.
 """
 
@@ -21,9 +22,9 @@ from sparkdl.replica.flat import Layout
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.run import Run
 from sparkdl.step.compressing import ReadResiduals
-from sparkdl.sync.job import ApplyPending
 from sparkdl.sync.nodes import NodeBytes
 from sparkdl.sync.packing import ByParameter
+from sparkdl.sync.pending import ApplyPending
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.records import Fault, Pending, ReplicaReport, SeatReport, SliceReport, Step
 from sparkdl.sync.state import SliceState
@@ -116,7 +117,10 @@ class ShuffleEngine:
                 step = replace(
                     step, tick=now.tick, floor=now.floor, states=now.states, pending=None
                 )
-            return self._commit(step, self._jobs.in_stages(step), started)
+            done = None
+            if not self._form.shuffles and self._places.one_node(self._state.states):
+                done = self._jobs.on_one_node(step)
+            return self._commit(step, done or self._jobs.in_stages(step), started)
 
         return self._places.until_placed(submit, doing, self._places.samples)
 

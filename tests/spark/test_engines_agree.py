@@ -236,7 +236,7 @@ def run(trainer, df, engine):
     return trained, notes.states
 
 
-@pytest.mark.parametrize("stages", ["two", "one", "auto"])
+@pytest.mark.parametrize("stages", ["shuffle", "two", "one", "auto"])
 @pytest.mark.parametrize("case", ["plain", "skip", "local_steps", "tables", "ema", "care"])
 def test_same_bits_in_any_number_of_stages(frames, monkeypatch, case, stages):
     """``auto``: the first three updates are measured, so that a run has both."""
@@ -250,14 +250,17 @@ def test_same_bits_in_any_number_of_stages(frames, monkeypatch, case, stages):
     _compare(case, trainer, run(trainer, df, "local"), there)
     skips = [0, *[state.skipped for state in there[1]]]
     made = [i for i, (a, b) in enumerate(itertools.pairwise(skips), 1) if a == b]
-    without = {"two": 6, "one": 0, "auto": [*made, 6, 6, 6][2]}[stages]
+    without = {"shuffle": 6, "two": 6, "one": 0, "auto": [*made, 6, 6, 6][2]}[stages]
     histograms = trainer.histograms.iterations if trainer.histograms else 7
     expected = [i for i in range(without + 1, 7) if i % histograms]
     assert at_once.call_count == len(expected)
 
 
+@pytest.mark.parametrize("stages", ["shuffle", "auto"])
 @pytest.mark.parametrize("case", CASES)
-def test_same_bits(frames, case):
+def test_same_bits(frames, monkeypatch, case, stages):
+    """With references that travel through a shuffle, as between nodes, or through the driver."""
+    monkeypatch.setattr(shuffle, "Form", lambda _, *sizes: form.Form(stages, *sizes))
     df, validation = frames
     trainer = trainer_of(CASES[case], validation)
     _compare(case, trainer, run(trainer, df, "local"), run(trainer, df, "shuffle"))
