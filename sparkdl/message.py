@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import functools
 import pickle
+import zlib
 from typing import Any
 
 from pyspark import SparkContext, TaskContext
@@ -22,7 +23,7 @@ which an executor fetches once."""
 
 def post(context: SparkContext, value: Any) -> bool:
     """Tell ``value`` to the tasks of the jobs that this thread submits; False: it is too large."""
-    data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    data = zlib.compress(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), level=1)
     if len(data) > MAX_BYTES:
         return False
     context.setLocalProperty(PROPERTY, base64.b64encode(data).decode())
@@ -39,4 +40,4 @@ def posted() -> Any:
 
 @functools.lru_cache(maxsize=1)
 def _decoded(text: str) -> Any:
-    return pickle.loads(base64.b64decode(text))
+    return pickle.loads(zlib.decompress(base64.b64decode(text)))

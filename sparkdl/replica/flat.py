@@ -160,6 +160,7 @@ class FlatModule:
         parameters = dict(module.named_parameters())
         self.parameters: list[tuple[Segment, nn.Parameter]] = []
         self._buffers: list[tuple[Segment, nn.Module, str]] = []
+        self._borrowed: set[int] = set()
         for segment in self.layout.segments:
             if segment.kind == "parameter":
                 parameter = parameters[segment.name]
@@ -179,6 +180,23 @@ class FlatModule:
     def _follows(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter is a copy, not a view."""
         return parameter.dtype != self.layout.dtype or hasattr(parameter, "to_local")
+
+    def borrow(self, number: int, values: torch.Tensor) -> bool:
+        """Let parameter ``number`` be a view of ``values``, its elements, and not of ``flat``, until
+        :meth:`give_back`. False: it is a copy, and needs its own."""
+        segment, parameter = self.parameters[number]
+        if self._follows(parameter):
+            return False
+        parameter.data = values.view(segment.shape)
+        self._borrowed.add(number)
+        return True
+
+    def give_back(self) -> None:
+        """Let parameters be views of ``flat`` again."""
+        for number in self._borrowed:
+            segment, parameter = self.parameters[number]
+            parameter.data = self._view(segment)
+        self._borrowed.clear()
 
     @torch.no_grad()
     def refresh(self) -> None:

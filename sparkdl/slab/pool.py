@@ -68,10 +68,18 @@ class _Mapped:
         self.map = mmap.mmap(self.fd, 0)
         self.bytes = np.frombuffer(self.map, dtype=np.uint8)
         self.claimed = False  # its lock is held through fd, which must then stay open
+        self._private: mmap.mmap | None = None
 
     def stamp(self) -> tuple[int, bytes]:
         magic, tick, nonce = _STAMP.unpack_from(self.map, 0)
         return (tick, nonce) if magic == _MAGIC else (-1, _NO_NONCE)
+
+    def private(self) -> np.ndarray:
+        """The file as it is now. What is written to it stays in this process, until the next call."""
+        if self._private is None:
+            self._private = mmap.mmap(self.fd, 0, flags=mmap.MAP_PRIVATE)
+        self._private.madvise(mmap.MADV_DONTNEED)
+        return np.frombuffer(self._private, dtype=np.uint8)
 
     def close(self) -> None:
         os.close(self.fd)  # the map goes with the last array that views it
@@ -125,6 +133,13 @@ class Pool:
         mapped = self.check(reference)
         start = HEADER_BYTES + reference.offset
         return mapped.bytes[start : start + reference.nbytes]
+
+    def lend(self, reference: Reference) -> np.ndarray:
+        """Likewise, to compute with: code that is not ours may write to them without any effect on
+        others. They are those that were referenced where :meth:`check` says so afterwards."""
+        mapped = self.check(reference)
+        start = HEADER_BYTES + reference.offset
+        return mapped.private()[start : start + reference.nbytes]
 
     def check(self, reference: Reference) -> _Mapped:
         """Raise :class:`StaleReferenceError` unless the buffer still holds the referenced write."""

@@ -36,7 +36,7 @@ from sparkdl.step.streaming import GradientWriter, streams
 from sparkdl.sync.codec import encode
 from sparkdl.sync.combine import offered
 from sparkdl.sync.contribution import SectionMap
-from sparkdl.sync.fetch import Arrived, load_weights, read_frame, whole_state
+from sparkdl.sync.fetch import Arrived, borrow_weights, load_weights, read_frame, whole_state
 from sparkdl.sync.job import room_for
 from sparkdl.sync.nodes import Nodes
 from sparkdl.sync.owners import RecipeSource
@@ -57,6 +57,9 @@ from sparkdl.sync.records import (
     Step,
 )
 from sparkdl.worker import settle_worker
+
+BORROW_FROM = 1 << 20
+"""Elements of a flat vector from which on it pays to compute with weights in slabs, not with a copy."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,18 @@ class Seat:
         live = open_replica(self.run)
         load_weights(live, plans_of(self.run).slices, self.near, self.arrived, self.pool)
         return live
+
+    def borrowing(self) -> LiveReplica:
+        """Likewise, with version t where it lies; :meth:`check` afterwards."""
+        live = open_replica(self.run)
+        borrow_weights(live, plans_of(self.run).slices, self.near, self.pool)
+        return live
+
+    def check(self) -> None:
+        """Raise :class:`sparkdl.errors.StaleReferenceError` where version t was overwritten."""
+        for n, state in enumerate(self.near):
+            if n not in self.arrived:
+                self.pool.check(state.weights)
 
 
 SeatTask = Callable[[Seat], Iterator[bytes]]
@@ -326,6 +341,12 @@ def _outcome(seat: Seat, work: Work, clock: Clock, writer: GradientWriter | None
     local_steps = live.recipe.policy.local_steps
     batches = work.mini_batches(live, open_partition(seat.samples), local_steps)
     clock.lap("data")
+    if writer is not None and _may_borrow(seat, live):
+        live = seat.borrowing()
+        clock.lap("fetch")
+        outcome = one_gradient(live, batches[0], work, clock, writer)
+        seat.check()
+        return outcome
     live = seat.replica()
     if local_steps == 1:
         clock.lap("fetch")
@@ -336,6 +357,12 @@ def _outcome(seat: Seat, work: Work, clock: Clock, writer: GradientWriter | None
     )
     clock.lap("fetch")
     return several_steps(live, batches, work, state, plans.whole, clock)
+
+
+def _may_borrow(seat: Seat, live: LiveReplica) -> bool:
+    """Whether the replica can compute with weights where they lie, and that is worth it."""
+    here = not seat.arrived and live.device.type == "cpu"
+    return here and not live.recipe.policy.compile and live.flat.layout.size >= BORROW_FROM
 
 
 def _headers(seat: Seat, outcome: Outcome, report: ReplicaReport) -> list[GradientHeader]:

@@ -76,6 +76,7 @@ def load_weights(
 ) -> None:
     """Bring version t into the live replica, unless it has it already."""
     version = "/".join(state.version for state in states)
+    live.flat.give_back()
     if live.version != version:
         live.version = ""
         flat = live.flat.flat
@@ -86,6 +87,27 @@ def load_weights(
             if state is None:
                 pool.check(handle.weights)
         live.version = version
+    live.flat.refresh()
+
+
+def borrow_weights(
+    live: LiveReplica, plans: Sequence[SlicePlan], states: Sequence[SliceHandle], pool: Pool
+) -> None:
+    """Let the live replica compute with version t where it lies, in slabs of this node.
+
+    What is computed is good where ``pool.check`` says so of every slice afterwards. Copied are only
+    tensors that two slices share, buffers, and what has another dtype.
+    """
+    live.version = ""
+    flat, layout = live.flat.flat, live.flat.layout
+    for plan, handle in zip(plans, states, strict=True):
+        values = as_tensor(pool.lend(handle.weights), layout.dtype)
+        for piece in plan.pieces:
+            segment, own = layout.segments[piece.number], values[piece.start : piece.stop]
+            whole = piece.kind == "parameter" and piece.length == segment.length
+            if not (whole and live.flat.borrow(piece.number, own)):
+                start = plan.start + piece.start
+                flat[start : start + piece.length].copy_(own)
     live.flat.refresh()
 
 

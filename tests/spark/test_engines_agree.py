@@ -15,7 +15,7 @@ from pyspark import cloudpickle
 from torch import nn
 
 import sparkdl
-from sparkdl.train import form, shuffle
+from sparkdl.train import form, jobs, shuffle
 from sparkdl.train.jobs import IterationJobs
 from sparkdl.train.local import LocalEngine
 from sparkdl.train.shuffle import ShuffleEngine
@@ -72,6 +72,20 @@ class Amplified(nn.Module):
         return self.layer(x) * 8.0
 
 
+class Large(nn.Module):
+    """Large enough that replicas compute with weights where they lie; it writes to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.norm = nn.Linear(WIDTH, 1024), nn.BatchNorm1d(1024)
+        self.layer, self.out = nn.Linear(1024, 1024), nn.Linear(1024, CLASSES)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.layer.weight.data.clamp_(-0.02, 0.02)
+        return self.out(torch.tanh(self.layer(self.norm(self.wide(x)))))
+
+
 class Fragile(nn.Module):
     """Its gradient is NaN where a number of the batch is above 2.2, which few are."""
 
@@ -116,6 +130,8 @@ def jitter(features, rng):
 
 CASES = {
     "plain": {},
+    "written to": {"model": Large, "slices": 3},
+    "written to, frozen, clip_norm": {"model": Large, "freeze": ["wide"], "clip_norm": 0.3},
     "clip_norm, N != M": {"clip_norm": 0.3, "slices": 3},
     "clip_norm, N == M": {"clip_norm": 0.3, "slices": 2},
     "clip_norm, N == 1": {"clip_norm": 0.3, "slices": 1},
@@ -266,13 +282,32 @@ def test_same_bits(frames, monkeypatch, case, stages):
     _compare(case, trainer, run(trainer, df, "local"), run(trainer, df, "shuffle"))
 
 
+@pytest.mark.parametrize("fits", [True, False], ids=["the beginning", "nothing"])
+@pytest.mark.parametrize("case", ["plain", "clip_norm, N != M"])
+def test_what_is_too_much_to_be_told_goes_through_a_shuffle(frames, monkeypatch, case, fits):
+    """An iteration whose second half cannot be told is computed again; later ones are not tried."""
+    asked, post = [], jobs.post
+
+    def limited(context, value):
+        asked.append(getattr(value, "pending", None) is not None)
+        return fits and not asked[-1] and post(context, value)
+
+    monkeypatch.setattr(jobs, "post", limited)
+    monkeypatch.setattr(shuffle, "Form", lambda _, *sizes: form.Form("two", *sizes))
+    df, validation = frames
+    trainer = trainer_of(CASES[case], validation)
+    _compare(case, trainer, run(trainer, df, "local"), run(trainer, df, "shuffle"))
+    assert sum(asked) == fits
+
+
 STRATEGIES = {
     "ddp": ("ddp", 1),
     "ddp in buckets": (sparkdl.DDP(bucket_cap_mb=1e-4), 1),
     "zero1": ("zero1", 2),
 }
 """And the slices that others have then."""
-NOT_IN_A_GANG = ("local_steps", "wire", "N !=", "N == 1")
+NOT_IN_A_GANG = ("local_steps", "wire", "N !=", "N == 1", "written to")
+"""Wherever a gang's model writes, it writes to the weights themselves, as in plain PyTorch."""
 
 
 @pytest.mark.gang

@@ -209,6 +209,30 @@ def test_training_the_module_changes_the_vector() -> None:
     assert change[16:18] == pytest.approx([0.5] * 2)
 
 
+def test_parameters_compute_with_borrowed_values_until_they_are_given_back() -> None:
+    flat = FlatModule(nn.Linear(3, 2))
+    (weight, parameter), (_, bias) = flat.parameters
+    own, borrowed = parameter.detach().clone(), torch.arange(6.0)
+    assert flat.borrow(0, borrowed)
+    assert parameter.data_ptr() == borrowed.data_ptr()
+    assert torch.equal(flat.module(torch.ones(1, 3))[0], torch.tensor([3.0, 12.0]) + bias)
+    assert torch.equal(flat.flat[weight.start : weight.stop].view(2, 3), own)
+    flat.give_back()
+    assert torch.equal(parameter, own)
+    flat.flat.zero_()
+    assert not parameter.any()
+
+
+def test_a_parameter_of_lower_precision_borrows_nothing() -> None:
+    """It is a copy of another dtype."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half())
+    flat = FlatModule(module)
+    numbers = {segment.name: n for n, (segment, _) in enumerate(flat.parameters)}
+    assert flat.borrow(numbers["0.weight"], torch.ones(4))
+    assert not flat.borrow(numbers["1.weight"], torch.ones(4))
+    assert module[1].weight.dtype == torch.float16
+
+
 def test_weights_in_another_memory_order_keep_their_values() -> None:
     module = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
     image = torch.randn(1, 2, 4, 4)

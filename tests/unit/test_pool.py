@@ -124,6 +124,28 @@ def test_a_write_during_a_reading_is_noticed_after_it(pool: Pool, config: SlabCo
         pool.check(reference)
 
 
+def test_what_is_lent_is_what_was_written_and_writing_to_it_is_nobodys_business(
+    pool: Pool, config: SlabConfig
+) -> None:
+    """Also when the same file is lent again, after a write or after another version came into it."""
+    other = Pool(config)
+    first = write(pool, 1, 0)
+    lent = other.lend(first.part(2, 4))
+    assert bytes(lent) == b"3456"
+    lent[:] = 0
+    assert bytes(pool.read(first)) == b"12345678"
+    assert bytes(other.read(first)) == b"12345678"
+    assert bytes(other.lend(first)) == b"12345678"
+    other.lend(first)[:4] = 0
+    second = write(pool, 3, 2, b"abcdefgh")
+    assert second.path == first.path
+    assert bytes(other.lend(second)) == b"abcdefgh"
+    with pytest.raises(StaleReferenceError):
+        other.check(first)
+    other.close()
+    assert bytes(lent)  # a view outlives its mapping
+
+
 def test_a_deleted_buffer_is_a_stale_reference(pool: Pool, config: SlabConfig) -> None:
     reference = write(pool, 1, 1)
     Path(reference.path).unlink()
