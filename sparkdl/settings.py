@@ -72,6 +72,10 @@ SPARK_SETTINGS: dict[str, tuple[str, str]] = {
         "sparkdl.daemon",
         "each Python worker imports torch for itself otherwise: seconds, and 200 MB of memory",
     ),
+    "spark.sql.execution.pyspark.udf.simplifiedTraceback.enabled": (
+        "false",
+        "SQL's Python tasks differ from others in it, and each kind has a daemon: torch is there twice",
+    ),
     "spark.shuffle.compress": (
         "false",
         "float gradients do not compress; compressing them costs CPU for nothing",

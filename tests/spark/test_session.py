@@ -108,6 +108,21 @@ def test_workers_are_forked_with_torch_in_them(spark: Any) -> None:
     assert spark.sparkContext.parallelize([0], 1).map(look).collect() == [(True, True)]
 
 
+def test_an_executor_has_one_daemon(spark: Any) -> None:
+    """SQL's Python tasks and others are forked from the same one, so that torch is imported once."""
+
+    def parent(_: Any) -> int:
+        import os
+
+        return os.getppid()
+
+    rdd = spark.sparkContext.parallelize([0], 1)
+    tables = spark.range(1, numPartitions=1).mapInPandas(
+        lambda frames: (frame.assign(id=parent(frame)) for frame in frames), "id long"
+    )
+    assert rdd.map(parent).collect() == [row.id for row in tables.collect()]
+
+
 def test_the_users_settings_win(tmp_path: Path) -> None:
     said, _ = run(
         """
