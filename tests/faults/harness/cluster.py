@@ -105,6 +105,8 @@ class Standalone:
                 SPARK_MASTER_OPTS=options,
                 SPARK_LOCAL_IP=address,
             )
+            # A worker that comes before its master asks again only after 5 to 15 s.
+            processes.wait_until(self.status, SECONDS, f"a master at {self.url}")
             for _ in range(self.workers):
                 self._start_worker()
             self._wait_for(self.workers)
