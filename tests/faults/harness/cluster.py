@@ -32,6 +32,9 @@ PATIENT = {
     "spark.excludeOnFailure.enabled": "false",
     # A reducer that meets a dead executor asks it so many times more: 5 s apart by default.
     "spark.shuffle.io.retryWait": "1s",
+    # Tasks wait so long for an executor that had their data and is lost: 3 s by default.
+    "spark.locality.wait.process": "1s",
+    "spark.scheduler.revive.interval": "200ms",  # how often Spark sees whether they have: 1 s
 }
 """Settings of a session whose executors are killed over and over."""
 
