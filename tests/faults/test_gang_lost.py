@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import gang_lost
@@ -45,6 +46,12 @@ def undisturbed(spark, results) -> dict[str, dict]:
     """What comes of one process, by row; of what rounds otherwise, what comes of it left alone."""
     df = frame(spark, gang_lost.REPLICAS)
     validation = sparkdl.Validation(df, metrics=["accuracy"], every=sparkdl.every(4))
+
+    @functools.cache  # rows that differ in their faults only
+    def one_process(slices: int, compression: sparkdl.TopK | None) -> dict:
+        same = {"compression": compression, "validation": validation}
+        return outcome(trainer(gang_lost.REPLICAS, engine="local", slices=slices, **same).fit(df))
+
     found = {}
     for row, (how, _) in gang_lost.rows().items():
         if f"none, {how['strategy']}" in results:
@@ -52,9 +59,7 @@ def undisturbed(spark, results) -> dict[str, dict]:
             found[row] = {name: alone[name] for name in found["none"]}
             continue
         slices = 2 if how["strategy"] == "zero1" else 1
-        same = {"compression": how.get("compression"), "validation": validation}
-        run = trainer(gang_lost.REPLICAS, engine="local", slices=slices, **same)
-        found[row] = outcome(run.fit(df))
+        found[row] = one_process(slices, how.get("compression"))
     return found
 
 
