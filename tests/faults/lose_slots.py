@@ -14,10 +14,13 @@ from harness.faulty import frame, outcome, trainer
 from pyspark import SparkContext
 
 import sparkdl
+from sparkdl.gang import slots
 from sparkdl.gang.hosting import MODULE
 
 AFTER = 4
 """Iterations, after which the executor goes."""
+SLOT_SECONDS = 5.0
+"""What is lost for good does not come, however long the driver waits for it: 30 s by default."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ def main() -> None:
     from launch import answer, session, spec
 
     given, results = spec(), {}
+    slots.SLOT_SECONDS = SLOT_SECONDS
     with session(given["master"], **given["settings"]) as spark:
         for name, changes in given["fits"].items():
             run = trainer(given["replicas"], engine="gang", **changes)

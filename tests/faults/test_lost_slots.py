@@ -55,7 +55,7 @@ def test_it_goes_on_with_fewer_slots(tmp_path, way, strategy):
 
 
 def test_without_leave_to_do_so_it_is_an_error(tmp_path):
-    bound = {"spark.sparkdl.timeout.seconds": "40"}
+    bound = {"spark.sparkdl.timeout.seconds": "20"}
     lost = lose(tmp_path, "slabs that executors share", {"lost": {}}, **bound)["lost"]
     assert re.fullmatch(
         r"StalledError: executors were lost, and none came in their place within \d+ s: the gang needs "
@@ -63,5 +63,5 @@ def test_without_leave_to_do_so_it_is_an_error(tmp_path):
         r"resume= from a checkpoint; or let fewer task slots do the work: min_ranks says how few\.",
         lost["error"],
     ), lost
-    assert lost["seconds"] < 100
+    assert lost["seconds"] < 80
     assert lost["left"] == []
