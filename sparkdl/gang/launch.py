@@ -115,6 +115,7 @@ class Gang:
         except ParameterError:
             if not again:
                 raise
+            self._stage.cancel()  # Spark has begun it anew, and it waits for the same slots
             have = slots_now(self._context, self._profile)
             raise StalledError(
                 f"executors were lost, and none came in their place within {wait:.0f} s: the gang "
