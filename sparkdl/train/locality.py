@@ -11,6 +11,8 @@ from pyspark import SparkContext
 WAIT = "spark.locality.wait"
 ENOUGH_SECONDS = 3.0
 """Spark's own default."""
+ONE_SECONDS = 60.0
+"""How long a task that is for one executor, and would do nothing elsewhere, waits for it."""
 
 
 @contextlib.contextmanager
@@ -35,3 +37,16 @@ def places_awaited(context: SparkContext) -> Iterator[None]:
         with contextlib.suppress(Py4JError):  # the session may be gone
             if conf.get(WAIT, "3s") != before:
                 conf.set(WAIT, before)
+
+
+@contextlib.contextmanager
+def executor_awaited(context: SparkContext) -> Iterator[None]:
+    """Inside the block a task goes to the executor it is for, or, where that is lost, to another."""
+    conf, key = context._jsc.sc().conf(), f"{WAIT}.process"  # type: ignore[union-attr]
+    before = conf.get(key) if conf.contains(key) else None
+    conf.set(key, f"{ONE_SECONDS:g}s")
+    try:
+        yield
+    finally:
+        with contextlib.suppress(Py4JError):
+            conf.remove(key) if before is None else conf.set(key, before)

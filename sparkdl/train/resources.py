@@ -17,6 +17,7 @@ from sparkdl.message import PROPERTY
 from sparkdl.replica.cache import forget
 from sparkdl.slab.pool import close_pool
 from sparkdl.slab.root import SlabConfig, remove_root
+from sparkdl.train.locality import executor_awaited
 from sparkdl.train.neighbours import Executor, executors, one_each
 from sparkdl.train.watch import Watch
 from sparkdl.worker import settle_worker
@@ -155,7 +156,8 @@ class Resources:
         if is_local(self.context) and self._anything_cached():
             places = [None]
         if places:
-            with stage_name(self.context, "remove the slabs"):
+            name = stage_name(self.context, "remove the slabs")
+            with name, executor_awaited(self.context):
                 self.context.runJob(one_each(self.context, places), CleanNode(self.slab))
 
     def _anything_cached(self) -> bool:

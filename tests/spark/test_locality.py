@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkdl.train.locality import WAIT, places_awaited
+from sparkdl.train.locality import WAIT, executor_awaited, places_awaited
 
 
 @pytest.fixture
@@ -41,3 +41,14 @@ def test_is_put_back_after_an_error(cluster):
     with pytest.raises(RuntimeError), places_awaited(context):
         raise RuntimeError
     assert conf.get(WAIT) == "0s"
+
+
+@pytest.mark.parametrize("given", [None, "1s"])
+def test_a_task_for_one_executor_waits_for_it(cluster, given):
+    context, conf = cluster
+    key = f"{WAIT}.process"
+    if given is not None:
+        conf.set(key, given)
+    with executor_awaited(context):
+        assert conf.get(key) == "60s"
+    assert conf.get(key, None) == given
