@@ -29,7 +29,6 @@ from harness import (
     write_json,
 )
 from models import WORKS
-from torch import nn
 
 import sparkdl
 
@@ -65,10 +64,9 @@ def gang(name: str, batch: int, steps: int, strategies: list[str]) -> dict[str, 
     return found
 
 
-def _without(chain: bool, name: str) -> tuple[str, ...]:
-    """What a model cannot be trained with: stages where it is no chain, parts where it has no pair of
-    linear layers."""
-    return (() if chain else ("pipeline",)) + (("tensor",) if name == "resnet" else ())
+def _without(name: str) -> tuple[str, ...]:
+    """What a model cannot be trained with: parts of layers where it has no pair of linear ones."""
+    return ("tensor",) if name == "resnet" else ()
 
 
 def main() -> None:
@@ -85,8 +83,7 @@ def main() -> None:
     for item in given.works.split(","):
         name, _, size = item.partition(":")
         batch, steps = int(size), large if WORKS[name].large else small
-        chain = isinstance(WORKS[name].make(), nn.Sequential)
-        strategies = [s for s in given.strategies.split(",") if s not in _without(chain, name)]
+        strategies = [s for s in given.strategies.split(",") if s not in _without(name)]
         some = []
         for _ in range(rounds):
             theirs = {

@@ -11,7 +11,7 @@ from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, SplitPoint, pipeline
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -67,16 +67,11 @@ def tensor_step(work: Work, feed: Iterator[tuple[torch.Tensor, ...]]) -> Step:
 
 
 def pipeline_step(work: Work, feed: Iterator[tuple[torch.Tensor, ...]]) -> Step:
-    """Half of an ``nn.Sequential`` on either of two ranks, cut where the parameters are halved; the
-    first has all inputs, the last all labels."""
-    module: Any = work.make()
-    sizes = [sum(p.numel() for p in child.parameters()) for child in module]
-    cut = min(range(1, len(sizes)), key=lambda n: abs(2 * sum(sizes[:n]) - sum(sizes)))
-    rank = dist.get_rank()
-    mine = module[cut:] if rank else module[:cut]
-    stage = PipelineStage(mine, rank, 2, torch.device("cpu"))
+    """Half of the model on either of two ranks; the first has all inputs, the last all labels."""
+    rank, first = dist.get_rank(), next(feed)
+    stage = _half(work.make(), rank, first[0])
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=work.loss)
-    (optimizer,) = work.optimizers(mine)
+    (optimizer,) = work.optimizers(stage.submod)
 
     def step() -> None:
         (x, y), (more_x, more_y) = next(feed), next(feed)  # the batches of both ranks
@@ -88,6 +83,20 @@ def pipeline_step(work: Work, feed: Iterator[tuple[torch.Tensor, ...]]) -> Step:
         optimizer.step()
 
     return step
+
+
+def _half(module: Any, rank: int, rows: torch.Tensor) -> Any:
+    """An ``nn.Sequential`` is cut where the parameters are halved; another model, which torch exports,
+    before the middle one of its layers. ``rows``: of a batch of one rank."""
+    device = torch.device("cpu")
+    if isinstance(module, nn.Sequential):
+        sizes = [sum(p.numel() for p in child.parameters()) for child in module]
+        cut = min(range(1, len(sizes)), key=lambda n: abs(2 * sum(sizes[:n]) - sum(sizes)))
+        return PipelineStage(module[cut:] if rank else module[:cut], rank, 2, device)
+    middle = f"layers.{len(module.layers) // 2}"
+    micro_batch = rows[: 2 * len(rows) // MICRO_BATCHES]
+    cut_there = {middle: SplitPoint.BEGINNING}
+    return pipeline(module, (micro_batch,), split_spec=cut_there).build_stage(rank, device)
 
 
 STEPS: dict[str, Callable[..., Step]] = {
