@@ -75,6 +75,13 @@ class Own(nn.Module):
         return self.out(x + begun + self.sign(sign))
 
 
+class Scaled(Own):
+    """Two inputs."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * (1 + scale[:, None]))
+
+
 def trainer_of(**changes: Any) -> sparkdl.Trainer:
     return any_trainer(**{"model": model, "strategy": "pipeline", **changes})
 
@@ -98,6 +105,7 @@ CASES: dict[str, dict[str, Any]] = {
         "ema": 0.8,
         "accumulate": 2,
     },
+    "two inputs": {"model": Scaled, "features": ["features", "weight"]},
     "copies of one stage": {"mesh": {"data": 2, "pipe": 1}},
     "clipped by norm": {"clip_norm": 0.1},
     "clipped by value": {"clip_value": 0.02},
