@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 from collections.abc import Iterator, Sequence
@@ -9,6 +10,8 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from sparkdl.data.handle import Field
 from sparkdl.errors import ModelError, ParameterError
@@ -190,14 +193,12 @@ def _tried(
     module: nn.Module, items: Items, inputs: Sequence[torch.Tensor]
 ) -> tuple[list[float], list[object]]:
     """The operations of each module of the chain for these inputs, and its output."""
-    from torch.utils.flop_counter import FlopCounterMode
-
     costs, outputs = [], []
     training = module.training
     value: object = inputs[0] if len(inputs) == 1 else tuple(inputs)
     try:
         module.eval()
-        with torch.no_grad():
+        with torch.no_grad(), _plain_operations():
             for _, item in items:
                 with FlopCounterMode(display=False) as counter:
                     value = item(value)
@@ -206,6 +207,22 @@ def _tried(
     finally:
         module.train(training)
     return costs, outputs
+
+
+@contextlib.contextmanager
+def _plain_operations() -> Iterator[None]:
+    """Inside the block attention and recurrent layers are plain multiplications, which can be counted:
+    torch's counter takes the fused ones (a transformer's layer in evaluation, an LSTM) for nothing."""
+    attention, recurrent = torch.backends.mha, torch.backends.mkldnn
+    before = attention.get_fastpath_enabled(), recurrent.enabled
+    attention.set_fastpath_enabled(False)
+    recurrent.enabled = False  # type: ignore[assignment]
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        attention.set_fastpath_enabled(before[0])
+        recurrent.enabled = before[1]
 
 
 def balanced(costs: Sequence[float], parts: int) -> list[int]:

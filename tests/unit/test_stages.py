@@ -91,3 +91,28 @@ def test_stages_have_equal_work_not_equal_parameters():
     named = with_split(Pipeline(split=["5"]), module, inputs, 2, Policy())
     assert bounds_of(named, chain_of(module)) == [0, 5, 6]
     assert with_split(Pipeline(), module, inputs, 1, Policy()).split == ()
+
+
+class Hidden(nn.LSTM):
+    """What it puts out for each place, alone."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(rows)[0]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+        lambda: Hidden(8, 8, batch_first=True),
+    ],
+    ids=["transformer", "LSTM"],
+)
+def test_the_work_of_fused_kernels_counts(layer):
+    """Torch's own counter takes them for nothing: all layers would be in one stage."""
+    module = nn.Sequential(*(layer() for _ in range(4)), nn.Linear(8, 8))
+    fast, fused = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled
+    split = with_split(Pipeline(), module, [torch.zeros(2, 5, 8)], 2, Policy()).split
+    assert split == ("2",)
+    assert torch.backends.mha.get_fastpath_enabled() == fast
+    assert torch.backends.mkldnn.enabled == fused
