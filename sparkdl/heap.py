@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 from collections.abc import Iterator
+
+import torch
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _ASKED = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
@@ -39,6 +42,18 @@ def memory_given_back() -> Iterator[None]:
         yield
     finally:
         _set(KEPT)
+
+
+def forget_values(tensor: torch.Tensor) -> None:
+    """Give back the memory of a contiguous CPU tensor whose values nobody needs any more.
+
+    It can be written again; until then it reads as what it was, or as zeros. Whole pages only.
+    """
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if madvise is not None and stop > start:
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
 
 
 def _set(limits: tuple[int, int]) -> None:

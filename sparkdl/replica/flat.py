@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError
+from sparkdl.heap import forget_values
 
 ALIGNMENT = 64
 """Segments start at multiples of this many bytes, as separately allocated tensors do."""
@@ -183,12 +184,14 @@ class FlatModule:
 
     def borrow(self, number: int, values: torch.Tensor) -> bool:
         """Let parameter ``number`` be a view of ``values``, its elements, and not of ``flat``, until
-        :meth:`give_back`. False: it is a copy, and needs its own."""
+        :meth:`give_back`; what ``flat`` has of it is lost. False: it is a copy, and needs its own."""
         segment, parameter = self.parameters[number]
         if self._follows(parameter):
             return False
         parameter.data = values.view(segment.shape)
-        self._borrowed.add(number)
+        if number not in self._borrowed:
+            self._borrowed.add(number)
+            forget_values(self._view(segment))
         return True
 
     def give_back(self) -> None:

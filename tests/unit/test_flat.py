@@ -210,15 +210,19 @@ def test_training_the_module_changes_the_vector() -> None:
 
 
 def test_parameters_compute_with_borrowed_values_until_they_are_given_back() -> None:
-    flat = FlatModule(nn.Linear(3, 2))
+    flat = FlatModule(nn.Linear(3000, 2))
     (weight, parameter), (_, bias) = flat.parameters
-    own, borrowed = parameter.detach().clone(), torch.arange(6.0)
+    own, borrowed = bias.detach().clone(), torch.arange(6000.0)
     assert flat.borrow(0, borrowed)
     assert parameter.data_ptr() == borrowed.data_ptr()
-    assert torch.equal(flat.module(torch.ones(1, 3))[0], torch.tensor([3.0, 12.0]) + bias)
-    assert torch.equal(flat.flat[weight.start : weight.stop].view(2, 3), own)
+    expected = borrowed.view(2, 3000).sum(1) + own
+    assert torch.allclose(flat.module(torch.ones(1, 3000))[0], expected)
+    flat.flat[weight.start : weight.stop] = 1.0
+    assert flat.borrow(0, borrowed)
+    assert flat.flat[weight.start : weight.stop].eq(1.0).all()  # forgotten once, not at every turn
     flat.give_back()
-    assert torch.equal(parameter, own)
+    assert parameter.eq(1.0).all()
+    assert torch.equal(bias, own)
     flat.flat.zero_()
     assert not parameter.any()
 

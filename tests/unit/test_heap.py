@@ -53,3 +53,28 @@ def test_what_is_let_go_of_is_kept_afterwards_but_for_what_is_large(environment,
         env=os.environ | environment,
     )
     assert run.stdout.split() == found
+
+
+FORGET = """
+from pathlib import Path
+import torch
+from sparkdl.heap import forget_values
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+whole = torch.ones(16 << 20)
+middle = whole[1000:-1000]
+before = resident()
+forget_values(middle)
+print(before - resident() > 0.9 * middle.nbytes)
+forget_values(whole[:5])  # less than a page
+print(bool(whole[:1000].eq(1).all() and whole[-1000:].eq(1).all()))
+middle.fill_(2.0)
+print(bool(middle.eq(2).all()), int(whole[999]), int(whole[-1000]))
+"""
+
+
+def test_the_memory_of_values_that_are_forgotten_is_given_back_and_of_no_others():
+    run = subprocess.run([sys.executable, "-c", FORGET], check=True, capture_output=True, text=True)
+    assert run.stdout.split() == ["True", "True", "True", "1", "1"]
