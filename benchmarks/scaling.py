@@ -3,10 +3,10 @@
     python benchmarks/scaling.py [--largest 256] [--computing 2.0] [--quick] [--json FILE]
 
 A model of 1 KB, one sample a replica, M = N = 2, 4, ... partitions on the two slots of ``local[2]``,
-where tasks queue: nearly all of it is scheduling. Then M = 2, N = 1 and 2 with 4 to 40 MB of
-parameters. The overhead of an iteration is all of it but forward and backward of the slowest replica.
-The formula of ``cost_model.py`` is fitted to some points and checked against the others ("held out"),
-with and without a term for the M x N blocks of the shuffle.
+where tasks queue: nearly all of it is scheduling. The stages meet at a shuffle, as between nodes.
+Then M = 2, N = 1 and 2 with 4 to 40 MB of parameters. The overhead of an iteration is all of it but
+forward and backward of the slowest replica. The formula of ``cost_model.py`` is fitted to some points
+and checked against the others ("held out"), with and without a term for the M x N blocks of shuffles.
 
 Driver: processor time of its Python and of its JVM. On ``local[2]`` that JVM is the executor too, so a
 second pass on ``local-cluster[1,2,1024]`` tells them apart; the JVM's compilers are left out. Memory:
@@ -48,7 +48,7 @@ from work import Work
 import sparkdl
 
 TINY, LARGE = (16, 1), 1000
-KEEP_COMPILERS = {
+SETTINGS = {"spark.sparkdl.stages": "shuffle"} | {
     f"spark.{jvm}.extraJavaOptions": "-XX:-UseDynamicNumberOfCompilerThreads"
     for jvm in ("driver", "executor")
 }
@@ -113,7 +113,7 @@ def tiny_points(largest: int) -> list[int]:
 def on_local(largest: int, depths: tuple[int, ...], warm: int) -> list[dict[str, Any]]:
     """Every point, on ``local[2]``, after a fit of ``warm`` iterations for the JVM."""
     slabs = Path(tempfile.mkdtemp(prefix="scaling-", dir="/dev/shm"))
-    spark = session(**KEEP_COMPILERS, **{"spark.sparkdl.slab.dir": str(slabs)})
+    spark = session(**SETTINGS, **{"spark.sparkdl.slab.dir": str(slabs)})
     found = []
     try:
         one_fit(spark, squares(*TINY, batch=2), Point(2, 2, 0.0), warm, None)
@@ -139,7 +139,7 @@ def on_cluster(counts: list[int], warm: int) -> list[dict[str, Any]]:
         for path in Path(pyspark.__file__).parent.iterdir():
             if path.name != "work":
                 Path(folder, path.name).symlink_to(path)
-        spark = session("local-cluster[1,2,1024]", **KEEP_COMPILERS)
+        spark = session("local-cluster[1,2,1024]", **SETTINGS)
         try:
             works = {count: squares(*TINY, batch=count) for count in counts}
             one_fit(spark, works[counts[0]], Point(counts[0], counts[0], 0.0), warm, None)
