@@ -21,6 +21,9 @@ from pyspark.serializers import NoOpSerializer, PairDeserializer, pack_long
 from pyspark.util import _load_from_socket
 
 Frames = Iterable[bytes]
+_FILES = "spark.shuffle.sort.bypassMergeThreshold"
+FEW_FILES = 4
+"""So many a task may write as well as one."""
 _PARTITIONER_ID = 0x5DA7  # any constant: equal partitioners compare equal across our RDDs
 
 
@@ -69,18 +72,39 @@ def zip_frames(left: RDD, right: RDD) -> RDD:
     )
 
 
-def shuffle_frames(keyed: RDD, num_partitions: int) -> RDD:
+def shuffle_frames(keyed: RDD, num_partitions: int, few_bytes: bool = False) -> RDD:
     """Send frames to partitions through a Spark shuffle.
 
-    ``keyed`` comes from :func:`map_frames` with a task that yields :func:`send` pairs.
+    ``keyed`` comes from :func:`map_frames` with a task that yields :func:`send` pairs. ``few_bytes``:
+    a task's frames have room in the JVM's memory, together.
     """
     jvm = keyed.ctx._jvm
     assert jvm is not None
     pairs = jvm.PairwiseRDD(keyed._jrdd.rdd()).asJavaPairRDD()
     partitioner = jvm.PythonPartitioner(num_partitions, _PARTITIONER_ID)
-    return RDD(
-        jvm.PythonRDD.valueOfPair(pairs.partitionBy(partitioner)), keyed.ctx, NoOpSerializer()
-    )
+    sent = pairs.partitionBy(partitioner)
+    if few_bytes and num_partitions > FEW_FILES:
+        with _one_file_a_task(keyed.ctx):
+            sent.rdd().dependencies()  # registers the shuffle
+    return RDD(jvm.PythonRDD.valueOfPair(sent), keyed.ctx, NoOpSerializer())
+
+
+@contextlib.contextmanager
+def _one_file_a_task(context: SparkContext) -> Iterator[None]:
+    """Shuffles that are registered inside the block sort what a task sends and write it as one file.
+
+    By itself Spark opens a file for each partition where there are up to 200: M x N files in all.
+    """
+    assert context._jsc is not None
+    conf = context._jsc.sc().conf()
+    if conf.contains(_FILES):  # the user knows better
+        yield
+        return
+    conf.set(_FILES, str(FEW_FILES))
+    try:
+        yield
+    finally:
+        conf.remove(_FILES)
 
 
 def send(partition: int, frame: bytes) -> Iterator[bytes]:

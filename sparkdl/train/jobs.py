@@ -205,24 +205,27 @@ class IterationJobs:
         with stage_name(self._context, FORWARD_BACKWARD):
             body = ForwardBackward(step, nodes)
             gradients = places.at_seats(body, places.samples, states, told=told)
-            received = shuffle_frames(gradients, self._slices if nodes is None else replicas)
+            received = self._send(gradients, self._slices if nodes is None else replicas)
         if nodes is not None:
             with stage_name(self._context, "sum on the nodes"):
                 offers = zip_frames(received, places.counted(replicas))
-                received = shuffle_frames(map_frames(offers, Combine(nodes)), self._slices)
+                received = self._send(map_frames(offers, Combine(nodes)), self._slices)
         if not places.two_stages:
             with stage_name(self._context, REDUCTION):
                 reduced = map_frames(zip_frames(received, places.owners), Reduce(step))
-                received = shuffle_frames(reduced, self._slices)
+                received = self._send(reduced, self._slices)
         update = Synchronize(step, nodes) if places.two_stages else Update(step, nodes)
         owners = places.owners if places.two_stages else places.updaters
         with stage_name(self._context, SYNCHRONIZATION):
             updated = map_frames(zip_frames(received, owners), update)
             return updated if nodes is None else self._install(updated, step)
 
+    def _send(self, keyed: RDD, partitions: int) -> RDD:
+        return shuffle_frames(keyed, partitions, few_bytes=self._places.few_bytes)
+
     def _install(self, handed_on: RDD, step: Step | None) -> RDD:
         """Frames with weights to every replica's place, and there into slabs."""
-        arrived = shuffle_frames(handed_on, len(self._places.tokens))
+        arrived = self._send(handed_on, len(self._places.tokens))
         return map_frames(zip_frames(arrived, self._places.counted(self._slices)), Install(step))
 
     def _hand_on(self, step: Step, nodes: Nodes) -> Synchronized:

@@ -20,6 +20,7 @@ from sparkdl.frames import (
     stored_frames,
     zip_frames,
 )
+from sparkdl.replica.flat import Layout
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.run import ReplicaHandle, Run
 from sparkdl.step.job import (
@@ -47,6 +48,8 @@ from sparkdl.train.resources import Resources
 
 INLINE_BYTES = 1 << 20
 """A recipe or a state up to this size travels inside the task, a larger one in a broadcast."""
+FEW_BYTES = 64 << 20
+"""Of weights or gradients: so much a task may send from the memory of its JVM."""
 MAX_SUBMISSIONS = 16
 """How often a job is submitted when tasks find themselves on another node than expected.
 
@@ -63,8 +66,15 @@ class Places:
     """
 
     def __init__(
-        self, samples: SampleSet, run: Run, recipe: bytes, policy: Policy, resources: Resources
+        self,
+        samples: SampleSet,
+        layout: Layout,
+        run: Run,
+        recipe: bytes,
+        policy: Policy,
+        resources: Resources,
     ) -> None:
+        self.few_bytes = layout.nbytes <= FEW_BYTES
         assert samples.rdd is not None
         self.samples, self._run, self._policy = samples.rdd, run, policy
         self._context = resources.context
@@ -180,7 +190,9 @@ class Places:
             copies = {} if told else self.copies_of(states)
             return map_frames(seats, AtSeats(task, given, checksums, copies))
         publish = PublishWeights(given, self.tokens, everything=self._policy.local_steps > 1)
-        published = shuffle_frames(map_frames(self.owners, publish), self._run.replicas)
+        published = shuffle_frames(
+            map_frames(self.owners, publish), self._run.replicas, self.few_bytes
+        )
         padded = map_frames(seats, PadFrames(self._run.slices))
         body = AtSeatsWithBytes(task, given, checksums)
         return map_frames(zip_frames(padded, published), body)

@@ -66,7 +66,7 @@ class ShuffleEngine:
         self._context = resources.context
         self._context.setJobDescription("sparkdl: setting up the replicas")
         self._pending: Pending | None = None
-        self._places = Places(samples, run, recipe, policy, resources)
+        self._places = Places(samples, layout, run, recipe, policy, resources)
         self._state = Committed(self._places, resources, run.replicas, run.slices)
         self._jobs = IterationJobs(
             self._places, run.slices, NodeSums(layout, run, policy), resources
