@@ -6,9 +6,11 @@ as its inputs, and the ranks add up what comes out (Megatron-LM: Shoeybi et al.,
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from sparkdl.errors import ModelError, ParameterError, nearest
@@ -145,3 +147,15 @@ def check_even(strategy: Tensor, module: nn.Module, ranks: int) -> None:
                 f'strategy="tensor" with {ranks} parts: "{name}" has {width} {what}, which {ranks} '
                 "does not divide. Choose another width, or leave it out of the plan."
             )
+
+
+@contextlib.contextmanager
+def layer_by_layer() -> Iterator[None]:
+    """Inside the block torch's transformer layers call their linear layers, also in evaluation: the
+    fused operation that they have for it knows nothing of parts, and nobody can count in it."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

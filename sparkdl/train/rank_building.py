@@ -15,6 +15,7 @@ from sparkdl.train.data_parallel import AtOnce, DataParallel
 from sparkdl.train.exchanged import Exchanged
 from sparkdl.train.groups import Groups
 from sparkdl.train.holding import Cut, Holding, Sharded, Whole
+from sparkdl.train.layers import layer_by_layer
 from sparkdl.train.model_group import ModelGroup
 from sparkdl.train.near_rows import NearRows, Samples, samples_of_all
 from sparkdl.train.rank_memory import is_scarce
@@ -53,12 +54,7 @@ def _cut(recipe: Recipe, setup: Setup, own: Samples, member: Member) -> Built:
     from sparkdl.train.fully_sharded import FullySharded, sharded
     from sparkdl.train.pipelined import Pipelined
     from sparkdl.train.staged import staged
-    from sparkdl.train.tensor_parallel import (
-        TensorParallel,
-        cut_by_layer,
-        layer_by_layer,
-        repeated,
-    )
+    from sparkdl.train.tensor_parallel import TensorParallel, cut_by_layer, repeated
 
     run, parallel, spare = setup.run, setup.parallel, setup.spare
     rank, mesh, device = member.rank, parallel.mesh, member.device

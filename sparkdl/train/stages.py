@@ -22,6 +22,7 @@ from sparkdl.sync.optimizer import OptimizerPlan
 from sparkdl.train.chain import chain_of, first_of, is_chain
 from sparkdl.train.cuttable import check_dense
 from sparkdl.train.follow import Items
+from sparkdl.train.layers import layer_by_layer
 from sparkdl.train.strategy import Pipeline
 
 OPERATION = 1.0
@@ -213,16 +214,13 @@ def _tried(
 def _plain_operations() -> Iterator[None]:
     """Inside the block attention and recurrent layers are plain multiplications, which can be counted:
     torch's counter takes the fused ones (a transformer's layer in evaluation, an LSTM) for nothing."""
-    attention, recurrent = torch.backends.mha, torch.backends.mkldnn
-    before = attention.get_fastpath_enabled(), recurrent.enabled
-    attention.set_fastpath_enabled(False)
-    recurrent.enabled = False  # type: ignore[assignment]
+    before = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     try:
-        with sdpa_kernel(SDPBackend.MATH):
+        with layer_by_layer(), sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
-        attention.set_fastpath_enabled(before[0])
-        recurrent.enabled = before[1]
+        torch.backends.mkldnn.enabled = before
 
 
 def balanced(costs: Sequence[float], parts: int) -> list[int]:

@@ -7,9 +7,8 @@ there is to do; a parameter that every rank of the group has is updated on each,
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -100,18 +99,6 @@ def cut_by_layer(
     layout = layout_of(module)
     parallelise(recipe, module, strategy, mesh, spare, device)
     return LiveReplica.around(recipe, FlatModule(module, device)), layout
-
-
-@contextlib.contextmanager
-def layer_by_layer() -> Iterator[None]:
-    """Inside the block torch's transformer layers call their linear layers, also in evaluation: the
-    fused operation that they have for it knows nothing of parts."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _output(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
