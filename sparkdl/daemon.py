@@ -83,9 +83,12 @@ def give_workers_sessions() -> None:
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
     def begin() -> None:
-        if prctl is not None and os.getppid() == daemon:  # on Linux; and not what a worker forks
-            os.setsid()
-            prctl(_SIGNAL_AT_PARENTS_DEATH, signal.SIGHUP)
+        if (
+            prctl is None or os.getppid() != daemon
+        ):  # not Linux; forked by a worker, or its daemon is gone
+            return
+        os.setsid()
+        prctl(_SIGNAL_AT_PARENTS_DEATH, signal.SIGHUP)
 
     os.register_at_fork(after_in_child=begin)
 
