@@ -99,10 +99,7 @@ class Host:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         for seat in self.seats:
             processes[seat.rank] = subprocess.Popen(
-                [sys.executable, "-m", MODULE],
-                stdin=subprocess.PIPE,
-                env=environment,
-                start_new_session=True,  # as a worker has, see sparkdl.daemon
+                [sys.executable, "-m", MODULE], stdin=subprocess.PIPE, env=environment
             )
         task = BarrierTaskContext.get().taskAttemptId()  # type: ignore[no-untyped-call]
         for seat in self.seats:

@@ -67,7 +67,6 @@ from sparkdl.train.trainer import Trainer
 from sparkdl.train.triggers import MaxEpoch
 from sparkdl.train.units import check_all_used
 from sparkdl.train.validation import Validator
-from sparkdl.train.warm_up import start_workers
 
 
 def fit(
@@ -103,7 +102,6 @@ def run(
     context = context_of(data)
     settings = settings_of(context)
     tell_what_costs_speed(context)
-    start_workers(context)
     model = prepare(trainer, start)
     if kept is not None:
         kept.check(ModelIdentity.of(model.layout), model.optimizers)

@@ -10,7 +10,6 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from torch import nn
 import sparkdl
 from sparkdl.session import settings_of, tell_what_costs_speed
 from sparkdl.settings import NEEDED_FOR_SPEED, SPARK_SETTINGS, Settings
-from sparkdl.train import warm_up
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -373,20 +371,3 @@ say(again=len(trainer(model=Slow).fit(table(spark)).history))
         process.wait()
     assert process.returncode == 0, err[-2000:]
     assert json.loads(out) == {"again": 3}
-
-
-def test_the_first_fit_of_a_session_starts_its_workers(
-    spark: Any, table: Any, num_jobs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(warm_up, "_begun", WeakSet())
-    context, before = spark.sparkContext, num_jobs()
-    for _ in range(2):
-        trainer().fit(table)
-    context._jsc.sc().listenerBus().waitUntilEmpty()
-    tracker = context.statusTracker()
-    jobs = [tracker.getJobInfo(i) for i in range(before, num_jobs())]
-    stages = [tracker.getStageInfo(i) for job in jobs for i in job.stageIds]
-    starting = [stage for stage in stages if stage and stage.name == "start Python workers"]
-    assert [stage.numTasks for stage in starting] == [context.defaultParallelism]
-    assert starting[0].stageId in jobs[0].stageIds
-    assert jobs[0].status == "SUCCEEDED"
