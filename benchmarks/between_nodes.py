@@ -47,16 +47,23 @@ def make_model(size: int) -> nn.Module:
 
 
 def processor_seconds() -> float:
-    """Of all processes of this session (in the sense of setsid), the dead children of each included."""
-    ticks, mine = 0, os.getsid(0)
+    """Of this process and all that descend from it, the dead children of each included."""
+    parents, ticks = {}, {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if int(fields[3]) == mine:
-            ticks += sum(map(int, fields[11:15]))
-    return ticks / os.sysconf("SC_CLK_TCK")
+        pid = int(stat.parent.name)
+        parents[pid], ticks[pid] = int(fields[1]), sum(map(int, fields[11:15]))
+    mine = os.getpid()
+
+    def descends(pid: int) -> bool:
+        while pid not in (mine, 0):
+            pid = parents.get(pid, 0)
+        return pid == mine
+
+    return sum(ticks[pid] for pid in ticks if descends(pid)) / os.sysconf("SC_CLK_TCK")
 
 
 class Processor(sparkdl.Callback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import secured
+from hosted import RUN
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -25,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault(RUN, str(os.getpid()))
     if config.getoption("--secured"):
         folder = Path(tempfile.mkdtemp())
         config.add_cleanup(functools.partial(shutil.rmtree, folder))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,11 +10,11 @@ from pathlib import Path
 
 from harness import processes
 from harness.faulty import frame, outcome, trainer
+from hosted import hosted_ranks
 from pyspark import SparkContext
 
 import sparkdl
 from sparkdl.gang import slots
-from sparkdl.gang.hosting import MODULE
 
 AFTER = 4
 """Iterations, after which the executor goes."""
@@ -67,17 +66,12 @@ def fit(spark, run: sparkdl.Trainer) -> dict:
     finally:
         logging.getLogger("sparkdl").removeHandler(handler)
     context = spark.sparkContext
-    hosted = [
-        pid
-        for pid in processes.all_pids()
-        if MODULE.encode() in processes.command(pid) and os.getsid(pid) == os.getsid(0)
-    ]
     slabs = Path("/dev/shm").glob(f"sparkdl-{context.applicationId}-*")
     return {
         **result,
         "log": lines,
         "seconds": round(time.monotonic() - began, 1),
-        "left": [*hosted, *map(str, slabs), *context._jsc.getPersistentRDDs().keySet()],
+        "left": [*hosted_ranks(), *map(str, slabs), *context._jsc.getPersistentRDDs().keySet()],
     }
 
 

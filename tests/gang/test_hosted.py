@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 from gang_training import CLASSES, WIDTH, same, trainer_of
+from hosted import hosted_ranks
 from pyspark import cloudpickle
 from torch import nn
 
 import sparkdl
 from sparkdl import ParameterError, TrainingError
-from sparkdl.gang.hosting import MODULE
 
 pytestmark = [
     pytest.mark.gang,
@@ -32,24 +32,20 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 FOUR_ON_TWO = {"replicas": 4, "min_ranks": 2}
 
 
-def processes() -> list[int]:
-    """Those of hosted ranks, of this session of the system: others may test beside this one."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        pid = int(entry.name)
-        try:
-            ours = os.getsid(pid) == os.getsid(0)
-            if ours and MODULE.encode() in (entry / "cmdline").read_bytes().split(b"\0"):
-                found.append(pid)
-        except OSError:
-            continue
-    return found
-
-
 @pytest.fixture
 def no_process_left() -> Any:
     yield
-    assert processes() == []
+    assert hosted_ranks() == []
+
+
+class Counts(sparkdl.Callback):
+    """How many processes of ranks there are."""
+
+    def on_fit_start(self, trainer: Any, state: Any) -> None:
+        self.found: set[int] = set()
+
+    def on_iteration_end(self, trainer: Any, state: Any) -> None:
+        self.found.add(len(hosted_ranks()))
 
 
 class Strikes(nn.Module):
@@ -79,7 +75,7 @@ class Strikes(nn.Module):
 
 @pytest.mark.parametrize("strategy", ["zero1", "ddp"])
 def test_the_bits_are_those_of_as_many_ranks(frames, strategy, caplog):
-    df = frames(9, 12, 0, 11)
+    df, counts = frames(9, 12, 0, 11), Counts()
     run = trainer_of(
         **FOUR_ON_TWO,
         strategy=strategy,
@@ -87,7 +83,8 @@ def test_the_bits_are_those_of_as_many_ranks(frames, strategy, caplog):
         validation=sparkdl.Validation(df, metrics=["accuracy"], every=sparkdl.every(3)),
     )
     with caplog.at_level("WARNING", logger="sparkdl"):
-        trained = run.fit(df)
+        trained = replace(run, callbacks=[counts]).fit(df)
+    assert counts.found == {4}
     slices = 4 if strategy == "zero1" else 1
     here = {"engine": "local", "slices": slices, "min_ranks": None, "strategy": "ddp"}
     same(trained, replace(run, **here).fit(df))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,3 +91,35 @@ def test_what_is_forked_has_everything_and_runs_no_thread() -> None:
     assert found["collecting"]
     assert found["frozen"] > 100_000 > found["tracked"]
     assert found["missing"] == found["later"] == []
+
+
+FORKS = """
+import json, os, sys, time
+from sparkdl.daemon import give_workers_sessions
+give_workers_sessions()
+if os.fork() == 0:
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.write(write, str(os.getsid(0)).encode())
+        os._exit(0)
+    grandchild = int(os.read(read, 20))
+    print(json.dumps([os.getpid(), os.getsid(0), grandchild]), flush=True)
+    time.sleep(600)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sessions share the processor on Linux only")
+@pytest.mark.parametrize("end", [subprocess.Popen.kill, lambda daemon: daemon.stdin.close()])
+def test_a_worker_is_a_session_and_ends_with_its_daemon(end: Any) -> None:
+    """What a worker forks, such as processes that load data, belongs to its session."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with parent:
+        assert parent.stdout is not None
+        worker, its_session, grandchilds = json.loads(parent.stdout.readline())
+        assert worker == its_session == grandchilds
+        assert worker != os.getsid(0)
+        end(parent)
+        assert parent.stdout.read() == ""  # the worker has it open for as long as it lives
