@@ -27,6 +27,11 @@ def check_gang(trainer: Trainer, model: Prepared, context: SparkContext, ranks: 
     the work as the trainer says, :class:`sparkdl.SessionError` where they cannot run at once."""
     raise_all(ParameterError, list(problems_of_min_ranks(trainer.min_ranks, ranks)))
     parallel = parallel_of(trainer.parts, trainer.mesh, ranks)
+    if parallel.mesh.data == 1 and parallel.ddp.shard_optimizer and len(parallel.parts) > 1:
+        raise ParameterError(
+            f'strategy="zero1" shares the update among copies of the model, and mesh={trainer.mesh} of '
+            f'{ranks} ranks has one: give "data" a size of at least 2, or leave "zero1" out.'
+        )
     if parallel.pipeline is not None:
         check_split(parallel.pipeline, model.module, parallel.mesh.pipe)
     if parallel.tensor is not None:

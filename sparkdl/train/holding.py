@@ -6,7 +6,7 @@ updates; *places* the state before an iteration and *shares* what it updated aft
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -18,10 +18,11 @@ from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.run import Run
 from sparkdl.step.streaming import streams
 from sparkdl.sync.owner import Owner
+from sparkdl.sync.packing import join_files
 from sparkdl.sync.plan import SlicePlan, slice_plans
 from sparkdl.sync.plans import RunPlans
 from sparkdl.sync.state import SliceState
-from sparkdl.train.checkpoint.slices import Part, recut
+from sparkdl.train.checkpoint.slices import Part, recut, to_bytes
 from sparkdl.train.exchanged import exchange_bytes
 from sparkdl.train.mesh import Mesh
 from sparkdl.train.shards import (
@@ -109,13 +110,7 @@ class Whole:
             if state.weights.device != flat.device:
                 flat[_part(self.slices[n])].copy_(state.weights)
         if len(self.slices) > 1:
-            sent = [
-                dist.broadcast(flat[_part(plan)], plan.index, async_op=True)
-                for plan in self.slices
-                if plan.length
-            ]
-            for work in sent:
-                work.wait()
+            broadcast_parts(flat, self.slices, range(len(self.slices)))
         self.live.flat.refresh()
 
     def as_slices(self, states: States) -> States:
@@ -124,6 +119,22 @@ class Whole:
 
 def _part(plan: SlicePlan) -> slice:
     return slice(plan.start, plan.stop)
+
+
+def broadcast_parts(
+    flat: torch.Tensor,
+    plans: Sequence[SlicePlan],
+    ranks: Sequence[int],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Each slice from the rank that updated it, of these ``ranks``, to all of ``group``."""
+    sent = [
+        dist.broadcast(flat[_part(plan)], rank, group=group, async_op=True)
+        for plan, rank in zip(plans, ranks, strict=True)
+        if plan.length
+    ]
+    for work in sent:
+        work.wait()
 
 
 class Turned(Protocol):
@@ -144,7 +155,8 @@ class Turned(Protocol):
 class Cut:
     """A replica of which a rank has a part. ``whole``: the layout of all parts together. ``spans``:
     what a rank has of it; ``turned``: where it first has to be made that. ``repeated``: parameters,
-    by number, that are also on a rank before this one."""
+    by number, that are also on a rank before this one. ``sharers``: the ranks with the same part, of
+    ``group``, each of which updates some of it ("zero1"); none: each updates all."""
 
     live: LiveReplica
     whole: Layout
@@ -152,19 +164,26 @@ class Cut:
     spans: Callable[[int], list[Span]]
     turned: Turned | None = None
     repeated: frozenset[int] = frozenset()
+    sharers: Sequence[int] = ()
+    group: dist.ProcessGroup | None = None
 
 
 class Sharded:
-    """The model is cut, as a :class:`Cut` says; a rank owns its part, under its own number. Rank n
-    reads and writes slice n for the others. Of several copies of the cut model the first is what
-    others see."""
+    """The model is cut, as a :class:`Cut` says; a rank owns its part, or what it updates of it, under
+    its own number. Rank n reads and writes slice n for the others. Of several copies of the cut model
+    the first is what others see."""
 
     def __init__(self, cut: Cut, run: Run, rank: int) -> None:
         """``run``: with one slice for each rank."""
         self.live, self._rank, self._turned = cut.live, rank, cut.turned
         self.slices = slice_plans(cut.whole, run.slices, whole=run.whole_tensors)
-        self.first = cut.mesh.place(rank, "data") == 0
-        (owner,) = RunPlans.of(cut.live, replace(run, slices=1)).owners
+        self._sharers, self._group = cut.sharers or (rank,), cut.group
+        self._tells = cut.mesh.place(rank, "data") == 0
+        self.first = self._tells or len(self._sharers) > 1
+        plans = RunPlans.of(cut.live, replace(run, slices=len(self._sharers)))
+        self._whole, self._cuts = plans.whole.plan, plans.slices
+        owner = plans.owners[self._sharers.index(rank)]
+        self._mine = owner.plan
         owner = replace(owner, plan=replace(owner.plan, index=rank))
         self.owners = {rank: owner}
         pieces = tuple(p for p in owner.plan.pieces if p.number not in cut.repeated)
@@ -176,37 +195,58 @@ class Sharded:
 
     def begin(self) -> None:
         """See :class:`Holding`; so for what follows."""
-        self.states = {self._rank: SliceState(self.live.flat.flat)}
+        self.states = {self._rank: SliceState(self.live.flat.flat[_part(self._mine)])}
 
     def place(self, slices: States) -> None:
-        state, flat = self._shards(slices), self.live.flat.flat
-        flat.copy_(state.weights)
+        whole, flat = self._shards(slices), self.live.flat.flat
+        flat.copy_(whole.weights)
+        state = self._my(whole)
         arrays = {name: array.to(flat.device) for name, array in state.arrays.items()}
-        self.states = {self._rank: SliceState(flat, arrays, state.held, state.others)}
-        self.share()
+        weights = flat[_part(self._mine)]
+        self.states = {self._rank: SliceState(weights, arrays, state.held, state.others)}
+        self.live.flat.refresh()
 
     def place_best(self, slices: States) -> None:
-        self.best = {self._rank: self._shards(slices)}
+        self.best = {self._rank: self._my(self._shards(slices))}
 
     def share(self) -> None:
+        if len(self._sharers) > 1:
+            flat = self.live.flat.flat
+            broadcast_parts(flat, self._cuts, self._sharers, self._group)
         self.live.flat.refresh()
 
     def as_slices(self, states: States) -> States:
         if not states:
             return {}
         spans, state = self._spans[self._rank], states[self._rank]
+        if len(self._sharers) > 1:
+            state = self._all_of(state)
         if self._turned is not None:
             state = self._turned.by_rows(state)
-        parts = list(parts_of(self._own, spans, on_cpu(state)))
-        if not self.first:
-            spans, parts = [], []
+        parts = list(parts_of(self._own, spans, on_cpu(state))) if self._tells else []
+        spans = spans if self._tells else []
         arriving = self._sent(lambda to: for_slice(spans, parts, self.slices[to]))
         return {self._rank: recut(arriving, self.slices[self._rank], self._own.dtype)}
+
+    def _my(self, whole: SliceState) -> SliceState:
+        """What this rank updates, of the state of its part."""
+        if len(self._sharers) == 1:
+            return whole
+        return recut([_as_part(self._whole, whole)], self._mine, self._own.dtype)
+
+    def _all_of(self, state: SliceState) -> SliceState:
+        """The state of this rank's part, out of what all update of it; ``state``, where only the first
+        copy needs it."""
+        parcel, wanted = join_files([to_bytes(self._mine, on_cpu(state))]), self._sharers
+        if self._turned is None:
+            wanted = wanted[:1]
+        arriving = list(self._sent(lambda to: parcel if to in wanted else bytearray()))
+        return recut(arriving, self._whole, self._own.dtype) if arriving else state
 
     def _shards(self, slices: States) -> SliceState:
         """This rank's out of every rank's slice."""
         plan, spans = self.slices[self._rank], self._spans
-        part = Part(plan.start, plan.stop, plan.trainable_length, slices[self._rank])
+        part = _as_part(plan, slices[self._rank])
         arriving = self._sent(lambda to: for_shards(part, spans[to]))
         state = state_from(self._own, spans[self._rank], arriving, self._own.dtype)
         return state if self._turned is None else self._turned.as_cut(state)
@@ -217,6 +257,10 @@ class Sharded:
         for distance in range(size):
             to, source = (self._rank + distance) % size, (self._rank - distance) % size
             yield from unpacked(exchange_bytes(parcel(to), to, source, self._rank))
+
+
+def _as_part(plan: SlicePlan, state: SliceState) -> Part:
+    return Part(plan.start, plan.stop, plan.trainable_length, state)
 
 
 def on_cpu(state: SliceState) -> SliceState:

@@ -85,10 +85,10 @@ def _together(named: Sequence[Any], mesh: Mapping[str, int] | None) -> Iterator[
     words = " and ".join(f'"{part.word}"' for part in parts.values())
     if max(count.values()) > 1:
         yield "strategy has two of a kind: name each once."
-    elif len(parts) > 1 and "data" in parts:
+    elif len(parts) > 1 and parts.get("data") not in (None, DDP(shard_optimizer=True)):
         yield (
-            f'strategy: {words} do not go together. "fsdp", "tensor" and "pipeline" do, and copies of '
-            'what they cut are mesh={"data": ...}.'
+            f'strategy: {words} do not go together. "fsdp", "tensor" and "pipeline" do, copies of what '
+            'they cut are mesh={"data": ...}, and "zero1" shares the update among these.'
         )
     elif len(parts) > 1 and "shard" in parts and parts["shard"].cpu_offload:
         yield (

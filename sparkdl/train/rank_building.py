@@ -91,6 +91,8 @@ def _cut(recipe: Recipe, setup: Setup, own: Samples, member: Member) -> Built:
         turned = ByRows(live, whole, groups.mesh(*names), rows(rank), numbers(rank))
         part = mesh.place(rank, "tensor")
         cut = replace(cut, turned=turned, repeated=repeated(live, groups.mesh("tensor"), part))
+    if parallel.ddp.shard_optimizer and mesh.data > 1:
+        cut = replace(cut, sharers=mesh.along(rank, "data"), group=groups.along("data"))
     held = Sharded(cut, run, rank)
     plans = [owner.plan for owner in held.owners.values()]
     near = NearRows(samples, rank, mesh.model_group(rank), run, live)

@@ -9,7 +9,8 @@ rank updates all of it; with "zero1" rank n owns slice n alone, keeps the optimi
 stage 1: Rajbhandari et al., 2020), and sends its new weights to the others. With "fsdp" a rank has
 its shards of all parameters, and updates these (:mod:`sparkdl.train.fully_sharded`); with "tensor"
 it has its part of the layers that are cut (:mod:`sparkdl.train.tensor_parallel`); with "pipeline" it
-has some layers (:mod:`sparkdl.train.pipelined`).
+has some layers (:mod:`sparkdl.train.pipelined`). Copies of a model that is cut update all of their
+part each, or, with "zero1" beside these, some of it.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ class DDP:
     better. ``static_graph``: every pass uses the same parameters in the same way, so that torch looks
     once. ``shard_optimizer``: each rank updates its part of the weights and keeps the optimizer's
     state of that part only (ZeRO, stage 1: Rajbhandari et al., 2020), which is the strategy "zero1".
+    Beside another strategy copies of what that cuts share the update so.
     """
 
     word: ClassVar[str] = "ddp"

@@ -7,8 +7,10 @@ layers that are cut.
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ ENDS: dict[str, dict] = {
 PIPELINES: dict[str, dict] = {
     "one pipeline": {"strategy": "pipeline"},
     "two pipelines": {"mesh": {"data": 2, "pipe": 2}},
+    "two that share the update": {"strategy": "zero1", "mesh": {"data": 2, "pipe": 2}},
 }
 
 
@@ -74,6 +77,10 @@ LAYERS: dict[str, dict] = {
     "four parts": {"strategy": "tensor"},
     "parts and copies": {"mesh": {"data": 2, "tensor": 2}},
     "parts and shards": {"mesh": {"shard": 2, "tensor": 2}},
+    "parts and copies that share the update": {
+        "strategy": ["tensor", "zero1"],
+        "mesh": {"data": 2, "tensor": 2},
+    },
 }
 STAGES_OF_LAYERS, STAGES_OF_SHARDS = {"pipe": 2, "tensor": 2}, {"pipe": 2, "shard": 2}
 BEGINNINGS: dict[str, tuple[Any, dict, dict[str, dict]]] = {
@@ -83,12 +90,27 @@ BEGINNINGS: dict[str, tuple[Any, dict, dict[str, dict]]] = {
         ENDS,
     ),
     "pipelines": (rowwise, {"mesh": {"data": 2, "pipe": 2}}, ENDS | PIPELINES),
+    "pipelines that share the update": (
+        rowwise,
+        PIPELINES["two that share the update"],
+        {"local": ENDS["local"], "two pipelines": PIPELINES["two pipelines"]},
+    ),
     "interleaved": (
         rowwise,
         {"strategy": sparkdl.Pipeline(stages_per_rank=2), "mesh": {"pipe": 2}},
         PIPELINES,
     ),
     "layers": (paired, {"mesh": {"data": 2, "tensor": 2}}, ENDS | LAYERS),
+    "layers whose copies share the update": (
+        paired,
+        LAYERS["parts and copies that share the update"],
+        {"local": ENDS["local"], "parts and copies": LAYERS["parts and copies"]},
+    ),
+    "shards whose copies share the update": (
+        model,
+        {"strategy": ["zero1", sparkdl.FSDP(units=["0"])], "mesh": {"data": 2, "shard": 2}},
+        ENDS,
+    ),
     "shards of layers": (
         paired,
         {"strategy": [sparkdl.FSDP(units=["0", "2"]), "tensor"], "mesh": {"shard": 2, "tensor": 2}},
@@ -111,6 +133,29 @@ BEGINNINGS: dict[str, tuple[Any, dict, dict[str, dict]]] = {
     ),
 }
 """A model, how its training begins, and how it goes on."""
+SHARED = [name for name in BEGINNINGS if "share the update" in name]
+
+
+class Noting(torch.optim.Adam):
+    """Each rank leaves a file: how many elements it updates."""
+
+    def __init__(self, parameters: Any, folder: str, **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self.folder = folder
+
+    def step(self, closure: Any = None) -> Any:
+        if "RANK" in os.environ:
+            note = Path(self.folder, os.environ["RANK"])
+            note.write_text(str(sum(p.numel() for g in self.param_groups for p in g["params"])))
+        return super().step(closure)
+
+
+def updated(common: Any, how: dict, df: Any, folder: Path) -> list[int]:
+    """How many elements each rank updates."""
+    folder.mkdir(parents=True)
+    optimizer = partial(Noting, folder=str(folder), lr=1e-2)
+    common(**how, optimizer=optimizer, stop=sparkdl.max_iteration(1)).fit(df)
+    return [int((folder / str(rank)).read_text()) for rank in range(RANKS)]
 
 
 def main() -> None:
@@ -148,6 +193,9 @@ def main() -> None:
             some = {"whole": told(whole.fit(df)), "begun": told(begun.fit(df))}
             for end, how in ends.items():
                 some[end] = told(common(stop=STOP, **how).fit(df, resume=path))
+            if name in SHARED:
+                notes = Path(given["path"], "notes", name)
+                some["updated"] = updated(common, beginning, df, notes)
             found[name] = some
     answer(found)
 

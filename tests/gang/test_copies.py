@@ -38,3 +38,14 @@ def test_others_go_on_from_its_checkpoint(found, beginning, end):
     ended, whole = found[beginning][end], found[beginning]["whole"]
     assert ended["losses"] == pytest.approx(whole["losses"], rel=0, abs=1e-5)
     assert ended["weights"] == pytest.approx(whole["weights"], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("beginning", copies.SHARED)
+def test_copies_that_share_the_update_do_half_of_it_each(found, beginning):
+    """What both ranks of a model-parallel group have, they both update."""
+    made, _, _ = copies.BEGINNINGS[beginning]
+    sizes = {name: p.numel() for name, p in made().named_parameters()}
+    of_all = sum(sizes.values())
+    if "layers" in beginning:
+        of_all += sum(n for name, n in sizes.items() if name == "2.bias" or name[0] > "2")
+    assert sum(found[beginning]["updated"]) == of_all

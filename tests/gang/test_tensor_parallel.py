@@ -314,8 +314,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a part of the update": (
         {"strategy": ["tensor", "zero1"], "mesh": {"data": 1, "tensor": 2}},
         ParameterError,
-        'strategy: "tensor" and "ddp" do not go together. "fsdp", "tensor" and "pipeline" do, and '
-        'copies of what they cut are mesh={"data": ...}.',
+        "strategy=\"zero1\" shares the update among copies of the model, and mesh={'data': 1, "
+        '\'tensor\': 2} of 2 ranks has one: give "data" a size of at least 2, or leave "zero1" out.',
     ),
     "no sizes": (
         {"strategy": ["fsdp", "tensor"]},

@@ -82,7 +82,7 @@ def test_who_shares_what():
     [
         ([], None, "strategy is an empty list"),
         (["fsdp", FSDP()], None, "strategy has two of a kind"),
-        ("zero1", {"pipe": 2}, '"ddp" and "pipeline" do not go together'),
+        (DDP(static_graph=True), {"pipe": 2}, '"ddp" and "pipeline" do not go together'),
         ("ddp", {}, "mesh={}: give sizes by name"),
         ("ddp", {"data": True}, "data is a whole number of at least 1"),
         ("ddp", {"data": 0}, "data is a whole number of at least 1"),
@@ -103,6 +103,8 @@ def test_what_does_not_go_together(strategy, mesh, problem):
         (["fsdp", Tensor()], {"data": 2, "shard": 2, "tensor": 2}),
         (Pipeline(), {"data": 2, "pipe": 2}),
         (["fsdp", "pipeline"], {"pipe": 2, "shard": 2}),
+        ("zero1", {"data": 2, "pipe": 2}),
+        (["tensor", "zero1"], {"data": 2, "tensor": 2}),
     ],
 )
 def test_what_does(strategy, mesh):
