@@ -23,6 +23,8 @@ from sparkdl.train.watch import Watch
 from sparkdl.worker import settle_worker
 
 CANCEL_SECONDS = 10.0
+LAG_SECONDS = 5.0
+"""So long the end of a fit that failed waits for Spark's own books, which say what still runs."""
 
 
 class Resources:
@@ -97,13 +99,13 @@ class Resources:
             forget_shuffles(self._shuffled)
         self._shuffled = rdd
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         alive = self.context._jsc is not None and not self.context._jsc.sc().isStopped()
         with contextlib.suppress(Py4JError):
             self._closing.close()
         if alive:
             with contextlib.suppress(Py4JError):
-                self._cancel()
+                self._cancel(failed=kind is not None)
             with contextlib.suppress(Py4JError):
                 self._clean_nodes()
         if self._watch is not None:
@@ -120,12 +122,17 @@ class Resources:
             for key, value in self._before.items():
                 self.context.setLocalProperty(key, value)  # type: ignore[arg-type]
 
-    def _cancel(self) -> None:
+    def _cancel(self, failed: bool) -> None:
         """Cancel the fit's jobs and wait until their tasks are gone, so that none makes a slab.
 
         Of a job that failed, too: Spark ends it with its first task that fails for good, and the
-        others notice within some seconds.
+        others notice within some seconds. It may not even know that they have begun, since what tells
+        it follows the scheduler from afar.
         """
+        if failed:
+            with contextlib.suppress(Py4JError):  # it waited in vain
+                bus = self.context._jsc.sc().listenerBus()  # type: ignore[union-attr]
+                bus.waitUntilEmpty(int(1e3 * LAG_SECONDS))
         tracker = self.context.statusTracker()
         if tracker.getActiveJobsIds():
             self.context.cancelJobGroup(self.slab.name)
