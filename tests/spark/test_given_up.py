@@ -7,17 +7,15 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+import fail_early
 import pyarrow as pa
 import pytest
-import torch
+from launch import launch
 from pyspark import cloudpickle
 from pyspark.errors import PythonException
-from pyspark.java_gateway import ensure_callback_server_started
-from torch import nn
 
-import sparkdl
 from sparkdl.data.partition import PartitionWriter
 from sparkdl.slab.root import SlabConfig, open_root, remove_root
 
@@ -69,52 +67,7 @@ def test_it_makes_no_slab_root(spark: Any, tmp_path: Path, slabs: Any, there: bo
     remove_root(config)
 
 
-class Slow:
-    """A listener of Spark that takes its time over the first task: what Spark tells lags behind."""
-
-    class Java:
-        implements: ClassVar = ["org.apache.spark.scheduler.SparkListenerInterface"]
-
-    def onTaskStart(self, event: Any) -> None:
-        time.sleep(1.5)
-
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("on"):
-            raise AttributeError(name)
-        return lambda event: None
-
-
-@pytest.fixture
-def slow(spark: Any) -> Iterator[None]:
-    """Beside the listener that keeps the tracker's books."""
-    ensure_callback_server_started(spark.sparkContext._gateway)
-    bus, listener = spark.sparkContext._jsc.sc().listenerBus(), Slow()
-    bus.addToQueue(listener, "appStatus")
-    yield
-    bus.removeListener(listener)
-
-
-def first_fails(partition: int, numbers: Iterator[int]) -> Iterator[tuple[list[float], float]]:
-    """The other partition comes when the fit has an error already."""
-    if partition == 0:
-        raise ValueError("the mistake of a user")
-    time.sleep(1.0)
-    return iter([([float(n)], float(n)) for n in numbers])
-
-
-def test_a_fit_that_failed_awaits_its_tasks_where_the_tracker_lags(
-    spark: Any, slow: None, nothing_left: Any
-) -> None:
-    rows = spark.sparkContext.parallelize(range(8), 2).mapPartitionsWithIndex(first_fails)
-    trainer = sparkdl.Trainer(
-        model=partial(nn.Linear, 1, 1),
-        loss=nn.MSELoss(),
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        batch_size=4,
-        replicas=2,
-        stop=sparkdl.max_epoch(1),
-    )
-    with pytest.raises(sparkdl.SparkdlError, match="the mistake of a user"):
-        trainer.fit(rows)
-    time.sleep(1.5)
-    nothing_left()
+def test_a_fit_that_failed_awaits_tasks_that_the_tracker_does_not_know(tmp_path: Path) -> None:
+    found = launch(Path(fail_early.__file__), tmp_path)
+    assert "ValueError: the mistake of a user" in found["error"]
+    assert found["slabs"] == []
