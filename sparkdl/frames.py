@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,17 +121,55 @@ def stored_frames(rdd: RDD) -> RDD:
     blocks go by name. One that is lost is not computed again, so only where none can be: in local mode
     what memory has no room for is on disk.
     """
+    (blocks,) = _blocks(rdd, [range(rdd.getNumPartitions())])
+    return RDD(blocks, rdd.ctx, NoOpSerializer())
+
+
+def stored_for(rdd: RDD, wanted: Sequence[Sequence[int]]) -> RDD:
+    """An RDD whose m-th partition has the frames of those partitions of a persisted RDD that
+    ``wanted[m]`` names, one or more, from wherever they are stored; without its lineage.
+
+    ``rdd`` comes from :func:`map_frames` with a task that yields :func:`send` pairs, in the partitions
+    that they are addressed to. Where a block is not found, tasks fail: see :func:`is_not_stored`.
+    """
+    jvm = rdd.ctx._jvm
+    assert jvm is not None
+    groups = list(dict.fromkeys(tuple(some) for some in wanted))
+    together = [blocks.coalesce(1) for blocks in _blocks(rdd, groups)]
+    partitions: list[RDD[bytes]] = [
+        RDD(together[groups.index(tuple(some))], rdd.ctx, NoOpSerializer()) for some in wanted
+    ]
+    # Of pairs nothing says where they had best be read: what they are zipped with does.
+    pairs = jvm.PairwiseRDD(rdd.ctx.union(partitions)._jrdd.rdd()).asJavaPairRDD()
+    return RDD(jvm.PythonRDD.valueOfPair(pairs), rdd.ctx, NoOpSerializer())
+
+
+def is_not_stored(error: Exception) -> bool:
+    """Whether a job failed since a block of :func:`stored_for` is no longer stored anywhere."""
+    return "Could not compute split, block" in str(error)
+
+
+def _blocks(rdd: RDD, groups: Sequence[Sequence[int]]) -> list[Any]:
+    """For each group of partitions of a persisted RDD a Java RDD of them, by the blocks' names."""
     jvm, gateway = rdd.ctx._jvm, rdd.ctx._gateway
     assert jvm is not None
     assert gateway is not None
+    spark = jvm.org.apache.spark
+    block_id, named, rdd_of, java = (
+        spark.storage.BlockId,
+        spark.storage.RDDBlockId,
+        spark.rdd.BlockRDD,
+        spark.api.java.JavaRDD,
+    )
     source = rdd._jrdd.rdd()
-    count = rdd.getNumPartitions()
-    blocks = gateway.new_array(jvm.org.apache.spark.storage.BlockId, count)
-    for i in range(count):
-        blocks[i] = jvm.org.apache.spark.storage.RDDBlockId(source.id(), i)
-    kind = source.elementClassTag()
-    stored = jvm.org.apache.spark.rdd.BlockRDD(source.context(), blocks, kind)
-    return RDD(jvm.org.apache.spark.api.java.JavaRDD(stored, kind), rdd.ctx, NoOpSerializer())
+    context, kind, number = source.context(), source.elementClassTag(), source.id()
+    found = []
+    for group in groups:
+        blocks = gateway.new_array(block_id, len(group))
+        for i, partition in enumerate(group):
+            blocks[i] = named(number, partition)
+        found.append(java(rdd_of(context, blocks, kind), kind))
+    return found
 
 
 def is_local(context: SparkContext) -> bool:
@@ -170,6 +208,16 @@ class RunningJob:
         assert jvm is not None
         iterator = jvm.scala.jdk.javaapi.CollectionConverters.asScala(found.iterator())
         return _served(jvm.PythonRDD.serveIterator(iterator, "sparkdl-frames"))
+
+
+class StoringJob:
+    """A job that stores all partitions of a persisted RDD and brings nothing back, under way."""
+
+    def __init__(self, rdd: RDD) -> None:
+        self._future = rdd._jrdd.countAsync()
+
+    def wait(self) -> None:
+        self._future.get()
 
 
 def _served(address: Any) -> list[bytes]:

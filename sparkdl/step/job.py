@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -88,14 +88,15 @@ def check_seat(partition: int, seats: Iterable[tuple[bytes, bytes]]) -> Iterator
 
 @dataclass(frozen=True)
 class PadFrames:
-    """One seat (replica frame, sample frame) -> ``count`` frames, to be zipped with weights."""
+    """One seat (replica frame, sample frame) -> as many frames as ``counts`` says of its partition, to
+    be zipped with weights."""
 
-    count: int
+    counts: Sequence[int]
 
     def __call__(self, partition: int, seats: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         for replica, samples in seats:
             yield pickle.dumps((replica, samples))
-            for _ in range(self.count - 1):
+            for _ in range(self.counts[partition] - 1):
                 yield b""
 
 

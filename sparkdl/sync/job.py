@@ -21,8 +21,6 @@ from sparkdl.slab.pool import Pool, Reference, open_pool
 from sparkdl.sync.codec import decode, encode
 from sparkdl.sync.contribution import Contribution, SectionMap, open_section
 from sparkdl.sync.gradient import Reduced
-from sparkdl.sync.install import handed_on
-from sparkdl.sync.nodes import Nodes
 from sparkdl.sync.owner import Owner
 from sparkdl.sync.plans import plans_of
 from sparkdl.sync.records import (
@@ -34,6 +32,7 @@ from sparkdl.sync.records import (
     Step,
 )
 from sparkdl.sync.store import next_version
+from sparkdl.sync.tell import Tell, to_driver
 from sparkdl.worker import settle_worker
 
 Frame = tuple[Any, memoryview]
@@ -46,16 +45,16 @@ class Synchronize:
     """Body of the synchronization stage: reduce slice n, update it, write version t+1.
 
     ``step``: None: the one that the job was told, see :mod:`sparkdl.message`; so for the others.
-    ``nodes``: where the new weights are handed on to other nodes; None: the report is the result.
+    ``tell``: what becomes of the report and the new weights.
     """
 
     step: Step | None = None
-    nodes: Nodes | None = None
+    tell: Tell = to_driver
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         frames, run = _read(pairs)
         step = self.step or posted()
-        yield from _told(synchronize(step, partition, run, frames), run, self.nodes)
+        yield from self.tell(synchronize(step, partition, run, frames), run)
         settle_worker()
 
 
@@ -153,14 +152,14 @@ class Update:
     """Body of the update stage after :class:`Reduce`: clip by the global norm, update slice n."""
 
     step: Step | None = None
-    nodes: Nodes | None = None
+    tell: Tell = to_driver
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         frames, run = _read(pairs)
         frames.sort(key=lambda frame: frame[0].index)
         headers = [header for header, _ in frames]
         report = update_slice(self.step or posted(), partition, run, headers)
-        yield from _told(report, run, self.nodes)
+        yield from self.tell(report, run)
         settle_worker()
 
 
@@ -212,14 +211,6 @@ def update_slice(
         norm=updated.norm,
         histograms=histograms,
     )
-
-
-def _told(report: SliceReport, run: Run, nodes: Nodes | None) -> Iterator[bytes]:
-    """To the driver, or with the new weights to the replicas' places."""
-    if nodes is None:
-        yield pickle.dumps(report)
-    else:
-        yield from handed_on(report, run, nodes)
 
 
 def room_for(nbytes: int, *sections: SectionMap) -> int:

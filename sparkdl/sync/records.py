@@ -112,6 +112,9 @@ STATE_FOREIGN = "state foreign"
 RESIDUAL_FOREIGN = "residual foreign"
 """The task does not run where what its replica left out of its gradients lies."""
 
+WEIGHTS_GONE = "weights gone"
+"""Blocks of weights are not stored any more; those in slabs will do."""
+
 
 @dataclass(frozen=True)
 class Fault:

@@ -10,7 +10,9 @@ than a second job. So
 * results come through the JVM's future, see :class:`sparkdl.frames.RunningJob`;
 * on one node, where references are all that travels, they go through the driver: each stage is a job,
   whose RDD is the same for all iterations;
-* a small model's iteration is one stage, see :class:`sparkdl.step.job.AtOnce`.
+* a small model's iteration is one stage, see :class:`sparkdl.step.job.AtOnce`;
+* between nodes synchronization stores the new weights as blocks, which the next iteration's tasks
+  fetch, see :class:`sparkdl.train.blocks.WeightBlocks`: no stage sends them.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ from sparkdl.sync.records import (
     SliceReport,
     Step,
 )
+from sparkdl.sync.tell import Tell, ToNodes, to_driver
+from sparkdl.train.blocks import WeightBlocks
 from sparkdl.train.node_sums import NodeSums
 from sparkdl.train.places import Places
 from sparkdl.train.resources import Resources
@@ -94,6 +98,7 @@ class IterationJobs:
         self._places, self._slices, self._resources = places, slices, resources
         self._node_sums = node_sums
         self._context = resources.context
+        self._blocks = WeightBlocks(places, slices, resources)
         self._here: dict[str, RDD] = {}
         self._untold = False
         self._next: RDD | None = None
@@ -102,6 +107,7 @@ class IterationJobs:
     def forget(self) -> None:
         """What was built for the places that were: to be built anew."""
         self._here.clear()
+        self._blocks.forget()
         self._next = None
 
     def at_once(self, step: Step) -> list[SeatReport] | None:
@@ -171,24 +177,40 @@ class IterationJobs:
         if not post(self._context, step):
             alone = self._build(states, nodes, step)
             return _joined(self._run(alone, count, name, lambda: self._resources.shuffled(alone)))
-        ready = self._next if self._next_for == self._key(states, nodes) else None
-        rdd = ready or self._build(states, nodes)
+        storing = nodes is None and self._blocks.pay(states)
+        fetched = self._blocks.of(states) if storing else None
+        key = self._key(states, nodes, fetched)
+        ready = self._next if self._next_for == key else None
+        rdd = ready or self._build(states, nodes, fetched=fetched, storing=storing)
         self._next = None
-        return _joined(self._run(rdd, count, name, lambda: self._prepare(rdd, states, nodes)))
+
+        def prepare() -> None:
+            self._prepare(rdd, states, nodes, storing)
+
+        if storing:
+            with stage_name(self._context, name):
+                return _joined(self._blocks.store(rdd, prepare))
+        return _joined(self._run(rdd, count, name, prepare))
 
     def _nodes_that_sum(self, states: tuple[SliceHandle, ...]) -> Nodes | None:
         return self._node_sums.chosen(self._places.tokens, states)
 
-    def _prepare(self, running: RDD, states: tuple[SliceHandle, ...], nodes: Nodes | None) -> None:
+    def _prepare(
+        self, running: RDD, states: tuple[SliceHandle, ...], nodes: Nodes | None, storing: bool
+    ) -> None:
         """While ``running`` runs: delete the shuffle before it, build what probably comes after."""
         self._resources.shuffled(running)
-        self._next, self._next_for = self._build(states, nodes), self._key(states, nodes)
+        fetched = running if storing else None
+        self._next = self._build(states, nodes, fetched=fetched, storing=storing)
+        self._next_for = self._key(states, nodes, fetched)
 
-    def _key(self, states: tuple[SliceHandle, ...], nodes: Nodes | None) -> object:
+    def _key(
+        self, states: tuple[SliceHandle, ...], nodes: Nodes | None, fetched: RDD | None
+    ) -> object:
         """What the RDDs depend on."""
         places = self._places
         nearby = places.near(states)
-        return places.samples, places.tokens, tuple(s.token for s in states), nodes, nearby
+        return places.samples, places.tokens, tuple(s.token for s in states), nodes, nearby, fetched
 
     def _run(self, rdd: RDD, count: int, name: str, meanwhile: Callable[[], None]) -> list[Any]:
         """The ``count`` reports of a job; ``meanwhile`` is done while it runs."""
@@ -198,13 +220,24 @@ class IterationJobs:
         return [pickle.loads(frame) for frame in job.frames()]
 
     def _build(
-        self, states: tuple[SliceHandle, ...], nodes: Nodes | None, step: Step | None = None
+        self,
+        states: tuple[SliceHandle, ...],
+        nodes: Nodes | None,
+        step: Step | None = None,
+        fetched: RDD | None = None,
+        storing: bool = False,
     ) -> RDD:
-        """The RDDs of an iteration; with ``step`` in the task bodies, where it cannot be told."""
+        """The RDDs of an iteration; with ``step`` in the task bodies, where it cannot be told.
+
+        ``fetched``: where blocks of the weights are; ``storing``: whether there shall be new ones.
+        """
         places, told, replicas = self._places, step is None, len(self._places.tokens)
         with stage_name(self._context, FORWARD_BACKWARD):
             body = ForwardBackward(step, nodes)
-            gradients = places.at_seats(body, places.samples, states, told=told)
+            if fetched is not None:
+                gradients = places.at_seats_from(fetched, body, states)
+            else:
+                gradients = places.at_seats(body, places.samples, states, told=told)
             received = self._send(gradients, self._slices if nodes is None else replicas)
         if nodes is not None:
             with stage_name(self._context, "sum on the nodes"):
@@ -214,7 +247,8 @@ class IterationJobs:
             with stage_name(self._context, REDUCTION):
                 reduced = map_frames(zip_frames(received, places.owners), Reduce(step))
                 received = self._send(reduced, self._slices)
-        update = Synchronize(step, nodes) if places.two_stages else Update(step, nodes)
+        tell: Tell = self._blocks.tell if storing else ToNodes(nodes) if nodes else to_driver
+        update = Synchronize(step, tell) if places.two_stages else Update(step, tell)
         owners = places.owners if places.two_stages else places.updaters
         with stage_name(self._context, SYNCHRONIZATION):
             updated = map_frames(zip_frames(received, owners), update)

@@ -12,8 +12,8 @@ from sparkdl.sync.plan import slice_plans
 from sparkdl.sync.records import SliceHandle
 from sparkdl.train.form import STAGE_SECONDS
 
-MORE_STAGES = 1
-"""Combining and installing are two stages more, publishing to every replica one less."""
+MORE_STAGES = 2
+"""Combining and installing."""
 BYTES_PER_SECOND = 2e8
 """Of the shuffle between two nodes, roughly. Most of it is not the network: to write and read the bytes
 takes Spark and Python 10 ns a byte of processor time (benchmarks/between_nodes.py)."""

@@ -17,6 +17,7 @@ from sparkdl.frames import (
     map_frames,
     shuffle_frames,
     stage_name,
+    stored_for,
     stored_frames,
     zip_frames,
 )
@@ -164,7 +165,7 @@ class Places:
 
     def zipped_with_seats(self, frames: RDD, task: Callable[..., Any]) -> list[Any]:
         """Likewise over (frame, padded seat) pairs, one a replica."""
-        seats = map_frames(zip_frames(self._replicas, self.samples), PadFrames(1))
+        seats = self._padded(self.samples, (1,) * self._run.replicas)
         return self.pickled(map_frames(zip_frames(frames, seats), task))
 
     def pickled(self, rdd: RDD) -> list[Any]:
@@ -184,18 +185,41 @@ class Places:
         ``samples``: a record for each replica; ``checksums``: of them, where they are not the
         training samples. ``told``: the tasks find version t in what their job is told.
         """
-        seats = zip_frames(self._replicas, self._light(samples))
         given = None if told else states
         if self.near(states):
+            seats = zip_frames(self._replicas, self._light(samples))
             copies = {} if told else self.copies_of(states)
             return map_frames(seats, AtSeats(task, given, checksums, copies))
-        publish = PublishWeights(given, self.tokens, everything=self._policy.local_steps > 1)
+        publish = PublishWeights(given, self.tokens, everything=self.everything_travels)
         published = shuffle_frames(
             map_frames(self.owners, publish), self._run.replicas, self.few_bytes
         )
-        padded = map_frames(seats, PadFrames(self._run.slices))
+        padded = self._padded(samples, (self._run.slices,) * self._run.replicas)
         body = AtSeatsWithBytes(task, given, checksums)
         return map_frames(zip_frames(padded, published), body)
+
+    @property
+    def everything_travels(self) -> bool:
+        """Whether replicas need the optimizer's state beside the weights."""
+        return self._policy.local_steps > 1
+
+    def at_seats_from(self, stored: RDD, task: SeatTask, states: tuple[SliceHandle, ...]) -> RDD:
+        """Likewise with the training samples, in a job that is told the step; the weights of other
+        nodes' slices are blocks of ``stored``, see :class:`sparkdl.sync.tell.ToBlocks`."""
+        missing = self.missing(states)
+        padded = self._padded(self.samples, tuple(map(len, missing)))
+        body = AtSeatsWithBytes(task)
+        return map_frames(zip_frames(padded, stored_for(stored, missing)), body)
+
+    def _padded(self, samples: RDD, counts: tuple[int, ...]) -> RDD:
+        """The seats, with as many records each as ``counts`` says."""
+        return map_frames(zip_frames(self._replicas, self._light(samples)), PadFrames(counts))
+
+    def missing(self, states: tuple[SliceHandle, ...]) -> list[list[int]]:
+        """For each replica the slices that lie on other nodes."""
+        return [
+            [n for n, state in enumerate(states) if state.token != token] for token in self.tokens
+        ]
 
     def near(self, states: tuple[SliceHandle, ...]) -> bool:
         """Whether every replica has all slices, or copies of them, on its node."""

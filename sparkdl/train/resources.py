@@ -50,7 +50,7 @@ class Resources:
         self.context, self.slab, self._timeout = context, slab, timeout
         self._watch: Watch | None = None
         self._rdds: list[RDD] = []
-        self._replicated: list[RDD] = []
+        self._passing: list[RDD] = []
         self._broadcasts: list[Any] = []
         self._shuffled: RDD | None = None
         self._closing = contextlib.ExitStack()
@@ -70,7 +70,7 @@ class Resources:
     def replicated(self, rdd: RDD) -> RDD:
         """Compute ``rdd`` and keep it on the disks of two executors, where there are as many, until
         it is forgotten or at the end."""
-        self._replicated.append(rdd.persist(StorageLevel.DISK_ONLY_2))
+        self._passing.append(rdd.persist(StorageLevel.DISK_ONLY_2))
         try:
             rdd._jrdd.count()
         except Exception:
@@ -78,9 +78,14 @@ class Resources:
             raise
         return rdd
 
+    def stored(self, rdd: RDD) -> RDD:
+        """Persist ``rdd`` until it is forgotten or at the end."""
+        self._passing.append(rdd.persist(StorageLevel.MEMORY_AND_DISK))
+        return rdd
+
     def forget(self, rdd: RDD) -> None:
-        """Let go of what was :meth:`replicated`."""
-        self._replicated.remove(rdd)
+        """Let go of what was :meth:`replicated` or :meth:`stored`."""
+        self._passing.remove(rdd)
         with contextlib.suppress(Py4JError):
             rdd.unpersist()
 
@@ -113,7 +118,7 @@ class Resources:
         _clean_here(self.slab)
         if alive:
             self.shuffled(None)
-            for rdd in (*self._rdds, *self._replicated):
+            for rdd in (*self._rdds, *self._passing):
                 with contextlib.suppress(Py4JError):
                     rdd.unpersist()
             for broadcast in self._broadcasts:

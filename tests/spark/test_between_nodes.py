@@ -16,6 +16,8 @@ from sparkdl.sync.nodes import least_bytes
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
 cloudpickle.register_pickle_by_value(sys.modules["train_between_nodes"])
 CASES = ["even", "buffers", "clip_norm", "three replicas", "table"]
+PLAIN = ["local steps", "few rows", "clip_norm, one slice", "gone", "too many names"]
+"""Tried only where no nodes sum."""
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +30,15 @@ def results(tmp_path_factory) -> dict:
         master="local-cluster[2,2,1024]",
         sums=[True, False],
         cases=CASES,
+        plain=PLAIN,
     )
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("way", ["summed", "plain"])
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [(case, way) for case in CASES for way in ("summed", "plain")]
+    + [(case, "plain") for case in PLAIN],
+)
 def test_the_bits_are_those_of_one_process(spark, results, case, way):
     df = script.frame(spark)
     validation = sparkdl.Validation(df, every=sparkdl.every(3))
@@ -62,6 +68,30 @@ def test_where_nodes_sum_they_send_the_least_there_is(results):
             assert gradients_sent + weights_sent == least
             assert gradients_received + weights_received == least
         assert sum(node[0] for node in nodes) == sum(node[1] for node in nodes) == parameters
+
+
+@pytest.mark.parametrize(
+    ("case", "stages"),
+    [
+        ("even, plain", [3, 2, 2, 2, 2]),
+        ("clip_norm, plain", [4, 3, 3, 3, 3]),
+        ("local steps, plain", [3, 2, 2, 2, 2]),
+        ("clip_norm, one slice, plain", [3, 3, 3, 3, 3]),
+        ("gone, plain", [3, 2, 2, 3, 2]),
+        ("too many names, plain", [3, 3, 3, 3, 3]),
+        ("even, summed", [4, 4, 4, 4, 4]),
+    ],
+)
+def test_no_stage_sends_weights_of_which_there_are_blocks(results, case, stages):
+    assert results[case]["stages"] == stages
+
+
+def test_blocks_of_weights_go_when_there_are_newer_ones(results):
+    """Of the version that was read and the one that was written there are some, after an iteration."""
+    counts = results["even, plain"]["persisted"]
+    assert len(counts) == 5
+    assert counts[2:] == [counts[1]] * 3
+    assert counts[1] == counts[0] + 1
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,6 +1,7 @@
 """Script: train on executors whose slab roots are apart, with and without sums on the nodes.
 
-``sums``: whether the rule is made to say yes or no, whatever the size of the model.
+``sums``: whether the rule is made to say yes or no, whatever the size of the model. ``plain``: more
+cases in which it says no. In the case "gone" the blocks of the weights are deleted after an iteration.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import torch
 from torch import nn
 
 import sparkdl
-from sparkdl.train import node_sums
+from sparkdl.train import blocks, node_sums
+from sparkdl.train.blocks import MOST_NAMES
 from sparkdl.train.shuffle import ShuffleEngine
 
 WIDTH, CLASSES, NAMES = 16, 4, 40
+GONE_AFTER = 2
 
 
 def model() -> nn.Module:
@@ -55,6 +58,8 @@ CASES = {
     "table": {"model": Tagged, "optimizer": partial(torch.optim.SGD, lr=0.1)},
     "local steps": {"local_steps": 2},
     "few rows": {"batch_size": 3},
+    "gone": {},
+    "too many names": {},
 }
 
 
@@ -81,15 +86,29 @@ def frame(spark, rows: int = 120):
     return spark.createDataFrame(records, "features array<float>, label long")
 
 
+def stages_of_last_job(context) -> int:
+    """Those that were run."""
+    spark = context._jsc.sc()
+    spark.listenerBus().waitUntilEmpty()  # the store follows the scheduler
+    return spark.statusStore().jobsList(None).apply(0).numCompletedStages()
+
+
 def main() -> None:
+    import innards
     from launch import answer, digest, session, spec
 
     given = spec()
     notes: list[list[tuple[int, ...]]] = []
-    step, hand_on = ShuffleEngine.step, []
+    stages: list[int] = []
+    persisted: list[int] = []
+    step, hand_on, case = ShuffleEngine.step, [], ""
 
     def noted(self, iteration):
         result = step(self, iteration)
+        stages.append(stages_of_last_job(self._context))
+        persisted.append(innards.persisted(self._context))
+        if case == "gone" and iteration.index == GONE_AFTER:
+            self._jobs._blocks._stored.unpersist(blocking=True)
         names = {token: i for i, token in enumerate(dict.fromkeys(self._places.tokens))}
         hand_on[:] = [names[token] for token in self._places.tokens]
         notes.append(
@@ -107,8 +126,10 @@ def main() -> None:
         df = frame(spark)
         for sums in given["sums"]:
             node_sums.BYTES_PER_SECOND = 1e-9 if sums else 1e99
-            for case in given["cases"]:
-                notes.clear()
+            for case in given["cases"] + ([] if sums else given["plain"]):
+                for noted_so_far in (notes, stages, persisted):
+                    noted_so_far.clear()
+                blocks.MOST_NAMES = 3 if case == "too many names" else MOST_NAMES
                 validation = sparkdl.Validation(df, every=sparkdl.every(3))
                 trained = trainer(case, validation=validation).fit(df)
                 results[f"{case}, {'summed' if sums else 'plain'}"] = {
@@ -118,6 +139,8 @@ def main() -> None:
                     "bytes_sent": [record["bytes_sent"] for record in trained.history],
                     "nodes": list(hand_on),
                     "traffic": [list(note) for note in notes],
+                    "stages": list(stages),
+                    "persisted": list(persisted),
                 }
     answer(results)
 

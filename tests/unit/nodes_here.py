@@ -35,6 +35,7 @@ from sparkdl.sync.job import Reduce, Synchronize, Update
 from sparkdl.sync.nodes import Nodes
 from sparkdl.sync.owners import InitialState, PrepareOwner, PublishWeights, RecipeSource, Recount
 from sparkdl.sync.records import Copies, Installed, SliceHandle, SliceReport, Step
+from sparkdl.sync.tell import ToNodes, to_driver
 
 WIDTH, CLASSES, NAMES = 6, 3, 40
 Stage = list[list[bytes]]
@@ -170,7 +171,8 @@ class Machine:
         step, count = self.step(), len(self.replicas)
         publish = PublishWeights(self.states, self.tokens)
         published = self.shuffle(self.stage(publish, self.owners, self.slices), count)
-        padded = self.stage(PadFrames(len(self.slices)), [[s] for s in self.seats], self.replicas)
+        pads = PadFrames([len(self.slices)] * count)
+        padded = self.stage(pads, [[s] for s in self.seats], self.replicas)
         body = AtSeatsWithBytes(ForwardBackward(step), self.states)
         sent = self.stage(body, self.zip(padded, published), self.replicas)
         return self._commit(self._synchronized(step, sent, None))
@@ -195,15 +197,16 @@ class Machine:
 
     def _synchronized(self, step: Step, sent: Stage, nodes: Nodes | None) -> Any:
         received = self.zip(self.shuffle(sent, len(self.slices)), self.owners)
+        tell = to_driver if nodes is None else ToNodes(nodes)
         if self._clips:
             reduced = self.stage(Reduce(step), received, self.slices)
             received = self.zip(
                 self.shuffle(reduced, len(self.slices)),
                 self.stage(Recount(len(self.slices)), self.owners, self.slices),
             )
-            told = self.stage(Update(step, nodes), received, self.slices)
+            told = self.stage(Update(step, tell), received, self.slices)
         else:
-            told = self.stage(Synchronize(step, nodes), received, self.slices)
+            told = self.stage(Synchronize(step, tell), received, self.slices)
         return told if nodes is not None else [pickle.loads(frame) for (frame,) in told]
 
     def _install(self, step: Step, sent: Stage) -> list[Installed]:
