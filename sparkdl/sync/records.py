@@ -114,6 +114,8 @@ RESIDUAL_FOREIGN = "residual foreign"
 
 WEIGHTS_GONE = "weights gone"
 """Blocks of weights are not stored any more; those in slabs will do."""
+REPORT_MISSING = "report missing"
+"""A slice was updated by a task of which Spark does not tell the report."""
 
 
 @dataclass(frozen=True)

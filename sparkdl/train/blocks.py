@@ -5,7 +5,9 @@ its partition, and Spark stores that (in memory, or on disk) on the executor. Th
 fetch the blocks of other nodes' slices by name, as they would fetch those of any persisted RDD. So the
 new weights are there when the job ends, and two stages are left of three. The state's slabs are what
 counts: a block is a copy of the weights, and where it is lost, or the weights come from elsewhere (a
-checkpoint, a snapshot), a stage sends them from the slabs.
+checkpoint, a snapshot), a stage sends them from the slabs. An accumulator takes the report of the task
+that ended first; that may be one which found the block there already, of a twin or of an attempt before
+it that failed afterwards. Then there is no report, and the iteration is submitted again.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from py4j.protocol import Py4JError
 from pyspark.core.rdd import RDD
 
 from sparkdl.frames import StoringJob, is_not_stored
-from sparkdl.sync.records import WEIGHTS_GONE, Fault, SliceHandle, SliceReport
+from sparkdl.sync.records import REPORT_MISSING, WEIGHTS_GONE, Fault, SliceHandle, SliceReport
 from sparkdl.sync.tell import Reports, ToBlocks
 from sparkdl.train.places import Places
 from sparkdl.train.resources import Resources
@@ -52,7 +54,7 @@ class WeightBlocks:
 
     def store(self, rdd: RDD, meanwhile: Callable[[], None]) -> list[SliceReport]:
         """Run an iteration that ends with :attr:`tell`; the report of every slice. ``meanwhile`` is
-        done while it runs. Where blocks that it needs are gone, a report with that fault."""
+        done while it runs. Where it is to be run again, one report with the fault that says why."""
         self._reports.value = []
         job = StoringJob(self._resources.stored(rdd))
         self._forget_old()
@@ -64,9 +66,11 @@ class WeightBlocks:
             if self._stored is None or not is_not_stored(error):
                 raise
             self.forget()
-            return [SliceReport(0, "", None, faults=(Fault(WEIGHTS_GONE, 0, ""),))]
+            return _again(WEIGHTS_GONE)
         reports = sorted(self._reports.value, key=lambda report: report.index)
-        assert [report.index for report in reports] == list(range(self._slices))
+        if len(reports) < self._slices:
+            self._old.append(rdd)
+            return _again(REPORT_MISSING)
         states = tuple(report.state for report in reports if report.state is not None)
         if len(states) < self._slices or any(report.skipped for report in reports):
             self._old.append(rdd)  # the version before stays
@@ -85,3 +89,7 @@ class WeightBlocks:
     def _forget_old(self) -> None:
         while self._old:
             self._resources.forget(self._old.pop())
+
+
+def _again(kind: str) -> list[SliceReport]:
+    return [SliceReport(0, "", None, faults=(Fault(kind, 0, ""),))]

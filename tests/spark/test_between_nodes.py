@@ -16,7 +16,7 @@ from sparkdl.sync.nodes import least_bytes
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
 cloudpickle.register_pickle_by_value(sys.modules["train_between_nodes"])
 CASES = ["even", "buffers", "clip_norm", "three replicas", "table"]
-PLAIN = ["local steps", "few rows", "clip_norm, one slice", "gone", "too many names"]
+PLAIN = ["local steps", "few rows", "clip_norm, one slice", "gone", "too many names", "no report"]
 """Tried only where no nodes sum."""
 
 
@@ -79,11 +79,26 @@ def test_where_nodes_sum_they_send_the_least_there_is(results):
         ("clip_norm, one slice, plain", [3, 3, 3, 3, 3]),
         ("gone, plain", [3, 2, 2, 3, 2]),
         ("too many names, plain", [3, 3, 3, 3, 3]),
+        ("no report, plain", [3, 2, 2, 2, 2]),
         ("even, summed", [4, 4, 4, 4, 4]),
     ],
 )
 def test_no_stage_sends_weights_of_which_there_are_blocks(results, case, stages):
     assert results[case]["stages"] == stages
+
+
+@pytest.mark.parametrize(
+    ("case", "submissions"),
+    [
+        ("even", [1, 2, 3, 4, 5]),
+        ("gone", [1, 2, 3, 5, 6]),
+        ("no report", [1, 2, 4, 5, 6]),
+    ],
+)
+def test_an_iteration_is_submitted_again_where_blocks_or_reports_are_missing(
+    results, case, submissions
+):
+    assert results[f"{case}, plain"]["submissions"] == submissions
 
 
 def test_blocks_of_weights_go_when_there_are_newer_ones(results):

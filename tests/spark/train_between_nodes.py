@@ -1,7 +1,8 @@
 """Script: train on executors whose slab roots are apart, with and without sums on the nodes.
 
 ``sums``: whether the rule is made to say yes or no, whatever the size of the model. ``plain``: more
-cases in which it says no. In the case "gone" the blocks of the weights are deleted after an iteration.
+cases in which it says no. In the case "gone" the blocks of the weights are deleted after an iteration,
+in the case "no report" tasks find the new ones there already.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import torch
 from torch import nn
 
 import sparkdl
+from sparkdl.frames import StoringJob
 from sparkdl.train import blocks, node_sums
 from sparkdl.train.blocks import MOST_NAMES
 from sparkdl.train.shuffle import ShuffleEngine
 
 WIDTH, CLASSES, NAMES = 16, 4, 40
-GONE_AFTER = 2
+GONE_AFTER = UNTOLD_IN = 2
 
 
 def model() -> nn.Module:
@@ -60,6 +62,7 @@ CASES = {
     "few rows": {"batch_size": 3},
     "gone": {},
     "too many names": {},
+    "no report": {},
 }
 
 
@@ -100,12 +103,27 @@ def main() -> None:
     given = spec()
     notes: list[list[tuple[int, ...]]] = []
     stages: list[int] = []
+    submissions: list[int] = []
     persisted: list[int] = []
+    engines: list[ShuffleEngine] = []
     step, hand_on, case = ShuffleEngine.step, [], ""
 
+    class Untold(StoringJob):
+        """A job of which the tasks find the blocks stored already, and report nothing."""
+
+        def __init__(self, rdd) -> None:
+            rdd._jrdd.count()
+            engines[0]._jobs._blocks._reports.value = []
+            super().__init__(rdd)
+            blocks.StoringJob = StoringJob
+
     def noted(self, iteration):
+        engines[:] = [self]
+        if case == "no report" and iteration.index == UNTOLD_IN:
+            blocks.StoringJob = Untold
         result = step(self, iteration)
         stages.append(stages_of_last_job(self._context))
+        submissions.append(self._state.tick)
         persisted.append(innards.persisted(self._context))
         if case == "gone" and iteration.index == GONE_AFTER:
             self._jobs._blocks._stored.unpersist(blocking=True)
@@ -127,7 +145,7 @@ def main() -> None:
         for sums in given["sums"]:
             node_sums.BYTES_PER_SECOND = 1e-9 if sums else 1e99
             for case in given["cases"] + ([] if sums else given["plain"]):
-                for noted_so_far in (notes, stages, persisted):
+                for noted_so_far in (notes, stages, submissions, persisted):
                     noted_so_far.clear()
                 blocks.MOST_NAMES = 3 if case == "too many names" else MOST_NAMES
                 validation = sparkdl.Validation(df, every=sparkdl.every(3))
@@ -140,6 +158,7 @@ def main() -> None:
                     "nodes": list(hand_on),
                     "traffic": [list(note) for note in notes],
                     "stages": list(stages),
+                    "submissions": list(submissions),
                     "persisted": list(persisted),
                 }
     answer(results)
