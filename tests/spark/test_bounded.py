@@ -138,8 +138,11 @@ def test_three_hundred_iterations_leave_everything_flat(spark, df, monkeypatch, 
     assert len(set(np.diff(census.rdds))) == 1
     assert len(lineage) == (6 if stages == "shuffle" else 0)
     assert len(set(lineage)) <= 1
-    per_iteration = (census.python_bytes[320] - census.python_bytes[100]) / 220
-    assert per_iteration < 400  # a few numbers of the history; one kept Py4J object is 1 kB
+    held = census.python_bytes
+    per_iteration = [(held[200] - held[100]) / 100, (held[320] - held[200]) / 120]
+    # A few numbers of the history; one kept Py4J object is 1 kB. What is kept is so all the time, while
+    # a single count may be some 20 kB too high.
+    assert min(per_iteration) < 400, per_iteration
 
     assert slab_files(context) == slabs
     assert innards.persisted(context) == persisted
