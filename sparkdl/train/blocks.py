@@ -37,6 +37,7 @@ class WeightBlocks:
         self._stored: RDD | None = None
         self._states: tuple[SliceHandle, ...] = ()
         self._old: list[RDD] = []
+        self._executors: frozenset[str] = frozenset()
 
     def pay(self, states: tuple[SliceHandle, ...]) -> bool:
         """Whether every replica needs some, and there are not too many to be named, nor too large:
@@ -49,7 +50,11 @@ class WeightBlocks:
         )
 
     def of(self, states: tuple[SliceHandle, ...]) -> RDD | None:
-        """The blocks of exactly these weights, if there are any."""
+        """The blocks of exactly these weights, if there are any. After an executor was lost there are
+        none: tasks that look for what it had would fail, each as often as Spark lets them."""
+        before, self._executors = self._executors, self._executors_now()
+        if not before <= self._executors:
+            self.forget()
         return self._stored if states == self._states else None
 
     def store(self, rdd: RDD, meanwhile: Callable[[], None]) -> list[SliceReport]:
@@ -85,6 +90,12 @@ class WeightBlocks:
         if self._stored is not None:
             self._old.append(self._stored)
         self._stored, self._states = None, ()
+
+    def _executors_now(self) -> frozenset[str]:
+        """Those that store blocks, by address."""
+        assert self._resources.context._jsc is not None
+        addresses = self._resources.context._jsc.sc().getExecutorMemoryStatus().keySet()
+        return frozenset(addresses.mkString(" ").split())
 
     def _forget_old(self) -> None:
         while self._old:
