@@ -35,7 +35,8 @@ from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.run import ReplicaHandle, Run
 from sparkdl.slab.pool import close_pool
 from sparkdl.slab.root import SlabConfig, remove_root
-from sparkdl.step.job import AtSeats, ForwardBackward, PrepareReplica
+from sparkdl.step.job import ForwardBackward
+from sparkdl.step.seat import AtSeats, PrepareReplica
 from sparkdl.sync.job import Synchronize
 from sparkdl.sync.owners import InitialState, PrepareOwner, RecipeSource
 from sparkdl.sync.records import Step

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sparkdl.data.problems import Problem
 from sparkdl.data.ragged import Padding
-from sparkdl.data.schema import Problem
 
 
 @dataclass(frozen=True)

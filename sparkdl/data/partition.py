@@ -20,8 +20,8 @@ from sparkdl.data.handle import Extreme, Field, SampleHandle
 from sparkdl.data.mapped import MappedPartition, close_partitions, open_partition
 from sparkdl.data.order import row_hashes
 from sparkdl.data.parts import Extremes, Part, join_parts, keep_extreme, where_there_is_room
+from sparkdl.data.problems import SAME_SHAPE, Problem, RowProblem
 from sparkdl.data.ragged import Ragged, Rows
-from sparkdl.data.schema import SAME_SHAPE, Problem, RowProblem
 from sparkdl.slab.root import Root, SlabConfig, open_root, remove_root
 from sparkdl.worker import hung_up
 

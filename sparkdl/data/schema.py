@@ -16,23 +16,10 @@ import numpy as np
 
 from sparkdl.data.columns import Convert, Image, Sequence, Spec, Specs
 from sparkdl.data.images import STRUCT
-from sparkdl.data.problems import SAME_SHAPE, Problem, RowProblem
-from sparkdl.data.values import to_numpy
 from sparkdl.errors import DataError, nearest, raise_all
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
-
-__all__ = [
-    "SAME_SHAPE",
-    "Column",
-    "Problem",
-    "RowProblem",
-    "columns_of",
-    "quoted",
-    "read_schema",
-    "to_numpy",
-]
 
 _INTEGERS = {"byte": "int8", "short": "int16", "integer": "int32", "long": "int64"}
 _FLOATS = {"float", "double", "decimal"}

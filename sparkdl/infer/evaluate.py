@@ -15,10 +15,12 @@ from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 
 from sparkdl.data.columns import Specs
+from sparkdl.data.problems import RowProblem
 from sparkdl.data.ragged import Rows, dense
 from sparkdl.data.records import check_alike, named, record_field, split_record, stack_records
-from sparkdl.data.schema import Column, RowProblem, columns_of, to_numpy
+from sparkdl.data.schema import Column, columns_of
 from sparkdl.data.tables import select_columns
+from sparkdl.data.values import to_numpy
 from sparkdl.errors import DataError, UserError
 from sparkdl.infer.predictor import ShippedModule, run_batches
 from sparkdl.infer.scoring import Scorer, States

@@ -14,6 +14,7 @@ from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame, functions
 
 from sparkdl.data.columns import Specs
+from sparkdl.data.problems import RowProblem
 from sparkdl.data.ragged import Rows
 from sparkdl.data.records import (
     Sample,
@@ -23,8 +24,9 @@ from sparkdl.data.records import (
     record_field,
     stack_records,
 )
-from sparkdl.data.schema import Column, RowProblem, columns_of, quoted, to_numpy
+from sparkdl.data.schema import Column, columns_of, quoted
 from sparkdl.data.tables import check_unambiguous, columns_named
+from sparkdl.data.values import to_numpy
 from sparkdl.errors import DataError
 from sparkdl.infer.output import Output, as_numpy, to_arrow
 from sparkdl.infer.predictor import ShippedModule, run_batches

@@ -17,9 +17,9 @@ from sparkdl.data.mapped import MappedPartition, open_partition
 from sparkdl.infer.predictor import evaluating
 from sparkdl.infer.scoring import Scorer
 from sparkdl.replica.live import LiveReplica
-from sparkdl.step.job import Seat
 from sparkdl.step.loss import weighted_mean
 from sparkdl.step.replica import to_mini_batch
+from sparkdl.step.seat import Seat
 from sparkdl.worker import settle_worker
 
 

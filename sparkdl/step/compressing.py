@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,14 +13,12 @@ from sparkdl.data.batches import derive_seed
 from sparkdl.replica.live import LiveReplica
 from sparkdl.slab.pool import Pool
 from sparkdl.step.replica import Outcome, Work
+from sparkdl.step.seat import Seat
 from sparkdl.sync.compression import GradBucket, compress
 from sparkdl.sync.packing import ByParameter, Tensors
 from sparkdl.sync.records import RESIDUAL_FOREIGN, Fault, ResidualHandle, Step
 from sparkdl.sync.residuals import read_residuals, write_residuals
 from sparkdl.worker import settle_worker
-
-if TYPE_CHECKING:
-    from sparkdl.step.job import Seat
 
 ReadResiduals = Callable[[int], ByParameter | None]
 """Gives what replica m keeps from elsewhere: a checkpoint. Runs in tasks."""

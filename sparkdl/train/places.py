@@ -24,7 +24,7 @@ from sparkdl.frames import (
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.run import ReplicaHandle, Run
-from sparkdl.step.job import (
+from sparkdl.step.seat import (
     AtSeats,
     AtSeatsWithBytes,
     PadFrames,
@@ -217,9 +217,11 @@ class Places:
 
     def missing(self, states: tuple[SliceHandle, ...]) -> list[list[int]]:
         """For each replica the slices that lie on other nodes."""
-        return [
-            [n for n, state in enumerate(states) if state.token != token] for token in self.tokens
-        ]
+        far = {
+            token: [n for n, state in enumerate(states) if state.token != token]
+            for token in set(self.tokens)
+        }
+        return [far[token] for token in self.tokens]
 
     def near(self, states: tuple[SliceHandle, ...]) -> bool:
         """Whether every replica has all slices, or copies of them, on its node."""

@@ -28,7 +28,7 @@ import torch
 from sparkdl.clock import Clock
 from sparkdl.data.assemble import Assembly
 from sparkdl.data.handle import SampleHandle
-from sparkdl.data.mapped import close_partitions, open_partition
+from sparkdl.data.mapped import close_partitions, lies_here, open_partition
 from sparkdl.errors import ModelError
 from sparkdl.gang.member import Member
 from sparkdl.infer.scoring import Scorer
@@ -36,7 +36,6 @@ from sparkdl.infer.validate import score_partition
 from sparkdl.replica.recipe import Recipe, weights_digest
 from sparkdl.slab.root import open_root
 from sparkdl.step.compressing import ReadResiduals
-from sparkdl.step.job import lies_here
 from sparkdl.step.replica import Work, to_mini_batch
 from sparkdl.sync.apply import wants_loss
 from sparkdl.sync.contribution import Contribution

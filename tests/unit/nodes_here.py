@@ -28,7 +28,8 @@ from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.run import ReplicaHandle, Run
 from sparkdl.slab import pool, root
 from sparkdl.slab.root import SlabConfig
-from sparkdl.step.job import AtSeats, AtSeatsWithBytes, ForwardBackward, PadFrames, PrepareReplica
+from sparkdl.step.job import ForwardBackward
+from sparkdl.step.seat import AtSeats, AtSeatsWithBytes, PadFrames, PrepareReplica
 from sparkdl.sync.combine import Combine
 from sparkdl.sync.install import HandOnWeights, Install
 from sparkdl.sync.job import Reduce, Synchronize, Update

@@ -19,7 +19,8 @@ from sparkdl.data.columns import Sequence
 from sparkdl.data.problems import Problem, RowProblem
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.data.records import Sample, WriteRecords, check_alike, stack_records
-from sparkdl.data.schema import read_schema, to_numpy
+from sparkdl.data.schema import read_schema
+from sparkdl.data.values import to_numpy
 from sparkdl.errors import DataError
 
 many = settings(max_examples=EXAMPLES or 300, deadline=None, derandomize=not EXAMPLES)

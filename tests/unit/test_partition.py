@@ -26,8 +26,8 @@ from sparkdl.data.partition import (
     open_partition,
 )
 from sparkdl.data.parts import join_parts
+from sparkdl.data.problems import SAME_SHAPE, Problem, RowProblem
 from sparkdl.data.ragged import Padding, Ragged, Rows
-from sparkdl.data.schema import SAME_SHAPE, Problem, RowProblem
 from sparkdl.errors import SlabFullError, StaleReferenceError
 from sparkdl.slab.root import Root, SlabConfig, open_root, remove_root
 

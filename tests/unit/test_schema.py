@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import types as sql
 
-from sparkdl.data.schema import Column, Problem, RowProblem, columns_of, quoted, to_numpy
+from sparkdl.data.problems import Problem, RowProblem
+from sparkdl.data.schema import Column, columns_of, quoted
+from sparkdl.data.values import to_numpy
 from sparkdl.errors import DataError
 
 quick = settings(deadline=None, max_examples=100)

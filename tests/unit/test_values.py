@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from sparkdl.data.columns import Convert, Image, Sequence
 from sparkdl.data.problems import INSIDE_ARRAYS, SAME_SHAPE, Problem, RowProblem
 from sparkdl.data.ragged import Ragged
-from sparkdl.data.schema import Column, to_numpy
+from sparkdl.data.schema import Column
+from sparkdl.data.values import to_numpy
 
 STRUCT = pa.struct(
     [
