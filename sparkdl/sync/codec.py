@@ -17,12 +17,13 @@ import torch
 _LENGTH = struct.Struct(">I")
 
 
-def encode(header: Any, payload: torch.Tensor | None = None) -> bytes:
-    """A frame; ``payload`` is a contiguous CPU tensor."""
+def encode(header: Any, *payload: torch.Tensor | None) -> bytes:
+    """A frame; ``payload``: contiguous CPU tensors, one after another."""
     head = pickle.dumps(header, protocol=pickle.HIGHEST_PROTOCOL)
     parts: list[Any] = [_LENGTH.pack(len(head)), head]
-    if payload is not None:
-        parts.append(payload.detach().numpy().view(np.uint8).data)
+    for tensor in payload:
+        if tensor is not None:
+            parts.append(tensor.detach().numpy().view(np.uint8).data)
     return b"".join(parts)
 
 

@@ -42,7 +42,7 @@ def version_frame(
             parts.append(array.view(torch.uint8))
             lengths.append((name, str(array.dtype).removeprefix("torch."), len(array)))
         content = _Content(len(state.weights), tuple(lengths), pack(state))
-    frame = encode((partition, True, content), torch.cat(parts))
+    frame = encode((partition, True, content), *parts)
     for reference in handle.references():
         pool.check(reference)
     return frame
