@@ -1,11 +1,12 @@
-"""Two hosts with their own network, /dev/shm and folders: the bytes, and a cable that is out."""
+"""Two hosts with their own network, /dev/shm and folders: the bytes, and a cable that is out, for a
+while or for good."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,12 +36,10 @@ class Run:
     wire: list[tuple[int, int]]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> tuple[Run, Run, tuple[float, float], dict]:
-    """One run left alone, one whose cable was cut; when it was cut and put back; what gangs came to."""
-    folder = tmp_path_factory.mktemp("hosts")
+@contextlib.contextmanager
+def training(folder: Path, ways: dict[str, dict]) -> Iterator[tuple[TwoHosts, Future]]:
+    """Two hosts, on which the script trains in these ways, the driver on the first; its result."""
     cluster = folder / "cluster"
-    tell = [folder / "calm", folder / "cut"]
     with contextlib.ExitStack() as stack:
         try:
             hosts = stack.enter_context(TwoHosts((cluster / "worker-0", cluster / "worker-1")))
@@ -48,36 +47,50 @@ def runs(tmp_path_factory) -> tuple[Run, Run, tuple[float, float], dict]:
             pytest.skip(str(error))
         pool = stack.enter_context(ThreadPoolExecutor(1))
         places = [(hosts.inside(k), hosts.addresses[k]) for k in range(2)]
-        with Standalone(2, 1, cluster, hosts=places) as spark:
-            address = hosts.addresses[0]
-            running = pool.submit(
+        spark = stack.enter_context(Standalone(2, 1, cluster, hosts=places))
+        address = hosts.addresses[0]
+        yield (
+            hosts,
+            pool.submit(
                 launch,
                 Path(script.__file__),
                 folder / "driver",
                 host=places[0],
                 master=spark.url,
-                runs=[str(path) for path in tell],
+                runs=ways,
                 settings={
                     **PATIENT,
                     "spark.driver.host": address,
                     "spark.driver.bindAddress": address,
                     "spark.cores.max": "2",
                 },
-            )
+            ),
+        )
 
-            def sent() -> tuple[int, int]:
-                return hosts.bytes_sent(0), hosts.bytes_sent(1)
 
-            wire = []
-            for iteration in (script.SEND_FROM, script.ITERATIONS):
-                _until(running, lambda n=iteration: len(_lines(tell[0])) >= n)
-                wire.append(sent())
-            _until(running, lambda: len(_lines(tell[1])) >= CUT_AT)
-            with hosts.cut():
-                cut = time.time()
-                time.sleep(CUT_SECONDS)
-            back = time.time()
-            result = running.result()
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> tuple[Run, Run, tuple[float, float], dict]:
+    """One run left alone, one whose cable was cut; when it was cut and put back; what gangs came to."""
+    folder = tmp_path_factory.mktemp("hosts")
+    tell = [folder / "calm", folder / "cut"]
+    ways: dict[str, dict] = {str(path): {"tell": str(path)} for path in tell}
+    for strategy in (*script.STRATEGIES, *script.ROUNDING):
+        ways[strategy] = {"engine": "gang", "strategy": strategy}
+    with training(folder, ways) as (hosts, running):
+
+        def sent() -> tuple[int, int]:
+            return hosts.bytes_sent(0), hosts.bytes_sent(1)
+
+        wire = []
+        for iteration in (script.SEND_FROM, script.ITERATIONS):
+            _until(running, lambda n=iteration: len(_lines(tell[0])) >= n)
+            wire.append(sent())
+        _until(running, lambda: len(_lines(tell[1])) >= CUT_AT)
+        with hosts.cut():
+            cut = time.time()
+            time.sleep(CUT_SECONDS)
+        back = time.time()
+        result = running.result()
     calm, disturbed = (Run(result[str(path)], _lines(path), wire) for path in tell)
     return (
         calm,
@@ -146,3 +159,20 @@ def test_so_does_one_that_rounds_otherwise(runs, undisturbed, strategy):
     """Sums of micro-batches, or of parts of a layer."""
     *_, gangs = runs
     assert gangs[strategy]["losses"] == pytest.approx(undisturbed["losses"], rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", [{}, {"engine": "gang", "min_ranks": 1}], ids=["shuffle", "gang"])
+def test_a_host_that_goes_dark_for_good_changes_no_bit(undisturbed, tmp_path, how):
+    """Nobody says goodbye: connections stay open until somebody takes the host for lost. The other one
+    does the work of both."""
+    tell = tmp_path / "told"
+    with training(tmp_path, {"dark": {"tell": str(tell), **how}}) as (hosts, running):
+        _until(running, lambda: len(_lines(tell)) >= CUT_AT)
+        with hosts.cut():
+            result = running.result()
+    assert result["dark"] == undisturbed
+    ends = [at for _, at, _ in _lines(tell)]
+    longest = max(b - a for a, b in itertools.pairwise(ends))
+    print(f"went on after {longest:.0f} s")
+    assert longest > CUT_SECONDS  # it did notice

@@ -1,5 +1,5 @@
-"""Script: train a model without buffers on two hosts; tell of each iteration, with the time; then with
-a gang of each strategy."""
+"""Script: train a model without buffers on two hosts, in one way after another; tell of each iteration
+of some, with the time."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def main() -> None:
     results = {}
     with session(given["master"], **given["settings"]) as spark:
         df = frame(spark)
-        runs = {told: {"callbacks": [Tell(told)]} for told in given["runs"]}
-        gangs = {how: {"engine": "gang", "strategy": how} for how in (*STRATEGIES, *ROUNDING)}
-        for name, how in (runs | gangs).items():
-            trained = trainer(**how).fit(df)
+        for name, how in given["runs"].items():
+            told = how.pop("tell", None)
+            callbacks = [] if told is None else [Tell(told)]
+            trained = trainer(**how, callbacks=callbacks).fit(df)
             results[name] = {"digest": digest(trained.module), "losses": trained.history.losses}
     answer(results)
 
