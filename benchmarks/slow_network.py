@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from harness import (
     in_fresh_process,
     laps,
     markdown,
+    medians,
     options,
     session,
     trainer,
@@ -76,22 +76,21 @@ def with_ddp(some: Sequence[nodes.Node], folder: Path, name: str, batch: int, st
 def with_sparkdl(
     master: str, name: str, batch: int, steps: int, ways: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, float]]:
-    """For each way, milliseconds of an iteration and of its parts, and bytes sent."""
+    """For each way, milliseconds of an iteration and of its parts, and MB sent. A run of the last way,
+    which does not count, warms the JVMs up."""
     work, found = work_named(name), {}
     size = {"spark.executor.memory": "2g", "spark.cores.max": "2"}
     spark = session(master, **nodes.SETTINGS, **size)
     try:
         data = work.rdd(spark, partitions=2).persist()
         data.count()
-        for way, how in [*list(ways.items())[-1:], *ways.items()]:  # the first warms the JVMs up
-            run = trainer(work, batch, sparkdl.max_iteration(steps), **how)
-            history = run.fit(data).history
-            rows = laps(history)[steps // 4 :]
-            parts = {key for row in rows for key in row}
-            found[way] = {
-                key: 1e3 * statistics.median(row.get(key, 0.0) for row in rows) for key in parts
-            }
-            found[way]["MB"] = list(history)[-1].get("bytes_sent", 0) / 1e6
+        stop = sparkdl.max_iteration(steps)
+        for how in list(ways.values())[-1:]:
+            trainer(work, batch, stop, **how).fit(data)
+        for way, how in ways.items():
+            history = list(trainer(work, batch, stop, **how).fit(data).history)
+            sent = {"MB": history[-1].get("bytes_sent", 0) / 1e6}
+            found[way] = medians(laps(history)[steps // 4 :]) | sent
     finally:
         spark.stop()
     return found
