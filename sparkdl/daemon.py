@@ -30,6 +30,7 @@ import signal
 from pathlib import Path
 
 from sparkdl.slab.root import marked_directory
+from sparkdl.worker import quiet_hang_ups
 
 MODULES = (
     "pandas",  # PySpark's Arrow tasks import it
@@ -103,6 +104,7 @@ if __name__ == "__main__":
     from pyspark.daemon import manager
 
     preload()
+    quiet_hang_ups()
     give_workers_sessions()
     use_private_directory()
     manager()

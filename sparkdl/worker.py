@@ -9,7 +9,8 @@ out of the walk. It is done after tasks 1, 2, 4, 8, ..., since the first few sti
 
 *Hanging up.* Spark drops a worker that was idle for a minute, and all of them when it stops. Over a
 Unix socket the worker then fails to say goodbye, and the daemon prints a BrokenPipeError for it. That
-one is nobody's error, and is not printed.
+one is nobody's error, and is not printed: after any task where :mod:`sparkdl.daemon` forks the workers,
+after ours under another daemon.
 
 *Tasks that were given up.* When Spark cancels a task it hangs up, and says that the task has ended; the
 worker goes on until it next reads or writes, :func:`hung_up` tells.
@@ -29,7 +30,7 @@ _tasks = 0
 def settle_worker() -> None:
     """Keep the collector out of the way, and hang-ups quiet. Does nothing outside a worker."""
     global _tasks
-    if not _quiet():
+    if not quiet_hang_ups():
         return
     _tasks += 1
     if _tasks & (_tasks - 1) == 0:
@@ -43,7 +44,7 @@ def hung_up() -> bool:
     while frame is not None:
         code = frame.f_code
         if code.co_name == "worker" and code.co_filename.endswith("pyspark/daemon.py"):
-            _quiet()
+            quiet_hang_ups()
             poll = select.poll()
             poll.register(frame.f_locals["sock"], select.POLLRDHUP)
             return bool(poll.poll(0))
@@ -51,8 +52,8 @@ def hung_up() -> bool:
     return False
 
 
-def _quiet() -> bool:
-    """Keep hang-ups out of the daemon's output; whether this is a worker."""
+def quiet_hang_ups() -> bool:
+    """Keep hang-ups out of the daemon's output; whether this is a worker or its daemon."""
     daemon = sys.modules["__main__"]
     if getattr(getattr(daemon, "__spec__", None), "name", "") != "pyspark.daemon":
         if "pyspark.daemon" not in sys.modules:

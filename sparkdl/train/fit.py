@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from pyspark import SparkContext
 from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 from torch import nn
@@ -67,6 +68,7 @@ from sparkdl.train.trainer import Trainer
 from sparkdl.train.triggers import MaxEpoch
 from sparkdl.train.units import check_all_used
 from sparkdl.train.validation import Validator
+from sparkdl.train.warm_up import daemons_starting
 
 
 def fit(
@@ -100,6 +102,20 @@ def run(
     on; ``carried``: the pass before it.
     """
     context = context_of(data)
+    with daemons_starting(context):
+        return _run(context, trainer, data, resume, start, kept, carried, one_pass)
+
+
+def _run(
+    context: SparkContext,
+    trainer: Trainer,
+    data: DataFrame | RDD[Any],
+    resume: str | os.PathLike[str] | None,
+    start: TrainedModel | None,
+    kept: KeptState | None,
+    carried: Carried | None,
+    one_pass: bool,
+) -> Carried:
     settings = settings_of(context)
     tell_what_costs_speed(context)
     model = prepare(trainer, start)

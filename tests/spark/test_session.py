@@ -10,6 +10,7 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 import sparkdl
 from sparkdl.session import settings_of, tell_what_costs_speed
 from sparkdl.settings import NEEDED_FOR_SPEED, SPARK_SETTINGS, Settings
+from sparkdl.train import warm_up
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -371,3 +373,62 @@ say(again=len(trainer(model=Slow).fit(table(spark)).history))
         process.wait()
     assert process.returncode == 0, err[-2000:]
     assert json.loads(out) == {"again": 3}
+
+
+def test_the_first_fit_of_a_session_starts_the_daemon(
+    spark: Any, table: Any, num_jobs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm_up, "_begun", WeakSet())
+    context, before = spark.sparkContext, num_jobs()
+    for _ in range(2):
+        trainer().fit(table)
+    context._jsc.sc().listenerBus().waitUntilEmpty()
+    tracker = context.statusTracker()
+    jobs = [tracker.getJobInfo(i) for i in range(before, num_jobs())]
+    stages = [tracker.getStageInfo(i) for job in jobs for i in job.stageIds]
+    starting = [stage for stage in stages if stage and stage.name == "start Python"]
+    assert [stage.numTasks for stage in starting] == [1]
+    assert starting[0].stageId in jobs[0].stageIds
+    assert jobs[0].status == "SUCCEEDED"
+
+
+def test_a_mistake_found_while_the_daemon_starts_is_all_that_is_said(tmp_path: Path) -> None:
+    """Spark would report as crashed what has not started when the session stops."""
+    body = """
+spark = sparkdl.session("local[2]", **QUIET)
+data = table(spark)
+began = time.time()
+try:
+    trainer(optimizer=lambda module: 3).fit(data)
+except sparkdl.UserError as error:
+    say(error=str(error), seconds=time.time() - began)
+time.sleep(0.5)  # the daemon takes 2 s
+spark.stop()
+"""
+    done = subprocess.run(
+        program(body, tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    mistake = json.loads(done.stdout)
+    assert mistake["error"].startswith("optimizer gave a int")
+    assert mistake["seconds"] < 10
+    assert [line for line in done.stderr.splitlines() if "incubator" not in line] == []
+
+
+@pytest.mark.slow
+def test_a_session_that_stops_right_after_a_python_task_is_quiet(tmp_path: Path) -> None:
+    """PySpark's daemon prints a BrokenPipeError for a worker that comes too late to say goodbye: one
+    in four."""
+    body = """
+def same(batches):
+    yield from batches
+
+for i in range(4):
+    spark = sparkdl.session("local[2]", **QUIET)
+    spark.range(0, 4, 1, 2).mapInArrow(same, "id long").collect()
+    spark.stop()
+"""
+    done = subprocess.run(
+        program(body, tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0
+    assert [line for line in done.stderr.splitlines() if "incubator" not in line] == []
