@@ -31,7 +31,7 @@ from torch import nn
 
 import sparkdl
 from sparkdl.sync.nodes import least_bytes
-from sparkdl.train import node_sums
+from sparkdl.train.engines import node_sums
 
 WIDTH_AND_DEPTH = {1: (256, 4), 25: (1024, 6), 100: (1024, 25)}
 NODES, GLOBAL_BATCH = 2, 64

@@ -23,9 +23,9 @@ from sparkdl.sync.compression import GradBucket, PowerSGD, TopK
 from sparkdl.train.callbacks import Callback
 from sparkdl.train.checkpoint import Checkpoint
 from sparkdl.train.history import History
+from sparkdl.train.parallel.strategy import DDP, FSDP, Pipeline, Tensor
 from sparkdl.train.persistence import load
 from sparkdl.train.state import TrainState, Validated
-from sparkdl.train.strategy import DDP, FSDP, Pipeline, Tensor
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.trainer import Trainer
 from sparkdl.train.triggers import (

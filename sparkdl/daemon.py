@@ -35,7 +35,7 @@ from sparkdl.worker import quiet_hang_ups
 MODULES = (
     "pandas",  # PySpark's Arrow tasks import it
     "pyspark.worker",
-    "sparkdl.train.shuffle",  # the tasks of a fit, and torch
+    "sparkdl.train.engines.shuffle",  # the tasks of a fit, and torch
     "sparkdl.infer.predict",
     "sparkdl.infer.evaluate",
     "torch._dynamo",  # the first optimizer of a process imports it

@@ -17,8 +17,8 @@ from sparkdl.infer.metrics import resolve
 from sparkdl.replica.policy import PRECISIONS
 from sparkdl.train.callbacks import Callback
 from sparkdl.train.checkpoint import Checkpoint
-from sparkdl.train.parallel import parts_of
-from sparkdl.train.parallel import problems_of as problems_of_parallel
+from sparkdl.train.parallel.parallel import parts_of
+from sparkdl.train.parallel.parallel import problems_of as problems_of_parallel
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.triggers import Trigger
 from sparkdl.train.validation import Validation

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from sparkdl.errors import ParameterError
 from sparkdl.replica.recipe import weights_digest
-from sparkdl.sync.plan import SlicePlan
-from sparkdl.sync.state import SliceState
 from sparkdl.train.checkpoint.identity import ModelIdentity, first_few
-from sparkdl.train.checkpoint.slices import Part, recut, to_bytes, unpack
 from sparkdl.train.history import History
 from sparkdl.train.state import TrainState
 
 if TYPE_CHECKING:
-    from pyspark.core.rdd import RDD
-    from pyspark.sql import DataFrame
-
     from sparkdl.train.trained import TrainedModel
-    from sparkdl.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -63,29 +52,6 @@ class KeptState:
             )
 
 
-@dataclass(frozen=True)
-class PackSlice:
-    """Run on the owner: its slice as bytes, in the form of a checkpoint's file."""
-
-    def __call__(self, index: int, plan: SlicePlan, state: SliceState) -> bytes:
-        return to_bytes(plan, state)
-
-
-@dataclass(frozen=True)
-class ReadCarried:
-    """Run on the owner: its slice out of all slices of an earlier run, whatever their number.
-
-    ``packed``: the bytes, or a broadcast of them.
-    """
-
-    packed: Any
-
-    def __call__(self, plan: SlicePlan, dtype: torch.dtype) -> SliceState:
-        slices: Sequence[bytes] = getattr(self.packed, "value", self.packed)
-        parts: list[Part] = [unpack(data) for data in slices]
-        return recut(parts, plan, dtype)
-
-
 def chosen_state(start: TrainedModel | None, optimizer_state: bool | None) -> KeptState | None:
     """The state to begin with, where the optimizer's is wanted and there."""
     if start is None or optimizer_state is False:
@@ -106,22 +72,6 @@ def chosen_state(start: TrainedModel | None, optimizer_state: bool | None) -> Ke
     return kept
 
 
-def partial_fit(
-    trainer: Trainer, data: DataFrame | RDD[Any], resume: str | os.PathLike[str] | None
-) -> TrainedModel:
-    """See :meth:`sparkdl.Trainer.partial_fit`."""
-    from sparkdl.train.fit import run
-
-    before = trainer._carried[0] if trainer._carried else None
-    if before is not None:
-        if _is_empty(data):
-            return before.trained
-        resume = None
-    done = run(trainer, data, resume=resume, carried=before, one_pass=True)
-    trainer._carried[:] = [done]
-    return done.trained
-
-
 def begin_batch(before: TrainState, iterations_per_epoch: int) -> TrainState:
     """The state at the start of new data: counters go on, the position is the beginning."""
     return replace(before, position=0, iterations_per_epoch=iterations_per_epoch)
@@ -130,7 +80,3 @@ def begin_batch(before: TrainState, iterations_per_epoch: int) -> TrainState:
 def history_of(before: TrainedModel | None) -> History:
     """The history to go on with, a copy of its own."""
     return History() if before is None else History.from_json_bytes(before.history.to_json_bytes())
-
-
-def _is_empty(data: DataFrame | RDD[Any]) -> bool:
-    return bool(data.isEmpty())

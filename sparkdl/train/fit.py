@@ -20,55 +20,47 @@ from sparkdl.data.assemble import input_fields, preview_batch
 from sparkdl.data.batches import EpochPlan
 from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ParameterError
-from sparkdl.frames import is_local
-from sparkdl.gang.profile import cpus_of
 from sparkdl.infer.output import Output
 from sparkdl.replica.flat import FlatModule
 from sparkdl.replica.recipe import Recipe, weights_digest
-from sparkdl.replica.run import Run
 from sparkdl.session import context_of, settings_of, tell_what_costs_speed
-from sparkdl.settings import Settings
 from sparkdl.slab.root import SlabConfig
-from sparkdl.step.compute import to_tensors
 from sparkdl.train.callbacks import ProgressBar
 from sparkdl.train.checkpoint.identity import ModelIdentity
 from sparkdl.train.checkpoint.manifest import Manifest
+from sparkdl.train.checkpoint.packed import PackSlice, ReadCarried
 from sparkdl.train.checkpoint.store import CheckpointStore
 from sparkdl.train.checkpointing import Checkpointer, Identity
+from sparkdl.train.cluster.locality import places_awaited
+from sparkdl.train.cluster.places import INLINE_BYTES
+from sparkdl.train.cluster.placing import assembly, place, source, validation_set
+from sparkdl.train.cluster.resources import Resources
+from sparkdl.train.cluster.warm_up import daemons_starting
 from sparkdl.train.continuing import (
     Carried,
     KeptState,
-    PackSlice,
-    ReadCarried,
     begin_batch,
     chosen_state,
     history_of,
 )
 from sparkdl.train.engine import AVERAGE, BEST, CURRENT, Engine, Later, Uses, ValidationSet
-from sparkdl.train.gang import GangEngine
+from sparkdl.train.engines.build import build_engine
+from sparkdl.train.engines.recovery import Recovering
 from sparkdl.train.gang_checks import check_gang
 from sparkdl.train.history import History
-from sparkdl.train.local import LocalEngine
-from sparkdl.train.locality import places_awaited
 from sparkdl.train.loop import Stage, train
-from sparkdl.train.parallel import parallel_of
-from sparkdl.train.places import INLINE_BYTES
-from sparkdl.train.placing import assembly, place, source, validation_set
+from sparkdl.train.parallel.parallel import parallel_of
+from sparkdl.train.parallel.stages import check_one_length
+from sparkdl.train.parallel.units import check_all_used
 from sparkdl.train.prepare import Prepared, prepare
 from sparkdl.train.probe import check_scorer, check_single_rows, try_model
 from sparkdl.train.progress import first_state
-from sparkdl.train.recovery import Recovering
-from sparkdl.train.resources import Resources
 from sparkdl.train.resuming import Restored, Resuming
-from sparkdl.train.shuffle import ShuffleEngine
-from sparkdl.train.stages import check_one_length, with_split
 from sparkdl.train.state import TrainState
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.trainer import Trainer
 from sparkdl.train.triggers import MaxEpoch
-from sparkdl.train.units import check_all_used
 from sparkdl.train.validation import Validator
-from sparkdl.train.warm_up import daemons_starting
 
 
 def fit(
@@ -85,6 +77,20 @@ def fit(
         )
     kept = chosen_state(start, optimizer_state)
     return run(trainer, data, resume=resume, start=start, kept=kept).trained
+
+
+def partial_fit(
+    trainer: Trainer, data: DataFrame | RDD[Any], resume: str | os.PathLike[str] | None = None
+) -> TrainedModel:
+    """See :meth:`sparkdl.Trainer.partial_fit`."""
+    before = trainer._carried[0] if trainer._carried else None
+    if before is not None:
+        if data.isEmpty():
+            return before.trained
+        resume = None
+    done = run(trainer, data, resume=resume, carried=before, one_pass=True)
+    trainer._carried[:] = [done]
+    return done.trained
 
 
 def run(
@@ -138,7 +144,7 @@ def _run(
         samples = place(trainer, training, resources)
         validation = validation_set(trainer, training, samples, resources)
         output = _try_out(trainer, model, samples, validation, endless=one_pass)
-        engine = _engine(trainer, settings, model, samples, validation, replicas, resources)
+        engine = build_engine(trainer, settings, model, samples, validation, replicas, resources)
         identity = Identity.of(trainer, model.layout, samples.handles, model.optimizers)
         state, history = _begin(
             trainer, engine, identity, resuming, kept, carried, resources, anew=one_pass
@@ -213,78 +219,6 @@ def _try_out(
     if validation is not None:
         check_scorer(model.module, validation)
     return output
-
-
-def _engine(
-    trainer: Trainer,
-    settings: Settings,
-    model: Prepared,
-    samples: SampleSet,
-    validation: ValidationSet | None,
-    replicas: int,
-    resources: Resources,
-) -> Engine:
-    context = resources.context
-    total = sum(samples.counts)
-    batch_size = trainer.batch_size * trainer.local_steps
-    made = Run(
-        resources.slab,
-        trainer.seed,
-        replicas,
-        _slices(trainer, model, replicas),
-        assembly(trainer, samples, model.float_dtype),
-        tuple(max(1, round(trainer.batch_size * rows / total)) for rows in samples.counts),
-        cpus_of(context, trainer.resource_profile if trainer.engine == "gang" else None),
-        whole_tensors=not (model.optimizer.elementwise and model.optimizer.separate)
-        or trainer.compression is not None,
-        compressed=trainer.compression is not None,
-    )
-    if trainer.engine == "local":
-        return LocalEngine(samples, made, model.payload, batch_size)
-    snapshots = None if is_local(context) else settings.snapshot_seconds
-    if trainer.engine == "gang":
-        how = replace(made.assembly, augment=trainer.augment)
-        spare = preview_batch(how, samples.preview, augment=True)
-        parallel = parallel_of(trainer.parts, trainer.mesh, replicas)
-        if parallel.pipeline is not None:
-            inputs = to_tensors(spare.inputs, torch.device("cpu"))
-            ranks, policy = parallel.mesh.pipe, trainer.policy
-            cut = with_split(parallel.pipeline, model.module, inputs, ranks, policy)
-            parallel = replace(parallel, parts={**parallel.parts, "pipe": cut})
-        gang = GangEngine(
-            samples,
-            validation,
-            model.layout,
-            made,
-            model.payload,
-            spare,
-            batch_size,
-            resources,
-            settings.timeout,
-            parallel,
-            trainer.resource_profile,
-            trainer.min_ranks,
-        )
-        return Recovering(gang, snapshots)
-    shuffle = ShuffleEngine(
-        samples,
-        model.layout,
-        made,
-        model.payload,
-        trainer.policy,
-        batch_size,
-        resources,
-        settings.stages,
-    )
-    return Recovering(shuffle, snapshots)
-
-
-def _slices(trainer: Trainer, model: Prepared, replicas: int) -> int:
-    if trainer.slices is not None:
-        return trainer.slices
-    ddp = trainer.parts.get("data")
-    whole = ddp is not None and not ddp.shard_optimizer
-    return replicas if model.optimizer.separate and not whole else 1
 
 
 def _begin(

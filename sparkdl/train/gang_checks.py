@@ -10,11 +10,11 @@ from pyspark import SparkContext
 from sparkdl.errors import ParameterError, raise_all
 from sparkdl.gang.slots import check_slots
 from sparkdl.train.checks import problems_of_min_ranks
-from sparkdl.train.gang import too_few
-from sparkdl.train.layers import check_even
-from sparkdl.train.parallel import parallel_of
+from sparkdl.train.engines.gang import too_few
+from sparkdl.train.parallel.layers import check_even
+from sparkdl.train.parallel.parallel import parallel_of
+from sparkdl.train.parallel.stages import check_split
 from sparkdl.train.prepare import Prepared
-from sparkdl.train.stages import check_split
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer

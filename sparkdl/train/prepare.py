@@ -16,7 +16,9 @@ from sparkdl.replica.flat import Layout, layout_of
 from sparkdl.replica.recipe import Recipe
 from sparkdl.session import context_of
 from sparkdl.sync.optimizer import OptimizerPlan
-from sparkdl.train.layers import check_cutting
+from sparkdl.train.parallel.layers import check_cutting
+from sparkdl.train.parallel.stages import check_stages
+from sparkdl.train.parallel.units import check_sharding
 from sparkdl.train.reading import mappable
 from sparkdl.train.recipes import (
     build_model,
@@ -27,9 +29,7 @@ from sparkdl.train.recipes import (
     plan_optimizer,
 )
 from sparkdl.train.schedule import Schedule
-from sparkdl.train.stages import check_stages
 from sparkdl.train.trained import TrainedModel
-from sparkdl.train.units import check_sharding
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer

@@ -31,8 +31,8 @@ from sparkdl.train.hints import (
     short,
     text_of,
 )
-from sparkdl.train.parallel import Parallel
-from sparkdl.train.stages import pass_sizes
+from sparkdl.train.parallel.parallel import Parallel
+from sparkdl.train.parallel.stages import pass_sizes
 
 
 def try_model(

@@ -20,9 +20,9 @@ from sparkdl.sync.compression import GradBucket
 from sparkdl.train.callbacks import Callback
 from sparkdl.train.checkpoint import Checkpoint
 from sparkdl.train.checks import problems_of, problems_of_start
-from sparkdl.train.parallel import parts_of
+from sparkdl.train.parallel.parallel import parts_of
+from sparkdl.train.parallel.strategy import Strategy
 from sparkdl.train.state import TrainState
-from sparkdl.train.strategy import Strategy
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.triggers import MaxEpoch, Trigger
 from sparkdl.train.validation import Validation
@@ -247,7 +247,7 @@ class Trainer:
         ``foreachBatch`` of Structured Streaming. ``resume``: in the first call, a checkpoint of
         earlier ones ("latest" or a path). An empty batch changes nothing.
         """
-        from sparkdl.train.continuing import partial_fit
+        from sparkdl.train.fit import partial_fit
 
         raise_all(ParameterError, list(problems_of_start(resume)))
         return partial_fit(self, data, resume)

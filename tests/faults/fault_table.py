@@ -16,8 +16,8 @@ from harness.faulty import frame, outcome, trainer
 from harness.inject import Fault, at
 
 import sparkdl
-from sparkdl.train import shuffle
-from sparkdl.train.form import Form
+from sparkdl.train.engines import shuffle
+from sparkdl.train.engines.form import Form
 
 WAYS = ("references", "bytes")
 STRAGGLER_SECONDS = 60.0

@@ -17,8 +17,8 @@ from pyspark.core.rdd import RDD
 
 from sparkdl.frames import map_frames, send, shuffle_frames, zip_frames
 from sparkdl.slab.root import SlabConfig, open_root
-from sparkdl.train.neighbours import Executor, executors, one_each
-from sparkdl.train.resources import Resources
+from sparkdl.train.cluster.neighbours import Executor, executors, one_each
+from sparkdl.train.cluster.resources import Resources
 
 EXECUTORS = 3
 CASES = ("none", "one", "both", "lost")

@@ -31,7 +31,7 @@ from sparkdl.sync.codec import decode
 from sparkdl.sync.job import Synchronize
 from sparkdl.sync.owners import InitialState, PrepareOwner, RecipeSource
 from sparkdl.sync.records import RESIDUAL_FOREIGN, ResidualHandle, SliceHandle, SliceReport, Step
-from sparkdl.train.places import Places
+from sparkdl.train.cluster.places import Places
 
 pytestmark = pytest.mark.faults
 SCRIPT = Path(train_with_faults.__file__)

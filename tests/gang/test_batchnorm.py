@@ -16,7 +16,7 @@ from torch import nn
 
 import sparkdl
 from sparkdl import ModelError, ParameterError
-from sparkdl.train.batchnorm import GlobalBatchNorm, keeping_company, synchronise
+from sparkdl.train.rank.batchnorm import GlobalBatchNorm, keeping_company, synchronise
 
 pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

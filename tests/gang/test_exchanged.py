@@ -17,8 +17,8 @@ from sparkdl.replica.flat import layout_of
 from sparkdl.sync.contribution import SectionMap, open_section, section_nbytes
 from sparkdl.sync.packing import TensorSpec, aligned, open_packed, packed_nbytes
 from sparkdl.sync.plan import slice_plans
-from sparkdl.train.exchanged import head_of, open_parcel
-from sparkdl.train.node_files import pack_kept, unpack_kept
+from sparkdl.train.rank.exchanged import head_of, open_parcel
+from sparkdl.train.rank.node_files import pack_kept, unpack_kept
 
 pytestmark = pytest.mark.gang
 LAYOUT = layout_of(

@@ -30,9 +30,9 @@ from sparkdl.replica.flat import Layout, layout_of
 from sparkdl.replica.recipe import Recipe
 from sparkdl.step.compute import to_tensors
 from sparkdl.train import fit as fit_module
-from sparkdl.train import placing as placing_module
 from sparkdl.train import prepare as prepare_module
-from sparkdl.train.local import LocalEngine
+from sparkdl.train.cluster import placing as placing_module
+from sparkdl.train.engines.local import LocalEngine
 
 WIDTH, CLASSES, BATCH_SIZE, ITERATIONS = 6, 3, 8, 9
 

@@ -19,7 +19,7 @@ from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
 import sparkdl
-import sparkdl.train.placing as placing_module
+import sparkdl.train.cluster.placing as placing_module
 from sparkdl.data.batches import EpochPlan, derive_seed, permutation
 from sparkdl.data.mapped import close_partitions, open_partition
 from sparkdl.data.samples import SampleSet, Source, materialize_here
@@ -28,8 +28,8 @@ from sparkdl.replica.recipe import Recipe, seeded
 from sparkdl.slab.root import SlabConfig, remove_root
 from sparkdl.step.compute import to_tensors
 from sparkdl.step.loss import call_loss
-from sparkdl.train.local import LocalEngine
-from sparkdl.train.shuffle import ShuffleEngine
+from sparkdl.train.engines.local import LocalEngine
+from sparkdl.train.engines.shuffle import ShuffleEngine
 
 ITERATIONS = 10
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau
 
 import sparkdl
-import sparkdl.train.placing
+import sparkdl.train.cluster.placing
 from sparkdl.data.partition import close_partitions
 from sparkdl.data.samples import SampleSet, Source, materialize_here
 from sparkdl.slab.root import SlabConfig, remove_root
@@ -182,7 +182,7 @@ def read_once(spark) -> Iterator[None]:
             made[key] = materialize_here(replace(source, slab=slab))
         return made[key]
 
-    with mock.patch.object(sparkdl.train.placing, "materialize_here", read):
+    with mock.patch.object(sparkdl.train.cluster.placing, "materialize_here", read):
         yield
     close_partitions()
     remove_root(slab)

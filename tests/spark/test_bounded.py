@@ -19,8 +19,9 @@ from pyspark import SparkContext, cloudpickle
 from torch import nn
 
 import sparkdl
-from sparkdl.train import resources, shuffle
-from sparkdl.train.form import Form
+from sparkdl.train.cluster import resources
+from sparkdl.train.engines import shuffle
+from sparkdl.train.engines.form import Form
 
 pytestmark = pytest.mark.spark
 WIDTH = 8

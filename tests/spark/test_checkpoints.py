@@ -21,7 +21,7 @@ from torch import nn
 
 import sparkdl
 from sparkdl.train.checkpoint.store import CheckpointStore
-from sparkdl.train.shuffle import ShuffleEngine
+from sparkdl.train.engines.shuffle import ShuffleEngine
 
 pytestmark = pytest.mark.spark
 WIDTH = 6

@@ -15,10 +15,10 @@ from pyspark import cloudpickle
 from torch import nn
 
 import sparkdl
-from sparkdl.train import form, jobs, shuffle
-from sparkdl.train.jobs import IterationJobs
-from sparkdl.train.local import LocalEngine
-from sparkdl.train.shuffle import ShuffleEngine
+from sparkdl.train.engines import form, jobs, shuffle
+from sparkdl.train.engines.jobs import IterationJobs
+from sparkdl.train.engines.local import LocalEngine
+from sparkdl.train.engines.shuffle import ShuffleEngine
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests

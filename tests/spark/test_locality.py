@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkdl.train.locality import WAIT, executor_awaited, places_awaited
+from sparkdl.train.cluster.locality import WAIT, executor_awaited, places_awaited
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from pyspark import cloudpickle
 
 from sparkdl.errors import TrainingError
 from sparkdl.frames import collect_frames, map_frames
-from sparkdl.train.failure import faults_explained
-from sparkdl.train.watch import Watch
+from sparkdl.train.cluster.failure import faults_explained
+from sparkdl.train.cluster.watch import Watch
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -15,9 +15,9 @@ from torch import nn
 
 import sparkdl
 from sparkdl.frames import StoringJob
-from sparkdl.train import blocks, node_sums
-from sparkdl.train.blocks import MOST_NAMES
-from sparkdl.train.shuffle import ShuffleEngine
+from sparkdl.train.engines import blocks, node_sums
+from sparkdl.train.engines.blocks import MOST_NAMES
+from sparkdl.train.engines.shuffle import ShuffleEngine
 
 WIDTH, CLASSES, NAMES = 16, 4, 40
 GONE_AFTER = UNTOLD_IN = 2

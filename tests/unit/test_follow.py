@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from sparkdl import ModelError, ParameterError
 from sparkdl.replica.policy import Policy
-from sparkdl.train.chain import chain_of
-from sparkdl.train.follow import Piece
-from sparkdl.train.stages import balanced, with_split
-from sparkdl.train.strategy import Pipeline
+from sparkdl.train.parallel.chain import chain_of
+from sparkdl.train.parallel.follow import Piece
+from sparkdl.train.parallel.stages import balanced, with_split
+from sparkdl.train.parallel.strategy import Pipeline
 
 WIDTH, LENGTH, WORDS = 8, 5, 11
 

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from sparkdl import ModelError, Tensor
-from sparkdl.train.layers import plan_of
+from sparkdl.train.parallel.layers import plan_of
 
 
 def cut(module: nn.Module, ranks: int = 2) -> dict[str, str]:

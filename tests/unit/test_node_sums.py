@@ -15,8 +15,8 @@ from sparkdl.slab.root import SlabConfig
 from sparkdl.sync.nodes import SliceBytes, planned
 from sparkdl.sync.plan import slice_plans
 from sparkdl.sync.records import MOVED, SliceHandle
-from sparkdl.train import node_sums
-from sparkdl.train.node_sums import NodeSums
+from sparkdl.train.engines import node_sums
+from sparkdl.train.engines.node_sums import NodeSums
 
 
 @pytest.fixture

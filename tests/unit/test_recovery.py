@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sparkdl.errors import CheckpointError, StalledError, StateLostError, TrainingError
 from sparkdl.train.engine import BEST, Iteration, StepResult
-from sparkdl.train.recovery import MAX_LOSSES, Log, Recovering
+from sparkdl.train.engines.recovery import MAX_LOSSES, Log, Recovering
 
 
 @dataclass
@@ -237,7 +237,7 @@ def test_where_nothing_can_be_read_the_error_says_both():
 def test_snapshots_are_rare_where_they_are_slow(monkeypatch):
     """No more than a twentieth of the time, however short the interval."""
     now = [0.0]
-    monkeypatch.setattr("sparkdl.train.recovery.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("sparkdl.train.engines.recovery.time.monotonic", lambda: now[0])
     engine = Engine()
     take, step = engine.take_snapshot, engine.step
 

@@ -15,7 +15,7 @@ from sparkdl.replica.flat import Layout, layout_of
 from sparkdl.sync.plan import slice_plans
 from sparkdl.sync.state import SliceState
 from sparkdl.train.checkpoint.slices import Part, recut
-from sparkdl.train.shards import (
+from sparkdl.train.rank.shards import (
     for_shards,
     for_slice,
     layout_of_rows,

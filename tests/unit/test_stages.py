@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sparkdl.replica.policy import Policy
-from sparkdl.train.chain import chain_of
-from sparkdl.train.stages import (
+from sparkdl.train.parallel.chain import chain_of
+from sparkdl.train.parallel.stages import (
     balanced,
     bounds_of,
     micro_batches,
     pass_sizes,
     with_split,
 )
-from sparkdl.train.strategy import Pipeline
+from sparkdl.train.parallel.strategy import Pipeline
 
 
 @given(st.lists(st.floats(0.5, 100), min_size=1, max_size=8), st.data())

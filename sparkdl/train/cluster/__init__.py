@@ -1,0 +1,1 @@
+"""Where in Spark a fit lives: seats, executors, what it holds there and how that is given back."""

@@ -1,0 +1,92 @@
+"""Samples into place: the training data and the validation's, in the slabs of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pyspark.core.rdd import RDD
+from pyspark.sql import DataFrame
+
+from sparkdl.data.assemble import Assembly
+from sparkdl.data.samples import SampleSet, Source, materialize, materialize_here
+from sparkdl.errors import DataError
+from sparkdl.infer.metrics import resolve
+from sparkdl.infer.scoring import Scorer
+from sparkdl.infer.validate import WeightedLoss
+from sparkdl.slab.root import SlabConfig
+from sparkdl.train.cluster.failure import reading_explained
+from sparkdl.train.cluster.neighbours import side_by_side
+from sparkdl.train.cluster.resources import Resources
+from sparkdl.train.engine import ValidationSet
+
+if TYPE_CHECKING:
+    from sparkdl.train.trainer import Trainer
+
+
+def source(
+    trainer: Trainer,
+    data: DataFrame | RDD[Any],
+    replicas: int,
+    float_dtype: str,
+    slab: SlabConfig,
+) -> Source:
+    """What to make the training samples of."""
+    return Source(
+        data,
+        trainer.feature_columns,
+        trainer.label_columns,
+        replicas,
+        float_dtype,
+        slab,
+        columns=trainer.columns,
+        weight=trainer.weight,
+    )
+
+
+def place(trainer: Trainer, source: Source, resources: Resources) -> SampleSet:
+    """Write the samples into slabs, on the executors or here.
+
+    Raises :class:`sparkdl.DataError`, and :class:`sparkdl.TrainingError` where Spark fails.
+    """
+    with reading_explained():
+        if trainer.engine == "local":
+            return materialize_here(source)
+        return materialize(source, lambda rdd: resources.persist(side_by_side(rdd)))
+
+
+def assembly(trainer: Trainer, samples: SampleSet, float_dtype: str) -> Assembly:
+    """How training rows become mini-batches, but for ``augment``, which travels with the recipe."""
+    return Assembly(
+        num_features=samples.num_features,
+        num_labels=samples.num_labels,
+        weighted=samples.weighted,
+        bucketing=trainer.bucketing,
+        float_dtype=float_dtype,
+        seed=trainer.seed,
+    )
+
+
+def validation_set(
+    trainer: Trainer, training: Source, samples: SampleSet, resources: Resources
+) -> ValidationSet | None:
+    """The validation's samples, in slabs beside the training's."""
+    validation = trainer.validation
+    if validation is None:
+        return None
+    try:
+        found = place(trainer, replace(training, data=validation.data), resources)
+    except DataError as error:
+        raise DataError(f"validation data: {error}") from None
+    for mine, theirs in zip(found.fields, samples.fields, strict=True):
+        if mine != theirs:
+            raise DataError(
+                f'validation data: "{mine.name}" is {mine}, in the training data {theirs}.'
+            )
+    scorer = Scorer(
+        trainer.loss,
+        tuple(resolve(validation.metrics)),
+        WeightedLoss(trainer.loss) if samples.weighted else None,
+    )
+    how = assembly(trainer, samples, training.float_dtype)
+    return ValidationSet(found, scorer, how, validation.batch_size)

@@ -1,0 +1,50 @@
+"""Python daemons of a session's first fit, started while the driver still prepares it.
+
+A daemon imports torch and more for two seconds when Spark first has a Python task for its executor.
+Meanwhile the driver builds the model, imports what torch's first optimizer takes, and plans the query,
+which takes as long again. One after the other is what a user would wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from weakref import WeakSet
+
+from py4j.protocol import Py4JError
+from pyspark import SparkContext
+
+from sparkdl.frames import map_frames, stage_name
+from sparkdl.train.cluster.neighbours import executors, one_each
+
+_begun: WeakSet[SparkContext] = WeakSet()
+
+
+@contextlib.contextmanager
+def daemons_starting(context: SparkContext) -> Iterator[None]:
+    """Start one on each executor, if no fit of this session did so. Nothing waits for them.
+
+    An error inside the block cancels what has not started: Spark would report it as crashed if the
+    session is stopped now.
+    """
+    if context in _begun:
+        yield
+        return
+    _begun.add(context)
+    with stage_name(context, "start Python"):
+        places = one_each(context, executors(context) or [None])
+        starting = map_frames(places, nothing)._jrdd.countAsync()
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Py4JError):  # that it was cancelled, or that Spark is gone
+            starting.cancel(True)
+            starting.get()
+        raise
+
+
+def nothing(partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
+    """Task: its worker is there when it begins."""
+    for _ in frames:
+        pass
+    return iter(())

@@ -1,0 +1,1 @@
+"""The engines behind one trainer: shuffle, gang and local, and what brings them back after a loss."""

@@ -1,0 +1,102 @@
+"""The engine of a fit, from what the trainer says and what is known of model and samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from sparkdl.data.assemble import preview_batch
+from sparkdl.data.samples import SampleSet
+from sparkdl.frames import is_local
+from sparkdl.gang.profile import cpus_of
+from sparkdl.replica.run import Run
+from sparkdl.settings import Settings
+from sparkdl.step.compute import to_tensors
+from sparkdl.train.cluster.placing import assembly
+from sparkdl.train.cluster.resources import Resources
+from sparkdl.train.engine import Engine, ValidationSet
+from sparkdl.train.engines.gang import GangEngine
+from sparkdl.train.engines.local import LocalEngine
+from sparkdl.train.engines.recovery import Recovering
+from sparkdl.train.engines.shuffle import ShuffleEngine
+from sparkdl.train.parallel.parallel import parallel_of
+from sparkdl.train.parallel.stages import with_split
+
+if TYPE_CHECKING:
+    from sparkdl.train.prepare import Prepared
+    from sparkdl.train.trainer import Trainer
+
+
+def build_engine(
+    trainer: Trainer,
+    settings: Settings,
+    model: Prepared,
+    samples: SampleSet,
+    validation: ValidationSet | None,
+    replicas: int,
+    resources: Resources,
+) -> Engine:
+    """One that has no state yet, see :meth:`sparkdl.train.engine.Engine.start`."""
+    context = resources.context
+    total = sum(samples.counts)
+    batch_size = trainer.batch_size * trainer.local_steps
+    made = Run(
+        resources.slab,
+        trainer.seed,
+        replicas,
+        _slices(trainer, model, replicas),
+        assembly(trainer, samples, model.float_dtype),
+        tuple(max(1, round(trainer.batch_size * rows / total)) for rows in samples.counts),
+        cpus_of(context, trainer.resource_profile if trainer.engine == "gang" else None),
+        whole_tensors=not (model.optimizer.elementwise and model.optimizer.separate)
+        or trainer.compression is not None,
+        compressed=trainer.compression is not None,
+    )
+    if trainer.engine == "local":
+        return LocalEngine(samples, made, model.payload, batch_size)
+    snapshots = None if is_local(context) else settings.snapshot_seconds
+    if trainer.engine == "gang":
+        how = replace(made.assembly, augment=trainer.augment)
+        spare = preview_batch(how, samples.preview, augment=True)
+        parallel = parallel_of(trainer.parts, trainer.mesh, replicas)
+        if parallel.pipeline is not None:
+            inputs = to_tensors(spare.inputs, torch.device("cpu"))
+            ranks, policy = parallel.mesh.pipe, trainer.policy
+            cut = with_split(parallel.pipeline, model.module, inputs, ranks, policy)
+            parallel = replace(parallel, parts={**parallel.parts, "pipe": cut})
+        gang = GangEngine(
+            samples,
+            validation,
+            model.layout,
+            made,
+            model.payload,
+            spare,
+            batch_size,
+            resources,
+            settings.timeout,
+            parallel,
+            trainer.resource_profile,
+            trainer.min_ranks,
+        )
+        return Recovering(gang, snapshots)
+    shuffle = ShuffleEngine(
+        samples,
+        model.layout,
+        made,
+        model.payload,
+        trainer.policy,
+        batch_size,
+        resources,
+        settings.stages,
+    )
+    return Recovering(shuffle, snapshots)
+
+
+def _slices(trainer: Trainer, model: Prepared, replicas: int) -> int:
+    if trainer.slices is not None:
+        return trainer.slices
+    ddp = trainer.parts.get("data")
+    whole = ddp is not None and not ddp.shard_optimizer
+    return replicas if model.optimizer.separate and not whole else 1

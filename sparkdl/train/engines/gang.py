@@ -1,0 +1,318 @@
+"""The gang engine: all ranks at once, ``torch.distributed`` between them, the driver in the lead.
+
+The ranks hold the model and its state in their memory for the whole fit; an iteration is one message
+to each and one answer, and no Spark job. What the loop does between iterations is the same as
+with the other engines.
+"""
+
+from __future__ import annotations
+
+import pickle
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from pyspark.core.rdd import RDD
+from pyspark.resource import ResourceProfile
+
+from sparkdl.data.assemble import Batch
+from sparkdl.data.batches import EpochPlan
+from sparkdl.data.handle import SampleHandle
+from sparkdl.data.samples import SampleSet
+from sparkdl.errors import StateLostError, TrainingError
+from sparkdl.frames import zip_frames
+from sparkdl.gang.hosting import Hosting
+from sparkdl.gang.launch import Gang
+from sparkdl.replica.flat import Layout
+from sparkdl.replica.run import Run
+from sparkdl.slab.root import SlabConfig, open_root
+from sparkdl.step.compressing import ReadResiduals
+from sparkdl.sync.packing import ByParameter
+from sparkdl.sync.plan import SlicePlan
+from sparkdl.sync.records import Step
+from sparkdl.sync.state import SliceState
+from sparkdl.train.cluster.places import (
+    MAX_SUBMISSIONS,
+    check_digests,
+    compute_again,
+    samples_changed,
+)
+from sparkdl.train.cluster.resources import Resources
+from sparkdl.train.engine import (
+    CURRENT,
+    Iteration,
+    ReadState,
+    StepResult,
+    Used,
+    Uses,
+    ValidationSet,
+    slowest,
+    summarize,
+)
+from sparkdl.train.parallel.parallel import Parallel
+from sparkdl.train.rank.background import Results
+from sparkdl.train.rank.ranks import Do, SetUp, frames_of
+from sparkdl.train.rank.records import RankStep, Setup, Standing
+
+
+@dataclass(frozen=True)
+class NodeFiles:
+    """A snapshot: files of this name on nodes, written by the first rank of each."""
+
+    name: str
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class InBackground:
+    """See :class:`sparkdl.train.engine.Later`: on the ranks of ``engine``."""
+
+    engine: GangEngine
+    name: str
+    count: int
+
+    @property
+    def ready(self) -> bool:
+        return not self.engine.writing
+
+    def used(self) -> Used | None:
+        return self.engine.collect(self.name, self.count)
+
+
+class GangEngine:
+    """See the note in :mod:`sparkdl.train.rank.ranks`."""
+
+    def __init__(
+        self,
+        samples: SampleSet,
+        validation: ValidationSet | None,
+        layout: Layout,
+        run: Run,
+        recipe: bytes,
+        spare: Batch,
+        batch_size: int,
+        resources: Resources,
+        timeout: float | None,
+        parallel: Parallel,
+        profile: ResourceProfile | None = None,
+        min_ranks: int | None = None,
+    ) -> None:
+        """``spare``: a few rows, for a rank that has none in an iteration. ``min_ranks``: how few task
+        slots will do; None: one for each rank."""
+        self.plan = EpochPlan(samples.counts, batch_size)
+        self._layout, self._run = layout, run
+        assert samples.rdd is not None
+        self._samples: list[RDD] = [samples.rdd]
+        if validation is not None:
+            assert validation.samples.rdd is not None
+            self._samples.append(validation.samples.rdd)
+        checksums = tuple(handle.checksum for handle in samples.handles)
+        self._setup = Setup(run, recipe, spare, checksums, parallel)
+        self._tokens: tuple[str, ...] = ()
+        self._writing = False
+        source = self._samples[0]
+        if validation is not None:
+            source = zip_frames(source, self._samples[1])
+        name = f"{run.slab.name}-gang"
+        hosting = None
+        if min_ranks is not None:
+            hosting = Hosting(min_ranks, node_of, NodeHere(run.slab))
+        self._gang = Gang(
+            resources.context, source, name, timeout=timeout, profile=profile, hosting=hosting
+        )
+        resources.closing(self._gang)
+
+    def start(
+        self,
+        read: ReadState | None = None,
+        reported: tuple[type[Exception], ...] = (),
+        which: str = CURRENT,
+    ) -> None:
+        """See :class:`sparkdl.train.engine.Engine`."""
+        self._ready()
+        results = self._call("setting up the ranks", "read", read, reported, which)
+        _raise_first(results)
+        self._call("setting up the ranks", "place")
+
+    def _ready(self) -> None:
+        """Bring the gang together where its samples are."""
+        if self._gang.running:
+            return
+        for _ in range(MAX_SUBMISSIONS):
+            self._gang.start()
+            found: list[Standing] = self._gang.call(SetUp(self._setup), "setting up the ranks")
+            if all(all(standing.here) for standing in found):
+                break
+            self._gang.close()
+            for number, rdd in enumerate(self._samples):
+                if not all(standing.here[number] for standing in found):
+                    compute_again(rdd)
+        else:
+            raise TrainingError(
+                f"setting up the ranks: after {MAX_SUBMISSIONS} times some still find themselves on "
+                "other nodes than their samples."
+            )
+        check_digests(standing.digest for standing in found)
+        for rank, standing in enumerate(found):
+            if not standing.unchanged:
+                raise samples_changed("setting up the ranks", rank)
+        self._tokens = tuple(standing.token for standing in found)
+        _raise_first(self._call("setting up the ranks", "begin"))
+
+    @property
+    def remark(self) -> str:
+        """See :class:`sparkdl.train.engines.recovery.Restorable`."""
+        gang = self._gang
+        return too_few(gang.tasks, gang.size) if gang.tasks < gang.size else ""
+
+    def _call(self, doing: str, method: str, *arguments: Any) -> list[Any]:
+        return self._gang.call(Do(method, arguments), doing)
+
+    def step(self, iteration: Iteration) -> StepResult:
+        """One message to every rank, and its answer."""
+        started = time.perf_counter()
+        step = Step(
+            iteration.index,
+            iteration.epoch,
+            0,
+            0,
+            self.plan.rows(iteration.batch),
+            iteration.hyperparameters,
+            iteration.loss_scale,
+            iteration.histograms,
+        )
+        doing = f"iteration {iteration.index + 1}, epoch {iteration.epoch + 1}"
+        done: list[RankStep] = self._call(doing, "step", step)
+        total = time.perf_counter() - started
+        self._writing = any(one.writing for one in done)
+        reports = [one.report for one in done]
+        slices = sorted((s for one in done for s in one.slices), key=lambda s: s.index)
+        seconds = slowest([report.seconds for report in reports])
+        working = max(sum(report.seconds.values()) for report in reports)
+        seconds = {"schedule": max(0.0, total - working), **seconds, "iteration": total}
+        taking_part = [report for report in reports if report.count or report.not_finite]
+        return summarize(taking_part, slices, self._layout, seconds)
+
+    def score(self, validation: ValidationSet) -> list[Any]:
+        """Every rank its own partition."""
+        how = (validation.scorer, validation.assembly, validation.batch_size)
+        found = self._call("validation", "score", *how)
+        return validation.scorer.merge([states for states in found if states is not None])
+
+    def keep_best(self) -> None:
+        """On the ranks."""
+        self._call("keeping the best weights", "keep_best")
+
+    def weights(self, which: str = CURRENT) -> torch.Tensor:
+        """Of the ranks that answer for them."""
+        found = self._of_slices(self._call("reading the weights", "weights", which))
+        return torch.from_numpy(np.concatenate(found))
+
+    def with_states(
+        self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
+    ) -> list[Any]:
+        """On the ranks that answer for the slices."""
+        return self._of_slices(self._call("reading the state", "with_states", use, which))
+
+    def _of_slices(self, results: Sequence[Mapping[int, Any]]) -> list[Any]:
+        found = {n: result for some in results for n, result in some.items()}
+        return [found[n] for n in range(self._run.slices)]
+
+    def start_residuals(
+        self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
+    ) -> None:
+        """Every rank reads what it keeps."""
+        self._ready()
+        results = self._call("setting up the ranks", "start_residuals", read, reported)
+        _raise_first(results)
+
+    def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
+        """On the ranks."""
+        found = self._call("reading what the ranks keep", "with_residuals", use)
+        return [result for results in found for result in results]
+
+    def in_background(self, uses: Uses) -> InBackground:
+        """Begin them on the ranks, with copies of the state as it stands."""
+        name = secrets.token_hex(8)
+        self._call("copying the state", "begin_background", name, uses)
+        self._writing = True
+        return InBackground(self, name, len(uses.states))
+
+    @property
+    def writing(self) -> bool:
+        """Whether a rank was busy in the background when it was last asked."""
+        return self._writing and self._gang.running
+
+    def collect(self, name: str, count: int) -> Used | None:
+        """See :class:`sparkdl.train.engine.Later`."""
+        self._ready()
+        found: list[Results | None] = self._call("writing the state", "background", name)
+        self._writing = False
+        known = [results for results in found if results is not None]
+        if len(known) < len(found):
+            return None
+        _raise_first([results.error for results in known])
+        states = tuple(self._of_slices([r.states[k] for r in known]) for k in range(count))
+        return Used(states, [kept for results in known for kept in results.residuals])
+
+    def take_snapshot(self) -> NodeFiles:
+        """See :class:`sparkdl.train.engines.recovery.Restorable`; files on every node, which outlive
+        ranks and executors."""
+        holders = tuple(self._tokens.index(token) for token in dict.fromkeys(self._tokens))
+        files = NodeFiles(f"snapshot-{secrets.token_hex(8)}", holders)
+        self._call("taking a snapshot", "save_snapshot", files.name, files.holders)
+        return files
+
+    def drop(self, snapshot: NodeFiles) -> None:
+        if self._gang.running:
+            self._call("taking a snapshot", "drop_snapshot", snapshot.name, snapshot.holders)
+
+    def forget(self) -> None:
+        self._gang.leave()
+
+    def restore(self, snapshot: NodeFiles) -> None:
+        self._ready()
+        found: Sequence[list[bool]] = self._call(
+            "restoring a snapshot", "has_snapshot", snapshot.name
+        )
+        sources = []
+        for n in range(len(found[0])):
+            having = [rank for rank, has in enumerate(found) if has[n]]
+            if not having:
+                raise StateLostError(f"restoring a snapshot: no node has part {n} of it.")
+            sources.append(having[0])
+        self._call("restoring a snapshot", "load_snapshot", snapshot.name, tuple(sources))
+
+
+def node_of(records: list[Any]) -> str:
+    """The token of the node where a partition's samples are, the training's before the validation's;
+    empty where there are none."""
+    handles: list[SampleHandle] = [pickle.loads(frame) for frame in frames_of(records)]
+    return next((handle.token for handle in handles if handle.num_rows), "")
+
+
+@dataclass(frozen=True)
+class NodeHere:
+    """The token of the node of whoever calls this."""
+
+    slab: SlabConfig
+
+    def __call__(self) -> str:
+        root = open_root(self.slab, create=True)
+        assert root is not None
+        return root.token
+
+
+def too_few(slots: int, ranks: int) -> str:
+    """What is to be said where there are fewer task slots than ranks."""
+    return f"{slots} task slot{'s' * (slots > 1)} now do{'es' * (slots == 1)} the work of {ranks} ranks"
+
+
+def _raise_first(results: Sequence[Exception | None]) -> None:
+    for problem in results:
+        if problem is not None:
+            raise problem

@@ -1,0 +1,1 @@
+"""How a model is divided among ranks, by data, layer, stage or shard; pure, on the driver."""

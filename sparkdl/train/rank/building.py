@@ -1,0 +1,105 @@
+"""What a rank of a gang builds: by its strategies, what it holds, and how gradients come together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sparkdl.gang.member import Member
+from sparkdl.heap import keep_heap, memory_given_back
+from sparkdl.replica.live import LiveReplica
+from sparkdl.replica.recipe import Recipe
+from sparkdl.step.replica import to_mini_batch
+from sparkdl.step.streaming import streams
+from sparkdl.train.parallel.layers import layer_by_layer
+from sparkdl.train.rank.batchnorm import synchronise
+from sparkdl.train.rank.data_parallel import AtOnce, DataParallel
+from sparkdl.train.rank.exchanged import Exchanged
+from sparkdl.train.rank.groups import Groups
+from sparkdl.train.rank.holding import Cut, Holding, Sharded, Whole
+from sparkdl.train.rank.memory import is_scarce
+from sparkdl.train.rank.model_group import ModelGroup
+from sparkdl.train.rank.near_rows import NearRows, Samples, samples_of_all
+from sparkdl.train.rank.records import Setup
+from sparkdl.train.rank.shards import RowsOf, nested_rows, spans_of
+from sparkdl.train.rank.summing import Summed
+
+Built = tuple[Holding, Summed | Exchanged]
+
+
+def hold(recipe: Recipe, setup: Setup, own: Samples, member: Member) -> Built:
+    """Build the replica: what this rank holds of it, and how gradients come together. ``own``: this
+    rank's samples.
+
+    Raises :class:`sparkdl.ModelError` where its layers cannot be cut as the plan says.
+    """
+    keep_heap()
+    run, parallel, spare = setup.run, setup.parallel, setup.spare
+    if not parallel.parts.keys() <= {"data"}:
+        return _cut(recipe, setup, own, member)
+    live = LiveReplica.of(recipe, member.device)
+    if recipe.policy.sync_batchnorm:
+        synchronise(live.flat.module)
+    held = Whole(live, run, member.rank)
+    if not streams(live):
+        return held, Exchanged(live, held.slices, held.owners, member.rank)
+    plans = [held.slices[n] for n in held.owners]
+    if AtOnce.suits(live, parallel.ddp):
+        return held, AtOnce(live, plans, member.rank, spare)
+    return held, DataParallel(live, plans, member.rank, spare, parallel.ddp)
+
+
+def _cut(recipe: Recipe, setup: Setup, own: Samples, member: Member) -> Built:
+    """Into stages, or units, or layers, or several of these."""
+    from sparkdl.train.rank.by_rows import ByRows
+    from sparkdl.train.rank.fully_sharded import FullySharded, sharded
+    from sparkdl.train.rank.pipelined import Pipelined
+    from sparkdl.train.rank.staged import staged
+    from sparkdl.train.rank.tensor_parallel import TensorParallel, cut_by_layer, repeated
+
+    run, parallel, spare = setup.run, setup.parallel, setup.spare
+    rank, mesh, device = member.rank, parallel.mesh, member.device
+    groups, at_end = Groups(parallel, device), member.at_end
+    seats = None
+    if parallel.tensor is not None:
+        at_end.enter_context(layer_by_layer())
+    with memory_given_back():
+        if parallel.pipeline is not None:
+            made = staged(recipe, parallel, groups, rank, spare, device)
+            live, whole, seats = made.live, made.whole, made.seats
+        elif parallel.fsdp is not None:
+            live, whole = sharded(recipe, parallel, groups, spare, device)
+        else:
+            assert parallel.tensor is not None
+            layers = groups.mesh("tensor")
+            live, whole = cut_by_layer(recipe, parallel.tensor, layers, spare, device)
+    samples = samples_of_all(own)
+    if parallel.fsdp is not None:
+        here = [each.token for each in samples].count(own.token)
+        if is_scarce(whole.nbytes // mesh.pipe, here):
+            at_end.enter_context(memory_given_back())
+    names = [name for name in ("shard", "tensor") if name in parallel.parts]
+    every = frozenset(range(len(whole.segments)))
+
+    def rows(r: int) -> RowsOf:
+        return nested_rows([(mesh.sizes[name], mesh.place(r, name)) for name in names])
+
+    def numbers(r: int) -> frozenset[int]:
+        return every if seats is None else seats.numbers(r)
+
+    cut = Cut(live, whole, mesh, lambda r: spans_of(whole, rows(r), numbers(r)))
+    if parallel.tensor is not None:
+        turned = ByRows(live, whole, groups.mesh(*names), rows(rank), numbers(rank))
+        part = mesh.place(rank, "tensor")
+        cut = replace(cut, turned=turned, repeated=repeated(live, groups.mesh("tensor"), part))
+    if parallel.ddp.shard_optimizer and mesh.data > 1:
+        cut = replace(cut, sharers=mesh.along(rank, "data"), group=groups.along("data"))
+    held = Sharded(cut, run, rank)
+    plans = [owner.plan for owner in held.owners.values()]
+    near = NearRows(samples, rank, mesh.model_group(rank), run, live)
+    if parallel.pipeline is not None:
+        return held, Pipelined(made, plans, rank, spare, parallel.pipeline, groups, near)
+    like = to_mini_batch(spare, live, classes=False)
+    group = ModelGroup(mesh, rank, groups.along("tensor"), live, like, near)
+    if parallel.fsdp is not None:
+        return held, FullySharded(live, plans, rank, spare, mesh, group)
+    return held, TensorParallel(live, plans, rank, spare, group, groups.along("data"))

@@ -1,0 +1,165 @@
+"""Gradients that torch sums: a live replica under DistributedDataParallel, weighted by share."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sparkdl.clock import Clock
+from sparkdl.data.assemble import Batch
+from sparkdl.replica.live import LiveReplica
+from sparkdl.step.compute import MiniBatch, forward_backward, take_gradients
+from sparkdl.step.replica import Work
+from sparkdl.sync.contribution import sums_up
+from sparkdl.sync.plan import SlicePlan
+from sparkdl.train.parallel.strategy import DDP
+from sparkdl.train.rank.summing import Summed, factors, first_not_finite
+
+BUFFERS: str = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    else "broadcast_buffers"  # up to torch 2.12
+)
+"""DDP's option to take buffers from rank 0 before each forward: here they are averaged after it."""
+
+
+class WeightedSum:
+    """What becomes of a bucket of gradients: times this rank's share, then summed over the ranks.
+
+    DDP's own mean counts every rank alike, which is the mean over the global batch only where all have
+    as many samples. ``wire``: the dtype to sum in, where it is not that of the gradients.
+    """
+
+    def __init__(self, names: dict[int, str], wire: torch.dtype | None) -> None:
+        self._names, self._wire = names, wire
+        self._share = 0.0
+        self.not_finite = ""
+        """The parameter whose gradient had an inf or a NaN on this rank, or empty."""
+
+    def begin(self, share: float) -> None:
+        """An iteration begins; this rank's part of the global batch."""
+        self._share, self.not_finite = share, ""
+
+    def sum(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """What DDP's communication hook does."""
+        buffer = bucket.buffer()
+        if not self._share:
+            buffer.zero_()  # whatever a rank without samples made up
+        else:
+            self._look(bucket)
+            if self._share != 1.0:
+                buffer.mul_(self._share)
+        sent = buffer if self._wire in (None, buffer.dtype) else buffer.to(self._wire)
+        summed = dist.all_reduce(sent, async_op=True).get_future()
+
+        def done(future: torch.futures.Future[Any]) -> torch.Tensor:
+            (found,) = future.value()
+            return buffer if found is buffer else buffer.copy_(found)
+
+        return summed.then(done)
+
+    def _look(self, bucket: dist.GradBucket) -> None:
+        if self.not_finite or sums_up(bucket.buffer()):
+            return
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if not torch.isfinite(gradient).all():
+                self.not_finite = self._names[id(parameter)]
+                return
+
+
+AT_ONCE = 4 << 20
+"""Bytes of gradients up to which one sum after backward is faster than buckets: measured, see
+docs/performance.md."""
+
+
+class AtOnce(Summed):
+    """Summed after backward, in one piece: a model that would hardly fill a bucket."""
+
+    _factor = 0.0
+
+    @staticmethod
+    def suits(live: LiveReplica, strategy: DDP) -> bool:
+        """Whether it is a small model, and the user has not asked for smaller buckets, or for what only
+        DistributedDataParallel does."""
+        layout = live.flat.layout
+        nbytes = layout.buffers_start * layout.dtype.itemsize
+        return not strategy.static_graph and nbytes <= min(AT_ONCE, strategy.bucket_cap_mb * 2**20)
+
+    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> float:
+        before, self._factor = factors(self._live, share)
+        seed, scale = work.seed(), work.step.loss_scale
+        return forward_backward(self._live, batch, seed, scale, clock, share=before)
+
+    def _not_finite(self) -> str:
+        dense = self._gradients.dense
+        flat = self._vector.filled(dense, self._factor)
+        self._vector.count(dense if self._factor else [None] * len(dense))
+        return "" if sums_up(flat) else first_not_finite(self._live, self._gradients)
+
+    def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
+        """Over the ranks."""
+        flat = self._vector.sum(self._live.recipe.policy.wire_dtype)
+        return flat, self._vector.absent
+
+
+class DataParallel(Summed):
+    """Summed by DistributedDataParallel."""
+
+    def __init__(
+        self,
+        live: LiveReplica,
+        plans: Sequence[SlicePlan],
+        rank: int,
+        spare: Batch,
+        strategy: DDP,
+    ) -> None:
+        super().__init__(live, plans, rank, spare)
+        self._sum = distributed(live, self._spare, strategy)
+
+    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> float:
+        before, after = factors(self._live, share)
+        self._sum.begin(after)
+        seed, scale = work.seed(), work.step.loss_scale
+        return forward_backward(self._live, batch, seed, scale, clock, share=before)
+
+    def _not_finite(self) -> str:
+        return self._sum.not_finite
+
+
+def distributed(live: LiveReplica, spare: MiniBatch, strategy: DDP) -> WeightedSum:
+    """Put ``live`` under DDP.
+
+    ``spare``: a few rows, to see whether there are parameters that get no gradient: DDP must know.
+    """
+    before = live.flat.flat.clone()
+    forward_backward(live, spare, 0, 1.0, Clock())
+    unused = bool(take_gradients(live).absent)
+    live.flat.flat.copy_(before)
+    live.flat.refresh()
+    device = live.device
+    wrapped = DistributedDataParallel(
+        _module(live.call),
+        device_ids=[device.index] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=unused and not strategy.static_graph,
+        bucket_cap_mb=strategy.bucket_cap_mb,
+        static_graph=strategy.static_graph,
+        **{BUFFERS: False},  # type: ignore[arg-type]
+    )
+    names = {id(parameter): segment.name for segment, parameter in live.flat.parameters}
+    weighted = WeightedSum(names, live.recipe.policy.wire_dtype)
+    wrapped.register_comm_hook(weighted, lambda state, bucket: state.sum(bucket))
+    live.call = wrapped
+    live.apart = wrapped.no_sync
+    return weighted
+
+
+def _module(call: Any) -> nn.Module:
+    assert isinstance(call, nn.Module)
+    return call

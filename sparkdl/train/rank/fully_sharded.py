@@ -1,0 +1,163 @@
+"""A replica that is cut over the ranks: torch's ``fully_shard`` around a recipe's module.
+
+[Note: a pass that all ranks go through together] Each unit is gathered when it is called, so ranks
+must call the same units equally often. A rank without rows takes a few others; one with fewer
+micro-batches than the rest goes through its last one again; one with fewer batches to validate goes
+through one of training. All with a share of zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from sparkdl.clock import Clock
+from sparkdl.data.assemble import Batch
+from sparkdl.replica.flat import FlatModule, Layout, layout_of, local
+from sparkdl.replica.live import LiveReplica
+from sparkdl.replica.policy import PRECISIONS, Policy
+from sparkdl.replica.recipe import Recipe
+from sparkdl.step.compute import MiniBatch, forward_backward
+from sparkdl.step.replica import Work
+from sparkdl.sync.plan import SlicePlan
+from sparkdl.train.parallel.mesh import Mesh
+from sparkdl.train.parallel.parallel import Parallel
+from sparkdl.train.parallel.units import units_of
+from sparkdl.train.rank.batchnorm import synchronise
+from sparkdl.train.rank.groups import Groups
+from sparkdl.train.rank.model_group import ModelGroup
+from sparkdl.train.rank.summing import Summed, first_not_finite, gathered_counts
+from sparkdl.train.rank.tensor_parallel import parallelise
+
+
+def sharded(
+    recipe: Recipe, parallel: Parallel, groups: Groups, spare: Batch, device: torch.device
+) -> tuple[LiveReplica, Layout]:
+    """The replica with this rank's shards in its flat vector, and the layout of the whole.
+
+    The module is built on the CPU, and cut unit by unit, after its layers where they are cut too. With
+    ``cpu_offload`` that is where the shards stay.
+    """
+    strategy = parallel.fsdp
+    assert strategy is not None
+    module = recipe.build()
+    layout = layout_of(module)
+    units = units_of(module, strategy.units)
+    if parallel.tensor is not None:
+        parallelise(recipe, module, parallel.tensor, groups.mesh("tensor"), spare, device)
+    policy = recipe.policy
+    if policy.sync_batchnorm:
+        synchronise(module)
+    names = ("data", "shard") if parallel.mesh.data > 1 else ("shard",)
+    cut_units(units, module, parallel, groups.mesh(*names), policy)
+    flat = FlatModule(module, "cpu" if strategy.cpu_offload else device)
+    if strategy.cpu_offload:  # of the parameters; buffers are where the module computes
+        for owner in module.modules():
+            for name, buffer in owner._buffers.items():
+                owner._buffers[name] = None if buffer is None else buffer.to(device)
+    return LiveReplica.around(recipe, flat, device), layout
+
+
+def cut_units(
+    units: Sequence[nn.Module],
+    outermost: nn.Module,
+    parallel: Parallel,
+    mesh: DeviceMesh,
+    policy: Policy,
+) -> None:
+    """Put ``units``, and what is in none of them, under ``fully_shard``."""
+    strategy = parallel.fsdp
+    assert strategy is not None
+    trained = next((p.dtype for p in outermost.parameters() if p.requires_grad), torch.float32)
+    computed = PRECISIONS[strategy.param_dtype]
+    # In a pipeline copies have different numbers of micro-batches: each step gathers once
+    again = strategy.reshard_after_forward and parallel.pipeline is None
+    dtypes = MixedPrecisionPolicy(
+        param_dtype=computed, reduce_dtype=policy.wire_dtype or (computed and trained)
+    )
+    offloading = OffloadPolicy()
+    if strategy.cpu_offload:
+        offloading = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    for parameter in outermost.parameters():
+        if local(parameter) is parameter:
+            parameter.data = parameter.data.contiguous()
+    for unit in dict.fromkeys([*units, outermost]):
+        if parallel.tensor is not None:
+            unit.register_forward_hook(_no_view)
+        if unit is outermost and computed is not None:
+            dtypes = replace(dtypes, output_dtype=trained)
+        cut: FSDPModule = fully_shard(  # type: ignore[call-overload]
+            unit,
+            mesh=mesh,
+            mp_policy=dtypes,
+            offload_policy=offloading,
+            reshard_after_forward=None if again else False,
+        )
+        cut.set_gradient_divide_factor(1.0)
+        cut.set_force_sum_reduction_for_comms(True)
+        cut.set_reduce_scatter_unused_params(True)
+
+
+def let_go(module: nn.Module) -> None:
+    """Of what is gathered: after an evaluation it is kept otherwise, also when weights change."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
+def _no_view(unit: nn.Module, inputs: object, output: object) -> object:
+    """An operation in place, on an output that is a view of what the ranks summed, would drop what
+    torch hangs on the output to gather the unit for backward."""
+    return output.clone() if isinstance(output, torch.Tensor) else output
+
+
+class FullySharded(Summed):
+    """Gradients that ``fully_shard`` sums and scatters; see the note above."""
+
+    def __init__(
+        self,
+        live: LiveReplica,
+        plans: Sequence[SlicePlan],
+        rank: int,
+        spare: Batch,
+        mesh: Mesh,
+        group: ModelGroup,
+    ) -> None:
+        super().__init__(live, plans, rank, spare)
+        self._mesh, self._model_group = mesh, group
+        # Torch sets a unit up when it is first called; in evaluation it would set up what cannot train
+        forward_backward(live, self._spare, 0, 1.0, Clock(), share=0.0)
+        live.clear_gradients()
+        live.flat.refresh()
+
+    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> float:
+        accumulate = self._live.recipe.policy.accumulate
+        parts = min(accumulate, max(stop - start for start, stop in work.step.rows))
+        scale = work.step.loss_scale
+        return forward_backward(
+            self._live, batch, work.seed(), scale, clock, share=share, parts=parts
+        )
+
+    def _not_finite(self) -> str:
+        """Of the sum over the ranks, in this rank's rows."""
+        return first_not_finite(self._live, self._gradients)
+
+    def scored(self, batches: int, score: Callable[[], Any]) -> Any:
+        """See :class:`sparkdl.train.rank.summing.Summed`."""
+        counts = gathered_counts(batches)
+        assert self._model_group is not None
+        result = self._model_group.scored(counts, score, self._mesh.most(counts))
+        let_go(self._live.flat.module)
+        return result

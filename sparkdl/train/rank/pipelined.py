@@ -1,0 +1,320 @@
+"""Passes through the stages of a pipeline of ranks, with torch's pipelining.
+
+[Note: a pipeline's mini-batch] Ranks have samples as in every engine, each its part of a mini-batch.
+The ranks of one pipeline bring theirs together: inputs to the rank with the first stage, labels to the
+one with the last. There the loss of each micro-batch counts as much as its samples do in the global
+batch, so that gradients of all micro-batches, and of all copies of the pipeline, only need to be
+summed. In validation each rank has its own batches pass through the stages and come back.
+
+Where layers are cut too, the first and the last stage are on several ranks. Where units are, they are
+gathered for each run of equal micro-batches: pipelines that share them need as many runs, and try
+micro-batches of a new size at the same time. One with fewer rows goes on with some that count for
+nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
+
+from sparkdl.clock import Clock
+from sparkdl.data.assemble import Batch
+from sparkdl.replica.flat import local
+from sparkdl.replica.recipe import seeded
+from sparkdl.step.compute import Gradients, MiniBatch, buffers_kept, mean_loss, take_gradients
+from sparkdl.step.replica import Work
+from sparkdl.sync.plan import SlicePlan
+from sparkdl.train.parallel.stages import micro_batches
+from sparkdl.train.parallel.strategy import Pipeline
+from sparkdl.train.rank.fully_sharded import let_go
+from sparkdl.train.rank.groups import Groups
+from sparkdl.train.rank.in_turn import InTurn
+from sparkdl.train.rank.model_group import ModelGroup
+from sparkdl.train.rank.near_rows import NearRows
+from sparkdl.train.rank.staged import Staged
+from sparkdl.train.rank.summing import Copied, gathered_counts
+from sparkdl.train.rank.tensor_parallel import settle
+
+MAX_SCHEDULES = 8
+"""How many numbers of rows, and of micro-batches, a rank keeps torch's schedules of."""
+MAX_SHAPES = 64
+Shapes: TypeAlias = list[tuple[int, tuple[Any, ...], tuple[Any, ...]]]
+"""Of each stage of a rank its number, and what goes in and out."""
+
+
+class Pipelined(Copied):
+    """See the note above."""
+
+    def __init__(
+        self,
+        staged: Staged,
+        plans: Sequence[SlicePlan],
+        rank: int,
+        spare: Batch,
+        strategy: Pipeline,
+        groups: Groups,
+        near: NearRows,
+    ) -> None:
+        super().__init__(staged.live, plans, rank, spare)
+        self._strategy, self._seats = strategy, staged.seats
+        self._stages = dict(zip(staged.seats.stages(rank), staged.stages, strict=True))
+        self._pipe, self._alike = groups.along("pipe"), groups.along("data")
+        mesh = staged.seats.mesh
+        self._gathers = groups.along("shard") is not None
+        together = self._pipe if groups.along("tensor") is None else None  # None: all ranks
+        self._bring = ModelGroup(mesh, rank, together, staged.live, self._spare, near)
+        self._in_turn = InTurn(staged.seats, self._stages, rank, together, staged.live)
+        self._members = mesh.along(rank, "pipe")
+        self._heads, self._tails = (mesh.along(self._members[place], "tensor") for place in (0, -1))
+        self._tail = self._members[-1]
+        self._drawing = mesh.along(rank, "tensor")[0]
+        self._schedules: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._known: OrderedDict[int, Shapes] = OrderedDict()
+        self._parts: list[MiniBatch] = []
+        self._factor, self._weight, self._mean = 1.0, 1.0, 0.0
+        if self._gathers:  # torch sets a unit up when it is first called, see fully_sharded
+            self._prepare({len(self._spare)})
+            self._keep_pace(1)
+            self._live.clear_gradients()
+
+    def compute(
+        self, work: Work, batch: MiniBatch | None, weights: Sequence[float], clock: Clock
+    ) -> tuple[float, str]:
+        """See :class:`sparkdl.train.rank.summing.Summed`."""
+        counts = self._bring.counts(work, weights)
+        own = self._rank in counts
+        live, scale = self._live, work.step.loss_scale
+        if not all(child.training for child in live.flat.module.modules()):
+            live.flat.module.train()
+        live.clear_gradients()
+        loss, runs = 0.0, self._runs(sum(counts.values()))
+        idle = 0
+        if self._gathers:
+            mesh = self._seats.mesh
+            rows = [b - a if w else 0 for (a, b), w in zip(work.step.rows, weights, strict=True)]
+            others = [self._runs(sum(rows[r] for r in group)) for group in mesh.model_groups]
+            self._prepare({each for some in others for _, each, _ in some})
+            idle = max(map(len, others)) - len(runs)
+        if counts:
+            bring, ends = self._bring, [*self._heads, *self._tails]
+            here = bring.here(work, counts, batch, ends)
+            inputs = bring.inputs(counts, here, self._heads)
+            whole = MiniBatch(inputs, *bring.targets(counts, here, self._tails))
+            clock.lap("data")
+            self._weight, self._mean = self._bring.weight(weights), 0.0
+            self._factor = scale / sum(weights)
+            with seeded(replace(work, replica=self._drawing).seed()):
+                self._flow(whole, runs)
+            loss = self._told(self._mean)
+        self._keep_pace(idle)
+        clock.lap("pipeline")
+        self._gradients = self._taken(scale, nothing=not counts)
+        if own and not math.isfinite(loss):
+            return loss, f"the loss ({loss})"
+        name = self._not_finite()
+        return loss if own else 0.0, f'the gradient of "{name}"' if name else ""
+
+    def _runs(self, rows: int) -> list[tuple[int, int, int]]:
+        """See :func:`sparkdl.train.parallel.stages.micro_batches`."""
+        accumulate = self._live.recipe.policy.accumulate
+        return micro_batches(rows, accumulate, self._strategy.micro_batches)
+
+    def _keep_pace(self, times: int) -> None:
+        """Go through without effect: gradients of zero, buffers as they were."""
+        if not times:
+            return
+        rows = len(self._spare)
+        nothing = replace(self._spare, weights=torch.zeros(rows, dtype=torch.float64))
+        with seeded(0), buffers_kept(self._live.flat.module):
+            self._flow(nothing, [(0, rows, 1)] * times)
+
+    def _flow(self, whole: MiniBatch, runs: Sequence[tuple[int, int, int]]) -> None:
+        """Forward and backward through the stages."""
+        for start, each, many in runs:
+            stop = start + each * many
+            schedule, arguments = self._schedule(each, many), {}
+            if self._rank in self._tails:
+                cut = [slice(start + i * each, start + (i + 1) * each) for i in range(many)]
+                self._parts = [_part(whole, one) for one in cut]
+                arguments = {"target": torch.arange(many)}
+            first = whole.inputs if self._rank in self._heads else []
+            inputs = [tensor[start:stop] for tensor in first]
+            with self._adding_up():
+                schedule.step(*inputs, return_outputs=False, **arguments)
+            self._parts = []
+
+    @contextlib.contextmanager
+    def _adding_up(self) -> Iterator[None]:
+        """Of shards, torch's first step of a schedule lets go of the gradients that there are."""
+        before = [p.grad for _, p in self._live.flat.parameters] if self._gathers else []
+        if self._gathers:
+            self._live.clear_gradients()
+        yield
+        for (_, parameter), gradient in zip(self._live.flat.parameters, before, strict=False):
+            if gradient is not None:
+                more = parameter.grad
+                parameter.grad = gradient if more is None else gradient + more
+
+    def _loss(self, output: Any, number: torch.Tensor) -> torch.Tensor:
+        """Of micro-batch ``number``: its mean times what it counts for in the global batch."""
+        part = self._parts[int(number)]
+        if not part.weight:
+            return _nothing(output)
+        value = mean_loss(self._live, output, part)
+        self._mean += float(value.detach()) * part.weight / self._weight
+        return value * (part.weight * self._factor)
+
+    def _told(self, loss: float) -> float:
+        """The loss, as the rank with the last stage knows it."""
+        value = torch.tensor([loss], dtype=torch.float64)
+        dist.broadcast(value, self._tail, self._pipe)
+        return float(value)
+
+    def _schedule(self, each: int, many: int) -> Any:
+        """Torch's schedule for ``many`` micro-batches of ``each`` rows."""
+        key = each, many
+        if key in self._schedules:
+            self._schedules.move_to_end(key)
+            return self._schedules[key]
+        seats, device = self._seats, self._live.device
+        stages = [
+            PipelineStage(
+                self._stages[number],
+                number,
+                seats.count,
+                device,
+                input_args=inputs,
+                output_args=outputs,
+                group=self._pipe,
+            )
+            for number, inputs, outputs in self._shapes_of(each)
+        ]
+        how: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
+        early = self._strategy.schedule == "1f1b"
+        if len(stages) == 1:
+            single = Schedule1F1B if early and many >= seats.count else ScheduleGPipe
+            made: Any = single(stages[0], many, **how)
+        else:
+            even = many % max(1, many // seats.mesh.pipe) == 0
+            several = ScheduleInterleaved1F1B if early and even else ScheduleLoopedBFS
+            made = several(stages, many, **how)  # type: ignore[arg-type]
+        self._schedules[key] = made
+        while len(self._schedules) > MAX_SCHEDULES:
+            self._schedules.popitem(last=False)
+        return made
+
+    def _prepare(self, sizes: set[int]) -> None:
+        """Try micro-batches of these sizes, where that has not been done."""
+        for size in sorted(sizes):
+            self._shapes_of(size)
+
+    def _shapes_of(self, rows: int) -> Shapes:
+        """:meth:`_shapes`, remembered."""
+        if rows not in self._known:
+            self._known[rows] = self._shapes(rows)
+            while len(self._known) > MAX_SHAPES:
+                self._known.popitem(last=False)
+        return self._known[rows]
+
+    def _shapes(self, rows: int) -> Shapes:
+        """For each stage of this rank its number, and what goes in and out for so many rows: tensors
+        without values, found by trying it. Nothing is left of that."""
+        found = []
+        value: Any = tuple(t[:1].expand(rows, *t.shape[1:]) for t in self._spare.inputs)
+        with buffers_kept(self._live.flat.module), seeded(0), torch.enable_grad():
+            for number in range(self._seats.count):
+                here = self._members[number % len(self._members)]
+                if number:
+                    before = self._members[(number - 1) % len(self._members)]
+                    value = self._in_turn.moved(value, before, here)
+                if self._rank == here:
+                    inputs = tuple(map(self._made_up, value)) if number else value
+                    outputs = _as_tuple(self._stages[number](*inputs))
+                    value = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in outputs)
+                    found.append((number, _bare(inputs), _bare(outputs)))
+        for stage in self._stages.values():
+            let_go(stage)
+        return found
+
+    def _made_up(self, known: tuple[tuple[int, ...], torch.dtype, bool]) -> torch.Tensor:
+        shape, dtype, requires_grad = known
+        tensor = torch.zeros(shape, dtype=dtype, device=self._live.device)
+        return tensor.requires_grad_(requires_grad)
+
+    def _taken(self, scale: float, nothing: bool) -> Gradients:
+        """The gradients of this rank's stages; zero where no rank of the pipeline had samples."""
+        settle(self._live)
+        found = take_gradients(self._live).dense
+        for number in self._seats.numbers(self._rank):
+            if number < len(found) and found[number] is None and nothing:
+                found[number] = torch.zeros_like(local(self._live.flat.parameters[number][1]))
+        if scale != 1.0:
+            for gradient in found:
+                if gradient is not None:
+                    gradient.div_(scale)
+        return Gradients(found, {})
+
+    def _buffers(self, size: int) -> list[torch.Tensor]:
+        """Each rank's: those of every stage as the rank of its pipeline with that stage has them."""
+        found, layout = super()._buffers(size), self._live.flat.layout
+        if not len(found[0]):
+            return found
+        columns = {tuple(self._seats.mesh.along(rank, "pipe")) for rank in range(size)}
+        for members in sorted(columns):
+            whole = torch.empty_like(found[0])
+            for number, (segment, end) in enumerate(zip(layout.segments, layout.ends, strict=True)):
+                if segment.kind != "parameter":
+                    place = slice(segment.start - layout.buffers_start, end - layout.buffers_start)
+                    whole[place] = found[members[self._seats.places[number]]][place]
+            for member in members:
+                found[member] = whole
+        return found
+
+    def scored(self, batches: int, score: Callable[[], Any]) -> Any:
+        """Each rank of the pipeline in turn has its batches pass through."""
+        counts = gathered_counts(batches)
+        most = self._seats.mesh.most(counts) if self._gathers else 0
+        result = self._in_turn.scored(counts, score, most, tuple(self._spare.inputs))
+        for stage in self._stages.values():
+            let_go(stage)
+        return result
+
+
+def _part(batch: MiniBatch, rows: slice) -> MiniBatch:
+    """Of what the last stage's rank has of a mini-batch."""
+    weights = None if batch.weights is None else batch.weights[rows]
+    targets = [target[rows] for target in batch.targets]
+    return MiniBatch([torch.empty(rows.stop - rows.start)], targets, weights)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _bare(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Their shapes and dtypes alone."""
+    return tuple(
+        torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta").requires_grad_(
+            t.requires_grad
+        )
+        for t in tensors
+    )
+
+
+def _nothing(output: Any) -> torch.Tensor:
+    """Zero, with a gradient of zero."""
+    return sum(tensor.float().sum() for tensor in _as_tuple(output)) * 0.0

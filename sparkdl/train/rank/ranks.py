@@ -1,0 +1,391 @@
+"""What a rank of the gang engine holds and does; every method is a command of the driver.
+
+[Note: the gang's iteration] Each rank goes forward and backward over its rows, and torch's
+DistributedDataParallel (Li et al., 2020) sums the gradients, bucket by bucket while backward goes on,
+each rank's times its share of the global batch; or the ranks exchange them, where they are compressed
+or rows of tables (:mod:`sparkdl.train.rank.exchanged`). What follows is as in the other engines:
+the owner of a slice regularises, clips and updates it. With the strategy "ddp" there is one slice, and
+every rank updates all of it; with "zero1" rank n owns slice n alone, keeps the optimizer's state of it
+(ZeRO, stage 1: Rajbhandari et al., 2020), and sends its new weights to the others. With "fsdp" a rank
+has its shards of all parameters, and updates these (:mod:`sparkdl.train.rank.fully_sharded`); with
+"tensor" it has its part of the layers that are cut (:mod:`sparkdl.train.rank.tensor_parallel`); with
+"pipeline" it has some layers (:mod:`sparkdl.train.rank.pipelined`). Copies of a model that is cut
+update all of their part each, or, with "zero1" beside these, some of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparkdl.clock import Clock
+from sparkdl.data.assemble import Assembly
+from sparkdl.data.handle import SampleHandle
+from sparkdl.data.mapped import close_partitions, lies_here, open_partition
+from sparkdl.errors import ModelError
+from sparkdl.gang.member import Member
+from sparkdl.infer.scoring import Scorer
+from sparkdl.infer.validate import score_partition
+from sparkdl.replica.recipe import Recipe, weights_digest
+from sparkdl.slab.root import open_root
+from sparkdl.step.compressing import ReadResiduals
+from sparkdl.step.replica import Work, to_mini_batch
+from sparkdl.sync.apply import wants_loss
+from sparkdl.sync.contribution import Contribution
+from sparkdl.sync.gradient import Reduced
+from sparkdl.sync.owner import Owner
+from sparkdl.sync.packing import ByParameter
+from sparkdl.sync.plan import SlicePlan
+from sparkdl.sync.records import ReplicaReport, SliceReport, Step
+from sparkdl.sync.state import SliceState
+from sparkdl.train.engine import BEST, CURRENT, ReadState, Uses, weights_of
+from sparkdl.train.rank.background import Background, Results, copied_residuals, on_copies
+from sparkdl.train.rank.building import hold
+from sparkdl.train.rank.exchanged import Exchanged
+from sparkdl.train.rank.holding import States
+from sparkdl.train.rank.near_rows import Samples
+from sparkdl.train.rank.node_files import (
+    SnapshotFiles,
+    broadcast_bytes,
+    pack,
+    pack_kept,
+    unpack,
+    unpack_kept,
+)
+from sparkdl.train.rank.records import RankStep, Setup, Standing
+from sparkdl.train.rank.summing import gathered
+
+
+@dataclass(frozen=True)
+class Do:
+    """The command that calls a method of the rank."""
+
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+    def __call__(self, member: Member) -> Any:
+        return getattr(member.kept["rank"], self.method)(*self.arguments)
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """The first command: build the replica; a :class:`Standing`."""
+
+    setup: Setup
+
+    def __call__(self, member: Member) -> Standing:
+        torch.set_num_threads(self.setup.run.threads)
+        rank = member.kept["rank"] = Rank(self.setup, member)
+        member.at_end.callback(close_partitions)
+        return rank.standing()
+
+
+class Rank:
+    """See the note above. ``_read``: which state the driver had it read, to be placed. ``_agrees``:
+    whether an update needs to know every rank's loss, or that it is finite."""
+
+    def __init__(self, setup: Setup, member: Member) -> None:
+        self._setup, self._run, self._member = setup, setup.run, member
+        root = open_root(self._run.slab, create=True)
+        assert root is not None
+        self._token, self._files = root.token, SnapshotFiles(root.directories[-1])
+        self._recipe: Recipe = pickle.loads(setup.recipe)
+        handles = [pickle.loads(frame) for frame in frames_of(member.frames)]
+        self._handles: list[SampleHandle] = handles
+        self._partition: Any = None
+        self._read: tuple[str, States] | None = None
+        self._before: Mapping[str, float] = {}
+        self._background: Background | None = None
+
+    def standing(self) -> Standing:
+        """What the driver checks before it goes on."""
+        train = self._handles[0]
+        return Standing(
+            self._token,
+            weights_digest(self._recipe.build()),
+            tuple(lies_here(handle, self._token) for handle in self._handles),
+            train.checksum == self._setup.checksums[self._member.rank],
+        )
+
+    def begin(self) -> ModelError | None:
+        """All ranks are where their samples are: make them one. What is wrong with how the model is cut
+        is the result."""
+        if self._handles[0].num_rows:
+            self._partition = open_partition(self._handles[0])
+        samples = Samples(self._token, self._handles[0])
+        try:
+            self._held, self._way = hold(self._recipe, self._setup, samples, self._member)
+        except ModelError as error:
+            return error
+        policy, owners = self._recipe.policy, self._held.owners.values()
+        kinds = [type(o) for owner in owners for o in owner.optimizer.mirrors()]
+        leaves_out = policy.on_nan == "skip" or policy.scales_loss
+        self._agrees = leaves_out or any(wants_loss(kind) for kind in kinds)  # type: ignore[arg-type]
+        return None
+
+    def answers_for(self, number: int) -> bool:
+        """Whether this rank, of those that own slice ``number``, speaks for it."""
+        return number in self._held.owners and (self._run.slices > 1 or self._member.rank == 0)
+
+    def read(
+        self, read: ReadState | None, reported: tuple[type[Exception], ...], which: str
+    ) -> Any:
+        """Read the slices to begin with; an exception of ``reported`` is the result."""
+        self._read = None
+        if read is None:
+            return None
+        held, found = self._held, {}
+        for n in held.owners:
+            try:
+                found[n] = read(held.slices[n], held.live.flat.layout.dtype)
+            except reported as error:
+                return error
+        self._read = which, found
+        return None
+
+    def place(self) -> None:
+        """Begin with what was read, or with the recipe's weights."""
+        if self._read is None:
+            self._held.begin()
+            return
+        which, found = self._read
+        self._read = None
+        if which == BEST:
+            self._held.place_best(found)
+        else:
+            self._held.place(found)
+
+    def step(self, step: Step) -> RankStep:
+        """One iteration; the state of this rank's slices is then the next version."""
+        clock, rank, live = Clock(), self._member.rank, self._held.live
+        start, stop = step.rows[rank]
+        work, batch = Work(step, rank, self._run.assembly, self._run.shares[rank]), None
+        if stop > start:
+            (arrays,) = work.mini_batches(live, self._partition)
+            batch = to_mini_batch(arrays, live)
+        weight = batch.weight if batch is not None else 0.0
+        weights = self._weights(step, weight)
+        clock.lap("data")
+        loss, problem = self._way.compute(work, batch, weights, clock)
+        finish = functools.partial(self._finish, step, weights, loss, bool(problem))
+        slices: list[SliceReport] = []
+        if live.recipe.policy.clips_norm or step.histograms:
+            slices = finish(clock)
+        else:  # nothing of it is reported: it is done while the driver prepares what comes next
+            self._member.afterwards = functools.partial(self._finish_later, finish)
+        count, seconds = stop - start, {**self._before, **clock.seconds}
+        self._before = {}
+        report = ReplicaReport(rank, count, weight, loss, self._token, seconds, problem)
+        return RankStep(report, slices, self._background is not None and self._background.busy)
+
+    def _finish_later(self, finish: Callable[[Clock], Any]) -> None:
+        """When the result has been sent; the time it takes is told with the next."""
+        clock = Clock()
+        finish(clock)
+        self._before = clock.seconds
+
+    def _finish(
+        self, step: Step, weights: Sequence[float], loss: float, failed: bool, clock: Clock
+    ) -> list[SliceReport]:
+        """Update, unless the loss or a gradient of some rank is not finite and that is to be left out;
+        where the driver ends the run for it, the state does not matter any more."""
+        found = [[0.0, 0.0] for _ in weights]
+        if self._agrees:
+            found = gathered([loss, float(failed)])
+        if any(flag for _, flag in found):
+            self._held.live.flat.refresh()
+            return []
+        contributions = self._way.contributions(step.rows, weights)
+        self._way.committed()
+        clock.lap("reduce")
+        total = sum(weights)
+        mean = sum(one * w for (one, _), w in zip(found, weights, strict=True) if w)
+        return self._update(step, contributions, mean / total if total else 0.0, clock)
+
+    def _weights(self, step: Step, weight: float) -> list[float]:
+        """What each rank's mini-batch counts for."""
+        if not self._run.assembly.weighted and self._recipe.policy.class_weights is None:
+            return [float(stop - start) for start, stop in step.rows]
+        return [found for (found,) in gathered([weight])]
+
+    def _update(
+        self,
+        step: Step,
+        contributions: Mapping[int, list[Contribution]],
+        loss: float,
+        clock: Clock,
+    ) -> list[SliceReport]:
+        """Regularise, clip and update this rank's slices; send their weights to the others."""
+        known: dict[int, Reduced] = {}
+        squares = [0.0] * self._run.slices
+        for n, owner in self._held.owners.items():
+            if owner.clips_norm:
+                state = self._held.states[n]
+                known[n] = owner.reduce(contributions[n], state.weights, _dense(owner, state))
+                squares[n] = self._held.counted[n].squared_norm(known[n])
+        if known and self._run.slices > 1:
+            mine = squares if self._held.first else [0.0] * len(squares)
+            squares = [many[r] for r, many in enumerate(gathered(mine))]
+        slices = []
+        for n, owner in self._held.owners.items():
+            state = self._held.states[n]
+            updated = owner.update(
+                state,
+                state,
+                contributions[n],
+                step.hyperparameters,
+                known=known.get(n),
+                squares=squares,
+                loss=loss,
+                keep=_dense(owner, state) if step.histograms else None,
+            )
+            told = self._held.counted[n]
+            histograms = told.histograms(state, updated.reduced) if step.histograms else {}
+            clock.lap("update")
+            if self._held.first:
+                slices.append(
+                    SliceReport(n, self._token, None, norm=updated.norm, histograms=histograms)
+                )
+        self._held.share()
+        clock.lap("publish")
+        return slices
+
+    def score(self, scorer: Scorer, assembly: Assembly, batch_size: int) -> list[Any] | None:
+        """The scorer's states over this rank's partition of the validation's samples."""
+        handle = self._handles[1]
+
+        def score() -> list[Any] | None:
+            if not handle.num_rows:
+                return None
+            partition = open_partition(handle)
+            return score_partition(self._held.live, partition, scorer, assembly, batch_size)
+
+        return self._way.scored(math.ceil(handle.num_rows / batch_size), score)
+
+    def keep_best(self) -> None:
+        """Keep a copy of the weights as they stand."""
+        states = self._held.states
+        self._held.best = {n: SliceState(state.weights.clone()) for n, state in states.items()}
+
+    def weights(self, which: str) -> dict[int, np.ndarray]:
+        """Of the slices that this rank answers for; as arrays, which travel with fewer copies."""
+        held = self._held
+        states = held.best if which == BEST else held.states
+        slices = held.as_slices({n: SliceState(weights_of(s, which)) for n, s in states.items()})
+        return {n: s.weights.numpy() for n, s in slices.items() if self.answers_for(n)}
+
+    def with_states(
+        self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
+    ) -> dict[int, Any]:
+        """``use(index, plan, state)`` of the slices that this rank answers for."""
+        plans, states = self._held.slices, self._slices(which)
+        return {n: use(n, plans[n], state) for n, state in states.items()}
+
+    def _slices(self, which: str) -> States:
+        """Those that this rank answers for."""
+        held = self._held
+        states = held.as_slices(held.best if which == BEST else held.states)
+        return {n: state for n, state in states.items() if self.answers_for(n)}
+
+    def begin_background(self, name: str, uses: Uses) -> None:
+        """Use copies of the state in the background, one such work at a time."""
+        plans = dict(enumerate(self._held.slices))
+        states = [on_copies(use, plans, self._slices(which)) for use, which in uses.states]
+        residuals = []
+        if self._kept is not None:
+            kept = copied_residuals(self._kept)
+            residuals.append(functools.partial(uses.residuals, self._member.rank, kept))
+        self._background = Background(name, states, residuals)
+
+    def background(self, name: str) -> Results | None:
+        """What came of it; None where this rank knows nothing of it, being new."""
+        found, self._background = self._background, None
+        return found.results() if found is not None and found.name == name else None
+
+    def start_residuals(self, read: ReadResiduals, reported: tuple[type[Exception], ...]) -> Any:
+        """See :class:`sparkdl.train.engine.Engine`; an exception of ``reported`` is the result."""
+        try:
+            kept = read(self._member.rank)
+        except reported as error:
+            return error
+        if isinstance(self._way, Exchanged):
+            self._way.kept = kept
+        return None
+
+    def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
+        """``use(rank, kept)``, in a list; empty where this rank keeps nothing."""
+        return [] if self._kept is None else [use(self._member.rank, self._kept)]
+
+    @property
+    def _kept(self) -> ByParameter | None:
+        return self._way.kept if isinstance(self._way, Exchanged) else None
+
+    @property
+    def _parts(self) -> int:
+        """Of a snapshot: the slices, and what each rank keeps, where gradients are compressed."""
+        compresses = self._recipe.compression is not None
+        return self._run.slices + (self._member.size if compresses else 0)
+
+    def save_snapshot(self, name: str, holders: Sequence[int]) -> None:
+        """Leave this state in files on the nodes of ``holders``: the first rank of each node."""
+        holds, held = self._member.rank in holders, self._held
+        current, best = held.as_slices(held.states), held.as_slices(held.best)
+        for n, plan in enumerate(held.slices):
+            packed = None
+            if n in current and (self._run.slices > 1 or holds):
+                packed = pack(plan, [states[n] for states in (current, best) if n in states])
+            if self._run.slices > 1:
+                packed = broadcast_bytes(packed, n)
+            if packed is not None and holds:
+                self._files.write(name, n, packed)
+        for r in range(self._parts - self._run.slices):
+            mine = pack_kept(self._kept) if r == self._member.rank else None
+            packed = broadcast_bytes(mine, r)
+            if holds:
+                self._files.write(name, self._run.slices + r, packed)
+
+    def drop_snapshot(self, name: str, holders: Sequence[int]) -> None:
+        """It is not needed any more."""
+        if self._member.rank in holders:
+            self._files.delete(name, self._parts)
+
+    def has_snapshot(self, name: str) -> list[bool]:
+        """Of which parts this node has it: of the slices, then of what ranks keep."""
+        return self._files.there(name, self._parts)
+
+    def load_snapshot(self, name: str, sources: Sequence[int]) -> None:
+        """Go on from it; ``sources``: for each part, a rank whose node has it."""
+        current: States = {}
+        best: States = {}
+        for n, source in enumerate(sources):
+            mine = self._member.rank == source
+            packed = broadcast_bytes(self._files.read(name, n) if mine else None, source)
+            if n in self._held.owners:
+                dtype = self._held.live.flat.layout.dtype
+                current[n], *kept = unpack(self._held.slices[n], packed, dtype)
+                if kept:
+                    best[n] = kept[0]
+            if n - self._run.slices == self._member.rank and isinstance(self._way, Exchanged):
+                self._way.kept = unpack_kept(packed)
+        self._held.place(current)
+        if best:
+            self._held.place_best(best)
+
+
+def _dense(owner: Owner, state: SliceState) -> torch.Tensor:
+    """Memory for the dense gradient of what ``owner`` updates."""
+    length, device = owner.plan.dense_length, state.weights.device
+    return torch.empty(length, dtype=owner.dtype, device=device)
+
+
+def frames_of(records: Sequence[Any]) -> list[bytes]:
+    """The frames of a partition's one record: samples, or (training, validation) samples."""
+    (record,) = records
+    return list(record) if isinstance(record, tuple) else [record]

@@ -1,0 +1,43 @@
+"""What the driver and the ranks of a gang tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparkdl.data.assemble import Batch
+from sparkdl.replica.run import Run
+from sparkdl.sync.records import ReplicaReport, SliceReport
+from sparkdl.train.parallel.parallel import Parallel
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a rank begins with. ``recipe``: pickled. ``spare``: a few rows of the data, for a rank
+    that has none in an iteration. ``checksums``: of the partitions of training samples."""
+
+    run: Run
+    recipe: bytes
+    spare: Batch
+    checksums: tuple[int, ...]
+    parallel: Parallel
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a rank finds where it is: its node's token, a digest of the initial weights, which of its
+    partitions are on the node, and whether the training rows are those of before."""
+
+    token: str
+    digest: str
+    here: tuple[bool, ...]
+    unchanged: bool
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """What a rank did in an iteration; ``slices``: of those it answers for, where they have more to
+    tell than that they were updated. ``writing``: whether something is still done in the background."""
+
+    report: ReplicaReport
+    slices: list[SliceReport]
+    writing: bool = False

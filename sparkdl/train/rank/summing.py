@@ -1,0 +1,202 @@
+"""Gradients of all ranks, summed: what every strategy of a gang that lets torch do so has in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sparkdl.clock import Clock
+from sparkdl.data.assemble import Batch
+from sparkdl.replica.flat import Layout
+from sparkdl.replica.live import LiveReplica
+from sparkdl.step.compute import Gradients, MiniBatch, take_gradients
+from sparkdl.step.replica import Work, to_mini_batch
+from sparkdl.sync.contribution import NOTHING, SPARE, Contribution, sums_up
+from sparkdl.sync.plan import SlicePlan
+from sparkdl.train.rank.batchnorm import keeping_company
+from sparkdl.train.rank.model_group import ModelGroup
+
+
+class GradientVector:
+    """The dense gradients in one vector, each where its parameter is in the flat vector, in memory that
+    stays: the gaps between them are zero. Behind them, for each parameter, how many ranks had one,
+    where they are counted."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self._layout = layout
+        count, size = sum(s.kind == "parameter" for s in layout.segments), layout.buffers_start
+        self._memory = torch.zeros(size + count, dtype=layout.dtype, device=device)
+        self.vector, self._counts = self._memory[:size], self._memory[size:]
+
+    def filled(self, dense: Sequence[torch.Tensor | None], factor: float = 1.0) -> torch.Tensor:
+        """With these times ``factor``, by parameter number; zero where there is none."""
+        for segment, gradient in zip(self._layout.segments, dense, strict=False):
+            place = self.vector[segment.start : segment.stop].view(segment.shape)
+            if gradient is None or not factor:  # whatever a rank without samples made up
+                place.zero_()
+            elif factor == 1.0:
+                place.copy_(gradient)
+            else:
+                torch.mul(gradient, factor, out=place)
+        return self.vector
+
+    def count(self, dense: Sequence[torch.Tensor | None]) -> None:
+        """Note which of these are there, for the sum."""
+        self._counts.copy_(torch.tensor([float(gradient is not None) for gradient in dense]))
+
+    def sum(self, wire: torch.dtype | None, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        """Over the ranks of ``group``, in ``wire``."""
+        memory = self._memory
+        sent = memory if wire in (None, memory.dtype) else memory.to(wire)
+        dist.all_reduce(sent, group=group)
+        if sent is not memory:
+            memory.copy_(sent)
+        return self.vector
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """The parameters of which no rank had a gradient."""
+        return frozenset(n for n, count in enumerate(self._counts.tolist()) if not count)
+
+
+class Summed:
+    """What a rank does for the gradients of an iteration, where torch sums them."""
+
+    _model_group: ModelGroup | None = None
+    """The ranks with which this one brings its rows together, if there are any."""
+
+    def __init__(
+        self, live: LiveReplica, plans: Sequence[SlicePlan], rank: int, spare: Batch
+    ) -> None:
+        """``plans``: of what this rank updates. ``spare``: a few rows, for iterations in which it has
+        none: it takes part in the sums all the same, with nothing."""
+        self._live, self._plans, self._rank = live, plans, rank
+        self._spare = replace(to_mini_batch(spare, live, classes=False), weights=None)
+        self._vector = GradientVector(live.flat.layout, live.flat.flat.device)
+        self._gradients = Gradients([], {})
+
+    def compute(
+        self, work: Work, batch: MiniBatch | None, weights: Sequence[float], clock: Clock
+    ) -> tuple[float, str]:
+        """The loss, and what is not finite, if anything. ``weights``: what each rank's mini-batch
+        counts for."""
+        own, total, tells = weights[self._rank], sum(weights), bool(weights[self._rank])
+        if self._model_group is not None and len(self._model_group.ranks) > 1:
+            batch = self._model_group.together(work, weights, batch)
+            work, own = self._model_group.as_one(work), self._model_group.weight(weights)
+            clock.lap("data")
+        batch = batch if own and batch is not None else self._spare
+        with keeping_company(not own):
+            loss = self._pass(work, batch, own / total if total else 0.0, clock)
+        self._gradients = take_gradients(self._live)
+        if tells and not math.isfinite(loss):
+            return loss, f"the loss ({loss})"
+        name = self._not_finite()
+        return loss if tells else 0.0, f'the gradient of "{name}"' if name else ""
+
+    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> float:
+        """Forward and backward; the gradients are summed, each rank's times its share."""
+        raise NotImplementedError
+
+    def _not_finite(self) -> str:
+        """The parameter whose gradient had an inf or a NaN, or empty."""
+        raise NotImplementedError
+
+    def scored(self, batches: int, score: Callable[[], Any]) -> Any:
+        """What ``score`` makes of this rank's ``batches`` of the validation's samples."""
+        return score()
+
+    def contributions(
+        self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
+    ) -> dict[int, list[Contribution]]:
+        """For each of this rank's plans, by its index, what its update is made of: the sum of all
+        gradients as the first replica's, and the buffers of each."""
+        layout, buffers = self._live.flat.layout, self._buffers(len(weights))
+        flat, absent = self._summed()
+        self._gradients = Gradients([], {})
+        taking_part = [r for r, (start, stop) in enumerate(rows) if stop > start]
+        found: dict[int, list[Contribution]] = {}
+        for plan in self._plans:
+            low = plan.start + plan.buffers_start - layout.buffers_start
+            high = plan.stop - layout.buffers_start
+            whole = flat[plan.start : plan.start + plan.dense_length]
+            found[plan.index] = [
+                Contribution(
+                    r,
+                    weights[r],
+                    whole if r == taking_part[0] else whole[:0],
+                    buffers[r][low : max(low, high)],
+                    absent,
+                    kind=SPARE if r == taking_part[0] else NOTHING,
+                )
+                for r in taking_part
+            ]
+        return found
+
+    def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
+        """The gradients, end to end, and which there are none of; what is kept of them may go."""
+        return self._vector.filled(self._gradients.dense), self._gradients.absent
+
+    def _buffers(self, size: int) -> list[torch.Tensor]:
+        """Every rank's buffers, as the end of a flat vector."""
+        own = self._live.flat.buffers()
+        found = [torch.empty_like(own) for _ in range(size)]
+        if len(own):
+            dist.all_gather(found, own)
+        return found
+
+    def committed(self) -> None:
+        """The iteration counts. Nothing is kept for the next."""
+
+
+class Copied(Summed):
+    """Of a model that is cut over ranks: over the copies of it."""
+
+    _alike: dist.ProcessGroup | None = None
+    """The ranks with the same part."""
+
+    def _not_finite(self) -> str:
+        """On this rank, before the sum."""
+        return first_not_finite(self._live, self._gradients)
+
+    def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
+        flat, absent = super()._summed()
+        if self._alike is not None:
+            self._vector.sum(self._live.recipe.policy.wire_dtype, self._alike)
+        return flat, absent
+
+
+def factors(live: LiveReplica, share: float) -> tuple[float, float]:
+    """What the loss is multiplied by before backward, and the gradients after it, so that they have a
+    rank's ``share``. Where they cross in the pass, as in batch norm over the ranks, losses have it."""
+    if live.recipe.policy.sync_batchnorm:
+        return share, 1.0 if share else 0.0
+    return 1.0, share
+
+
+def gathered(numbers: Sequence[float]) -> list[list[float]]:
+    """Some numbers of every rank."""
+    mine = torch.tensor(numbers, dtype=torch.float64)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return [row.tolist() for row in found]
+
+
+def gathered_counts(count: int) -> list[int]:
+    """How many of something every rank has."""
+    return [int(found) for (found,) in gathered([count])]
+
+
+def first_not_finite(live: LiveReplica, gradients: Gradients) -> str:
+    """The first parameter here whose gradient has an inf or a NaN, or empty."""
+    for (segment, _), gradient in zip(live.flat.parameters, gradients.dense, strict=True):
+        if gradient is None or sums_up(gradient):
+            continue
+        if not torch.isfinite(gradient).all():
+            return segment.name
+    return ""
