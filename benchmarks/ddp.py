@@ -47,11 +47,15 @@ def launch(*arguments: str) -> Any:
 
 def step_ms(work: str, batch: int, steps: int, warm_up: int, strategy: str = "ddp") -> float:
     """Milliseconds of a step of DDP, or of another strategy, ``batch`` over both ranks together."""
-    found = launch(
-        *("--work", work, "--batch", str(batch), "--steps", str(steps)),
-        *("--warm-up", str(warm_up), "--strategy", strategy),
-    )
-    return found["step"]
+    return launch(*step_arguments(work, batch, steps, warm_up, strategy))["step"]
+
+
+def step_arguments(
+    work: str, batch: int, steps: int, warm_up: int, strategy: str = "ddp"
+) -> list[str]:
+    """Of a rank's script."""
+    sizes = ["--batch", str(batch), "--steps", str(steps), "--warm-up", str(warm_up)]
+    return ["--work", work, *sizes, "--strategy", strategy]
 
 
 def parts_ms(sizes: list[tuple[int, int]], steps: int) -> list[dict[str, float]]:

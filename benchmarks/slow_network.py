@@ -1,12 +1,14 @@
-"""Two nodes with a network as slow as is wanted: sparkdl beside DistributedDataParallel.
+"""Two nodes with a network as slow as is wanted: sparkdl beside torch by itself.
 
     python benchmarks/slow_network.py [--mbit 1000,10000] [--works mlp:1024,resnet:64] [--quick]
+        [--strategies ddp,zero1,fsdp,tensor,pipeline]
 
 As root on Linux: the nodes are network namespaces of this machine, see ``nodes.py``, with a standalone
 Spark cluster on them, one core each. For each speed (million bits a second each way; 0: no limit) and
-model, in turn: DDP over Gloo, a rank of one thread a node; the gang; the shuffle engine, which sends
-what ``--send`` says. Milliseconds of an iteration, medians, the first quarter left out; "/ DDP" is of
-these. "MB sent" is of the busiest node and direction.
+model, in turn: each strategy by torch over Gloo, a rank of one thread a node (``strategies.py``); the
+gang with each; the shuffle engine, which sends what ``--send`` says. Milliseconds of an iteration,
+medians, the first quarter left out; "/ torch" is of these, for the shuffle engine by DDP's. "MB sent"
+is of the busiest node and direction.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import ddp
 import nodes
 from harness import (
     HERE,
@@ -47,14 +50,15 @@ SENDING: dict[str, dict[str, Any]] = {
 """What replicas send; the keys of ``--send``."""
 
 
-def with_ddp(some: Sequence[nodes.Node], folder: Path, name: str, batch: int, steps: int) -> float:
+def with_torch(
+    some: Sequence[nodes.Node], folder: Path, name: str, batch: int, steps: int, strategy: str
+) -> float:
     """Milliseconds of a step."""
-    out = folder / f"ddp-{name}-{batch}.json"
-    command = [sys.executable, str(HERE / "ddp.py"), "--work", name, "--batch", str(batch)]
-    command += ["--steps", str(steps - steps // 4), "--warm-up", str(steps // 4), "--out", str(out)]
+    out, warm_up = folder / f"{strategy}-{name}-{batch}.json", steps // 4
+    arguments = ddp.step_arguments(name, batch, steps - warm_up, warm_up, strategy)
     ranks = [
         node.start(
-            command,
+            [sys.executable, str(HERE / "ddp.py"), *arguments, "--out", str(out)],
             folder,
             RANK=str(node.number),
             WORLD_SIZE=str(len(some)),
@@ -104,7 +108,8 @@ def main() -> None:
     parser.add_argument(
         "--slices", type=int, help="of the shuffle engine; a replica each by default"
     )
-    parser.add_argument("--engines", default="ddp,gang,shuffle")
+    parser.add_argument("--engines", default="torch,gang,shuffle")
+    parser.add_argument("--strategies", default="ddp", help="of torch and of the gang")
     parser.add_argument("--steps", type=int, default=160, help="of a small model")
     parser.add_argument("--large", type=int, default=16, help="steps of a large model")
     given = parser.parse_args()
@@ -113,10 +118,10 @@ def main() -> None:
     paths = [str(HERE), str(Path(sparkdl.__file__).parents[1])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # the nodes' too
     small, large = (12, 4) if given.quick else (given.steps, given.large)
-    engines = given.engines.split(",")
+    engines, strategies = given.engines.split(","), given.strategies.split(",")
     ways: dict[str, dict[str, Any]] = {}
     if "gang" in engines:
-        ways["gang"] = {"engine": "gang"}
+        ways = {f"gang, {s}": {"engine": "gang", "strategy": s} for s in strategies}
     if "shuffle" in engines:
         for how in given.send.split(","):
             ways[f"shuffle, {how}"] = {"slices": given.slices, **SENDING[how]}
@@ -128,17 +133,19 @@ def main() -> None:
             batch, steps = int(size), large if WORKS[name].large else small
             with tempfile.TemporaryDirectory() as folder, nodes.network(2, mbit or None) as some:
                 found = {}
-                if "ddp" in engines:
-                    found["DDP"] = {"whole": with_ddp(some, Path(folder), name, batch, steps)}
+                for s in strategies if "torch" in engines else ():
+                    ms = with_torch(some, Path(folder), name, batch, steps, s)
+                    found[f"torch, {s}"] = {"whole": ms}
                 with nodes.cluster(some, Path(folder), 1, "3g") as master:
                     found |= in_fresh_process(with_sparkdl, master, name, batch, steps, ways)
-            ddp = found.get("DDP", {}).get("whole", math.nan)
             for way, parts in found.items():
-                sent = parts.get("MB") or None
-                rows.append([item, mbit, way, parts["whole"], parts["whole"] / ddp, sent])
+                engine, _, strategy = way.partition(", ")
+                baseline = found.get(f"torch, {'ddp' if engine == 'shuffle' else strategy}", {})
+                ratio, sent = parts["whole"] / baseline.get("whole", math.nan), parts.get("MB")
+                rows.append([item, mbit, way, parts["whole"], ratio, sent or None])
                 told = ", ".join(f"{key} {value:.1f}" for key, value in parts.items())
                 print(f"{item}, {mbit:g} Mbit/s, {way}: {told}", flush=True)
-    head = ("model", "Mbit/s", "", "ms", "/ DDP", "MB sent")
+    head = ("model", "Mbit/s", "", "ms", "/ torch", "MB sent")
     print("\n" + markdown(head, rows))
     write_json(given.json, [dict(zip(head, row, strict=True)) for row in rows])
 
