@@ -84,7 +84,9 @@ def several_steps(
 
 
 def _flatten(live: LiveReplica, gradients: Gradients, whole: Owner) -> torch.Tensor:
-    flat = torch.zeros(whole.plan.dense_length, dtype=live.flat.layout.dtype)
+    flat = torch.zeros(
+        whole.plan.dense_length, dtype=live.flat.layout.dtype, device=live.flat.flat.device
+    )
     for (segment, _), gradient in zip(live.flat.parameters, gradients.dense, strict=True):
         if gradient is not None:
             flat[segment.start : segment.stop].view(segment.shape).copy_(gradient)

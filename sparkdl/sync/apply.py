@@ -11,7 +11,7 @@ import torch
 
 from sparkdl.errors import ModelError
 from sparkdl.sync.plan import Piece, SlicePlan
-from sparkdl.sync.state import ARRAY_DTYPES, SliceState
+from sparkdl.sync.state import ARRAY_DTYPES, SliceState, mapped
 
 if TYPE_CHECKING:
     from sparkdl.sync.optimizer import OptimizerPlan
@@ -55,7 +55,8 @@ def step_slice(
             if number in state.others:
                 piece = pieces[number]
                 held = {name: _view(state.arrays[name], piece) for name in state.held[number]}
-                optimizer.state[tensor] = {**held, **state.others[number]}
+                others = _where_stepped(optimizer, tensor, state.others[number])
+                optimizer.state[tensor] = {**held, **others}
         if wants_loss(type(optimizer)):  # type: ignore[arg-type]
             optimizer.step(_evaluate_once(loss, type(optimizer).__name__))
         else:
@@ -97,6 +98,24 @@ def _held_by(
     return [(p, numbers[id(p)]) for group in optimizer.param_groups for p in group["params"]]
 
 
+def _where_stepped(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, others: Mapping[str, Any]
+) -> dict[str, Any]:
+    """State that may come from elsewhere, where a step wants it: with its parameter, but counts of
+    steps on the CPU, unless the kernel itself counts. As torch's ``load_state_dict`` does."""
+    home = parameter.device
+    if home.type == "cpu":
+        return dict(others)
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    counts = group.get("fused") or group.get("capturable")
+    return {
+        name: value
+        if name == "step" and not counts
+        else mapped(value, torch.Tensor, lambda tensor: tensor.to(home))
+        for name, value in others.items()
+    }
+
+
 @functools.cache
 def wants_loss(kind: type[torch.optim.Optimizer]) -> bool:
     """Whether its steps are to be given a function that evaluates the loss."""
@@ -136,7 +155,8 @@ def _keep(state: SliceState, plan: SlicePlan, piece: Piece, made: Mapping[str, A
             others[name] = value
             continue
         if array is None:
-            array = torch.zeros(plan.trainable_length, dtype=value.dtype)
+            home = state.weights.device
+            array = torch.zeros(plan.trainable_length, dtype=value.dtype, device=home)
             state.arrays[name] = array
         dense = value.to_dense() if value.is_sparse else value
         place = _view(array, piece)

@@ -71,7 +71,8 @@ def keep_block(plan: SlicePlan, block: SlicePlan, stepped: SliceState, whole: Sl
     start = block.start - plan.start
     for name, array in stepped.arrays.items():
         if name not in whole.arrays:
-            whole.arrays[name] = torch.zeros(plan.trainable_length, dtype=array.dtype)
+            length, home = plan.trainable_length, array.device
+            whole.arrays[name] = torch.zeros(length, dtype=array.dtype, device=home)
         place = whole.arrays[name][start : start + len(array)]
         if place.data_ptr() != array.data_ptr():
             place.copy_(array)

@@ -129,7 +129,7 @@ def _to_array(tensor: torch.Tensor) -> _Scalar | _Array | torch.Tensor:
         return tensor
     if tensor.ndim == 0:
         return _Scalar(tensor.item(), str(tensor.dtype).removeprefix("torch."))
-    return _Array(tensor.detach().numpy())
+    return _Array(tensor.detach().cpu().numpy())
 
 
 def _to_tensor(packed: _Scalar | _Array) -> torch.Tensor:

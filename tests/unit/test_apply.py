@@ -17,7 +17,7 @@ from sparkdl.replica.flat import FlatModule
 from sparkdl.replica.recipe import Recipe
 from sparkdl.slab.pool import Pool
 from sparkdl.slab.root import SlabConfig, open_root, remove_root
-from sparkdl.sync.apply import step_slice
+from sparkdl.sync.apply import _where_stepped, step_slice
 from sparkdl.sync.optimizer import OptimizerPlan
 from sparkdl.sync.plan import Piece, SlicePlan, slice_plans
 from sparkdl.sync.state import SliceState
@@ -280,3 +280,37 @@ def test_others_may_be_anything_with_tensors_in_it() -> None:
     assert torch.equal(found["sparse"].to_dense(), torch.eye(2))
     assert found["text"] == "abc"
     found["lists"][0].add_(1)  # its own memory, and writable
+
+
+@pytest.mark.parametrize("kind", [optim.Adam, optim.RMSprop, partial(optim.SGD, momentum=0.9)])
+def test_state_is_where_the_weights_are(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device "meta" stands for a GPU: an operation over both devices raises there, too."""
+    copy_to = torch.Tensor.copy_
+
+    def copied(self: torch.Tensor, other: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
+        if other.is_meta and not self.is_meta:  # as from a GPU to the CPU, which is legal
+            return self
+        return copy_to(self, other, *args, **how)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copied)
+    _, optimizer, (plan,) = parts_of(partial(kind, lr=0.1, foreach=False))
+    state = SliceState(torch.zeros(plan.length, device="meta"))
+    gradient = torch.zeros(plan.dense_length, device="meta")
+    for _ in range(2):
+        step_slice(plan, state, gradient, frozenset(), optimizer)
+    assert state.arrays
+    assert all(array.is_meta for array in state.arrays.values())
+    steps = [v for others in state.others.values() for n, v in others.items() if n == "step"]
+    assert all(step.device.type == "cpu" for step in steps)  # torch's own way, see load_state_dict
+
+
+def test_state_from_elsewhere_comes_to_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = nn.Parameter(torch.zeros(3, device="meta"))
+    others = {"step": torch.tensor(4.0), "factor": torch.ones(2), "pair": [torch.ones(1), 5]}
+    plain, counting = optim.Adam([parameter]), optim.Adam([parameter], capturable=True)
+    found = _where_stepped(plain, parameter, others)
+    assert not found["step"].is_meta
+    assert found["factor"].is_meta
+    assert found["pair"][0].is_meta
+    assert found["pair"][1] == 5
+    assert _where_stepped(counting, parameter, others)["step"].is_meta

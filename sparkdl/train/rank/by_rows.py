@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.live import LiveReplica
-from sparkdl.sync.state import SliceState
+from sparkdl.sync.state import SliceState, mapped
 from sparkdl.train.rank.shards import RowsOf, layout_of_rows
 
 
@@ -99,7 +99,11 @@ class ByRows:
     def _agreed(self, state: SliceState, layout: Layout) -> SliceState:
         """With what any rank keeps: one without rows of a parameter knows nothing of it."""
         found: list[Any] = [
-            ({n: a.dtype for n, a in state.arrays.items()}, state.held, state.others)
+            (
+                {n: a.dtype for n, a in state.arrays.items()},
+                state.held,
+                mapped(state.others, torch.Tensor, torch.Tensor.cpu),
+            )
         ]
         for dimension in range(self._mesh.ndim):
             group = self._mesh.get_group(dimension)

@@ -21,7 +21,7 @@ from sparkdl.sync.owner import Owner
 from sparkdl.sync.packing import join_files
 from sparkdl.sync.plan import SlicePlan, slice_plans
 from sparkdl.sync.plans import RunPlans
-from sparkdl.sync.state import SliceState
+from sparkdl.sync.state import SliceState, mapped
 from sparkdl.train.checkpoint.slices import Part, recut, to_bytes
 from sparkdl.train.parallel.mesh import Mesh
 from sparkdl.train.rank.exchanged import exchange_bytes
@@ -264,8 +264,9 @@ def _as_part(plan: SlicePlan, state: SliceState) -> Part:
 
 
 def on_cpu(state: SliceState) -> SliceState:
-    """The state with weights and arrays on the CPU."""
+    """The state with all its tensors on the CPU."""
     if state.weights.device.type == "cpu":
         return state
     arrays = {name: array.cpu() for name, array in state.arrays.items()}
-    return SliceState(state.weights.cpu(), arrays, state.held, state.others)
+    others = mapped(state.others, torch.Tensor, torch.Tensor.cpu)
+    return SliceState(state.weights.cpu(), arrays, state.held, others)

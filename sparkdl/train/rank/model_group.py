@@ -18,6 +18,7 @@ from sparkdl.infer.predictor import evaluating
 from sparkdl.replica.live import LiveReplica
 from sparkdl.step.compute import MiniBatch
 from sparkdl.step.replica import Work
+from sparkdl.sync.state import mapped
 from sparkdl.train.parallel.mesh import Mesh
 from sparkdl.train.rank.near_rows import NearRows
 
@@ -105,7 +106,8 @@ class ModelGroup:
         me = self._rank
         far = [r for r in to if r != me and not self._near.reaches(me, r)] if me in here else []
         mine = [tensor.contiguous() for tensor in here[me]] if far else []
-        works: list[Any] = [dist.isend(tensor, r, self._group) for tensor in mine for r in far]
+        # together: NCCL does one after another, so that two ranks that both send first would wait
+        moves = [dist.P2POp(dist.isend, tensor, r, self._group) for tensor in mine for r in far]
         found: list[torch.Tensor] = []
         if me in to:
             total, device, start = sum(counts.values()), self._live.device, 0
@@ -117,9 +119,9 @@ class ModelGroup:
                     if rank in here:
                         place.copy_(here[rank][n])
                     else:
-                        works.append(dist.irecv(place, rank, self._group))
+                        moves.append(dist.P2POp(dist.irecv, place, rank, self._group))
                 start += count
-        for work in works:
+        for work in dist.batch_isend_irecv(moves) if moves else ():
             work.wait()
         return found
 
@@ -147,7 +149,10 @@ class ModelGroup:
     def _tell(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         """The others, what this rank calls the model with."""
         if len(self.ranks) > 1:
-            dist.broadcast_object_list([inputs], self._rank, self._group)
+            told = mapped(
+                inputs, torch.Tensor, torch.Tensor.cpu
+            )  # GPUs have other numbers elsewhere
+            dist.broadcast_object_list([told], self._rank, self._group)
 
     def _told(self, member: int, batches: int) -> Iterator[tuple[Any, ...]]:
         device = self._live.device
