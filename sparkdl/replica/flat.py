@@ -2,10 +2,10 @@
 
 The flat vector is all that changes in training, in one contiguous tensor: trainable parameters
 first (those with sparse gradients last among them), then buffers. Slices of it are owned, summed
-and published. Its dtype is float64 where
-the model has float64 parameters, else float32; parameters of lower precision have their master copy
-in it. Buffers are of two kinds: floating ones are averaged over the replicas by sample count,
-others (counters, masks) keep their exact bits and come from the first replica that has samples.
+and published. Its dtype is float64 where the model has float64 parameters, else float32; parameters of
+lower precision have their master copy in it. Buffers are of two kinds: floating ones are averaged over
+the replicas by sample count, others (counters, masks, floats wider than the vector's) keep their exact
+bits and come from the first replica that has samples.
 Frozen parameters are no part of it: every process has them from the recipe.
 """
 
@@ -124,7 +124,7 @@ def layout_of(module: nn.Module) -> Layout:
             raise ModelError(
                 f'buffer "{name}" is lazy and has no shape yet: run the model once in model().'
             )
-        if buffer.is_floating_point():
+        if buffer.is_floating_point() and buffer.element_size() <= dtype.itemsize:
             place(name, "average", buffer, buffer.numel())
         else:
             nbytes = buffer.numel() * buffer.element_size()

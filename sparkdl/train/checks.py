@@ -264,6 +264,11 @@ def _of_strategies(trainer: Trainer) -> Iterator[str]:
                 f'compression with strategy="{part.word}": torch sums the gradients itself. Use '
                 'strategy="zero1", or leave compression out.'
             )
+        if getattr(part, "static_graph", False) is True and trainer.accumulate != 1:
+            yield (
+                f"strategy=DDP(static_graph=True) with accumulate={trainer.accumulate}: torch looks at "
+                "the graph in a pass that sums, and the first parts do not. Leave one of the two out."
+            )
         for name in ("sync_batchnorm", "compile"):
             if getattr(trainer, name) and dimension in ("pipe", "tensor"):
                 yield f'{name} does not go with strategy="{part.word}": leave it out.'

@@ -6,9 +6,11 @@ import socket
 
 import pytest
 
+from sparkdl.errors import TrainingError
 from sparkdl.gang.arrivals import Arrivals
 from sparkdl.gang.channel import Channel
-from sparkdl.gang.member import Hello
+from sparkdl.gang.member import ERROR, Failure, Hello
+from sparkdl.gang.team import Team
 
 KEY = b"key"
 
@@ -80,3 +82,20 @@ def test_hanging_up_ends_all(come):
         arrivals.admit(*arrived)
     arrivals.hang_up()
     assert not any(is_open(channel) for channel, _ in found)
+
+
+def test_a_rank_that_ended_with_an_error_is_heard_where_it_cannot_be_told_anything():
+    """Its update failed when it had sent its result: what it said of it is there to be read."""
+    arrivals, ranks = Arrivals(1, 2), []
+    for rank in range(2):
+        here, there = socket.socketpair()
+        ranks.append(Channel(there, KEY, b"nonce", driver=False))
+        hello = Hello(rank, 1, 0, 2, "node")
+        arrivals.admit(Channel(here, KEY, b"nonce", driver=True), hello)
+    team = Team(arrivals, timeout=20.0)
+    ranks[0].send((ERROR, Failure("MemoryError", "no room for the state", "its trace", False)))
+    ranks[0].close()
+    with pytest.raises(
+        TrainingError, match=r"rank 0 on node failed\. MemoryError: no room for the"
+    ):
+        team.call(len, "iteration 2")

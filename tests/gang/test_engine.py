@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sparkdl
 from sparkdl import ParameterError, TrainingError
+from sparkdl.settings import Settings
 
 pytestmark = [pytest.mark.gang, pytest.mark.spark, pytest.mark.usefixtures("nothing_left")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -160,6 +162,31 @@ def test_in_local_mode_a_lost_rank_costs_a_new_beginning(frames, tmp_path, caplo
     )
 
 
+class Dated(torch.optim.SGD):
+    """Keeps what cannot be written."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["since"] = datetime.date(2026, 1, 1)
+
+
+def test_a_snapshot_that_cannot_be_taken_stops_no_training(frames, caplog, monkeypatch):
+    df = frames(12, 12)
+    run = trainer_of(optimizer=partial(Dated, lr=0.1))
+    expected = replace(run, engine="local", slices=1).fit(df)
+    monkeypatch.setattr("sparkdl.train.engines.build.is_local", lambda context: False)
+    settings = Settings(progress="false", snapshot_seconds=0.0)
+    monkeypatch.setattr("sparkdl.train.fit.settings_of", lambda context: settings)
+    with caplog.at_level("WARNING", logger="sparkdl"):
+        trained = run.fit(df)
+    same(trained, expected)
+    said = [r.getMessage() for r in caplog.records if "snapshot" in r.getMessage()]
+    assert len(said) == 6
+    assert re.match(r"no snapshot could be taken: taking a snapshot: \w+Error: .*date", said[0])
+
+
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"strategy": "fsdp3"},
@@ -181,6 +208,18 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         {"strategy": sparkdl.DDP(static_graph="yes")},  # type: ignore[arg-type]
         ParameterError,
         "strategy=DDP(static_graph='yes'): give True or False.",
+    ),
+    (
+        {"strategy": sparkdl.DDP(static_graph=True, find_unused_parameters=True)},
+        ParameterError,
+        "strategy=DDP(static_graph=True, find_unused_parameters=True): passes are alike, or they are "
+        "not.",
+    ),
+    (
+        {"accumulate": 2, "strategy": sparkdl.DDP(static_graph=True)},
+        ParameterError,
+        "strategy=DDP(static_graph=True) with accumulate=2: torch looks at the graph in a pass that "
+        "sums, and the first parts do not. Leave one of the two out.",
     ),
     (
         {"local_steps": 2},

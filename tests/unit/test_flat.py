@@ -89,6 +89,17 @@ def test_kinds_of_buffers() -> None:
     }  # fmt: skip
 
 
+def test_a_buffer_that_is_wider_than_the_vector_keeps_its_bits() -> None:
+    module = nn.Linear(2, 2)
+    epoch = torch.tensor([2_460_000.123456789, 1.0], dtype=torch.float64)
+    module.register_buffer("epoch", epoch.clone())
+    flat = FlatModule(module)
+    assert names(flat.layout, "exact") == ["epoch"]
+    module.epoch.zero_()
+    flat.refresh()
+    assert torch.equal(module.epoch, epoch)
+
+
 def test_tied_weights_appear_once() -> None:
     module = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
     module["head"].weight = module["embed"].weight

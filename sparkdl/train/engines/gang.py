@@ -264,7 +264,11 @@ class GangEngine:
         ranks and executors."""
         holders = tuple(self._tokens.index(token) for token in dict.fromkeys(self._tokens))
         files = NodeFiles(f"snapshot-{secrets.token_hex(8)}", holders)
-        self._call("taking a snapshot", "save_snapshot", files.name, files.holders)
+        found = self._call("taking a snapshot", "save_snapshot", files.name, files.holders)
+        problem = next(filter(None, found), None)
+        if problem is not None:
+            self.drop(files)
+            raise TrainingError(f"taking a snapshot: {problem}")
         return files
 
     def drop(self, snapshot: NodeFiles) -> None:

@@ -22,15 +22,19 @@ class DDP:
 
     ``bucket_cap_mb``: the size of a bucket, in MiB; smaller ones leave earlier, larger ones travel
     better. ``static_graph``: every pass uses the same parameters in the same way, so that torch looks
-    once. ``shard_optimizer``: each rank updates its part of the weights and keeps the optimizer's
-    state of that part only (ZeRO, stage 1: Rajbhandari et al., 2020), which is the strategy "zero1".
-    Beside another strategy copies of what that cuts share the update so.
+    once; not with ``accumulate``. ``find_unused_parameters``: passes differ in which parameters they
+    use, as with layers that are dropped at random; by itself that is so where one trial pass leaves
+    some unused. It costs a walk through the graph each time. ``shard_optimizer``: each rank updates
+    its part of the weights and keeps the optimizer's state of that part only (ZeRO, stage 1:
+    Rajbhandari et al., 2020), which is the strategy "zero1". Beside another strategy copies of what
+    that cuts share the update so.
     """
 
     word: ClassVar[str] = "ddp"
     dimension: ClassVar[str] = "data"
     bucket_cap_mb: float = 25.0
     static_graph: bool = False
+    find_unused_parameters: bool = False
     shard_optimizer: bool = False
 
 
@@ -142,7 +146,9 @@ def _of_ddp(strategy: DDP) -> Iterator[str]:
     size = strategy.bucket_cap_mb
     if isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 < size < math.inf:
         yield f"bucket_cap_mb={size!r}): give a number of megabytes above 0."
-    yield from _flags(strategy, "static_graph", "shard_optimizer")
+    yield from _flags(strategy, "static_graph", "find_unused_parameters", "shard_optimizer")
+    if strategy.static_graph is True and strategy.find_unused_parameters is True:
+        yield "static_graph=True, find_unused_parameters=True): passes are alike, or they are not."
 
 
 def _of_fsdp(strategy: FSDP) -> Iterator[str]:

@@ -62,24 +62,29 @@ class GlobalBatchNorm(_BatchNorm):
         axes = [axis for axis in range(input.ndim) if axis != 1]
         shape = [-1 if axis == 1 else 1 for axis in range(input.ndim)]
         own, each = 0.0 if _idle else 1.0, input.numel() // input.shape[1]
-        count = input.new_full((1,), own * each)
-        sums = _Sum.apply(torch.cat([own * input.sum(axes), count]))
-        total = sums[-1].detach()
+        # as torch does: in half precision counts and sums of a few images are too large already
+        values = input if input.dtype == torch.float64 else input.float()
+        count = values.new_full((1,), own * each)
+        sums = _Sum.apply(torch.cat([own * values.sum(axes), count]))
+        total = sums[-1].detach().clamp(min=1.0)
         mean = sums[:-1] / total
-        centred = input - mean.view(shape)
+        centred = values - mean.view(shape)
         variance = _Sum.apply(own * centred.square().sum(axes)) / total
-        self._follow(mean.detach(), variance.detach(), total)
+        self._follow(mean.detach(), variance.detach(), sums[-1].detach())
         output = centred * torch.rsqrt(variance.view(shape) + self.eps)
         if self.affine:
             output = output * self.weight.view(shape) + self.bias.view(shape)
-        return output
+        return output.to(input.dtype)
 
     @torch.no_grad()
     def _follow(self, mean: torch.Tensor, variance: torch.Tensor, total: torch.Tensor) -> None:
-        """Bring the running statistics up to date, with the unbiased variance, as torch does."""
+        """Bring the running statistics up to date, with the unbiased variance, as torch does; not where
+        no rank has a sample (``total``: of all)."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
+        if _idle and not total:
+            return
         self.num_batches_tracked.add_(1)
         factor = self.momentum
         if factor is None:

@@ -56,6 +56,8 @@ class WeightedSum:
             if self._share != 1.0:
                 buffer.mul_(self._share)
         sent = buffer if self._wire in (None, buffer.dtype) else buffer.to(self._wire)
+        if sent is not buffer and self._share:
+            self._look(bucket, sent)
         summed = dist.all_reduce(sent, async_op=True).get_future()
 
         def done(future: torch.futures.Future[Any]) -> torch.Tensor:
@@ -64,11 +66,12 @@ class WeightedSum:
 
         return summed.then(done)
 
-    def _look(self, bucket: dist.GradBucket) -> None:
-        if self.not_finite or sums_up(bucket.buffer()):
+    def _look(self, bucket: dist.GradBucket, sent: torch.Tensor | None = None) -> None:
+        """``sent``: what travels of it, which may be too large for its dtype."""
+        if self.not_finite or sums_up(bucket.buffer() if sent is None else sent):
             return
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if not torch.isfinite(gradient).all():
+            if not torch.isfinite(gradient if sent is None else gradient.to(sent.dtype)).all():
                 self.not_finite = self._names[id(parameter)]
                 return
 
@@ -100,7 +103,10 @@ class AtOnce(Summed):
         dense = self._gradients.dense
         flat = self._vector.filled(dense, self._factor)
         self._vector.count(dense if self._factor else [None] * len(dense))
-        return "" if sums_up(flat) else first_not_finite(self._live, self._gradients)
+        wire = self._live.recipe.policy.wire_dtype
+        if sums_up(flat if wire is None else flat.to(wire)):
+            return ""
+        return first_not_finite(self._live, self._gradients, self._factor, wire)
 
     def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
         """Over the ranks."""
@@ -139,7 +145,7 @@ def distributed(live: LiveReplica, spare: MiniBatch, strategy: DDP) -> WeightedS
     """
     before = live.flat.flat.clone()
     forward_backward(live, spare, 0, 1.0, Clock())
-    unused = bool(take_gradients(live).absent)
+    unused = bool(take_gradients(live).absent) or strategy.find_unused_parameters
     live.flat.flat.copy_(before)
     live.flat.refresh()
     device = live.device

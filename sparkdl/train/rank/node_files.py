@@ -92,7 +92,7 @@ def broadcast_bytes(content: bytes | None, source: int) -> bytes:
     size = torch.tensor([len(content or b"")])
     dist.broadcast(size, source)
     data = torch.empty(int(size), dtype=torch.uint8)
-    if content is not None and dist.get_rank() == source:
+    if content and dist.get_rank() == source:
         data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
     dist.broadcast(data, source)
     return data.numpy().tobytes()

@@ -333,23 +333,29 @@ class Rank:
         compresses = self._recipe.compression is not None
         return self._run.slices + (self._member.size if compresses else 0)
 
-    def save_snapshot(self, name: str, holders: Sequence[int]) -> None:
-        """Leave this state in files on the nodes of ``holders``: the first rank of each node."""
+    def save_snapshot(self, name: str, holders: Sequence[int]) -> str | None:
+        """Leave this state in files on the nodes of ``holders``: the first rank of each node.
+
+        What went wrong here, a full disk say, is the result; other ranks wait for none of it.
+        """
         holds, held = self._member.rank in holders, self._held
         current, best = held.as_slices(held.states), held.as_slices(held.best)
+        problems: list[str] = []
         for n, plan in enumerate(held.slices):
             packed = None
             if n in current and (self._run.slices > 1 or holds):
-                packed = pack(plan, [states[n] for states in (current, best) if n in states])
+                kept = [states[n] for states in (current, best) if n in states]
+                packed = _tried(functools.partial(pack, plan, kept), problems)
             if self._run.slices > 1:
                 packed = broadcast_bytes(packed, n)
-            if packed is not None and holds:
-                self._files.write(name, n, packed)
+            if packed and holds:
+                _tried(functools.partial(self._files.write, name, n, packed), problems)
         for r in range(self._parts - self._run.slices):
             mine = pack_kept(self._kept) if r == self._member.rank else None
-            packed = broadcast_bytes(mine, r)
+            packed, number = broadcast_bytes(mine, r), self._run.slices + r
             if holds:
-                self._files.write(name, self._run.slices + r, packed)
+                _tried(functools.partial(self._files.write, name, number, packed), problems)
+        return problems[0] if problems else None
 
     def drop_snapshot(self, name: str, holders: Sequence[int]) -> None:
         """It is not needed any more."""
@@ -377,6 +383,15 @@ class Rank:
         self._held.place(current)
         if best:
             self._held.place_best(best)
+
+
+def _tried(action: Callable[[], Any], problems: list[str]) -> Any:
+    """Its result; None, and what went wrong among ``problems``, where it fails."""
+    try:
+        return action()
+    except Exception as error:
+        problems.append(f"{type(error).__name__}: {error}")
+        return None
 
 
 def _dense(owner: Owner, state: SliceState) -> torch.Tensor:

@@ -162,13 +162,16 @@ class Copied(Summed):
 
     def _not_finite(self) -> str:
         """On this rank, before the sum."""
-        return first_not_finite(self._live, self._gradients)
+        wire = self._live.recipe.policy.wire_dtype if self._alike is not None else None
+        return first_not_finite(self._live, self._gradients, wire=wire)
 
     def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
-        flat, absent = super()._summed()
-        if self._alike is not None:
-            self._vector.sum(self._live.recipe.policy.wire_dtype, self._alike)
-        return flat, absent
+        if self._alike is None:
+            return super()._summed()
+        self._vector.filled(self._gradients.dense)
+        self._vector.count(self._gradients.dense)
+        flat = self._vector.sum(self._live.recipe.policy.wire_dtype, self._alike)
+        return flat, self._vector.absent
 
 
 def factors(live: LiveReplica, share: float) -> tuple[float, float]:
@@ -192,11 +195,19 @@ def gathered_counts(count: int) -> list[int]:
     return [int(found) for (found,) in gathered([count])]
 
 
-def first_not_finite(live: LiveReplica, gradients: Gradients) -> str:
-    """The first parameter here whose gradient has an inf or a NaN, or empty."""
+def first_not_finite(
+    live: LiveReplica,
+    gradients: Gradients,
+    factor: float = 1.0,
+    wire: torch.dtype | None = None,
+) -> str:
+    """The first parameter here whose gradient, times ``factor`` and in the dtype ``wire``, has an inf
+    or a NaN, or empty."""
     for (segment, _), gradient in zip(live.flat.parameters, gradients.dense, strict=True):
-        if gradient is None or sums_up(gradient):
+        if gradient is None:
             continue
-        if not torch.isfinite(gradient).all():
+        sent = gradient if factor == 1.0 else gradient * factor
+        sent = sent if wire is None else sent.to(wire)
+        if not sums_up(sent) and not torch.isfinite(sent).all():
             return segment.name
     return ""

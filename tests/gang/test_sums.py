@@ -1,0 +1,145 @@
+"""Gradients that the ranks of a gang sum, where passes differ or what travels is narrow."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from pyspark import cloudpickle
+from real_ranks import WORLD, real_ranks
+from torch import nn
+
+from sparkdl.clock import Clock
+from sparkdl.data.assemble import Batch
+from sparkdl.replica.live import LiveReplica
+from sparkdl.replica.policy import Policy
+from sparkdl.replica.recipe import Recipe
+from sparkdl.step.compute import MiniBatch, forward_backward
+from sparkdl.sync.plan import slice_plans
+from sparkdl.train.parallel.strategy import DDP
+from sparkdl.train.rank.batchnorm import GlobalBatchNorm, keeping_company, synchronise
+from sparkdl.train.rank.data_parallel import AtOnce, DataParallel
+from sparkdl.train.rank.summing import Copied
+
+pytestmark = pytest.mark.gang
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+ROWS = tuple((0, 4) for _ in range(WORLD))
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with real_ranks() as found:
+        yield found
+
+
+class Sometimes(nn.Module):
+    """Uses its second layer for batches of a positive sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.always(x)
+        return y + self.sometimes(x) if float(x.sum()) > 0 else y
+
+
+class OfCopies(Copied):
+    def _pass(self, work: Any, batch: MiniBatch, share: float, clock: Clock) -> float:
+        return forward_backward(self._live, batch, 0, 1.0, clock, share=share)
+
+
+def work() -> Any:
+    step = SimpleNamespace(loss_scale=1.0, rows=ROWS)
+    return SimpleNamespace(step=step, seed=lambda: 0)
+
+
+def one_rank(communicator: Any, kind: str, wire: str, fill: float) -> dict[str, Any]:
+    """One iteration of a rank; the first one's batch is ``fill``, the others' its negative."""
+    rank = communicator.rank
+    torch.manual_seed(0)
+    live = LiveReplica.of(Recipe(Sometimes, nn.MSELoss(), torch.optim.SGD, 0, Policy(wire=wire)))
+    plans = slice_plans(live.flat.layout, 1)
+    spare = Batch([np.ones((2, 3), np.float32)], [np.ones((2, 3), np.float32)], None)
+    if kind == "copies":
+        way: Any = OfCopies(live, plans, rank, spare)
+        way._alike = dist.group.WORLD
+    elif kind == "at once":
+        way = AtOnce(live, plans, rank, spare)
+    else:
+        way = DataParallel(live, plans, rank, spare, DDP(find_unused_parameters=True))
+    sign = 1.0 if rank == 0 else -1.0
+    batch = MiniBatch([torch.full((4, 3), sign * fill)], [torch.ones(4, 3)])
+    _, problem = way.compute(work(), batch, [4.0] * WORLD, Clock())
+    (contribution, *_) = way.contributions(ROWS, [4.0] * WORLD)[0]
+    found = {
+        "problem": problem,
+        "gradient": contribution.gradient.clone(),
+        "absent": sorted(contribution.absent),
+    }
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["copies", "at once", "buckets"])
+def test_a_parameter_that_one_rank_uses_is_updated_alike_on_all(ranks, kind):
+    """A copy that left it out would drift away from the others."""
+    first, *others = ranks.run(WORLD, one_rank, kind, "fp32", 1.0)
+    assert first["problem"] == ""
+    assert first["absent"] == []
+    assert first["gradient"].abs().sum() > 0
+    for other in others:
+        assert other["absent"] == []
+        assert torch.equal(other["gradient"], first["gradient"])
+
+
+@pytest.mark.parametrize("kind", ["copies", "at once", "buckets"])
+def test_what_is_too_large_for_the_wire_is_noticed_before_it_is_applied(ranks, kind):
+    for found in ranks.run(WORLD, one_rank, kind, "fp16", 3e4):
+        assert found["problem"] == 'the gradient of "always.weight"'
+
+
+def half(communicator: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of images of which a few overflow half precision, if sums and counts were in it."""
+    module = nn.BatchNorm2d(3)
+    synchronise(module)
+    assert type(module) is GlobalBatchNorm
+    generator = torch.Generator().manual_seed(communicator.rank)
+    images = 5.0 + torch.randn(2, 3, 100, 100, generator=generator)
+    output = module(images.half())
+    assert output.dtype == torch.float16
+    return output.float(), module.running_var
+
+
+def test_batch_norm_over_the_ranks_in_half_precision(ranks):
+    found = ranks.run(WORLD, half)
+    everything = torch.cat(
+        [
+            5.0 + torch.randn(2, 3, 100, 100, generator=torch.Generator().manual_seed(rank))
+            for rank in range(WORLD)
+        ]
+    )
+    module = nn.BatchNorm2d(3)
+    expected = module(everything.half().float())
+    assert torch.allclose(torch.cat([output for output, _ in found]), expected, atol=5e-3)
+    assert torch.allclose(found[0][1], module.running_var, atol=1e-4)
+
+
+def idle(communicator: Any) -> dict[str, torch.Tensor]:
+    module = nn.BatchNorm1d(3)
+    synchronise(module)
+    with keeping_company(True):
+        module(torch.ones(2, 3))
+    return module.state_dict()
+
+
+def test_an_iteration_without_any_sample_leaves_the_statistics_alone(ranks):
+    before = nn.BatchNorm1d(3).state_dict()
+    for state in ranks.run(WORLD, idle):
+        for name, value in before.items():
+            assert torch.equal(state[name], value), name
