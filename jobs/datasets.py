@@ -23,6 +23,17 @@ def read(spark: SparkSession, path: str, format: str, options: dict[str, Any]) -
     return spark.read.format(format).options(**options).load(path)
 
 
+def write(data: DataFrame, path: str, format: str, mode: str) -> None:
+    """Write ``data`` such that :func:`read` reads it without options."""
+    options = {"header": "true"} if format == "csv" else {}
+    data.write.mode(mode).format(format).options(**options).save(path)
+
+
+def quoted(name: str) -> str:
+    """A column's name as Spark takes it, whatever is in it."""
+    return "`" + name.replace("`", "``") + "`"
+
+
 def split(data: DataFrame, share: float, seed: int) -> tuple[DataFrame, DataFrame]:
     """``data`` without about ``share`` of its rows, and these.
 
@@ -33,8 +44,8 @@ def split(data: DataFrame, share: float, seed: int) -> tuple[DataFrame, DataFram
     from pyspark.sql.types import MapType
 
     columns = [x.name for x in data.schema.fields if not isinstance(x.dataType, MapType)]
-    quoted = [f.col("`" + name.replace("`", "``") + "`") for name in columns]
-    held = f.pmod(f.xxhash64(f.lit(seed), *quoted), f.lit(_SHARES)) < round(share * _SHARES)
+    chosen = [f.col(quoted(name)) for name in columns]
+    held = f.pmod(f.xxhash64(f.lit(seed), *chosen), f.lit(_SHARES)) < round(share * _SHARES)
     return data.where(~held), data.where(held)
 
 

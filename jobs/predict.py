@@ -43,9 +43,9 @@ def main() -> None:
             postprocess=functools.partial(torch.argmax, dim=1) if arguments.argmax else None,
         )
         mode = "overwrite" if arguments.overwrite else "errorifexists"
-        predicted.write.mode(mode).format(arguments.output_format).save(arguments.output)
+        datasets.write(predicted, arguments.output, arguments.output_format, mode)
         written = datasets.read(spark, arguments.output, arguments.output_format, {})
-        shown = [c for c in written.columns if c not in saved.trained.features]
+        shown = [datasets.quoted(c) for c in written.columns if c not in saved.trained.features]
         print(f"{written.count():,} rows with the column {arguments.column}; the first of them:\n")
         written.select(shown).show(5, truncate=60)
     print(arguments.output)

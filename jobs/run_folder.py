@@ -42,7 +42,7 @@ class RunFolder:
     def create(runs: str, name: str) -> Iterator[RunFolder]:
         """Make the folder; take it away again where a mistake of the user ends the block.
 
-        Unless it holds a checkpoint by then.
+        Unless it holds a checkpoint or a model by then: that is said.
         """
         if not re.fullmatch(r"[\w][\w.+-]*", name):
             raise ParameterError(f'name: "{name}" cannot be part of a folder name.')
@@ -60,7 +60,9 @@ class RunFolder:
         try:
             yield RunFolder(path)
         except (UserError, CheckpointError):
-            if not any(path.glob("checkpoints/*/manifest.json")):
+            if any(path.glob("checkpoints/*/manifest.json")) or any(path.glob("*/model.json")):
+                print(f"what was trained is in {path}", file=sys.stderr)
+            else:
                 shutil.rmtree(path)
             raise
 

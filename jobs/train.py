@@ -81,13 +81,14 @@ def train(spark: Any, config: Config, trainer: sparkdl.Trainer, resume: str | No
         trained = trainer.fit(samples, resume=resume)
         folder.write_training(trained)
         summary = summarize(trained, count, lines.state, config)
+        folder.write_summary(summary)
         if test:
             metrics = building.metrics_of(config.metrics)
             for which, model in models_of(trained).items():
                 prefix = "" if which == "model" else f"{which} "
                 found = model.evaluate(test, metrics)
                 summary |= {f"{prefix}test {name}": value for name, value in found.items()}
-        folder.write_summary(summary)
+            folder.write_summary(summary)
     print(f"\n{console.table(summary)}\n\n{folder.path}")
 
 

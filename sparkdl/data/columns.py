@@ -39,9 +39,8 @@ class Image:
 
     def __post_init__(self) -> None:
         problems = []
+        _make_plain(self)
         if self.size is not None:
-            if isinstance(self.size, list):
-                object.__setattr__(self, "size", tuple(self.size))
             good = isinstance(self.size, tuple) and len(self.size) == 2
             if not good or not all(_whole(side, 1) for side in self.size):
                 problems.append(f"size={self.size!r}: give (height, width) in pixels, or None.")
@@ -70,6 +69,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         problems = []
+        _make_plain(self)
         if self.max_length is not None and not _whole(self.max_length, 1):
             problems.append(f"max_length={self.max_length!r}: give a whole number of at least 1.")
         if not _number(self.padding):
@@ -213,6 +213,16 @@ def _resolve(module: str, path: str) -> Any:
     for part in path.split("."):
         found = getattr(found, part)
     return found
+
+
+def _make_plain(spec: Image | Sequence) -> None:
+    """NumPy's numbers as Python's, which JSON knows, and lists as tuples."""
+    for name, value in vars(spec).items():
+        if isinstance(value, (list, tuple)):
+            value = tuple(one.item() if isinstance(one, np.generic) else one for one in value)
+        elif isinstance(value, np.generic):
+            value = value.item()
+        object.__setattr__(spec, name, value)
 
 
 def _whole(value: object, least: int) -> bool:

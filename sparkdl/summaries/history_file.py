@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class HistoryFile(Recorder):
-    """Writes :meth:`sparkdl.History.save` to ``path``, ``.csv`` or ``.json``, at each ``every``.
+    """Writes :meth:`sparkdl.History.save` to ``path``, ``.csv`` or ``.json``, at each ``every``, and
+    with each checkpoint.
 
     The file is replaced as a whole, so it can be opened at any time. A resumed run goes on with the
     file that is there. Raises :class:`sparkdl.ParameterError` for another suffix.
@@ -33,6 +34,10 @@ class HistoryFile(Recorder):
         if state.iteration > 0 and self._path.is_file():
             self.history = History.load(self._path)
             self.history.truncate(state.iteration)
+
+    def on_checkpoint(self, trainer: Trainer, state: TrainState) -> None:
+        """So that a run that goes on from there finds all that was before."""
+        self.write(trainer, state)
 
     def write(self, trainer: Trainer, state: TrainState) -> None:
         with replacing(self._path) as part:

@@ -44,21 +44,11 @@ def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = 
     folder = Path(path)
     if (folder / "model.json").exists() and not overwrite:
         raise FileExistsError(f"{folder} holds a model already: pass overwrite=True to replace it.")
-    folder.mkdir(parents=True, exist_ok=True)
     recipe = by_name(trained.model)
-    files = {
-        WEIGHTS: _place(folder / WEIGHTS, lambda draft: save_model(trained.module, str(draft))),
-        HISTORY: _place(folder / HISTORY, trained.history.save),
-    }
-    if recipe is None:
-        recipe, pickled = {"kind": "pickle"}, cloudpickle.dumps(trained.model)
-        files[PICKLE] = _place(folder / PICKLE, lambda draft: draft.write_bytes(pickled))
-    else:
-        (folder / PICKLE).unlink(missing_ok=True)
-    content = {
+    content: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
-        "recipe": recipe,
+        "recipe": {"kind": "pickle"} if recipe is None else recipe,
         "columns": specs_to_json(trained.columns),
         "features": list(trained.features),
         "label": list(trained.label),
@@ -66,9 +56,19 @@ def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = 
         "num_features": trained.num_features,
         "float_dtype": trained.float_dtype,
         "output": asdict(trained.output) if trained.output else None,
-        "files": files,
     }
-    text = json.dumps(content, indent=1) + "\n"
+    json.dumps(content)  # before a file of an older model is replaced
+    pickled = cloudpickle.dumps(trained.model) if recipe is None else b""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {
+        WEIGHTS: _place(folder / WEIGHTS, lambda draft: save_model(trained.module, str(draft))),
+        HISTORY: _place(folder / HISTORY, trained.history.save),
+    }
+    if recipe is None:
+        files[PICKLE] = _place(folder / PICKLE, lambda draft: draft.write_bytes(pickled))
+    else:
+        (folder / PICKLE).unlink(missing_ok=True)
+    text = json.dumps({**content, "files": files}, indent=1) + "\n"
     _place(folder / MODEL, lambda draft: draft.write_text(text))
     return folder
 

@@ -256,6 +256,11 @@ def test_other_formats_and_models_of_a_file(work: Path) -> None:
     assert json.loads((work / folder / "model/model.json").read_text())["recipe"]["name"] == (
         "mine.line:net"
     )
+    (work / "dots.csv").write_text("x,y,not.a.part\n" + "".join(f"{i}.5,0,0\n" for i in range(8)))
+    predict = ["--model", folder, "--data", "dots.csv", "--format", "csv", "--output", "lines.csv"]
+    done = job("predict", *predict, "--output-format", "csv", "--trust", cwd=work)
+    assert (done.status, done.err) == (0, "")
+    assert done.out.splitlines()[0] == "8 rows with the column prediction; the first of them:"
     evaluate = ["--model", folder, "--data", "line.csv", "--format", "csv"]
     refused = job("evaluate", *evaluate, cwd=work)
     assert (refused.status, refused.out) == (2, "")

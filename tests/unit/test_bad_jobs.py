@@ -12,6 +12,7 @@ import yaml
 
 import sparkdl
 from jobs import console, evaluate, predict, train
+from jobs.run_folder import RunFolder
 
 GOOD: dict[str, Any] = {
     "data": {"train": "a.parquet"},
@@ -183,3 +184,20 @@ def test_a_mistake_ends_a_job_before_its_session(
     assert shown.out == ""
     assert caught.value.code == 2
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("kept", ["model/model.json", "checkpoints/3/manifest.json", None])
+def test_a_mistake_after_training_takes_no_model_away(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kept: str | None
+) -> None:
+    made = RunFolder.create(str(tmp_path), "run")
+    path = made.__enter__().path
+    (path / "config.yaml").touch()
+    if kept is not None:
+        (path / kept).parent.mkdir(parents=True)
+        (path / kept).touch()
+    mistake = sparkdl.DataError("in the test data")
+    assert not made.__exit__(type(mistake), mistake, None)
+    assert path.exists() == (kept is not None)
+    said = f"what was trained is in {path}\n" if kept is not None else ""
+    assert capsys.readouterr().err == said

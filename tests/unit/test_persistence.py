@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 import sparkdl
 from sparkdl.data.partition import Field
-from sparkdl.errors import ModelError, TrustError
+from sparkdl.errors import ModelError, ParameterError, TrustError
 from sparkdl.infer.output import Output
 from sparkdl.train.history import History
 from sparkdl.train.persistence import load, save
@@ -521,3 +522,27 @@ def test_a_folder_with_other_files_is_fine(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     save(trained_on(Net), tmp_path)
     assert files(tmp_path) == {*WITHOUT_PICKLE, "notes.txt"}
+
+
+def test_what_cannot_be_saved_leaves_the_model_before(tmp_path: Path) -> None:
+    trained_on(make_net).save(tmp_path / "model")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    columns = {"a": sparkdl.Convert(lambda value: value)}
+    with pytest.raises(ParameterError, match="cannot be saved by name"):
+        trained_on(make_net, columns=columns).save(tmp_path / "model", overwrite=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+    with pytest.raises(ParameterError):
+        trained_on(make_net, columns=columns).save(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_specifications_may_hold_numbers_of_numpy(tmp_path: Path) -> None:
+    columns = {
+        "a": sparkdl.Sequence(max_length=np.int64(3), padding=np.float32(2)),
+        "b": sparkdl.Image(size=[np.int64(8), 8], scale=np.float32(0.5)),
+    }
+    trained_on(make_net, columns=columns).save(tmp_path / "model")
+    assert sparkdl.load(tmp_path / "model").columns == {
+        "a": sparkdl.Sequence(max_length=3, padding=2.0),
+        "b": sparkdl.Image(size=(8, 8), scale=0.5),
+    }

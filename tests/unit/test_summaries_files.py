@@ -54,6 +54,16 @@ def test_a_resumed_run_goes_on_with_its_file(tmp_path: Path, name: str) -> None:
     assert path.read_text() == (tmp_path / f"whole-{name}").read_text()
 
 
+def test_a_run_that_goes_on_from_a_checkpoint_within_an_epoch_finds_all_before(
+    tmp_path: Path,
+) -> None:
+    path, states = tmp_path / "history.json", runs.states(last=7)
+    callback = HistoryFile(path)
+    runs.play([callback], states[:6], finish=False)
+    callback.on_checkpoint(runs.a_trainer(), states[5])
+    assert len(History.load(path)) == 5  # an epoch is four
+
+
 def test_a_new_run_begins_anew(tmp_path: Path) -> None:
     callback = HistoryFile(tmp_path / "history.json")
     for _ in range(2):
