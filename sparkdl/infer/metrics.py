@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from sparkdl.errors import ParameterError, nearest
 from sparkdl.infer.metric import MeanMetric, Metric
@@ -21,13 +23,27 @@ Metrics: TypeAlias = Iterable[Any] | Mapping[str, Any]
 """What :func:`resolve` takes."""
 
 
-def _accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Classes by argmax over dimension 1; one output a sample means a logit, positive for class 1."""
-    output, target = _without_ones(output, target)
+def _accuracy(
+    output: torch.Tensor,
+    target: torch.Tensor,
+    threshold: float = 0.0,
+    classes: bool = False,
+    ignored: int | None = None,
+) -> torch.Tensor:
+    """Classes by argmax over dimension 1; one output a sample means a logit, positive for class 1.
+
+    ``threshold``: above it an output means class 1. ``classes``: a target of the output's shape is a
+    probability of each class. ``ignored``: targets that do not count.
+    """
+    if output.ndim <= 2:
+        output, target = _without_ones(output, target)
+    if classes and output.ndim > 1 and output.shape == target.shape:
+        return output.argmax(dim=1) == target.argmax(dim=1)
     if output.ndim == target.ndim + 1:
         output = output.argmax(dim=1)
-        return output == _same_shape(output, target)
-    return (output > 0) == (_same_shape(output, target) > 0.5)
+        right = output == _same_shape(output, target)
+        return right if ignored is None else right[target != ignored]
+    return (output > threshold) == (_same_shape(output, target) > 0.5)
 
 
 def _absolute_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -95,6 +111,24 @@ def resolve(metrics: Metrics) -> list[Metric]:
                 )
             resolved[metric.name] = metric
     return list(resolved.values())
+
+
+def suited(metrics: Iterable[Metric], loss: Any) -> tuple[Metric, ...]:
+    """``metrics``, the accuracies among them as ``loss`` takes output and label: BCELoss a probability,
+    CrossEntropyLoss and NLLLoss classes, of which they may ignore one."""
+    how: dict[str, Any] = {}
+    if isinstance(loss, nn.BCELoss) or loss is nn.functional.binary_cross_entropy:
+        how = {"threshold": 0.5}
+    elif isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        how = {"classes": True, "ignored": loss.ignore_index}
+    elif loss in (nn.functional.cross_entropy, nn.functional.nll_loss):
+        how = {"classes": True, "ignored": -100}
+    return tuple(
+        replace(one, function=partial(_accuracy, **how))
+        if how and isinstance(one, MeanMetric) and one.function is _accuracy
+        else one
+        for one in metrics
+    )
 
 
 def _metric(one: Any) -> Metric:

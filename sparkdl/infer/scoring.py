@@ -10,7 +10,7 @@ import torch
 
 from sparkdl.errors import ModelError, ParameterError, raise_all
 from sparkdl.infer.metric import Metric
-from sparkdl.step.loss import call_loss
+from sparkdl.step.loss import call_loss, mass_of
 
 States: TypeAlias = list[Any]
 """[samples seen, (sum of the loss, sum of its weights), a state for each metric]; pickles."""
@@ -34,7 +34,7 @@ class Scorer:
     metrics: tuple[Metric, ...] = ()
     loss_of: LossOf | None = None
     """Used for ``loss`` where it is given; the place of sample weights. Without it a batch weighs as
-    many as it has samples. Metrics know no weights."""
+    many as it has samples, or what :func:`sparkdl.step.loss.mass_of` says. Metrics know no weights."""
 
     def start(self) -> States:
         """The states before the first batch."""
@@ -67,8 +67,10 @@ class Scorer:
                 mean, weight = self.loss_of(output, targets, weights)
                 total, mass = total + float(mean) * float(weight), mass + float(weight)
             elif self.loss is not None:
-                total = total + float(call_loss(self.loss, output, targets)) * count
-                mass = mass + count
+                mean, own = call_loss(self.loss, output, targets), mass_of(self.loss, targets)
+                weight = count if own is None else own
+                if weight:  # else the loss ignores every target, and its mean is not a number
+                    total, mass = total + float(mean) * weight, mass + weight
         except Exception as error:
             found = _shape(output) if isinstance(output, torch.Tensor) else type(output).__name__
             raise ModelError(

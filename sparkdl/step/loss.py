@@ -24,6 +24,20 @@ def call_loss(loss: Loss, output: object, targets: Sequence[torch.Tensor]) -> to
     return loss(output, targets[0] if len(targets) == 1 else tuple(targets))
 
 
+def mass_of(loss: Loss, targets: Sequence[torch.Tensor]) -> float | None:
+    """What the mean of ``loss`` is divided by, where that need not be the number of samples: the
+    targets that CrossEntropyLoss and NLLLoss do not ignore, each times the weight of its class.
+
+    None for any other loss.
+    """
+    if not isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) or loss.reduction != "mean":
+        return None
+    if len(targets) != 1 or targets[0].is_floating_point():
+        return None
+    kept = targets[0][targets[0] != loss.ignore_index]
+    return float(kept.numel() if loss.weight is None else loss.weight[kept].double().sum())
+
+
 def weighted_mean(
     loss: Loss, output: object, targets: Sequence[torch.Tensor], weights: torch.Tensor
 ) -> torch.Tensor:

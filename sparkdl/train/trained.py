@@ -16,7 +16,7 @@ from sparkdl.data.columns import Specs
 from sparkdl.data.handle import Field
 from sparkdl.errors import ModelError, ParameterError
 from sparkdl.infer.evaluate import Evaluation, evaluate
-from sparkdl.infer.metrics import Metrics, resolve
+from sparkdl.infer.metrics import Metrics, resolve, suited
 from sparkdl.infer.output import Output
 from sparkdl.infer.predict import Finish, predict_dataframe, predict_rdd
 from sparkdl.infer.predictor import ShippedModule
@@ -127,7 +127,7 @@ class TrainedModel:
         :class:`ParameterError` for a metric that does not go with the output or the label.
         """
         _check_kind("evaluate", data, (DataFrame, RDD), "a DataFrame or an RDD")
-        resolved = tuple(resolve(metrics))
+        resolved = suited(resolve(metrics), self.loss)
         if self.loss is None and not resolved:
             raise ParameterError(
                 "nothing to evaluate: a loaded model has no loss. Name metrics, or load it with "

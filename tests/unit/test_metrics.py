@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from sparkdl.errors import ParameterError
-from sparkdl.infer.metrics import METRICS, MeanMetric, Metric, resolve
+from sparkdl.infer.metrics import METRICS, MeanMetric, Metric, resolve, suited
 
 
 def test_accuracy_of_classes() -> None:
@@ -29,6 +31,49 @@ def test_accuracy_of_logits(dtype: torch.dtype) -> None:
     output = torch.tensor([-1.0, 0.5, 3.0, 0.0])
     target = torch.tensor([0, 1, 0, 1]).to(dtype)
     assert METRICS["accuracy"].sums(output, target) == (2.0, 4.0)
+
+
+def accuracy(loss: Any, output: torch.Tensor, target: torch.Tensor) -> tuple[float, float]:
+    """As with a model that was trained with ``loss``."""
+    (metric,) = suited(resolve(["accuracy"]), loss)
+    assert isinstance(metric, MeanMetric)
+    return metric.sums(output, target)
+
+
+def test_accuracy_of_probabilities() -> None:
+    output, target = torch.tensor([0.1, 0.4, 0.6, 0.9]), torch.tensor([0.0, 1.0, 1.0, 1.0])
+    for loss in (nn.BCELoss(), nn.functional.binary_cross_entropy):
+        assert accuracy(loss, output, target) == (3.0, 4.0)
+    assert accuracy(nn.BCEWithLogitsLoss(), output, target) == (3.0, 4.0)  # all logits are positive
+    assert accuracy(nn.BCELoss(), output[:, None], target) == (3.0, 4.0)
+
+
+def test_accuracy_of_labels_that_are_probabilities_of_classes() -> None:
+    output = torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])
+    target = torch.tensor([[0.0, 0.1, 0.9], [0.0, 1.0, 0.0]])
+    assert accuracy(nn.CrossEntropyLoss(), output, target) == (1.0, 2.0)
+
+
+def test_accuracy_without_what_the_loss_ignores() -> None:
+    output = torch.tensor([[[1.0, 0.0, 5.0], [0.0, 1.0, 6.0]]])
+    assert accuracy(nn.CrossEntropyLoss(), output, torch.tensor([[0, -100, 0]])) == (1.0, 2.0)
+    loss = nn.NLLLoss(ignore_index=0)
+    assert accuracy(loss, output, torch.tensor([[0, 1, 0]])) == (1.0, 1.0)
+    assert accuracy(nn.functional.cross_entropy, output, torch.tensor([[-100] * 3])) == (0.0, 0.0)
+
+
+def test_accuracy_of_sequences_of_length_one() -> None:
+    """As the last batch of a table may have them; a label (B, 1) is no column of ones then."""
+    output = torch.tensor([[[1.0], [0.0]], [[1.0], [2.0]]])
+    assert accuracy(nn.CrossEntropyLoss(), output, torch.tensor([[0], [0]])) == (1.0, 2.0)
+
+
+def test_a_function_that_averages_is_refused() -> None:
+    metric = MeanMetric("l1", nn.functional.l1_loss, False)
+    with pytest.raises(ValueError, match=r'one for each sample, as .* reduction="none"'):
+        metric.sums(torch.ones(3), torch.zeros(3))
+    each = MeanMetric("l1", partial(nn.functional.l1_loss, reduction="none"), False)
+    assert each.sums(torch.ones(3), torch.zeros(3)) == (3.0, 3.0)
 
 
 def test_errors() -> None:

@@ -206,6 +206,28 @@ def test_the_loss_is_weighted_by_samples() -> None:
         assert scorer.values(states) == pytest.approx({"loss": expected}, rel=1e-6)
 
 
+@pytest.mark.parametrize("size", [1, 7, 40])
+@pytest.mark.parametrize("shape", [(40,), (40, 3)])
+def test_a_loss_that_ignores_targets_or_weighs_classes(shape: tuple[int, ...], size: int) -> None:
+    """Any cut gives what one pass gives, also where a batch is ignored altogether."""
+    generator = torch.Generator().manual_seed(0)
+    output = torch.randn(40, 4, *shape[1:], generator=generator)
+    target = torch.randint(4, shape, generator=generator)
+    target[:20] = -100
+    for loss in (
+        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 0.5])),
+        nn.NLLLoss(),
+    ):
+        scorer = Scorer(loss)
+        states = folded(
+            scorer, output, target, [[(a, min(a + size, 40)) for a in range(0, 40, size)]]
+        )
+        assert scorer.values(states) == pytest.approx(
+            {"loss": float(loss(output, target))}, rel=1e-5
+        )
+
+
 def test_weights_of_samples() -> None:
     def weighted(
         output: torch.Tensor, targets: Any, weights: torch.Tensor | None

@@ -11,7 +11,7 @@ from pyspark.sql import DataFrame
 from sparkdl.data.assemble import Assembly
 from sparkdl.data.samples import SampleSet, Source, materialize, materialize_here
 from sparkdl.errors import DataError
-from sparkdl.infer.metrics import resolve
+from sparkdl.infer.metrics import resolve, suited
 from sparkdl.infer.scoring import Scorer
 from sparkdl.infer.validate import WeightedLoss
 from sparkdl.slab.root import SlabConfig
@@ -85,7 +85,7 @@ def validation_set(
             )
     scorer = Scorer(
         trainer.loss,
-        tuple(resolve(validation.metrics)),
+        suited(resolve(validation.metrics), trainer.loss),
         WeightedLoss(trainer.loss) if samples.weighted else None,
     )
     how = assembly(trainer, samples, training.float_dtype)
