@@ -47,11 +47,13 @@ class ProgressBar(Callback):
     """A tqdm bar with epoch, loss and samples/s.
 
     ``mode`` is ``spark.sparkdl.progress``: "true", "false", or "auto" (terminals and notebooks).
+    ``one_pass``: only the epoch that begins is shown, of a run over data that come in parts.
     """
 
     _REFRESH_SECONDS = 0.2
 
-    def __init__(self, mode: str = "auto") -> None:
+    def __init__(self, mode: str = "auto", one_pass: bool = False) -> None:
+        self._one_pass = one_pass
         self._shown = mode == "true" or (mode == "auto" and (sys.stderr.isatty() or _in_notebook()))
         self._bar: Any = None
         self._refreshed = 0.0
@@ -61,8 +63,11 @@ class ProgressBar(Callback):
             return
         from tqdm.auto import tqdm
 
-        total = trainer.stop.limit(state.iterations_per_epoch)
-        self._bar = tqdm(total=total, unit="it", dynamic_ncols=True, desc="epoch 1")
+        done, total = state.iteration, trainer.stop.limit(state.iterations_per_epoch)
+        if self._one_pass:
+            done, total = state.position, state.iterations_per_epoch
+        epoch = f"epoch {state.epoch + 1}"
+        self._bar = tqdm(total=total, initial=done, unit="it", dynamic_ncols=True, desc=epoch)
 
     def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:
         if self._bar is None:
@@ -85,7 +90,7 @@ class ProgressBar(Callback):
             self._bar = None
 
     def _show(self, state: TrainState) -> None:
-        running = state.iteration % state.iterations_per_epoch != 0
+        running = state.position != 0
         self._bar.set_description(f"epoch {state.epoch + running}", refresh=False)
         rate = state.samples / max(state.seconds, 1e-9)
         self._bar.set_postfix_str(f"loss {state.loss:.4g}, {rate:,.0f} samples/s")

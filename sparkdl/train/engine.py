@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -168,7 +169,7 @@ def summarize(
     total = sum(report.weight for report in ordered)
     loss = sum(report.loss * report.weight for report in ordered if report.weight)
     return StepResult(
-        loss=loss / total if total else 0.0,
+        loss=loss / total if total else math.nan,
         samples=sum(report.count for report in ordered),
         seconds=seconds,
         not_finite={r.replica: r.not_finite for r in ordered if r.not_finite},

@@ -28,7 +28,7 @@ from sparkdl.slab.root import SlabConfig
 from sparkdl.train.callbacks import ProgressBar
 from sparkdl.train.checkpoint.identity import ModelIdentity
 from sparkdl.train.checkpoint.manifest import Manifest
-from sparkdl.train.checkpoint.packed import PackSlice, ReadCarried
+from sparkdl.train.checkpoint.packed import PackSlice, ReadCarried, WithoutAverage
 from sparkdl.train.checkpoint.store import CheckpointStore
 from sparkdl.train.checkpointing import Checkpointer, Identity
 from sparkdl.train.cluster.locality import places_awaited
@@ -43,7 +43,16 @@ from sparkdl.train.continuing import (
     chosen_state,
     history_of,
 )
-from sparkdl.train.engine import AVERAGE, BEST, CURRENT, Engine, Later, Uses, ValidationSet
+from sparkdl.train.engine import (
+    AVERAGE,
+    BEST,
+    CURRENT,
+    Engine,
+    Later,
+    ReadState,
+    Uses,
+    ValidationSet,
+)
 from sparkdl.train.engines.build import build_engine
 from sparkdl.train.engines.recovery import Recovering
 from sparkdl.train.gang_checks import check_gang
@@ -132,7 +141,7 @@ def _run(
         CheckpointStore(trainer.checkpoint.path).prepare()
     replicas = trainer.replicas or (resuming and resuming.replicas) or context.defaultParallelism
     slab = SlabConfig.new(settings.slab_dir, context.applicationId)
-    bar = ProgressBar(settings.progress)
+    bar = ProgressBar(settings.progress, one_pass)
     if trainer.engine == "gang":
         check_gang(trainer, model, context, replicas)
     with (
@@ -241,9 +250,10 @@ def _begin(
         state = replace(restored.state, iterations_per_epoch=per_epoch)
         return begin_batch(state, per_epoch) if anew else state, restored.history
 
-    def read(packed: tuple[bytes, ...]) -> ReadCarried:
+    def read(packed: tuple[bytes, ...]) -> ReadState:
         large = sum(map(len, packed)) > INLINE_BYTES and trainer.engine == "shuffle"
-        return ReadCarried(resources.broadcast(packed) if large else packed)
+        carried = ReadCarried(resources.broadcast(packed) if large else packed)
+        return WithoutAverage(carried) if trainer.ema is None else carried
 
     if carried is not None:
         kept = carried.trained.optimizer_state

@@ -110,8 +110,13 @@ class History:
         ]
 
     def epochs(self) -> list[dict[str, Any]]:
-        """One record an epoch: epoch, mean loss over its samples, iterations, seconds it took."""
+        """One record an epoch: epoch, mean loss over its samples, iterations, seconds it took.
+
+        Iterations whose loss is not finite, left out by ``on_nan="skip"`` or without a sample of any
+        weight, do not count in the mean; NaN where none is left.
+        """
         records: list[dict[str, Any]] = []
+        counted: list[int] = []
         seen, clock = self._start["samples"], self._start["seconds"]
         names = ("epoch", "loss", "samples", "seconds")
         rows = zip(*(self._columns[name] for name in names), strict=True)
@@ -119,14 +124,17 @@ class History:
             if not records or records[-1]["epoch"] != epoch:
                 empty = {"loss": 0.0, "iterations": 0, "samples": 0, "seconds": 0.0}
                 records.append({"epoch": epoch, **empty})
+                counted.append(0)
             record, count = records[-1], samples - seen
-            record["loss"] += loss * count
+            if math.isfinite(loss):
+                record["loss"] += loss * count
+                counted[-1] += count
             record["samples"] += count
             record["iterations"] += 1
             record["seconds"] += seconds - clock
             seen, clock = samples, seconds
-        for record in records:
-            record["loss"] /= max(record["samples"], 1)
+        for record, count in zip(records, counted, strict=True):
+            record["loss"] = record["loss"] / count if count else math.nan
         return records
 
     def timings(self) -> dict[str, dict[str, float]]:

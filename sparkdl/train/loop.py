@@ -60,7 +60,7 @@ def train(
             tell("on_epoch_start")
         tell("on_iteration_start")
         rates, epoch = schedule.learning_rates, state.epoch + 1
-        result = engine.step(next_iteration(state, schedule, wants_histograms(state)))
+        result = engine.step(next_iteration(state, schedule, wants_histograms(previous, state)))
         seconds = time.perf_counter() - started
         previous, state = state, advanced(state, result, policy, rates, seconds)
         history.append(state, epoch)

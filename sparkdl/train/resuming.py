@@ -17,6 +17,7 @@ from sparkdl.train.checkpoint.config import describe
 from sparkdl.train.checkpoint.files import Folder
 from sparkdl.train.checkpoint.identity import first_few
 from sparkdl.train.checkpoint.manifest import Manifest, SliceFile
+from sparkdl.train.checkpoint.packed import WithoutAverage
 from sparkdl.train.checkpoint.residuals import ReadResiduals
 from sparkdl.train.checkpoint.store import CheckpointStore
 from sparkdl.train.checkpoint.tasks import read_slice_files
@@ -116,7 +117,8 @@ class Restored:
             )
 
     def _reader(self, files: Sequence[SliceFile]) -> Any:
-        return functools.partial(_read, self.uri, tuple(files))
+        read = functools.partial(_read, self.uri, tuple(files))
+        return WithoutAverage(read) if self.policy.ema is None else read
 
 
 def _read(uri: str, files: tuple[SliceFile, ...], plan: SlicePlan, dtype: Any) -> SliceState:

@@ -71,7 +71,9 @@ class Schedule:
     def after(self, previous: TrainState, current: TrainState) -> None:
         """Advance by what happened between two states: iterations, epochs, or validations."""
         for validated in current.validations[len(previous.validations) :]:
-            self._step(self._plateaus, validated.metrics)
+            value = validated.metrics.get(self._metric or "loss")
+            if value is not None:  # there was nothing to measure, or the metric is a new one
+                self._step(self._plateaus, value)
         others = [not plateau for plateau in self._plateaus]
         for _ in range(getattr(current, self._per) - getattr(previous, self._per)):
             self._step(others)
@@ -94,7 +96,7 @@ class Schedule:
                     "schedule ReduceLROnPlateau follows a metric of the validation, and there is "
                     "none: give validation=..., or a schedule that follows the iterations."
                 )
-            self._metric_of(metrics)
+            self._check_metric(metrics)
         if limit is None:
             return
         per_epoch = self._per == "epoch"
@@ -107,7 +109,7 @@ class Schedule:
                         f"{'epochs' if per_epoch else 'iterations'}: set total_steps={steps}."
                     )
 
-    def _step(self, which: Sequence[bool], metrics: Mapping[str, float] | None = None) -> None:
+    def _step(self, which: Sequence[bool], value: float | None = None) -> None:
         for number, (scheduler, wanted) in enumerate(zip(self._schedulers, which, strict=True)):
             if not wanted or number in self._exhausted:
                 continue
@@ -120,7 +122,7 @@ class Schedule:
                 continue
             groups = scheduler.optimizer.param_groups
             before = [_hyperparameters(group) for group in groups]
-            arguments = () if metrics is None else (metrics[self._metric_of(metrics)],)
+            arguments = () if value is None else (value,)
             with warnings.catch_warnings():
                 # torch asks for optimizer.step() first; the mirror has nothing to step
                 warnings.filterwarnings("ignore", message="Detected call of")
@@ -144,12 +146,10 @@ class Schedule:
             ", ".join(rates),
         )
 
-    def _metric_of(self, known: Sequence[str] | Mapping[str, float]) -> str:
-        """The metric that a plateau follows."""
+    def _check_metric(self, known: Sequence[str]) -> None:
+        """Raise where it is not clear which metric a plateau follows."""
         metric = self._metric
-        if metric is None and list(known) == ["loss"]:
-            return "loss"
-        if metric is None or metric not in known:
+        if metric not in known and (metric is not None or list(known) != ["loss"]):
             named = (
                 "" if metric is None else f' "{metric}" is none of them.{nearest(metric, known)}'
             )
@@ -157,7 +157,6 @@ class Schedule:
                 "schedule ReduceLROnPlateau follows one metric of the validation, which gives "
                 f"{', '.join(known)}: name it with schedule_metric.{named}"
             )
-        return metric
 
 
 def _scheduler(make: Callable[[torch.optim.Optimizer], Any], mirror: torch.optim.Optimizer) -> Any:

@@ -209,11 +209,16 @@ class Trainer:
             compile=self.compile,
         )
 
-    def wants_histograms(self, state: TrainState) -> bool:
-        """Whether the iteration after ``state`` shall report them."""
+    def wants_histograms(self, previous: TrainState, state: TrainState) -> bool:
+        """Whether the iteration after ``state``, which came after ``previous``, shall report them.
+
+        What is counted is asked of the coming iteration, and time of the one before: how long an
+        iteration takes is not known beforehand.
+        """
         if self.histograms is None:
             return False
-        return self.histograms(state, expected(state))
+        before = replace(state, seconds=previous.seconds)
+        return self.histograms(before, expected(state))
 
     def fit(
         self,
@@ -256,7 +261,10 @@ class Trainer:
 def expected(state: TrainState) -> TrainState:
     """What the counters will be after the next iteration."""
     ends = state.position + 1 == state.iterations_per_epoch
-    return replace(state, iteration=state.iteration + 1, epoch=state.epoch + ends)
+    position = 0 if ends else state.position + 1
+    return replace(
+        state, iteration=state.iteration + 1, epoch=state.epoch + ends, position=position
+    )
 
 
 def _table(weights: Sequence[float] | Mapping[int, float] | None) -> tuple[float, ...] | None:

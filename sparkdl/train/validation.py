@@ -93,11 +93,12 @@ class Validator:
 
 
 def is_better(record: Validated, best: Validated | None, metric: str, higher: bool) -> bool:
-    """Whether a validation's value is better than the best before; NaN never is.
+    """Whether a validation's value is better than the best before; NaN never is, nor is none, where
+    there was nothing to measure.
 
     ``higher``: more is better.
     """
-    value = record.metrics[metric]
+    value = record.metrics.get(metric, math.nan)
     if math.isnan(value) or best is None:
         return not math.isnan(value)
     return value > best.metrics[metric] if higher else value < best.metrics[metric]

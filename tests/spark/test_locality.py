@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -52,3 +53,20 @@ def test_a_task_for_one_executor_waits_for_it(cluster, given):
     with executor_awaited(context):
         assert conf.get(key) == "60s"
     assert conf.get(key, None) == given
+
+
+def test_two_fits_at_once_leave_the_session_as_it_was(cluster):
+    """The second begins within the first, and ends after it."""
+    context, conf = cluster
+    conf.set(WAIT, "0s")
+    key = f"{WAIT}.process"
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    for fit in (first, second):
+        fit.enter_context(places_awaited(context))
+        fit.enter_context(executor_awaited(context))
+    first.close()
+    assert conf.get(WAIT) == "3s"
+    assert conf.get(key) == "60s"
+    second.close()
+    assert conf.get(WAIT) == "0s"
+    assert not conf.contains(key)

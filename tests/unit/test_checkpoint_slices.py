@@ -22,6 +22,7 @@ from sparkdl.sync.optimizer import OptimizerPlan
 from sparkdl.sync.owner import EMA
 from sparkdl.sync.plan import SlicePlan, slice_plans
 from sparkdl.sync.state import SliceState
+from sparkdl.train.checkpoint.packed import WithoutAverage
 from sparkdl.train.checkpoint.slices import Part, pack, recut, to_bytes, unpack
 
 KINDS = ("parameter", "average", "exact")
@@ -388,3 +389,9 @@ def test_parts_must_cover_the_slice_once() -> None:
     with_average = Part(0, 16, 16, SliceState(torch.ones(16), {EMA: torch.ones(16)}))
     with pytest.raises(DamagedCheckpoint, match="ema"):
         recut([with_average, *parts[1:]], whole, torch.float32)
+
+
+def test_a_run_without_a_moving_average_takes_up_none() -> None:
+    state = SliceState(torch.zeros(4), {EMA: torch.ones(4), "momentum_buffer": torch.ones(4)})
+    read = WithoutAverage(lambda plan, dtype: state)
+    assert list(read(SlicePlan(0, 0, 4, ()), torch.float32).arrays) == ["momentum_buffer"]

@@ -336,3 +336,16 @@ def test_an_iteration_takes_a_few_bytes() -> None:
         history.append(state, 1)
     columns = [*history._columns.values(), *history._timings.values()]
     assert sum(len(column) * column.itemsize for column in columns) == 1000 * 152
+
+
+def test_an_epochs_mean_is_over_what_has_a_loss() -> None:
+    """An iteration that was skipped, or whose samples all have no weight, counts in no mean."""
+    history = History()
+    for iteration, (epoch, loss) in enumerate([(1, 4.0), (1, math.nan), (1, 2.0), (2, math.inf)]):
+        state = TrainState(
+            iteration=iteration + 1, samples=10 * (iteration + 1), loss=loss, learning_rates=(0.1,)
+        )
+        history.append(state, epoch)
+    first, second = history.epochs()
+    assert (first["loss"], first["samples"], first["iterations"]) == (3.0, 30, 3)
+    assert math.isnan(second["loss"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from sparkdl.errors import TrainingError
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.recipe import Recipe
 from sparkdl.sync.optimizer import OptimizerPlan
+from sparkdl.train.callbacks import ProgressBar
 from sparkdl.train.engine import StepResult
 from sparkdl.train.progress import advanced, describe, first_state, next_iteration
 from sparkdl.train.schedule import Schedule
-from sparkdl.train.state import TrainState
+from sparkdl.train.state import TrainState, Validated
 from sparkdl.train.trainer import expected
+from sparkdl.train.validation import is_better
 
 STATE = TrainState(
     iteration=11, epoch=2, position=3, samples=100, loss=0.5, skipped=1, iterations_per_epoch=4
@@ -122,10 +125,78 @@ def test_histograms_are_asked_for_the_iteration_that_makes_the_trigger_true(trig
         model=nn.Linear(2, 2), loss=nn.MSELoss(), optimizer=torch.optim.SGD, histograms=trigger
     )
     state, asked, due = TrainState(iterations_per_epoch=4), [], []
+    before = state
     for _ in range(13):
-        asked.append(trainer.wants_histograms(state))
+        asked.append(trainer.wants_histograms(before, state))
         before, state = state, after(state, StepResult(0.1, 1))
         due.append(trigger(before, state))
     assert asked == due
     assert sum(due) in (3, 4)
-    assert not replace(trainer, histograms=None).wants_histograms(state)
+    assert not replace(trainer, histograms=None).wants_histograms(state, state)
+
+
+def test_histograms_by_time_are_asked_for_the_iteration_after() -> None:
+    """How long an iteration takes is not known beforehand."""
+    trainer = sparkdl.Trainer(
+        model=nn.Linear(2, 2),
+        loss=nn.MSELoss(),
+        optimizer=torch.optim.SGD,
+        histograms=sparkdl.every_seconds(10),
+    )
+    before = state = TrainState(iterations_per_epoch=4)
+    asked = []
+    for _ in range(9):
+        asked.append(trainer.wants_histograms(before, state))
+        before, state = state, replace(after(state, StepResult(0.1, 1)), seconds=state.seconds + 4)
+    assert asked == [False, False, False, True, False, True, False, False, True]
+
+
+def bar_of(monkeypatch: pytest.MonkeyPatch, state: TrainState, one_pass: bool) -> list[Any]:
+    """What the bar says first, and after the iteration that follows ``state``."""
+    import tqdm.auto
+
+    said: list[Any] = []
+
+    class Bar:
+        def __init__(self, total: int, initial: int, desc: str, **_: Any) -> None:
+            said.append((initial, total, desc))
+
+        def update(self) -> None: ...
+        def close(self) -> None: ...
+        def set_postfix_str(self, text: str) -> None: ...
+        def set_description(self, text: str, refresh: bool) -> None:
+            said.append(text)
+
+    monkeypatch.setattr(tqdm.auto, "tqdm", Bar)
+    trainer = sparkdl.Trainer(
+        model=nn.Linear(2, 2),
+        loss=nn.MSELoss(),
+        optimizer=torch.optim.SGD,
+        stop=sparkdl.max_epoch(4),
+    )
+    bar = ProgressBar("true", one_pass)
+    bar.on_fit_start(trainer, state)
+    bar.on_iteration_end(trainer, after(state, StepResult(0.1, 1)))
+    bar.close()
+    return said
+
+
+def test_the_bar_of_a_resumed_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = TrainState(iterations_per_epoch=5)
+    assert bar_of(monkeypatch, begun, False) == [(0, 20, "epoch 1"), "epoch 1"]
+    resumed = replace(begun, iteration=12, epoch=2, position=2)
+    assert bar_of(monkeypatch, resumed, False) == [(12, 20, "epoch 3"), "epoch 3"]
+
+
+def test_the_bar_of_a_pass_over_new_data_shows_that_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes may be of any length, so what was before says nothing of it."""
+    third = TrainState(iterations_per_epoch=7, iteration=11, epoch=2)
+    assert bar_of(monkeypatch, third, True) == [(0, 7, "epoch 3"), "epoch 3"]
+
+
+def test_what_was_not_measured_is_not_better() -> None:
+    best = Validated(iteration=1, epoch=1, metrics={"loss": 1.0, "accuracy": 0.5})
+    nothing = Validated(iteration=2, epoch=2, metrics={"loss": 0.5})
+    assert not is_better(nothing, best, "accuracy", True)
+    assert not is_better(nothing, None, "accuracy", True)
+    assert is_better(nothing, best, "loss", False)

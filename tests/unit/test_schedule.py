@@ -221,6 +221,17 @@ def test_a_plateau_follows_the_loss_where_there_is_nothing_else() -> None:
     assert rates[-1] == (0.25,)
 
 
+def test_a_plateau_passes_over_validations_without_its_metric() -> None:
+    """There was nothing to measure, or the run before had another validation."""
+    metrics = ({"loss": 1.0, "accuracy": 0.5}, {"loss": 2.0}, {"loss": 2.0, "accuracy": 0.5})
+    schedule = Schedule(plan_of(), partial(PLATEAU, mode="max"), metric="accuracy")
+    schedule.check(None, 1, ["loss", "accuracy"])
+    schedule.catch_up(state(9, metrics=metrics[:2]))
+    assert schedule.learning_rates == (0.5,)
+    schedule.after(state(9, metrics=metrics[:2]), state(14, metrics=metrics))
+    assert schedule.learning_rates == (0.25,)
+
+
 def test_a_validation_is_seen_once() -> None:
     """The loop may say what happened before the validation and after it."""
     schedule = Schedule(plan_of(), PLATEAU)
