@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.sections import DataSection
 from sparkdl import ParameterError
+from sparkdl.data.schema import quoted
 from sparkdl.errors import nearest
 
 if TYPE_CHECKING:
@@ -25,13 +26,7 @@ def read(spark: SparkSession, path: str, format: str, options: dict[str, Any]) -
 
 def write(data: DataFrame, path: str, format: str, mode: str) -> None:
     """Write ``data`` such that :func:`read` reads it without options."""
-    options = {"header": "true"} if format == "csv" else {}
-    data.write.mode(mode).format(format).options(**options).save(path)
-
-
-def quoted(name: str) -> str:
-    """A column's name as Spark takes it, whatever is in it."""
-    return "`" + name.replace("`", "``") + "`"
+    data.write.mode(mode).format(format).options(**_DEFAULTS.get(format, {})).save(path)
 
 
 def split(data: DataFrame, share: float, seed: int) -> tuple[DataFrame, DataFrame]:

@@ -16,6 +16,7 @@ import torch
 
 from jobs import console, datasets
 from jobs.saved import add_arguments, load
+from sparkdl.data.schema import quoted
 
 
 def main() -> None:
@@ -45,7 +46,7 @@ def main() -> None:
         mode = "overwrite" if arguments.overwrite else "errorifexists"
         datasets.write(predicted, arguments.output, arguments.output_format, mode)
         written = datasets.read(spark, arguments.output, arguments.output_format, {})
-        shown = [datasets.quoted(c) for c in written.columns if c not in saved.trained.features]
+        shown = [quoted(c) for c in written.columns if c not in saved.trained.features]
         print(f"{written.count():,} rows with the column {arguments.column}; the first of them:\n")
         written.select(shown).show(5, truncate=60)
     print(arguments.output)

@@ -51,17 +51,17 @@ def step_slice(
         if number not in absent:
             tensor.grad = _gradient(pieces[number], gradient, sparse)
     for optimizer in optimizers:
-        for tensor, number in _held_by(optimizer, tensors):
+        for tensor, number, group in _held_by(optimizer, tensors):
             if number in state.others:
                 piece = pieces[number]
                 held = {name: _view(state.arrays[name], piece) for name in state.held[number]}
-                others = _where_stepped(optimizer, tensor, state.others[number])
+                others = _where_stepped(group, tensor, state.others[number])
                 optimizer.state[tensor] = {**held, **others}
         if wants_loss(type(optimizer)):  # type: ignore[arg-type]
             optimizer.step(_evaluate_once(loss, type(optimizer).__name__))
         else:
             optimizer.step()
-        for tensor, number in _held_by(optimizer, tensors):
+        for tensor, number, _ in _held_by(optimizer, tensors):
             if made := optimizer.state.get(tensor):
                 _keep(state, plan, pieces[number], made)
     for number, tensor in tensors.items():
@@ -93,20 +93,20 @@ def _gradient(
 
 def _held_by(
     optimizer: torch.optim.Optimizer, tensors: Mapping[int, torch.Tensor]
-) -> list[tuple[torch.Tensor, int]]:
+) -> list[tuple[torch.Tensor, int, Mapping[str, Any]]]:
+    """Its parameters, with their numbers and groups."""
     numbers = {id(tensor): number for number, tensor in tensors.items()}
-    return [(p, numbers[id(p)]) for group in optimizer.param_groups for p in group["params"]]
+    return [(p, numbers[id(p)], group) for group in optimizer.param_groups for p in group["params"]]
 
 
 def _where_stepped(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, others: Mapping[str, Any]
-) -> dict[str, Any]:
+    group: Mapping[str, Any], parameter: torch.Tensor, others: Mapping[str, Any]
+) -> Mapping[str, Any]:
     """State that may come from elsewhere, where a step wants it: with its parameter, but counts of
     steps on the CPU, unless the kernel itself counts. As torch's ``load_state_dict`` does."""
     home = parameter.device
     if home.type == "cpu":
-        return dict(others)
-    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+        return others
     counts = group.get("fused") or group.get("capturable")
     return {
         name: value

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from pyspark import SparkContext
 from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 from torch import nn
@@ -85,7 +84,8 @@ def fit(
             "resume= and start= exclude each other: a resumed run has its weights."
         )
     kept = chosen_state(start, optimizer_state)
-    return run(trainer, data, resume=resume, start=start, kept=kept).trained
+    with daemons_starting(context_of(data)):
+        return run(trainer, data, resume=resume, start=start, kept=kept).trained
 
 
 def partial_fit(
@@ -97,7 +97,8 @@ def partial_fit(
         if data.isEmpty():
             return before.trained
         resume = None
-    done = run(trainer, data, resume=resume, carried=before, one_pass=True)
+    with daemons_starting(context_of(data)):
+        done = run(trainer, data, resume=resume, carried=before, one_pass=True)
     trainer._carried[:] = [done]
     return done.trained
 
@@ -117,20 +118,6 @@ def run(
     on; ``carried``: the pass before it.
     """
     context = context_of(data)
-    with daemons_starting(context):
-        return _run(context, trainer, data, resume, start, kept, carried, one_pass)
-
-
-def _run(
-    context: SparkContext,
-    trainer: Trainer,
-    data: DataFrame | RDD[Any],
-    resume: str | os.PathLike[str] | None,
-    start: TrainedModel | None,
-    kept: KeptState | None,
-    carried: Carried | None,
-    one_pass: bool,
-) -> Carried:
     settings = settings_of(context)
     tell_what_costs_speed(context)
     model = prepare(trainer, start)

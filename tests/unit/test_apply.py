@@ -307,7 +307,8 @@ def test_state_is_where_the_weights_are(kind: Any, monkeypatch: pytest.MonkeyPat
 def test_state_from_elsewhere_comes_to_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     parameter = nn.Parameter(torch.zeros(3, device="meta"))
     others = {"step": torch.tensor(4.0), "factor": torch.ones(2), "pair": [torch.ones(1), 5]}
-    plain, counting = optim.Adam([parameter]), optim.Adam([parameter], capturable=True)
+    (plain,) = optim.Adam([parameter]).param_groups
+    (counting,) = optim.Adam([parameter], capturable=True).param_groups
     found = _where_stepped(plain, parameter, others)
     assert not found["step"].is_meta
     assert found["factor"].is_meta

@@ -51,12 +51,10 @@ class WeightedSum:
         buffer = bucket.buffer()
         if not self._share:
             buffer.zero_()  # whatever a rank without samples made up
-        else:
-            self._look(bucket)
-            if self._share != 1.0:
-                buffer.mul_(self._share)
+        elif self._share != 1.0:
+            buffer.mul_(self._share)
         sent = buffer if self._wire in (None, buffer.dtype) else buffer.to(self._wire)
-        if sent is not buffer and self._share:
+        if self._share:
             self._look(bucket, sent)
         summed = dist.all_reduce(sent, async_op=True).get_future()
 
@@ -66,12 +64,12 @@ class WeightedSum:
 
         return summed.then(done)
 
-    def _look(self, bucket: dist.GradBucket, sent: torch.Tensor | None = None) -> None:
+    def _look(self, bucket: dist.GradBucket, sent: torch.Tensor) -> None:
         """``sent``: what travels of it, which may be too large for its dtype."""
-        if self.not_finite or sums_up(bucket.buffer() if sent is None else sent):
+        if self.not_finite or sums_up(sent):
             return
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if not torch.isfinite(gradient if sent is None else gradient.to(sent.dtype)).all():
+            if not torch.isfinite(gradient.to(sent.dtype)).all():
                 self.not_finite = self._names[id(parameter)]
                 return
 
