@@ -41,11 +41,12 @@ class Evaluation:
         """``states`` with some rows more. ``arrays``: one a column, features first, then labels."""
         module = self.module.load()
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        scorer = self.scorer.on(device)
         inputs, labels = arrays[: self.num_features], arrays[self.num_features :]
         for output, rows in run_batches(module, inputs, self.batch_size):
             targets = to_tensors(dense([label[rows] for label in labels]), device)
             count = len(inputs[0][rows])
-            states = self.scorer.update(states, output, targets, samples=count)
+            states = scorer.update(states, output, targets, samples=count)
         return states
 
     def packed(self, parts: Iterable[Sequence[Any]]) -> bytes:

@@ -16,6 +16,7 @@ from sparkdl.errors import ParameterError, nearest
 from sparkdl.infer.metric import MeanMetric, Metric
 from sparkdl.infer.ranking import AUC, hit_ratio, ndcg, top_k
 from sparkdl.infer.torchmetrics import TorchMetric, is_torchmetric
+from sparkdl.step.loss import OfClasses
 
 __all__ = ["METRICS", "MeanMetric", "Metric", "Metrics", "resolve"]
 
@@ -119,10 +120,8 @@ def suited(metrics: Iterable[Metric], loss: Any) -> tuple[Metric, ...]:
     how: dict[str, Any] = {}
     if isinstance(loss, nn.BCELoss) or loss is nn.functional.binary_cross_entropy:
         how = {"threshold": 0.5}
-    elif isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
-        how = {"classes": True, "ignored": loss.ignore_index}
-    elif loss in (nn.functional.cross_entropy, nn.functional.nll_loss):
-        how = {"classes": True, "ignored": -100}
+    elif (of_classes := OfClasses.of(loss)) is not None:
+        how = {"classes": True, "ignored": of_classes.ignored}
     return tuple(
         replace(one, function=partial(_accuracy, **how))
         if how and isinstance(one, MeanMetric) and one.function is _accuracy

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 
 from sparkdl.errors import ModelError, ParameterError, raise_all
 from sparkdl.infer.metric import Metric
-from sparkdl.step.loss import call_loss, mass_of
+from sparkdl.replica.live import on_device
+from sparkdl.step.loss import Loss, call_loss, masses_of, weighted_mean
 
 States: TypeAlias = list[Any]
 """[samples seen, (sum of the loss, sum of its weights), a state for each metric]; pickles."""
-
-LossOf: TypeAlias = Callable[
-    [Any, Sequence[torch.Tensor], torch.Tensor | None], tuple[torch.Tensor | float, float]
-]
-"""(output, targets, weights) -> the mean loss of a batch, and what it weighs in the whole."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +26,13 @@ class Scorer:
     """
 
     loss: Callable[..., torch.Tensor] | None
-    """Gives the mean over a batch; called as in training."""
+    """Gives the mean over a batch; called as in training. A batch weighs as much as its samples do:
+    their weights, and what :func:`sparkdl.step.loss.masses_of` says. Metrics know no weights."""
     metrics: tuple[Metric, ...] = ()
-    loss_of: LossOf | None = None
-    """Used for ``loss`` where it is given; the place of sample weights. Without it a batch weighs as
-    many as it has samples, or what :func:`sparkdl.step.loss.mass_of` says. Metrics know no weights."""
+
+    def on(self, device: torch.device) -> Scorer:
+        """For outputs on ``device``."""
+        return self if self.loss is None else replace(self, loss=on_device(self.loss, device))
 
     def start(self) -> States:
         """The states before the first batch."""
@@ -52,7 +50,7 @@ class Scorer:
 
         ``output``: what the model returned, on any device. ``targets``: one tensor a label, on the
         device of the output; several go to the loss as a tuple, and metrics need exactly one.
-        ``weights``: one a sample, for ``loss_of``. ``samples``: how many the batch has, by default
+        ``weights``: one a sample, for the loss. ``samples``: how many the batch has, by default
         the rows of the first target or of the output. Raises :class:`ModelError` where the loss fails,
         with the shapes, and :class:`ParameterError` where a metric does, with its name too.
         """
@@ -60,16 +58,10 @@ class Scorer:
         if not count:
             return states
         total, mass = states[1]
-        if self.loss_of is None and self.loss is not None and weights is not None:
-            raise ValueError("weights go with a loss_of")
         try:
-            if self.loss_of is not None:
-                mean, weight = self.loss_of(output, targets, weights)
-                total, mass = total + float(mean) * float(weight), mass + float(weight)
-            elif self.loss is not None:
-                mean, own = call_loss(self.loss, output, targets), mass_of(self.loss, targets)
-                weight = count if own is None else own
-                if weight:  # else the loss ignores every target, and its mean is not a number
+            if self.loss is not None:
+                mean, weight = _mean(self.loss, output, targets, weights, count)
+                if weight:  # else its mean is not a number
                     total, mass = total + float(mean) * weight, mass + weight
         except Exception as error:
             found = _shape(output) if isinstance(output, torch.Tensor) else type(output).__name__
@@ -129,7 +121,7 @@ class Scorer:
     @property
     def higher_is_better(self) -> Mapping[str, bool]:
         """By name, in the order of :meth:`values`."""
-        loss = {} if self.loss is None and self.loss_of is None else {"loss": False}
+        loss = {} if self.loss is None else {"loss": False}
         return loss | {metric.name: metric.higher_is_better for metric in self.metrics}
 
     def check(self, output: Any, targets: Sequence[torch.Tensor]) -> None:
@@ -167,6 +159,23 @@ class Scorer:
                 f"{type(output).__name__} ({names}). Leave the metrics out, or wrap the model."
             )
         return output.detach().cpu(), targets[0].detach().cpu()
+
+
+def _mean(
+    loss: Loss,
+    output: Any,
+    targets: Sequence[torch.Tensor],
+    weights: torch.Tensor | None,
+    count: int,
+) -> tuple[torch.Tensor, float]:
+    """The mean loss of a batch, and what it weighs in the whole."""
+    masses = masses_of(loss, targets)
+    if weights is None:
+        weight = count if masses is None else float(masses.sum())
+        return call_loss(loss, output, targets), weight
+    own = weights.double().cpu()
+    weight = float(own.sum() if masses is None else own @ masses)
+    return weighted_mean(loss, output, targets, weights, masses), weight
 
 
 def _rows(output: Any, targets: Sequence[torch.Tensor]) -> int:

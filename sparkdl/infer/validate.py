@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from sparkdl.data.mapped import MappedPartition, open_partition
 from sparkdl.infer.predictor import evaluating
 from sparkdl.infer.scoring import Scorer
 from sparkdl.replica.live import LiveReplica
-from sparkdl.step.loss import weighted_mean
 from sparkdl.step.replica import to_mini_batch
 from sparkdl.step.seat import Seat
 from sparkdl.worker import settle_worker
@@ -31,33 +30,18 @@ def score_partition(
     batch_size: int,
 ) -> list[Any]:
     """The scorer's states over all rows of a partition, in evaluation mode and full order."""
-    states = scorer.start()
-    dtype = live.recipe.policy.autocast_dtype
-    device = live.device
+    states, device = scorer.start(), live.device
+    dtype, scorer = live.recipe.policy.autocast_dtype, scorer.on(device)
     cast: Any = (
         contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
     )
     for start in range(0, len(partition.order), batch_size):
         rows = np.arange(start, min(start + batch_size, len(partition.order)))
-        batch = to_mini_batch(plain_batch(assembly, partition, rows), live, classes=False)
+        batch = to_mini_batch(plain_batch(assembly, partition, rows), live, training=False)
         with evaluating(live.flat.module) as module, cast:
             output = module(*batch.inputs)
         states = scorer.update(states, output, batch.targets, batch.weights, len(batch))
     return states
-
-
-@dataclass(frozen=True)
-class WeightedLoss:
-    """The scorer's loss where samples have weights."""
-
-    loss: Callable[..., torch.Tensor]
-
-    def __call__(
-        self, output: Any, targets: Sequence[torch.Tensor], weights: torch.Tensor | None
-    ) -> tuple[torch.Tensor | float, float]:
-        assert weights is not None
-        total = float(weights.double().sum())
-        return (weighted_mean(self.loss, output, targets, weights) if total else 0.0), total
 
 
 @dataclass(frozen=True)

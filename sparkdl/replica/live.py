@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -10,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from sparkdl.replica.care import runnable
 from sparkdl.replica.flat import FlatModule
@@ -19,15 +21,16 @@ from sparkdl.replica.recipe import Recipe
 @dataclass
 class LiveReplica:
     """A built recipe, computed with on ``device``; its flat vector may be elsewhere. ``call`` runs the
-    module; ``version`` names the weights that ``flat.flat`` holds now. ``sink``, where it is set, is
-    given the number and gradient of each parameter as soon as backward has finished it, and the
-    parameter lets go of it. ``apart``: a context in which gradients only add up; set where they are
-    summed over processes otherwise."""
+    module, ``loss`` is the recipe's with its tensors on the device; ``version`` names the weights that
+    ``flat.flat`` holds now. ``sink``, where it is set, is given the number and gradient of each
+    parameter as soon as backward has finished it, and the parameter lets go of it. ``apart``: a
+    context in which gradients only add up; set where they are summed over processes otherwise."""
 
     recipe: Recipe
     flat: FlatModule
     call: Callable[..., Any]
     device: torch.device
+    loss: Callable[..., torch.Tensor]
     version: str = ""
     sink: Callable[[int, torch.Tensor], None] | None = None
     apart: Callable[[], AbstractContextManager[None]] | None = None
@@ -41,7 +44,8 @@ class LiveReplica:
     def around(recipe: Recipe, flat: FlatModule, device: torch.device | None = None) -> LiveReplica:
         """Of a recipe that is built. ``device``: None: where its flat vector is."""
         call = runnable(flat.module, recipe.policy)
-        live = LiveReplica(recipe, flat, call, device or flat.flat.device)
+        device = device or flat.flat.device
+        live = LiveReplica(recipe, flat, call, device, on_device(recipe.loss, device))
         live_ref = weakref.ref(live)  # no cycle: what is dropped shall be freed at once
         for number, (_, parameter) in enumerate(flat.parameters):
             parameter.register_post_accumulate_grad_hook(partial(_finished, live_ref, number))
@@ -59,3 +63,21 @@ def _finished(replica: weakref.ref[LiveReplica], number: int, parameter: torch.T
     if live is not None and live.sink is not None and parameter.grad is not None:
         gradient, parameter.grad = parameter.grad, None
         live.sink(number, gradient)
+
+
+def on_device(
+    loss: Callable[..., torch.Tensor], device: torch.device
+) -> Callable[..., torch.Tensor]:
+    """``loss`` with its own tensors there, such as weights of classes; itself where they are."""
+    if isinstance(loss, partial):
+        given = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in loss.keywords.items()
+        }
+        moved = any(value is not loss.keywords[name] for name, value in given.items())
+        return partial(loss.func, *loss.args, **given) if moved else loss
+    if isinstance(loss, nn.Module) and any(
+        tensor.device.type != device.type for tensor in (*loss.parameters(), *loss.buffers())
+    ):
+        return copy.deepcopy(loss).to(device)
+    return loss

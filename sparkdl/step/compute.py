@@ -38,30 +38,41 @@ def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """Tensors of some samples: model inputs, labels, and the weight of each (None: all equal)."""
+    """Tensors of some samples: model inputs, labels, and the weight of each (None: all equal).
+
+    ``masses``: what the loss takes of each sample, see :func:`sparkdl.step.loss.masses_of`.
+    """
 
     inputs: list[torch.Tensor]
     targets: list[torch.Tensor]
     weights: torch.Tensor | None = None
+    masses: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.inputs[0])
 
     @property
     def weight(self) -> float:
-        """What this mini-batch counts for: its samples, or the sum of their weights."""
-        return float(len(self)) if self.weights is None else float(self.weights.double().sum())
+        """What this mini-batch counts for: its samples, each times its weight and its mass."""
+        if self.weights is None:
+            return float(len(self) if self.masses is None else self.masses.sum())
+        weights = self.weights.double()
+        return float(weights.sum() if self.masses is None else self.masses @ weights.cpu())
+
+    def rows(self, cut: slice) -> MiniBatch:
+        """Some of the samples."""
+        return MiniBatch(
+            [t[cut] for t in self.inputs],
+            [t[cut] for t in self.targets],
+            None if self.weights is None else self.weights[cut],
+            None if self.masses is None else self.masses[cut],
+        )
 
     def parts(self, count: int) -> Iterator[MiniBatch]:
         """Cut into ``count`` micro-batches of nearly equal size (fewer where there are fewer rows)."""
         rows = len(self)
         for i in range(min(count, rows)):
-            cut = slice(rows * i // min(count, rows), rows * (i + 1) // min(count, rows))
-            yield MiniBatch(
-                [t[cut] for t in self.inputs],
-                [t[cut] for t in self.targets],
-                None if self.weights is None else self.weights[cut],
-            )
+            yield self.rows(slice(rows * i // min(count, rows), rows * (i + 1) // min(count, rows)))
 
 
 def weigh(
@@ -71,7 +82,7 @@ def weigh(
     if policy.class_weights is None:
         return weights
     table = torch.tensor(policy.class_weights, dtype=torch.float64, device=targets[0].device)
-    of_class = table[targets[0]]
+    of_class = table[targets[0].clamp(min=0)]  # a label that the loss ignores may be below
     return of_class if weights is None else weights.double() * of_class
 
 
@@ -163,11 +174,10 @@ def _loss(replica: LiveReplica, part: MiniBatch) -> torch.Tensor:
 
 def mean_loss(replica: LiveReplica, output: object, part: MiniBatch) -> torch.Tensor:
     """The mean loss of what the model put out for ``part``."""
-    loss = replica.recipe.loss
     with autocasting(replica):
         if part.weights is None:
-            return call_loss(loss, output, part.targets)
-        return weighted_mean(loss, output, part.targets, part.weights)
+            return call_loss(replica.loss, output, part.targets)
+        return weighted_mean(replica.loss, output, part.targets, part.weights, part.masses)
 
 
 @contextlib.contextmanager

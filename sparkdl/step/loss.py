@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 Loss = Callable[..., torch.Tensor]
+OF_CLASSES = (nn.functional.cross_entropy, nn.functional.nll_loss)
 
 
 class NoValuePerSample(ValueError):
@@ -24,36 +27,74 @@ def call_loss(loss: Loss, output: object, targets: Sequence[torch.Tensor]) -> to
     return loss(output, targets[0] if len(targets) == 1 else tuple(targets))
 
 
-def mass_of(loss: Loss, targets: Sequence[torch.Tensor]) -> float | None:
-    """What the mean of ``loss`` is divided by, where that need not be the number of samples: the
-    targets that CrossEntropyLoss and NLLLoss do not ignore, each times the weight of its class.
+@dataclass(frozen=True)
+class OfClasses:
+    """How a loss of class numbers takes its mean, if it ``averages``: without the label ``ignored``,
+    and each of the others times the ``weight`` of its class, as far as there are any."""
 
-    None for any other loss.
-    """
-    if not isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) or loss.reduction != "mean":
+    ignored: int
+    weight: torch.Tensor | None
+    averages: bool
+
+    @staticmethod
+    def of(loss: Loss) -> OfClasses | None:
+        """Of CrossEntropyLoss, NLLLoss, their functions and partials of these; None of any other loss,
+        whose mean is taken to be that over the samples."""
+        if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
+            return OfClasses(loss.ignore_index, loss.weight, loss.reduction == "mean")
+        function: Any = loss
+        given: dict[str, Any] = {}
+        while isinstance(function, functools.partial) and not function.args:
+            function, given = function.func, {**function.keywords, **given}
+        if function not in OF_CLASSES:
+            return None
+        averages = given.get("reduction", "mean") == "mean"
+        return OfClasses(given.get("ignore_index", -100), given.get("weight"), averages)
+
+    def masses(self, target: torch.Tensor) -> torch.Tensor:
+        """What is kept of each row of ``target`` (class numbers, (rows, ...)): float64, (rows,)."""
+        target = target.long().cpu()
+        kept = (target != self.ignored).double()
+        if self.weight is not None:
+            table = self.weight.detach().cpu().double()
+            kept *= table[target.clamp(0, len(table) - 1)]  # what is no class is the loss's to say
+        return kept.flatten(1).sum(1) if kept.ndim > 1 else kept
+
+
+def masses_of(loss: Loss, targets: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """What each sample counts for in the mean of ``loss``, (rows,) float64 on the CPU; None: all the
+    same. See :class:`OfClasses`."""
+    how = OfClasses.of(loss)
+    if how is None or not how.averages or len(targets) != 1 or targets[0].is_floating_point():
         return None
-    if len(targets) != 1 or targets[0].is_floating_point():
-        return None
-    kept = targets[0][targets[0] != loss.ignore_index]
-    return float(kept.numel() if loss.weight is None else loss.weight[kept].double().sum())
+    return how.masses(targets[0])
 
 
 def weighted_mean(
-    loss: Loss, output: object, targets: Sequence[torch.Tensor], weights: torch.Tensor
+    loss: Loss,
+    output: object,
+    targets: Sequence[torch.Tensor],
+    weights: torch.Tensor,
+    masses: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``sum(w * l) / sum(w)`` over the samples; ``weights``: (rows,), not all zero.
+    """``sum(w * l) / sum(w)`` over the samples; ``weights``: (rows,).
 
     ``torch.nn`` losses and functions with a ``reduction`` are asked for "none"; any other loss must
-    return a value for each sample. Values of shape (rows, ...) are averaged over the rest first.
-    Raises :class:`NoValuePerSample`.
+    return a value for each sample. Values of shape (rows, ...) are averaged over the rest first; with
+    ``masses``, of :func:`masses_of`, they are added up, and divided by ``sum(w * masses)``. Where
+    nothing counts it is 0. Raises :class:`NoValuePerSample`.
     """
     values = call_loss(unreduced(loss), output, targets)
     if not isinstance(values, torch.Tensor) or values.ndim == 0 or len(values) != len(weights):
         found = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
         raise NoValuePerSample(f"the loss gave {found} for {len(weights)} samples")
-    each = values.reshape(len(values), -1).mean(dim=1)
+    each = values.reshape(len(values), -1)
     weights = weights.to(each)
-    return (each * weights).sum() / weights.sum()
+    if masses is None:
+        total, summed = weights.sum(), (each.mean(dim=1) * weights).sum()
+    else:
+        total, summed = (masses.to(each) * weights).sum(), (each.sum(dim=1) * weights).sum()
+    return summed / torch.where(total == 0, torch.ones_like(total), total)
 
 
 def unreduced(loss: Loss) -> Loss:

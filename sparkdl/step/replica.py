@@ -27,6 +27,7 @@ from sparkdl.step.compute import (
     to_tensors,
     weigh,
 )
+from sparkdl.step.loss import masses_of
 from sparkdl.step.streaming import GradientWriter
 from sparkdl.sync.contribution import (
     Contribution,
@@ -101,17 +102,19 @@ class Outcome:
     kept: ByParameter = field(default_factory=dict)
 
 
-def to_mini_batch(batch: Batch, live: LiveReplica, classes: bool = True) -> MiniBatch:
+def to_mini_batch(batch: Batch, live: LiveReplica, training: bool = True) -> MiniBatch:
     """Tensors of a batch on the replica's device, with the weight of each sample.
 
-    ``classes``: whether that of its class counts.
+    ``training``: whether that of its class counts, and what the loss takes of it.
     """
-    device = live.device
+    device, masses = live.device, None
     targets = to_tensors(batch.targets, device)
     weights = None if batch.weights is None else to_tensors([batch.weights], device)[0]
-    if classes:
+    if training:
         weights = weigh(targets, weights, live.recipe.policy)
-    return MiniBatch(to_tensors(batch.inputs, device), targets, weights)
+        here = targets if device.type == "cpu" else to_tensors(batch.targets, torch.device("cpu"))
+        masses = masses_of(live.recipe.loss, here)
+    return MiniBatch(to_tensors(batch.inputs, device), targets, weights, masses)
 
 
 def one_gradient(

@@ -20,7 +20,7 @@ from sparkdl.infer.predictor import evaluating, run_batches
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.recipe import Recipe, seeded
 from sparkdl.step.compute import to_tensors, weigh
-from sparkdl.step.loss import NoValuePerSample, call_loss, weighted_mean
+from sparkdl.step.loss import NoValuePerSample, OfClasses, call_loss, masses_of, weighted_mean
 from sparkdl.train.engine import ValidationSet
 from sparkdl.train.hints import (
     dtypes_of,
@@ -69,11 +69,12 @@ def try_model(
         if output is None:
             raise ModelError("the model returned None: its forward must return the output.")
         _check_shapes(output, targets, len(inputs[0]), labels_are)
-        weights = _weights_of(batch, targets, policy, labels_are)
+        masses = masses_of(loss, targets)
+        weights = _weights_of(batch, targets, recipe, labels_are)
         try:
             if policy.weighted:
                 weighted_mean(loss, output, targets, torch.ones(len(inputs[0])))
-                value = weighted_mean(loss, output, targets, weights)
+                value = weighted_mean(loss, output, targets, weights, masses)
             else:
                 value = call_loss(loss, output, targets)
         except NoValuePerSample as error:
@@ -98,7 +99,8 @@ def try_model(
                 f"the loss returned {found}: it must return one number, the mean over the batch "
                 '(reduction="mean" in torch.nn losses).'
             )
-        if policy.on_nan == "raise" and not torch.isfinite(value):
+        counts = masses is None or bool(masses.sum())  # else the loss ignores every label
+        if policy.on_nan == "raise" and counts and not torch.isfinite(value):
             raise ModelError(
                 f"{_what_is_not_finite(output, value)} on the first rows ({shown}; "
                 f"{dtypes_of(inputs)}), before anything was trained. Look for a division by 0, the "
@@ -126,23 +128,27 @@ def _what_is_not_finite(output: Any, value: torch.Tensor) -> str:
 
 
 def _weights_of(
-    batch: Batch, targets: Sequence[torch.Tensor], policy: Policy, labels: Sequence[Field]
+    batch: Batch, targets: Sequence[torch.Tensor], recipe: Recipe, labels: Sequence[Field]
 ) -> torch.Tensor:
     """A weight for each row, not all zero; class weights found to fit the label."""
     rows = len(batch.inputs[0])
     own = None if batch.weights is None else torch.from_numpy(batch.weights)
-    if policy.class_weights is not None:
-        _check_classes(targets, len(policy.class_weights), labels)
-    weights = weigh(targets, own, policy)
+    weights_of_classes = recipe.policy.class_weights
+    if weights_of_classes is not None:
+        _check_classes(targets, len(weights_of_classes), OfClasses.of(recipe.loss), labels)
+    weights = weigh(targets, own, recipe.policy)
     return torch.ones(rows) if weights is None or not float(weights.sum()) else weights
 
 
-def _check_classes(targets: Sequence[torch.Tensor], classes: int, labels: Sequence[Field]) -> None:
+def _check_classes(
+    targets: Sequence[torch.Tensor], classes: int, how: OfClasses | None, labels: Sequence[Field]
+) -> None:
     if len(targets) != 1 or targets[0].ndim != 1 or targets[0].is_floating_point():
         raise ModelError(
             "class_weights need one label that holds class numbers: a column of whole numbers."
         )
-    low, high = int(targets[0].min()), int(targets[0].max())
+    found = targets[0] if how is None else targets[0][targets[0] != how.ignored]
+    low, high = (int(found.min()), int(found.max())) if len(found) else (0, 0)
     if low < 0 or high >= classes:
         raise ModelError(
             f'class_weights has {classes} classes, 0 to {classes - 1}, and "{labels[0].name}" goes '

@@ -17,12 +17,18 @@ import sparkdl
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 WIDTH, CLASSES = 6, 3
+IGNORING = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5]), ignore_index=2)
 
 
 def model() -> nn.Module:
     return nn.Sequential(
         nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, CLASSES)
     )
+
+
+def without_norm() -> nn.Module:
+    """A single row is enough for it."""
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, CLASSES))
 
 
 def trainer_of(**changes: Any) -> sparkdl.Trainer:

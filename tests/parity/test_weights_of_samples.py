@@ -88,6 +88,96 @@ def test_both_weights_multiply(sizes, slices):
     assert_close(seen.steps, plainly(trainer, parts, loss)[0])
 
 
+IGNORED, TABLE = -7, torch.tensor(OF_CLASSES, dtype=torch.float64)
+LOSSES = {
+    "ignores": nn.CrossEntropyLoss(ignore_index=IGNORED),
+    "weighs": nn.CrossEntropyLoss(weight=TABLE, ignore_index=IGNORED),
+    "smooths": nn.CrossEntropyLoss(weight=TABLE, ignore_index=IGNORED, label_smoothing=0.2),
+    "likelihood": nn.NLLLoss(weight=TABLE, ignore_index=IGNORED),
+    "function": partial(F.cross_entropy, ignore_index=IGNORED, weight=TABLE),
+}
+
+
+def unlabelled(generator):
+    """A class, or none in three rows of ten."""
+    sample = classified(generator)
+    return sample if generator.random() < 0.7 else replace(sample, label=IGNORED)
+
+
+def unlabelled_weighted(generator):
+    return replace(unlabelled(generator), weight=float(generator.gamma(2.0)))
+
+
+def tagged(generator):
+    """Four words with a class each, or none."""
+    labels = generator.integers(CLASSES, size=4)
+    labels[generator.random(4) < 0.4] = IGNORED
+    return sparkdl.Sample(generator.normal(size=WIDTH), labels)
+
+
+def of_words():
+    layers = (
+        nn.Linear(WIDTH, 8),
+        nn.Tanh(),
+        nn.Linear(8, 4 * CLASSES),
+        nn.Unflatten(1, (CLASSES, 4)),
+    )
+    return nn.Sequential(*layers).double()
+
+
+@pytest.mark.parametrize("changes", [{}, {"accumulate": 3}, {"model": of_words}], ids=str)
+@pytest.mark.parametrize("loss", LOSSES)
+@cuts
+def test_a_loss_that_ignores_labels_or_weighs_them(sizes, slices, loss, changes):
+    """The mean over the labels of the global batch, wherever they are."""
+    parts = Parts.of(sizes, tagged if "model" in changes else unlabelled, seed=1)
+    trainer = trainer_of(sizes, slices, loss=LOSSES[loss], **changes)
+    seen = fit_here(trainer, parts)
+    wanted, losses = plainly(trainer, parts)
+    assert_close(seen.steps, wanted)
+    assert seen.losses == pytest.approx(losses, rel=1e-11)
+    kept = [
+        [float((p.targets[0] != IGNORED).double().mean()) for p in parts_of(trainer, parts, t) if p]
+        for t in range(ITERATIONS)
+    ]
+    assert sum(map(bool, sizes)) == 1 or any(len(set(each)) > 1 for each in kept)
+
+
+@pytest.mark.parametrize("classes", [None, OF_CLASSES], ids=str)
+@cuts
+def test_weights_of_samples_and_labels_that_are_ignored(sizes, slices, classes):
+    """A sample whose label is ignored counts for nothing, whatever its weight."""
+    parts = Parts.of(sizes, unlabelled_weighted)
+    loss = LOSSES["ignores"]
+    trainer = trainer_of(sizes, slices, loss=loss, weight="weight", class_weights=classes)
+    seen = fit_here(trainer, parts)
+    table = torch.ones(CLASSES, dtype=torch.float64) if classes is None else TABLE
+
+    def plain(module, part):
+        (target,) = part.targets
+        each = F.cross_entropy(
+            module(*part.inputs), target, table, ignore_index=IGNORED, reduction="none"
+        )
+        kept = target != IGNORED
+        weights = part.weights * kept * table[target.where(kept, 0)]
+        return (each * part.weights).sum() / weights.sum()
+
+    wanted, losses = plainly(trainer, parts, plain)
+    assert_close(seen.steps, wanted)
+    assert seen.losses == pytest.approx(losses, rel=1e-11)
+
+
+@pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"local_steps": 2}], ids=str)
+def test_a_replica_whose_labels_are_all_ignored_changes_nothing(changes):
+    parts = Parts.of((22, 21))
+    parts.records[0] = [replace(sample, label=IGNORED) for sample in parts.records[0]]
+    trainer = trainer_of((22, 21), 2, loss=LOSSES["ignores"], **changes)
+    seen = fit_here(trainer, parts)
+    assert all(map(math.isfinite, seen.losses))
+    if not changes.get("local_steps"):
+        assert_close(seen.steps, plainly(trainer, parts)[0])
+
+
 def by_hand(output, target):
     """A value for each sample, and no ``reduction``."""
     return ((output - target) ** 2).mean(dim=1)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
+from sparkdl.replica.live import on_device
 from sparkdl.replica.policy import Policy
 from sparkdl.step.compute import MiniBatch, weigh
-from sparkdl.step.loss import NoValuePerSample, call_loss, unreduced, weighted_mean
+from sparkdl.step.loss import NoValuePerSample, call_loss, masses_of, unreduced, weighted_mean
 
 GENERATOR = torch.Generator().manual_seed(0)
 OUTPUT = torch.randn(5, 3, generator=GENERATOR, dtype=torch.float64)
@@ -116,3 +121,102 @@ def test_micro_batches_hold_every_row_once_and_none_is_empty(rows: int, count: i
         assert torch.equal(joined, getattr(batch, name)[0])
     assert sum(part.weight for part in parts) == batch.weight == 0.5 * sum(range(rows))
     assert MiniBatch([torch.arange(rows)], []).weight == rows
+
+
+TABLE = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
+OF_CLASSES = {
+    "module": nn.CrossEntropyLoss(ignore_index=1),
+    "weighted": nn.NLLLoss(weight=TABLE),
+    "both": nn.CrossEntropyLoss(weight=TABLE, ignore_index=2, label_smoothing=0.1),
+    "function": F.cross_entropy,
+    "partial": partial(F.nll_loss, ignore_index=0, weight=TABLE),
+    "partial of a partial": partial(partial(F.cross_entropy, ignore_index=0), ignore_index=2),
+}
+
+
+@given(
+    rows=st.integers(1, 9),
+    positions=st.one_of(st.none(), st.integers(1, 3)),
+    cut=st.integers(0, 9),
+    name=st.sampled_from(sorted(OF_CLASSES)),
+    seed=st.integers(0, 1000),
+)
+def test_masses_are_what_the_mean_is_divided_by(rows, positions, cut, name, seed) -> None:
+    """Of any cut, the means of both parts by their masses are the mean of all."""
+    generator = torch.Generator().manual_seed(seed)
+    more = () if positions is None else (positions,)
+    output = torch.randn(rows, 3, *more, generator=generator, dtype=torch.float64)
+    target = torch.randint(3, (rows, *more), generator=generator)
+    target[torch.rand(target.shape, generator=generator) < 0.2] = -100
+    loss = OF_CLASSES[name]
+    if name in ("both", "partial of a partial"):
+        target[target == -100] = 2
+    elif name == "partial":
+        target[target == -100] = 0
+    elif name == "module":
+        target[target == -100] = 1
+    masses = masses_of(loss, [target])
+    assert masses is not None
+    assert masses.shape == (rows,)
+    total = 0.0
+    for part in (slice(0, cut), slice(cut, None)):
+        batch = MiniBatch([output[part]], [target[part]], masses=masses[part])
+        if batch.weight:
+            total += float(loss(output[part], target[part])) * batch.weight
+    whole = MiniBatch([output], [target], masses=masses).weight
+    assert whole == float(masses.sum())
+    if whole:
+        assert total / whole == pytest.approx(float(loss(output, target)), rel=1e-9)
+    else:
+        assert torch.isnan(loss(output, target))
+    ones = torch.ones(rows)
+    weighted = weighted_mean(loss, output, [target], ones, masses)
+    assert float(weighted) == pytest.approx(total / whole if whole else 0.0, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.MSELoss(),
+        F.mse_loss,
+        nn.CrossEntropyLoss(reduction="sum"),
+        partial(F.cross_entropy, reduction="sum"),
+        lambda output, target: F.cross_entropy(output, target),
+    ],
+)
+def test_any_other_loss_counts_samples(loss) -> None:
+    assert masses_of(loss, [CLASSES]) is None
+    assert masses_of(nn.CrossEntropyLoss(), [VALUES.softmax(1)]) is None
+    assert masses_of(nn.CrossEntropyLoss(), [CLASSES, CLASSES]) is None
+
+
+def test_masses_of_labels_of_any_width_and_of_mistakes() -> None:
+    loss = nn.CrossEntropyLoss(weight=TABLE)
+    for dtype in (torch.uint8, torch.int8, torch.int32):
+        found = masses_of(loss, [CLASSES.to(dtype)])
+        assert found is not None
+        assert found.tolist() == TABLE[CLASSES].tolist()
+    assert (
+        masses_of(loss, [torch.tensor([7, -3])]) is not None
+    )  # the loss itself says what is wrong
+
+
+def test_nothing_counts() -> None:
+    output = OUTPUT.clone().requires_grad_()
+    value = weighted_mean(nn.CrossEntropyLoss(), output, [CLASSES], torch.zeros(5))
+    value.backward()
+    assert float(value.detach()) == 0
+    assert float(output.grad.abs().sum()) == 0
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss(weight=TABLE), partial(F.cross_entropy, weight=TABLE)]
+)
+def test_a_loss_comes_to_the_weights(loss) -> None:
+    """On a GPU, say; the user's own stays where it is."""
+    moved = on_device(loss, torch.device("meta"))
+    tensors = [moved.weight, loss.weight] if isinstance(loss, nn.Module) else []
+    tensors = tensors or [moved.keywords["weight"], loss.keywords["weight"]]
+    assert [t.device.type for t in tensors] == ["meta", "cpu"]
+    assert on_device(loss, torch.device("cpu")) is loss
+    assert on_device(F.mse_loss, torch.device("meta")) is F.mse_loss

@@ -229,22 +229,14 @@ def test_a_loss_that_ignores_targets_or_weighs_classes(shape: tuple[int, ...], s
 
 
 def test_weights_of_samples() -> None:
-    def weighted(
-        output: torch.Tensor, targets: Any, weights: torch.Tensor | None
-    ) -> tuple[torch.Tensor, float]:
-        assert weights is not None
-        return ((output - targets[0]).abs() * weights).sum() / weights.sum(), float(weights.sum())
-
     weights = torch.rand(ROWS, generator=torch.Generator().manual_seed(1))
-    scorer = Scorer(nn.L1Loss(), tuple(resolve(["mae"])), weighted)
+    scorer = Scorer(nn.L1Loss(), tuple(resolve(["mae"])))
     states = scorer.start()
     for a, b in ((0, 13), (13, ROWS)):
         states = scorer.update(states, VALUES[a:b], [BINARY[a:b]], weights[a:b])
     error = (VALUES - BINARY).abs()
     expected = {"loss": float((error * weights).sum() / weights.sum()), "mae": float(error.mean())}
     assert scorer.values(states) == pytest.approx(expected, rel=1e-6)
-    with pytest.raises(ValueError, match="weights go with a loss_of"):
-        Scorer(nn.L1Loss()).update(Scorer(nn.L1Loss()).start(), VALUES, [BINARY], weights)
 
 
 def test_several_labels_and_none() -> None:

@@ -13,7 +13,6 @@ from sparkdl.data.samples import SampleSet, Source, materialize, materialize_her
 from sparkdl.errors import DataError
 from sparkdl.infer.metrics import resolve, suited
 from sparkdl.infer.scoring import Scorer
-from sparkdl.infer.validate import WeightedLoss
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train.cluster.failure import reading_explained
 from sparkdl.train.cluster.neighbours import side_by_side
@@ -83,10 +82,6 @@ def validation_set(
             raise DataError(
                 f'validation data: "{mine.name}" is {mine}, in the training data {theirs}.'
             )
-    scorer = Scorer(
-        trainer.loss,
-        suited(resolve(validation.metrics), trainer.loss),
-        WeightedLoss(trainer.loss) if samples.weighted else None,
-    )
+    scorer = Scorer(trainer.loss, suited(resolve(validation.metrics), trainer.loss))
     how = assembly(trainer, samples, training.float_dtype)
     return ValidationSet(found, scorer, how, validation.batch_size)

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparkdl.data.assemble import preview_batch
+from sparkdl.data.ragged import Ragged
 from sparkdl.data.samples import SampleSet
 from sparkdl.frames import is_local
 from sparkdl.gang.profile import cpus_of
 from sparkdl.replica.run import Run
 from sparkdl.settings import Settings
 from sparkdl.step.compute import to_tensors
+from sparkdl.step.loss import Loss, OfClasses
 from sparkdl.train.cluster.placing import assembly
 from sparkdl.train.cluster.resources import Resources
 from sparkdl.train.engine import Engine, ValidationSet
@@ -77,6 +79,7 @@ def build_engine(
             resources,
             settings.timeout,
             parallel,
+            model.recipe.policy.weighted or _labels_differ(model.recipe.loss, samples),
             trainer.resource_profile,
             trainer.min_ranks,
         )
@@ -92,6 +95,21 @@ def build_engine(
         settings.stages,
     )
     return Recovering(shuffle, snapshots)
+
+
+def _labels_differ(loss: Loss, samples: SampleSet) -> bool:
+    """Whether ``loss`` may take more of one label than of another."""
+    how = OfClasses.of(loss)
+    if how is None or not how.averages or samples.num_labels != 1:
+        return False
+    label = samples.preview[
+        samples.num_features
+    ]  # has the smallest and the largest of all integers
+    if isinstance(label, Ragged) or label.ndim > 1 or how.weight is not None:
+        return label.dtype.kind != "f"
+    if label.dtype.kind == "i":
+        return bool(label.min() <= how.ignored <= label.max())
+    return label.dtype.kind == "u"
 
 
 def _slices(trainer: Trainer, model: Prepared, replicas: int) -> int:

@@ -98,11 +98,12 @@ class GangEngine:
         resources: Resources,
         timeout: float | None,
         parallel: Parallel,
+        weighs: bool,
         profile: ResourceProfile | None = None,
         min_ranks: int | None = None,
     ) -> None:
-        """``spare``: a few rows, for a rank that has none in an iteration. ``min_ranks``: how few task
-        slots will do; None: one for each rank."""
+        """``spare`` and ``weighs``: see :class:`sparkdl.train.rank.records.Setup`. ``min_ranks``: how
+        few task slots will do; None: one for each rank."""
         self.plan = EpochPlan(samples.counts, batch_size)
         self._layout, self._run = layout, run
         assert samples.rdd is not None
@@ -111,7 +112,7 @@ class GangEngine:
             assert validation.samples.rdd is not None
             self._samples.append(validation.samples.rdd)
         checksums = tuple(handle.checksum for handle in samples.handles)
-        self._setup = Setup(run, recipe, spare, checksums, parallel)
+        self._setup = Setup(run, recipe, spare, checksums, parallel, weighs)
         self._tokens: tuple[str, ...] = ()
         self._writing = False
         source = self._samples[0]

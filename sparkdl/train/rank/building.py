@@ -98,7 +98,7 @@ def _cut(recipe: Recipe, setup: Setup, own: Samples, member: Member) -> Built:
     near = NearRows(samples, rank, mesh.model_group(rank), run, live)
     if parallel.pipeline is not None:
         return held, Pipelined(made, plans, rank, spare, parallel.pipeline, groups, near)
-    like = to_mini_batch(spare, live, classes=False)
+    like = to_mini_batch(spare, live, training=False)
     group = ModelGroup(mesh, rank, groups.along("tensor"), live, like, near)
     if parallel.fsdp is not None:
         return held, FullySharded(live, plans, rank, spare, mesh, group)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from sparkdl.infer.predictor import evaluating
 from sparkdl.replica.live import LiveReplica
 from sparkdl.step.compute import MiniBatch
+from sparkdl.step.loss import masses_of
 from sparkdl.step.replica import Work
 from sparkdl.sync.state import mapped
 from sparkdl.train.parallel.mesh import Mesh
@@ -84,8 +85,8 @@ class ModelGroup:
 
     def targets(
         self, counts: Mapping[int, int], here: Mapping[int, MiniBatch], to: Sequence[int]
-    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Likewise the targets and weights."""
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor | None]:
+        """Likewise the targets and weights, and what the loss takes of each row."""
         weighted, many = self._live.recipe.policy.weighted, len(self._like.targets)
         like = [*self._like.targets, *([torch.empty(0).double()] if weighted else [])]
         known = {
@@ -93,7 +94,9 @@ class ModelGroup:
             for r, batch in here.items()
         }
         found = self._brought(counts, like, known, to)
-        return found[:many], found[-1] if weighted and found else None
+        targets = found[:many]
+        masses = masses_of(self._live.recipe.loss, targets)
+        return targets, found[-1] if weighted and found else None, masses
 
     def _brought(
         self,

@@ -297,8 +297,9 @@ class Pipelined(Copied):
 def _part(batch: MiniBatch, rows: slice) -> MiniBatch:
     """Of what the last stage's rank has of a mini-batch."""
     weights = None if batch.weights is None else batch.weights[rows]
+    masses = None if batch.masses is None else batch.masses[rows]
     targets = [target[rows] for target in batch.targets]
-    return MiniBatch([torch.empty(rows.stop - rows.start)], targets, weights)
+    return MiniBatch([torch.empty(rows.stop - rows.start)], targets, weights, masses)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

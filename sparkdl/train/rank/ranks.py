@@ -211,7 +211,7 @@ class Rank:
 
     def _weights(self, step: Step, weight: float) -> list[float]:
         """What each rank's mini-batch counts for."""
-        if not self._run.assembly.weighted and self._recipe.policy.class_weights is None:
+        if not self._setup.weighs:
             return [float(stop - start) for start, stop in step.rows]
         return [found for (found,) in gathered([weight])]
 

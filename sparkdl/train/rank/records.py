@@ -13,13 +13,15 @@ from sparkdl.train.parallel.parallel import Parallel
 @dataclass(frozen=True)
 class Setup:
     """What a rank begins with. ``recipe``: pickled. ``spare``: a few rows of the data, for a rank
-    that has none in an iteration. ``checksums``: of the partitions of training samples."""
+    that has none in an iteration. ``checksums``: of the partitions of training samples. ``weighs``:
+    whether a mini-batch may count for something else than its rows, so that ranks have to tell."""
 
     run: Run
     recipe: bytes
     spare: Batch
     checksums: tuple[int, ...]
     parallel: Parallel
+    weighs: bool
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Summed:
         """``plans``: of what this rank updates. ``spare``: a few rows, for iterations in which it has
         none: it takes part in the sums all the same, with nothing."""
         self._live, self._plans, self._rank = live, plans, rank
-        self._spare = replace(to_mini_batch(spare, live, classes=False), weights=None)
+        self._spare = replace(to_mini_batch(spare, live, training=False), weights=None)
         self._vector = GradientVector(live.flat.layout, live.flat.flat.device)
         self._gradients = Gradients([], {})
 
@@ -118,6 +118,8 @@ class Summed:
         gradients as the first replica's, and the buffers of each."""
         layout, buffers = self._live.flat.layout, self._buffers(len(weights))
         flat, absent = self._summed()
+        if not any(weights):
+            absent = frozenset(range(len(self._live.flat.parameters)))
         self._gradients = Gradients([], {})
         taking_part = [r for r, (start, stop) in enumerate(rows) if stop > start]
         found: dict[int, list[Contribution]] = {}
