@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import TypeVar
+
+import numpy as np
 
 from sparkdl.data.problems import Problem
 from sparkdl.data.ragged import Padding
@@ -30,6 +35,20 @@ class Field:
         if self.padding is not None:
             lengths.insert(0, "any")
         return f"{self.dtype}[{', '.join(map(str, lengths))}]" if lengths else self.dtype
+
+
+T = TypeVar("T")
+
+
+def with_fields(values: Iterable[T], fields: Sequence[Field]) -> Iterator[tuple[T, Field | None]]:
+    """Each of ``values`` with its field, as far as there are any."""
+    return zip(values, chain(fields, repeat(None)), strict=False)
+
+
+def dtype_as(dtype: str, field: Field | None) -> str:
+    """``dtype``, or that of ``field`` where numbers without a fraction are given for floats."""
+    floats = field is not None and np.dtype(field.dtype).kind == "f"
+    return field.dtype if field and floats and np.dtype(dtype).kind in "ib" else dtype
 
 
 @dataclass(frozen=True)

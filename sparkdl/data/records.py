@@ -12,6 +12,7 @@ import numpy as np
 
 from sparkdl.data.columns import Sequence as Varying
 from sparkdl.data.columns import Specs
+from sparkdl.data.handle import Field, dtype_as
 from sparkdl.data.objects import as_array
 from sparkdl.data.partition import PartitionWriter
 from sparkdl.data.problems import SAME_SHAPE, SAME_TYPE, RowProblem
@@ -161,10 +162,17 @@ def record_array(value: Any, name: str, row: int, float_dtype: str) -> np.ndarra
 
 
 def record_field(
-    value: Any, name: str, row: int, float_dtype: str, specs: Specs | None = None
+    value: Any,
+    name: str,
+    row: int,
+    float_dtype: str,
+    specs: Specs | None = None,
+    field: Field | None = None,
 ) -> np.ndarray:
-    """Likewise, and cut where ``specs`` name it as a :class:`sparkdl.Sequence`."""
+    """Likewise, cut where ``specs`` name it as a :class:`sparkdl.Sequence`, and of floats where
+    ``field``, what it was when the model was trained, is."""
     array = record_array(value, name, row, float_dtype)
+    array = array.astype(dtype_as(array.dtype.name, field), copy=False)
     spec = (specs or {}).get(name)
     if isinstance(spec, Varying):
         if array.ndim == 0:

@@ -9,12 +9,13 @@ and whatever else needs a word are specified, see :mod:`sparkdl.data.columns`.
 from __future__ import annotations
 
 from collections.abc import Sequence as Names
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sparkdl.data.columns import Convert, Image, Sequence, Spec, Specs
+from sparkdl.data.handle import Field, dtype_as, with_fields
 from sparkdl.data.images import STRUCT
 from sparkdl.errors import DataError, nearest, raise_all
 
@@ -58,9 +59,16 @@ def columns_of(
     label: Names[str],
     float_dtype: str,
     specs: Specs | None = None,
+    fields: Names[Field] = (),
 ) -> tuple[tuple[Column, ...], tuple[Column, ...]]:
-    """The feature and label columns of a DataFrame; see :func:`read_schema`."""
-    return read_schema(schema, features, label, None, float_dtype, specs)[:2]
+    """The feature and label columns of a DataFrame; see :func:`read_schema`. ``fields``: what they were
+    when the model was trained; whole numbers become floats where there were floats."""
+    inputs, labels, _ = read_schema(schema, features, label, None, float_dtype, specs)
+    found = [
+        replace(column, dtype=dtype_as(column.dtype, field))
+        for column, field in with_fields((*inputs, *labels), fields)
+    ]
+    return tuple(found[: len(inputs)]), tuple(found[len(inputs) :])
 
 
 def read_schema(

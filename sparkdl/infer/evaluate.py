@@ -15,6 +15,7 @@ from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 
 from sparkdl.data.columns import Specs
+from sparkdl.data.handle import Field, with_fields
 from sparkdl.data.problems import RowProblem
 from sparkdl.data.ragged import Rows, dense
 from sparkdl.data.records import check_alike, named, record_field, split_record, stack_records
@@ -102,6 +103,7 @@ class EvaluateRecords:
     labelled: bool
     float_dtype: str
     specs: Specs
+    fields: Sequence[Field]
 
     def __call__(self, partition: int, records: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
         yield partition, self.evaluation.packed(self._parts(records, partition))
@@ -128,8 +130,8 @@ class EvaluateRecords:
         features, label = split_record(record, self.labelled, row)
         parts = [*named("features", features), *(named("label", label) if self.labelled else ())]
         return [
-            (name, record_field(value, name, row, self.float_dtype, self.specs))
-            for name, value in parts
+            (name, record_field(value, name, row, self.float_dtype, self.specs, field))
+            for (name, value), field in with_fields(parts, self.fields)
         ]
 
 
@@ -140,22 +142,25 @@ def evaluate(
     label: Sequence[str],
     float_dtype: str,
     specs: Specs | None = None,
+    fields: Sequence[Field] = (),
 ) -> dict[str, float]:
     """Mean loss and metrics over all of ``data``, merged in the order of its partitions.
+
+    ``fields``: see :func:`sparkdl.data.schema.columns_of`.
 
     Raises :class:`DataError` for data without a row and for a bad row, :class:`ModelError` where the
     model or the loss fails on rows, :class:`ParameterError` for a metric that does not go with the
     model's output or the label.
     """
     if isinstance(data, DataFrame):
-        inputs, labels = columns_of(data.schema, features, label, float_dtype, specs)
+        inputs, labels = columns_of(data.schema, features, label, float_dtype, specs, fields)
         columns = (*inputs, *labels)
         chosen = select_columns(data, columns)
         task = EvaluateDataFrame(evaluation, columns)
         schema = "partition int, states binary"
         rows = [tuple(row) for row in chosen.mapInArrow(task, schema).collect()]  # type: ignore[arg-type]
     else:
-        records_task = EvaluateRecords(evaluation, bool(label), float_dtype, specs or {})
+        records_task = EvaluateRecords(evaluation, bool(label), float_dtype, specs or {}, fields)
         rows = data.mapPartitionsWithIndex(records_task).collect()
     many = []
     for _, packed in sorted(rows):

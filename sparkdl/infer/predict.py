@@ -14,6 +14,7 @@ from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame, functions
 
 from sparkdl.data.columns import Specs
+from sparkdl.data.handle import Field, with_fields
 from sparkdl.data.problems import RowProblem
 from sparkdl.data.ragged import Rows
 from sparkdl.data.records import (
@@ -89,6 +90,7 @@ class PredictRecords:
     batch_size: int
     finish: Finish
     specs: Specs | None = None
+    fields: Sequence[Field] = ()
 
     def __call__(self, records: Iterable[Any]) -> Iterator[Any]:
         module = self.module.load()
@@ -112,8 +114,8 @@ class PredictRecords:
             features = features[0] if pair else features
         try:
             parts = [
-                (name, record_field(value, name, row, self.float_dtype, self.specs))
-                for name, value in named("features", features)
+                (name, record_field(value, name, row, self.float_dtype, self.specs, field))
+                for (name, value), field in with_fields(named("features", features), self.fields)
             ]
             check_alike(parts, before, row, self.specs)
             return [value for _, value in parts]
@@ -143,9 +145,11 @@ def predict_dataframe(
     batch_size: int,
     finish: Finish,
     specs: Specs | None = None,
+    fields: Sequence[Field] = (),
 ) -> DataFrame:
-    """``data`` with the column ``prediction_col``; lazy, and on a streaming DataFrame too."""
-    inputs, _ = columns_of(data.schema, features, (), float_dtype, specs)
+    """``data`` with the column ``prediction_col``; lazy, and on a streaming DataFrame too. ``fields``:
+    see :func:`sparkdl.data.schema.columns_of`."""
+    inputs, _ = columns_of(data.schema, features, (), float_dtype, specs, fields)
     check_unambiguous(data, features)
     if taken := columns_named(data, prediction_col):
         raise DataError(
@@ -184,7 +188,8 @@ def predict_rdd(
     batch_size: int,
     finish: Finish,
     specs: Specs | None = None,
+    fields: Sequence[Field] = (),
 ) -> RDD:
     """One prediction (a number, or an array) for each record, in order."""
-    task = PredictRecords(module, num_features, float_dtype, batch_size, finish, specs)
+    task = PredictRecords(module, num_features, float_dtype, batch_size, finish, specs, fields)
     return records.mapPartitions(task)

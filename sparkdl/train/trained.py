@@ -93,6 +93,7 @@ class TrainedModel:
             _batch_size(batch_size),
             postprocess,
             self.columns,
+            self.fields,
         )
 
     def predict(self, records: RDD, batch_size: int = 1024, postprocess: Finish = None) -> RDD:
@@ -111,6 +112,7 @@ class TrainedModel:
             _batch_size(batch_size),
             postprocess,
             self.columns,
+            self.fields,
         )
 
     def evaluate(
@@ -142,7 +144,15 @@ class TrainedModel:
             self.num_features,
             _batch_size(batch_size),
         )
-        return evaluate(data, evaluation, self.features, self.label, self.float_dtype, self.columns)
+        return evaluate(
+            data,
+            evaluation,
+            self.features,
+            self.label,
+            self.float_dtype,
+            self.columns,
+            self.fields,
+        )
 
     def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
         """Write the model into the folder ``path``: safetensors, JSON, and the recipe."""

@@ -43,12 +43,17 @@ def trained(
         loss=loss,
         features=features,
         label=label,
-        fields=tuple(Field(name, dtype, ()) for name in (*features, *label)),
+        fields=tuple(
+            Field(name, "int64" if name in WHOLE else dtype, ()) for name in (*features, *label)
+        ),
         num_features=len(features),
         float_dtype=dtype,
         output=Output.of(module(*example)),
         history=sparkdl.History(),
     )
+
+
+WHOLE = "i", "y", "word"
 
 
 def linear(inputs: int = 2, outputs: int = 3, dtype: Any = torch.float32) -> nn.Module:
@@ -113,6 +118,37 @@ def test_arrays(table: Any) -> None:
     found = model.transform(table)
     assert found.schema["prediction"].dataType.simpleString() == "array<float>"
     close(predictions(found), model.module(inputs_of(table, "x")))
+
+
+def test_whole_numbers_where_floats_were_trained(spark: Any, tmp_path: Path) -> None:
+    """Of an array, a vector's place, a number and a label: a CSV that happens to have no fractions."""
+    rows = [(i, [i, 2 * i], i % 3, i % 2 == 1, i) for i in range(12)]
+    whole = spark.createDataFrame(rows, "i long, x array<int>, n tinyint, b boolean, y int")
+    floats = whole.selectExpr(
+        "i", "cast(x as array<float>) as x", "float(n) as n", "float(b) as b", "double(y) as y"
+    )
+    fitted = sparkdl.Trainer(
+        model=Three, loss=nn.MSELoss(), optimizer=torch.optim.Adam, features=["x", "n", "b"],
+        label="y", batch_size=4, engine="local", stop=sparkdl.max_iteration(2),
+    ).fit(floats)  # fmt: skip
+    loaded = sparkdl.load(fitted.save(tmp_path / "model"), model=Three, loss=nn.MSELoss())
+    expected = predictions(fitted.transform(floats)).tolist()
+    for model in (fitted, loaded):
+        assert predictions(model.transform(whole)).tolist() == expected
+        assert model.evaluate(whole, ["mae"]) == fitted.evaluate(floats, ["mae"])
+    records = whole.rdd.map(lambda r: ((np.array(r.x), r.n, r.b), r.y))
+    assert sorted(loaded.predict(records).collect()) == sorted(expected)
+    assert loaded.evaluate(records, ["mae"]) == pytest.approx(fitted.evaluate(floats, ["mae"]))
+
+
+class Three(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x: Any, n: Any, b: Any) -> torch.Tensor:
+        return self.linear(torch.cat([x, n[:, None], b[:, None]], dim=1))[:, 0]
 
 
 def test_nested_arrays_in_and_out(table: Any) -> None:
