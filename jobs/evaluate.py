@@ -1,6 +1,7 @@
 """Evaluate a saved model: ``spark-submit jobs/evaluate.py --model runs/... --data test.parquet``.
 
-Prints the loss and the metrics, and writes them to ``evaluation.json`` in the run folder.
+Prints the loss and the metrics, and writes them to ``evaluation.json`` in the run folder; where
+``best/``, ``ema/`` or another model's folder is given, in that.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ def main() -> None:
     )
     add_arguments(parser)
     parser.add_argument(
-        "--metrics", metavar="NAMES", help="accuracy, mae, mse; default: those of the run"
-    )
+        "--metrics", metavar="NAMES",
+        help="names of metrics, with commas: accuracy,top@5,auc, say; default: those of the run",
+    )  # fmt: skip
     parser.add_argument(
         "--loss", metavar="MODULE:NAME", help="such as torch.nn:MSELoss; default: that of the run"
     )

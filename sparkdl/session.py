@@ -26,8 +26,8 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
     ``master`` is a Spark master URL; None leaves it to ``spark-submit`` (or ``local[*]``).
     ``settings`` are Spark settings: ``session("local[2]", **{"spark.ui.enabled": "false"})``; an
     underscore stands for a dot, so ``spark_driver_memory="4g"`` works too. What ``spark-submit``
-    or its properties file already set is kept. Workers run this Python interpreter unless
-    ``PYSPARK_PYTHON`` or ``spark.pyspark.python`` says otherwise.
+    or its properties file already set is kept unless it is given here. Workers run this Python
+    interpreter unless ``PYSPARK_PYTHON`` or ``spark.pyspark.python`` says otherwise.
     """
     from pyspark.sql import SparkSession
 

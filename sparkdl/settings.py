@@ -54,7 +54,8 @@ SETTINGS: dict[str, Setting] = {
         default="1800",
         doc="How long nothing may happen in a job of a fit, no task starting or ending, before the "
         "fit ends with an error that names the tasks that were waited for and their executors. "
-        "'off': it waits for ever.",
+        "'off': it waits for ever. In a gang it bounds each command as a whole: coming together, an "
+        "iteration, a validation, writing a checkpoint.",
     ),
     "spark.sparkdl.progress": Setting(
         default="auto",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 from collections import abc
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
@@ -26,7 +27,7 @@ class Image:
     """Images: encoded bytes (PNG, JPEG, ...), or the struct of Spark's ``image`` data source.
 
     Decoded on the executors to (C, H, W), channels in the order of ``mode``. Encoded bytes and any
-    change of size or mode need Pillow, ``pip install "sparkdl[images]"``.
+    change of size or mode need Pillow, the extra ``images``.
     """
 
     size: tuple[int, int] | None = None
@@ -113,6 +114,10 @@ Spec: TypeAlias = Image | Sequence | Convert
 Specs: TypeAlias = abc.Mapping[str, Spec]
 
 
+_INDEX = re.compile(r"\[\d+\]$")
+"""Of a field of an RDD's records: "features[0]"."""
+
+
 def check_specs(
     specs: object, features: abc.Sequence[str], label: abc.Sequence[str], weight: str | None = None
 ) -> abc.Iterator[str]:
@@ -133,7 +138,7 @@ def check_specs(
             )
         elif name == weight:
             yield f'columns["{name}"] is the weight, which is a number: leave it out of columns.'
-        elif name not in (*features, *label):
+        elif _INDEX.sub("", str(name)) not in (*features, *label):
             yield (
                 f'columns["{name}"] is neither a feature nor a label.'
                 f"{nearest(str(name), [*features, *label])} Known: "

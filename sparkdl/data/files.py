@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -166,9 +167,17 @@ def _values(segment: Segment, number: int, field: Field) -> np.ndarray:
     return map_file(f"{segment.path}-{number}.values", field.dtype, (rows, *field.shape))
 
 
+_mapped: weakref.WeakValueDictionary[str, np.memmap] = weakref.WeakValueDictionary()
+"""What is mapped now, by path (a path is never used twice): partitions share files, and each mapping
+takes a file descriptor."""
+
+
 def map_file(path: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     """A file of a slab root as an array. Raises FileNotFoundError, and OSError for a link."""
-    with open(path, "rb", opener=open_private) as file:
-        if os.fstat(file.fileno()).st_size == 0:  # which cannot be mapped
-            return np.zeros(0, dtype).reshape(shape)
-        return np.asarray(np.memmap(file, dtype, mode="r")).reshape(shape)
+    whole = _mapped.get(path)
+    if whole is None:
+        with open(path, "rb", opener=open_private) as file:
+            if os.fstat(file.fileno()).st_size == 0:  # which cannot be mapped
+                return np.zeros(0, dtype).reshape(shape)
+            whole = _mapped[path] = np.memmap(file, np.uint8, mode="r")
+    return np.asarray(whole).view(dtype).reshape(shape)

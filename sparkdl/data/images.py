@@ -20,7 +20,7 @@ STRUCT = ("origin", "height", "width", "nChannels", "mode", "data")
 CHANNELS = {0: 1, 16: 3, 24: 4}
 """OpenCV's types CV_8UC1, CV_8UC3 and CV_8UC4 -> channels; colours are stored as B, G, R, A."""
 _DAMAGED = "Filter such rows, or mend the images where they are made."
-_INSTALL = 'Install Pillow for the Python of the executors: pip install "sparkdl[images]".'
+_INSTALL = 'Install it for the Python of the executors: pip install pillow (the extra "images").'
 
 
 class _BadImage(Exception):

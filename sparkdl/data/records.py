@@ -12,7 +12,7 @@ import numpy as np
 
 from sparkdl.data.columns import Sequence as Varying
 from sparkdl.data.columns import Specs
-from sparkdl.data.handle import Field, dtype_as
+from sparkdl.data.handle import Field, dtype_as, with_fields
 from sparkdl.data.objects import as_array
 from sparkdl.data.partition import PartitionWriter
 from sparkdl.data.problems import SAME_SHAPE, SAME_TYPE, RowProblem
@@ -48,6 +48,7 @@ class WriteRecords:
     float_dtype: str
     specs: Specs | None = None
     weighted: bool = False
+    fields: Sequence[Field] = ()
 
     def __call__(self, partition: int, records: Iterable[Any]) -> Iterator[bytes]:
         writer = PartitionWriter(self.config, weighted=self.weighted)
@@ -73,10 +74,11 @@ class WriteRecords:
 
     def _parts(self, record: Any, row: int) -> list[tuple[str, np.ndarray]]:
         features, label = split_record(record, self.labelled, row)
-        parts = []
-        for role, value in [("features", features), ("label", label)][: 1 + self.labelled]:
-            for name, item in named(role, value):
-                parts.append((name, record_field(item, name, row, self.float_dtype, self.specs)))
+        values = [*named("features", features), *(named("label", label) if self.labelled else ())]
+        parts = [
+            (name, record_field(value, name, row, self.float_dtype, self.specs, field))
+            for (name, value), field in with_fields(values, self.fields)
+        ]
         if self.weighted:
             parts.append(("weight", record_weight(record, row, self.float_dtype)))
         return parts

@@ -84,9 +84,10 @@ class SampleSet:
 class Source:
     """What to make samples of, and how: data, column names, M, the model's floating dtype.
 
-    ``columns``: specifications by name; of an RDD's fields ("features", "label[1]") only a
-    :class:`sparkdl.Sequence` can be one. ``weight``: the column of weights; for an RDD any name
-    stands for :attr:`Sample.weight`.
+    ``fields``: what the samples must be, where there were others before; whole numbers become floats
+    where there were floats. ``columns``: specifications by name; of an RDD's fields ("features",
+    "label[1]") only a :class:`sparkdl.Sequence` can be one. ``weight``: the column of weights; for an
+    RDD any name stands for :attr:`Sample.weight`.
     """
 
     data: DataFrame | RDD
@@ -97,11 +98,17 @@ class Source:
     slab: SlabConfig
     columns: Specs = field(default_factory=dict)
     weight: str | None = None
+    fields: tuple[Field, ...] = ()
 
     @property
     def records_task(self) -> WriteRecords:
         return WriteRecords(
-            self.slab, bool(self.label), self.float_dtype, self.columns, self.weight is not None
+            self.slab,
+            bool(self.label),
+            self.float_dtype,
+            self.columns,
+            self.weight is not None,
+            self.fields,
         )
 
     @property
@@ -113,8 +120,10 @@ class Source:
 def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
     """Write the data into slabs as ``source.replicas`` partitions, checking every row on the way.
 
-    Data that already has as many partitions keeps them. Other data is redistributed by the content
-    of its rows, so that the result does not depend on how the source happened to be split.
+    An RDD that already has as many partitions keeps them, and so does a DataFrame whose plan says so
+    without running (see :func:`sparkdl.data.tables.partitions_without_running`). Other data is
+    redistributed by the content of its rows, so that the result does not depend on how the source
+    happened to be split.
     ``persist`` gives the RDD persisted, and answers for unpersisting it. Raises
     :class:`sparkdl.errors.DataError`.
     """
@@ -227,6 +236,7 @@ def _chosen(source: Source) -> tuple[DataFrame, tuple[Column, ...], bool]:
         source.weight,
         source.float_dtype,
         source.columns,
+        source.fields,
     )
     columns = (*inputs, *labels, *weights)
     chosen = select_columns(data, columns)

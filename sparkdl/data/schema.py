@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Names
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sparkdl.data.columns import Convert, Image, Sequence, Spec, Specs
-from sparkdl.data.handle import Field, dtype_as, with_fields
+from sparkdl.data.handle import Field, dtype_as
 from sparkdl.data.images import STRUCT
 from sparkdl.errors import DataError, nearest, raise_all
 
@@ -32,7 +33,8 @@ class Column:
 
     ``dtype``: NumPy name of what a sample holds. ``depth``: how many array levels the column has
     (0: a number). ``vector``: a ``pyspark.ml.linalg`` vector. ``spec``: how it is read, where its
-    type does not say it. ``weight``: the weights of the samples.
+    type does not say it. ``weight``: the weights of the samples. ``trained``: of a function's results,
+    what they were when the model was trained.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Column:
     vector: bool = False
     spec: Spec | None = None
     weight: bool = False
+    trained: Field | None = None
 
     @property
     def grows(self) -> bool:
@@ -61,14 +64,8 @@ def columns_of(
     specs: Specs | None = None,
     fields: Names[Field] = (),
 ) -> tuple[tuple[Column, ...], tuple[Column, ...]]:
-    """The feature and label columns of a DataFrame; see :func:`read_schema`. ``fields``: what they were
-    when the model was trained; whole numbers become floats where there were floats."""
-    inputs, labels, _ = read_schema(schema, features, label, None, float_dtype, specs)
-    found = [
-        replace(column, dtype=dtype_as(column.dtype, field))
-        for column, field in with_fields((*inputs, *labels), fields)
-    ]
-    return tuple(found[: len(inputs)]), tuple(found[len(inputs) :])
+    """The feature and label columns of a DataFrame; see :func:`read_schema`."""
+    return read_schema(schema, features, label, None, float_dtype, specs, fields)[:2]
 
 
 def read_schema(
@@ -78,18 +75,22 @@ def read_schema(
     weight: str | None,
     float_dtype: str,
     specs: Specs | None = None,
+    fields: Names[Field] = (),
 ) -> tuple[tuple[Column, ...], tuple[Column, ...], tuple[Column, ...]]:
     """The feature columns, the label columns and the weight (none or one) of a DataFrame.
 
+    ``fields``: what they were when the model was trained, if that was before; whole numbers become
+    floats where there were floats.
     Raises :class:`sparkdl.errors.DataError` that lists every column that is missing or of a type
     that cannot become a tensor.
     """
     problems: list[str] = []
     found: list[list[Column]] = []
     weights = () if weight is None else (weight,)
+    trained = chain(fields, repeat(None))
     for role, names in (("feature", features), ("label", label), ("weight", weights)):
         columns = []
-        for name in names:
+        for name, field in zip(names, trained, strict=False):
             if name not in schema.names:
                 problems.append(
                     f'{role} column "{name}" is missing.{nearest(name, schema.names)} '
@@ -98,7 +99,7 @@ def read_schema(
                 )
                 continue
             spec = (specs or {}).get(name) if role != "weight" else None
-            column = _specified(name, schema[name].dataType, float_dtype, spec, role)
+            column = _specified(name, schema[name].dataType, float_dtype, spec, role, field)
             if isinstance(column, str):
                 problems.append(f'{role} column "{name}" {column}')
             else:
@@ -115,7 +116,12 @@ _WITHOUT = {
 
 
 def _specified(
-    name: str, data_type: DataType, float_dtype: str, spec: Spec | None, role: str
+    name: str,
+    data_type: DataType,
+    float_dtype: str,
+    spec: Spec | None,
+    role: str,
+    field: Field | None,
 ) -> Column | str:
     """The column as its specification, its role and its type say, or what is wrong with that."""
     shown = data_type.simpleString()
@@ -130,7 +136,7 @@ def _specified(
             )
         return Column(name, float_dtype if spec.scale is not None else "uint8", 3, spec=spec)
     if isinstance(spec, Convert):
-        return Column(name, float_dtype, spec=spec)
+        return Column(name, float_dtype, spec=spec, trained=field)
     if spec is None and data_type.typeName() == "binary":
         return (
             "is of type binary, which cannot become a tensor by itself: specify it, as "
@@ -140,6 +146,7 @@ def _specified(
     column = _column(name, data_type, float_dtype)
     if isinstance(column, str):
         return column
+    column = replace(column, dtype=dtype_as(column.dtype, field))
     if role == "weight":
         if column.depth or column.dtype == "bool":
             return f"is of type {shown}: a weight is one number."

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.data.columns import Convert, Image, Sequence
+from sparkdl.data.handle import dtype_as
 from sparkdl.data.images import decode_images
 from sparkdl.data.objects import as_array, described, shorten
 from sparkdl.data.problems import (
@@ -142,7 +143,9 @@ def _converted(
                 f"became {described(results[-1])} where row {first_row} became {described(first)}",
                 SAME_SHAPE,
             )
-    return np.stack(results) if results else np.zeros(0, column.dtype)
+    if not results:
+        return np.zeros(0, column.dtype)
+    return np.stack(results).astype(dtype_as(results[0].dtype.name, column.trained), copy=False)
 
 
 _MEND = "Mend the function of this column, or filter such rows."

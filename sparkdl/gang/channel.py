@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import pickle
 import secrets
 import socket
@@ -28,6 +29,14 @@ HELLO_SECONDS = 5.0
 CONNECT_SECONDS = 60.0
 
 
+_KEEPALIVE = (
+    (socket.TCP_KEEPIDLE, 60),
+    (socket.TCP_KEEPINTVL, 15),
+    (socket.TCP_KEEPCNT, 4),
+)
+"""A host that has gone dark hangs up on nobody: the connection ends after two minutes of silence."""
+
+
 class ChannelError(SparkdlError, RuntimeError):
     """The other end is gone, or is not who it should be."""
 
@@ -37,6 +46,9 @@ class Channel:
 
     def __init__(self, connection: socket.socket, key: bytes, nonce: bytes, driver: bool) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self._connection, self._key, self._nonce = connection, key, nonce
         self._out, self._in = (b"D", b"R") if driver else (b"R", b"D")
         self._sent = self._received = 0
@@ -57,8 +69,18 @@ class Channel:
             except OSError as error:
                 raise ChannelError(f"the connection broke: {error}") from None
 
-    def receive(self) -> Any:
-        """Wait for the next message. Raises :class:`ChannelError` at the end of the connection."""
+    def receive(self, seconds: float = math.inf) -> Any:
+        """Wait for the next message, and no longer than this for each of its parts. Raises
+        :class:`ChannelError` at the end of the connection, and after so long."""
+        if seconds == math.inf:
+            return self._receive()
+        self._connection.settimeout(max(seconds, 0.001))
+        try:
+            return self._receive()
+        finally:
+            self._connection.settimeout(None)
+
+    def _receive(self) -> Any:
         nbytes, digest = _HEAD.unpack(self._read(_HEAD.size))
         if self._received == 0 and nbytes > _FIRST_BYTES:
             raise ChannelError("the first message is too long")

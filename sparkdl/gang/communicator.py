@@ -64,7 +64,7 @@ class Communicator:
             raise ParameterError("This process is not in that group.")
         self._group = chosen
         self._link = GroupLink(chosen)
-        self._device = torch.device("cuda" if dist.get_backend(chosen) == "nccl" else "cpu")
+        self._device = torch.device("cuda" if "nccl" in dist.get_backend(chosen) else "cpu")
 
     @property
     def rank(self) -> int:

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from pyspark import SparkContext
 from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
@@ -15,6 +16,8 @@ from pyspark.sql import SparkSession
 from sparkdl.errors import ParameterError, SessionError
 from sparkdl.gang.launch import Gang
 from sparkdl.gang.member import Member
+from sparkdl.gang.profile import task_slots
+from sparkdl.sync.state import mapped
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -39,7 +42,8 @@ def run(
 
     ``ranks``: how many; None: as many as there are task slots. ``device``: "cuda", "cpu" or "auto" (a
     GPU where there is one; each rank's current device is the one that Spark assigned to it).
-    ``timeout``: seconds that it may take in all, and that ranks wait for each other; None: no bound.
+    ``timeout``: seconds that the ranks may take to come together, that they wait for each other, and
+    that the function may take; None: no bound.
     ``output``: print here, line by line, what ranks print. ``spark``: None: the active session.
     ``resource_profile``: what each rank's task is given, where that is not what others get: cores,
     GPUs, fractions of them (``pyspark.resource``); of tasks only, and on a cluster.
@@ -60,7 +64,7 @@ def run(
     context = spark.sparkContext if spark is not None else SparkContext._active_spark_context
     if context is None or context._jsc is None:
         raise SessionError("no Spark session is active: start one, with sparkdl.session(master).")
-    count = ranks or context.defaultParallelism
+    count = ranks or task_slots(context, resource_profile)
     gang = Gang(
         context,
         context.parallelize(range(count), count),
@@ -78,4 +82,5 @@ def run(
 
 
 def _call(fn: Callable[..., Any], args: Any, kwargs: Any, member: Member) -> Any:
-    return fn(*args, **kwargs)
+    result = fn(*args, **kwargs)
+    return mapped(result, torch.Tensor, torch.Tensor.cpu)  # the driver may be without a GPU

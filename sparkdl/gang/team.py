@@ -69,13 +69,12 @@ class Team:
                 selector.register(channel, selectors.EVENT_READ, rank)
             while len(answers) + len(failures) + len(lost) < self.size:
                 left = deadline - time.monotonic()
-                ready = selector.select(None if left == math.inf else max(0.0, left))
-                if not ready:
+                if left <= 0:  # also where a rank prints without a pause
                     break
-                for key, _ in ready:
+                for key, _ in selector.select(None if left == math.inf else left):
                     rank = key.data
                     try:
-                        kind, content = self._channels[rank].receive()
+                        kind, content = self._channels[rank].receive(left)
                     except ChannelError:
                         kind = LOST
                     if kind == OUTPUT:
@@ -127,7 +126,7 @@ class Team:
         raise StalledError(
             f"{doing}: waited {self._timeout:g} s for "
             f"{', '.join(f'{noun} {rank} on {hosts[rank]}' for rank in late)}. Where it takes so long "
-            "by right, raise the timeout."
+            "by right, raise the timeout (of a fit: spark.sparkdl.timeout.seconds)."
         )
 
     def _print(self, rank: int, text: str) -> None:

@@ -113,7 +113,7 @@ def _why_not(metric: Any) -> str | None:
         return "give its metrics one by one, as a dict {name: metric}."
     base: Any = next(c for c in type(metric).__mro__ if c.__module__ == "torchmetrics.metric")
     if not hasattr(metric, "merge_state"):
-        return 'this version cannot merge states: pip install -U "sparkdl[metrics]".'
+        return 'this version cannot merge states: pip install "torchmetrics>=1.5".'
     if type(metric).merge_state is not base.merge_state:
         return None  # it says itself how
     stacked = any(

@@ -17,23 +17,27 @@ from sparkdl.replica.recipe import Recipe
 MAX_LIVE_REPLICAS = 2
 
 
-_live: OrderedDict[str, LiveReplica] = OrderedDict()
+_live: OrderedDict[tuple[str, torch.device], LiveReplica] = OrderedDict()
 
 
 def live_replica(run: str, load: Callable[[], Recipe]) -> LiveReplica:
-    """The replica of ``run``; ``load`` gives its recipe on a miss."""
-    replica = _live.get(run)
+    """The replica of ``run`` on this task's device; ``load`` gives its recipe on a miss."""
+    device = task_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # memory is pinned for it, and a user's .cuda() goes there
+    replica = _live.get((run, device))
     if replica is None:
-        replica = _live[run] = LiveReplica.of(load(), task_device())
+        replica = _live[run, device] = LiveReplica.of(load(), device)
         while len(_live) > MAX_LIVE_REPLICAS:
             _live.popitem(last=False)
-    _live.move_to_end(run)
+    _live.move_to_end((run, device))
     return replica
 
 
 def forget(run: str) -> None:
     """Drop the replica of ``run`` from this process."""
-    _live.pop(run, None)
+    for key in [key for key in _live if key[0] == run]:
+        del _live[key]
 
 
 def task_device() -> torch.device:

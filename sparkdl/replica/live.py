@@ -77,7 +77,7 @@ def on_device(
         moved = any(value is not loss.keywords[name] for name, value in given.items())
         return partial(loss.func, *loss.args, **given) if moved else loss
     if isinstance(loss, nn.Module) and any(
-        tensor.device.type != device.type for tensor in (*loss.parameters(), *loss.buffers())
+        tensor.device != device for tensor in (*loss.parameters(), *loss.buffers())
     ):
         return copy.deepcopy(loss).to(device)
     return loss

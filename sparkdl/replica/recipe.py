@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,9 +90,20 @@ def optimizer_class(factory: Any) -> type[torch.optim.Optimizer] | None:
     return None
 
 
+_generators = threading.RLock()
+"""There is one of each in a process, and a driver may fit in several threads."""
+
+
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed ``torch`` (CPU), ``numpy`` and ``random`` inside the block; restore them after it."""
+    """Seed ``torch`` (CPU), ``numpy`` and ``random`` inside the block; restore them after it. Other
+    threads wait for its end."""
+    with _generators, _seeded(seed):
+        yield
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed takes a hundred times longer: for each kind of accelerator that is not in

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import pickle
 import secrets
@@ -47,6 +49,9 @@ class Run:
         return self.slab.name
 
 
+RECIPE = "recipe"
+
+
 @dataclass(frozen=True)
 class ReplicaHandle:
     """What the replica RDD holds for replica ``index``: its run and the checksum of its samples."""
@@ -57,14 +62,22 @@ class ReplicaHandle:
 
 
 def install_recipe(run: Run, payload: bytes) -> None:
-    """Put the pickled recipe into this node's slab root, unless it is there."""
+    """Put the pickled recipe into this node's slab root, unless it is there, where there is room."""
     root = open_root(run.slab, create=True)
     assert root is not None
-    path = root.directories[0] / "recipe"
-    if not path.exists():
+    places = [directory / RECIPE for directory in root.directories]
+    if any(path.exists() for path in places):
+        return
+    for path in places:
         draft = Path(f"{path}.{secrets.token_hex(8)}")
-        write_private(draft, payload)
-        os.replace(draft, path)
+        try:
+            write_private(draft, payload)
+            os.replace(draft, path)
+            return
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            if error.errno != errno.ENOSPC or path == places[-1]:
+                raise
 
 
 def open_replica(run: Run) -> LiveReplica:
@@ -79,9 +92,10 @@ def _load_recipe(run: Run) -> Recipe:
     root = open_root(run.slab)
     if root is None:
         raise StaleReferenceError(f"this node has no slab root {run.slab.name}")
-    try:
-        recipe = pickle.loads(read_private(root.directories[0] / "recipe"))
-    except FileNotFoundError:  # the root was deleted, and is there anew
-        raise StaleReferenceError(f"the recipe in {root.directories[0]} was deleted") from None
-    assert isinstance(recipe, Recipe)
-    return recipe
+    for directory in root.directories:
+        with contextlib.suppress(FileNotFoundError):
+            recipe = pickle.loads(read_private(directory / RECIPE))
+            assert isinstance(recipe, Recipe)
+            return recipe
+    # the root was deleted, and is there anew
+    raise StaleReferenceError(f"the recipe in {root.directories[0]} was deleted")

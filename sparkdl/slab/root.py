@@ -6,11 +6,13 @@ are not trusted, because containers share or duplicate them.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
 import stat
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,18 +60,30 @@ def open_root(config: SlabConfig, create: bool = False) -> Root | None:
     if root is not None and _made(root.directories[0]) == root.made:
         return root
     _open_roots.pop(config.name, None)
-    bases = _bases(config.directory)
-    first = bases[0] / config.name
-    if not (first / "token").exists():
+    places = [base / config.name for base in _bases(config.directory)]
+    known = [n for n, place in enumerate(places) if (place / "token").exists()]
+    if not known:
         if not create:
             return None
-        _sweep(bases)
-    directories = tuple(_private_directory(base / config.name) for base in bases)
+        _sweep([place.parent for place in places])
+    while True:
+        try:
+            root = _opened(places[known[0] if known else 0 :])
+        except OSError as error:
+            if known or error.errno != errno.ENOSPC or len(places) == 1:
+                raise
+            del places[0]  # not a page is left there
+        else:
+            _open_roots[config.name] = root
+            return root
+
+
+def _opened(places: Sequence[Path]) -> Root:
+    """The root of these directories; the first has the token."""
+    directories = tuple(map(_private_directory, places))
     for path in directories:
         _mark_alive(path, _holder())
-    root = Root(directories, _token(first), _made(first))
-    _open_roots[config.name] = root
-    return root
+    return Root(directories, _token(directories[0]), _made(directories[0]))
 
 
 def open_private(path: str | Path, flags: int) -> int:
@@ -95,8 +109,8 @@ def write_private(path: str | Path, data: bytes) -> None:
 def remove_root(config: SlabConfig) -> None:
     """Remove the root from this node. Mappings that other processes still hold stay valid."""
     root = _open_roots.pop(config.name, None)
-    directories = root.directories if root else [b / config.name for b in _bases(config.directory)]
-    for directory in directories:
+    known = root.directories if root else ()
+    for directory in {*known, *(base / config.name for base in _bases(config.directory))}:
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -144,13 +158,13 @@ def _private_directory(path: Path) -> Path:
 def _token(root: Path) -> str:
     """Read the token, or be the one process that makes it (link is atomic, the first wins)."""
     draft = root / f"token.{secrets.token_hex(8)}"
-    write_private(draft, secrets.token_hex(16).encode())
     try:
+        write_private(draft, secrets.token_hex(16).encode())
         os.link(draft, root / "token")
     except FileExistsError:
         pass
     finally:
-        draft.unlink()
+        draft.unlink(missing_ok=True)
     return read_private(root / "token").decode()
 
 

@@ -129,5 +129,5 @@ def _matplotlib(what: str) -> tuple[Any, Any]:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError:
-        raise extra_needed(what, "plots") from None
+        raise extra_needed(what, "plots", "matplotlib") from None
     return Figure, functools.partial(MaxNLocator, integer=True)

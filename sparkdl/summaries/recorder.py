@@ -58,10 +58,6 @@ class Recorder(Callback):
         if self._due:
             self.write(trainer, state)
 
-    def on_recovery(self, trainer: Trainer, state: TrainState) -> None:
-        self.history.truncate(state.iteration)
-        self._last, self._due = state, False
-
     def on_fit_end(self, trainer: Trainer, state: TrainState) -> None:
         self.write(trainer, state)
 
@@ -81,8 +77,8 @@ def replacing(path: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def extra_needed(what: str, extra: str) -> ParameterError:
+def extra_needed(what: str, extra: str, library: str) -> ParameterError:
     """The error where a library is not installed; raised when ``what`` is made, not in training."""
     return ParameterError(
-        f'{what} needs a library that is not installed: pip install "sparkdl[{extra}]"'
+        f'{what} needs a library that is not installed: pip install {library} (the extra "{extra}")'
     )

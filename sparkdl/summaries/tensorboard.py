@@ -30,7 +30,7 @@ class TensorBoard(Callback):
     ``loss_scale`` and ``timings/ACTIVITY`` in seconds. After each validation: ``validation/METRIC``.
     Histograms as ``Trainer.histograms`` makes them: ``weights/NAME``, ``gradients/NAME``. The step
     is the number of iterations. What is written is on disk after 5 seconds, at the end of an epoch,
-    and when the fit ends, well or not. In a resumed run, points past the one it goes on from are
+    and when the fit ends. In a resumed run, points past the one it goes on from are
     hidden. Needs the extra ``tensorboard``; raises :class:`sparkdl.ParameterError` without it.
     """
 
@@ -43,7 +43,7 @@ class TensorBoard(Callback):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise extra_needed("TensorBoard", "tensorboard") from None
+            raise extra_needed("TensorBoard", "tensorboard", "tensorboard") from None
         self._new_writer = SummaryWriter
         self._log_dir = str(log_dir)
         self._every = every
@@ -52,9 +52,6 @@ class TensorBoard(Callback):
         self._last = self._written = TrainState()
 
     def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
-        self._open(state)
-
-    def on_recovery(self, trainer: Trainer, state: TrainState) -> None:
         self._open(state)
 
     def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:

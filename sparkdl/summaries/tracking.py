@@ -39,7 +39,7 @@ class MLflow(Recorder):
         try:
             import mlflow
         except ImportError:
-            raise extra_needed("MLflow", "mlflow") from None
+            raise extra_needed("MLflow", "mlflow", "mlflow-skinny") from None
         self._mlflow: Any = mlflow
         self._run_name = run_name
         self._shown = TrainState()
@@ -59,10 +59,6 @@ class MLflow(Recorder):
             if _name(name) not in run.data.params  # they cannot be changed: a resumed run's stand
         ]
         self._client.log_batch(self.run_id, params=parameters)
-
-    def on_recovery(self, trainer: Trainer, state: TrainState) -> None:
-        super().on_recovery(trainer, state)
-        self._shown = state
 
     def on_validation_end(self, trainer: Trainer, state: TrainState) -> None:
         super().on_validation_end(trainer, state)

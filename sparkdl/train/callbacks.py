@@ -37,7 +37,8 @@ class Callback:
         """A checkpoint is committed."""
 
     def on_recovery(self, trainer: Trainer, state: TrainState) -> None:
-        """The run goes on from ``state`` after a loss."""
+        """State that was lost with an executor has been brought back: the run goes on from ``state``.
+        No iteration is told of twice."""
 
     def on_fit_end(self, trainer: Trainer, state: TrainState) -> None:
         """The last iteration is committed; not called where the fit fails or is interrupted."""

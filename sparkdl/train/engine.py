@@ -157,6 +157,13 @@ class Engine(Protocol):
         it lies; the results in order."""
 
 
+class Lasting(Engine, Protocol):
+    """One that a run is made with: what it loses it brings back, or has nothing to lose."""
+
+    recoveries: int
+    """How often a state that was lost has been brought back."""
+
+
 def summarize(
     replicas: Sequence[ReplicaReport],
     slices: Sequence[SliceReport],

@@ -19,6 +19,7 @@ from sparkdl.data.assemble import input_fields, preview_batch
 from sparkdl.data.batches import EpochPlan
 from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ParameterError
+from sparkdl.gang.profile import task_slots
 from sparkdl.infer.output import Output
 from sparkdl.replica.flat import FlatModule
 from sparkdl.replica.recipe import Recipe, weights_digest
@@ -126,7 +127,9 @@ def run(
     resuming = None if resume is None else Resuming(trainer, resume, any_data=one_pass)
     if trainer.checkpoint is not None:
         CheckpointStore(trainer.checkpoint.path).prepare()
-    replicas = trainer.replicas or (resuming and resuming.replicas) or context.defaultParallelism
+    profile = trainer.resource_profile if trainer.engine == "gang" else None
+    slots = task_slots(context, profile)
+    replicas = trainer.replicas or (resuming and resuming.replicas) or slots
     slab = SlabConfig.new(settings.slab_dir, context.applicationId)
     bar = ProgressBar(settings.progress, one_pass)
     if trainer.engine == "gang":

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from sparkdl.train.callbacks import Callback
-from sparkdl.train.engine import Engine
+from sparkdl.train.engine import Lasting
 from sparkdl.train.history import History
 from sparkdl.train.progress import advanced, next_iteration
 from sparkdl.train.schedule import Schedule
@@ -32,7 +32,7 @@ class Stage(Protocol):
 
 def train(
     trainer: Trainer,
-    engine: Engine,
+    engine: Lasting,
     schedule: Schedule,
     stages: Sequence[Stage],
     callbacks: Sequence[Callback],
@@ -41,7 +41,7 @@ def train(
 ) -> TrainState:
     """Iterate from ``state`` until ``trainer.stop`` says so; where that is."""
     previous, policy = state, trainer.policy
-    wants_histograms = trainer.wants_histograms
+    wants_histograms, recoveries = trainer.wants_histograms, engine.recoveries
 
     def tell(hook: str) -> None:
         for callback in callbacks:
@@ -50,8 +50,15 @@ def train(
     def after(stage: Stage, changed: TrainState) -> None:
         nonlocal state
         before, state = state, changed
+        told_of_losses()
         if state is not before:
             tell(stage.hook)
+
+    def told_of_losses() -> None:
+        nonlocal recoveries
+        if engine.recoveries > recoveries:
+            recoveries = engine.recoveries
+            tell("on_recovery")
 
     tell("on_fit_start")
     started = time.perf_counter() - state.seconds
@@ -61,6 +68,7 @@ def train(
         tell("on_iteration_start")
         rates, epoch = schedule.learning_rates, state.epoch + 1
         result = engine.step(next_iteration(state, schedule, wants_histograms(previous, state)))
+        told_of_losses()
         seconds = time.perf_counter() - started
         previous, state = state, advanced(state, result, policy, rates, seconds)
         history.append(state, epoch)

@@ -194,6 +194,8 @@ def check_single_rows(
             module(*to_tensors([array[:1] for array in inputs], torch.device("cpu")))
     except Exception as error:
         last, together = plan.num_iterations - 1, parallel.mesh.model_groups
+        if policy.sync_batchnorm:  # what counts are the rows of all
+            together = [[rank for group in together for rank in group]]
         for batch in (*range(min(last, _SEARCHED_BATCHES)), last):
             rows_of = [stop - start for start, stop in plan.rows(batch)]
             counts = [sum(rows_of[rank] for rank in group) for group in together]
@@ -211,9 +213,10 @@ def check_single_rows(
                 )
                 if pipeline is not None:
                     cut += f", micro_batches={pipeline.micro_batches}"
+                who = "the whole batch" if policy.sync_batchnorm else "a replica"
                 raise ModelError(
                     f"the model needs mini-batches of more than one row ({text_of(error)}), and in "
-                    f"iteration {batch + 1} of each epoch a replica gets one: {plan.num_samples} "
+                    f"iteration {batch + 1} of each epoch {who} gets one: {plan.num_samples} "
                     f"rows, batch_size={plan.batch_size // policy.local_steps}, "
                     f"replicas={len(plan.counts)}{cut}. Choose another batch_size or fewer replicas"
                     f"{', or cut less' if cut else ''}."

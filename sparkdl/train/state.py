@@ -39,7 +39,8 @@ class TrainState:
     """Since the first iteration began; of a resumed run, the earlier parts included."""
     iterations_per_epoch: int = 0
     gradient_norm: float | None = None
-    """The global norm of the last gradient before clipping; None without ``clip_norm``."""
+    """The global norm of the last gradient before clipping; None without ``clip_norm``, and with
+    ``local_steps`` above 1, where each replica clips its own."""
     skipped: int = 0
     """Iterations whose update was left out because a gradient was not finite."""
     loss_scale: float = 1.0
@@ -48,7 +49,8 @@ class TrainState:
     """Iterations since the loss scale changed."""
     timings: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the last iteration by activity, the slowest task's: schedule, data, fetch,
-    forward, backward, compress, publish, reduce, update; ``iteration`` is the whole of it."""
+    forward, backward, pipeline (both, of stages), compress, publish, reduce, update; ``iteration`` is
+    the whole of it. And snapshot, where one was taken after it."""
     bytes_sent: int = 0
     """Bytes of gradients and weights that the last iteration sent between nodes, without headers: of
     the node and the direction (out or in) that had most. 0 on one node."""

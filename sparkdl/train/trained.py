@@ -36,7 +36,8 @@ class TrainedModel:
     ema: TrainedModel | None = None
     best: TrainedModel | None = None
     optimizer_state: KeptState | None = None
-    """The state of every slice, with ``Trainer(keep_optimizer_state=True)``; it is not saved."""
+    """The state of every slice, with ``Trainer(keep_optimizer_state=True)`` and after each
+    ``partial_fit``; it is not saved."""
 
     def __init__(
         self,

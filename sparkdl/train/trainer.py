@@ -76,19 +76,22 @@ class Trainer:
     bucketing: int | None = None
     """Bring samples of like length together: rows of a window that is sorted by length."""
     class_weights: Sequence[float] | Mapping[int, float] | None = None
-    """The weight of each class, by number: samples count that much (a missing one counts 1)."""
+    """The weight of each class, by number: samples count that much. In a mapping name the last class;
+    one below it that is missing counts 1."""
 
     # An iteration.
     batch_size: int = 256
     """The global batch: samples of all replicas together. The last batch of an epoch may be short."""
     replicas: int | None = None
-    """M; None: the cluster's task slots (``spark.default.parallelism``), or the checkpoint's M."""
+    """M; None: ``spark.default.parallelism`` where it is set, else the cores that Spark knows of by
+    those of a task (``spark.task.cpus``); or the checkpoint's M."""
     min_ranks: int | None = None
     """Of a gang: with how few task slots it goes on where executors are lost for good, or too few come.
     It still has M ranks, and the same bits: several then share a slot, each a process of its own. That
     takes the memory of as many models on one executor, and longer. None: M slots, or an error."""
     slices: int | None = None
-    """N; None: M."""
+    """N: into how many parts parameters and optimizer state are cut, each updated by one task; None: as
+    many as replicas (1 where the optimizer needs all together). Not with a gang."""
     engine: str = "shuffle"
     """"shuffle" (Spark jobs, which lose nothing), "gang" (all replicas at once, torch.distributed
     between them: for fast networks and short steps) or "local" (this process, for debugging)."""
@@ -128,10 +131,10 @@ class Trainer:
     update."""
     precision: str = "fp32"
     """What forward and backward compute in, by autocast: "fp32", "bf16", or "fp16" (with loss
-    scaling). Weights and sums stay in the model's dtype."""
+    scaling). Weights stay in the model's dtype."""
     wire: str = "fp32"
     """What gradients travel in, rounded to nearest: "fp32" (the model's dtype), "bf16" or "fp16".
-    They are summed in the model's dtype."""
+    They are summed in the model's dtype, but where a gang lets torch sum them: there in this."""
     compression: Callable[[GradBucket], Mapping[str, torch.Tensor]] | None = None
     """What makes gradients smaller before they travel: :class:`sparkdl.TopK`,
     :class:`sparkdl.PowerSGD`, or a function of a :class:`sparkdl.GradBucket` that returns tensors by

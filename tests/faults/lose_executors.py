@@ -66,6 +66,16 @@ def fit(spark, case: Case, faults: tuple[Fault, ...] = (), **changes) -> dict:
     return {**faulty.outcome(trained), "best": digest(trained.best.module)}
 
 
+class Recoveries(sparkdl.Callback):
+    """After how many iterations the run went on from a loss."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def on_recovery(self, trainer: Any, state: sparkdl.TrainState) -> None:
+        self.told.append(state.iteration)
+
+
 def wait_for_executors(context, count: int) -> None:
     """Until those that were killed are replaced: a snapshot's copies need two."""
     status = context._jsc.sc()
@@ -93,8 +103,10 @@ def main() -> None:
             armed = tuple(fault.into(notes) for fault in case.faults)
             checkpoint = sparkdl.Checkpoint(notes / "checkpoints", every=sparkdl.every(4))
             kept = {} if case.snapshots else {"checkpoint": checkpoint}
+            recoveries = Recoveries()
             results[name] = {
-                "outcome": fit(spark, case, armed, **kept),
+                "outcome": fit(spark, case, armed, callbacks=[recoveries], **kept),
+                "recoveries": recoveries.told,
                 "struck": [len(fault.told()) for fault in armed],
                 "log": list(lines),
                 "persisted": spark.sparkContext._jsc.getPersistentRDDs().size(),

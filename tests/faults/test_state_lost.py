@@ -30,4 +30,6 @@ def test_the_run_goes_on_with_the_same_bits_and_says_from_where(results, spark, 
     points = [re.compile(RESUMED.format(point)) for point in case.points]
     assert all(any(point.fullmatch(line) for line in told) for point in points), result["log"]
     assert all(any(point.fullmatch(line) for point in points) for line in told), result["log"]
+    assert len(result["recoveries"]) == len(told)
+    assert all(0 < done < script.ITERATIONS for done in result["recoveries"])
     assert result["persisted"] == 0

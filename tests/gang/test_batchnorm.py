@@ -155,3 +155,18 @@ def test_a_sparse_table_does_not_go_with_it(frames):
     table = partial(nn.EmbeddingBag, 9, 3, sparse=True)
     with pytest.raises(ModelError, match="sync_batchnorm=True does not go with the embedding"):
         trainer_of(model=lambda: nn.Sequential(table()), sync_batchnorm=True).fit(frames(4, 4))
+
+
+@pytest.mark.spark
+def test_single_rows_on_a_rank_are_enough(spark):
+    """What batch norm needs are two rows of all ranks together."""
+    rows = [([float(i), float(i % 3)], i % 2) for i in range(7)]
+    df = spark.createDataFrame(rows, "features array<double>, label long").coalesce(1)
+    layers = nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+    made = trainer_of(model=nn.Sequential(*layers), sync_batchnorm=True, batch_size=2)
+    with pytest.raises(ModelError, match="iteration 4 of each epoch the whole batch gets one"):
+        made.fit(df)
+    trained = replace(made, stop=sparkdl.max_iteration(3)).fit(df)
+    assert all(torch.isfinite(tensor).all() for tensor in trained.module.state_dict().values())
+    with pytest.raises(ModelError, match=r"iteration \d of each epoch a replica gets one"):
+        replace(made, sync_batchnorm=False).fit(df)

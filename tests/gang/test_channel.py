@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import socket
 import struct
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparkdl.errors import StalledError
 from sparkdl.gang.channel import NONCE_BYTES, Channel, ChannelError, Listener, connect
+from sparkdl.gang.member import OUTPUT, Hello
+from sparkdl.gang.team import Team
 
 pytestmark = pytest.mark.gang
 
@@ -142,3 +148,32 @@ def test_a_frame_of_the_driver_cannot_be_sent_back():
     there.sendall(there.recv(1 << 16))
     with pytest.raises(ChannelError, match="not by a member"):
         driver.receive()
+
+
+def test_a_message_that_does_not_end_is_not_waited_for() -> None:
+    """The host of a rank may go dark while it sends."""
+    channel, there = raw()
+    (frame,) = frames_of_a_rank("a result")
+    there.sendall(frame[:-1])
+    with pytest.raises(ChannelError, match="timed out"):
+        channel.receive(0.05)
+
+
+def test_a_rank_that_prints_without_a_pause_is_late_all_the_same(listener: Listener) -> None:
+    driver, rank = both(listener, Hello(0, 0, 0, 1, "here"))
+    team = Team(SimpleNamespace(come={0: (driver, Hello(0, 0, 0, 1, "here"))}), 0.3)  # type: ignore[arg-type]
+
+    def shout() -> None:
+        with contextlib.suppress(ChannelError):
+            while True:
+                rank.send((OUTPUT, "still here"))
+
+    shouting = threading.Thread(target=shout)
+    shouting.start()
+    with (
+        pytest.raises(StalledError, match="rank 0 on here"),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        team.call(len, "waiting")
+    shouting.join(10)
+    assert not shouting.is_alive()

@@ -233,3 +233,45 @@ def test_validation_data_must_look_like_the_training_data():
     trainer = replace(trainer, validation=sparkdl.Validation(wrong), callbacks=[Notes()])
     with pytest.raises(sparkdl.DataError, match=r"validation data: .*in the training data"):
         fit_here(trainer, parts)
+
+
+def wide():
+    """Outputs so large that their loss is not a number in half precision."""
+    return nn.Sequential(
+        nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 3 * 64), nn.Unflatten(1, (3, 64))
+    )
+
+
+def positions(generator):
+    return sparkdl.Sample(generator.normal(size=WIDTH), generator.integers(3, size=64))
+
+
+def probability():
+    return nn.Sequential(nn.Linear(WIDTH, 1), nn.Sigmoid(), nn.Flatten(0))
+
+
+def of_two(generator):
+    return sparkdl.Sample(generator.normal(size=WIDTH), float(generator.integers(2)))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("model", "loss", "make"),
+    [(wide, nn.CrossEntropyLoss(), positions), (probability, nn.BCELoss(), of_two)],
+    ids=["a large sum", "a loss without half precision"],
+)
+def test_the_loss_is_computed_in_single_precision(model, loss, make, precision):
+    """As autocast does in training: in fp16 a sum of 4,000 losses is inf, in bf16 it has 8 bits."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    given = {"metrics": [], "batch_size": 70, "best": "loss"}
+    stop = sparkdl.max_iteration(2)
+    how = {"model": model, "loss": loss, "precision": precision, "stop": stop}
+    trainer, parts, others = validated((40, 30), 2, (70, 0), make, validation=given, **how)
+    seen = fit_here(trainer, parts)
+    inputs, labels, _ = all_rows(others, torch.float32)
+    labels = labels.float() if labels.is_floating_point() else labels
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        output = module_at(trainer, seen.flats[-1])(inputs)
+    (found,) = seen.trained.history.validations
+    assert found["metrics"]["loss"] == pytest.approx(float(loss(output.float(), labels)), rel=1e-6)
+    assert seen.trained.best is not None

@@ -214,4 +214,4 @@ def test_without_fsspec_the_extra_is_named() -> None:
         "Folder.of('memory://a').make()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert 'pip install "sparkdl[remote]"' in done.stderr
+    assert 'pip install fsspec (the extra "remote")' in done.stderr

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import pickle
 import random
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -15,7 +17,7 @@ from torch import nn
 from sparkdl.errors import ModelError, StaleReferenceError
 from sparkdl.replica.recipe import Recipe, optimizer_class, seeded, weights_digest
 from sparkdl.replica.run import Run, install_recipe, open_replica
-from sparkdl.slab.root import SlabConfig, open_root, remove_root
+from sparkdl.slab.root import SlabConfig, open_root, remove_root, write_private
 
 
 def random_net() -> nn.Module:
@@ -192,3 +194,38 @@ def test_a_recipe_that_was_deleted_is_state_that_is_lost(tmp_path, gone) -> None
     with pytest.raises(StaleReferenceError):
         open_replica(run)
     remove_root(slab)
+
+
+def test_a_recipe_goes_where_there_is_room(tmp_path, monkeypatch) -> None:
+    """Samples may have filled shared memory before it."""
+    memory, local = tmp_path / "shm", tmp_path / "local"
+    memory.mkdir()
+    monkeypatch.setattr("sparkdl.slab.root.SHARED_MEMORY", memory)
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", str(local))
+    written = write_private
+
+    def write(path, data) -> None:
+        if path.is_relative_to(memory):
+            path.write_bytes(data[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written(path, data)
+
+    monkeypatch.setattr("sparkdl.replica.run.write_private", write)
+    slab = SlabConfig.new("auto", "full")
+    run = Run(slab, 0, 1, 1, None, (1,), torch.get_num_threads())  # type: ignore[arg-type]
+    for _ in range(2):
+        install_recipe(run, pickle.dumps(recipe(partial(nn.Linear, 3, 2))))
+    assert [path.name for path in (memory / slab.name).glob("recipe*")] == []
+    assert [path.name for path in (local / slab.name).glob("recipe*")] == ["recipe"]
+    assert open_replica(run).flat.module.weight.shape == (2, 3)
+    remove_root(slab)
+
+
+def test_threads_build_the_same_weights() -> None:
+    """A driver may fit in several at once; torch has one generator."""
+    made = recipe(lambda: nn.Sequential(*(nn.Linear(30, 30) for _ in range(20))))
+    expected, before = weights_digest(made.build()), torch.get_rng_state()
+    with ThreadPoolExecutor(4) as pool:
+        found = [task.result() for task in [pool.submit(made.build) for _ in range(40)]]
+    assert {weights_digest(module) for module in found} == {expected}
+    assert torch.equal(torch.get_rng_state(), before)

@@ -184,6 +184,7 @@ def test_a_snapshot_is_taken_after_a_recovery():
     assert "snapshot" not in recovering.step(iteration(0)).seconds
     engine.losses = frozenset([engine.calls])
     assert "snapshot" in recovering.step(iteration(1)).seconds
+    assert recovering.recoveries == 1
     assert "snapshot" not in recovering.step(iteration(2)).seconds
 
 

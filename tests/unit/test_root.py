@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import secrets
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sparkdl.data import files
 from sparkdl.data.files import Column, SegmentWriter, map_file
 from sparkdl.data.handle import Field, Segment
 from sparkdl.data.partition import PartitionWriter
@@ -504,3 +506,57 @@ def test_the_mark_of_a_spark_worker_names_the_jvm(
     grandparent = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]
     expected = grandparent if grandparent != "0" else str(os.getppid())
     assert mark.name.split(".")[2] == expected
+
+
+def full(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be written under ``path`` any more."""
+    written = write_private
+
+    def write(target: str | Path, data: bytes) -> None:
+        if Path(target).is_relative_to(path):
+            Path(target).touch()
+            raise OSError(errno.ENOSPC, "No space left on device", str(target))
+        written(target, data)
+
+    monkeypatch.setattr(module, "write_private", write)
+
+
+def test_where_shared_memory_is_full_the_root_is_in_the_local_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, local = tmp_path / "shm", tmp_path / "local"
+    memory.mkdir()
+    monkeypatch.setattr(module, "SHARED_MEMORY", memory)
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", str(local))
+    monkeypatch.setattr(module, "_open_roots", {})
+    config = SlabConfig.new("auto", "full")
+    full(memory, monkeypatch)
+    root = open_root(config, create=True)
+    assert root is not None
+    assert root.directories == (local / config.name,)
+    module._open_roots.clear()
+    again = open_root(config)  # of another process, which may find room by now
+    assert again is not None
+    assert again.token == root.token
+    assert not list(memory.glob("*/token*"))
+    remove_root(config)
+    assert not list(memory.iterdir())
+    assert not list(local.iterdir())
+    full(tmp_path, monkeypatch)
+    with pytest.raises(OSError, match="No space left"):
+        open_root(config, create=True)
+    remove_root(config)
+
+
+def test_partitions_share_what_is_mapped(config: SlabConfig) -> None:
+    """A mapping takes a file descriptor, and a worker may come to hold every partition."""
+    root = open_root(config, create=True)
+    assert root is not None
+    path = root.directories[0] / "samples-1.order"
+    write_private(path, np.arange(6).tobytes())
+    one, other = (map_file(str(path), "int64", (shape, -1)) for shape in (2, 3))
+    assert np.shares_memory(one, other)
+    assert one.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert other.shape == (3, 2)
+    del one, other
+    assert not files._mapped

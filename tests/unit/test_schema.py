@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from hypothesis import strategies as st
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import types as sql
 
+from sparkdl.data.columns import Convert
+from sparkdl.data.columns import Sequence as Sequence_
+from sparkdl.data.handle import Field
 from sparkdl.data.problems import Problem, RowProblem
 from sparkdl.data.schema import Column, columns_of, quoted
 from sparkdl.data.values import to_numpy
@@ -426,3 +430,27 @@ def test_all_mistakes_are_told_at_once() -> None:
 )
 def test_names_are_quoted_for_spark(name: str, expected: str) -> None:
     assert quoted(name) == expected
+
+
+def test_whole_numbers_where_floats_were_trained() -> None:
+    """Of arrays that are padded by a fraction, and of what a function makes, too."""
+    schema = sql.StructType(
+        [
+            sql.StructField("s", sql.ArrayType(sql.LongType())),
+            sql.StructField("text", sql.StringType()),
+            sql.StructField("index", sql.LongType()),
+        ]
+    )
+    specs = {"s": Sequence_(padding=-0.5), "text": Convert(json.loads)}
+    fields = (
+        Field("s", "float32", ()),
+        Field("text", "float32", (2,)),
+        Field("index", "int64", ()),
+    )
+    with pytest.raises(DataError, match=r"padding=-0.5 is no value"):
+        columns_of(schema, ("s", "text", "index"), (), "float32", specs)
+    columns, _ = columns_of(schema, ("s", "text", "index"), (), "float32", specs, fields)
+    assert [column.dtype for column in columns] == ["float32", "float32", "int64"]
+    made = to_numpy(pa.array(["[1, 2]", "[3, 4]"]), columns[1])
+    assert isinstance(made, np.ndarray)
+    assert (made.dtype, made.tolist()) == (np.float32, [[1, 2], [3, 4]])

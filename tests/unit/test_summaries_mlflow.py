@@ -179,7 +179,9 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(sparkdl.ParameterError, match=r"MLflow\(every=10\): give a trigger"):
         MLflow(every=10)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(sparkdl.ParameterError, match=r'pip install "sparkdl\[mlflow\]"'):
+    with pytest.raises(
+        sparkdl.ParameterError, match=r'pip install mlflow-skinny .the extra "mlflow"'
+    ):
         MLflow()
 
 

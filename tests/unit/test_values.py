@@ -179,7 +179,7 @@ def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     found = problem(lambda: images([encoded], Image()))
     assert found.text == "is an image that needs Pillow to be read"
-    assert 'pip install "sparkdl[images]"' in found.remedy
+    assert 'pip install pillow (the extra "images")' in found.remedy
 
 
 # Sequences

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 
 from sparkdl.data.assemble import Assembly
+from sparkdl.data.handle import Field
 from sparkdl.data.samples import SampleSet, Source, materialize, materialize_here
 from sparkdl.errors import DataError
 from sparkdl.infer.metrics import resolve, suited
@@ -74,14 +76,21 @@ def validation_set(
     if validation is None:
         return None
     try:
-        found = place(trainer, replace(training, data=validation.data), resources)
+        mine = replace(training, data=validation.data, fields=samples.fields)
+        found = place(trainer, mine, resources)
     except DataError as error:
         raise DataError(f"validation data: {error}") from None
-    for mine, theirs in zip(found.fields, samples.fields, strict=True):
-        if mine != theirs:
+    for one, other in zip(found.fields, samples.fields, strict=True):
+        alike = replace(one, dtype=other.dtype) if _whole(one) and _whole(other) else one
+        if alike != other:
             raise DataError(
-                f'validation data: "{mine.name}" is {mine}, in the training data {theirs}.'
+                f'validation data: "{one.name}" is {one}, in the training data {other}.'
             )
     scorer = Scorer(trainer.loss, suited(resolve(validation.metrics), trainer.loss))
     how = assembly(trainer, samples, training.float_dtype)
     return ValidationSet(found, scorer, how, validation.batch_size)
+
+
+def _whole(field: Field) -> bool:
+    """Whether it is of integers, which become int64 in a mini-batch."""
+    return np.dtype(field.dtype).kind == "i"

@@ -18,7 +18,7 @@ from sparkdl.step.compute import to_tensors
 from sparkdl.step.loss import Loss, OfClasses
 from sparkdl.train.cluster.placing import assembly
 from sparkdl.train.cluster.resources import Resources
-from sparkdl.train.engine import Engine, ValidationSet
+from sparkdl.train.engine import Lasting, ValidationSet
 from sparkdl.train.engines.gang import GangEngine
 from sparkdl.train.engines.local import LocalEngine
 from sparkdl.train.engines.recovery import Recovering
@@ -39,7 +39,7 @@ def build_engine(
     validation: ValidationSet | None,
     replicas: int,
     resources: Resources,
-) -> Engine:
+) -> Lasting:
     """One that has no state yet, see :meth:`sparkdl.train.engine.Engine.start`."""
     context = resources.context
     total = sum(samples.counts)

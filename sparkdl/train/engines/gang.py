@@ -161,8 +161,10 @@ class GangEngine:
         for rank, standing in enumerate(found):
             if not standing.unchanged:
                 raise samples_changed("setting up the ranks", rank)
-        self._tokens = tuple(standing.token for standing in found)
-        _raise_first(self._call("setting up the ranks", "begin"))
+        samples = tuple(standing.samples for standing in found)
+        self._tokens = tuple(each.token for each in samples)
+        theirs = samples if self._setup.parallel.cuts else ()  # nobody else reads others' rows
+        _raise_first(self._call("setting up the ranks", "begin", theirs))
 
     @property
     def remark(self) -> str:
@@ -265,7 +267,7 @@ class GangEngine:
         ranks and executors."""
         holders = tuple(self._tokens.index(token) for token in dict.fromkeys(self._tokens))
         files = NodeFiles(f"snapshot-{secrets.token_hex(8)}", holders)
-        found = self._call("taking a snapshot", "save_snapshot", files.name, files.holders)
+        found = self._call("taking a snapshot", "snapshots.save", files.name, files.holders)
         problem = next(filter(None, found), None)
         if problem is not None:
             self.drop(files)
@@ -274,7 +276,7 @@ class GangEngine:
 
     def drop(self, snapshot: NodeFiles) -> None:
         if self._gang.running:
-            self._call("taking a snapshot", "drop_snapshot", snapshot.name, snapshot.holders)
+            self._call("taking a snapshot", "snapshots.drop", snapshot.name, snapshot.holders)
 
     def forget(self) -> None:
         self._gang.leave()
@@ -282,7 +284,7 @@ class GangEngine:
     def restore(self, snapshot: NodeFiles) -> None:
         self._ready()
         found: Sequence[list[bool]] = self._call(
-            "restoring a snapshot", "has_snapshot", snapshot.name
+            "restoring a snapshot", "snapshots.there", snapshot.name
         )
         sources = []
         for n in range(len(found[0])):
@@ -290,7 +292,7 @@ class GangEngine:
             if not having:
                 raise StateLostError(f"restoring a snapshot: no node has part {n} of it.")
             sources.append(having[0])
-        self._call("restoring a snapshot", "load_snapshot", snapshot.name, tuple(sources))
+        self._call("restoring a snapshot", "snapshots.load", snapshot.name, tuple(sources))
 
 
 def node_of(records: list[Any]) -> str:

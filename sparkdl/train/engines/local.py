@@ -55,6 +55,8 @@ from sparkdl.train.engine import (
 class LocalEngine:
     """M replicas one after another on one live module, N slices one after another."""
 
+    recoveries = 0
+
     def __init__(self, samples: SampleSet, run: Run, recipe: bytes, batch_size: int) -> None:
         self.plan = EpochPlan(samples.counts, batch_size)
         self._run = run

@@ -126,6 +126,7 @@ class Recovering:
     def __init__(self, engine: Restorable, seconds: float | None) -> None:
         self._engine, self._seconds = engine, seconds
         self.plan: EpochPlan = engine.plan
+        self.recoveries = 0
         self._log = Log()
         self._starts: list[Callable[[], None]] = []
         self._beginning = Point("the beginning", 0, self._start_again)
@@ -245,6 +246,7 @@ class Recovering:
                 self._repeat(point.done)
             except StateLostError:  # again, while it was being brought back
                 continue
+            self.recoveries += 1
             self._due = time.monotonic()  # of the snapshot that it came from, a copy may be gone
             repeated = sum(asked is not None for asked in self._log.since(point.done))
             logger.warning(

@@ -18,6 +18,7 @@ import torch
 
 from sparkdl.data.batches import EpochPlan
 from sparkdl.data.samples import SampleSet
+from sparkdl.gang.profile import task_slots
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.run import Run
@@ -48,7 +49,8 @@ from sparkdl.train.engines.node_sums import NodeSums
 
 
 class ShuffleEngine:
-    """See DESIGN, "One iteration". Holds the persisted RDDs and the handles of version t."""
+    """See "One iteration" in docs/architecture.md. Holds the persisted RDDs and the handles of
+    version t."""
 
     def __init__(
         self,
@@ -71,8 +73,7 @@ class ShuffleEngine:
         self._jobs = IterationJobs(
             self._places, run.slices, NodeSums(layout, run, policy), resources
         )
-        slots = self._context.defaultParallelism
-        self._form = Form(stages, run.replicas, run.slices, slots)
+        self._form = Form(stages, run.replicas, run.slices, task_slots(self._context))
 
     def start(
         self,

@@ -27,6 +27,11 @@ class Parallel:
     mesh: Mesh
 
     @property
+    def cuts(self) -> bool:
+        """Whether there is a strategy that gives a rank a part of the model."""
+        return not self.parts.keys() <= {"data"}
+
+    @property
     def ddp(self) -> DDP:
         return self.parts.get("data", DDP())
 

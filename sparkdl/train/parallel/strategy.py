@@ -21,7 +21,9 @@ class DDP:
     bucket while backward goes on (Li et al., 2020).
 
     ``bucket_cap_mb``: the size of a bucket, in MiB; smaller ones leave earlier, larger ones travel
-    better. ``static_graph``: every pass uses the same parameters in the same way, so that torch looks
+    better. Of a model with up to 4 MiB of gradients, or ``bucket_cap_mb`` where that is less, all are
+    summed at once after backward, without ``DistributedDataParallel``; not with ``static_graph``.
+    ``static_graph``: every pass uses the same parameters in the same way, so that torch looks
     once; not with ``accumulate``. ``find_unused_parameters``: passes differ in which parameters they
     use, as with layers that are dropped at random; by itself that is so where one trial pass leaves
     some unused. It costs a walk through the graph each time. ``shard_optimizer``: each rank updates

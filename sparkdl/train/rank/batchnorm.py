@@ -90,7 +90,7 @@ class GlobalBatchNorm(_BatchNorm):
         if factor is None:
             factor = 1.0 / float(self.num_batches_tracked)
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
-        unbiased = variance * (total / (total - 1))
+        unbiased = variance * (total / (total - 1).clamp(min=1.0))
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from sparkdl.gang.member import Member
@@ -18,24 +19,24 @@ from sparkdl.train.rank.groups import Groups
 from sparkdl.train.rank.holding import Cut, Holding, Sharded, Whole
 from sparkdl.train.rank.memory import is_scarce
 from sparkdl.train.rank.model_group import ModelGroup
-from sparkdl.train.rank.near_rows import NearRows, Samples, samples_of_all
-from sparkdl.train.rank.records import Setup
+from sparkdl.train.rank.near_rows import NearRows
+from sparkdl.train.rank.records import Samples, Setup
 from sparkdl.train.rank.shards import RowsOf, nested_rows, spans_of
 from sparkdl.train.rank.summing import Summed
 
 Built = tuple[Holding, Summed | Exchanged]
 
 
-def hold(recipe: Recipe, setup: Setup, own: Samples, member: Member) -> Built:
-    """Build the replica: what this rank holds of it, and how gradients come together. ``own``: this
-    rank's samples.
+def hold(recipe: Recipe, setup: Setup, samples: Sequence[Samples], member: Member) -> Built:
+    """Build the replica: what this rank holds of it, and how gradients come together. ``samples``: of
+    all ranks.
 
     Raises :class:`sparkdl.ModelError` where its layers cannot be cut as the plan says.
     """
     keep_heap()
     run, parallel, spare = setup.run, setup.parallel, setup.spare
-    if not parallel.parts.keys() <= {"data"}:
-        return _cut(recipe, setup, own, member)
+    if parallel.cuts:
+        return _cut(recipe, setup, samples, member)
     live = LiveReplica.of(recipe, member.device)
     if recipe.policy.sync_batchnorm:
         synchronise(live.flat.module)
@@ -48,7 +49,7 @@ def hold(recipe: Recipe, setup: Setup, own: Samples, member: Member) -> Built:
     return held, DataParallel(live, plans, member.rank, spare, parallel.ddp)
 
 
-def _cut(recipe: Recipe, setup: Setup, own: Samples, member: Member) -> Built:
+def _cut(recipe: Recipe, setup: Setup, samples: Sequence[Samples], member: Member) -> Built:
     """Into stages, or units, or layers, or several of these."""
     from sparkdl.train.rank.by_rows import ByRows
     from sparkdl.train.rank.fully_sharded import FullySharded, sharded
@@ -72,9 +73,8 @@ def _cut(recipe: Recipe, setup: Setup, own: Samples, member: Member) -> Built:
             assert parallel.tensor is not None
             layers = groups.mesh("tensor")
             live, whole = cut_by_layer(recipe, parallel.tensor, layers, spare, device)
-    samples = samples_of_all(own)
     if parallel.fsdp is not None:
-        here = [each.token for each in samples].count(own.token)
+        here = [each.token for each in samples].count(samples[rank].token)
         if is_scarce(whole.nbytes // mesh.pipe, here):
             at_end.enter_context(memory_given_back())
     names = [name for name in ("shard", "tensor") if name in parallel.parts]

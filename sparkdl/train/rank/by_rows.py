@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.live import LiveReplica
-from sparkdl.sync.state import SliceState, mapped
+from sparkdl.sync.state import SliceState
+from sparkdl.train.rank.messages import gathered_values
 from sparkdl.train.rank.shards import RowsOf, layout_of_rows
 
 
@@ -98,24 +98,18 @@ class ByRows:
 
     def _agreed(self, state: SliceState, layout: Layout) -> SliceState:
         """With what any rank keeps: one without rows of a parameter knows nothing of it."""
-        found: list[Any] = [
-            (
-                {n: a.dtype for n, a in state.arrays.items()},
-                state.held,
-                mapped(state.others, torch.Tensor, torch.Tensor.cpu),
-            )
-        ]
+        dtypes = {n: str(a.dtype).removeprefix("torch.") for n, a in state.arrays.items()}
+        found: list[Any] = [(dtypes, state.held, state.others)]
         for dimension in range(self._mesh.ndim):
-            group = self._mesh.get_group(dimension)
-            boxes: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(boxes, found, group)
-            found = [known for box in boxes for known in box]
+            group, device = self._mesh.get_group(dimension), torch.device(self._mesh.device_type)
+            found = [known for many in gathered_values(found, group, device) for known in many]
         arrays, held, others = dict(state.arrays), dict(state.held), dict(state.others)
         length = layout.parameters_stop
         for dtypes, its, its_others in found:
             for name, dtype in dtypes.items():
                 if name not in arrays:
-                    arrays[name] = torch.zeros(length, dtype=dtype, device=state.weights.device)
+                    empty = torch.zeros(length, dtype=getattr(torch, dtype))
+                    arrays[name] = empty.to(state.weights.device)
             held, others = {**its, **held}, {**its_others, **others}
         return SliceState(state.weights, dict(sorted(arrays.items())), held, others)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from sparkdl.infer.predictor import evaluating
 from sparkdl.replica.live import LiveReplica
-from sparkdl.sync.state import mapped
+from sparkdl.train.rank.messages import receive, send
 from sparkdl.train.rank.staged import Seats, Stage
 
 
@@ -79,11 +79,6 @@ class InTurn:
             return value
         device = self._live.device
         if self._rank == source:
-            # a tensor of a GPU would be unpacked on that of the same number
-            dist.send_object_list(
-                [mapped(value, torch.Tensor, torch.Tensor.cpu)], to, self._group, device
-            )
+            send(value, to, self._group, device)
             return value
-        box: list[Any] = [None]
-        dist.recv_object_list(box, source, self._group, device)
-        return mapped(box[0], torch.Tensor, lambda tensor: tensor.to(device))
+        return receive(source, self._group, device)

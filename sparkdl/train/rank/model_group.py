@@ -19,8 +19,8 @@ from sparkdl.replica.live import LiveReplica
 from sparkdl.step.compute import MiniBatch
 from sparkdl.step.loss import masses_of
 from sparkdl.step.replica import Work
-from sparkdl.sync.state import mapped
 from sparkdl.train.parallel.mesh import Mesh
+from sparkdl.train.rank.messages import broadcast
 from sparkdl.train.rank.near_rows import NearRows
 
 
@@ -152,14 +152,8 @@ class ModelGroup:
     def _tell(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         """The others, what this rank calls the model with."""
         if len(self.ranks) > 1:
-            told = mapped(
-                inputs, torch.Tensor, torch.Tensor.cpu
-            )  # GPUs have other numbers elsewhere
-            dist.broadcast_object_list([told], self._rank, self._group)
+            broadcast(inputs, self._rank, self._group, self._live.device)
 
     def _told(self, member: int, batches: int) -> Iterator[tuple[Any, ...]]:
-        device = self._live.device
         for _ in range(batches):
-            box: list[Any] = [None]
-            dist.broadcast_object_list(box, member, self._group)
-            yield tuple(t.to(device) if isinstance(t, torch.Tensor) else t for t in box[0])
+            yield broadcast(None, member, self._group, self._live.device)

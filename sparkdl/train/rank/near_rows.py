@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
-
-import torch.distributed as dist
+from dataclasses import replace
 
 from sparkdl.data.ahead import AHEAD
-from sparkdl.data.handle import SampleHandle
 from sparkdl.data.mapped import open_partition
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.run import Run
 from sparkdl.step.compute import MiniBatch
 from sparkdl.step.replica import Work, to_mini_batch
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Where a rank's training samples are: the token of its node, and what is known of them."""
-
-    token: str
-    handle: SampleHandle
-
-
-def samples_of_all(own: Samples) -> list[Samples]:
-    """Every rank's; all ask at once."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found
+from sparkdl.train.rank.records import Samples
 
 
 class NearRows:

@@ -244,15 +244,16 @@ class Pipelined(Copied):
                 if self._rank == here:
                     inputs = tuple(map(self._made_up, value)) if number else value
                     outputs = _as_tuple(self._stages[number](*inputs))
-                    value = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in outputs)
+                    value = tuple((tuple(t.shape), str(t.dtype), t.requires_grad) for t in outputs)
                     found.append((number, _bare(inputs), _bare(outputs)))
         for stage in self._stages.values():
             let_go(stage)
         return found
 
-    def _made_up(self, known: tuple[tuple[int, ...], torch.dtype, bool]) -> torch.Tensor:
+    def _made_up(self, known: tuple[tuple[int, ...], str, bool]) -> torch.Tensor:
         shape, dtype, requires_grad = known
-        tensor = torch.zeros(shape, dtype=dtype, device=self._live.device)
+        kind = getattr(torch, dtype.removeprefix("torch."))
+        tensor = torch.zeros(shape, dtype=kind, device=self._live.device)
         return tensor.requires_grad_(requires_grad)
 
     def _taken(self, scale: float, nothing: bool) -> Gradients:

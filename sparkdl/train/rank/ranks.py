@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,30 +49,22 @@ from sparkdl.sync.state import SliceState
 from sparkdl.train.engine import BEST, CURRENT, ReadState, Uses, weights_of
 from sparkdl.train.rank.background import Background, Results, copied_residuals, on_copies
 from sparkdl.train.rank.building import hold
-from sparkdl.train.rank.exchanged import Exchanged
 from sparkdl.train.rank.holding import States
-from sparkdl.train.rank.near_rows import Samples
-from sparkdl.train.rank.node_files import (
-    SnapshotFiles,
-    broadcast_bytes,
-    pack,
-    pack_kept,
-    unpack,
-    unpack_kept,
-)
-from sparkdl.train.rank.records import RankStep, Setup, Standing
+from sparkdl.train.rank.node_files import SnapshotFiles
+from sparkdl.train.rank.records import RankStep, Samples, Setup, Standing
+from sparkdl.train.rank.snapshots import Snapshots
 from sparkdl.train.rank.summing import gathered
 
 
 @dataclass(frozen=True)
 class Do:
-    """The command that calls a method of the rank."""
+    """The command that calls a method of the rank, or of what it has: "snapshots.save"."""
 
     method: str
     arguments: tuple[Any, ...] = ()
 
     def __call__(self, member: Member) -> Any:
-        return getattr(member.kept["rank"], self.method)(*self.arguments)
+        return operator.attrgetter(self.method)(member.kept["rank"])(*self.arguments)
 
 
 @dataclass(frozen=True)
@@ -95,8 +88,13 @@ class Rank:
         self._setup, self._run, self._member = setup, setup.run, member
         root = open_root(self._run.slab, create=True)
         assert root is not None
-        self._token, self._files = root.token, SnapshotFiles(root.directories[-1])
+        self._token = root.token
         self._recipe: Recipe = pickle.loads(setup.recipe)
+        files, compresses = (
+            SnapshotFiles(root.directories[-1]),
+            self._recipe.compression is not None,
+        )
+        self.snapshots = Snapshots(files, member.rank, self._run.slices, member.size * compresses)
         handles = [pickle.loads(frame) for frame in frames_of(member.frames)]
         self._handles: list[SampleHandle] = handles
         self._partition: Any = None
@@ -108,22 +106,22 @@ class Rank:
         """What the driver checks before it goes on."""
         train = self._handles[0]
         return Standing(
-            self._token,
+            Samples(self._token, train),
             weights_digest(self._recipe.build()),
             tuple(lies_here(handle, self._token) for handle in self._handles),
             train.checksum == self._setup.checksums[self._member.rank],
         )
 
-    def begin(self) -> ModelError | None:
-        """All ranks are where their samples are: make them one. What is wrong with how the model is cut
-        is the result."""
+    def begin(self, samples: Sequence[Samples]) -> ModelError | None:
+        """All ranks are where their ``samples`` are: make them one. What is wrong with how the model is
+        cut is the result."""
         if self._handles[0].num_rows:
             self._partition = open_partition(self._handles[0])
-        samples = Samples(self._token, self._handles[0])
         try:
             self._held, self._way = hold(self._recipe, self._setup, samples, self._member)
         except ModelError as error:
             return error
+        self.snapshots.begin(self._held, self._way)
         policy, owners = self._recipe.policy, self._held.owners.values()
         kinds = [type(o) for owner in owners for o in owner.optimizer.mirrors()]
         leaves_out = policy.on_nan == "skip" or policy.scales_loss
@@ -299,8 +297,8 @@ class Rank:
         plans = dict(enumerate(self._held.slices))
         states = [on_copies(use, plans, self._slices(which)) for use, which in uses.states]
         residuals = []
-        if self._kept is not None:
-            kept = copied_residuals(self._kept)
+        if self._way.kept is not None:
+            kept = copied_residuals(self._way.kept)
             residuals.append(functools.partial(uses.residuals, self._member.rank, kept))
         self._background = Background(name, states, residuals)
 
@@ -312,86 +310,15 @@ class Rank:
     def start_residuals(self, read: ReadResiduals, reported: tuple[type[Exception], ...]) -> Any:
         """See :class:`sparkdl.train.engine.Engine`; an exception of ``reported`` is the result."""
         try:
-            kept = read(self._member.rank)
+            self._way.kept = read(self._member.rank)
         except reported as error:
             return error
-        if isinstance(self._way, Exchanged):
-            self._way.kept = kept
         return None
 
     def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
         """``use(rank, kept)``, in a list; empty where this rank keeps nothing."""
-        return [] if self._kept is None else [use(self._member.rank, self._kept)]
-
-    @property
-    def _kept(self) -> ByParameter | None:
-        return self._way.kept if isinstance(self._way, Exchanged) else None
-
-    @property
-    def _parts(self) -> int:
-        """Of a snapshot: the slices, and what each rank keeps, where gradients are compressed."""
-        compresses = self._recipe.compression is not None
-        return self._run.slices + (self._member.size if compresses else 0)
-
-    def save_snapshot(self, name: str, holders: Sequence[int]) -> str | None:
-        """Leave this state in files on the nodes of ``holders``: the first rank of each node.
-
-        What went wrong here, a full disk say, is the result; other ranks wait for none of it.
-        """
-        holds, held = self._member.rank in holders, self._held
-        current, best = held.as_slices(held.states), held.as_slices(held.best)
-        problems: list[str] = []
-        for n, plan in enumerate(held.slices):
-            packed = None
-            if n in current and (self._run.slices > 1 or holds):
-                kept = [states[n] for states in (current, best) if n in states]
-                packed = _tried(functools.partial(pack, plan, kept), problems)
-            if self._run.slices > 1:
-                packed = broadcast_bytes(packed, n)
-            if packed and holds:
-                _tried(functools.partial(self._files.write, name, n, packed), problems)
-        for r in range(self._parts - self._run.slices):
-            mine = pack_kept(self._kept) if r == self._member.rank else None
-            packed, number = broadcast_bytes(mine, r), self._run.slices + r
-            if holds:
-                _tried(functools.partial(self._files.write, name, number, packed), problems)
-        return problems[0] if problems else None
-
-    def drop_snapshot(self, name: str, holders: Sequence[int]) -> None:
-        """It is not needed any more."""
-        if self._member.rank in holders:
-            self._files.delete(name, self._parts)
-
-    def has_snapshot(self, name: str) -> list[bool]:
-        """Of which parts this node has it: of the slices, then of what ranks keep."""
-        return self._files.there(name, self._parts)
-
-    def load_snapshot(self, name: str, sources: Sequence[int]) -> None:
-        """Go on from it; ``sources``: for each part, a rank whose node has it."""
-        current: States = {}
-        best: States = {}
-        for n, source in enumerate(sources):
-            mine = self._member.rank == source
-            packed = broadcast_bytes(self._files.read(name, n) if mine else None, source)
-            if n in self._held.owners:
-                dtype = self._held.live.flat.layout.dtype
-                current[n], *kept = unpack(self._held.slices[n], packed, dtype)
-                if kept:
-                    best[n] = kept[0]
-            if n - self._run.slices == self._member.rank and isinstance(self._way, Exchanged):
-                self._way.kept = unpack_kept(packed)
-        self._held.place(current)
-        if best:
-            self._held.place_best(best)
-
-
-def _tried(action: Callable[[], Any], problems: list[str]) -> Any:
-    """Its result; None, and what went wrong among ``problems``, where it fails."""
-    try:
-        return action()
-    except Exception as error:
-        problems.append(f"{type(error).__name__}: {error}")
-        return None
+        kept = self._way.kept
+        return [] if kept is None else [use(self._member.rank, kept)]
 
 
 def _dense(owner: Owner, state: SliceState) -> torch.Tensor:

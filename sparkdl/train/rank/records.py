@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sparkdl.data.assemble import Batch
+from sparkdl.data.handle import SampleHandle
 from sparkdl.replica.run import Run
 from sparkdl.sync.records import ReplicaReport, SliceReport
 from sparkdl.train.parallel.parallel import Parallel
@@ -25,11 +26,19 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What a rank finds where it is: its node's token, a digest of the initial weights, which of its
-    partitions are on the node, and whether the training rows are those of before."""
+class Samples:
+    """Where a rank's training samples are: the token of its node, and what is known of them."""
 
     token: str
+    handle: SampleHandle
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a rank finds where it is: its samples, a digest of the initial weights, which of its
+    partitions are on the node, and whether the training rows are those of before."""
+
+    samples: Samples
     digest: str
     here: tuple[bool, ...]
     unchanged: bool

@@ -17,6 +17,7 @@ from sparkdl.replica.live import LiveReplica
 from sparkdl.step.compute import Gradients, MiniBatch, take_gradients
 from sparkdl.step.replica import Work, to_mini_batch
 from sparkdl.sync.contribution import NOTHING, SPARE, Contribution, sums_up
+from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.train.rank.batchnorm import keeping_company
 from sparkdl.train.rank.model_group import ModelGroup
@@ -69,6 +70,8 @@ class Summed:
 
     _model_group: ModelGroup | None = None
     """The ranks with which this one brings its rows together, if there are any."""
+    kept: ByParameter | None = None
+    """Nothing is left out of the gradients, see :class:`sparkdl.train.rank.exchanged.Exchanged`."""
 
     def __init__(
         self, live: LiveReplica, plans: Sequence[SlicePlan], rank: int, spare: Batch
