@@ -56,8 +56,8 @@ def train(
 
     def told_of_losses() -> None:
         nonlocal recoveries
-        if engine.recoveries > recoveries:
-            recoveries = engine.recoveries
+        while recoveries < engine.recoveries:  # more than one may have been met in one call
+            recoveries += 1
             tell("on_recovery")
 
     tell("on_fit_start")

@@ -15,13 +15,20 @@ from sparkdl.gang.team import Team
 KEY = b"key"
 
 
+def connected() -> tuple[socket.socket, socket.socket]:
+    """The driver's end of a connection, and the rank's."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        there = socket.create_connection(listening.getsockname())
+        return listening.accept()[0], there
+
+
 @pytest.fixture
 def come():
     """Makes a rank's arrival: the driver's channel to it, and what it says first."""
     ends = []
 
     def arrival(rank: int, job: int = 1, task: int = 0, ranks: int = 2) -> tuple[Channel, Hello]:
-        here, there = socket.socketpair()
+        here, there = connected()
         ends.append(there)
         return Channel(here, KEY, b"nonce", driver=True), Hello(rank, job, task, ranks, "node")
 
@@ -32,13 +39,6 @@ def come():
 
 def is_open(channel: Channel) -> bool:
     return channel.fileno() >= 0
-
-
-@pytest.fixture(autouse=True)
-def no_delay(monkeypatch):
-    """A pair of local sockets is not TCP."""
-    monkeypatch.setattr(socket, "TCP_NODELAY", socket.SO_REUSEADDR)
-    monkeypatch.setattr(socket, "IPPROTO_TCP", socket.SOL_SOCKET)
 
 
 def test_all_come(come):
@@ -88,7 +88,7 @@ def test_a_rank_that_ended_with_an_error_is_heard_where_it_cannot_be_told_anythi
     """Its update failed when it had sent its result: what it said of it is there to be read."""
     arrivals, ranks = Arrivals(1, 2), []
     for rank in range(2):
-        here, there = socket.socketpair()
+        here, there = connected()
         ranks.append(Channel(there, KEY, b"nonce", driver=False))
         hello = Hello(rank, 1, 0, 2, "node")
         arrivals.admit(Channel(here, KEY, b"nonce", driver=True), hello)
