@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 import secured
 from hosted import RUN
@@ -28,6 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(RUN, str(os.getpid()))
+    hypothesis.settings.register_profile("suite", deadline=None)  # no test is timed
+    hypothesis.settings.load_profile("suite")
     if config.getoption("--secured"):
         folder = Path(tempfile.mkdtemp())
         config.add_cleanup(functools.partial(shutil.rmtree, folder))

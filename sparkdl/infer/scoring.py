@@ -158,7 +158,12 @@ class Scorer:
                 f"metrics need a model that returns one tensor, and this one returns a "
                 f"{type(output).__name__} ({names}). Leave the metrics out, or wrap the model."
             )
-        return output.detach().cpu(), targets[0].detach().cpu()
+        return _wide(output.detach().cpu()), targets[0].detach().cpu()
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Half precision, as a model computes under autocast, in float32."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _mean(

@@ -19,7 +19,6 @@ from sparkdl.infer.scoring import Scorer
 from sparkdl.replica.live import LiveReplica
 from sparkdl.step.replica import to_mini_batch
 from sparkdl.step.seat import Seat
-from sparkdl.sync.state import mapped
 from sparkdl.worker import settle_worker
 
 
@@ -41,14 +40,8 @@ def score_partition(
         batch = to_mini_batch(plain_batch(assembly, partition, rows), live, training=False)
         with evaluating(live.flat.module) as module, cast:
             output = module(*batch.inputs)
-        if dtype is not None:  # as autocast does in training for most losses
-            output = mapped(output, torch.Tensor, _widened)
-        states = scorer.update(states, output, batch.targets, batch.weights, len(batch))
+            states = scorer.update(states, output, batch.targets, batch.weights, len(batch))
     return states
-
-
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def freeze(module: nn.Module, frozen: Iterable[str], unfrozen: Iterable[str]) ->
 
     Raises :class:`sparkdl.ModelError` for a pattern that matches nothing.
     """
-    parameters = dict(module.named_parameters())
+    parameters = dict(module.named_parameters(remove_duplicate=False))  # a tied one by each name
     for option, patterns, trains in (("freeze", frozen, False), ("unfreeze", unfrozen, True)):
         for pattern in patterns:
             found = [p for name, p in parameters.items() if matches(pattern, name)]

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,8 +122,18 @@ def _seeded(seed: int) -> Iterator[None]:
 
 def weights_digest(module: nn.Module) -> str:
     """A digest of every parameter and buffer, by which processes compare their initial weights."""
+    return _digest([*module.named_parameters(), *module.named_buffers()])
+
+
+def frozen_digest(module: nn.Module) -> str:
+    """A digest of the parameters that do not train, which are in no checkpoint; empty: all do."""
+    frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
+    return _digest(frozen) if frozen else ""
+
+
+def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+    for name, tensor in tensors:
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

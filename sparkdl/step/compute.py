@@ -82,7 +82,7 @@ def weigh(
     if policy.class_weights is None:
         return weights
     table = torch.tensor(policy.class_weights, dtype=torch.float64, device=targets[0].device)
-    of_class = table[targets[0].clamp(min=0)]  # a label that the loss ignores may be below
+    of_class = table[targets[0].clamp(0, len(table) - 1)]  # what is no class may be ignored
     return of_class if weights is None else weights.double() * of_class
 
 

@@ -17,6 +17,7 @@ from sparkdl.replica.live import LiveReplica
 from sparkdl.step.compute import Gradients, forward_backward, take_gradients
 from sparkdl.step.replica import Outcome, Work, to_mini_batch
 from sparkdl.sync.apply import step_slice
+from sparkdl.sync.contribution import sums_up
 from sparkdl.sync.gradient import Reduced, clip_norm, clip_values, regularise, squared_norm
 from sparkdl.sync.owner import EMA, Owner
 from sparkdl.sync.state import SliceState
@@ -41,12 +42,14 @@ def several_steps(
     state.weights = flat
     moved = Outcome()
     absent = frozenset(range(len(live.flat.parameters)))
+    not_finite: set[int] = set()
     live.version = ""  # the weights are no version's from here on
     for number, batch in enumerate(batches):
         mini_batch = to_mini_batch(batch, live)
         loss = forward_backward(live, mini_batch, work.seed(number), work.step.loss_scale, clock)
         gradients = take_gradients(live)
         reduced = Reduced(_flatten(live, gradients, whole), gradients.absent)
+        not_finite |= _not_finite(live, gradients)
         regularise(whole.plan, reduced, flat, whole.l1, whole.l2)
         if policy.clip_value is not None:
             clip_values(reduced, policy.clip_value)
@@ -76,11 +79,23 @@ def several_steps(
             for number, (s, _) in enumerate(live.flat.parameters)
         ],
         {},
+        # clipping and some optimizers make finite steps of it; else the difference will tell
+        not_finite=frozenset(not_finite) or None,
     )
     assert layout.size == whole.plan.length
-    moved.arrays = {name: array for name, array in state.arrays.items() if name != EMA}
-    moved.others = pack(state)
+    if moved.weight:  # else no step was taken, and the state is what it was
+        moved.arrays = {name: array for name, array in state.arrays.items() if name != EMA}
+        moved.others = pack(state)
     return moved
+
+
+def _not_finite(live: LiveReplica, gradients: Gradients) -> set[int]:
+    """The parameters whose gradient has an inf or a NaN."""
+    return {
+        number
+        for number, gradient in enumerate(gradients.dense)
+        if gradient is not None and not (sums_up(gradient) or gradient.isfinite().all())
+    }
 
 
 def _flatten(live: LiveReplica, gradients: Gradients, whole: Owner) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch import nn
 
 Loss = Callable[..., torch.Tensor]
 OF_CLASSES = (nn.functional.cross_entropy, nn.functional.nll_loss)
+_FORWARD = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 
 
 class NoValuePerSample(ValueError):
@@ -41,11 +42,10 @@ class OfClasses:
         """Of CrossEntropyLoss, NLLLoss, their functions and partials of these; None of any other loss,
         whose mean is taken to be that over the samples."""
         if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
+            if type(loss).forward not in _FORWARD:  # of a subclass: it may do otherwise
+                return None
             return OfClasses(loss.ignore_index, loss.weight, loss.reduction == "mean")
-        function: Any = loss
-        given: dict[str, Any] = {}
-        while isinstance(function, functools.partial) and not function.args:
-            function, given = function.func, {**function.keywords, **given}
+        function, given = _unwrapped(loss)
         if function not in OF_CLASSES:
             return None
         averages = given.get("reduction", "mean") == "mean"
@@ -80,9 +80,9 @@ def weighted_mean(
     """``sum(w * l) / sum(w)`` over the samples; ``weights``: (rows,).
 
     ``torch.nn`` losses and functions with a ``reduction`` are asked for "none"; any other loss must
-    return a value for each sample. Values of shape (rows, ...) are averaged over the rest first; with
-    ``masses``, of :func:`masses_of`, they are added up, and divided by ``sum(w * masses)``. Where
-    nothing counts it is 0. Raises :class:`NoValuePerSample`.
+    return a value for each sample. Values of shape (rows, ...) are averaged over the rest first (added
+    up for a reduction "batchmean"); with ``masses``, of :func:`masses_of`, they are added up, and
+    divided by ``sum(w * masses)``. Where nothing counts it is 0. Raises :class:`NoValuePerSample`.
     """
     values = call_loss(unreduced(loss), output, targets)
     if not isinstance(values, torch.Tensor) or values.ndim == 0 or len(values) != len(weights):
@@ -91,10 +91,24 @@ def weighted_mean(
     each = values.reshape(len(values), -1)
     weights = weights.to(each)
     if masses is None:
-        total, summed = weights.sum(), (each.mean(dim=1) * weights).sum()
+        rows = each.sum(dim=1) if _reduction(loss) == "batchmean" else each.mean(dim=1)
+        total, summed = weights.sum(), (rows * weights).sum()
     else:
         total, summed = (masses.to(each) * weights).sum(), (each.sum(dim=1) * weights).sum()
     return summed / torch.where(total == 0, torch.ones_like(total), total)
+
+
+def _unwrapped(loss: Loss) -> tuple[Any, dict[str, Any]]:
+    """The function that partials of keywords are of, and what they give."""
+    function: Any = loss
+    given: dict[str, Any] = {}
+    while isinstance(function, functools.partial) and not function.args:
+        function, given = function.func, {**function.keywords, **given}
+    return function, given
+
+
+def _reduction(loss: Loss) -> Any:
+    return _unwrapped(loss)[1].get("reduction", getattr(loss, "reduction", None))
 
 
 def unreduced(loss: Loss) -> Loss:

@@ -58,7 +58,7 @@ def step_slice(
                 others = _where_stepped(group, tensor, state.others[number])
                 optimizer.state[tensor] = {**held, **others}
         if wants_loss(type(optimizer)):  # type: ignore[arg-type]
-            optimizer.step(_evaluate_once(loss, type(optimizer).__name__))
+            optimizer.step(evaluate_once(loss, type(optimizer).__name__))
         else:
             optimizer.step()
         for tensor, number, _ in _held_by(optimizer, tensors):
@@ -123,7 +123,9 @@ def wants_loss(kind: type[torch.optim.Optimizer]) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def _evaluate_once(loss: torch.Tensor | None, name: str) -> Callable[[], Any]:
+def evaluate_once(loss: torch.Tensor | None, name: str) -> Callable[[], Any]:
+    """The function that such steps are given; ``loss``: its value, None: not known. Raises
+    :class:`sparkdl.errors.ModelError` the second time, with the optimizer's ``name``."""
     evaluations = 0
 
     def closure() -> torch.Tensor:

@@ -16,9 +16,11 @@ def merge_buffers(
     """Write the merged buffers into their places in ``weights`` (the slice of the flat vector).
 
     Floating ones: the weighted average, taken as first + sum of weighted differences, so that what
-    is equal on all replicas keeps its bits (infinities too). Others: the first replica's.
+    is equal on all replicas keeps its bits (infinities too). Others: the first replica's. A replica
+    whose share weighs nothing has not been forward.
     """
     ordered = sorted(contributions, key=lambda c: c.replica)
+    ordered = [c for c in ordered if c.weight] or ordered
     total = sum(c.weight for c in ordered)
     for piece in plan.pieces:
         if piece.kind == "parameter":

@@ -7,14 +7,14 @@ on one slice only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sparkdl.errors import ModelError
-from sparkdl.sync.apply import step_slice
+from sparkdl.sync.apply import evaluate_once, step_slice, wants_loss
 from sparkdl.sync.plan import Piece, SlicePlan
 from sparkdl.sync.state import SliceState
 
@@ -30,6 +30,7 @@ SEVERAL = (
 
 _SIZE, _WIDTH = 24, 4
 _STEPS = 3
+_STEPS_OF_A_LIFE = 12
 Span = tuple[int, int, int]
 """Tensor number, first and last element + 1 of both tensors one after the other."""
 _TOGETHER: list[list[Span]] = [[(0, 0, 24), (1, 24, 48)]]
@@ -58,6 +59,7 @@ def find_traits(plan: OptimizerPlan, dimensions: Iterable[int], tables: bool) ->
         shape = (_SIZE,) if ndim == 1 else (6, 4, *([1] * (ndim - 2)))
         try:
             together, apart = (_update(plan, shape, cut, False) for cut in (_TOGETHER, _APART))
+            _check_memory(plan, shape)
         except ModelError:
             raise
         except Exception as error:
@@ -100,13 +102,58 @@ def _works_cut(
         return False
 
 
+def _check_memory(plan: OptimizerPlan, shape: tuple[int, ...]) -> None:
+    """Raise :class:`sparkdl.errors.ModelError` for an optimizer that remembers what is not in its
+    ``state``: here each step is another instance's."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        ours = _update(plan, shape, _TOGETHER, False, _STEPS_OF_A_LIFE)
+        torch.manual_seed(0)
+        drawn = _drawn(_STEPS_OF_A_LIFE)
+        tensors = {n: drawn[0, n * _SIZE : (n + 1) * _SIZE].view(shape).clone() for n in (0, 1)}
+        (optimizer,) = plan.build(tensors)
+        before = [_values(group) for group in optimizer.param_groups]
+        for gradients in drawn[1:]:
+            for n, tensor in tensors.items():
+                tensor.grad = gradients[n * _SIZE : (n + 1) * _SIZE].view(shape).clone()
+            if wants_loss(type(optimizer)):  # type: ignore[arg-type]
+                optimizer.step(evaluate_once(torch.tensor(1.0).double(), plan.name))
+            else:
+                optimizer.step()
+    living = torch.cat([tensors[n].reshape(-1) for n in (0, 1)])  # it may have given them memory
+    if _same(ours, living - drawn[0]):
+        return
+    after = [_values(group) for group in optimizer.param_groups]
+    names = {
+        name for a, b in zip(before, after, strict=True) for name in b if b[name] != a.get(name)
+    }
+    found = f" ({', '.join(sorted(names))} in its param_groups)" if names else ""
+    raise ModelError(
+        f"optimizer {plan.name} remembers from step to step what is not in its state{found}, and here "
+        "a step may be taken on another executor, where only the state goes. Keep it in "
+        "self.state[parameter], as torch.optim does."
+    )
+
+
+def _values(group: Mapping[str, Any]) -> dict[str, str]:
+    return {name: repr(value) for name, value in group.items() if name != "params"}
+
+
+def _drawn(steps: int) -> torch.Tensor:
+    """48 weights, and gradients of them for each step."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(steps + 1, 2 * _SIZE, generator=generator, dtype=torch.float64)
+
+
 def _update(
-    plan: OptimizerPlan, shape: tuple[int, ...], cuts: list[list[Span]], sparse: bool
+    plan: OptimizerPlan,
+    shape: tuple[int, ...],
+    cuts: list[list[Span]],
+    sparse: bool,
+    steps: int = _STEPS,
 ) -> torch.Tensor:
     """The change of 48 weights in a few steps on slices with the pieces ``cuts``."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(_STEPS + 1, 2 * _SIZE, generator=generator, dtype=torch.float64)
-    updates = []
+    drawn, updates = _drawn(steps), []
     for index, spans in enumerate(cuts):
         start, stop = spans[0][1], spans[-1][2]
         pieces = tuple(_piece(number, shape, a, b, start, sparse) for number, a, b in spans)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkdl.data.handle import SampleHandle
 from sparkdl.errors import CheckpointError, TrainingError
-from sparkdl.replica.flat import Layout
+from sparkdl.replica.recipe import frozen_digest
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.state import SliceState
 from sparkdl.train.checkpoint import Checkpoint
@@ -24,6 +24,7 @@ from sparkdl.train.history import History
 from sparkdl.train.state import TrainState
 
 if TYPE_CHECKING:
+    from sparkdl.train.prepare import Prepared
     from sparkdl.train.trainer import Trainer
 
 
@@ -35,14 +36,10 @@ class Identity:
     data: DataIdentity
     constants: Mapping[str, Any]
     optimizers: tuple[str, ...]
+    frozen: str = ""
 
     @staticmethod
-    def of(
-        trainer: Trainer,
-        layout: Layout,
-        handles: Sequence[SampleHandle],
-        optimizers: Sequence[str],
-    ) -> Identity:
+    def of(trainer: Trainer, model: Prepared, handles: Sequence[SampleHandle]) -> Identity:
         constants = {
             "replicas": len(handles),
             "batch_size": trainer.batch_size,
@@ -50,7 +47,11 @@ class Identity:
             "seed": trainer.seed,
         }
         return Identity(
-            ModelIdentity.of(layout), DataIdentity.of(handles), constants, tuple(optimizers)
+            ModelIdentity.of(model.layout),
+            DataIdentity.of(handles),
+            constants,
+            model.optimizers,
+            frozen_digest(model.module),
         )
 
 
@@ -197,6 +198,7 @@ class Checkpointer:
             layout=self._identity.model,
             data=self._identity.data,
             optimizers=self._identity.optimizers,
+            frozen=self._identity.frozen,
             files=tuple(sorted(files, key=lambda file: file.index)),
             residuals=tuple(used.residuals),
             loss_scale=state.loss_scale,

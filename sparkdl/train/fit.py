@@ -144,7 +144,7 @@ def run(
         validation = validation_set(trainer, training, samples, resources)
         output = _try_out(trainer, model, samples, validation, endless=one_pass)
         engine = build_engine(trainer, settings, model, samples, validation, replicas, resources)
-        identity = Identity.of(trainer, model.layout, samples.handles, model.optimizers)
+        identity = Identity.of(trainer, model, samples.handles)
         state, history = _begin(
             trainer, engine, identity, resuming, kept, carried, resources, anew=one_pass
         )

@@ -192,6 +192,12 @@ class Resuming:
         else:
             differences = manifest.differences(identity.model, identity.data, identity.constants)
         differences += _other_optimizers(identity.optimizers, manifest.optimizers)
+        if manifest.frozen and not differences and identity.frozen != manifest.frozen:
+            differences.append(
+                "the parameters that are frozen hold other values here, and a checkpoint has only what "
+                "is trained: begin with the same, as with weights=start.module.state_dict() where the "
+                "run began with fit(start=start)"
+            )
         if differences:
             raise ParameterError(
                 f"the checkpoint {Folder(uri)} is of another run: {'; '.join(differences)}. Give "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 
 import numpy as np
@@ -221,6 +222,24 @@ def test_local_steps_clip_and_regularise_each_step(sizes, slices):
         trainer, parts, clip, lambda m: 0.05 * sum((p**2).sum() for p in m.parameters())
     )
     assert_close(seen.steps, wanted)
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_local_steps_hide_no_infinity_by_clipping(slices):
+    """A gradient of inf would become one of clip_value, and go into the weights."""
+
+    class Steep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.slope = mlp(), nn.Parameter(torch.zeros(1, dtype=torch.float64))
+            self.slope.register_hook(lambda gradient: torch.full_like(gradient, -math.inf))
+
+        def forward(self, inputs):
+            return self.inner(inputs) + self.slope
+
+    trainer = trainer_of((22, 21), slices, model=Steep, local_steps=2, clip_value=VALUE)
+    with pytest.raises(sparkdl.TrainingError, match='the gradient of "slope" in replica 0'):
+        fit_here(trainer, Parts.of((22, 21)))
 
 
 # Regularisers

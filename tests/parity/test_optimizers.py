@@ -18,6 +18,7 @@ from torch import nn, optim
 from torch.optim import lr_scheduler
 
 import sparkdl.optim
+from sparkdl.errors import ModelError
 from sparkdl.replica.flat import FlatModule
 from sparkdl.replica.optimizers import build_optimizers
 from sparkdl.replica.recipe import Recipe
@@ -282,6 +283,79 @@ def test_what_a_row_says_of_its_optimizer_is_found_out(row: str) -> None:
     plan = OptimizerPlan.of(recipe_of(module, ROWS[row].make), parameters, module)
     assert plan.elementwise is not ROWS[row].whole
     assert plan.separate is not ROWS[row].single
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps where its class says."""
+
+    def count(self, group) -> int:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            steps = self.count(group)
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] / steps)
+
+
+class InGroups(Counting):
+    def count(self, group) -> int:
+        group["k"] = group.get("k", 0) + 1
+        return group["k"]
+
+
+class InItself(Counting):
+    steps = 0
+
+    def count(self, group) -> int:
+        self.steps += 1
+        return self.steps
+
+
+class Seldom(InItself):
+    """Looks ahead now and then."""
+
+    def count(self, group) -> int:
+        return 1 + super().count(group) // 5
+
+
+class InState(Counting):
+    def count(self, group) -> int:
+        counts = [self.state[p] for p in group["params"]]
+        for state in counts:
+            state["k"] = state.get("k", 0) + 1
+        return counts[0]["k"]
+
+
+class Noisy(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.add_(torch.randn_like(p), alpha=0.01)
+
+
+@pytest.mark.parametrize(
+    ("make", "where"), [(InGroups, " (k in its param_groups)"), (InItself, ""), (Seldom, "")]
+)
+def test_an_optimizer_that_remembers_elsewhere_is_refused(make: Any, where: str) -> None:
+    module = nn.Linear(3, 2)
+    with pytest.raises(ModelError) as caught:
+        OptimizerPlan.of(recipe_of(module, make), list(module.parameters()), module)
+    assert str(caught.value) == (
+        f"optimizer {make.__name__} remembers from step to step what is not in its state{where}, and "
+        "here a step may be taken on another executor, where only the state goes. Keep it in "
+        "self.state[parameter], as torch.optim does."
+    )
+
+
+@pytest.mark.parametrize("make", [InState, Noisy])
+def test_one_that_keeps_its_state_or_draws_at_random_is_not(make: Any) -> None:
+    module, drawn = nn.Linear(3, 2), torch.get_rng_state()
+    OptimizerPlan.of(recipe_of(module, make), list(module.parameters()), module)
+    assert torch.equal(torch.get_rng_state(), drawn) or make is Noisy
 
 
 @pytest.mark.parametrize("net", [Net, Embedded])

@@ -412,6 +412,24 @@ def refusal(df, resume, trainer: sparkdl.Trainer) -> str:
     return str(caught.value)
 
 
+def test_frozen_parameters_are_those_of_the_run_before(df, tmp_path):
+    """They are in no checkpoint: a run that began with a model that was fitted needs it again."""
+    first = replace(trainer_of("plateau", df, tmp_path / "first"), checkpoint=None).fit(df)
+    tuned = trainer_of("plateau", df, tmp_path / "tuned", freeze=["0"], validation=None)
+    tuned = replace(tuned, schedule=None, schedule_metric=None)
+    whole = tuned.fit(df, start=first)
+    path = list(checkpoints(tmp_path / "tuned"))[3]
+    assert refusal(df, path, tuned) == (
+        f"the checkpoint {path} is of another run: the parameters that are frozen hold other values "
+        "here, and a checkpoint has only what is trained: begin with the same, as with "
+        "weights=start.module.state_dict() where the run began with fit(start=start). Give what it "
+        "was made with, or fit without resume= (in another folder)."
+    )
+    resumed = replace(tuned, weights=first.module.state_dict()).fit(df, resume=path)
+    for name, tensor in whole.module.state_dict().items():
+        assert torch.equal(tensor, resumed.module.state_dict()[name]), name
+
+
 def narrow() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, CLASSES))
 

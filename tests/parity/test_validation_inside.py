@@ -275,3 +275,58 @@ def test_the_loss_is_computed_in_single_precision(model, loss, make, precision):
     (found,) = seen.trained.history.validations
     assert found["metrics"]["loss"] == pytest.approx(float(loss(output.float(), labels)), rel=1e-6)
     assert seen.trained.best is not None
+
+
+class Answer(dict):
+    """What a model may return: entries that are attributes too."""
+
+    def __getattr__(self, name):
+        return self[name]
+
+
+class Answering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = mlp(torch.float32)
+
+    def forward(self, inputs):
+        return Answer(logits=self.head(inputs))
+
+
+def of_answers(answer, target):
+    return F.cross_entropy(answer.logits, target, weight=torch.tensor([1.0, 2.0, 3.0]))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_loss_is_given_what_the_model_returns_as_in_training(precision):
+    given = {"metrics": [], "batch_size": 17}
+    trainer, parts, others = validated(
+        (22, 21),
+        2,
+        (17, 0),
+        validation=given,
+        model=Answering,
+        loss=of_answers,
+        precision=precision,
+        stop=sparkdl.max_iteration(2),
+    )
+    seen = fit_here(trainer, parts)
+    inputs, labels, _ = all_rows(others, torch.float32)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        wanted = of_answers(module_at(trainer, seen.flats[-1])(inputs), labels)
+    (found,) = seen.trained.history.validations
+    assert found["metrics"]["loss"] == pytest.approx(float(wanted), rel=1e-6)
+
+
+def test_metrics_are_given_single_precision():
+    kinds = set()
+
+    def kind(output, target):
+        kinds.add(output.dtype)
+        return output.sum(dim=1)
+
+    given = {"metrics": [("kind", sparkdl.MeanMetric("kind", kind))], "batch_size": 17}
+    how = {"model": Answering().head, "precision": "bf16", "stop": sparkdl.max_iteration(2)}
+    trainer, parts, _ = validated((22, 21), 2, (17, 0), validation=given, **how)
+    fit_here(trainer, parts)
+    assert kinds == {torch.float32}

@@ -20,7 +20,9 @@ from feature_runs import (
     classified,
     differ,
     fit_here,
+    normed,
     parts_of,
+    plain_loss,
     plainly,
     recipe_of,
     snapshot,
@@ -176,6 +178,37 @@ def test_a_replica_whose_labels_are_all_ignored_changes_nothing(changes):
     assert all(map(math.isfinite, seen.losses))
     if not changes.get("local_steps"):
         assert_close(seen.steps, plainly(trainer, parts)[0])
+        return
+    module = recipe_of(trainer).build()
+    optimizer = recipe_of(trainer).build_optimizer(module)
+    for t in range(ITERATIONS):
+        part = parts_of(trainer, parts, t)[1]
+        for low, high in ((0, len(part) // 2), (len(part) // 2, len(part))):
+            optimizer.zero_grad()
+            plain_loss(trainer, module, part[low:high]).backward()
+            optimizer.step()
+        assert_close([seen.steps[t]], [snapshot(module)])
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_counters_come_from_a_replica_that_was_forward(slices):
+    parts = Parts.of((24, 24))
+    parts.records[0] = [replace(sample, label=IGNORED) for sample in parts.records[0]]
+    trainer = trainer_of((24, 24), slices, loss=LOSSES["ignores"], model=normed)
+    seen = fit_here(trainer, parts)
+    assert int(seen.trained.module[1].num_batches_tracked) == ITERATIONS
+    assert float(seen.trained.module[1].running_mean.abs().max()) > 0
+
+
+def test_a_label_beyond_the_class_weights_may_be_ignored():
+    parts = Parts.of((22, 21), lambda g: replace(classified(g), label=int(g.choice([0, 2, 255]))))
+    loss = nn.CrossEntropyLoss(ignore_index=255)
+    trainer = trainer_of((22, 21), 2, loss=loss, class_weights=OF_CLASSES)
+    seen = fit_here(trainer, parts)
+    plain = nn.CrossEntropyLoss(weight=TABLE, ignore_index=255)
+    wanted, losses = plainly(trainer, parts, lambda m, p: plain(m(*p.inputs), *p.targets))
+    assert_close(seen.steps, wanted)
+    assert seen.losses == pytest.approx(losses, rel=1e-11)
 
 
 def by_hand(output, target):

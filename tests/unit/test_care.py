@@ -74,6 +74,17 @@ def test_freeze(frozen: list[str], unfrozen: list[str], trains: int) -> None:
     assert sum(p.requires_grad for p in module.parameters()) == trains
 
 
+def test_a_tied_parameter_is_frozen_by_any_of_its_names() -> None:
+    module = make()
+    module["tied"] = nn.Linear(4, 2)
+    module["tied"].weight = module["head"].weight
+    freeze(module, ["tied.weight"], [])
+    assert not module["head"].weight.requires_grad
+    freeze(module, ["head"], ["tied"])
+    assert module["head"].weight.requires_grad
+    assert not module["head"].bias.requires_grad
+
+
 @pytest.mark.parametrize("option", ["freeze", "unfreeze"])
 def test_a_pattern_without_a_match_names_what_there_is(option: str) -> None:
     frozen, unfrozen = (["haed.weight"], []) if option == "freeze" else ([], ["haed.weight"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,20 @@ def test_a_trainer_is_described() -> None:
     assert found["stop"] == "Either(left=MaxEpoch(epochs=3), right=MaxIteration(iterations=7))"
     assert found["callbacks"] == "[sparkdl.train.callbacks:Callback]"
     assert all(type(value) is str for value in found.values())
+    assert set(found) == {field.name for field in fields(trainer) if field.init}
+
+
+def test_long_values_are_shortened() -> None:
+    trainer = sparkdl.Trainer(
+        model=partial(make_model, bytes(range(256)) * 100),
+        loss=nn.MSELoss(),
+        optimizer=torch.optim.Adam,
+        class_weights=[0.5] * 10_000,
+    )
+    found = describe_trainer(trainer)
+    assert found["model"] == f"{__name__}:make_model(builtins:bytes)"
+    assert len(found["class_weights"]) < 2_100
+    assert found["class_weights"].endswith("... (50,000 characters)")
 
 
 def test_anything_can_be_described() -> None:

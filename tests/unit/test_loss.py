@@ -20,6 +20,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 OUTPUT = torch.randn(5, 3, generator=GENERATOR, dtype=torch.float64)
 CLASSES = torch.tensor([0, 2, 1, 2, 0])
 VALUES = torch.randn(5, 3, generator=GENERATOR, dtype=torch.float64)
+SHARES = VALUES.softmax(dim=1)
 WEIGHTS = torch.tensor([0.0, 1.0, 2.5, 0.5, 3.0], dtype=torch.float64)
 
 
@@ -55,8 +56,27 @@ def by_sample(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         (nn.MSELoss(), VALUES, ((OUTPUT - VALUES) ** 2).mean(1)),
         (F.l1_loss, VALUES, (OUTPUT - VALUES).abs().mean(1)),
         (by_sample, VALUES, by_sample(OUTPUT, VALUES)),
+        (
+            nn.KLDivLoss(reduction="batchmean"),
+            SHARES,
+            F.kl_div(OUTPUT, SHARES, reduction="none").sum(1),
+        ),
+        (
+            partial(F.kl_div, reduction="batchmean"),
+            SHARES,
+            F.kl_div(OUTPUT, SHARES, reduction="none").sum(1),
+        ),
     ],
-    ids=["module", "smoothed", "function", "elements", "function of elements", "by sample"],
+    ids=[
+        "module",
+        "smoothed",
+        "function",
+        "elements",
+        "function of elements",
+        "by sample",
+        "batchmean",
+        "function of batchmean",
+    ],
 )
 def test_weighted_mean(loss, target, each) -> None:
     found = weighted_mean(loss, OUTPUT, [target], WEIGHTS)
@@ -172,6 +192,24 @@ def test_masses_are_what_the_mean_is_divided_by(rows, positions, cut, name, seed
     ones = torch.ones(rows)
     weighted = weighted_mean(loss, output, [target], ones, masses)
     assert float(weighted) == pytest.approx(total / whole if whole else 0.0, rel=1e-9)
+
+
+class Focal(nn.CrossEntropyLoss):
+    """A mean of its own."""
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, target, reduction="none").square().mean()
+
+
+class Named(nn.CrossEntropyLoss):
+    """torch's mean under another name."""
+
+
+def test_a_subclass_counts_as_torchs_where_it_computes_as_torch() -> None:
+    assert masses_of(Focal(weight=TABLE), [CLASSES]) is None
+    found = masses_of(Named(weight=TABLE), [CLASSES])
+    assert found is not None
+    assert found.tolist() == TABLE[CLASSES].tolist()
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import tracemalloc
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkdl.errors import CheckpointError, StalledError, StateLostError, TrainingError
 from sparkdl.train.engine import BEST, Iteration, StepResult
-from sparkdl.train.engines.recovery import MAX_LOSSES, Log, Recovering
+from sparkdl.train.engines.log import Log
+from sparkdl.train.engines.recovery import MAX_LOSSES, Recovering
 
 
 @dataclass
@@ -105,6 +108,36 @@ def test_the_log_gives_back_what_was_asked_for():
         assert found == told[start:]
     assert log.iterations == 8
     assert Log().iterations == 0
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        lambda i: ({"lr": 0.1 / (i + 1), "betas": (0.9 - i / 100, 0.99)}, {"lr": 0.5}),
+        lambda i: ({}, {"lr": float("inf")}) if i % 2 else ({"lr": 0.1}, {}),
+        lambda i: ({"lr": torch.tensor(0.1 * i)},),
+        lambda i: ({"lr": 1, "nesterov": bool(i % 2), "weight_decay": ()},),
+        lambda i: None if i % 2 else ({"lr": i / 2},),
+    ],
+)
+def test_the_log_keeps_hyperparameters_of_any_kind(values):
+    log = Log()
+    for i in range(6):
+        log.append(Iteration(i, 0, i, values(i), ""))
+    told = [one.hyperparameters for one in log.since(0)]
+    assert told == [values(i) for i in range(6)]
+    kinds = [[type(v) for group in one or () for v in group.values()] for one in told]
+    assert kinds == [[type(v) for g in values(i) or () for v in g.values()] for i in range(6)]
+
+
+def test_a_schedule_costs_the_log_little():
+    log = Log()
+    tracemalloc.start()
+    for i in range(10_000):
+        log.append(Iteration(i, 0, i, ({"lr": 1 / (i + 1)},), ""))
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 100 * 10_000
 
 
 def iteration(index: int) -> Iteration:

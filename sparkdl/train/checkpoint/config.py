@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
 
 
+LONGEST = 2_000
+"""Characters of a field's description."""
+
+
 def redact(mapping: Mapping[str, Any]) -> dict[str, str]:
     """``mapping`` as text, secrets hidden, see :mod:`sparkdl.redaction`; all values of a key that
     speaks of one, numbers too."""
@@ -30,7 +34,8 @@ def describe_trainer(trainer: Trainer) -> dict[str, str]:
 
     For people who read a manifest later; nothing is built from it again.
     """
-    return redact({f.name: describe(getattr(trainer, f.name)) for f in fields(trainer)})
+    told = {f.name: describe(getattr(trainer, f.name)) for f in fields(trainer) if f.init}
+    return {name: _shortened(text) for name, text in redact(told).items()}
 
 
 def describe(value: Any) -> str:
@@ -46,7 +51,7 @@ def describe(value: Any) -> str:
     if isinstance(value, Mapping):
         inner = redact(_described({str(k): v for k, v in value.items()}))
         return "{" + ", ".join(f"{k}: {v}" for k, v in inner.items()) + "}"
-    if isinstance(value, Sequence):
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
         return "[" + ", ".join(describe(item) for item in value) + "]"
     kind = type(value)
     if kind.__module__.startswith("sparkdl.") and hasattr(kind, "__dataclass_fields__"):
@@ -56,6 +61,11 @@ def describe(value: Any) -> str:
         return f"{_name(kind)} (a module)"
     named = value if hasattr(value, "__qualname__") else kind
     return _name(named)
+
+
+def _shortened(text: str) -> str:
+    """A table of 100,000 numbers is no description."""
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text):,} characters)"
 
 
 def _described(values: Mapping[str, Any]) -> dict[str, str]:

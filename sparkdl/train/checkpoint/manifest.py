@@ -96,6 +96,8 @@ class Manifest:
     data: DataIdentity
     optimizers: tuple[str, ...] = ()
     """Names of the optimizer classes."""
+    frozen: str = ""
+    """A digest of the parameters that are not trained, and in no file; empty: none, or not known."""
     files: tuple[SliceFile, ...] = ()
     """One a slice."""
     residuals: tuple[ReplicaFile, ...] = ()

@@ -112,7 +112,7 @@ class LocalEngine:
                         kept[replica] = outcome.kept
             slices: list[SliceReport] = []
             if not any(report.not_finite for report in reports):
-                slices = self._synchronize(step, reports, sections, next(iter(others), b""))
+                slices = self._synchronize(step, reports, sections, next(filter(None, others), b""))
                 self._residuals |= kept
             started.lap("iteration")
             seconds = slowest([*[r.seconds for r in reports], *[s.seconds for s in slices]])

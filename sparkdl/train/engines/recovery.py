@@ -3,8 +3,8 @@
 [Note: snapshots and replay] An iteration is a function of the state before it and of what the loop
 asks for; so a run that is set back to an earlier state and asked for the same again comes to the same
 bits. The points to go back to are the last snapshot (Spark keeps it on two executors), else the last
-checkpoint, else the beginning. What the loop asked for since the beginning is remembered, some 30
-bytes an iteration. The loop, its callbacks and the history see nothing of it: every iteration
+checkpoint, else the beginning. What the loop asked for since the beginning is remembered, some 30 to
+60 bytes an iteration. The loop, its callbacks and the history see nothing of it: every iteration
 is reported once.
 """
 
@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -35,6 +34,7 @@ from sparkdl.train.engine import (
     Used,
     ValidationSet,
 )
+from sparkdl.train.engines.log import Log
 
 MAX_LOSSES = 16
 """How often the state may be lost before an iteration is done: then something is wrong for good."""
@@ -65,46 +65,6 @@ class Restorable(Engine, Protocol):
 
     def restore(self, snapshot: Any) -> None:
         """Go on from it. Raises :class:`sparkdl.TrainingError` where it is lost too."""
-
-
-class Log:
-    """What the loop asked for, some 30 bytes an entry: iterations, and to keep the best weights."""
-
-    def __init__(self) -> None:
-        self._numbers = array("q")  # index, epoch and batch; of what is no iteration -1
-        self._scales = array("d")
-        self._histograms = bytearray()
-        self._hyperparameters: dict[int, Any] = {}  # where they differ from those before
-
-    def __len__(self) -> int:
-        return len(self._scales)
-
-    def append(self, asked: Iteration | None) -> None:
-        """``asked``: None: to keep the best weights."""
-        if asked is not None:
-            known = next(reversed(self._hyperparameters.values()), None)
-            if asked.hyperparameters != known:
-                self._hyperparameters[len(self)] = asked.hyperparameters
-        self._numbers.extend((asked.index, asked.epoch, asked.batch) if asked else (-1, -1, -1))
-        self._scales.append(asked.loss_scale if asked else 0.0)
-        self._histograms.append(asked.histograms if asked else False)
-
-    def since(self, start: int) -> Iterator[Iteration | None]:
-        """The entries from number ``start`` on."""
-        before = [n for n in self._hyperparameters if n <= start]
-        values = self._hyperparameters[before[-1]] if before else None
-        for n in range(start, len(self)):
-            values = self._hyperparameters.get(n, values)
-            index, epoch, batch = self._numbers[3 * n : 3 * n + 3]
-            text = f"sparkdl: epoch {epoch + 1} · iteration {index + 1} · again"
-            scale, histograms = self._scales[n], bool(self._histograms[n])
-            iteration = Iteration(index, epoch, batch, values, text, scale, histograms)
-            yield None if index < 0 else iteration
-
-    @property
-    def iterations(self) -> int:
-        """Iterations done, those before this run included."""
-        return max(self._numbers[-6::3], default=-1) + 1
 
 
 @dataclass(frozen=True, eq=False)
