@@ -46,15 +46,6 @@ def with_profile(rdd: RDD, profile: ResourceProfile) -> RDD:
         raise SessionError(f"resource_profile cannot be had here: {reason}") from None
 
 
-def task_slots(context: SparkContext, profile: ResourceProfile | None = None) -> int:
-    """How many tasks run at once: Spark's default parallelism, which are the cores that it knows of
-    unless it is set, and then by the cores of a task."""
-    known = context.defaultParallelism
-    if context.getConf().contains("spark.default.parallelism"):
-        return known
-    return max(1, known // cpus_of(context, profile))
-
-
 def cpus_of(context: SparkContext, profile: ResourceProfile | None) -> int:
     """Cores of a task, and so torch's threads in it."""
     request = profile.taskResources.get("cpus") if profile is not None else None

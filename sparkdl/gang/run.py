@@ -16,7 +16,7 @@ from pyspark.sql import SparkSession
 from sparkdl.errors import ParameterError, SessionError
 from sparkdl.gang.launch import Gang
 from sparkdl.gang.member import Member
-from sparkdl.gang.profile import task_slots
+from sparkdl.gang.slots import task_slots
 from sparkdl.sync.state import mapped
 
 DEVICES = ("auto", "cpu", "cuda")

@@ -10,7 +10,7 @@ from pyspark.resource import ResourceProfile
 
 from sparkdl.errors import ParameterError, SessionError
 from sparkdl.frames import is_local
-from sparkdl.gang.profile import check_profile, in_java
+from sparkdl.gang.profile import check_profile, cpus_of, in_java
 
 SLOT_SECONDS = 30.0
 """How long executors may take to come before too few task slots are an error, or are made do with."""
@@ -19,6 +19,22 @@ SLOT_SECONDS = 30.0
 def slots_now(context: SparkContext, profile: ResourceProfile | None = None) -> int:
     """How many tasks, of ``profile``, the executors that are there run at once."""
     return _count(context, in_java(context, profile))
+
+
+def task_slots(context: SparkContext, profile: ResourceProfile | None = None) -> int:
+    """:func:`slots_now`, which counts GPUs too; before the first executor has come, by the cores that
+    Spark expects."""
+    if profile is not None:
+        check_profile(context, profile)
+    return slots_now(context, profile) or max(
+        1, context.defaultParallelism // cpus_of(context, profile)
+    )
+
+
+def default_replicas(context: SparkContext) -> int:
+    """Partitions where nobody says how many: as Spark does it, else :func:`task_slots`."""
+    given = context.getConf().contains("spark.default.parallelism")
+    return context.defaultParallelism if given else task_slots(context)
 
 
 def check_slots(

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from pyspark import SparkContext
 from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 from torch import nn
@@ -19,7 +20,7 @@ from sparkdl.data.assemble import input_fields, preview_batch
 from sparkdl.data.batches import EpochPlan
 from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ParameterError
-from sparkdl.gang.profile import task_slots
+from sparkdl.gang.slots import default_replicas, task_slots
 from sparkdl.infer.output import Output
 from sparkdl.replica.flat import FlatModule
 from sparkdl.replica.recipe import Recipe, weights_digest
@@ -127,9 +128,7 @@ def run(
     resuming = None if resume is None else Resuming(trainer, resume, any_data=one_pass)
     if trainer.checkpoint is not None:
         CheckpointStore(trainer.checkpoint.path).prepare()
-    profile = trainer.resource_profile if trainer.engine == "gang" else None
-    slots = task_slots(context, profile)
-    replicas = trainer.replicas or (resuming and resuming.replicas) or slots
+    replicas = trainer.replicas or (resuming and resuming.replicas) or _replicas(trainer, context)
     slab = SlabConfig.new(settings.slab_dir, context.applicationId)
     bar = ProgressBar(settings.progress, one_pass)
     if trainer.engine == "gang":
@@ -182,6 +181,13 @@ def run(
         digest = weights_digest(trained.module)
         trained.optimizer_state = KeptState(packed, identity.model, model.optimizers, digest)
     return Carried(trained, state, packed_best)
+
+
+def _replicas(trainer: Trainer, context: SparkContext) -> int:
+    """M where nobody says it."""
+    if trainer.engine == "gang":  # all at once
+        return task_slots(context, trainer.resource_profile)
+    return default_replicas(context)
 
 
 def _try_out(

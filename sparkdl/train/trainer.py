@@ -83,8 +83,8 @@ class Trainer:
     batch_size: int = 256
     """The global batch: samples of all replicas together. The last batch of an epoch may be short."""
     replicas: int | None = None
-    """M; None: ``spark.default.parallelism`` where it is set, else the cores that Spark knows of by
-    those of a task (``spark.task.cpus``); or the checkpoint's M."""
+    """M; None: the checkpoint's; else ``spark.default.parallelism`` where it is set (a gang takes no
+    notice), else as many as tasks run at once, by cores and GPUs of the executors and of a task."""
     min_ranks: int | None = None
     """Of a gang: with how few task slots it goes on where executors are lost for good, or too few come.
     It still has M ranks, and the same bits: several then share a slot, each a process of its own. That

@@ -1,9 +1,10 @@
-"""Resource profiles: tasks of a gang alone get more cores, and torch as many threads."""
+"""What a task takes of an executor: cores of a resource profile, and GPUs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import gpus
 import profiles
 import pytest
 from gang_training import trainer_of
@@ -48,6 +49,19 @@ def test_each_rank_has_two_cores(found):
 def test_a_trainers_gang_has_them_too(found):
     assert found["losses"] == pytest.approx(found["expected"], rel=1e-6)
     assert found["threads"].count(2) >= 2  # the ranks; the driver's own passes have one
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("parallelism", [None, 3])
+def test_by_default_there_are_as_many_ranks_as_gpus(tmp_path, parallelism):
+    """And not as cores: two a GPU would wait for each other, and a gang for the second for good."""
+    settings = {} if parallelism is None else {"spark.default.parallelism": str(parallelism)}
+    found = launch(Path(gpus.__file__), tmp_path, settings=settings)
+    assert found["cores"] == (parallelism or 4)
+    assert len(found["places"]) == len(set(found["places"])) == 2
+    partitions = parallelism or 2
+    assert found["replicas"] == {"shuffle": partitions, "gang": 2, "local": partitions}
 
 
 def test_there_are_none_in_local_mode(spark):

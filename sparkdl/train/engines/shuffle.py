@@ -18,7 +18,7 @@ import torch
 
 from sparkdl.data.batches import EpochPlan
 from sparkdl.data.samples import SampleSet
-from sparkdl.gang.profile import task_slots
+from sparkdl.gang.slots import task_slots
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.run import Run
