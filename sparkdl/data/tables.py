@@ -11,7 +11,7 @@ import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, functions
-from pyspark.sql.types import MapType
+from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructType
 
 from sparkdl.data.partition import PartitionWriter
 from sparkdl.data.parts import join_parts
@@ -170,11 +170,29 @@ def ship_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 def content_hash(data: DataFrame) -> SparkColumn:
     """A hash of whole rows. A map, which Spark does not hash, goes in as the array of its entries."""
     return functions.xxhash64(
-        *[
-            functions.map_entries(field.name) if isinstance(field.dataType, MapType) else field.name
-            for field in data.schema
-        ]
+        *[_hashable(functions.col(quoted(field.name)), field.dataType) for field in data.schema]
     )
+
+
+def _hashable(column: SparkColumn, kind: DataType) -> SparkColumn:
+    """``column`` without a map in it."""
+    if not _has_map(kind):
+        return column
+    if isinstance(kind, MapType):
+        entry = StructType([StructField("key", kind.keyType), StructField("value", kind.valueType)])
+        return _hashable(functions.map_entries(column), ArrayType(entry))
+    if isinstance(kind, ArrayType):
+        return functions.transform(column, lambda item: _hashable(item, kind.elementType))
+    assert isinstance(kind, StructType)
+    return functions.struct(*[_hashable(column.getField(f.name), f.dataType) for f in kind.fields])
+
+
+def _has_map(kind: DataType) -> bool:
+    if isinstance(kind, ArrayType):
+        return _has_map(kind.elementType)
+    if isinstance(kind, StructType):
+        return any(_has_map(field.dataType) for field in kind.fields)
+    return isinstance(kind, MapType)
 
 
 def partition_of(data: DataFrame, count: int) -> SparkColumn:

@@ -193,6 +193,26 @@ def test_sequences_functions_and_weights(reader: Reader, here: bool) -> None:
     )
 
 
+MAPS_WITHIN = {
+    "struct(id AS n, map('id', id) AS inner)": lambda value: dict(value["inner"])["id"],
+    "array(map('id', id), map())": lambda value: dict(value[0])["id"],
+    "map('outer', map('id', id))": lambda value: dict(dict(value)["outer"])["id"],
+    "map('s', array(struct(map('id', id) AS m)))": lambda v: dict(dict(v)["s"][0]["m"])["id"],
+}
+
+
+def test_maps_within_other_types(reader: Reader) -> None:
+    """Each is a function's to read, and no less redistributed by its content."""
+    columns = [f"{text} AS c{n}" for n, text in enumerate(MAPS_WITHIN)]
+    names = [f"c{n}" for n in range(len(columns))]
+    specs = {n: Convert(f) for n, f in zip(names, MAPS_WITHIN.values(), strict=True)}
+    data = reader.spark.range(20).selectExpr(*columns)
+    samples = reader.samples(data.repartition(5), names, columns=specs)
+    for column in reader.rows(samples):
+        assert sorted(column.tolist()) == list(range(20))
+    assert same(samples, reader.samples(data.repartition(3), names, columns=specs))
+
+
 def test_a_function_that_fails_names_column_and_row(reader: Reader) -> None:
     data = texts(reader, 4).selectExpr("if(text = 'n3', 'three', text) AS text").coalesce(1)
     with pytest.raises(DataError) as caught:
