@@ -47,8 +47,9 @@ def main() -> None:
         "samples": count,
         **found,
     }
+    print(console.table({"samples": count, **found}), flush=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"{console.table({'samples': count, **found})}\n\n{path}")
+    print(f"\n{path}")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class RunFolder:
         import pyspark
         import torch
 
-        command = shlex.join(_without_secrets(sys.argv))
+        command = shlex.join(_without_secrets(sys.argv)).replace("\n", "\n# ")
         (self.path / "config.yaml").write_text(
             f"# Written by {command}\n"
             f"# sparkdl {__version__}, pyspark {pyspark.__version__}, torch {torch.__version__}, "
@@ -81,10 +81,10 @@ class RunFolder:
 
     def write_training(self, trained: TrainedModel) -> None:
         """``model/``, ``best/`` and ``ema/`` where there are such, the history and its curves."""
-        for name, one in models_of(trained).items():
-            one.save(self.path / name)
         for suffix in ("json", "csv"):
             trained.history.save(self.path / f"history.{suffix}")
+        for name, one in models_of(trained).items():
+            one.save(self.path / name)
         draw_curves(trained.history, self.path / "curves.png")
 
     def write_summary(self, summary: dict[str, Any]) -> None:

@@ -20,6 +20,14 @@ SAME_TYPE = (
 )
 
 
+def varying(column: str) -> str:
+    """What to do about arrays of different lengths."""
+    return (
+        f'{SAME_SHAPE} Rows of varying length are padded with columns={{"{column}": '
+        "sparkdl.Sequence()}."
+    )
+
+
 @dataclass(frozen=True)
 class Problem:
     """What is wrong with one row of one column; found on an executor, raised on the driver.

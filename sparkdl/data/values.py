@@ -21,6 +21,7 @@ from sparkdl.data.problems import (
     RowProblem,
     drop,
     finite,
+    varying,
 )
 from sparkdl.data.ragged import Ragged, Rows
 
@@ -172,7 +173,7 @@ def _nested(array: pa.Array, column: Column, first_row: int) -> np.ndarray:
                 column.name,
                 first_row + item // rows_per_item,
                 f"has {int(lengths[item])} values where row {first_row} has {length}",
-                SAME_SHAPE,
+                varying(column.name) if level == 0 else SAME_SHAPE,
             )
         shape.append(length)
         rows_per_item *= length

@@ -66,7 +66,7 @@ class MeanMetric(Metric):
     def sums(self, output: torch.Tensor, target: torch.Tensor) -> tuple[float, float]:
         """(sum, count) over a batch, in float64."""
         values = self.function(output, target)
-        if values.ndim == 0 and len(output) > 1:
+        if values.ndim == 0 and output.ndim and len(output) > 1:
             raise ValueError(
                 "the function gave one value for the whole batch, and averages cannot be averaged: "
                 'let it give one for each sample, as torch\'s losses do with reduction="none"'

@@ -58,9 +58,11 @@ def _squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def _without_ones(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, 1) as (B,), of either: torch would broadcast (B, 1) and (B,) to (B, B)."""
+    """(B, 1) as (B,), of either: torch would broadcast (B, 1) and (B,) to (B, B). And what
+    ``squeeze()`` makes of a single row, as (1,)."""
     pair = [
-        one.reshape(-1) if one.ndim == 2 and one.shape[1] == 1 else one for one in (output, target)
+        one.reshape(-1) if one.ndim == 0 or (one.ndim == 2 and one.shape[1] == 1) else one
+        for one in (output, target)
     ]
     return pair[0], pair[1]
 

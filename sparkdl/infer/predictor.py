@@ -72,11 +72,12 @@ _loaded: OrderedDict[str, nn.Module] = OrderedDict()
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[nn.Module]:
-    """The module in evaluation mode and without gradients inside the block."""
+    """The module in evaluation mode and without gradients inside the block. Not in inference mode:
+    what a model keeps of its passes would be of no use in training afterwards."""
     was_training = module.training
     module.eval()
     try:
-        with torch.inference_mode():
+        with torch.no_grad():
             yield module
     finally:
         module.train(was_training)
@@ -112,4 +113,5 @@ def run_batches(
                     f"{str(error).rstrip('. ')}. Give columns of the shapes and types that it was "
                     "trained on."
                 ) from error
-            yield (finish(output) if finish else output), rows
+            result = finish(output) if finish else output
+        yield result, rows  # out of the block: who goes on from here may want gradients

@@ -75,7 +75,8 @@ class Scorer:
             plain, target = self._plain(output, targets)
             for metric, state in zip(self.metrics, states[2:], strict=True):
                 try:
-                    updated.append(metric.update(state, plain, target))
+                    with torch.autocast("cpu", enabled=False):  # validation may be inside one
+                        updated.append(metric.update(state, plain, target))
                 except Exception as error:
                     raise ParameterError(
                         f"{_failed(metric, error)}. The output is {_shape(plain)}, the label "

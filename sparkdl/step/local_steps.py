@@ -63,6 +63,7 @@ def several_steps(
                 reduced.absent,
                 whole.optimizer,
                 work.step.hyperparameters,
+                loss=torch.tensor(loss, dtype=flat.dtype),
             )
         live.flat.save_buffers(flat)
         live.flat.refresh()

@@ -89,9 +89,11 @@ def weighted_mean(
         found = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
         raise NoValuePerSample(f"the loss gave {found} for {len(weights)} samples")
     each = values.reshape(len(values), -1)
+    if each.dtype in (torch.float16, torch.bfloat16):  # weights may be large, and so their sum
+        each = each.float()
     weights = weights.to(each)
     if masses is None:
-        rows = each.sum(dim=1) if _reduction(loss) == "batchmean" else each.mean(dim=1)
+        rows = each.sum(dim=1) if reduction_of(loss) == "batchmean" else each.mean(dim=1)
         total, summed = weights.sum(), (rows * weights).sum()
     else:
         total, summed = (masses.to(each) * weights).sum(), (each.sum(dim=1) * weights).sum()
@@ -107,7 +109,8 @@ def _unwrapped(loss: Loss) -> tuple[Any, dict[str, Any]]:
     return function, given
 
 
-def _reduction(loss: Loss) -> Any:
+def reduction_of(loss: Loss) -> Any:
+    """Its ``reduction``, where it or a partial of it says one."""
     return _unwrapped(loss)[1].get("reduction", getattr(loss, "reduction", None))
 
 

@@ -34,6 +34,7 @@ class HistoryFile(Recorder):
         if state.iteration > 0 and self._path.is_file():
             self.history = History.load(self._path)
             self.history.truncate(state.iteration)
+            self.history.follow(state)
 
     def on_checkpoint(self, trainer: Trainer, state: TrainState) -> None:
         """So that a run that goes on from there finds all that was before."""

@@ -6,6 +6,7 @@ import re
 import tempfile
 import time
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import ParameterError
@@ -54,9 +55,9 @@ class MLflow(Recorder):
         self._begin()
         run = self._client.get_run(self.run_id)
         parameters = [
-            self._mlflow.entities.Param(_name(name), text)
-            for name, text in plain_parameters(trainer).items()
-            if _name(name) not in run.data.params  # they cannot be changed: a resumed run's stand
+            self._mlflow.entities.Param(name, text)
+            for name, text in _named(plain_parameters(trainer)).items()
+            if name not in run.data.params  # they cannot be changed: a resumed run's stand
         ]
         self._client.log_batch(self.run_id, params=parameters)
 
@@ -110,15 +111,23 @@ class MLflow(Recorder):
     def _log(self, values: dict[str, float], step: int) -> None:
         now = int(time.time() * 1000)
         metrics = [
-            self._mlflow.entities.Metric(_name(name), float(value), now, step)
-            for name, value in values.items()
+            self._mlflow.entities.Metric(name, float(value), now, step)
+            for name, value in _named(values).items()
         ]
         self._client.log_batch(self.run_id, metrics=metrics)
 
 
-def _name(name: str) -> str:
-    """``name`` with the letters that MLflow allows."""
-    return re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)
+def _named(values: Mapping[str, Any]) -> dict[str, Any]:
+    """By names of letters that MLflow allows; what they make alike is numbered."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        plain = allowed = re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)
+        number = 1
+        while plain in found:
+            number += 1
+            plain = f"{allowed} {number}"
+        found[plain] = value
+    return found
 
 
 def _end(mlflow: Any, client: Any, run_id: str, status: str) -> None:

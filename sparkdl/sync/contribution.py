@@ -57,7 +57,8 @@ class Contribution:
     number, rows counted from the piece's first; ``absent``: parameters without a gradient.
     ``compressed``: what stands for the gradient, by parameter number; ``gradient`` is then empty.
     ``kind``: what ``gradient`` is: OWN, SUM or NOTHING (then it is empty too); SPARE: the sum of all,
-    in memory that the update may change.
+    in memory that the update may change. ``arrays``, ``others``: after local steps, the optimizers'
+    state, the latter packed.
     """
 
     replica: int
@@ -69,6 +70,7 @@ class Contribution:
     arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
     compressed: ByParameter | None = None
     kind: str = OWN
+    others: bytes = b""
 
     def dense_gradient(self, plan: SlicePlan, dtype: torch.dtype) -> torch.Tensor:
         """(dense_length,) in ``dtype``, zero where this replica sent nothing."""
@@ -96,6 +98,7 @@ def open_section(
     replica: int = 0,
     weight: float = 1.0,
     absent: frozenset[int] = frozenset(),
+    others: bytes = b"",
 ) -> Contribution:
     """A contribution whose tensors share the memory of ``data`` (to be read, or to be written)."""
     parts: dict[str, torch.Tensor] = {"gradient": torch.empty(0, dtype=layout.wire)}
@@ -124,6 +127,7 @@ def open_section(
         arrays,
         compressed,
         layout.gradient,
+        others,
     )
 
 

@@ -85,7 +85,6 @@ def synchronize(step: Step, partition: int, run: Run, frames: list[Frame]) -> Sl
             known=known,
             squares=squares,
             loss=loss,
-            others=_others(frames),
             keep=keep,
         )
         _check_references(pool, frames)
@@ -255,6 +254,7 @@ def _contributions(owner: Owner, pool: Pool, frames: list[Frame]) -> list[Contri
             replica=header.replica,
             weight=header.weight,
             absent=header.absent,
+            others=header.others,
         )
         for header, payload in frames
         if header.section is not None
@@ -273,11 +273,6 @@ def _loss(frames: list[Frame]) -> float:
     headers = [header for header, _ in frames if header.section is not None]
     total = sum(header.weight for header in headers)
     return sum(header.loss * header.weight for header in headers) / total if total else 0.0
-
-
-def _others(frames: list[Frame]) -> bytes:
-    """After local steps, the optimizers' state beside the arrays, of the first replica that has it."""
-    return next((header.others for header, _ in frames if header.others), b"")
 
 
 def _scratch_tensor(run: Run, owner: Owner) -> torch.Tensor:

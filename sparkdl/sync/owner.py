@@ -37,6 +37,7 @@ from sparkdl.sync.gradient import (
     reduce_gradients,
     regularise,
     scaled,
+    shares_of,
     squared_norm,
     strengths,
 )
@@ -141,7 +142,6 @@ class Owner:
         known: Reduced | None = None,
         squares: Sequence[float] = (),
         loss: float = 0.0,
-        others: bytes = b"",
         keep: torch.Tensor | None = None,
     ) -> Updated:
         """Write version t+1 into ``new``. See [Note: one pass over the bytes].
@@ -149,8 +149,7 @@ class Owner:
         ``old``: version t. ``new`` has its ``held`` and ``others`` and as many arrays, with memory of
         its own whose content does not matter, or is ``old`` itself. ``known``: the gradient, where it
         is reduced already; it is not changed. ``squares``: :meth:`squared_norm` of every slice, where
-        it is clipped by norm. ``others``: after local steps, a replica's optimizer state that is not
-        in arrays, packed. ``keep``: (dense_length) memory for the gradient, where it is asked for.
+        it is clipped by norm. ``keep``: (dense_length) memory for the gradient, where it is asked for.
         """
         norm, scale = None, 1.0
         if self.clips_norm and self.policy.clip_norm is not None:
@@ -179,7 +178,7 @@ class Owner:
             state = new if whole else block_of_state(self.plan, block, new, before)
             if new is not old:
                 _copy(old, state, start)
-            self._step(block, state, part, contributions, hyperparameters, loss, others)
+            self._step(block, state, part, contributions, hyperparameters, loss)
             if not whole:
                 keep_block(self.plan, block, state, new)
         merge_buffers(self.plan, contributions, new.weights)
@@ -197,11 +196,10 @@ class Owner:
         contributions: Sequence[Contribution],
         hyperparameters: Sequence[Mapping[str, Any]] | None,
         loss: float,
-        others: bytes,
     ) -> None:
         """Bring a block's state, a copy of version t, to t+1."""
         if self.policy.local_steps > 1:
-            _average(block, state, reduced, contributions, others)
+            _average(block, state, reduced, contributions)
         else:
             step_slice(
                 block,
@@ -267,28 +265,36 @@ def _copy(whole: SliceState, block: SliceState, start: int) -> None:
 
 
 def _average(
-    plan: SlicePlan,
-    state: SliceState,
-    moved: Reduced,
-    contributions: Sequence[Contribution],
-    others: bytes,
+    plan: SlicePlan, state: SliceState, moved: Reduced, contributions: Sequence[Contribution]
 ) -> None:
-    """After local steps: the mean of the replicas' weights and of their optimizer state."""
+    """After local steps: the mean of the replicas' weights, and of the optimizer state of those that
+    had a gradient for a parameter; what has no mean is that of the first of these."""
     state.weights[: plan.dense_length].add_(moved.gradient)
     ordered = sorted(contributions, key=lambda c: c.replica)
-    total = sum(c.weight for c in ordered)
-    for name in {name: None for c in ordered for name in c.arrays}:
-        parts = [c for c in ordered if name in c.arrays]
-        merged = torch.zeros_like(parts[0].arrays[name])
-        for part in parts:
-            merged.add_(part.arrays[name], alpha=part.weight / total if total else 0.0)
-        if name in state.arrays:
-            state.arrays[name].copy_(merged)
-        else:
-            state.arrays[name] = merged
-    if others:
-        held, values = unpack(others)
-        for piece in plan.parameters:
-            if piece.number in values:
-                state.held[piece.number] = held[piece.number]
-                state.others[piece.number] = values[piece.number]
+    told = {c.replica: unpack(c.others) for c in ordered if c.others}
+    for piece in plan.parameters:
+        stepped = [
+            c
+            for c in ordered
+            if c.replica in told
+            and piece.number not in c.absent
+            and piece.number in told[c.replica][1]
+        ]
+        if not stepped:
+            continue
+        held, others = told[stepped[0].replica]
+        state.held[piece.number] = held[piece.number]
+        state.others[piece.number] = others[piece.number]
+        shares = shares_of([c.weight for c in stepped])
+        for name in held[piece.number]:
+            first = stepped[0].arrays[name]
+            if name not in state.arrays:
+                state.arrays[name] = torch.zeros_like(first, device=state.weights.device)
+            place = state.arrays[name][piece.start : piece.stop]
+            if not first.is_floating_point():
+                place.copy_(first[piece.start : piece.stop])
+                continue
+            place.zero_()
+            for c, share in zip(stepped, shares, strict=True):
+                if name in c.arrays:
+                    place.add_(c.arrays[name][piece.start : piece.stop], alpha=share)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparkdl.errors import ModelError
+from sparkdl.replica.recipe import seeded
 from sparkdl.sync.apply import evaluate_once, step_slice, wants_loss
 from sparkdl.sync.plan import Piece, SlicePlan
 from sparkdl.sync.state import SliceState
@@ -90,7 +91,7 @@ def _text(error: Exception) -> str:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=1e-4, atol=1e-14)
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-14, equal_nan=True)
 
 
 def _works_cut(
@@ -105,10 +106,9 @@ def _works_cut(
 def _check_memory(plan: OptimizerPlan, shape: tuple[int, ...]) -> None:
     """Raise :class:`sparkdl.errors.ModelError` for an optimizer that remembers what is not in its
     ``state``: here each step is another instance's."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with seeded(0):
         ours = _update(plan, shape, _TOGETHER, False, _STEPS_OF_A_LIFE)
-        torch.manual_seed(0)
+    with seeded(0):
         drawn = _drawn(_STEPS_OF_A_LIFE)
         tensors = {n: drawn[0, n * _SIZE : (n + 1) * _SIZE].view(shape).clone() for n in (0, 1)}
         (optimizer,) = plan.build(tensors)

@@ -89,7 +89,7 @@ def label_hint(error: Exception, targets: Sequence[torch.Tensor], labels: Sequen
     if len(targets) != 1:
         return ""
     name, target = labels[0].name, targets[0]
-    if target.is_floating_point():
+    if target.is_floating_point() or (target.dtype == torch.bool and "Long" in str(error)):
         what, kind = "class numbers", "long"
     elif isinstance(error, IndexError):
         return (

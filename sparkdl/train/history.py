@@ -73,6 +73,14 @@ class History:
             del column[length:]
         self._validations = [v for v in self._validations if v.iteration <= iteration]
 
+    def follow(self, state: TrainState) -> None:
+        """The run goes on from ``state``: what a CSV does not tell of the time before it is counted."""
+        counts = self._columns["skipped"]
+        offset = state.skipped - (counts[-1] if counts else self._start["skipped"])
+        self._start["skipped"] += offset
+        for i in range(len(counts)):
+            counts[i] += offset
+
     def __len__(self) -> int:
         return len(self._columns["loss"])
 

@@ -8,6 +8,8 @@ is written last and has a checksum of each of the others. They find damage, not 
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import os
 import secrets
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 from pyspark import cloudpickle
 from safetensors.torch import save_model
 from torch import nn
@@ -61,7 +64,7 @@ def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = 
     pickled = cloudpickle.dumps(trained.model) if recipe is None else b""
     folder.mkdir(parents=True, exist_ok=True)
     files = {
-        WEIGHTS: _place(folder / WEIGHTS, lambda draft: save_model(trained.module, str(draft))),
+        WEIGHTS: _place(folder / WEIGHTS, functools.partial(_save_weights, trained.module)),
         HISTORY: _place(folder / HISTORY, trained.history.save),
     }
     if recipe is None:
@@ -71,6 +74,30 @@ def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = 
     text = json.dumps({**content, "files": files}, indent=1) + "\n"
     _place(folder / MODEL, lambda draft: draft.write_text(text))
     return folder
+
+
+def _save_weights(module: nn.Module, draft: Path) -> None:
+    """A safetensors file. Raises :class:`ModelError` for what is no tensor."""
+    for name, value in module.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            raise ModelError(
+                f'state_dict() has "{name}", a {type(value).__name__}, and a safetensors file holds '
+                "tensors only: let get_extra_state() return a tensor, or register a buffer."
+            )
+    save_model(_apart(copy.deepcopy(module)) if _views(module) else module, str(draft))
+
+
+def _apart(module: nn.Module) -> nn.Module:
+    """``module``, changed: what is a part of another tensor has memory of its own."""
+    for tensor in _views(module):
+        tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return module
+
+
+def _views(module: nn.Module) -> list[torch.Tensor]:
+    """Its tensors that are part of another one, or one element many times; safetensors refuses them."""
+    tensors = (*module.parameters(), *module.buffers())
+    return [t for t in tensors if t.untyped_storage().nbytes() != t.nbytes]
 
 
 def load(
@@ -97,7 +124,7 @@ def load(
     try:
         with mappable(folder / WEIGHTS) as file:
             saved.compare(file, WEIGHTS)
-            safetensors.torch.load_model(module, file)
+            safetensors.torch.load_model(_apart(module), file)
     except ModelError:
         raise
     except (OSError, ValueError) as error:

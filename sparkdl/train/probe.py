@@ -20,7 +20,14 @@ from sparkdl.infer.predictor import evaluating, run_batches
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.recipe import Recipe, seeded
 from sparkdl.step.compute import to_tensors, weigh
-from sparkdl.step.loss import NoValuePerSample, OfClasses, call_loss, masses_of, weighted_mean
+from sparkdl.step.loss import (
+    NoValuePerSample,
+    OfClasses,
+    call_loss,
+    masses_of,
+    reduction_of,
+    weighted_mean,
+)
 from sparkdl.train.engine import ValidationSet
 from sparkdl.train.hints import (
     dtypes_of,
@@ -69,6 +76,7 @@ def try_model(
         if output is None:
             raise ModelError("the model returned None: its forward must return the output.")
         _check_shapes(output, targets, len(inputs[0]), labels_are)
+        _check_loss(loss)
         masses = masses_of(loss, targets)
         weights = _weights_of(batch, targets, recipe, labels_are)
         try:
@@ -237,6 +245,23 @@ def _has_single(rows: int, policy: Policy) -> bool:
 
 def _cut(rows: int, count: int) -> list[int]:
     return [rows * (i + 1) // count - rows * i // count for i in range(count)]
+
+
+def _check_loss(loss: Any) -> None:
+    """What would be trained otherwise than its author thinks."""
+    if reduction_of(loss) == "sum":
+        raise ModelError(
+            'the loss adds up (reduction="sum"), and the losses of replicas are averaged, each '
+            'weighted by its samples: use reduction="mean".'
+        )
+    if isinstance(loss, nn.Module):
+        trains = [name for name, p in loss.named_parameters() if p.requires_grad]
+        if trains:
+            raise ModelError(
+                f"the loss has parameters ({', '.join(trains[:3])}), and only those of the model are "
+                "trained: let the model hold them and return what they make, or set "
+                "requires_grad=False."
+            )
 
 
 def _output_in_use(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Output | None:

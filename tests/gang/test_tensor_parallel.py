@@ -297,7 +297,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"model": partial(nn.Linear, WIDTH, CLASSES)},
         ModelError,
         'strategy="tensor" finds no two nn.Linear that follow each other, with an activation between '
-        "them and a width that 1 divides: name what to cut, strategy=sparkdl.Tensor("
+        "them: name what to cut, strategy=sparkdl.Tensor("
         'plan={"name": "column", "name": "row"}).',
     ),
     "a width that does not come out even": (

@@ -145,7 +145,8 @@ def test_micro_batches_of_weighted_samples(sizes, slices):
 
 
 def several_steps(trainer, parts, before=None, penalty=None, iterations=ITERATIONS):
-    """Each replica takes its own steps from one state; weights and moments are then averaged."""
+    """Each replica takes its own steps from one state; weights are then averaged, and the moments of
+    those that had a gradient."""
     recipe = recipe_of(trainer)
     module = copy.deepcopy(recipe.build()).train()
     optimizer = recipe.build_optimizer(module)
@@ -159,7 +160,7 @@ def several_steps(trainer, parts, before=None, penalty=None, iterations=ITERATIO
                 live = copy.deepcopy(module)
                 own = recipe.build_optimizer(live)
                 own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-                k, rows = trainer.local_steps, len(part)
+                k, rows, used = trainer.local_steps, len(part), set()
                 for j in range(k):
                     piece = part[rows * j // k : rows * (j + 1) // k]
                     if not len(piece):
@@ -170,19 +171,26 @@ def several_steps(trainer, parts, before=None, penalty=None, iterations=ITERATIO
                     (value if penalty is None else value + penalty(live)).backward()
                     if before is not None:
                         before(live)
+                    used |= {n for n, p in enumerate(live.parameters()) if p.grad is not None}
                     own.step()
-                copies.append((live, own, rows / total))
+                copies.append((live, own, rows / total, used))
             with torch.no_grad():
                 for name, tensor in module.named_parameters():
-                    tensor.copy_(sum(dict(c.named_parameters())[name] * w for c, _, w in copies))
+                    tensor.copy_(sum(dict(c.named_parameters())[name] * w for c, _, w, _ in copies))
                 for name, tensor in module.named_buffers():
-                    tensor.copy_(sum(dict(c.named_buffers())[name] * w for c, _, w in copies))
-            state = copies[0][1].state_dict()  # step counts are the first replica's
-            for number, values in state["state"].items():
+                    tensor.copy_(sum(dict(c.named_buffers())[name] * w for c, _, w, _ in copies))
+            state = optimizer.state_dict()
+            for number in range(len(list(module.parameters()))):
+                users = [(o.state_dict()["state"], w) for _, o, w, used in copies if number in used]
+                if not users or number not in users[0][0]:
+                    continue
+                values = state["state"][number] = dict(
+                    users[0][0][number]
+                )  # step counts: the first's
                 for name, value in values.items():
                     if torch.is_tensor(value) and value.ndim:
-                        every = [o.state_dict()["state"][number][name] * w for _, o, w in copies]
-                        values[name] = sum(every)
+                        share = sum(w for _, w in users)
+                        values[name] = sum(found[number][name] * w / share for found, w in users)
             optimizer.load_state_dict(state)
             steps.append(snapshot(module))
             losses.append(total_loss)
@@ -203,6 +211,81 @@ def test_local_steps(sizes, slices, local_steps, optimizer):
     wanted, losses = several_steps(trainer, parts)
     assert_close(seen.steps, wanted)
     assert seen.losses == pytest.approx(losses, rel=1e-11)
+
+
+class Branched(nn.Module):
+    """The second half is used where a sample says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.rare = nn.Linear(WIDTH, CLASSES, dtype=torch.float64)
+
+    def forward(self, inputs):
+        output = self.inner(inputs)
+        return output + self.rare(inputs) if (inputs[:, 0] > 100).any() else output
+
+
+@pytest.mark.parametrize("slices", [1, 3])
+@pytest.mark.parametrize("users", [{0}, {1}, {0, 2}, {1, 2}, set()], ids=str)
+def test_local_steps_of_a_part_that_not_all_replicas_use(users, slices):
+    """Nobody who had no gradient for it has a say in its optimizer state."""
+    parts = Parts.of((16, 15, 12))
+    for replica in users:
+        for sample in parts.records[replica]:
+            sample.features[0] = 101.0
+    adam = partial(torch.optim.Adam, lr=1e-2)
+    trainer = trainer_of((16, 15, 12), slices, model=Branched, optimizer=adam, local_steps=2)
+    seen = fit_here(trainer, parts)
+    assert_close(seen.steps, several_steps(trainer, parts)[0])
+
+
+class ByLoss(torch.optim.Optimizer):
+    """The higher the loss, the longer the step."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure):
+        loss = float(closure())
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None:
+                p.add_(p.grad, alpha=-0.05 * loss)
+
+
+def test_local_steps_tell_an_optimizer_the_loss():
+    parts = Parts.of((43,))
+    trainer = trainer_of((43,), 1, optimizer=ByLoss, local_steps=2)
+    recipe, module = recipe_of(trainer), recipe_of(trainer).build()
+    steps = fit_here(trainer, parts).steps
+    for t in range(ITERATIONS):
+        (part,) = parts_of(trainer, parts, t)
+        for low, high in ((0, len(part) // 2), (len(part) // 2, len(part))):
+            module.zero_grad()
+            value = plain_loss(trainer, module, part[low:high])
+            value.backward()
+            recipe.build_optimizer(module).step(lambda value=value: value)
+        assert_close([steps[t]], [snapshot(module)])
+
+
+class Visits(torch.optim.SGD):
+    """An element-wise state of whole numbers: how often each element has had a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None:
+                seen = self.state[p].setdefault("seen", torch.zeros(p.shape, dtype=torch.int64))
+                seen += 1
+                p.mul_(1 - 1e-3 * seen)
+
+
+def test_local_steps_keep_whole_numbers_whole():
+    parts = Parts.of((22, 21))
+    trainer = trainer_of((22, 21), 2, optimizer=partial(Visits, lr=0.1), local_steps=2)
+    assert all(map(math.isfinite, fit_here(trainer, parts).losses))
 
 
 @pytest.mark.parametrize(("sizes", "slices"), [((22, 21), 2), ((30, 2, 11), 5)], ids=str)

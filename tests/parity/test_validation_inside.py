@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from feature_runs import (
+    ITERATIONS,
     WIDTH,
     Centred,
     Notes,
@@ -277,6 +278,28 @@ def test_the_loss_is_computed_in_single_precision(model, loss, make, precision):
     assert seen.trained.best is not None
 
 
+class Keeping(nn.Module):
+    """Keeps a table from pass to pass, made anew where there are more rows, and counts its passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.table = mlp(), None
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.passes = self.passes + 1
+        output = self.inner(inputs)
+        if self.table is None or len(self.table) < len(output):
+            self.table = torch.linspace(0.5, 1.5, len(output), dtype=output.dtype)[:, None]
+        return output * self.table[: len(output)]
+
+
+def test_what_a_model_keeps_in_a_validation_is_of_use_in_training():
+    given = {"every": sparkdl.every(3), "batch_size": 64}
+    trainer, parts, _ = validated((22, 21), 2, (30, 30), model=Keeping, validation=given)
+    assert len(fit_here(trainer, parts).losses) == ITERATIONS
+
+
 class Answer(dict):
     """What a model may return: entries that are attributes too."""
 
@@ -322,7 +345,7 @@ def test_metrics_are_given_single_precision():
     kinds = set()
 
     def kind(output, target):
-        kinds.add(output.dtype)
+        kinds.update([output.dtype, (output.T @ output).dtype])
         return output.sum(dim=1)
 
     given = {"metrics": [("kind", sparkdl.MeanMetric("kind", kind))], "batch_size": 17}

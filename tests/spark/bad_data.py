@@ -20,6 +20,9 @@ from sparkdl import DataError, TrainingError
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SHAPE = "Every row must have the same shape: filter, pad or cut such rows."
+VARYING = (
+    f'{SHAPE} Rows of varying length are padded with columns={{"features": sparkdl.Sequence()}}.'
+)
 IN_ARRAYS = (
     "dropna does not look into arrays: filter such rows with functions.exists, or fill them with "
     "functions.transform."
@@ -283,7 +286,7 @@ ROWS = [
         "ragged arrays",
         lambda fit: fit(fit.features("array<double>", *[[1.0, 2.0]] * 5, [1.0, 2.0, 3.0])),
         DataError,
-        f'column "features", row 2 of partition 1: has 3 values where row 0 has 2. {SHAPE}',
+        f'column "features", row 2 of partition 1: has 3 values where row 0 has 2. {VARYING}',
         jobs=2,
     ),
     Mistake(
@@ -304,7 +307,8 @@ ROWS = [
             replicas=1,
         ),
         DataError,
-        'column "features", row 11000 of partition 0: has 1 values where row 10000 has 2. ' + SHAPE,
+        'column "features", row 11000 of partition 0: has 1 values where row 10000 has 2. '
+        + VARYING,
         jobs=2,
     ),
     Mistake(

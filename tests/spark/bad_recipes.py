@@ -14,6 +14,7 @@ from bad_inputs import (
     Embedded,
     HoldsLock,
     Mistake,
+    Weighing,
     batch_normed,
     cross_entropy,
     detached_loss,
@@ -301,6 +302,28 @@ LOSSES = [
         ModelError,
         "the loss returned a tensor of shape [2]: it must return one number, the mean over the "
         'batch (reduction="mean" in torch.nn losses).',
+        jobs=3,
+    ),
+    *(
+        Mistake(
+            f"a loss that adds up: {name}",
+            lambda fit, loss=loss: fit(fit.good(), loss=loss),
+            ModelError,
+            'the loss adds up (reduction="sum"), and the losses of replicas are averaged, each '
+            'weighted by its samples: use reduction="mean".',
+            jobs=3,
+        )
+        for name, loss in {
+            "module": nn.MSELoss(reduction="sum"),
+            "function": partial(nn.functional.mse_loss, reduction="sum"),
+        }.items()
+    ),
+    Mistake(
+        "a loss with parameters",
+        lambda fit: fit(fit.good(), loss=Weighing()),
+        ModelError,
+        "the loss has parameters (scale), and only those of the model are trained: let the model "
+        "hold them and return what they make, or set requires_grad=False.",
         jobs=3,
     ),
     Mistake(

@@ -371,6 +371,21 @@ def test_predict_keeps_the_order(spark: Any) -> None:
         close(np.stack(found.collect()), expected)
 
 
+def slope(prediction: Any) -> float:
+    """With gradients of its own, in the process that predicts."""
+    x = torch.ones(1, requires_grad=True)
+    (x * float(np.sum(prediction))).sum().backward()
+    assert x.grad is not None
+    return float(x.grad)
+
+
+def test_what_follows_a_prediction_may_want_gradients(spark: Any) -> None:
+    model = trained(linear())
+    rows = [[float(i), float(-i)] for i in range(5)]
+    found = model.predict(spark.sparkContext.parallelize(rows, 1)).map(slope).collect()
+    close(np.array(found), model.module(torch.tensor(rows)).sum(dim=1))
+
+
 def test_predict_numbers_and_several_inputs(spark: Any) -> None:
     example = (torch.zeros(1), torch.zeros(1, 2), torch.zeros(1, dtype=torch.long))
     model = trained(Join(), ("number", "x", "word"), example=example)

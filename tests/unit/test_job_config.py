@@ -286,6 +286,12 @@ def test_the_command_is_written_without_secrets(
     assert "--set e=2" in text
 
 
+def test_a_command_of_several_lines_stays_a_comment(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--set", "name=a\nb: [c"])
+    RunFolder(tmp_path).write_config(parse(smallest()))
+    assert parse(yaml.safe_load((tmp_path / "config.yaml").read_text())) == parse(smallest())
+
+
 def test_names_of_columns_are_no_secrets() -> None:
     content = {"data": {"columns": {"tokens": {"use": "sparkdl:Sequence", "mode": "L"}}}}
     assert redacted(content) == content

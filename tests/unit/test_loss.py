@@ -97,6 +97,17 @@ def test_images_are_averaged_over_their_pixels_first() -> None:
     torch.testing.assert_close(found, (each * weights).sum() / 4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_large_weights_beside_half_precision(dtype) -> None:
+    output, target = OUTPUT.to(dtype), VALUES.to(dtype)
+    weights = WEIGHTS * 1e5 + 12_345
+    each = by_sample(output, target).double()
+    found = weighted_mean(by_sample, output, [target], weights)
+    torch.testing.assert_close(
+        found.double(), (each * weights).sum() / weights.sum(), rtol=1e-6, atol=0
+    )
+
+
 @pytest.mark.parametrize(
     ("loss", "found"),
     [

@@ -82,6 +82,13 @@ def test_errors() -> None:
     assert METRICS["mse"].sums(output, target) == (10.25, 4.0)
 
 
+@pytest.mark.parametrize("name", ["mae", "mse", "accuracy"])
+def test_a_row_alone_that_was_squeezed(name: str) -> None:
+    """``model(x).squeeze()`` of one row has no dimension left."""
+    assert METRICS[name].sums(torch.tensor(0.0), torch.tensor([1.0]))[1] == 1.0
+    assert METRICS[name].sums(torch.tensor(0.0), torch.tensor([[1.0]]))[1] == 1.0
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=50), st.integers(1, 10))
 def test_batches_add_up(values: list[float], size: int) -> None:

@@ -280,6 +280,45 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
     assert same_weights(module, trained.module)
 
 
+class Halves(nn.Module):
+    """Two buffers that are parts of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+        whole = torch.arange(6.0)
+        self.register_buffer("left", whole[:3])
+        self.register_buffer("right", whole[3:])
+
+
+class Extra(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 3)
+
+    def get_extra_state(self) -> dict:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: dict) -> None:
+        pass
+
+
+def test_parts_of_one_tensor_are_stored_apart(tmp_path: Path) -> None:
+    trained = trained_on(Halves)
+    module: Any = load(save(trained, tmp_path)).module
+    assert same_weights(module, trained.module)
+    kept: Any = trained.module
+    assert kept.left.untyped_storage().data_ptr() == kept.right.untyped_storage().data_ptr()
+
+
+def test_state_that_is_no_tensor_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        save(trained_on(in_main, Extra()), tmp_path)
+    assert str(caught.value) == (
+        'state_dict() has "_extra_state", a dict, and a safetensors file holds tensors only: let '
+        "get_extra_state() return a tensor, or register a buffer."
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_weights_keep_their_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     module = nn.Linear(2, 3).to(dtype)

@@ -27,6 +27,9 @@ quick = settings(deadline=None, max_examples=100)
 
 DROP = 'Drop such rows with df.dropna(subset=["x"]), or fill them.'
 SAME_SHAPE = "Every row must have the same shape: filter, pad or cut such rows."
+VARYING = (
+    f'{SAME_SHAPE} Rows of varying length are padded with columns={{"x": sparkdl.Sequence()}}.'
+)
 NO_VALUES = "Filter such rows, or leave the column out."
 INSIDE_ARRAYS = (
     "dropna does not look into arrays: filter such rows with functions.exists, or fill them with "
@@ -211,9 +214,9 @@ def test_mixed_vectors_and_slices(
         ([1.0, 2.0, NAN], 0, 2, "is NaN", DROP),
         ([[1.0, 2.0], [NAN, 3.0]], 1, 1, "holds NaN", INSIDE_ARRAYS),
         ([[[1.0], [2.0]], [[3.0], [4.0]], [[5.0], [NAN]]], 2, 2, "holds NaN", INSIDE_ARRAYS),
-        ([[1.0, 2.0], [3.0, 4.0], [5.0]], 1, 2, "has 1 values where row {} has 2", SAME_SHAPE),
-        ([[1.0], []], 1, 1, "has 0 values where row {} has 1", SAME_SHAPE),
-        ([[[1.0]], [[2.0]], [[3.0], [4.0]]], 2, 2, "has 2 values where row {} has 1", SAME_SHAPE),
+        ([[1.0, 2.0], [3.0, 4.0], [5.0]], 1, 2, "has 1 values where row {} has 2", VARYING),
+        ([[1.0], []], 1, 1, "has 0 values where row {} has 1", VARYING),
+        ([[[1.0]], [[2.0]], [[3.0], [4.0]]], 2, 2, "has 2 values where row {} has 1", VARYING),
         (
             [[[1.0], [2.0]], [[3.0], [4.0, 5.0]]],
             2,

@@ -54,6 +54,16 @@ def test_a_resumed_run_goes_on_with_its_file(tmp_path: Path, name: str) -> None:
     assert path.read_text() == (tmp_path / f"whole-{name}").read_text()
 
 
+@pytest.mark.parametrize("name", ["history.json", "history.csv"])
+def test_a_file_that_began_late_reports_no_skip_that_was_before_it(tmp_path, name: str) -> None:
+    path = tmp_path / name
+    runs.play([HistoryFile(path, every=sparkdl.every(1))], runs.states(first=5, last=6))
+    runs.play([HistoryFile(path, every=sparkdl.every(1))], runs.states(first=7))
+    found = History.load(path)
+    assert [row["iteration"] for row in found] == [5, 6, 7, 8]
+    assert not any(row["skipped"] for row in found)
+
+
 def test_a_run_that_goes_on_from_a_checkpoint_within_an_epoch_finds_all_before(
     tmp_path: Path,
 ) -> None:

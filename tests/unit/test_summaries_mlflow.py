@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,15 @@ def test_a_program_that_ends_early_leaves_a_failed_run() -> None:
     assert done.returncode == 0, done.stderr
     run_id = done.stdout.strip()
     assert mlflow.MlflowClient().get_run(run_id).info.status == "FAILED"
+
+
+def test_names_that_mlflow_takes_for_one_are_numbered() -> None:
+    trainer = replace(runs.a_trainer(), l2={"*.weight": 0.1, "?.weight": 0.2})
+    callback = MLflow()
+    callback.on_fit_start(trainer, TrainState())
+    callback.on_fit_end(trainer, TrainState())
+    found = {k: v for k, v in run_of(callback).data.params.items() if k.startswith("l2")}
+    assert sorted(found.values()) == ["0.1", "0.2"]
 
 
 def test_odd_names_and_values() -> None:

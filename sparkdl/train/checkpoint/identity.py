@@ -125,6 +125,12 @@ class DataIdentity:
                 "checkpoint"
             )
         else:
+            if self.rows != stored.rows:
+                yield (
+                    "there are as many rows as in the checkpoint, divided otherwise (Spark reads files "
+                    "in as many partitions as suits the cores, and where these are as many as replicas "
+                    "they stay: read the data as then, or repartition it by a column in both runs)"
+                )
             for i, (rows, old) in enumerate(zip(self.rows, stored.rows, strict=True)):
                 if rows != old:
                     yield f"partition {i} has {rows:,} rows here and {old:,} in the checkpoint"

@@ -101,18 +101,17 @@ class LocalEngine:
                 iteration.loss_scale,
                 iteration.histograms,
             )
-            reports, sections, others, kept = [], [], [], {}
+            reports, sections, kept = [], [], {}
             for replica, (start, stop) in enumerate(step.rows):
                 if stop > start:
                     report, mine, outcome = self._replica_step(step, replica)
                     reports.append(report)
                     sections.append(mine)
-                    others.append(outcome.others)
                     if outcome.compressed is not None:
                         kept[replica] = outcome.kept
             slices: list[SliceReport] = []
             if not any(report.not_finite for report in reports):
-                slices = self._synchronize(step, reports, sections, next(filter(None, others), b""))
+                slices = self._synchronize(step, reports, sections)
                 self._residuals |= kept
             started.lap("iteration")
             seconds = slowest([*[r.seconds for r in reports], *[s.seconds for s in slices]])
@@ -155,14 +154,14 @@ class LocalEngine:
         report = ReplicaReport(
             replica, outcome.count, outcome.weight, outcome.loss, "", clock.seconds, problem
         )
-        return report, [replace(section, replica=replica) for section in sections], outcome
+        told = [replace(section, replica=replica, others=outcome.others) for section in sections]
+        return report, told, outcome
 
     def _synchronize(
         self,
         step: Step,
         reports: list[ReplicaReport],
         sections: list[list[Contribution]],
-        others: bytes,
     ) -> list[SliceReport]:
         """What the tasks of the parameter-synchronization job do."""
         owners, clocks = self._plans.owners, [Clock() for _ in self._plans.owners]
@@ -191,7 +190,6 @@ class LocalEngine:
                 known=known[n],
                 squares=squares,
                 loss=loss,
-                others=others,
                 keep=keep,
             )
             histograms = owner.histograms(state, updated.reduced) if step.histograms else {}

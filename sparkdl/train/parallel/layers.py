@@ -66,9 +66,10 @@ def plan_of(strategy: Tensor, module: nn.Module, ranks: int) -> dict[str, Any]:
             if width % ranks == 0:
                 found |= {column: "column", row: "row"}
         if not found:
+            even = f" and a width that {ranks} divides" if ranks > 1 else ""
             raise ModelError(
                 'strategy="tensor" finds no two nn.Linear that follow each other, with an activation '
-                f"between them and a width that {ranks} divides: name what to cut, "
+                f"between them{even}: name what to cut, "
                 'strategy=sparkdl.Tensor(plan={"name": "column", "name": "row"}).'
             )
     return found

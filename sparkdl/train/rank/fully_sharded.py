@@ -94,8 +94,7 @@ def cut_units(
         if local(parameter) is parameter:
             parameter.data = parameter.data.contiguous()
     for unit in dict.fromkeys([*units, outermost]):
-        if parallel.tensor is not None:
-            unit.register_forward_hook(_no_view)
+        unit.register_forward_hook(_copied if parallel.tensor is not None else _no_view)
         if unit is outermost and computed is not None:
             dtypes = replace(dtypes, output_dtype=trained)
         cut: FSDPModule = fully_shard(  # type: ignore[call-overload]
@@ -118,8 +117,15 @@ def let_go(module: nn.Module) -> None:
 
 
 def _no_view(unit: nn.Module, inputs: object, output: object) -> object:
-    """An operation in place, on an output that is a view of what the ranks summed, would drop what
-    torch hangs on the output to gather the unit for backward."""
+    """An operation in place on an output that is a view, of ``squeeze`` say, would drop what torch
+    hangs on the output to gather the unit for backward; torch warns of it."""
+    return (
+        _copied(unit, inputs, output) if torch.is_tensor(output) and output._is_view() else output
+    )
+
+
+def _copied(unit: nn.Module, inputs: object, output: object) -> object:
+    """What the ranks of a tensor-parallel model summed are views that do not say so."""
     return output.clone() if isinstance(output, torch.Tensor) else output
 
 
