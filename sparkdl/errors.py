@@ -68,8 +68,11 @@ class SlabFullError(SparkdlError, OSError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``' Did you mean "label"?'`` where a known name is close to ``name``, else an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1)
+    """``' Did you mean "label"?'`` where a known name begins with ``name`` or is close to it, else an
+    empty string."""
+    names = list(known)
+    begun = sorted((k for k in names if len(name) > 2 and k.startswith(name)), key=len)
+    close = begun or difflib.get_close_matches(name, names, n=1)
     return f' Did you mean "{close[0]}"?' if close else ""
 
 

@@ -18,7 +18,7 @@ def check_handles(handles: Sequence[SampleHandle], noun: str) -> None:
             raise DataError(problem.message(f"partition {number}", noun))
     filled = [(i, handle) for i, handle in enumerate(handles) if handle.num_rows]
     if not filled:
-        raise DataError("the data is empty: there is no row to train on.")
+        raise DataError("the data is empty: it has no row.")
     first_partition, first = filled[0]
     for partition, handle in filled[1:]:
         names, wanted_names = ([field.name for field in h.fields] for h in (handle, first))

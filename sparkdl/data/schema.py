@@ -93,9 +93,10 @@ def read_schema(
         for name, field in zip(names, trained, strict=False):
             if name not in schema.names:
                 problems.append(
-                    f'{role} column "{name}" is missing.{nearest(name, schema.names)} '
-                    f"The DataFrame has: {', '.join(schema.names) or 'no columns'}."
-                    + _WITHOUT.get(role, "")
+                    f'{role} column "{name}" is missing.'
+                    + _hint(name, schema)
+                    + f" The DataFrame has: {', '.join(schema.names) or 'no columns'}."
+                    + ("" if fields else _WITHOUT.get(role, ""))
                 )
                 continue
             spec = (specs or {}).get(name) if role != "weight" else None
@@ -107,6 +108,15 @@ def read_schema(
         found.append(columns)
     raise_all(DataError, problems)
     return tuple(found[0]), tuple(found[1]), tuple(found[2])
+
+
+def _hint(name: str, schema: StructType) -> str:
+    """What may be meant by the name of no column."""
+    outer, _, inner = name.partition(".")
+    if inner and outer in schema.names:
+        make = f'df.withColumn("{inner}", df["{name}"])'
+        return f" A field of a struct is no column: {make} makes it one."
+    return nearest(name, schema.names)
 
 
 _WITHOUT = {

@@ -49,7 +49,7 @@ def input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequenc
         hints.append(
             f" The data goes in {ranges}: an embedding needs one row for each number from 0 on."
         )
-    elif integers:
+    elif integers and not isinstance(error, TypeError):
         hints.append(
             " Integer columns stay integers; cast a column that holds measurements: "
             'df.withColumn(name, df[name].cast("float")) or .cast("array<float>").'
@@ -59,7 +59,13 @@ def input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequenc
             f" Each of the {len(inputs)} feature columns is an input of its own, model(a, b, ...); "
             "for one input join them first: VectorAssembler, or functions.array(...)."
         )
-    if not hints and isinstance(error, RuntimeError):
+    if len(inputs) == 1 and inputs[0].ndim == 1 and inputs[0].is_floating_point():
+        name = fields[0].name
+        hints.append(
+            f' "{name}" is one number a row: df.withColumn("{name}", functions.array("{name}")) makes '
+            "it [rows, 1]."
+        )
+    elif not hints and isinstance(error, RuntimeError):
         hints.append(" Each is [rows, ...]: build the model for inputs of these shapes and types.")
     return "".join(hints)
 

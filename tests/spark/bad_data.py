@@ -353,7 +353,7 @@ ROWS = [
         "empty DataFrame",
         lambda fit: fit(fit.good().filter("n < 0")),
         DataError,
-        "the data is empty: there is no row to train on.",
+        "the data is empty: it has no row.",
         jobs=2,
     ),
     Mistake(
@@ -470,7 +470,7 @@ ROWS = [
         "validation data without a row",
         lambda fit: fit(fit.good(), validation=sparkdl.Validation(fit.good().filter("n < 0"))),
         DataError,
-        "validation data: the data is empty: there is no row to train on.",
+        "validation data: the data is empty: it has no row.",
         jobs=5,
     ),
     Mistake(
@@ -489,7 +489,7 @@ RECORDS = [
         "empty RDD",
         lambda fit: fit(fit.rdd()),
         DataError,
-        "the data is empty: there is no row to train on.",
+        "the data is empty: it has no row.",
         jobs=2,
     ),
     Mistake(

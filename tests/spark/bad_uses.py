@@ -65,8 +65,7 @@ USES = [
         "evaluate without the label",
         lambda t: t.model.evaluate(t.good().drop("label")),
         DataError,
-        'label column "label" is missing. The DataFrame has: features, n, s. '
-        "To train without a label, set label=None.",
+        'label column "label" is missing. The DataFrame has: features, n, s.',
     ),
     Mistake(
         "evaluate on a stream",

@@ -243,7 +243,7 @@ def test_an_empty_batch_changes_nothing(spark, frame):
     assert [record["samples"] for record in second.history] == [12, 21]
     assert [record["samples"] for record in first.history] == [12]  # its own copy
     assert mistake(lambda: online().partial_fit(spark.createDataFrame([], SCHEMA))) == (
-        "the data is empty: there is no row to train on."
+        "the data is empty: it has no row."
     )
 
 

@@ -60,7 +60,12 @@ def test_errors_for_users_are_at_the_top() -> None:
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("lable", ' Did you mean "label"?'), ("label", ' Did you mean "label"?'), ("xyzzy", "")],
+    [
+        ("lab", ' Did you mean "label"?'),
+        ("lable", ' Did you mean "label"?'),
+        ("label", ' Did you mean "label"?'),
+        ("xyzzy", ""),
+    ],
 )
 def test_nearest(name: str, hint: str) -> None:
     assert nearest(name, ["features", "label", "weight"]) == hint

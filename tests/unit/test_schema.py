@@ -413,6 +413,13 @@ def test_a_missing_label_tells_how_to_do_without() -> None:
     )
 
 
+def test_a_field_of_a_struct_is_pointed_out() -> None:
+    assert mistake(["struct.a"]) == (
+        'feature column "struct.a" is missing. A field of a struct is no column: '
+        f'df.withColumn("a", df["struct.a"]) makes it one. {THE_COLUMNS}'
+    )
+
+
 def test_a_column_of_nothing() -> None:
     with pytest.raises(DataError) as caught:
         columns_of(sql.StructType([]), ["x"], [], "float32")

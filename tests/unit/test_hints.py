@@ -1,0 +1,53 @@
+"""What to do about a model or a loss that fails on the first rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparkdl.data.handle import Field
+from sparkdl.train.hints import input_hint, loss_hint
+
+COLUMN = ' "x" is one number a row: df.withColumn("x", functions.array("x")) makes it [rows, 1].'
+JOIN = (
+    " Each of the 2 feature columns is an input of its own, model(a, b, ...); for one input join them "
+    "first: VectorAssembler, or functions.array(...)."
+)
+LONG = ' If "y" holds class numbers, cast it: df.withColumn("y", df["y"].cast("long")).'
+FLOAT = ' If "y" holds measurements, cast it: df.withColumn("y", df["y"].cast("array<float>")).'
+
+
+def error_of(call: Any, *inputs: Any) -> Exception:
+    try:
+        call(*inputs)
+    except Exception as error:
+        return error
+    raise AssertionError("it works")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "hint"),
+    [([torch.zeros(3)], COLUMN), ([torch.zeros(3), torch.zeros(3, dtype=torch.long)], JOIN)],
+    ids=["one number a row", "several inputs"],
+)
+def test_a_model_that_fails(inputs: list[torch.Tensor], hint: str) -> None:
+    fields = [Field(name, "", ()) for name in ("x", "n")[: len(inputs)]]
+    assert input_hint(error_of(nn.Linear(1, 1), *inputs), inputs, fields) == hint
+
+
+@pytest.mark.parametrize(
+    ("loss", "target", "hint"),
+    [
+        (nn.CrossEntropyLoss(), torch.tensor([0.0, 1.0]), LONG),
+        (nn.CrossEntropyLoss(), torch.tensor([False, True]), LONG),
+        (nn.BCEWithLogitsLoss(), torch.tensor([[0, 1], [1, 0]]), FLOAT),
+    ],
+    ids=["floats for classes", "booleans for classes", "classes for floats"],
+)
+def test_a_loss_that_fails(loss: nn.Module, target: torch.Tensor, hint: str) -> None:
+    output = torch.zeros(2, 2, requires_grad=True)
+    found = loss_hint(error_of(loss, output, target), output, [target], [Field("y", "", ())])
+    assert found == hint
