@@ -12,6 +12,7 @@ import sparkdl
 from jobs.components import Component
 from jobs.run_folder import find_model
 from jobs.sections import CheckpointSection, Config, TrainingSection, ValidationSection
+from sparkdl.data.columns import specs_to_json
 from sparkdl.errors import raise_all
 from sparkdl.infer.metrics import resolve
 
@@ -72,7 +73,7 @@ def trainer_of(config: Config) -> sparkdl.Trainer:
     checkpoint = config.checkpoint and of("checkpoint", lambda: checkpoint_of(config.checkpoint))
     raise_all(sparkdl.ParameterError, problems)
     every = config.summaries.histograms
-    return sparkdl.Trainer(
+    trainer = sparkdl.Trainer(
         **found,
         features=data.features,
         label=data.label,
@@ -109,6 +110,9 @@ def trainer_of(config: Config) -> sparkdl.Trainer:
         checkpoint=checkpoint,
         histograms=None if every is None else sparkdl.every(every),
     )
+    of("data.columns", lambda: specs_to_json(trainer.columns))  # as the model will be saved
+    raise_all(sparkdl.ParameterError, problems)
+    return trainer
 
 
 def _optimizer(optimizer: Component | dict[str, Component]) -> Any:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import sparkdl
-from sparkdl import Callback, Trainer, TrainState
+from sparkdl import Callback, History, Trainer, TrainState
 from sparkdl.redaction import without_credentials
+from sparkdl.train.checkpoint.store import CheckpointStore
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -125,7 +126,7 @@ class EpochLines(Callback):
         self._every = max(1, -(-epochs // 10))
         self._epochs = epochs
         self._shown = progress == "auto" and not sys.stderr.isatty()
-        self._losses: list[float] = []
+        self._epoch = History()
         self._line = ""
         self.state = TrainState()
 
@@ -134,15 +135,17 @@ class EpochLines(Callback):
         if state.checkpoint is not None:
             place = without_credentials(state.checkpoint)
             print(f"on from iteration {state.iteration:,}: {place}", flush=True)
+            if state.position:  # what the epoch has behind it
+                self._epoch = _history_of(state.checkpoint)
 
     def on_epoch_start(self, trainer: Trainer, state: TrainState) -> None:
-        self._losses = []
+        self._epoch = History.after(state)
 
     def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:
-        self._losses.append(state.loss)
+        self._epoch.append(state, state.epoch + bool(state.position))
 
     def on_epoch_end(self, trainer: Trainer, state: TrainState) -> None:
-        loss = sum(self._losses) / len(self._losses)
+        loss = self._epoch.epochs()[-1]["loss"]
         self._line = f"epoch {state.epoch:>3}/{self._epochs}   loss {loss:<8.4g}   "
         if state.validations and state.validations[-1].iteration == state.iteration:
             found = [f"{name} {value:<7.4g}" for name, value in state.metrics.items()]
@@ -159,6 +162,13 @@ class EpochLines(Callback):
         if self._shown and self._line:
             print(self._line, flush=True)
         self._line = ""
+
+
+def _history_of(checkpoint: str) -> History:
+    """The history that a checkpoint holds."""
+    store = CheckpointStore.open(checkpoint)
+    uri, manifest = next(store.candidates())
+    return History.from_json_bytes(store.read_history(uri, manifest))
 
 
 def read_options(pairs: list[str]) -> dict[str, str]:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.sections import DataSection
 from sparkdl import ParameterError
-from sparkdl.data.schema import quoted
+from sparkdl.data.tables import content_hash
 from sparkdl.errors import nearest
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _SHARES = 1 << 20
+_SEED = "seed of jobs.datasets.split"
 _DEFAULTS = {"csv": {"header": "true", "inferSchema": "true"}}
 
 
@@ -36,12 +37,10 @@ def split(data: DataFrame, share: float, seed: int) -> tuple[DataFrame, DataFram
     however often the data is read, on any number of cores; equal rows stay together.
     """
     from pyspark.sql import functions as f
-    from pyspark.sql.types import MapType
 
-    columns = [x.name for x in data.schema.fields if not isinstance(x.dataType, MapType)]
-    chosen = [f.col(quoted(name)) for name in columns]
-    held = f.pmod(f.xxhash64(f.lit(seed), *chosen), f.lit(_SHARES)) < round(share * _SHARES)
-    return data.where(~held), data.where(held)
+    seeded = data.select(f.lit(seed).alias(_SEED), "*")
+    held = f.pmod(content_hash(seeded), f.lit(_SHARES)) < round(share * _SHARES)
+    return seeded.where(~held).drop(_SEED), seeded.where(held).drop(_SEED)
 
 
 def prepare(data: DataSection) -> None:

@@ -13,7 +13,6 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +20,41 @@ import yaml
 
 from jobs.sections import Config
 from sparkdl import (
+    Callback,
     CheckpointError,
     History,
     ParameterError,
     TrainedModel,
+    Trainer,
+    TrainState,
     UserError,
     __version__,
 )
 from sparkdl.redaction import REDACTED, is_secret, without_credentials
 
 
-@dataclass(frozen=True)
-class RunFolder:
-    """A new folder ``<runs>/<name>-<YYYYmmdd-HHMMSS>``; an existing one is never written to."""
+class RunFolder(Callback):
+    """A new folder ``<runs>/<name>-<YYYYmmdd-HHMMSS>``; an existing one is never written to.
 
-    path: Path
+    A callback of the training: so it knows whether there is anything to lose.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.trained = False
+        """Whether an iteration has ended, or all of a training that was complete when resumed."""
+
+    def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:
+        self.trained = True
+
+    on_fit_end = on_iteration_end
 
     @staticmethod
     @contextlib.contextmanager
     def create(runs: str, name: str) -> Iterator[RunFolder]:
         """Make the folder; take it away again where a mistake of the user ends the block.
 
-        Unless it holds a checkpoint or a model by then: that is said.
+        Unless something was trained by then: all of it stays, and that is said.
         """
         if not re.fullmatch(r"[\w][\w.+-]*", name):
             raise ParameterError(f'name: "{name}" cannot be part of a folder name.')
@@ -57,10 +69,11 @@ class RunFolder:
                     raise
                 number += 1
                 path = Path(runs) / f"{stamp}-{number}"
+        folder = RunFolder(path)
         try:
-            yield RunFolder(path)
+            yield folder
         except (UserError, CheckpointError):
-            if any(path.glob("checkpoints/*/manifest.json")) or any(path.glob("*/model.json")):
+            if folder.trained:
                 print(f"what was trained is in {path}", file=sys.stderr)
             else:
                 shutil.rmtree(path)

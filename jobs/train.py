@@ -76,7 +76,7 @@ def train(spark: Any, config: Config, trainer: sparkdl.Trainer, resume: str | No
             schedule=config.schedule and building.schedule_of(config.schedule, iterations),
             validation=trainer.validation and dataclasses.replace(trainer.validation, data=held),
             checkpoint=config.checkpoint and building.checkpoint_of(config.checkpoint, folder.path),
-            callbacks=[lines, *summaries_of(config, folder.path), *trainer.callbacks],
+            callbacks=[folder, lines, *summaries_of(config, folder.path), *trainer.callbacks],
         )
         trained = trainer.fit(samples, resume=resume)
         folder.write_training(trained)

@@ -241,6 +241,20 @@ def forget_shuffles(rdd: RDD) -> None:
         rdd._jrdd.rdd().cleanShuffleDependencies(False)
 
 
+def forget_last_shuffle(rdd: RDD) -> None:
+    """Likewise of the shuffle that ``rdd`` reads, and not of those behind it, which may be a user's:
+    a job of another thread that reads one of these would find it empty."""
+    with contextlib.suppress(Py4JError):
+        read = rdd._jrdd.rdd()
+        cleaner = read.context().cleaner()
+        while cleaner.isDefined():
+            dependency = read.dependencies().head()
+            if dependency.getClass().getSimpleName() == "ShuffleDependency":
+                cleaner.get().doCleanupShuffle(dependency.shuffleId(), False)
+                break
+            read = dependency.rdd()
+
+
 @contextlib.contextmanager
 def stage_name(context: SparkContext, name: str) -> Iterator[None]:
     """Name, in the Spark UI, the stages of RDDs made (and jobs run) inside the block."""

@@ -103,11 +103,12 @@ def _running(context: SparkContext) -> SparkContext:
     return context
 
 
-def settings_of(context: SparkContext) -> Settings:
-    """The ``spark.sparkdl.*`` settings of a session, checked."""
-    conf = context.getConf()
-    keys = [key for key, _ in conf.getAll() if key.startswith(PREFIX)]
-    return Settings.read(lambda key, default: conf.get(key, default) or default, keys)
+def settings_of(context: SparkContext, session: SparkSession | None = None) -> Settings:
+    """The ``spark.sparkdl.*`` settings, checked: of the session (``spark.conf.set``), which begins with
+    its application's, or of the application where there is none."""
+    found = context.getConf().getAll() if session is None else session.conf.getAll.items()
+    given = {key: value for key, value in found if key.startswith(PREFIX)}
+    return Settings.read(lambda key, default: given.get(key) or default, list(given))
 
 
 def tell_what_costs_speed(context: SparkContext) -> list[str]:

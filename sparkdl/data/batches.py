@@ -9,6 +9,7 @@ number of seats: the shares of successive iterations are exact, disjoint, and co
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ ORDER_BYTES = 64 << 20
 """How much memory the orders of a process may take, beside the two that were used last."""
 _MAX_ORDERS = 32
 _orders: OrderedDict[Hashable, np.ndarray] = OrderedDict()
+_lock = threading.Lock()
+"""Of the orders: a driver may train in several threads."""
 
 
 def remembered(key: Hashable, draw: Callable[[], np.ndarray]) -> np.ndarray:
@@ -41,15 +44,19 @@ def remembered(key: Hashable, draw: Callable[[], np.ndarray]) -> np.ndarray:
 
     An order takes 8 bytes a row, and a partition may be larger than memory: few are kept.
     """
-    order = _orders.get(key)
-    if order is None:
-        order = _orders[key] = draw()
-        order.flags.writeable = False
-    _orders.move_to_end(key)
-    while len(_orders) > _MAX_ORDERS or (
-        len(_orders) > 2 and sum(kept.nbytes for kept in _orders.values()) > ORDER_BYTES
-    ):
-        _orders.popitem(last=False)
+    with _lock:
+        if key in _orders:
+            _orders.move_to_end(key)
+            return _orders[key]
+    order = draw()
+    order.flags.writeable = False
+    with _lock:
+        _orders[key] = order
+        _orders.move_to_end(key)
+        while len(_orders) > _MAX_ORDERS or (
+            len(_orders) > 2 and sum(kept.nbytes for kept in _orders.values()) > ORDER_BYTES
+        ):
+            _orders.popitem(last=False)
     return order
 
 

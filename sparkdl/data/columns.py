@@ -129,6 +129,7 @@ def check_specs(
         )
         return
     for name, spec in specs.items():
+        named = {str(name), _INDEX.sub("", str(name))}  # of an RDD's fields "features[0]", say
         if isinstance(spec, type) and issubclass(spec, (Image, Sequence, Convert)):
             yield f'columns["{name}"] is the class {spec.__name__}: give an instance of it.'
         elif not isinstance(spec, (Image, Sequence, Convert)):
@@ -138,13 +139,13 @@ def check_specs(
             )
         elif name == weight:
             yield f'columns["{name}"] is the weight, which is a number: leave it out of columns.'
-        elif _INDEX.sub("", str(name)) not in (*features, *label):
+        elif not named & {*features, *label}:
             yield (
                 f'columns["{name}"] is neither a feature nor a label.'
                 f"{nearest(str(name), [*features, *label])} Known: "
                 f"{', '.join([*features, *label])}."
             )
-        elif isinstance(spec, Sequence) and spec.lengths and name not in features:
+        elif isinstance(spec, Sequence) and spec.lengths and not named & {*features}:
             yield f'columns["{name}"] has lengths=True, which is for features: the loss gets none.'
 
 

@@ -107,13 +107,14 @@ def _decode(data: bytes) -> Picture:
     pillow = _pillow()
     try:
         picture = pillow.open(io.BytesIO(data))
+        cut = any(";16" in str(tile[-1]) for tile in picture.tile)  # colours, to 8 bits
         picture.load()
     except Exception as error:  # Pillow's plugins raise what they like
         text = "cannot be identified" if "cannot identify" in str(error) else str(error)
         raise _BadImage(
             f"is no image that can be read ({len(data):,} bytes; {type(error).__name__}: {text})"
         ) from None
-    if picture.mode.startswith(("I", "F")):
+    if cut or picture.mode.startswith(("I", "F")):
         raise _BadImage(
             f'is an image of more than 8 bits a channel (Pillow\'s mode "{picture.mode}")',
             "Convert such images to 8 bits, or read them with sparkdl.Convert(function).",

@@ -6,10 +6,12 @@ pages that a mini-batch touches, and drops them again.
 
 from __future__ import annotations
 
-import functools
 import os
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -75,16 +77,31 @@ class MappedPartition:
         return [column.take(files, places) for column in self.columns]
 
 
-@functools.lru_cache(maxsize=64)
-def _open(
-    token: str, segments: tuple[Segment, ...], order_path: str, fields: tuple[Field, ...]
-) -> MappedPartition:
-    return MappedPartition.map(segments, order_path, fields)
+_MAX_OPEN = 64
+_Key: TypeAlias = tuple[str, tuple[Segment, ...], str, tuple[Field, ...]]
+_opened: OrderedDict[_Key, MappedPartition] = OrderedDict()
+_lock = threading.Lock()
 
 
 def open_partition(handle: SampleHandle) -> MappedPartition:
-    """Map the handle's files, or find them mapped already (paths are never used twice)."""
-    return _open(handle.token, handle.segments, handle.order_path, handle.fields)
+    """Map the handle's files, or find them mapped already (paths are never used twice).
+
+    Lets go of those that have been deleted since, as of a fit that has ended: memory of ``/dev/shm`` is
+    free only when nobody maps it any more.
+    """
+    key = (handle.token, handle.segments, handle.order_path, handle.fields)
+    with _lock:
+        if key in _opened:
+            _opened.move_to_end(key)
+            return _opened[key]
+        for gone in [k for k in _opened if k[2] and not os.path.exists(k[2])]:
+            del _opened[gone]
+    found = MappedPartition.map(*key[1:])
+    with _lock:
+        _opened[key] = found
+        while len(_opened) > _MAX_OPEN:
+            _opened.popitem(last=False)
+    return found
 
 
 def lies_here(handle: SampleHandle, token: str) -> bool:
@@ -96,4 +113,5 @@ def lies_here(handle: SampleHandle, token: str) -> bool:
 
 def close_partitions() -> None:
     """Let go of every mapping of this process."""
-    _open.cache_clear()
+    with _lock:
+        _opened.clear()

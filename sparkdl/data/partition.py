@@ -88,7 +88,7 @@ class PartitionWriter:
             self._note(len(columns) - 1, weights, np.arange(len(weights) + 1))
         self._hashes.append(row_hashes(columns))
         if partitions is not None:
-            self._partitions.append(partitions)
+            self._partitions.append(partitions.copy())  # a view keeps all of its Arrow batch
         self._append(columns)
         self._nbytes += sum(column.nbytes for column in columns)
         self.num_rows += len(columns[0])

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 from pyspark.core.rdd import RDD
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, functions
 
 from sparkdl.data.checks import check_handles, check_total_weight
 from sparkdl.data.columns import Sequence, Specs
 from sparkdl.data.handle import Field, SampleHandle
+from sparkdl.data.parts import Part, join_parts
 from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Rows
 from sparkdl.data.records import Sample, WriteRecords, record_array, split_record
@@ -25,14 +26,14 @@ from sparkdl.data.tables import (
     content_hash,
     first_field,
     partition_of,
-    partitions_without_running,
+    partitions_of_rdds,
     select_columns,
     ship_batches,
 )
 from sparkdl.errors import DataError
 from sparkdl.frames import (
     collect_frames,
-    forget_shuffles,
+    forget_last_shuffle,
     is_local,
     map_frames,
     shuffle_frames,
@@ -120,22 +121,23 @@ class Source:
 def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
     """Write the data into slabs as ``source.replicas`` partitions, checking every row on the way.
 
-    An RDD that already has as many partitions keeps them, and so does a DataFrame whose plan says so
-    without running (see :func:`sparkdl.data.tables.partitions_without_running`). Other data is
-    redistributed by the content of its rows, so that the result does not depend on how the source
-    happened to be split.
+    An RDD that already has as many partitions keeps them, and so does a DataFrame that was made of one.
+    Other data is redistributed by the content of its rows, so that the result does not depend on how
+    the source happened to be split.
     ``persist`` gives the RDD persisted, and answers for unpersisting it. Raises
     :class:`sparkdl.errors.DataError`.
     """
     if isinstance(source.data, DataFrame):
-        rdd = _write_table(source)
+        rdd, moved = _write_table(source)
     else:
         _check_specs(source)
-        rdd = map_frames(_redistribute(source), source.records_task)
+        records = _redistribute(source)
+        rdd, moved = map_frames(records, source.records_task), records is not source.data
     rdd = persist(rdd)
     with stage_name(rdd.ctx, "write samples into slabs"):
         handles = [pickle.loads(frame) for frame in collect_frames(rdd)]
-    forget_shuffles(rdd)  # a partition that is computed again then writes files of its own again
+    if moved:
+        forget_last_shuffle(rdd)  # a partition that is computed again then writes files of its own
     check_handles(handles, source.noun)
     preview = Preview.of(handles)
     with stage_name(rdd.ctx, "look at the first samples"):
@@ -146,17 +148,7 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
 def materialize_here(source: Source) -> SampleSet:
     """Likewise, with every partition brought to this process (for the local engine)."""
     if isinstance(source.data, DataFrame):
-        chosen, columns, divided = _chosen(source)
-        if not divided:
-            chosen = chosen.repartition(source.replicas, content_hash(chosen))
-        shipped = chosen.mapInArrow(ship_batches, "partition int, batches binary")
-        parts: dict[int, list[pa.RecordBatch]] = {m: [] for m in range(source.replicas)}
-        for row in shipped.collect():
-            parts[row[0]] += pa.ipc.open_stream(bytes(row[1])).read_all().to_batches()
-        task = WriteDataFrame(source.slab, columns)
-        handles = [
-            pickle.loads(next(task(parts[m])).column(0)[0].as_py()) for m in range(source.replicas)
-        ]
+        handles = _bring_table(source)
     else:
         _check_specs(source)
         collected = _redistribute(source).glom().collect()
@@ -200,16 +192,17 @@ def _check_specs(source: Source) -> None:
             )
 
 
-def _write_table(source: Source) -> RDD:
-    """The handles of a DataFrame's partitions, one frame each."""
-    chosen, columns, divided = _chosen(source)
+def _write_table(source: Source) -> tuple[RDD, bool]:
+    """The handles of a DataFrame's partitions, one frame each, and whether rows changed partitions."""
+    chosen, columns = _chosen(source)
     task = WriteDataFrame(source.slab, columns)
     context = chosen.sparkSession._sc
-    if divided or not is_local(context):
-        if not divided:
+    stay = partitions_of_rdds(chosen) == source.replicas
+    if stay or not is_local(context):
+        if not stay:
             chosen = chosen.repartition(source.replicas, content_hash(chosen))
         rows = chosen.mapInArrow(task, "handle binary").rdd  # type: ignore[arg-type]
-        return map_frames(rows, first_field)
+        return map_frames(rows, first_field), not stay
     # Every process can map every file: rows stay where they are read, and only numbers are shuffled.
     target = partition_of(chosen, source.replicas).alias("partition")
     tasks = FILES_PER_SLOT * max(source.replicas, context.defaultParallelism)
@@ -222,13 +215,39 @@ def _write_table(source: Source) -> RDD:
         )
     )
     addressed = map_frames(written.rdd, address_parts)
-    return map_frames(shuffle_frames(addressed, source.replicas), JoinParts(source.slab))
+    joined = map_frames(shuffle_frames(addressed, source.replicas), JoinParts(source.slab))
+    return joined, True
 
 
-def _chosen(source: Source) -> tuple[DataFrame, tuple[Column, ...], bool]:
-    """The columns of a sample, and whether they are in M partitions already."""
+def _bring_table(source: Source) -> list[SampleHandle]:
+    """The handles of a DataFrame's partitions, which are written here."""
+    chosen, columns = _chosen(source)
+    stay = partitions_of_rdds(chosen) == source.replicas
+    target = functions.spark_partition_id() if stay else partition_of(chosen, source.replicas)
+    shipped = chosen.select("*", target.alias("partition")).mapInArrow(
+        ship_batches, "source int, batches binary"
+    )
+    batches: dict[int, list[pa.RecordBatch]] = {}
+    for row in shipped.collect():
+        batches.setdefault(row[0], []).extend(pa.ipc.open_stream(bytes(row[1])))
+    task = WriteParts(WriteDataFrame(source.slab, columns), source.replicas)
+    parts: list[list[Part]] = [[] for _ in range(source.replicas)]
+    for number, found in batches.items():
+        for partition, part in enumerate(task.parts(number, found)):
+            parts[partition].append(part)
+    return [join_parts(source.slab, some) for some in parts]
+
+
+def _chosen(source: Source) -> tuple[DataFrame, tuple[Column, ...]]:
+    """The columns of a sample."""
     data = source.data
     assert isinstance(data, DataFrame)
+    unknown = [name for name in source.columns if name not in (*source.features, *source.label)]
+    if unknown:
+        raise DataError(
+            f'columns names "{unknown[0]}", a field of an RDD\'s records, and the data is a DataFrame: '
+            f"name one of its columns, {', '.join((*source.features, *source.label))}."
+        )
     inputs, labels, weights = read_schema(
         data.schema,
         source.features,
@@ -239,8 +258,7 @@ def _chosen(source: Source) -> tuple[DataFrame, tuple[Column, ...], bool]:
         source.fields,
     )
     columns = (*inputs, *labels, *weights)
-    chosen = select_columns(data, columns)
-    return chosen, columns, partitions_without_running(chosen) == source.replicas
+    return select_columns(data, columns), columns
 
 
 def _redistribute(source: Source) -> RDD:

@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame, functions
 from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructType
 
 from sparkdl.data.partition import PartitionWriter
-from sparkdl.data.parts import join_parts
+from sparkdl.data.parts import Part, join_parts
 from sparkdl.data.problems import RowProblem
 from sparkdl.data.schema import Column, quoted
 from sparkdl.data.values import to_numpy
@@ -81,14 +81,7 @@ class WriteParts:
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         context = TaskContext.get()
         assert context is not None
-        source = context.partitionId()
-        writer = PartitionWriter(self.table.config, source, self.table.columns[-1].weight)
-        try:
-            self.table.write(batches, writer)
-            parts = list(writer.parts(self.count))
-        except RowProblem as error:
-            parts = [writer.failed_part(replace(error.problem, partition=source))]
-        for partition, part in enumerate(parts):
+        for partition, part in enumerate(self.parts(context.partitionId(), batches)):
             yield pa.RecordBatch.from_arrays(
                 [
                     pa.array([partition], pa.int32()),
@@ -97,6 +90,15 @@ class WriteParts:
                 names=["partition", "part"],
             )
         settle_worker()
+
+    def parts(self, source: int, batches: Iterable[pa.RecordBatch]) -> list[Part]:
+        """Of each partition; of the first alone, where a row of ``source`` is wrong."""
+        writer = PartitionWriter(self.table.config, source, self.table.columns[-1].weight)
+        try:
+            self.table.write(batches, writer)
+            return list(writer.parts(self.count))
+        except RowProblem as error:
+            return [writer.failed_part(replace(error.problem, partition=source))]
 
 
 def address_parts(partition: int, rows: Iterable[Any]) -> Iterator[bytes]:
@@ -203,10 +205,17 @@ def partition_of(data: DataFrame, count: int) -> SparkColumn:
     return functions.pmod(functions.hash(content_hash(data)), functions.lit(count))
 
 
-def partitions_without_running(data: DataFrame) -> int | None:
-    """The number of partitions, or None where only running the query would tell (its shuffles)."""
+def partitions_of_rdds(data: DataFrame) -> int | None:
+    """The number of partitions of a DataFrame made of RDDs alone, without a shuffle since; else None.
+
+    Into how many Spark reads files, say, depends on the cores of the session.
+    """
     execution = data._jdf.queryExecution()
-    if "AdaptiveSparkPlan" in execution.executedPlan().nodeName():
+    plan = execution.executedPlan()
+    if "AdaptiveSparkPlan" in plan.nodeName():
+        return None
+    leaves = plan.collectLeaves()
+    if any(leaves.apply(i).nodeName() != "Scan ExistingRDD" for i in range(leaves.size())):
         return None
     return execution.toRdd().getNumPartitions()
 

@@ -2,9 +2,9 @@
 
 [Note: what a channel protects] Commands are code, so nobody else may send one. The key of a gang is
 random, and reaches the ranks in their tasks, as protected as Spark's own messages are. Every frame
-carries a keyed BLAKE2b digest (RFC 7693) over the connection's nonce, the direction, the number of the
-frame, and its content: a frame that was made up, changed, repeated or left out ends the connection.
-Nothing is encrypted.
+carries a keyed BLAKE2b digest (RFC 7693) over the connection's nonce, of which either end has drawn a
+half, the direction, the number of the frame, and its content: a frame that was made up, changed,
+repeated, also from an earlier connection, or left out ends the connection. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -57,8 +57,13 @@ class Channel:
     def fileno(self) -> int:
         return self._connection.fileno()
 
+    def bound_sends(self, seconds: float) -> None:
+        """From now on :meth:`send` waits so long for the other end to take a part, and no longer."""
+        bound = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
+
     def send(self, message: Any) -> None:
-        """Pickle and send. Raises :class:`ChannelError` where the other end is gone."""
+        """Pickle and send. Raises :class:`ChannelError` where the other end is gone or stuck."""
         content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._lock:
             digest = self._digest(self._out, self._sent, content)
@@ -133,9 +138,10 @@ class Listener:
         except TimeoutError:
             return None
         connection.settimeout(HELLO_SECONDS)
-        nonce = secrets.token_bytes(NONCE_BYTES)
+        ours = secrets.token_bytes(NONCE_BYTES)
         try:
-            connection.sendall(nonce)
+            connection.sendall(ours)
+            nonce = ours + _exactly(NONCE_BYTES, connection)
             channel = Channel(connection, self.key, nonce, driver=True)
             hello = channel.receive()
         except (OSError, ChannelError):
@@ -152,12 +158,19 @@ def connect(host: str, port: int, key: bytes, hello: Any) -> Channel:
     """A rank's end. Raises ConnectionError where nobody listens any more."""
     connection = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
     connection.settimeout(None)  # the driver may have other work before it turns to us
-    nonce = b""
-    while len(nonce) < NONCE_BYTES:
-        part = connection.recv(NONCE_BYTES - len(nonce))
-        if not part:
-            raise ConnectionError(f"{host}:{port} closed the connection")
-        nonce += part
-    channel = Channel(connection, key, nonce, driver=False)
+    ours = secrets.token_bytes(NONCE_BYTES)
+    connection.sendall(ours)
+    channel = Channel(connection, key, _exactly(NONCE_BYTES, connection) + ours, driver=False)
     channel.send(hello)
     return channel
+
+
+def _exactly(nbytes: int, connection: socket.socket) -> bytes:
+    """Raises ConnectionError where it ends before."""
+    found = b""
+    while len(found) < nbytes:
+        part = connection.recv(nbytes - len(found))
+        if not part:
+            raise ConnectionError("the other end closed the connection")
+        found += part
+    return found

@@ -203,13 +203,31 @@ def sees_gpu(kind: str) -> bool:
 
 
 def _failure(error: Exception) -> Failure:
-    """``by_group``: torch raises plain RuntimeErrors where Gloo breaks."""
-    text, place = str(error), error.__traceback__
+    """Where a text begins with an empty line, as that of torch does around what a stage of a pipeline
+    raised, the cause says more."""
+    told: BaseException = error
+    while told.__cause__ is not None and not _first_line(told):
+        told = told.__cause__
+    place = error.__traceback__
     while place is not None and place.tb_frame.f_code.co_filename.startswith(_HERE):
         place = place.tb_next  # the user's own frames say more
-    group = type(error).__name__.startswith("Dist") or "gloo/" in text or "NCCL" in text
     trace = "".join(traceback.format_exception(error.with_traceback(place))).rstrip()
-    return Failure(type(error).__name__, text, trace, group)
+    return Failure(type(told).__name__, str(told), trace, _by_group(error))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0].strip()
+
+
+def _by_group(error: BaseException | None) -> bool:
+    """Whether it, or what it came of, is of the process group: torch raises plain RuntimeErrors where
+    Gloo breaks, and others of these in a pipeline."""
+    while error is not None:
+        text = str(error)
+        if type(error).__name__.startswith("Dist") or "gloo/" in text or "NCCL" in text:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class _Output(io.TextIOBase):

@@ -34,6 +34,9 @@ class Team:
         come = [arrivals.come[rank] for rank in range(self.size)]
         self._channels: list[Channel] = [channel for channel, _ in come]
         self._hosts = [hello.host for _, hello in come]
+        for channel in self._channels:
+            if timeout is not None:
+                channel.bound_sends(timeout)
 
     def call(self, command: Command, doing: str) -> list[Any]:
         """``command(member)`` on each, at once; the results in order.

@@ -18,11 +18,12 @@ from sparkdl.data.columns import Specs
 from sparkdl.data.handle import Field, with_fields
 from sparkdl.data.problems import RowProblem
 from sparkdl.data.ragged import Rows, dense
+from sparkdl.data.reading import reading_explained
 from sparkdl.data.records import check_alike, named, record_field, split_record, stack_records
 from sparkdl.data.schema import Column, columns_of
 from sparkdl.data.tables import select_columns
 from sparkdl.data.values import to_numpy
-from sparkdl.errors import DataError, UserError
+from sparkdl.errors import DataError, TrainingError, UserError
 from sparkdl.infer.predictor import ShippedModule, run_batches
 from sparkdl.infer.scoring import Scorer, States
 from sparkdl.step.compute import to_tensors
@@ -50,15 +51,24 @@ class Evaluation:
             states = scorer.update(states, output, targets, samples=count)
         return states
 
+    def _updated(self, states: States, arrays: Sequence[Any]) -> States:
+        try:
+            return self.update(states, arrays)
+        except UserError:
+            raise
+        except Exception as error:
+            raise TrainingError(f"{type(error).__name__}: {error}") from error
+
     def packed(self, parts: Iterable[Sequence[Any]]) -> bytes:
         """The pickled states of a partition, given its rows in parts.
 
-        Or a pickled :class:`UserError`, for the driver to raise: Spark would retry the task.
+        Or a pickled :class:`UserError`, for the driver to raise: Spark would retry the task. Raises
+        :class:`TrainingError` where anything else fails that is not the data's own.
         """
         states = self.scorer.start()
         try:
             for arrays in parts:
-                states = self.update(states, arrays)
+                states = self._updated(states, arrays)
         except UserError as error:
             return pickle.dumps(type(error)(str(error)))
         return bytes(cloudpickle.dumps(states))  # by value what a user's session defines
@@ -150,18 +160,19 @@ def evaluate(
 
     Raises :class:`DataError` for data without a row and for a bad row, :class:`ModelError` where the
     model or the loss fails on rows, :class:`ParameterError` for a metric that does not go with the
-    model's output or the label.
+    model's output or the label; and what :func:`sparkdl.data.reading.reading_explained` does.
     """
-    if isinstance(data, DataFrame):
-        inputs, labels = columns_of(data.schema, features, label, float_dtype, specs, fields)
-        columns = (*inputs, *labels)
-        chosen = select_columns(data, columns)
-        task = EvaluateDataFrame(evaluation, columns)
-        schema = "partition int, states binary"
-        rows = [tuple(row) for row in chosen.mapInArrow(task, schema).collect()]  # type: ignore[arg-type]
-    else:
-        records_task = EvaluateRecords(evaluation, bool(label), float_dtype, specs or {}, fields)
-        rows = data.mapPartitionsWithIndex(records_task).collect()
+    with reading_explained("evaluating the model"):
+        if isinstance(data, DataFrame):
+            inputs, labels = columns_of(data.schema, features, label, float_dtype, specs, fields)
+            columns = (*inputs, *labels)
+            chosen = select_columns(data, columns)
+            task = EvaluateDataFrame(evaluation, columns)
+            schema = "partition int, states binary"
+            rows = [tuple(row) for row in chosen.mapInArrow(task, schema).collect()]  # type: ignore[arg-type]
+        else:
+            of_records = EvaluateRecords(evaluation, bool(label), float_dtype, specs or {}, fields)
+            rows = data.mapPartitionsWithIndex(of_records).collect()
     many = []
     for _, packed in sorted(rows):
         states = pickle.loads(packed)

@@ -16,7 +16,7 @@ from sparkdl.errors import ParameterError, nearest
 from sparkdl.infer.metric import MeanMetric, Metric
 from sparkdl.infer.ranking import AUC, hit_ratio, ndcg, top_k
 from sparkdl.infer.torchmetrics import TorchMetric, is_torchmetric
-from sparkdl.step.loss import OfClasses
+from sparkdl.step.loss import OfClasses, unwrapped
 
 __all__ = ["METRICS", "MeanMetric", "Metric", "Metrics", "resolve"]
 
@@ -58,11 +58,9 @@ def _squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def _without_ones(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, 1) as (B,), of either: torch would broadcast (B, 1) and (B,) to (B, B). And what
-    ``squeeze()`` makes of a single row, as (1,)."""
+    """(B, 1) as (B,), of either: torch would broadcast (B, 1) and (B,) to (B, B)."""
     pair = [
-        one.reshape(-1) if one.ndim == 0 or (one.ndim == 2 and one.shape[1] == 1) else one
-        for one in (output, target)
+        one.reshape(-1) if one.ndim == 2 and one.shape[1] == 1 else one for one in (output, target)
     ]
     return pair[0], pair[1]
 
@@ -120,7 +118,8 @@ def suited(metrics: Iterable[Metric], loss: Any) -> tuple[Metric, ...]:
     """``metrics``, the accuracies among them as ``loss`` takes output and label: BCELoss a probability,
     CrossEntropyLoss and NLLLoss classes, of which they may ignore one."""
     how: dict[str, Any] = {}
-    if isinstance(loss, nn.BCELoss) or loss is nn.functional.binary_cross_entropy:
+    function, _ = unwrapped(loss)
+    if isinstance(function, nn.BCELoss) or function is nn.functional.binary_cross_entropy:
         how = {"threshold": 0.5}
     elif (of_classes := OfClasses.of(loss)) is not None:
         how = {"classes": True, "ignored": of_classes.ignored}

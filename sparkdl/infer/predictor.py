@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from py4j.protocol import Py4JError
 from torch import nn
 
 from sparkdl.data.ragged import Rows, model_inputs
@@ -54,6 +55,12 @@ class ShippedModule:
             return ShippedModule(digest, data, None, context)
         return ShippedModule(digest, None, context.broadcast(data), context)
 
+    def destroy(self) -> None:
+        """Delete a broadcast, here and on the executors: nothing that uses it may come any more."""
+        if self.broadcast is not None:
+            with contextlib.suppress(Py4JError):  # of a session that has stopped it is gone
+                self.broadcast.destroy()
+
     def load(self) -> nn.Module:
         """The module in evaluation mode, from this process's cache where it is there."""
         module = _loaded.get(self.digest)
@@ -83,6 +90,12 @@ def evaluating(module: nn.Module) -> Iterator[nn.Module]:
         module.train(was_training)
 
 
+def in_rows(output: Any, rows: int) -> Any:
+    """``output``; where a model or a function has squeezed a lone row to shape (), in shape (1,)."""
+    alone = rows == 1 and isinstance(output, torch.Tensor) and output.ndim == 0
+    return output.reshape(1) if alone else output
+
+
 def run_batches(
     module: nn.Module,
     arrays: Sequence[Rows],
@@ -99,9 +112,10 @@ def run_batches(
     for start in range(0, len(arrays[0]), batch_size):
         rows = slice(start, start + batch_size)
         inputs = to_tensors(model_inputs([array[rows] for array in arrays]), device)
+        count = len(inputs[0])
         with evaluating(module):
             try:
-                output = module(*inputs)
+                output = in_rows(module(*inputs), count)
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -113,5 +127,5 @@ def run_batches(
                     f"{str(error).rstrip('. ')}. Give columns of the shapes and types that it was "
                     "trained on."
                 ) from error
-            result = finish(output) if finish else output
+            result = in_rows(finish(output), count) if finish else output
         yield result, rows  # out of the block: who goes on from here may want gradients

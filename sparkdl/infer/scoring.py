@@ -178,7 +178,10 @@ def _mean(
     masses = masses_of(loss, targets)
     if weights is None:
         weight = count if masses is None else float(masses.sum())
-        return call_loss(loss, output, targets), weight
+        mean = call_loss(loss, output, targets)
+        if isinstance(mean, torch.Tensor) and mean.numel() != 1:  # it gives a value a sample
+            mean = weighted_mean(loss, output, targets, torch.ones(count), masses)
+        return mean, weight
     own = weights.double().cpu()
     weight = float(own.sum() if masses is None else own @ masses)
     return weighted_mean(loss, output, targets, weights, masses), weight

@@ -6,7 +6,9 @@ are not trusted, because containers share or duplicate them.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import os
 import secrets
 import shutil
@@ -82,6 +84,7 @@ def _opened(places: Sequence[Path]) -> Root:
     """The root of these directories; the first has the token."""
     directories = tuple(map(_private_directory, places))
     for path in directories:
+        _check_not_shared(path)
         _mark_alive(path, _holder())
     return Root(directories, _token(directories[0]), _made(directories[0]))
 
@@ -143,12 +146,7 @@ def _private_directory(path: Path) -> Path:
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
-        status = path.lstat()
-        if (
-            not stat.S_ISDIR(status.st_mode)
-            or status.st_uid != os.getuid()
-            or status.st_mode & 0o077
-        ):
+        if not _is_ours(path):
             raise PermissionError(
                 f"slab root {path} is not a directory of this user with mode 0700"
             ) from None
@@ -157,6 +155,8 @@ def _private_directory(path: Path) -> Path:
 
 def _token(root: Path) -> str:
     """Read the token, or be the one process that makes it (link is atomic, the first wins)."""
+    with contextlib.suppress(FileNotFoundError):
+        return read_private(root / "token").decode()  # also where there is no room to make one
     draft = root / f"token.{secrets.token_hex(8)}"
     try:
         write_private(draft, secrets.token_hex(16).encode())
@@ -186,37 +186,65 @@ def _holder() -> int:
 
 def _mark_alive(root: Path, holder: int) -> None:
     """Leave the identity of the process that holds the directory."""
-    mark = root / f"alive.{_namespace()}.{holder}.{_start_time(holder)}"
+    mark = root / f"alive.{_boot()}.{_namespace()}.{holder}.{_start_time(holder)}"
     os.close(open_private(mark, os.O_WRONLY | os.O_CREAT))
 
 
+def _marks(root: Path) -> list[list[str]]:
+    """Boot, PID namespace, number and start time of each process that holds the directory."""
+    return [mark.name.split(".")[1:] for mark in root.glob("alive.*")]
+
+
+def _check_not_shared(root: Path) -> None:
+    """Raise OSError where processes of another machine hold the directory."""
+    if any(boot != _boot() for boot, *_ in _marks(root)):
+        raise OSError(
+            f"slab root {root} is in use by another machine: spark.sparkdl.slab.dir must be a "
+            "directory of each node's own, not one that nodes share"
+        )
+
+
 def _sweep(bases: list[Path]) -> None:
-    """Remove roots of this user that no living process of this PID namespace holds.
+    """Remove roots of this user that no living process of this machine and PID namespace holds.
 
     Each directory of a root has the marks: one may have lost the others, as shared memory is empty
-    after a restart. Links are neither followed nor removed.
+    after a restart. A root is marked before anything is in it, so that one without a mark is empty:
+    what is not is no root. Links are neither followed nor removed.
     """
     for base in bases:
         for path in base.glob(MARK + "*"):
-            if _is_dead(path):
-                shutil.rmtree(path, ignore_errors=True)
+            if not _is_ours(path):
+                continue
+            with contextlib.suppress(OSError):
+                if marks := _marks(path):
+                    if all(map(_is_dead, marks)):
+                        shutil.rmtree(path, ignore_errors=True)
+                elif time.time() - path.lstat().st_mtime >= SWEEP_AFTER_SECONDS:
+                    path.rmdir()
 
 
-def _is_dead(path: Path) -> bool:
-    """Whether it is a root of this user whose processes are all gone, as far as can be seen."""
+def _is_ours(path: Path) -> bool:
+    """Whether it is a directory of this user, and of nobody else."""
     try:
         status = path.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-            return False
-        holders = [mark.name.split(".")[1:] for mark in path.glob("alive.*")]
-        if not holders:
-            return time.time() - status.st_mtime >= SWEEP_AFTER_SECONDS
-        return all(
-            namespace == _namespace() and _start_time(int(pid)) != started
-            for namespace, pid, started in holders
-        )
-    except (FileNotFoundError, ValueError):
+    except FileNotFoundError:
         return False
+    mode = status.st_mode
+    return stat.S_ISDIR(mode) and status.st_uid == os.getuid() and not mode & 0o077
+
+
+def _is_dead(mark: list[str]) -> bool:
+    """Whether a process is gone, as far as can be seen from here."""
+    return mark[:2] == [_boot(), _namespace()] and _start_time(int(mark[2])) != mark[3]
+
+
+@functools.cache
+def _boot() -> str:
+    """Of this machine since it was started; the same in all its containers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    except OSError:
+        return ""
 
 
 def _namespace() -> str:

@@ -75,6 +75,15 @@ class MiniBatch:
             yield self.rows(slice(rows * i // min(count, rows), rows * (i + 1) // min(count, rows)))
 
 
+class Spare(MiniBatch):
+    """A few rows for a pass in which a process has none of its own: they go through together, as some
+    layers take no single row."""
+
+    def parts(self, count: int) -> Iterator[MiniBatch]:
+        """All of them, however many micro-batches others have."""
+        yield self
+
+
 def weigh(
     targets: Sequence[torch.Tensor], weights: torch.Tensor | None, policy: Policy
 ) -> torch.Tensor | None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparkdl.errors import ModelError
+
 Loss = Callable[..., torch.Tensor]
 OF_CLASSES = (nn.functional.cross_entropy, nn.functional.nll_loss)
 _FORWARD = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
@@ -45,7 +47,7 @@ class OfClasses:
             if type(loss).forward not in _FORWARD:  # of a subclass: it may do otherwise
                 return None
             return OfClasses(loss.ignore_index, loss.weight, loss.reduction == "mean")
-        function, given = _unwrapped(loss)
+        function, given = unwrapped(loss)
         if function not in OF_CLASSES:
             return None
         averages = given.get("reduction", "mean") == "mean"
@@ -100,7 +102,7 @@ def weighted_mean(
     return summed / torch.where(total == 0, torch.ones_like(total), total)
 
 
-def _unwrapped(loss: Loss) -> tuple[Any, dict[str, Any]]:
+def unwrapped(loss: Loss) -> tuple[Any, dict[str, Any]]:
     """The function that partials of keywords are of, and what they give."""
     function: Any = loss
     given: dict[str, Any] = {}
@@ -111,7 +113,16 @@ def _unwrapped(loss: Loss) -> tuple[Any, dict[str, Any]]:
 
 def reduction_of(loss: Loss) -> Any:
     """Its ``reduction``, where it or a partial of it says one."""
-    return _unwrapped(loss)[1].get("reduction", getattr(loss, "reduction", None))
+    return unwrapped(loss)[1].get("reduction", getattr(loss, "reduction", None))
+
+
+def check_averages(loss: Loss, parts: str) -> None:
+    """Raise :class:`ModelError` for a loss that adds up: the losses of ``parts`` are averaged."""
+    if reduction_of(loss) == "sum":
+        raise ModelError(
+            f'the loss adds up (reduction="sum"), and the losses of {parts} are averaged, each '
+            'weighted by its samples: use reduction="mean".'
+        )
 
 
 def unreduced(loss: Loss) -> Loss:

@@ -9,7 +9,8 @@ import operator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.summaries.recorder import Recorder, extra_needed, replacing
+from sparkdl.errors import ParameterError
+from sparkdl.summaries.recorder import Recorder, check_replaceable, extra_needed, replacing
 from sparkdl.train.history import History
 from sparkdl.train.state import TrainState
 from sparkdl.train.triggers import Trigger, every_epoch
@@ -24,13 +25,24 @@ _COLOURS = ("#c8553d", "#588157", "#8e5aa8", "#d99a2b", "#2a9d8f", "#8d6e63")
 class Curves(Recorder):
     """Draws :func:`plot_history` to ``path`` at each ``every``; the file is replaced as a whole.
 
-    Needs the extra ``plots``; raises :class:`sparkdl.ParameterError` without it.
+    Needs the extra ``plots``; raises :class:`sparkdl.ParameterError` without it, for a suffix that
+    matplotlib does not know, and as the fit starts for a path that cannot be written.
     """
 
     def __init__(self, path: str | Path, every: Trigger | None = None) -> None:
         super().__init__(every_epoch() if every is None else every)
-        _matplotlib("Curves")
+        make_figure, _ = _matplotlib("Curves")
         self._path = Path(path)
+        kinds = make_figure().canvas.get_supported_filetypes()
+        if self._path.suffix.lower().removeprefix(".") not in kinds:
+            raise ParameterError(
+                f'Curves("{path}"): end the name in .png, .svg, .pdf or another kind of file that '
+                "matplotlib writes."
+            )
+
+    def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
+        super().on_fit_start(trainer, state)
+        check_replaceable("Curves", self._path)
 
     def write(self, trainer: Trainer, state: TrainState) -> None:
         with replacing(self._path) as part:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparkdl.errors import ParameterError
-from sparkdl.summaries.recorder import Recorder, replacing
+from sparkdl.summaries.recorder import Recorder, check_replaceable, replacing
 from sparkdl.train.history import History
 from sparkdl.train.state import TrainState
 from sparkdl.train.triggers import Trigger, every_epoch
@@ -20,7 +20,8 @@ class HistoryFile(Recorder):
     with each checkpoint.
 
     The file is replaced as a whole, so it can be opened at any time. A resumed run goes on with the
-    file that is there. Raises :class:`sparkdl.ParameterError` for another suffix.
+    file that is there. Raises :class:`sparkdl.ParameterError` for another suffix, and as the fit
+    starts for a path that cannot be written.
     """
 
     def __init__(self, path: str | Path, every: Trigger | None = None) -> None:
@@ -31,6 +32,7 @@ class HistoryFile(Recorder):
 
     def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
         super().on_fit_start(trainer, state)
+        check_replaceable("HistoryFile", self._path)
         if state.iteration > 0 and self._path.is_file():
             self.history = History.load(self._path)
             self.history.truncate(state.iteration)

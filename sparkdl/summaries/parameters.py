@@ -17,15 +17,19 @@ LONGEST = 250
 
 
 def plain_parameters(trainer: Any) -> dict[str, str]:
-    """The fields of a dataclass that are plain: numbers, texts, lists of them.
+    """The fields that a dataclass is given, where they are plain: numbers, texts, lists of them.
 
     A function, class or module is its name; a partial also its plain keywords, as ``optimizer.lr``;
     mappings and nested dataclasses likewise. Anything else (data, callbacks) is left out, and so is
     what stands under a name that looks like a secret's; in texts such are hidden, see
     :mod:`sparkdl.redaction`.
     """
-    values = ((f.name, getattr(trainer, f.name)) for f in dataclasses.fields(trainer))
-    return {k: text for name, value in values for k, text in _texts(name, value)}
+    return {k: text for name, value in _given(trainer) for k, text in _texts(name, value)}
+
+
+def _given(value: Any) -> Iterator[tuple[str, Any]]:
+    """The fields of a dataclass, but for what it keeps for itself."""
+    return ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init)
 
 
 def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -49,8 +53,8 @@ def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(value, nn.Module):
         yield name, type(value).__qualname__
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _texts(f"{name}.{field.name}", getattr(value, field.name))
+        for field, entry in _given(value):
+            yield from _texts(f"{name}.{field}", entry)
     elif callable(value):
         yield name, _cut(getattr(value, "__qualname__", type(value).__qualname__))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,6 +76,21 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def check_replaceable(what: str, path: Path) -> None:
+    """Raise :class:`ParameterError` where :func:`replacing` cannot write ``path``; makes its folder."""
+    if path.is_dir():
+        raise ParameterError(f'{what}("{path}") is a folder: give the name of a file in it.')
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ParameterError(
+            f'{what}("{path}"): no file can be written there ({error.strerror}: {error.filename}). '
+            "Give a path in a folder that you may write to."
+        ) from error
 
 
 def extra_needed(what: str, extra: str, library: str) -> ParameterError:

@@ -118,6 +118,8 @@ class PowerSGD:
         if bucket.gradient.ndim < 2 or not bucket.gradient.numel():
             return {"values": bucket.gradient}
         matrix = bucket.gradient.flatten(1)
+        if matrix.data_ptr() % 64:  # a product may differ by where in memory its factors lie
+            matrix = matrix.clone()
         rows, columns = matrix.shape
         rank = min(self.rank, rows, columns)
         if rank * (rows + columns) >= matrix.numel():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import logging
 import os
 import pickle
 from collections.abc import Callable
@@ -13,17 +15,17 @@ from typing import Any
 import torch
 from pyspark import SparkContext
 from pyspark.core.rdd import RDD
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
 from sparkdl.data.assemble import input_fields, preview_batch
 from sparkdl.data.batches import EpochPlan
 from sparkdl.data.samples import SampleSet
-from sparkdl.errors import ParameterError
+from sparkdl.errors import ParameterError, TrainingError
 from sparkdl.gang.slots import default_replicas, task_slots
 from sparkdl.infer.output import Output
 from sparkdl.replica.flat import FlatModule
-from sparkdl.replica.recipe import Recipe, weights_digest
+from sparkdl.replica.recipe import Recipe, seeded, weights_digest
 from sparkdl.session import context_of, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train.callbacks import ProgressBar
@@ -71,6 +73,8 @@ from sparkdl.train.trained import TrainedModel
 from sparkdl.train.trainer import Trainer
 from sparkdl.train.triggers import MaxEpoch
 from sparkdl.train.validation import Validator
+
+logger = logging.getLogger("sparkdl")
 
 
 def fit(
@@ -120,7 +124,8 @@ def run(
     on; ``carried``: the pass before it.
     """
     context = context_of(data)
-    settings = settings_of(context)
+    session = data.sparkSession if isinstance(data, DataFrame) else SparkSession.getActiveSession()
+    settings = settings_of(context, session)
     tell_what_costs_speed(context)
     model = prepare(trainer, start)
     if kept is not None:
@@ -156,7 +161,7 @@ def run(
         )
         flats = _weights(trainer, engine, state)
         wanted = trainer.keep_optimizer_state or one_pass
-        packed = tuple(engine.with_states(PackSlice())) if wanted else None
+        packed = _packed(engine, lose_it=not one_pass) if wanted else None
         best = BEST in flats and one_pass
         packed_best = tuple(engine.with_states(PackSlice(), BEST)) if best else None
     results = {
@@ -202,10 +207,11 @@ def _try_out(
     ``endless``: ``stop`` plays no part.
     """
     how = replace(assembly(trainer, samples, model.float_dtype), augment=trainer.augment)
-    batch = preview_batch(how, samples.preview, augment=True)
+    with seeded(trainer.seed):
+        batch = preview_batch(how, samples.preview, augment=True)
     output = try_model(
         model.module,
-        model.recipe,
+        replace(model.recipe, loss=copy.deepcopy(trainer.loss)),  # it may count its calls
         batch,
         input_fields(how, samples.fields),
         samples.fields[samples.num_features : samples.num_features + samples.num_labels],
@@ -216,14 +222,33 @@ def _try_out(
         if dimension != "data":
             check_all_used(part.word, model.module)
     parallel = parallel_of(trainer.parts, trainer.mesh, len(samples.counts))
-    if parallel.pipeline is not None:
-        check_one_length(samples.fields)
+    for part in (parallel.pipeline, parallel.tensor):
+        if part is not None:
+            check_one_length(part.word, samples.fields)
     check_single_rows(model.module, batch.inputs, plan, limit, trainer.policy, parallel)
     metrics = list(validation.scorer.higher_is_better) if validation else []
     model.schedule.check(limit, plan.num_iterations, metrics)
     if validation is not None:
         check_scorer(model.module, validation)
     return output
+
+
+def _packed(engine: Engine, lose_it: bool) -> tuple[bytes, ...] | None:
+    """The state, slice by slice; None where it cannot be brought here and the model may do without.
+
+    Raises :class:`sparkdl.TrainingError` where it may not.
+    """
+    try:
+        return tuple(engine.with_states(PackSlice()))
+    except TrainingError as error:
+        if not lose_it:
+            raise
+        logger.warning(
+            "the model comes without the optimizer's state, which could not be brought to the driver: "
+            "%s",
+            str(error).partition("\n")[0],
+        )
+        return None
 
 
 def _begin(

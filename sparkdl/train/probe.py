@@ -21,11 +21,12 @@ from sparkdl.replica.policy import Policy
 from sparkdl.replica.recipe import Recipe, seeded
 from sparkdl.step.compute import to_tensors, weigh
 from sparkdl.step.loss import (
+    Loss,
     NoValuePerSample,
     OfClasses,
     call_loss,
+    check_averages,
     masses_of,
-    reduction_of,
     weighted_mean,
 )
 from sparkdl.train.engine import ValidationSet
@@ -75,8 +76,8 @@ def try_model(
             ) from error
         if output is None:
             raise ModelError("the model returned None: its forward must return the output.")
-        _check_shapes(output, targets, len(inputs[0]), labels_are)
         _check_loss(loss)
+        _check_shapes(loss, output, targets, len(inputs[0]), labels_are)
         masses = masses_of(loss, targets)
         weights = _weights_of(batch, targets, recipe, labels_are)
         try:
@@ -182,6 +183,24 @@ def check_scorer(module: nn.Module, validation: ValidationSet) -> None:
     validation.scorer.check(output, targets)
 
 
+def _brings_together(loss: Loss, output: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether ``loss`` makes one shape of the two by itself: for numbers drawn at random it gives what
+    it gives for the same numbers in one shape, or takes only the two."""
+    if len(target) < 2 or not (output.is_floating_point() and target.is_floating_point()):
+        return False
+    one, other = torch.rand_like(output), torch.rand_like(target)
+    try:
+        found = call_loss(loss, one, (other,))
+    except Exception:
+        return False
+    try:
+        expected = call_loss(loss, one.reshape(other.shape), (other,))
+    except Exception:
+        return True
+    alike = all(isinstance(one, torch.Tensor) for one in (found, expected))
+    return alike and found.shape == expected.shape and torch.allclose(found, expected)
+
+
 def check_single_rows(
     module: nn.Module,
     inputs: Sequence[np.ndarray],
@@ -249,11 +268,7 @@ def _cut(rows: int, count: int) -> list[int]:
 
 def _check_loss(loss: Any) -> None:
     """What would be trained otherwise than its author thinks."""
-    if reduction_of(loss) == "sum":
-        raise ModelError(
-            'the loss adds up (reduction="sum"), and the losses of replicas are averaged, each '
-            'weighted by its samples: use reduction="mean".'
-        )
+    check_averages(loss, "replicas")
     if isinstance(loss, nn.Module):
         trains = [name for name, p in loss.named_parameters() if p.requires_grad]
         if trains:
@@ -274,13 +289,18 @@ def _output_in_use(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Output 
 
 
 def _check_shapes(
-    output: Any, targets: Sequence[torch.Tensor], rows: int, labels: Sequence[Field]
+    loss: Loss,
+    output: Any,
+    targets: Sequence[torch.Tensor],
+    rows: int,
+    labels: Sequence[Field],
 ) -> None:
     """Output [B, 1] against label [B] would be broadcast to [B, B]: never what is meant."""
     if not isinstance(output, torch.Tensor) or len(targets) != 1:
         return
     shapes = [list(output.shape), list(targets[0].shape)]
-    if [*shapes[1], 1] == shapes[0] or [*shapes[0], 1] == shapes[1]:
+    fits = [*shapes[1], 1] != shapes[0] and [*shapes[0], 1] != shapes[1]
+    if not fits and not _brings_together(loss, output, targets[0]):
         remedy = (
             "end the model with torch.nn.Flatten(0) or .squeeze(-1)"
             if len(shapes[0]) > len(shapes[1])

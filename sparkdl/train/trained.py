@@ -12,15 +12,17 @@ from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.data.columns import Specs
+from sparkdl.data.columns import Convert, Sequence, Specs
 from sparkdl.data.handle import Field
-from sparkdl.errors import ModelError, ParameterError
+from sparkdl.data.records import feature_names, named
+from sparkdl.errors import DataError, ModelError, ParameterError
 from sparkdl.infer.evaluate import Evaluation, evaluate
 from sparkdl.infer.metrics import Metrics, resolve, suited
 from sparkdl.infer.output import Output
 from sparkdl.infer.predict import Finish, predict_dataframe, predict_rdd
 from sparkdl.infer.predictor import ShippedModule
 from sparkdl.infer.scoring import Scorer
+from sparkdl.step.loss import check_averages
 from sparkdl.train.continuing import KeptState
 from sparkdl.train.history import History
 
@@ -67,6 +69,10 @@ class TrainedModel:
         self.columns = dict(columns or {})
         self._shipped: ShippedModule | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or what a pickle makes, ships for itself."""
+        return {**vars(self), "_shipped": None}
+
     def transform(
         self,
         data: DataFrame,
@@ -112,7 +118,7 @@ class TrainedModel:
             self.float_dtype,
             _batch_size(batch_size),
             postprocess,
-            self.columns,
+            self._specs_of_records(self.num_features),
             self.fields,
         )
 
@@ -127,7 +133,8 @@ class TrainedModel:
         Computed on the executors in evaluation mode. A metric is a name ("accuracy", "top@5",
         "mae", "mse", "auc", "hit_ratio@10", "ndcg@10"), a :class:`sparkdl.Metric`, a
         ``torchmetrics.Metric``, or a pair (name, metric); see docs/guide/metrics.md. Raises
-        :class:`ParameterError` for a metric that does not go with the output or the label.
+        :class:`ParameterError` for a metric that does not go with the output or the label, and
+        :class:`ModelError` for a loss that adds up.
         """
         _check_kind("evaluate", data, (DataFrame, RDD), "a DataFrame or an RDD")
         resolved = suited(resolve(metrics), self.loss)
@@ -136,24 +143,28 @@ class TrainedModel:
                 "nothing to evaluate: a loaded model has no loss. Name metrics, or load it with "
                 "sparkdl.load(path, loss=...)."
             )
+        if self.loss is not None:
+            check_averages(self.loss, "batches")
         if resolved and len(self.label) != 1:
             raise ParameterError(f"metrics need one label; the model has {len(self.label)}.")
+        records = isinstance(data, RDD)
+        specs = self._specs_of_records(len(self.fields)) if records else self.columns
         context = data.ctx if isinstance(data, RDD) else getattr(data.sparkSession, "_sc", None)
-        evaluation = Evaluation(
-            self._ship(context),
-            Scorer(self.loss, resolved),
-            self.num_features,
-            _batch_size(batch_size),
-        )
-        return evaluate(
-            data,
-            evaluation,
-            self.features,
-            self.label,
-            self.float_dtype,
-            self.columns,
-            self.fields,
-        )
+        size, before = _batch_size(batch_size), self._shipped
+        module = ShippedModule.of(self.module, context, before)
+        try:
+            return evaluate(
+                data,
+                Evaluation(module, Scorer(self.loss, resolved), self.num_features, size),
+                self.features,
+                self.label,
+                self.float_dtype,
+                specs,
+                self.fields,
+            )
+        finally:
+            if module is not before:
+                module.destroy()
 
     def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
         """Write the model into the folder ``path``: safetensors, JSON, and the recipe."""
@@ -162,9 +173,30 @@ class TrainedModel:
         return save(self, path, overwrite)
 
     def _ship(self, context: Any) -> ShippedModule:
-        """The module on its way to the workers; a large one is broadcast once, not at each call."""
+        """The module on its way to the workers, which stays there, since what uses it is lazy; a large
+        one is broadcast once, not at each call."""
         self._shipped = ShippedModule.of(self.module, context, self._shipped)
         return self._shipped
+
+    def _specs_of_records(self, count: int) -> Specs:
+        """:attr:`columns` of the first ``count`` fields, by the names which a record's fields have.
+        The images of records are arrays already.
+
+        Raises :class:`DataError` for a function, of which nobody knows whether it was applied.
+        """
+        labels = (None,) * (len(self.fields) - self.num_features)
+        names = feature_names(self.num_features) + [name for name, _ in named("label", labels)]
+        specs = {}
+        for field, name in zip(self.fields[:count], names, strict=False):
+            spec = self.columns.get(field.name)
+            if isinstance(spec, Convert):
+                raise DataError(
+                    f'columns["{field.name}"] is a sparkdl.Convert, which is for DataFrames, not for '
+                    "the records of an RDD: give transform or evaluate a DataFrame with this column."
+                )
+            if isinstance(spec, Sequence):
+                specs[name] = spec
+        return specs
 
     def _output(self, postprocess: Finish) -> Output:
         if self.output is None:

@@ -37,8 +37,8 @@ TEN_EPOCHS = MaxEpoch(10)
 class Trainer:
     """What to train and how; :meth:`fit` trains. Mistakes raise :class:`sparkdl.ParameterError`.
 
-    The result is a function of these values and of the data: the same on any number of executors,
-    bit for bit on CPUs.
+    With ``replicas`` and ``slices`` given, the result is a function of these values and of the data:
+    the same on any number of executors, bit for bit on CPUs. None takes them from the cluster.
     """
 
     # What is trained.
@@ -46,8 +46,9 @@ class Trainer:
     """A callable that builds the module (called with seeded random numbers), or a module, which is
     copied and not changed."""
     loss: Callable[..., torch.Tensor]
-    """``loss(output, target)`` -> mean over the batch. ``loss(output)`` without a label; with
-    several labels ``target`` is a tuple."""
+    """``loss(output, target)`` -> mean over the batch; with ``weight`` or ``class_weights`` one that
+    is none of torch's gives a value a sample. ``loss(output)`` without a label; with several labels
+    ``target`` is a tuple."""
     optimizer: Callable[..., Any] | Mapping[str, Callable[..., Any]]
     """A ``torch.optim`` class or a partial of one, given the trainable parameters; any callable of
     the module that returns an optimizer (for parameter groups) or a list of them; or several, by

@@ -61,7 +61,7 @@ def first(partition: int, pairs: Any) -> Iterator[bytes]:
 def roots() -> int:
     """Of executors that live."""
     found = Path.cwd().glob("spark/work/*/*/slabs/sparkdl-*")
-    marks = [{mark.name.split(".")[2] for mark in root.glob("alive.*")} for root in found]
+    marks = [{mark.name.split(".")[3] for mark in root.glob("alive.*")} for root in found]
     return sum(any(processes.alive(int(pid)) for pid in pids) for pids in marks)
 
 

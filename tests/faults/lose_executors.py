@@ -98,7 +98,7 @@ def main() -> None:
             lines.clear()
             wait_for_executors(spark.sparkContext, 2)
             often = "0" if case.snapshots else "off"
-            spark.sparkContext._conf.set("spark.sparkdl.snapshot.seconds", often)
+            spark.conf.set("spark.sparkdl.snapshot.seconds", often)
             notes = Path(given["notes"], name)
             armed = tuple(fault.into(notes) for fault in case.faults)
             checkpoint = sparkdl.Checkpoint(notes / "checkpoints", every=sparkdl.every(4))

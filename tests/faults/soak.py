@@ -129,7 +129,7 @@ def roots() -> list[Path]:
 
 def held(root: Path) -> bool:
     """Whether its executor lives: what a killed one kept in a folder of its own goes with that."""
-    return any(processes.alive(int(mark.name.split(".")[2])) for mark in root.glob("alive.*"))
+    return any(processes.alive(int(mark.name.split(".")[3])) for mark in root.glob("alive.*"))
 
 
 def started_here() -> list[int]:

@@ -25,7 +25,7 @@ def main() -> None:
     with session(given["master"], **given["settings"]) as spark:
         context, df = spark.sparkContext, frame(spark, 2)
         for name, seconds in BOUNDS.items():
-            context._conf.set("spark.sparkdl.timeout.seconds", str(seconds))
+            spark.conf.set("spark.sparkdl.timeout.seconds", str(seconds))
             began, error = time.monotonic(), ""
             try:
                 trainer(2, [fault]).fit(df)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import socket
 import struct
@@ -177,3 +178,54 @@ def test_a_rank_that_prints_without_a_pause_is_late_all_the_same(listener: Liste
         team.call(len, "waiting")
     shouting.join(10)
     assert not shouting.is_alive()
+
+
+def test_a_rank_that_takes_nothing_is_not_waited_for(listener):
+    """As one that is stopped, whose host still answers for it."""
+    driver, rank = both(listener)
+    driver.bound_sends(0.2)
+    with pytest.raises(ChannelError):
+        driver.send(b"x" * 50_000_000)
+    rank.close()
+
+
+def test_a_team_bounds_its_sends(listener):
+    driver, rank = both(listener, Hello(0, "job", 0, 1, "node"))
+    arrivals = SimpleNamespace(come={0: (driver, Hello(0, "job", 0, 1, "node"))})
+    team = Team(arrivals, 0.2)
+    with pytest.raises(StalledError, match=r"waited 0\.2 s for rank 0"):
+        team.call(functools.partial(len, b"x" * 50_000_000), "a command")
+    rank.close()
+
+
+def test_what_a_driver_said_on_another_connection_is_not_taken(listener):
+    """By somebody who stands between a rank and its driver."""
+    driver, rank = both(listener)
+    said: list[bytes] = []
+
+    class Noting:
+        def __init__(self, connection: socket.socket) -> None:
+            self._connection = connection
+
+        def sendall(self, content: bytes) -> None:
+            said.append(bytes(content))
+            self._connection.sendall(content)
+
+    nonce, driver._connection = driver._nonce[:NONCE_BYTES], Noting(driver._connection)  # type: ignore[assignment]
+    driver.send("delete everything")
+    assert rank.receive() == "delete everything"
+    here = socket.create_server(("127.0.0.1", 0))
+    port = here.getsockname()[1]
+    found: list[Channel] = []
+    key = listener.key
+    again = threading.Thread(target=lambda: found.append(connect("127.0.0.1", port, key, "hello")))
+    again.start()
+    connection, _ = here.accept()
+    connection.sendall(nonce)
+    for part in said:
+        connection.sendall(part)
+    again.join()
+    with pytest.raises(ChannelError, match="not by a member"):
+        found[0].receive()
+    here.close()
+    connection.close()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from gang_training import CLASSES, WIDTH, same, trainer_of
+from gang_training import CLASSES, IGNORING, WIDTH, close, same, trainer_of
 from pyspark import cloudpickle
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -62,6 +62,85 @@ def test_ranks_without_rows_take_part(frames, sizes):
     """In some iterations one has none, or in all."""
     df, run = frames(*sizes), trainer_of(strategy="zero1", model=partial(nn.Linear, WIDTH, CLASSES))
     same(run.fit(df), replace(run, engine="local", slices=2).fit(df))
+
+
+@pytest.mark.parametrize("sizes", [(32, 32), (0, 64)], ids=str)
+@pytest.mark.parametrize("strategy", ["zero1", sparkdl.DDP(bucket_cap_mb=1e-4)], ids=str)
+def test_micro_batches_of_several_rows_for_a_batch_norm(frames, strategy, sizes):
+    """A rank without rows gives it no single ones."""
+    df, run = frames(*sizes), trainer_of(strategy=strategy, accumulate=8, batch_size=32)
+    same(run.fit(df), replace(run, engine="local", slices=2 if strategy == "zero1" else 1).fit(df))
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "pipeline"])
+def test_rows_of_varying_length_are_told_before_training(spark, strategy):
+    rows = [([0.5] * (1 + n % WIDTH), n % CLASSES) for n in range(16)]
+    df = spark.createDataFrame(rows, "features array<double>, label long")
+    varying = sparkdl.Sequence(max_length=WIDTH)
+    run = trainer_of(model=perceptron, strategy=strategy, columns={"features": varying})
+    with pytest.raises(ParameterError) as caught:
+        run.fit(df)
+    assert str(caught.value) == (
+        f'strategy="{strategy}" needs inputs of one shape, and column "features" is padded to the '
+        "longest row of each mini-batch: pad it to one length, "
+        "sparkdl.Sequence(max_length=..., pad_to_max=True)."
+    )
+    run = replace(run, columns={"features": replace(varying, pad_to_max=True)})
+    close(replace(run, engine="local").fit(df), run.fit(df))
+
+
+class Fragile(nn.Module):
+    """Its gradient is not a number where a score is high; what it puts out is what goes in."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        high = x.detach() > 0.35
+        return x + torch.sqrt(torch.where(high, x - x.detach(), 1.0)) - torch.where(high, 0.0, 1.0)
+
+
+def fragile() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16),
+        nn.Tanh(),
+        nn.Linear(16, 8),
+        nn.Tanh(),
+        nn.Linear(8, CLASSES),
+        Fragile(),
+    )
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor", "pipeline"])
+def test_the_same_updates_are_left_out_as_in_one_process(frames, strategy):
+    df, run = frames(20, 12), trainer_of(model=fragile, strategy=strategy, on_nan="skip")
+    there, here = run.fit(df), replace(run, engine="local").fit(df)
+    skipped = [record["skipped"] for record in here.history]
+    assert 0 < sum(skipped) < len(skipped)
+    assert [record["skipped"] for record in there.history] == skipped
+    close(here, there)
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)
+    )
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", sparkdl.DDP(bucket_cap_mb=1e-4), "zero1", "fsdp", "tensor", "pipeline"],
+    ids=str,
+)
+def test_batches_in_which_nothing_counts_leave_statistics_as_they_were(spark, strategy):
+    rows = [([float(n + k) for k in range(WIDTH)], 2) for n in range(16)]
+    df = spark.createDataFrame(rows, "features array<double>, label long")
+    run = trainer_of(model=normed, loss=IGNORING, strategy=strategy)
+    there, here = run.fit(df), replace(run, engine="local").fit(df)
+    for name, tensor in here.module.state_dict().items():
+        assert torch.equal(there.module.state_dict()[name], tensor), name
+    assert there.module[3].num_batches_tracked == 0
 
 
 def test_parameters_without_a_gradient_stay(frames):
@@ -178,7 +257,7 @@ def test_a_snapshot_that_cannot_be_taken_stops_no_training(frames, caplog, monke
     expected = replace(run, engine="local", slices=1).fit(df)
     monkeypatch.setattr("sparkdl.train.engines.build.is_local", lambda context: False)
     settings = Settings(progress="false", snapshot_seconds=0.0)
-    monkeypatch.setattr("sparkdl.train.fit.settings_of", lambda context: settings)
+    monkeypatch.setattr("sparkdl.train.fit.settings_of", lambda *_: settings)
     with caplog.at_level("WARNING", logger="sparkdl"):
         trained = run.fit(df)
     same(trained, expected)

@@ -24,7 +24,7 @@ from sparkdl.sync.plan import slice_plans
 from sparkdl.train.parallel.strategy import DDP
 from sparkdl.train.rank.batchnorm import GlobalBatchNorm, keeping_company, synchronise
 from sparkdl.train.rank.data_parallel import AtOnce, DataParallel
-from sparkdl.train.rank.summing import Copied
+from sparkdl.train.rank.summing import Copied, GradientVector
 
 pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -98,10 +98,56 @@ def test_a_parameter_that_one_rank_uses_is_updated_alike_on_all(ranks, kind):
         assert torch.equal(other["gradient"], first["gradient"])
 
 
+@pytest.mark.parametrize("fill", [3e4, 700.0], ids=["one rank's", "only their sum"])
 @pytest.mark.parametrize("kind", ["copies", "at once", "buckets"])
-def test_what_is_too_large_for_the_wire_is_noticed_before_it_is_applied(ranks, kind):
-    for found in ranks.run(WORLD, one_rank, kind, "fp16", 3e4):
+def test_what_is_too_large_for_the_wire_is_noticed_before_it_is_applied(ranks, kind, fill):
+    for found in ranks.run(WORLD, one_rank, kind, "fp16", fill):
+        assert not found["gradient"].isfinite().all()
         assert found["problem"] == 'the gradient of "always.weight"'
+
+
+class Half(nn.Module):
+    """In bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.bfloat16()).float()
+
+
+def of_half(communicator: Any, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of ranks that count for different parts: their sum, and the same in float32."""
+    rank, weights = communicator.rank, [1.0 + n for n in range(WORLD)]
+    torch.manual_seed(0)
+    live = LiveReplica.of(Recipe(Half, nn.MSELoss(), torch.optim.SGD, 0, Policy()))
+    plans = slice_plans(live.flat.layout, 1)
+    spare = Batch([np.ones((2, 3), np.float32)], [np.ones((2, 3), np.float32)], None)
+    torch.manual_seed(rank)
+    batch = MiniBatch([torch.rand(4, 3)], [torch.rand(4, 3)])
+    forward_backward(live, batch, 0, 1.0, Clock())
+    gradients = [p.grad.clone() for _, p in live.flat.parameters]
+    exact = GradientVector(live.flat.layout, live.device)
+    exact.filled([g.float() for g in gradients], weights[rank] / sum(weights))
+    expected = exact.sum(None).clone()
+    if kind == "at once":
+        way: Any = AtOnce(live, plans, rank, spare)
+    else:
+        way = DataParallel(live, plans, rank, spare, DDP())
+    way.compute(work(), batch, weights, Clock())
+    (contribution, *_) = way.contributions(ROWS, weights)[0]
+    found = contribution.gradient.clone()
+    dist.barrier()
+    return found, expected
+
+
+@pytest.mark.parametrize(("kind", "rounded"), [("at once", 1e-6), ("buckets", 2**-8)], ids=str)
+def test_gradients_of_lower_precision_are_not_rounded_before_they_are_summed(ranks, kind, rounded):
+    """DistributedDataParallel leaves the sum in the parameter's dtype."""
+    for found, expected in ranks.run(WORLD, of_half, kind):
+        assert expected.any()
+        assert torch.allclose(found, expected[: len(found)], rtol=rounded, atol=1e-7)
 
 
 def half(communicator: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -214,10 +214,17 @@ class Seen(sparkdl.Callback):
             self.counts[name] = int(sum(histogram.counts))
 
 
+@pytest.mark.parametrize("mesh", [None, {"shard": 1, "tensor": 2}], ids=["", "shards"])
 @pytest.mark.parametrize("precision", [{"precision": "bf16"}, {"precision": "fp16"}], ids=str)
-def test_lower_precision(frames, precision):
-    df = frames(20, 12)
-    there, exact = trainer_of(**precision).fit(df), trainer_of(engine="local").fit(df)
+def test_lower_precision(frames, precision, mesh):
+    """Also in validation, of different numbers of batches. SGD, as Adam would not see gradients that
+    are a loss scale too large."""
+    df, sgd = frames(20, 12), partial(torch.optim.SGD, lr=0.3)
+    validation = sparkdl.Validation(df, every=sparkdl.every(3), batch_size=7)
+    there = trainer_of(**precision, optimizer=sgd, mesh=mesh, validation=validation).fit(df)
+    exact = trainer_of(engine="local", optimizer=sgd, validation=validation).fit(df)
+    for one, other in zip(there.history.validations, exact.history.validations, strict=True):
+        assert one["metrics"] == pytest.approx(other["metrics"], rel=2e-2)
     assert there.history.losses == pytest.approx(exact.history.losses, rel=2e-2)
     assert there.history.losses != exact.history.losses
     assert all(p.dtype == torch.float32 for p in there.module.parameters())

@@ -318,6 +318,8 @@ def assert_close(seen: list[Tensors], wanted: list[Tensors], tolerance: float = 
     """Norm of the difference by norm, of every tensor after every iteration."""
     assert len(seen) == len(wanted)
     for t, (left, right) in enumerate(zip(seen, wanted, strict=True)):
+        assert left
+        assert left.keys() <= right.keys()
         for name, tensor in left.items():
             error = float((tensor.double() - right[name].double()).norm())
             size = float(right[name].double().norm())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from unittest import mock
@@ -262,6 +263,8 @@ def worst_error(observed: list[Tensors], expected: list[Tensors]) -> float:
     """
     worst = 0.0
     for seen, wanted in zip(observed, expected, strict=True):
+        assert seen
+        assert seen.keys() <= wanted.keys()
         for name, tensor in seen.items():
             if not tensor.is_floating_point():
                 assert torch.equal(tensor, wanted[name]), name
@@ -270,6 +273,8 @@ def worst_error(observed: list[Tensors], expected: list[Tensors]) -> float:
             scale = wanted[name].double()
             if not difference.any():
                 continue
+            if not difference.isfinite().all():
+                return math.inf
             by_norm = difference.norm() / scale.norm()
             by_element = difference.abs().max() / scale.abs().max()
             worst = max(worst, float(by_norm), float(by_element))

@@ -482,6 +482,20 @@ ROWS = [
         'validation data: "features" is float32[1], in the training data float32[2].',
         jobs=6,
     ),
+    Mistake(
+        "validation data of two inputs",
+        lambda fit: fit(fit.good(), validation=sparkdl.Validation(fit.rdd((([1.0], [2.0]), 1.0)))),
+        DataError,
+        "validation data: a sample has 2 inputs and 1 labels, in the training data 1 and 1.",
+        jobs=6,
+    ),
+    Mistake(
+        "a field of an RDD, of a DataFrame",
+        lambda fit: fit(fit.good(), columns={"features[0]": sparkdl.Sequence(max_length=2)}),
+        DataError,
+        'columns names "features[0]", a field of an RDD\'s records, and the data is a DataFrame: name '
+        "one of its columns, features, label.",
+    ),
 ]
 
 RECORDS = [
@@ -695,7 +709,7 @@ QUERIES = [
         "its target type. Use `try_cast` to tolerate malformed input and return NULL "
         "instead. Mend the query or the function that the data comes from; data.count() "
         "fails likewise.",
-        jobs=1,
+        jobs=2,
         tasks_fail=True,
     ),
     Mistake(
@@ -706,7 +720,7 @@ QUERIES = [
         'being 0 and return NULL instead. If necessary set "spark.sql.ansi.enabled" to '
         '"false" to bypass this error. Mend the query or the function that the data comes '
         "from; data.count() fails likewise.",
-        jobs=1,
+        jobs=2,
         tasks_fail=True,
     ),
     Mistake(
@@ -720,7 +734,7 @@ QUERIES = [
         "…ZeroDivisionError: division by zero\n"
         "Mend the query or the function that the data comes from; data.count() fails "
         "likewise.",
-        jobs=1,
+        jobs=2,
         tasks_fail=True,
     ),
     Mistake(
@@ -733,7 +747,7 @@ QUERIES = [
         "…ZeroDivisionError: division by zero\n"
         "Mend the query or the function that the data comes from; data.count() fails "
         "likewise.",
-        jobs=1,
+        jobs=2,
         tasks_fail=True,
     ),
     Mistake(
@@ -743,7 +757,7 @@ QUERIES = [
         "reading the data: Encountered error while reading file "
         "file://{tmp}/data.parquet/….parquet. "
         "File does not exist. It is possible the underlying files have been updated.",
-        jobs=3,
+        jobs=4,
         tasks_fail=True,
     ),
 ]

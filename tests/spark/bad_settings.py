@@ -276,6 +276,12 @@ PARAMETERS = [
         "{class: weight}, all >= 0.",
     ),
     Mistake(
+        "no class counts",
+        lambda fit: fit(fit.good(), class_weights=[0.0, 0]),
+        ParameterError,
+        "class_weights=[0.0, 0]: nothing would count; give a class more than 0.",
+    ),
+    Mistake(
         "optimizer None",
         lambda fit: fit(fit.good(), optimizer=None),
         ParameterError,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +17,13 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from bad_data import COLUMNS, IN_ARRAYS, QUERIES, RECORDS, ROWS
 from bad_inputs import Fit, Mistake, batch_normed, expect, two_classes, vector_loss
 from bad_recipes import LOSSES, MODELS, OPTIMIZERS
 from bad_settings import DAMAGED, PARAMETERS, PATHS, RESUMED, Resumed
 from bad_uses import USES
-from pyspark import SparkConf
+from pyspark import SparkConf, cloudpickle
 from pyspark.errors import PythonException
 from torch import nn
 
@@ -30,6 +32,7 @@ from sparkdl import CheckpointError, DataError, ModelError, ParameterError, Sess
 from sparkdl.session import context_of, settings_of
 
 pytestmark = pytest.mark.spark
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ON_ROWS = [*ROWS, *RECORDS]
 MISTAKES = [*COLUMNS, *ON_ROWS, *MODELS, *LOSSES, *OPTIMIZERS, *PARAMETERS, *PATHS]
@@ -165,6 +168,86 @@ def test_a_bad_row_leaves_nothing_in_the_local_directories(spark: Any, slabs: An
     assert slabs(local=True) == []
 
 
+@pytest.mark.parametrize("data", ["DataFrame", "RDD"])
+def test_a_query_that_fails_leaves_nothing_where_samples_had_no_room(
+    spark: Any, slabs: Any, monkeypatch: pytest.MonkeyPatch, data: str
+) -> None:
+    """A task before it wrote some."""
+    fit = Fit(spark)
+    rows = [(1.0, "1")] * 40 + [(2.0, "two")]
+    frame = spark.createDataFrame(spark.sparkContext.parallelize(rows, 8), "x double, s string")
+    given = frame.selectExpr("array(x, 1D) AS features", "cast(s AS double) AS label")
+    if data == "RDD":
+        given = frame.rdd.map(lambda row: ([row.x], float(row.s)))
+    with pytest.raises(DataError):
+        fit(given)
+    assert slabs(local=True) == []
+
+
+def own_shape(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output.squeeze(1), target)
+
+
+def flat_shape(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.l1_loss(output.reshape(target.shape), target)
+
+
+@pytest.mark.parametrize("loss", [own_shape, flat_shape])
+def test_a_loss_may_bring_shapes_together_by_itself(spark: Any, loss: Any) -> None:
+    fit = Fit(spark)
+    fit(fit.good(), model=lambda: nn.Linear(2, 1), loss=loss)
+    assert fit.started
+
+
+def one_number(output: torch.Tensor, target: torch.Tensor) -> float:
+    return float(((output - target) ** 2).mean())
+
+
+def of_each(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target) ** 2
+
+
+@pytest.mark.parametrize("loss", [one_number, of_each])
+def test_shapes_are_told_before_what_else_is_wrong_with_the_loss(spark: Any, loss: Any) -> None:
+    fit = Fit(spark)
+    with pytest.raises(ModelError, match="torch would broadcast them against each other"):
+        fit(fit.good(), model=lambda: nn.Linear(2, 1), loss=loss)
+
+
+class Counting(nn.MSELoss):
+    calls = 0
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(*args)
+
+
+def noisy(x: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    return x + np.random.normal(size=x.shape).astype(x.dtype)
+
+
+def test_trying_out_changes_nothing_of_the_users(spark: Any) -> None:
+    fit, loss = Fit(spark), Counting()
+    data = fit.good()
+    before = np.random.get_state()[2], torch.random.get_rng_state()
+    fit(data, loss=loss, augment=noisy, validation=sparkdl.Validation(data))
+    assert loss.calls == 0
+    assert np.random.get_state()[2] == before[0]
+    assert torch.equal(torch.random.get_rng_state(), before[1])
+
+
+def test_validation_data_may_be_an_rdd_beside_a_dataframe(spark: Any) -> None:
+    fit = Fit(spark)
+    samples = fit.rdd(([1.0, 2.0], 1.0), ([0.0, 1.0], 0.5))
+    trained = fit(
+        fit.good().withColumnRenamed("features", "x"),
+        features="x",
+        stop=sparkdl.max_epoch(1),
+        validation=sparkdl.Validation(samples),
+    )
+    assert len(trained.history.validations) == 1
+
+
 @pytest.mark.parametrize("ignored", [-100, 1])
 def test_labels_that_the_loss_ignores_are_allowed(spark: Any, ignored: int) -> None:
     fit = Fit(spark)
@@ -235,17 +318,19 @@ def test_unknown_settings_and_choices() -> None:
         settings_of(ContextWith(**settings))  # type: ignore[arg-type]
 
 
-def test_a_bad_setting_stops_a_fit(
-    spark: Any, num_jobs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bad = ContextWith(**{"spark.sparkdl.progress": "yes"})
-    monkeypatch.setattr(
-        "sparkdl.train.fit.settings_of",
-        lambda context: settings_of(bad),  # type: ignore[arg-type]
-    )
-    fit, before = Fit(spark), num_jobs()
-    with expect(ParameterError, 'spark.sparkdl.progress = "yes": use one of auto, true, false.'):
-        fit(fit.good())
+@pytest.mark.parametrize("kind", ["DataFrame", "RDD"])
+def test_a_bad_setting_stops_a_fit(spark: Any, num_jobs: Any, kind: str) -> None:
+    fit = Fit(spark)
+    data = fit.good() if kind == "DataFrame" else spark.sparkContext.parallelize([([1.0], 0)])
+    before = num_jobs()
+    spark.conf.set("spark.sparkdl.progress", "yes")
+    try:
+        with expect(
+            ParameterError, 'spark.sparkdl.progress = "yes": use one of auto, true, false.'
+        ):
+            fit(data)
+    finally:
+        spark.conf.unset("spark.sparkdl.progress")
     assert num_jobs() == before
     assert not fit.started
 

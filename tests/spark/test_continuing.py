@@ -97,6 +97,39 @@ def test_with_the_optimizers_state_two_fits_are_one(frame, engine):
     assert bits(without) != bits(once)
 
 
+class Narrow(sparkdl.Callback):
+    """From the end of the training on a job may bring less to the driver than the state takes."""
+
+    def __init__(self, context) -> None:
+        self.conf = context._jsc.sc().conf()
+
+    def on_fit_end(self, trainer, state) -> None:
+        self.conf.set("spark.driver.maxResultSize", "100k")
+
+
+def test_state_that_cannot_be_brought_to_the_driver_does_not_cost_the_model(
+    spark, frame, caplog, nothing_left
+):
+    """The weights take 52 kB, with Adam's moments three times that."""
+    run = trainer(engine="shuffle", model=partial(model, 1400), keep_optimizer_state=True)
+    narrow = Narrow(spark.sparkContext)
+    expected = run.fit(frame(16))
+    assert expected.optimizer_state is not None
+    before = narrow.conf.get("spark.driver.maxResultSize", "1g")
+    try:
+        with caplog.at_level("WARNING", logger="sparkdl"):
+            trained = replace(run, callbacks=[narrow]).fit(frame(16))
+        with pytest.raises(sparkdl.TrainingError, match="maxResultSize"):
+            online(engine="shuffle", model=partial(model, 1400)).partial_fit(frame(16))
+    finally:
+        narrow.conf.set("spark.driver.maxResultSize", before)
+    assert bits(trained) == bits(expected)
+    assert trained.optimizer_state is None
+    (said,) = [r.getMessage() for r in caplog.records if "comes without" in r.getMessage()]
+    assert "spark.driver.maxResultSize" in said
+    nothing_left()
+
+
 def test_buffers_begin_where_they_ended(frame):
     df = frame(16)
     first = trainer(model=with_buffers, keep_optimizer_state=True).fit(df)

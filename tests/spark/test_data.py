@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import decimal
+import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import innards
 import numpy as np
 import pytest
 import torch
@@ -148,7 +150,7 @@ def test_the_kinds_of_columns_in_tasks(reader: Reader) -> None:
     names = data.columns
     samples = reader.samples(data, names[:9], names[9:])
     assert samples.num_features == 9
-    assert samples.counts == (1, 2)
+    assert sum(samples.counts) == 3
     assert [(f.dtype, f.shape) for f in samples.fields] == [(d, s) for _, _, d, s in COLUMNS]
     for (_, values, dtype, _), found in zip(COLUMNS, reader.rows(samples), strict=True):
         assert sorted_rows(found) == sorted_rows(np.array(values, dtype=dtype))
@@ -250,6 +252,7 @@ def numbers(spark: Any, partitions: int = 2, count: int = 40) -> Any:
 
 SPLITS: dict[str, Callable[[Any], Any]] = {
     "one partition": lambda df: df.coalesce(1),
+    "as many as replicas": lambda df: df.coalesce(3),
     "seven partitions": lambda df: df.repartition(7),
     "sorted backwards": lambda df: df.orderBy(functions.desc("features")),
     "union of halves": lambda df: df.filter("label > 0").union(df.filter("label = 0")),
@@ -284,8 +287,16 @@ def test_redistributed_rows_do_not_remember_their_split(
         np.testing.assert_array_equal(found, expected)
 
 
-def test_partitions_are_kept_where_their_number_fits(reader: Reader) -> None:
-    samples = reader.samples(numbers(reader.spark, 3), replicas=3)
+@pytest.mark.parametrize("here", [False, True])
+@pytest.mark.parametrize("kind", ["RDD", "DataFrame"])
+def test_partitions_of_an_rdd_are_kept_where_their_number_fits(
+    reader: Reader, kind: str, here: bool
+) -> None:
+    data = records(reader, [([float(i)], 0) for i in range(40)], 3)
+    if kind == "DataFrame":
+        data = reader.spark.createDataFrame(data, "features array<float>, label int")
+        data = data.withColumn("label", data.label + 1)
+    samples = reader.samples(data, replicas=3, here=here)
     kept = [
         sorted_rows(open_partition(h).gather(np.arange(h.num_rows))[0][:, 0])
         for h in samples.handles
@@ -305,7 +316,8 @@ def test_the_order_inside_a_partition_does_not_count(reader: Reader) -> None:
 
 
 def test_uneven_and_empty_partitions(reader: Reader) -> None:
-    data = numbers(reader.spark, 4).filter("features[0] < 12 or features[0] = 33")
+    values = [([float(i), math.sin(i)], i % 3) for i in range(40)]
+    data = records(reader, values, 4).filter(lambda v: v[0][0] < 12 or v[0][0] == 33)
     samples = reader.samples(data, replicas=4)
     assert samples.counts == (10, 2, 0, 1)
     assert samples.handles[2].fields == ()
@@ -389,7 +401,7 @@ def first_key(value: Any) -> float:
 def test_a_lost_partition_is_computed_again(reader: Reader, kind: str) -> None:
     data = {
         "redistributed": lambda: numbers(reader.spark, 4),
-        "kept": lambda: numbers(reader.spark, 3),
+        "kept": lambda: reader.spark.createDataFrame(numbers(reader.spark, 3).rdd),
         "records": lambda: numbers(reader.spark, 4).rdd.map(lambda r: (list(r[0]), r[1])),
         "upstream shuffle": lambda: (
             numbers(reader.spark, 4)
@@ -412,6 +424,32 @@ def test_a_lost_partition_is_computed_again(reader: Reader, kind: str) -> None:
     after = reader.rows(SampleSet(None, tuple(again), samples.fields, 1, []))
     for left, right in zip(before, after, strict=True):
         np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.parametrize("kind", ["kept", "redistributed", "a table of them", "in a cluster"])
+def test_a_shuffle_of_the_user_stays(
+    reader: Reader, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job of another thread may be reading it, and would find it empty."""
+    context = reader.context
+    values = context.parallelize([([float(i)], i % 3) for i in range(40)], 4).repartition(3)
+    assert values.count() == 40
+    data, before = values, set(innards.files(context, "shuffle"))
+    if kind in ("a table of them", "in a cluster"):
+        data = reader.spark.createDataFrame(values, "features array<float>, label long")
+        monkeypatch.setattr(module, "is_local", lambda context: kind == "a table of them")
+    samples = reader.samples(data, replicas=3 if kind == "kept" else 2)
+    assert sum(samples.counts) == 40
+    assert innards.eventually(lambda: before.issuperset(innards.files(context, "shuffle")))
+    jobs = context.statusTracker()
+    context.setJobGroup(f"again, {kind}", "")
+    try:
+        assert values.count() == 40
+    finally:
+        context.setLocalProperty("spark.jobGroup.id", None)
+    (job,) = jobs.getJobIdsForGroup(f"again, {kind}")
+    stages = [jobs.getStageInfo(stage) for stage in jobs.getJobInfo(job).stageIds]
+    assert sorted(stage.numCompletedTasks if stage else 0 for stage in stages) == [0, 3]
 
 
 def handle_of(frame: bytes) -> Any:
@@ -499,8 +537,8 @@ def test_records_without_a_label(reader: Reader) -> None:
 
 def test_a_dataframe_and_its_records_agree(reader: Reader) -> None:
     data = numbers(reader.spark, 2).withColumn("label", functions.col("label").cast("long"))
-    frame = reader.samples(data)
-    rdd = reader.samples(data.rdd.map(lambda row: (row.features, row.label)))
+    frame = reader.samples(data, replicas=1)
+    rdd = reader.samples(data.rdd.map(lambda row: (row.features, row.label)), replicas=1)
     assert [h.checksum for h in frame.handles] == [h.checksum for h in rdd.handles]
 
 

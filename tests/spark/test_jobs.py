@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pytest
 import secured
+import torch
 import yaml
 from pyarrow import parquet
+from pyspark.sql import functions
 
 import sparkdl
-from jobs import datasets
+from jobs import console, datasets
 from jobs.sections import TrainingSection
 
 if TYPE_CHECKING:
@@ -172,6 +176,56 @@ def test_what_is_held_out_does_not_depend_on_partitions(spark: SparkSession) -> 
     assert held[0] == held[1]
     assert 300 < len(held[0]) < 500
     assert {row.id for row in datasets.split(data, 0.2, seed=4)[1].collect()} != held[0]
+
+
+def test_rows_with_maps_anywhere_are_held_out(spark: SparkSession) -> None:
+    """Without one, the rows are those that a hash of the seed and all columns says."""
+    plain = spark.range(2000).select("id", (functions.col("id") % 7).alias("x.y"))
+    chosen = functions.xxhash64(functions.lit(3), functions.col("id"), functions.col("`x.y`"))
+    wanted = plain.where(functions.pmod(chosen, functions.lit(1 << 20)) < round(0.2 * (1 << 20)))
+    kept, held = datasets.split(plain, 0.2, seed=3)
+    assert held.schema == kept.schema == plain.schema
+    assert set(held.collect()) == set(wanted.collect())
+    maps = plain.selectExpr(
+        "id", "named_struct('m', map('a', id)) AS s", "array(map(id, 'b'), null) AS a"
+    )
+    parts = [
+        {row.id for row in part.select("id").collect()} for part in datasets.split(maps, 0.2, 3)
+    ]
+    assert parts[0] | parts[1] == set(range(2000))
+    assert not parts[0] & parts[1]
+    assert 300 < len(parts[1]) < 500
+
+
+def test_an_epochs_line_tells_its_mean_loss(
+    spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a short last batch, of an iteration that is left out, and of a run that was cut."""
+    rows = [([float(i)], [2.0 * i]) for i in range(9)] + [([1e30], [0.0])]
+    data = spark.createDataFrame(rows, "features array<float>, label array<float>")
+
+    def lines(resume: Path | None = None) -> list[str]:
+        trained = sparkdl.Trainer(
+            model=partial(torch.nn.Linear, 1, 1),
+            loss=torch.nn.MSELoss(),
+            optimizer=partial(torch.optim.SGD, lr=1e-3),
+            batch_size=4,
+            engine="local",
+            on_nan="skip",
+            stop=sparkdl.max_epoch(3),
+            checkpoint=sparkdl.Checkpoint(tmp_path, every=sparkdl.every(5), keep=None),
+            callbacks=[console.EpochLines(3)],
+        ).fit(data, resume=resume)
+        assert not all(map(math.isfinite, trained.history.losses))
+        told = re.findall(r"epoch +(\d)/3   loss (\S+)", capsys.readouterr().out)
+        means = [(str(e["epoch"]), f"{e['loss']:.4g}") for e in trained.history.epochs()]
+        assert told == means[-len(told) :]
+        return told
+
+    whole = lines()
+    assert len(whole) == 3
+    [first] = [path for path in tmp_path.iterdir() if path.name.startswith("iteration-0000000005")]
+    assert lines(first) == whole[1:]
 
 
 def test_the_resolved_configuration(trained: Path) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from sparkdl.train.cluster.locality import WAIT, executor_awaited, places_awaited
 
+pytestmark = pytest.mark.spark
+
 
 @pytest.fixture
 def cluster(spark):

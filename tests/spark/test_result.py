@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import random
 import sys
 from collections.abc import Callable
@@ -315,6 +317,10 @@ def test_a_stream_batch_by_batch(table: Any, stream: Any, tmp_path: Path) -> Non
 # How the module travels
 
 
+def as_records(table: Any) -> Any:
+    return table.rdd.map(lambda row: (row.x, row.y))
+
+
 class CountsItsLoads(nn.Linear):
     """Writes its process into a file whenever it is unpickled."""
 
@@ -348,6 +354,41 @@ def test_a_large_module_is_broadcast(spark: Any, table: Any) -> None:
     close(predictions(model.transform(table)), module(inputs_of(table, "x")))
     records = spark.sparkContext.parallelize([[0.5, 1.0]], 1)
     close(np.stack(model.predict(records).collect()), module(torch.tensor([[0.5, 1.0]])))
+
+
+def large(loss: Any = None) -> sparkdl.TrainedModel:
+    """Large enough to be broadcast."""
+    module = linear()
+    module.register_buffer("ballast", torch.zeros(INLINE_BYTES // 4))
+    return trained(module, loss=loss)
+
+
+@pytest.mark.parametrize("of", [lambda table: table, as_records], ids=["DataFrame", "RDD"])
+def test_evaluate_leaves_no_broadcast(spark: Any, table: Any, of: Callable[[Any], Any]) -> None:
+    """Nor its file on the driver; what a lazy result uses stays."""
+    files = Path(spark.sparkContext._temp_dir)
+    model, data = large(nn.CrossEntropyLoss()), of(table)
+    before = sorted(files.iterdir())
+    for _ in range(2):
+        model.evaluate(data)
+    with pytest.raises(sparkdl.ParameterError, match="top-9 of 3 classes"):
+        model.evaluate(data, ["top@9"])
+    assert sorted(files.iterdir()) == before
+    lazy = model.transform(table)
+    model.evaluate(data)
+    assert len(sorted(files.iterdir())) == len(before) + 1
+    close(predictions(lazy), model.module(inputs_of(table, "x")))
+    with torch.no_grad():
+        model.module[0].bias += 1
+    model.evaluate(data)
+    assert len(sorted(files.iterdir())) == len(before) + 1
+
+
+def test_a_model_in_use_can_be_copied(table: Any) -> None:
+    model = large()
+    expected = predictions(model.transform(table)).tolist()
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert predictions(copied.transform(table)).tolist() == expected
 
 
 # predict
@@ -409,10 +450,6 @@ def test_predict_with_postprocess_and_empty_partitions(spark: Any) -> None:
 # evaluate
 
 
-def as_records(table: Any) -> Any:
-    return table.rdd.map(lambda row: (row.x, row.y))
-
-
 def per_row(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output.max(dim=1).values - target
 
@@ -444,6 +481,21 @@ def test_evaluate_regression_with_empty_partitions(table: Any, of: Callable[[Any
     assert found == pytest.approx({k: float(v) for k, v in expected.items()}, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    "loss", [nn.MSELoss(reduction="sum"), partial(nn.functional.mse_loss, reduction="sum")]
+)
+def test_evaluate_with_a_loss_that_adds_up(table: Any, loss: Any, num_jobs: Any) -> None:
+    """Its sum would count for each row of the batch once more."""
+    before = num_jobs()
+    with pytest.raises(sparkdl.ModelError) as caught:
+        trained(linear(2, 2), label=("x",), loss=loss).evaluate(table)
+    assert str(caught.value) == (
+        'the loss adds up (reduction="sum"), and the losses of batches are averaged, each weighted '
+        'by its samples: use reduction="mean".'
+    )
+    assert num_jobs() == before
+
+
 def test_evaluate_an_autoencoder(table: Any) -> None:
     model = trained(linear(2, 2), label=("x",), loss=nn.MSELoss())
     inputs = inputs_of(table, "x")
@@ -462,6 +514,181 @@ def test_evaluate_runs_in_evaluation_mode(table: Any) -> None:
         module(inputs_of(table, "x")), inputs_of(table, "y", torch.long)
     )
     assert found["loss"] == pytest.approx(expected.item(), rel=1e-6)
+
+
+# data that cannot be read
+
+
+def digit(row: Any) -> Any:
+    return [float(digits[row.i % 11])], 0
+
+
+digits = dict(enumerate("012345678x", start=1))
+MEND = "Mend the query or the function that the data comes from; data.count() fails likewise."
+
+
+def test_evaluate_data_that_cannot_be_read(table: Any) -> None:
+    model = trained(nn.Linear(1, 1), loss=nn.MSELoss(), example=(torch.zeros(1, 1),))
+    texts = table.selectExpr("concat('x', i) as s", "array(float(1)) as y")
+    cast = texts.selectExpr("array(cast(s as float)) as x", "y")
+    with pytest.raises(sparkdl.DataError) as caught:
+        model.evaluate(cast)
+    assert str(caught.value).startswith("the data cannot be read: The value 'x")
+    assert str(caught.value).endswith(MEND)
+    assert "\n" not in str(caught.value)
+    for data in (
+        table.rdd.map(digit),
+        texts.withColumn("x", functions.udf(lambda s: [float(s)], "array<float>")("s")),
+    ):
+        with pytest.raises(sparkdl.DataError) as caught:
+            model.evaluate(data)
+        told = str(caught.value)
+        assert told.startswith("the data cannot be read: ")
+        assert "KeyError: 0" in told or "could not convert string to float: 'x" in told
+        assert told.endswith(MEND)
+
+
+class Lost(nn.Linear):
+    """It cannot be built where it is used."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise KeyError("lost")
+
+
+@pytest.mark.parametrize("of", [lambda table: table, as_records], ids=["DataFrame", "RDD"])
+def test_what_fails_beside_the_data_is_no_mistake_in_them(
+    table: Any, of: Callable[[Any], Any]
+) -> None:
+    model = trained(Lost(2, 3), loss=nn.CrossEntropyLoss())
+    with pytest.raises(sparkdl.TrainingError) as caught:
+        model.evaluate(of(table))
+    first, *_ = str(caught.value).splitlines()
+    assert first.startswith("evaluating the model: ")
+    assert first.endswith("KeyError: 'lost'")
+
+
+# an RDD, where a DataFrame's columns were specified
+
+
+class Lengths(nn.Module):
+    """Of a sequence and its lengths and a number: something that cut, padding and lengths change."""
+
+    def forward(self, words: Any, lengths: Any, number: Any) -> torch.Tensor:
+        return torch.stack([words.sum(dim=1), lengths + number], dim=1)
+
+
+SPECS = {
+    "words": sparkdl.Sequence(max_length=3, padding=7, lengths=True, pad_to_max=True),
+    "marks": sparkdl.Sequence(max_length=2, padding=1, pad_to_max=True),
+}
+
+
+def of_columns(**columns: Any) -> sparkdl.TrainedModel:
+    """As if trained on the columns words, number and marks of a DataFrame."""
+    example = (torch.zeros(2, 3), torch.zeros(2), torch.zeros(2))
+    model = trained(Lengths(), ("words", "number"), ("marks",), nn.L1Loss(), example=example)
+    model.columns = columns
+    return model
+
+
+def test_an_rdd_is_read_as_the_columns_that_were_trained(spark: Any) -> None:
+    rows = [
+        (i, [float(i + k) for k in range(1 + i % 5)], i / 2, [float(i)] * (1 + i % 4))
+        for i in range(12)
+    ]
+    data = spark.createDataFrame(
+        rows, "i long, words array<float>, number float, marks array<float>"
+    )
+    records = data.rdd.map(lambda row: ((row.words, row.number), row.marks))
+    model = of_columns(**SPECS)
+    expected = predictions(model.transform(data.repartition(3)))
+    assert np.stack(model.predict(records, batch_size=5).collect()).tolist() == expected.tolist()
+    assert model.evaluate(records, ["mae"]) == pytest.approx(model.evaluate(data, ["mae"]))
+
+
+def refused(column: str) -> str:
+    return (
+        f'columns["{column}"] is a sparkdl.Convert, which is for DataFrames, not for the records '
+        "of an RDD: give transform or evaluate a DataFrame with this column."
+    )
+
+
+def test_what_only_a_column_can_be_is_refused_of_an_rdd(spark: Any) -> None:
+    records = spark.sparkContext.parallelize([(([1.0], 2.0), [1.0, 2.0])])
+    model = of_columns(**(SPECS | {"number": sparkdl.Convert(len)}))
+    for use in (model.predict, model.evaluate):
+        with pytest.raises(sparkdl.DataError) as caught:
+            use(records)
+        assert str(caught.value) == refused("number")
+    model = of_columns(**(SPECS | {"marks": sparkdl.Convert(len)}))
+    assert len(model.predict(records).collect()) == 1  # it needs no label
+    with pytest.raises(sparkdl.DataError) as caught:
+        model.evaluate(records)
+    assert str(caught.value) == refused("marks")
+
+
+def test_the_images_of_records_are_arrays_already(spark: Any) -> None:
+    records = spark.sparkContext.parallelize([(([1.0], 2.0), [1.0, 2.0])])
+    model, plain = of_columns(**(SPECS | {"number": sparkdl.Image()})), of_columns(**SPECS)
+    found, expected = (one.predict(records).collect() for one in (model, plain))
+    assert np.array_equal(found, expected)
+
+
+# a row alone
+
+
+class Squeezed(nn.Module):
+    """What it puts out for one row has no dimension left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).squeeze()
+
+
+@pytest.fixture(scope="module")
+def binary(table: Any) -> Any:
+    return table.selectExpr("i", "x", "float(i % 2) as y")
+
+
+METRICS = ["auc", "accuracy", "mae", "mse"]
+
+
+@pytest.mark.parametrize("of", [lambda table: table, as_records], ids=["DataFrame", "RDD"])
+def test_evaluate_a_row_alone_that_is_squeezed(binary: Any, of: Callable[[Any], Any]) -> None:
+    """Each partition of five rows ends in a batch of one."""
+    model = trained(Squeezed(), loss=nn.BCEWithLogitsLoss(), example=(torch.zeros(2, 2),))
+    found = model.evaluate(of(binary), METRICS, batch_size=4)
+    assert found == pytest.approx(model.evaluate(of(binary), METRICS, batch_size=5))
+    assert set(found) == {"loss", *METRICS}
+
+
+def test_predict_a_row_alone_that_is_squeezed(binary: Any) -> None:
+    model = trained(Squeezed(), example=(torch.zeros(2, 2),))
+    expected = model.module(inputs_of(binary, "x"))
+    close(predictions(model.transform(binary, batch_size=4)), expected)
+    records = binary.rdd.map(lambda row: row.x)
+    for finish in (None, torch.squeeze):
+        found = model.predict(records, batch_size=4, postprocess=finish).collect()
+        assert all(type(value) is float for value in found)
+        close(found, expected)
+
+
+@pytest.mark.parametrize("engine", ["local", "shuffle"])
+def test_validate_on_a_row_alone_that_is_squeezed(binary: Any, engine: str) -> None:
+    held = binary.where("i < 13")
+    model = trainer(
+        model=Squeezed,
+        loss=nn.BCEWithLogitsLoss(),
+        engine=engine,
+        validation=sparkdl.Validation(held, METRICS, batch_size=1),
+        stop=sparkdl.max_epoch(1),
+    ).fit(binary)
+    [validated] = model.history.validations
+    assert validated["metrics"] == pytest.approx(model.evaluate(held, METRICS))
 
 
 # fit

@@ -252,7 +252,7 @@ def test_the_progress_bar(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sparkdl.train.fit.settings_of", lambda c: Settings(progress=mode))
+    monkeypatch.setattr("sparkdl.train.fit.settings_of", lambda *_: Settings(progress=mode))
     losses = trainer(engine="local").fit(table).history.losses
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -268,6 +268,10 @@ def test_the_progress_bar(
 
 def test_the_sessions_own_settings_are_read(spark: Any) -> None:
     assert settings_of(spark.sparkContext) == Settings(progress="false")
+    session = spark.newSession()
+    session.conf.set("spark.sparkdl.slab.dir", "/mnt/nvme")  # while it runs
+    found = settings_of(spark.sparkContext, session)
+    assert found == Settings(progress="false", slab_dir="/mnt/nvme")
 
 
 # Stopping

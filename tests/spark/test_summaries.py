@@ -15,6 +15,7 @@ from torch import nn
 
 import sparkdl
 from sparkdl.summaries import Curves, HistoryFile, MLflow, TensorBoard
+from sparkdl.summaries.parameters import plain_parameters
 
 pytestmark = pytest.mark.spark
 
@@ -106,6 +107,19 @@ def test_mlflow(table: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     loaded = sparkdl.load(folder)
     assert torch.equal(loaded.module.weight, trained.module.weight)
     assert list(loaded.history) == list(trained.history)
+
+
+def test_what_a_trainer_carries_is_no_parameter(table: DataFrame) -> None:
+    trainer = sparkdl.Trainer(
+        model=partial(nn.Linear, 2, 1),
+        loss=nn.MSELoss(),
+        optimizer=partial(torch.optim.SGD, lr=0.05),
+        engine="local",
+        replicas=1,
+    )
+    before = plain_parameters(trainer)
+    trainer.partial_fit(table)
+    assert plain_parameters(trainer) == before
 
 
 def test_triggers_stop_a_fit(table: DataFrame) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -149,6 +151,30 @@ def test_two_partitions_do_not_share_an_order(make: Make) -> None:
     orders = [visit_order(assembly, partition, 0, 0, 4).tolist() for partition in (one, other)]
     assert orders[0] != orders[1]
     assert visit_order(assembly, one, 0, 0, 4).tolist() == orders[0]
+
+
+def test_threads_draw_orders_beside_each_other() -> None:
+    """Fits of one driver, under the local engine."""
+    interval, failed = sys.getswitchinterval(), []
+
+    def draw(replica: int) -> None:
+        try:
+            for epoch in range(2000):
+                order = permutation(0, epoch, replica, 5)
+                assert sorted(order) == list(range(5))
+        except Exception as error:
+            failed.append(error)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=draw, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failed == []
 
 
 def test_orders_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

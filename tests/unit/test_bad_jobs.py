@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import summary_runs as runs
 import yaml
 
 import sparkdl
@@ -117,6 +118,10 @@ MISTAKES = [
     changed("weights of nobody", "care.weights=.",
             "care.weights: . is neither a run folder nor a model (no model.json in it)."),
     changed("no clipping", "gradients.clip_norm=0", "clip_norm=0.0: give a number above 0, or None."),
+    changed("a function without a name",
+            "data.columns={features: {use: 'sparkdl:Convert', function: {use: 'math:pow', x: 2}}}",
+            'data.columns: the function partial of column "features" cannot be saved by name: '
+            "define it at the top level of a module that can be imported."),
     changed("unknown data set", "data.prepare=digts",
             'data.prepare: "digts" is no known data set. Did you mean "digits"? Known: digits.'),
     Mistake(
@@ -186,18 +191,23 @@ def test_a_mistake_ends_a_job_before_its_session(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("kept", ["model/model.json", "checkpoints/3/manifest.json", None])
-def test_a_mistake_after_training_takes_no_model_away(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kept: str | None
+@pytest.mark.parametrize("kind", [sparkdl.DataError, sparkdl.CheckpointError])
+@pytest.mark.parametrize(("iterations", "ended"), [(0, False), (1, False), (0, True)])
+def test_a_mistake_takes_away_nothing_of_a_run_that_has_trained(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    kind: type[Exception],
+    iterations: int,
+    ended: bool,
 ) -> None:
+    """Wherever its checkpoints are, and whether or not its model was saved."""
     made = RunFolder.create(str(tmp_path), "run")
-    path = made.__enter__().path
-    (path / "config.yaml").touch()
-    if kept is not None:
-        (path / kept).parent.mkdir(parents=True)
-        (path / kept).touch()
-    mistake = sparkdl.DataError("in the test data")
+    folder = made.__enter__()
+    (folder.path / "config.yaml").touch()
+    runs.play([folder], runs.states(last=iterations), finish=ended)
+    mistake = kind("that ends it")
     assert not made.__exit__(type(mistake), mistake, None)
-    assert path.exists() == (kept is not None)
-    said = f"what was trained is in {path}\n" if kept is not None else ""
+    stays = ended or iterations > 0
+    assert folder.path.exists() == stays
+    said = f"what was trained is in {folder.path}\n" if stays else ""
     assert capsys.readouterr().err == said

@@ -10,10 +10,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pyarrow import fs
 
 from sparkdl.errors import CheckpointError
+from sparkdl.train.checkpoint import local, remote
 from sparkdl.train.checkpoint.files import Folder, unfinished
 
 
@@ -100,6 +103,8 @@ def test_only_plain_names_are_taken(folder: Folder, name: str) -> None:
     [
         ("/a/b/", "/a/b"),
         ("file:/a%20b", "/a b"),
+        ("file:///a/run#1?x", "/a/run#1?x"),
+        ("file://localhost/a", "/a"),
         ("hdfs:/a/b/", "hdfs:///a/b"),
         ("hdfs://host:8020/a//", "hdfs://host:8020/a"),
         ("s3://bucket/a/?region=eu", "s3://bucket/a?region=eu"),
@@ -107,6 +112,29 @@ def test_only_plain_names_are_taken(folder: Folder, name: str) -> None:
 )
 def test_paths_and_uris(path: str, uri: str) -> None:
     assert Folder.of(path).uri == uri
+
+
+def test_a_file_uri_of_a_host_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r'the host "node7".*file:///ck/run'):
+        Folder.of("file://node7/ck/run")
+
+
+def test_a_file_that_goes_while_its_folder_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the draft of a twin of the task, renamed at that moment."""
+    folder = Folder.of(tmp_path)
+    for name in ("a", "b", "c"):
+        folder.write(name, b"12")
+    look = local._entry
+
+    def vanishing(entry: os.DirEntry[str]) -> tuple[str, str, int]:
+        if entry.name == "b":
+            os.unlink(entry.path)
+        return look(entry)
+
+    monkeypatch.setattr(local, "_entry", vanishing)
+    assert set(folder.entries()) == {"a", "c"}
 
 
 def test_a_relative_path_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +228,29 @@ def test_a_killed_writer_leaves_no_file_under_the_name(tmp_path: Path) -> None:
 
 
 # Remote
+
+
+class Store:
+    """A local folder that moves as S3 does: by a copy, of 5 GiB at most (here: of 4 bytes)."""
+
+    type_name = "s3"
+
+    def __init__(self) -> None:
+        self._files = fs.LocalFileSystem()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._files, name)
+
+    def move(self, source: str, target: str) -> None:
+        if self._files.get_file_info(source).size > 4:
+            raise OSError("the specified copy source is larger than the maximum allowable size")
+        self._files.move(source, target)
+
+
+def test_nothing_is_copied_on_s3(tmp_path: Path) -> None:
+    remote.Remote(Store()).write(f"{tmp_path}/slice", f"{tmp_path}/.slice.part", b"123456")
+    assert [path.name for path in tmp_path.iterdir()] == ["slice"]
+    assert (tmp_path / "slice").read_bytes() == b"123456"
 
 
 def test_an_unknown_file_system_is_named() -> None:

@@ -234,9 +234,8 @@ IMAGE = FieldIdentity(name="features", dtype="uint8", shape=(3, 8, 8))
         (
             {"rows": (718, 719)},
             [
-                "there are as many rows as in the checkpoint, divided otherwise (Spark reads files "
-                "in as many partitions as suits the cores, and where these are as many as replicas "
-                "they stay: read the data as then, or repartition it by a column in both runs)",
+                "there are as many rows as in the checkpoint, divided otherwise (an RDD of as many "
+                "partitions as replicas keeps them: divide it as then)",
                 "partition 0 has 718 rows here and 719 in the checkpoint",
                 "partition 1 has 719 rows here and 718 in the checkpoint",
             ],

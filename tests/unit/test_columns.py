@@ -83,6 +83,12 @@ def problems(specs: object, weight: str | None = None) -> list[str]:
 
 def test_specifications_beside_the_other_parameters() -> None:
     assert problems({"photo": Image(), "tags": Sequence(), "words": Convert(len)}) == []
+    indexed = check_specs(
+        {"x[0]": Convert(len)}, ["x[0]", "x[1]"], []
+    )  # as Spark names col("x")[0]
+    assert list(indexed) == []
+    of_an_rdd = check_specs({"features[0]": Sequence(lengths=True)}, ["features"], ["label"])
+    assert list(of_an_rdd) == []
     assert problems([Image()]) == [
         'columns is a list: give a dict of column names, such as {"photo": sparkdl.Image()}.'
     ]

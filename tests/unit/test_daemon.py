@@ -56,7 +56,7 @@ def _check_private_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert os.environ[daemon.SOCKETS] == str(made)
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
     (mark,) = made.glob("alive.*")
-    assert mark.name.split(".")[2] == str(os.getpid())
+    assert mark.name.split(".")[3] == str(os.getpid())
     root._sweep([folder])
     assert made.exists()
     mark.rename(made / mark.name.replace(str(os.getpid()), "1"))  # as of a daemon that was killed

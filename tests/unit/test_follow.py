@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from sparkdl import ModelError, ParameterError
 from sparkdl.replica.policy import Policy
@@ -239,6 +240,35 @@ def test_a_buffer_that_is_another_by_now_is_used():
     for _, item in items:
         value = item(value)
     assert torch.equal(value, module(words))
+
+
+def test_a_device_that_forward_asks_for_is_where_its_inputs_are_by_now():
+    def forward(m: Called, x: torch.Tensor) -> torch.Tensor:
+        shift, here = torch.ones(WIDTH, device=x.device), x.device
+        return m.second(m.first(x) + shift) + torch.ones(WIDTH, device=here)
+
+    items = chain_of(Called(forward), (), [torch.rand(3, WIDTH)])
+    assert len(items) == 2
+    devices: list[torch.device] = []
+    with Devices(devices):
+        value: Any = torch.rand(3, WIDTH, device="meta")
+        for _, item in items:
+            value = item.to("meta")(value)
+    assert devices == [torch.device("meta")] * 2
+
+
+class Devices(TorchFunctionMode):
+    """Notes where ones are made."""
+
+    def __init__(self, found: list[torch.device]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ones:
+            self.found.append(made.device)
+        return made
 
 
 def counted(m: Called, x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from jobs.components import Component, find
 from jobs.config import apply_change, parse, read_config
 from jobs.run_folder import RunFolder, find_model, redacted
 from jobs.sections import Config, TrainingSection
-from sparkdl import CheckpointError, ParameterError, UserError
+from sparkdl import ParameterError, UserError
 from sparkdl.redaction import REDACTED
 
 NAMES = ("model", "loss", "optimizer", "schedule")
@@ -320,22 +320,6 @@ def test_a_mistake_leaves_no_run_folder(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), RunFolder.create(str(tmp_path), "b"):
         raise RuntimeError("a fault: the folder stays")
     assert [p.name[:1] for p in tmp_path.iterdir()] == ["b"]
-
-
-@pytest.mark.parametrize(
-    ("file", "stays"), [("manifest.json", True), ("slice-00000.safetensors", False)]
-)
-def test_a_run_folder_with_a_checkpoint_stays(tmp_path: Path, file: str, stays: bool) -> None:
-    def fail() -> None:
-        with RunFolder.create(str(tmp_path), "a") as folder:
-            checkpoint = folder.path / "checkpoints" / "iteration-1"
-            checkpoint.mkdir(parents=True)
-            (checkpoint / file).write_text("{}")
-            raise CheckpointError("the disk is full")
-
-    with pytest.raises(CheckpointError, match="the disk is full"):
-        fail()
-    assert len(list(tmp_path.iterdir())) == stays
 
 
 def test_find_model(tmp_path: Path) -> None:

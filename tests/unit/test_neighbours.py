@@ -27,6 +27,13 @@ def test_by_their_slots_and_hosts_together():
     assert names(uneven, 3) == "bbc"
 
 
+def test_a_host_that_cannot_be_named_gets_no_wish():
+    """Spark takes apart executor_HOST_ID; but such an executor is one of those that are cleaned."""
+    assert shared_out([Executor("h_1", "a", 1), Executor("h", "b", 1)], 2) == []
+    assert Executor("h_1", "a", 1).place is None
+    assert Executor("h", "b", 1).place == "executor_h_b"
+
+
 def test_one_executor_needs_no_wish():
     assert shared_out([Executor("h", "a", 8)], 4) == []
     assert shared_out([], 1) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import itertools
 import pickle
 import tracemalloc
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -28,6 +30,8 @@ from sparkdl.data.partition import (
 from sparkdl.data.parts import join_parts
 from sparkdl.data.problems import SAME_SHAPE, Problem, RowProblem
 from sparkdl.data.ragged import Padding, Ragged, Rows
+from sparkdl.data.schema import Column
+from sparkdl.data.tables import WriteDataFrame
 from sparkdl.errors import SlabFullError, StaleReferenceError
 from sparkdl.slab.root import Root, SlabConfig, open_root, remove_root
 
@@ -543,3 +547,38 @@ def test_equal_rows_without_end(slab: SlabConfig, monkeypatch: pytest.MonkeyPatc
         tracemalloc.stop()
     assert sorted(open_partition(handle).order.tolist()) == list(range(10000))
     assert peak < 1 << 20
+
+
+def test_batches_are_let_go_of_while_rows_are_divided(slab: SlabConfig) -> None:
+    """Of a partition that is larger than memory no more is held than its rows' partitions."""
+    batch = pa.record_batch({"x": np.ones(100_000), "to": np.zeros(100_000, np.int32)})
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, batch.schema) as stream:
+        for _ in range(10):
+            stream.write_batch(batch)
+    sink.seek(0)
+    writer = PartitionWriter(slab)
+    tracemalloc.start()
+    try:
+        WriteDataFrame(slab, (Column("x", "float64"),)).write(pa.ipc.open_stream(sink), writer)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    rows = sum(map(len, writer._partitions))
+    assert rows == writer.num_rows == 1_000_000
+    assert held < 14 * rows  # 8 of them are hashes, 4 partitions
+
+
+def test_what_has_been_deleted_is_let_go_of(tmp_path: Path) -> None:
+    """As by a worker that goes from fit to fit: memory that is mapped is not free."""
+    handles, configs = [], [SlabConfig.new(str(tmp_path), name) for name in "abc"]
+    for config in configs:
+        handles.append(write(config, some_rows(5)))
+        open_partition(handles[-1])
+        if len(handles) < len(configs):
+            remove_root(config)
+    mapped = Path("/proc/self/maps").read_text()
+    assert [config.name in mapped for config in configs] == [False, False, True]
+    assert open_partition(handles[-1]).gather(np.arange(5))[0].shape == (5, 2, 3)
+    close_partitions()
+    remove_root(configs[-1])

@@ -75,7 +75,7 @@ def dead_mark() -> str:
     """A mark of a process of this PID namespace that is no more."""
     child = subprocess.Popen(["true"])
     child.wait()
-    return f"alive.{module._namespace()}.{child.pid}.12345"
+    return f"alive.{module._boot()}.{module._namespace()}.{child.pid}.12345"
 
 
 def root_in(config: SlabConfig) -> Path:
@@ -391,7 +391,8 @@ def test_a_root_without_a_mark_is_swept_when_it_is_old(
     ("mark", "swept"),
     [
         ("<dead>", True),
-        ("alive.another-namespace.1.1", False),  # its processes cannot be seen from here
+        (f"alive.{module._boot()}.another-namespace.1.1", False),  # not to be seen from here
+        (f"alive.another-boot.{module._namespace()}.1.1", False),  # of another machine, perhaps
         ("alive.garbage", False),
     ],
 )
@@ -406,14 +407,16 @@ def test_marks(config: SlabConfig, tmp_path: Path, mark: str, swept: bool) -> No
 def test_a_process_number_used_again_is_not_the_holder(config: SlabConfig, tmp_path: Path) -> None:
     path = tmp_path / f"{MARK}other"
     path.mkdir(mode=0o700)
-    (path / f"alive.{module._namespace()}.{os.getpid()}.1").touch()  # started at another time
+    mark = f"alive.{module._boot()}.{module._namespace()}.{os.getpid()}.1"
+    (path / mark).touch()  # started at another time
     open_root(config, create=True)
     assert not path.exists()
 
 
 def test_sweeping_follows_no_link_out_of_a_dead_root(config: SlabConfig, tmp_path: Path) -> None:
     dead, kept = tmp_path / f"{MARK}dead", tmp_path / "kept"
-    (dead / "inner").mkdir(parents=True, mode=0o700)
+    dead.mkdir(mode=0o700)
+    (dead / "inner").mkdir()
     (dead / dead_mark()).touch()
     kept.mkdir()
     (kept / "precious").write_text("mine")
@@ -460,12 +463,31 @@ def test_sweeping_touches_nothing_else(config: SlabConfig, tmp_path: Path) -> No
     target.mkdir()
     (tmp_path / f"{MARK}link").symlink_to(target)
     (tmp_path / f"{MARK}file").touch()
+    theirs = [tmp_path / f"{MARK}{name}" for name in ("checkpoints", "private", "open")]
+    for path in theirs:
+        path.mkdir(mode=0o755 if path.name.endswith("open") else 0o700)
+        (path / "work").mkdir()
+        (path / "work" / "manifest.json").touch()
+    (theirs[-1] / dead_mark()).touch()  # but roots are not open to others
     for path in tmp_path.iterdir():
         age(path, 10 * SWEEP_AFTER_SECONDS)
     age(target, 10 * SWEEP_AFTER_SECONDS)
     open_root(config, create=True)
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"other", "target", f"{MARK}link", f"{MARK}file", config.name}
+    assert left == {
+        *("other", "target", f"{MARK}link", f"{MARK}file", config.name),
+        *(path.name for path in theirs),
+    }
+    assert all((path / "work" / "manifest.json").exists() for path in theirs)
+
+
+def test_a_root_that_another_machine_holds_is_refused(config: SlabConfig) -> None:
+    """Through a file system that both have."""
+    root_in(config).mkdir(mode=0o700)
+    (root_in(config) / f"alive.another-boot.{module._namespace()}.1.1").touch()
+    with pytest.raises(OSError, match="must be a directory of each node's own") as caught:
+        open_root(config, create=True)
+    assert str(root_in(config)) in str(caught.value)
 
 
 def test_a_dead_root_goes_from_every_directory(
@@ -490,7 +512,8 @@ def test_a_dead_root_goes_from_every_directory(
 def test_the_mark_names_this_process(config: SlabConfig) -> None:
     open_root(config, create=True)
     (mark,) = root_in(config).glob("alive.*")
-    namespace, pid, started = mark.name.split(".")[1:]
+    boot, namespace, pid, started = mark.name.split(".")[1:]
+    assert boot == Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     assert pid == str(os.getpid())
     assert namespace == str(os.stat("/proc/self/ns/pid").st_ino)
     assert started == Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -505,7 +528,7 @@ def test_the_mark_of_a_spark_worker_names_the_jvm(
     (mark,) = root_in(config).glob("alive.*")
     grandparent = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]
     expected = grandparent if grandparent != "0" else str(os.getppid())
-    assert mark.name.split(".")[2] == expected
+    assert mark.name.split(".")[3] == expected
 
 
 def full(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,6 +569,17 @@ def test_where_shared_memory_is_full_the_root_is_in_the_local_directory(
     with pytest.raises(OSError, match="No space left"):
         open_root(config, create=True)
     remove_root(config)
+
+
+def test_a_full_root_can_still_be_opened(
+    config: SlabConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a new worker, when samples have filled the place."""
+    root = open_root(config, create=True)
+    full(root_in(config), monkeypatch)
+    for create in (False, True):
+        monkeypatch.setattr(module, "_open_roots", {})
+        assert open_root(config, create=create) == root
 
 
 def test_partitions_share_what_is_mapped(config: SlabConfig) -> None:

@@ -228,6 +228,24 @@ def test_a_loss_that_ignores_targets_or_weighs_classes(shape: tuple[int, ...], s
         )
 
 
+def squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output[:, 0] - target) ** 2
+
+
+@pytest.mark.parametrize("size", [1, 7, 40])
+@pytest.mark.parametrize(
+    "loss", [squares, nn.CrossEntropyLoss(reduction="none")], ids=["a function", "of torch"]
+)
+def test_a_loss_that_gives_a_value_a_sample(loss: Any, size: int) -> None:
+    """As one that is trained with weights must, of which `evaluate` knows none."""
+    generator = torch.Generator().manual_seed(0)
+    output = torch.randn(40, 4, generator=generator)
+    target = torch.randint(4, (40,), generator=generator)
+    scorer = Scorer(loss)
+    states = folded(scorer, output, target, [[(a, min(a + size, 40)) for a in range(0, 40, size)]])
+    assert scorer.values(states) == pytest.approx({"loss": float(loss(output, target).mean())})
+
+
 def test_weights_of_samples() -> None:
     weights = torch.rand(ROWS, generator=torch.Generator().manual_seed(1))
     scorer = Scorer(nn.L1Loss(), tuple(resolve(["mae"])))

@@ -27,9 +27,7 @@ from sparkdl.train.rank.shards import (
     unpacked,
 )
 
-shapes = st.lists(
-    st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=5
-)
+shapes = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=5)
 
 
 def layout_with(shapes: list[tuple[int, ...]], buffers: int) -> Layout:
@@ -43,8 +41,10 @@ def layout_with(shapes: list[tuple[int, ...]], buffers: int) -> Layout:
 
 def own_layout(shapes: list[tuple[int, ...]], buffers: int, ranks: int, rank: int) -> Layout:
     """Of what ``fully_shard`` leaves on a rank."""
-    rows = [rows_of(shape[0], ranks, rank) for shape in shapes]
-    local = [(high - low, *shape[1:]) for (low, high), shape in zip(rows, shapes, strict=True)]
+    local: list[tuple[int, ...]] = []
+    for shape in shapes:
+        low, high = rows_of(*(shape[:1] or (1,)), ranks, rank)
+        local.append(shape if shape == () and high > low else (high - low, *shape[1:]))
     return layout_with(local, buffers)
 
 
@@ -98,14 +98,15 @@ def test_there_and_back(shapes, buffers, ranks, seed, average):
         sent = [memoryview(for_shards(part, spans[rank])) for part in sliced]
         arrived = [part for data in sent for part in unpacked(data)]
         state = state_from(own, spans[rank], arrived, layout.dtype)
-        rows = [rows_of(shape[0], ranks, rank) for shape in shapes]
+        rows = [rows_of(*(shape[:1] or (1,)), ranks, rank) for shape in shapes]
         for number, (low, high) in enumerate(rows):
             segment, here = layout.segments[number], own.segments[number]
             for whole_of, part_of in (
                 (expected.weights, state.weights),
                 (expected.arrays["exp_avg"], state.arrays.get("exp_avg", torch.empty(0))),
             ):
-                wanted = whole_of[segment.start : segment.stop].view(segment.shape)[low:high]
+                shape = segment.shape or (1,)
+                wanted = whole_of[segment.start : segment.stop].view(shape)[low:high]
                 assert torch.equal(part_of[here.start : here.stop].view(wanted.shape), wanted)
         parts = list(parts_of(own, spans[rank], state))
         back.append([for_slice(spans[rank], parts, plan) for plan in slices])
@@ -143,3 +144,13 @@ def test_the_layout_of_rows_has_no_others():
     assert [s.shape for s in found.segments[:3]] == [(2, 2), (0,), (1, 3)]
     assert [s.length for s in found.segments[3:]] == [s.length for s in layout.segments[3:]]
     assert found.size - found.buffers_start == layout.size - layout.buffers_start
+
+
+def test_a_single_number_is_a_row():
+    layout = layout_with([(), (2, 3), ()], 0)
+    found = layout_of_rows(layout, nested_rows([]), {1, 2})
+    assert [s.shape for s in found.segments] == [(0,), (2, 3), ()]
+    assert [s.length for s in found.segments] == [0, 6, 1]
+    spans = spans_of(layout, nested_rows([]), {1, 2})
+    assert [span.number for span in spans] == [1, 2]
+    assert [span.length for span in spans] == [6, 1]

@@ -110,6 +110,38 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             make()
 
 
+@pytest.mark.parametrize("name", ["runs/curves", "c.pgn", ".png"])
+def test_a_picture_of_no_known_kind(name: str) -> None:
+    with pytest.raises(sparkdl.ParameterError) as caught:
+        Curves(name)
+    assert str(caught.value) == (
+        f'Curves("{name}"): end the name in .png, .svg, .pdf or another kind of file that matplotlib '
+        "writes."
+    )
+
+
+@pytest.mark.parametrize("make", [Curves, HistoryFile])
+def test_a_path_that_cannot_be_written_is_told_as_the_fit_starts(tmp_path: Path, make: Any) -> None:
+    name = f"a{'.json' if make is HistoryFile else '.PNG'}"
+    kind, start = make.__name__, runs.states(last=0)
+    (tmp_path / name).mkdir()
+    with pytest.raises(sparkdl.ParameterError) as caught:
+        runs.play([make(tmp_path / name)], start, finish=False)
+    assert str(caught.value) == (
+        f'{kind}("{tmp_path / name}") is a folder: give the name of a file in it.'
+    )
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "deep" / name
+    with pytest.raises(sparkdl.ParameterError) as caught:
+        runs.play([make(path)], start, finish=False)
+    assert str(caught.value) == (
+        f'{kind}("{path}"): no file can be written there (Not a directory: {path.parent}). Give a '
+        "path in a folder that you may write to."
+    )
+    runs.play([make(tmp_path / "new" / name)], start, finish=False)
+    assert list((tmp_path / "new").iterdir()) == []
+
+
 def pixels(path: Path) -> np.ndarray:
     from matplotlib import image
 

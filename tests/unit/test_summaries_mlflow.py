@@ -207,6 +207,7 @@ class Nested:
     inner: int = 3
     password: str = "hunter2"
     data: object = field(default_factory=object)
+    own: int = field(default=4, init=False)
 
 
 A_PARTIAL = partial(partial(torch.optim.SGD, lr=0.5), betas=(0.9, 0.99), api_key="hunter2")
@@ -232,6 +233,7 @@ class Values:
     path: str = "s3://me:hunter2@host/a?X-Signature=hunter2"
     plain: str = "why? a question"
     callbacks: Any = (sparkdl.Callback(),)
+    _kept: list[Nested] = field(default_factory=lambda: [Nested()], init=False)
 
 
 def test_plain_parameters() -> None:

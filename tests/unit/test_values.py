@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import sys
+import zlib
+from struct import pack as struct_of
 from typing import Any
 
 import numpy as np
@@ -168,6 +170,26 @@ def test_sixteen_bits_are_not_cut_to_eight() -> None:
     PIL.Image.fromarray(np.full((4, 4), 1000, np.uint16)).save(sink, "PNG")
     found = problem(lambda: images([sink.getvalue()], Image(mode="L")))
     assert "more than 8 bits" in found.text
+
+
+@pytest.mark.parametrize(("kind", "channels"), [(2, 3), (4, 2), (6, 4)], ids=["RGB", "LA", "RGBA"])
+def test_nor_are_those_of_colours(kind: int, channels: int) -> None:
+    """Which Pillow reads, but does not write: a PNG by its chunks."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        checked = name + content
+        return struct_of(">I", len(content)) + checked + struct_of(">I", zlib.crc32(checked))
+
+    rows = (b"\0" + b"\x12\x34" * channels * 4) * 4
+    data = b"\x89PNG\r\n\x1a\n" + b"".join(
+        [
+            chunk(b"IHDR", struct_of(">IIBBBBB", 4, 4, 16, kind, 0, 0, 0)),
+            chunk(b"IDAT", zlib.compress(rows)),
+            chunk(b"IEND", b""),
+        ]
+    )
+    assert PIL.Image.open(io.BytesIO(data)).size == (4, 4)
+    assert "more than 8 bits" in problem(lambda: images([data], Image())).text
 
 
 def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from sparkdl.errors import CheckpointError
 from sparkdl.redaction import without_credentials
@@ -71,7 +71,13 @@ class Folder:
             return Folder(os.path.abspath(os.path.expanduser(text)))
         scheme, slashes, rest = found.groups()
         if scheme.lower() == "file":
-            return Folder(os.path.abspath(unquote(urlsplit(text).path)))
+            host, _, path = rest.partition("/") if len(slashes) == 2 else ("", "", rest)
+            if host not in ("", "localhost"):
+                raise CheckpointError(
+                    f'"{text}" is a folder of the host "{host}": a file: URI is one of every '
+                    f"node's own, file:///{path}"
+                )
+            return Folder(os.path.abspath("/" + unquote(path)))
         start = slashes if len(slashes) > 1 else "///"  # hdfs:/a is hdfs:///a
         place, mark, query = rest.partition("?")
         return Folder(f"{scheme}:{start}{place.rstrip('/')}{mark}{query}")

@@ -127,9 +127,8 @@ class DataIdentity:
         else:
             if self.rows != stored.rows:
                 yield (
-                    "there are as many rows as in the checkpoint, divided otherwise (Spark reads files "
-                    "in as many partitions as suits the cores, and where these are as many as replicas "
-                    "they stay: read the data as then, or repartition it by a column in both runs)"
+                    "there are as many rows as in the checkpoint, divided otherwise (an RDD of as many "
+                    "partitions as replicas keeps them: divide it as then)"
                 )
             for i, (rows, old) in enumerate(zip(self.rows, stored.rows, strict=True)):
                 if rows != old:

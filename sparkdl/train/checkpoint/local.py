@@ -38,11 +38,12 @@ def read(path: str, limit: int | None = None) -> bytes:
 
 def entries(path: str) -> list[tuple[str, str, int]]:
     """Name, kind and size of each entry; links are "other"."""
-    try:
-        with os.scandir(path) as found:
-            return [_entry(entry) for entry in found]
-    except FileNotFoundError:
-        return []
+    listed = []
+    with contextlib.suppress(FileNotFoundError), os.scandir(path) as found:
+        for entry in found:
+            with contextlib.suppress(FileNotFoundError):  # it went while it was looked at
+                listed.append(_entry(entry))
+    return listed
 
 
 def delete(path: str) -> None:

@@ -24,11 +24,17 @@ class Remote:
         self._system.create_dir(path, recursive=True)
 
     def write(self, path: str, temporary: str, data: bytes) -> None:
-        """Write ``temporary``, then move it: a stream that fails may leave half a file."""
+        """Write ``temporary``, then move it: a stream that fails may leave half a file.
+
+        But to S3 write at once, where an object is seen when all of it has arrived: to move is to copy
+        there, which takes as long again and ends in an error above 5 GiB.
+        """
+        at_once = self._system.type_name == "s3"
         try:
-            with self._system.open_output_stream(temporary) as stream:
+            with self._system.open_output_stream(path if at_once else temporary) as stream:
                 stream.write(data)
-            self._system.move(temporary, path)
+            if not at_once:
+                self._system.move(temporary, path)
         except BaseException:
             with contextlib.suppress(Exception):
                 self._system.delete_file(temporary)

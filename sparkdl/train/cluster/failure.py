@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator
 
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 
-from sparkdl.errors import (
-    DataError,
-    StaleReferenceError,
-    StalledError,
-    StateLostError,
-    TrainingError,
-)
-from sparkdl.report import WAITED, explain, of_python
+from sparkdl.errors import StaleReferenceError, StalledError, StateLostError, TrainingError
+from sparkdl.report import WAITED, explain
 
 _DELETED = f"{StaleReferenceError.__name__}:"
 """What a task says that reads what is no longer there."""
@@ -38,31 +31,3 @@ def _kind(reason: str) -> type[TrainingError]:
     if reason.startswith(WAITED):
         return StalledError
     return StateLostError if _DELETED in reason.partition("\n")[0] else TrainingError
-
-
-@contextlib.contextmanager
-def reading_explained() -> Iterator[None]:
-    """What Spark reports while it reads the data: a :class:`DataError` where the data's own query
-    fails (a cast, a UDF, a function of ``rdd.map``), else a :class:`TrainingError`."""
-    try:
-        yield
-    except (Py4JError, PySparkException) as error:
-        text = str(error)
-        if isinstance(error, Py4JError) or "sparkdl.errors." in text:
-            reason = of_query(explain(text))
-            kind = StalledError if reason.startswith(WAITED) else TrainingError
-            raise kind(f"reading the data: {reason}") from None
-        told = explain(text) if of_python(text) else of_query(text)
-        raise DataError(
-            f"the data cannot be read: {told.rstrip('. ')}{chr(10) if chr(10) in told else '. '}"
-            "Mend the query or the function that the data comes from; data.count() fails likewise."
-        ) from None
-
-
-def of_query(text: str) -> str:
-    """What Spark says of a query: its sentences, without the class of the error and the SQL."""
-    first, newline, trace = text.strip().partition("\n")
-    return _LABEL.sub("", first) + (newline + trace if trace.startswith("Traceback") else "")
-
-
-_LABEL = re.compile(r"^\[[A-Z_.0-9]+\] | SQLSTATE: \w+.*$")

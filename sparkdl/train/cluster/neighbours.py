@@ -34,16 +34,16 @@ class Executor:
     used: bool = True
 
     @property
-    def place(self) -> str:
-        """Its name as a preferred location."""
-        return f"executor_{self.host}_{self.name}"
+    def place(self) -> str | None:
+        """Its name as a preferred location; a host with an underscore has none."""
+        return None if "_" in self.host else f"executor_{self.host}_{self.name}"
 
 
 def shared_out(executors: Sequence[Executor], partitions: int) -> list[Executor]:
     """An executor for each partition: in order, to each by its slots. Empty where there is no choice,
-    or not all partitions would run at once."""
+    or not all partitions would run at once, or an executor cannot be named as a place."""
     slots = [executor for executor in sorted(executors) for _ in range(executor.slots)]
-    if len(executors) < 2 or len(slots) < partitions:
+    if len(executors) < 2 or len(slots) < partitions or None in [one.place for one in executors]:
         return []
     return [slots[partition * len(slots) // partitions] for partition in range(partitions)]
 
@@ -70,7 +70,7 @@ def executors(context: SparkContext) -> list[Executor]:
         one = listed.apply(i)
         host, _, port = one.hostPort().rpartition(":")
         host = host if host and port.isdigit() else one.hostPort()
-        if one.id() != "driver" and "_" not in host:  # Spark parses executor_HOST_ID
+        if one.id() != "driver":
             used = one.totalTasks() > 0 or now - one.addTime().getTime() < NEW_MS
             found.append(Executor(host, one.id(), one.totalCores() // each, used))
     return found
@@ -83,7 +83,7 @@ def one_each(context: SparkContext, chosen: Sequence[Executor | None]) -> RDD:
     pairs = jvm.java.util.ArrayList()
     for executor in chosen:
         places = jvm.java.util.ArrayList()
-        if executor is not None:
+        if executor is not None and executor.place is not None:
             places.add(executor.place)
         pairs.add(jvm.scala.Tuple2(b"", scala.asScala(places).toSeq()))
     tag = jvm.scala.reflect.ClassTag.apply(jvm.java.lang.Class.forName("[B"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,12 @@ from pyspark.sql import DataFrame
 
 from sparkdl.data.assemble import Assembly
 from sparkdl.data.handle import Field
+from sparkdl.data.reading import reading_explained
 from sparkdl.data.samples import SampleSet, Source, materialize, materialize_here
 from sparkdl.errors import DataError
 from sparkdl.infer.metrics import resolve, suited
 from sparkdl.infer.scoring import Scorer
 from sparkdl.slab.root import SlabConfig
-from sparkdl.train.cluster.failure import reading_explained
 from sparkdl.train.cluster.neighbours import side_by_side
 from sparkdl.train.cluster.resources import Resources
 from sparkdl.train.engine import ValidationSet
@@ -80,13 +81,22 @@ def validation_set(
         found = place(trainer, mine, resources)
     except DataError as error:
         raise DataError(f"validation data: {error}") from None
+    inputs, here = samples.num_features, found.num_features
+    if (here, len(found.fields)) != (inputs, len(samples.fields)):
+        raise DataError(
+            f"validation data: a sample has {here} inputs and {len(found.fields) - here} labels, in "
+            f"the training data {inputs} and {len(samples.fields) - inputs}."
+        )
     for one, other in zip(found.fields, samples.fields, strict=True):
-        alike = replace(one, dtype=other.dtype) if _whole(one) and _whole(other) else one
+        alike = replace(one, name=other.name)  # fields of an RDD have names of their own
+        if _whole(one) and _whole(other):
+            alike = replace(alike, dtype=other.dtype)
         if alike != other:
             raise DataError(
                 f'validation data: "{one.name}" is {one}, in the training data {other}.'
             )
-    scorer = Scorer(trainer.loss, suited(resolve(validation.metrics), trainer.loss))
+    loss = copy.deepcopy(trainer.loss)  # it may count its calls
+    scorer = Scorer(loss, suited(resolve(validation.metrics), loss))
     how = assembly(trainer, samples, training.float_dtype)
     return ValidationSet(found, scorer, how, validation.batch_size)
 

@@ -165,18 +165,16 @@ class Resources:
         """
         self.context.setJobDescription("sparkdl: removing the slabs")
         places: list[Executor | None] = [one for one in executors(self.context) if one.used]
-        if is_local(self.context) and self._anything_cached():
+        if is_local(self.context) and self._any_job():
             places = [None]
         if places:
             name = stage_name(self.context, "remove the slabs")
             with name, executor_awaited(self.context):
                 self.context.runJob(one_each(self.context, places), CleanNode(self.slab))
 
-    def _anything_cached(self) -> bool:
-        """Whether tasks of the fit have come to anything."""
-        assert self.context._jsc is not None
-        stored = {info.id() for info in self.context._jsc.sc().getRDDStorageInfo()}
-        return any(rdd.id() in stored for rdd in self._rdds)
+    def _any_job(self) -> bool:
+        """Whether tasks of the fit may have written something, also ones that failed."""
+        return bool(self.context.statusTracker().getJobIdsForGroup(self.slab.name))
 
 
 class CleanNode:

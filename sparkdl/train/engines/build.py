@@ -12,6 +12,7 @@ from sparkdl.data.ragged import Ragged
 from sparkdl.data.samples import SampleSet
 from sparkdl.frames import is_local
 from sparkdl.gang.profile import cpus_of
+from sparkdl.replica.recipe import seeded
 from sparkdl.replica.run import Run
 from sparkdl.settings import Settings
 from sparkdl.step.compute import to_tensors
@@ -61,7 +62,8 @@ def build_engine(
     snapshots = None if is_local(context) else settings.snapshot_seconds
     if trainer.engine == "gang":
         how = replace(made.assembly, augment=trainer.augment)
-        spare = preview_batch(how, samples.preview, augment=True)
+        with seeded(trainer.seed):
+            spare = preview_batch(how, samples.preview, augment=True)
         parallel = parallel_of(trainer.parts, trainer.mesh, replicas)
         if parallel.pipeline is not None:
             inputs = to_tensors(spare.inputs, torch.device("cpu"))

@@ -23,7 +23,7 @@ from sparkdl.data.assemble import Batch
 from sparkdl.data.batches import EpochPlan
 from sparkdl.data.handle import SampleHandle
 from sparkdl.data.samples import SampleSet
-from sparkdl.errors import StateLostError, TrainingError
+from sparkdl.errors import StalledError, StateLostError, TrainingError
 from sparkdl.frames import zip_frames
 from sparkdl.gang.hosting import Hosting
 from sparkdl.gang.launch import Gang
@@ -267,7 +267,12 @@ class GangEngine:
         ranks and executors."""
         holders = tuple(self._tokens.index(token) for token in dict.fromkeys(self._tokens))
         files = NodeFiles(f"snapshot-{secrets.token_hex(8)}", holders)
-        found = self._call("taking a snapshot", "snapshots.save", files.name, files.holders)
+        try:
+            found = self._call("taking a snapshot", "snapshots.save", files.name, files.holders)
+        except (StateLostError, StalledError):
+            raise
+        except TrainingError as error:  # the ranks have ended with it, and their state
+            raise StateLostError(str(error)) from error
         problem = next(filter(None, found), None)
         if problem is not None:
             self.drop(files)

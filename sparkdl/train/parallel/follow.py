@@ -92,7 +92,7 @@ def _pieces(module: nn.Module, opened: set[str], inputs: Sequence[torch.Tensor])
             "else in training than in evaluation, or with another number of rows: leave that to "
             "modules of their own, such as nn.Dropout instead of functional.dropout."
         )
-    items = _cut(one.graph, _constants(one, other), one.root)
+    items = _cut(one.graph, _constants(one, other), one.root, inputs[0].device)
     _check_same(module, items, twice)
     return items
 
@@ -251,8 +251,12 @@ def _constants(one: _Tracer, other: _Tracer) -> dict[fx.Node, Any]:
     }
 
 
-def _cut(graph: fx.Graph, constants: dict[fx.Node, Any], whole: nn.Module) -> Items:
-    """Before each module that is called for the first time, where anything goes on from before."""
+def _cut(
+    graph: fx.Graph, constants: dict[fx.Node, Any], whole: nn.Module, device: torch.device
+) -> Items:
+    """Before each module that is called for the first time, where anything goes on from before.
+    ``device``: where it was recorded."""
+    on_device = [node for node, value in constants.items() if value == device]
     nodes = [node for node in graph.nodes if node not in constants]
     place_of = {node: place for place, node in enumerate(nodes)}
     ends = {n: max((place_of.get(u, -1) for u in n.users), default=-1) for n in nodes}
@@ -270,14 +274,15 @@ def _cut(graph: fx.Graph, constants: dict[fx.Node, Any], whole: nn.Module) -> It
     for start, stop in zip(starts, [*starts[1:], len(nodes)], strict=True):
         here = nodes[start:stop]
         called = next((str(node.target) for node in here if node.op == "call_module"), MODEL)
-        piece = Piece(here, live(start), live(stop), constants, whole)
+        piece = Piece(here, live(start), live(stop), constants, on_device, whole)
         found.append((called.partition(".")[2], piece))
     return found
 
 
 class Piece(nn.Module):
     """Some steps of a forward that was recorded. It takes one value, or the tuple of several, and so it
-    puts out."""
+    puts out. ``on_device``: the constants that are the device of the inputs, which may be another by
+    now."""
 
     def __init__(
         self,
@@ -285,11 +290,12 @@ class Piece(nn.Module):
         takes: list[fx.Node],
         gives: list[fx.Node],
         constants: dict[fx.Node, Any],
+        on_device: list[fx.Node],
         whole: nn.Module,
     ) -> None:
         super().__init__()
         self._nodes, self._takes, self._gives = nodes, takes, gives
-        self._constants = constants
+        self._constants, self._on_device = constants, on_device
         self._owners: dict[str, tuple[nn.Module, str]] = {}
         self._called: dict[str, nn.Module] = {}
         for node in nodes:
@@ -311,6 +317,9 @@ class Piece(nn.Module):
     def forward(self, value: Any) -> Any:
         """The values that go on, or what the model puts out."""
         known = dict(self._constants)
+        tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+        if (first := next(tensors, None)) is not None:
+            known.update(dict.fromkeys(self._on_device, first.device))
         if self._takes:
             several = value if len(self._takes) > 1 else (value,)
             known.update(zip(self._takes, several, strict=True))

@@ -63,13 +63,13 @@ def _check_torch() -> None:
         )
 
 
-def check_one_length(fields: Sequence[Field]) -> None:
+def check_one_length(word: str, fields: Sequence[Field]) -> None:
     """Raise :class:`sparkdl.ParameterError` for a column whose rows are padded to those beside them:
-    all micro-batches need one shape."""
+    micro-batches, and the rows that ranks bring together, need one shape. ``word``: the strategy."""
     for field in fields:
         if field.padding is not None and field.padding.length is None:
             raise ParameterError(
-                f'strategy="pipeline" needs inputs of one shape, and column "{field.name}" is padded '
+                f'strategy="{word}" needs inputs of one shape, and column "{field.name}" is padded '
                 "to the longest row of each mini-batch: pad it to one length, "
                 "sparkdl.Sequence(max_length=..., pad_to_max=True)."
             )
@@ -153,6 +153,11 @@ def with_split(
     check_shared(items, [0, *starts, len(items)])
     for start in starts:
         _check_output(items[start - 1][0], outputs[start - 1])
+    for kind in _not_sent(outputs[-1]):
+        raise ModelError(
+            f'strategy="pipeline" needs a model that puts out a tensor or a plain tuple of tensors, '
+            f'and {type(module).__name__} puts out a {kind}: change that, or use strategy="fsdp".'
+        )
     return replace(strategy, split=tuple(items[start][0] for start in starts))
 
 
@@ -176,7 +181,7 @@ def _chosen(costs: Sequence[float], outputs: Sequence[object], count: int) -> li
 
 def _not_sent(output: object) -> list[str]:
     """The types of what cannot go from one stage to the next."""
-    values = output if isinstance(output, tuple) else (output,)
+    values = output if type(output) is tuple else (output,)  # names would be lost on the way
     return [type(value).__name__ for value in values if not isinstance(value, torch.Tensor)]
 
 

@@ -16,10 +16,9 @@ from sparkdl.data.assemble import Batch
 from sparkdl.replica.live import LiveReplica
 from sparkdl.step.compute import MiniBatch, forward_backward, take_gradients
 from sparkdl.step.replica import Work
-from sparkdl.sync.contribution import sums_up
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.train.parallel.strategy import DDP
-from sparkdl.train.rank.summing import Summed, factors, first_not_finite
+from sparkdl.train.rank.summing import Summed, can_be_summed, factors, first_not_finite
 
 BUFFERS: str = (
     "forward_sync_buffers"
@@ -33,11 +32,12 @@ class WeightedSum:
     """What becomes of a bucket of gradients: times this rank's share, then summed over the ranks.
 
     DDP's own mean counts every rank alike, which is the mean over the global batch only where all have
-    as many samples. ``wire``: the dtype to sum in, where it is not that of the gradients.
+    as many samples. ``dtype``: what shares are taken in, and ``wire`` what sums are, if it is another:
+    gradients of lower precision are not rounded before they are summed.
     """
 
-    def __init__(self, names: dict[int, str], wire: torch.dtype | None) -> None:
-        self._names, self._wire = names, wire
+    def __init__(self, names: dict[int, str], dtype: torch.dtype, wire: torch.dtype | None) -> None:
+        self._names, self._dtype, self._wire = names, dtype, wire or dtype
         self._share = 0.0
         self.not_finite = ""
         """The parameter whose gradient had an inf or a NaN on this rank, or empty."""
@@ -49,11 +49,12 @@ class WeightedSum:
     def sum(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """What DDP's communication hook does."""
         buffer = bucket.buffer()
+        own = buffer.to(self._dtype)
         if not self._share:
-            buffer.zero_()  # whatever a rank without samples made up
+            own.zero_()  # whatever a rank without samples made up
         elif self._share != 1.0:
-            buffer.mul_(self._share)
-        sent = buffer if self._wire in (None, buffer.dtype) else buffer.to(self._wire)
+            own.mul_(self._share)
+        sent = own.to(self._wire)
         if self._share:
             self._look(bucket, sent)
         summed = dist.all_reduce(sent, async_op=True).get_future()
@@ -66,10 +67,12 @@ class WeightedSum:
 
     def _look(self, bucket: dist.GradBucket, sent: torch.Tensor) -> None:
         """``sent``: what travels of it, which may be too large for its dtype."""
-        if self.not_finite or sums_up(sent):
+        ranks = dist.get_world_size()
+        if self.not_finite or can_be_summed(sent, ranks):
             return
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if not torch.isfinite(gradient.to(sent.dtype)).all():
+        sizes = [gradient.numel() for gradient in bucket.gradients()]
+        for parameter, values in zip(bucket.parameters(), sent.split(sizes), strict=True):
+            if not can_be_summed(values, ranks):
                 self.not_finite = self._names[id(parameter)]
                 return
 
@@ -101,10 +104,10 @@ class AtOnce(Summed):
         dense = self._gradients.dense
         flat = self._vector.filled(dense, self._factor)
         self._vector.count(dense if self._factor else [None] * len(dense))
-        wire = self._live.recipe.policy.wire_dtype
-        if sums_up(flat if wire is None else flat.to(wire)):
+        wire, ranks = self._live.recipe.policy.wire_dtype, dist.get_world_size()
+        if can_be_summed(flat if wire is None else flat.to(wire), ranks):
             return ""
-        return first_not_finite(self._live, self._gradients, self._factor, wire)
+        return first_not_finite(self._live, self._gradients, self._factor, wire, ranks)
 
     def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
         """Over the ranks."""
@@ -157,7 +160,7 @@ def distributed(live: LiveReplica, spare: MiniBatch, strategy: DDP) -> WeightedS
         **{BUFFERS: False},  # type: ignore[arg-type]
     )
     names = {id(parameter): segment.name for segment, parameter in live.flat.parameters}
-    weighted = WeightedSum(names, live.recipe.policy.wire_dtype)
+    weighted = WeightedSum(names, live.flat.layout.dtype, live.recipe.policy.wire_dtype)
     wrapped.register_comm_hook(weighted, lambda state, bucket: state.sum(bucket))
     live.call = wrapped
     live.apart = wrapped.no_sync

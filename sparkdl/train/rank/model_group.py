@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from sparkdl.infer.predictor import evaluating
 from sparkdl.replica.live import LiveReplica
-from sparkdl.step.compute import MiniBatch
+from sparkdl.step.compute import MiniBatch, autocasting
 from sparkdl.step.loss import masses_of
 from sparkdl.step.replica import Work
 from sparkdl.train.parallel.mesh import Mesh
@@ -142,10 +142,10 @@ class ModelGroup:
                     telling.remove()
                 continue
             for inputs in self._told(member, counts[member]):
-                with evaluating(module):
+                with evaluating(module), autocasting(self._live):
                     module(*inputs)
         for _ in range(most - sum(counts[r] for r in self.ranks)):
-            with evaluating(module):
+            with evaluating(module), autocasting(self._live):
                 module(*self._like.inputs)
         return result
 

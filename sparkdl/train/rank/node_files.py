@@ -39,9 +39,13 @@ class SnapshotFiles:
         """Slice ``number`` of snapshot ``name``; there as a whole, or not at all."""
         path = self._path(name, number)
         draft = path.with_name(f"{path.name}.new")
-        with open(draft, "xb", opener=open_private) as file:
-            file.write(packed)
-        os.replace(draft, path)
+        try:
+            with open(draft, "xb", opener=open_private) as file:
+                file.write(packed)
+            os.replace(draft, path)
+        except BaseException:  # a full disk, say: half a slice is of no use
+            draft.unlink(missing_ok=True)
+            raise
 
     def read(self, name: str, number: int) -> bytes:
         return read_private(self._path(name, number))

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 
 from sparkdl.errors import DamagedCheckpoint
-from sparkdl.replica.flat import ALIGNMENT, Layout
+from sparkdl.replica.flat import ALIGNMENT, Layout, Segment
 from sparkdl.sync.packing import join_files, split_files
 from sparkdl.sync.plan import Piece, SlicePlan
 from sparkdl.sync.state import SliceState
@@ -75,8 +75,8 @@ def layout_of_rows(layout: Layout, rows: RowsOf, numbers: Collection[int]) -> La
     segments, position, step = [], 0, ALIGNMENT // layout.dtype.itemsize
     for number, segment in enumerate(layout.segments):
         if segment.kind == "parameter":
-            low, high = rows(segment.shape[0]) if number in numbers else (0, 0)
-            shape = (high - low, *segment.shape[1:])
+            low, high = rows(_rows_in(segment)) if number in numbers else (0, 0)
+            shape = (high - low, *segment.shape[1:]) if segment.shape or low == high else ()
             segment = replace(segment, start=position, length=math.prod(shape), shape=shape)
         else:
             segment = replace(segment, start=position)
@@ -93,10 +93,15 @@ def spans_of(layout: Layout, rows: RowsOf, numbers: Collection[int]) -> list[Spa
         if segment.kind != "parameter" or not segment.length or number not in numbers:
             continue
         width = math.prod(segment.shape[1:])
-        low, high = (segment.start + row * width for row in rows(segment.shape[0]))
+        low, high = (segment.start + row * width for row in rows(_rows_in(segment)))
         if low < high:
             found.append(Span(number, low, end if high == segment.stop else high, high - low))
     return [*found, *_buffers_of(layout)]
+
+
+def _rows_in(segment: Segment) -> int:
+    """Of a parameter; a single number is one."""
+    return segment.shape[0] if segment.shape else 1
 
 
 def _buffers_of(layout: Layout) -> list[Span]:

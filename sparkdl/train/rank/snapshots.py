@@ -52,7 +52,9 @@ class Snapshots:
             if packed and holds:
                 _tried(functools.partial(self._files.write, name, n, packed), problems)
         for r in range(self._residuals):
-            mine = pack_kept(self._way.kept) if r == self._rank else None
+            mine = None
+            if r == self._rank:
+                mine = _tried(functools.partial(pack_kept, self._way.kept), problems)
             packed = broadcast_bytes(mine, r)
             if holds:
                 _tried(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from sparkdl.clock import Clock
 from sparkdl.data.assemble import Batch
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.live import LiveReplica
-from sparkdl.step.compute import Gradients, MiniBatch, take_gradients
+from sparkdl.step.compute import Gradients, MiniBatch, Spare, take_gradients
 from sparkdl.step.replica import Work, to_mini_batch
 from sparkdl.sync.contribution import NOTHING, SPARE, Contribution, sums_up
 from sparkdl.sync.packing import ByParameter
@@ -43,7 +42,7 @@ class GradientVector:
             elif factor == 1.0:
                 place.copy_(gradient)
             else:
-                torch.mul(gradient, factor, out=place)
+                torch.mul(gradient.to(place.dtype), factor, out=place)
         return self.vector
 
     def count(self, dense: Sequence[torch.Tensor | None]) -> None:
@@ -79,7 +78,8 @@ class Summed:
         """``plans``: of what this rank updates. ``spare``: a few rows, for iterations in which it has
         none: it takes part in the sums all the same, with nothing."""
         self._live, self._plans, self._rank = live, plans, rank
-        self._spare = replace(to_mini_batch(spare, live, training=False), weights=None)
+        rows = to_mini_batch(spare, live, training=False)
+        self._spare = Spare(rows.inputs, rows.targets)
         self._vector = GradientVector(live.flat.layout, live.flat.flat.device)
         self._gradients = Gradients([], {})
 
@@ -119,9 +119,12 @@ class Summed:
     ) -> dict[int, list[Contribution]]:
         """For each of this rank's plans, by its index, what its update is made of: the sum of all
         gradients as the first replica's, and the buffers of each."""
-        layout, buffers = self._live.flat.layout, self._buffers(len(weights))
+        layout = self._live.flat.layout
         flat, absent = self._summed()
-        if not any(weights):
+        if any(weights):
+            buffers = self._buffers(len(weights))
+        else:  # nothing counts: what spare rows did to the buffers does not either
+            buffers = [self._live.flat.flat[layout.buffers_start :]] * len(weights)
             absent = frozenset(range(len(self._live.flat.parameters)))
         self._gradients = Gradients([], {})
         taking_part = [r for r, (start, stop) in enumerate(rows) if stop > start]
@@ -167,8 +170,10 @@ class Copied(Summed):
 
     def _not_finite(self) -> str:
         """On this rank, before the sum."""
-        wire = self._live.recipe.policy.wire_dtype if self._alike is not None else None
-        return first_not_finite(self._live, self._gradients, wire=wire)
+        if self._alike is None:
+            return first_not_finite(self._live, self._gradients)
+        wire, ranks = self._live.recipe.policy.wire_dtype, dist.get_world_size(self._alike)
+        return first_not_finite(self._live, self._gradients, wire=wire, ranks=ranks)
 
     def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
         if self._alike is None:
@@ -205,14 +210,22 @@ def first_not_finite(
     gradients: Gradients,
     factor: float = 1.0,
     wire: torch.dtype | None = None,
+    ranks: int = 1,
 ) -> str:
-    """The first parameter here whose gradient, times ``factor`` and in the dtype ``wire``, has an inf
-    or a NaN, or empty."""
+    """The first parameter here whose gradient, times ``factor`` and in the dtype ``wire``, cannot be
+    summed over ``ranks``, see :func:`can_be_summed`, or empty."""
     for (segment, _), gradient in zip(live.flat.parameters, gradients.dense, strict=True):
         if gradient is None:
             continue
-        sent = gradient if factor == 1.0 else gradient * factor
-        sent = sent if wire is None else sent.to(wire)
-        if not sums_up(sent) and not torch.isfinite(sent).all():
+        sent = gradient.to(live.flat.layout.dtype)
+        sent = sent if factor == 1.0 else sent * factor
+        if not can_be_summed(sent if wire is None else sent.to(wire), ranks):
             return segment.name
     return ""
+
+
+def can_be_summed(sent: torch.Tensor, ranks: int) -> bool:
+    """Whether what a rank sends is finite, and so is the sum over ``ranks`` where others send no larger
+    values: sums that are made in float16 end at 65,504."""
+    most = sent * ranks if sent.dtype == torch.float16 else sent
+    return sums_up(most) or bool(torch.isfinite(most).all())
