@@ -159,6 +159,9 @@ def distributed(live: LiveReplica, spare: MiniBatch, strategy: DDP) -> WeightedS
         static_graph=strategy.static_graph,
         **{BUFFERS: False},  # type: ignore[arg-type]
     )
+    # The reducer has its buckets; from here on only torch.compile reads it, to cut its graph where
+    # buckets end, and refuses smaller ones than DDP's first is by default.
+    wrapped.bucket_bytes_cap = max(wrapped.bucket_bytes_cap, 2**20)
     names = {id(parameter): segment.name for segment, parameter in live.flat.parameters}
     weighted = WeightedSum(names, live.flat.layout.dtype, live.recipe.policy.wire_dtype)
     wrapped.register_comm_hook(weighted, lambda state, bucket: state.sum(bucket))
