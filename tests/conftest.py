@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ.setdefault(RUN, str(os.getpid()))
+    os.environ[RUN] = str(os.getpid())
     hypothesis.settings.register_profile("suite", deadline=None)  # no test is timed
     hypothesis.settings.load_profile("suite")
     if config.getoption("--secured"):

@@ -83,7 +83,7 @@ def plainly_compressed(trainer, parts, formula, feedback=True):
         (sparkdl.TopK(0.1), partial(top_k, ratio=0.1)),
         (sparkdl.PowerSGD(2), partial(power_sgd, rank=2)),
     ],
-    ids=str,
+    ids=["top-k", "PowerSGD"],
 )
 def test_as_plain_pytorch(sizes, slices, hook, formula):
     parts = Parts.of(sizes)

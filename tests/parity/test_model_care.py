@@ -55,9 +55,9 @@ class Deep(nn.Module):
 # Freezing
 
 FROZEN = [
-    (["encoder"], [], {"head.weight", "head.bias"}),
-    (["encoder"], ["head", "encoder.first.bias"], {"head.weight", "head.bias", "encoder.first.bias"}),
-    (["*.bias"], [], {"head.weight", *(f"encoder.{n}.weight" for n in ("first", "second", "norm"))}),
+    (["encoder"], [], ["head.weight", "head.bias"]),
+    (["encoder"], ["head", "encoder.first.bias"], ["head.weight", "head.bias", "encoder.first.bias"]),
+    (["*.bias"], [], ["head.weight", *(f"encoder.{n}.weight" for n in ("first", "second", "norm"))]),
     (["encoder.first.weight", "head"], ["head.bias"], None),
 ]  # fmt: skip
 

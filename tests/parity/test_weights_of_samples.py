@@ -127,7 +127,9 @@ def of_words():
     return nn.Sequential(*layers).double()
 
 
-@pytest.mark.parametrize("changes", [{}, {"accumulate": 3}, {"model": of_words}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"accumulate": 3}, {"model": of_words}], ids=["plain", "accumulate", "words"]
+)
 @pytest.mark.parametrize("loss", LOSSES)
 @cuts
 def test_a_loss_that_ignores_labels_or_weighs_them(sizes, slices, loss, changes):

@@ -193,7 +193,7 @@ ACCEPTED: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", ACCEPTED, ids=str)
+@pytest.mark.parametrize("changes", ACCEPTED, ids=lambda changes: ", ".join(changes))
 def test_accepted(changes: dict[str, Any]) -> None:
     trainer = sparkdl.Trainer(**{**GOOD, **changes})
     for name, value in changes.items():
