@@ -1,6 +1,8 @@
 PYTHON ?= python3
 BIN    := .venv/bin
 STAMP  := .venv/.setup-stamp
+# Two processes, a file of tests at a time: each has a Spark session of two cores, and waits a lot.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # A laptop whose host name does not resolve works too.
 SPARK_LOCAL_IP ?= 127.0.0.1
@@ -22,14 +24,14 @@ train: $(STAMP)  ## train the example job
 	@$(BIN)/spark-submit jobs/train.py --config conf/digits.yaml
 
 test: $(STAMP)  ## run the tests
-	@$(BIN)/python -m pytest
+	@$(PYTEST)
 
 check: $(STAMP)  ## what CI runs: format, lint, types, rooms, tests
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy --no-error-summary sparkdl
 	@$(BIN)/lint-imports --no-logo
-	@$(BIN)/python -m pytest
+	@$(PYTEST)
 
 bench: $(STAMP)  ## measure everything beside its baselines: half an hour
 	@$(BIN)/python benchmarks/suite.py
