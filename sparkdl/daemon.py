@@ -33,7 +33,7 @@ from sparkdl.slab.root import marked_directory
 from sparkdl.worker import quiet_hang_ups
 
 MODULES = (
-    "pandas",  # PySpark's Arrow tasks import it
+    "pandas",  # pyarrow imports it where it makes NumPy arrays
     "pyspark.worker",
     "sparkdl.train.engines.shuffle",  # the tasks of a fit, and torch
     "sparkdl.infer.predict",

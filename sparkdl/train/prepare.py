@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -83,6 +85,7 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
     layout = layout_of(module)
     check_policy(policy, module, layout)
     check_compression(recipe, layout)
+    _import_compiler()
     optimizer = plan_optimizer(recipe, module, trainer.slices)
     if "shard" in trainer.parts:
         check_sharding(trainer.parts["shard"], module, layout, optimizer)
@@ -92,6 +95,18 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
         check_stages(trainer.parts["pipe"], module, layout, optimizer, policy)
     schedule = Schedule(optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric)
     return Prepared(recipe, payload, module, layout, optimizer, schedule)
+
+
+def _import_compiler() -> None:
+    """The first optimizer of a process imports torch's compiler. The collector would go through what
+    there is again and again meanwhile, for a third of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        importlib.import_module("torch._dynamo")
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _check_data(data: object) -> None:

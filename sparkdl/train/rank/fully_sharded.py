@@ -38,6 +38,7 @@ from sparkdl.train.parallel.units import units_of
 from sparkdl.train.rank.batchnorm import synchronise
 from sparkdl.train.rank.groups import Groups
 from sparkdl.train.rank.model_group import ModelGroup
+from sparkdl.train.rank.one_round import OneRound
 from sparkdl.train.rank.summing import Summed, first_not_finite, gathered_counts
 from sparkdl.train.rank.tensor_parallel import parallelise
 
@@ -107,6 +108,7 @@ def cut_units(
         cut.set_gradient_divide_factor(1.0)
         cut.set_force_sum_reduction_for_comms(True)
         cut.set_reduce_scatter_unused_params(True)
+        cut.set_custom_reduce_scatter(OneRound())  # type: ignore[arg-type]
 
 
 def let_go(module: nn.Module) -> None:

@@ -18,6 +18,7 @@ from sparkdl.step.replica import Work, to_mini_batch
 from sparkdl.sync.contribution import NOTHING, SPARE, Contribution, sums_up
 from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.plan import SlicePlan
+from sparkdl.train.rank import one_round
 from sparkdl.train.rank.batchnorm import keeping_company
 from sparkdl.train.rank.model_group import ModelGroup
 
@@ -53,7 +54,7 @@ class GradientVector:
         """Over the ranks of ``group``, in ``wire``."""
         memory = self._memory
         sent = memory if wire in (None, memory.dtype) else memory.to(wire)
-        dist.all_reduce(sent, group=group)
+        one_round.all_reduce(sent, group)
         if sent is not memory:
             memory.copy_(sent)
         return self.vector

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -35,9 +35,44 @@ from sparkdl.sync.plan import SlicePlan
 from sparkdl.train.parallel.layers import plan_of
 from sparkdl.train.parallel.strategy import Tensor
 from sparkdl.train.rank.model_group import ModelGroup
+from sparkdl.train.rank.one_round import all_reduce
 from sparkdl.train.rank.summing import Copied, gathered_counts
 
-STYLES = {"column": ColwiseParallel, "row": RowwiseParallel}
+
+class Row(RowwiseParallel):
+    """Torch's, but what the parts of a linear layer put out is summed in one round, see
+    :mod:`sparkdl.train.rank.one_round`."""
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: tuple[Placement, ...],
+        use_local_output: bool,
+        mod: nn.Module,
+        outputs: Any,
+        device_mesh: DeviceMesh,
+    ) -> Any:
+        if outputs.placements != (Partial(),):  # a table's rows are masked
+            return RowwiseParallel._prepare_output_fn(
+                output_layouts, use_local_output, mod, outputs, device_mesh
+            )
+        return _Sum.apply(outputs.to_local(), device_mesh.get_group())
+
+
+class _Sum(torch.autograd.Function):
+    """Over the ranks, each of which then has the gradient of the sum, which is that of its part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = part.clone(memory_format=torch.contiguous_format)
+        all_reduce(total, group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+STYLES = {"column": ColwiseParallel, "row": Row}
 
 
 def parallelise(
