@@ -17,14 +17,15 @@ import torch
 import torch.distributed as dist
 
 _torchs = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its newer name
-MOST_RANKS = 4
-"""Each rank speaks to all others at once: measured up to so many, see docs/performance.md."""
+MOST_RANKS, MOST_BYTES = 4, 3 << 20
+"""Each rank speaks to all others at once: measured up to so many, and for a sum on all up to so large a
+tensor, see docs/performance.md."""
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Sum over the ranks of ``group``, in place: a contiguous tensor of floating-point numbers."""
     size = dist.get_world_size(group)
-    if not suits(tensor, size):
+    if not suits(tensor, size) or tensor.nbytes > MOST_BYTES:
         dist.all_reduce(tensor, group=group)
         return
     flat, rank = tensor.view(-1), dist.get_rank(group)
@@ -78,14 +79,13 @@ def exchange(
 
 def _add(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
     """Their sum, from the first to the last, into ``output``, which may be one of them."""
-    if output.dtype.itemsize >= 4:
-        total = torch.add(parts[0], parts[1])
-        for part in parts[2:]:
-            total += part
-    else:
-        total = parts[0].float()
-        for part in parts[1:]:
-            total += part
+    narrow = output.dtype.itemsize < 4
+    if len(parts) == 2 and not narrow:
+        torch.add(parts[0], parts[1], out=output)
+        return
+    total = parts[0].float() if narrow else parts[0].clone()
+    for part in parts[1:]:
+        total += part
     output.copy_(total)
 
 
