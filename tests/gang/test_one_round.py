@@ -14,8 +14,8 @@ from sparkdl.train.rank.one_round import (
     MOST_RANKS,
     OneRound,
     all_reduce,
-    exchange,
     reduce_scatter,
+    swap,
 )
 
 pytestmark = pytest.mark.gang
@@ -93,7 +93,7 @@ def exchanged(communicator):
     rank, size = communicator.rank, communicator.size
     parts = [torch.full((rank + 1,), 10.0 * rank + other) for other in range(size)]
     arriving = [torch.empty(other + 1) for other in range(size)]
-    exchange(parts, communicator._group, arriving)
+    swap(parts, arriving, communicator._group)
     return [float(part[0]) for other, part in enumerate(arriving) if other != rank]
 
 

@@ -31,6 +31,7 @@ from sparkdl.step.replica import (
 from sparkdl.sync.contribution import Contribution, SectionMap, open_section
 from sparkdl.sync.packing import ByParameter, head_from_bytes, head_to_bytes
 from sparkdl.sync.plan import SlicePlan
+from sparkdl.train.rank.one_round import swap
 
 
 class Exchanged:
@@ -133,16 +134,7 @@ def exchange(parcels: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
     dist.all_gather(table, lengths)
     arrived = [torch.empty(int(row[rank]), dtype=torch.uint8) for row in table]
     arrived[rank] = parcels[rank]
-    under_way = []
-    for distance in range(1, len(parcels)):
-        to, source = (rank + distance) % len(parcels), (rank - distance) % len(parcels)
-        if len(parcels[to]):
-            under_way.append(dist.isend(parcels[to], to))
-        if len(arrived[source]):
-            under_way.append(dist.irecv(arrived[source], source))
-    for work in under_way:
-        assert work is not None
-        work.wait()
+    swap(parcels, arrived)
     return arrived
 
 

@@ -30,11 +30,11 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> 
         return
     flat, rank = tensor.view(-1), dist.get_rank(group)
     if size == 2:
-        _add(exchange([flat, flat], group), flat)
+        _add(_of_all([flat, flat], group), flat)
         return
-    parts = list(flat.tensor_split(size))
-    _add(exchange(parts, group), parts[rank])
-    exchange([parts[rank]] * size, group, parts)
+    parts = flat.tensor_split(size)
+    _add(_of_all(parts, group), parts[rank])
+    swap([parts[rank]] * size, parts, group)
 
 
 def reduce_scatter(
@@ -43,7 +43,7 @@ def reduce_scatter(
     """Sum ``tensor`` over the ranks of ``group``; ``output`` gets this rank's part of N equal ones."""
     size = dist.get_world_size(group)
     if suits(tensor, size):
-        _add(exchange(list(tensor.view(-1).chunk(size)), group), output.view(-1))
+        _add(_of_all(tensor.view(-1).chunk(size), group), output.view(-1))
     else:
         _torchs(output, tensor, group=group)
 
@@ -53,28 +53,36 @@ def suits(tensor: torch.Tensor, size: int) -> bool:
     return tensor.device.type == "cpu" and 1 < size <= MOST_RANKS and tensor.numel() >= size
 
 
-def exchange(
+def swap(
     parts: Sequence[torch.Tensor],
-    group: dist.ProcessGroup | None,
-    arriving: Sequence[torch.Tensor] | None = None,
-) -> list[torch.Tensor]:
-    """``parts[r]`` to rank r of ``group``, from all to all; what comes from each, this rank's own part
-    in its place. ``arriving``: where to write it, and else to memory that is made here."""
-    rank = dist.get_rank(group)
-    if arriving is None:
-        arriving = [
-            parts[rank] if other == rank else torch.empty_like(parts[rank])
-            for other in range(len(parts))
-        ]
-    under_way: list[dist.Work | None] = []
-    for other, part in enumerate(parts):
-        if other != rank:
-            under_way.append(dist.isend(part, group=group, group_dst=other))
-            under_way.append(dist.irecv(arriving[other], group=group, group_src=other))
+    arriving: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """``parts[r]`` to rank r of ``group``, from all to all; what rank r sends here to ``arriving[r]``.
+    Nothing travels that is empty, or a rank's own."""
+    rank, size = dist.get_rank(group), len(parts)
+    under_way = []
+    for distance in range(1, size):
+        to, source = (rank + distance) % size, (rank - distance) % size
+        if parts[to].numel():
+            under_way.append(dist.isend(parts[to], group=group, group_dst=to))
+        if arriving[source].numel():
+            under_way.append(dist.irecv(arriving[source], group=group, group_src=source))
     for work in under_way:
         assert work is not None
         work.wait()
-    return list(arriving)
+
+
+def _of_all(
+    parts: Sequence[torch.Tensor], group: dist.ProcessGroup | None
+) -> Sequence[torch.Tensor]:
+    """This rank's part as each rank has it, by rank."""
+    rank = dist.get_rank(group)
+    arriving = [
+        part if r == rank else torch.empty_like(parts[rank]) for r, part in enumerate(parts)
+    ]
+    swap(parts, arriving, group)
+    return arriving
 
 
 def _add(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
