@@ -397,7 +397,8 @@ def test_the_first_fit_of_a_session_starts_the_daemon(
 
 
 def test_a_mistake_found_while_the_daemon_starts_is_all_that_is_said(tmp_path: Path) -> None:
-    """Spark would report as crashed what has not started when the session stops."""
+    """Spark would report what has not started when the session stops as crashed, and what still runs
+    as without its broadcast, where the program goes on."""
     body = """
 spark = sparkdl.session("local[2]", **QUIET)
 data = table(spark)
@@ -406,8 +407,9 @@ try:
     trainer(optimizer=lambda module: 3).fit(data)
 except sparkdl.UserError as error:
     say(error=str(error), seconds=time.time() - began)
-time.sleep(0.5)  # the daemon takes 2 s
+time.sleep(1)  # the daemon takes 2 s
 spark.stop()
+time.sleep(4)
 """
     done = subprocess.run(
         program(body, tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=120

@@ -17,15 +17,17 @@ from pyspark import SparkContext
 from sparkdl.frames import map_frames, stage_name
 from sparkdl.train.cluster.neighbours import executors, one_each
 
+SECONDS_TO_END = 5
 _begun: WeakSet[SparkContext] = WeakSet()
 
 
 @contextlib.contextmanager
 def daemons_starting(context: SparkContext) -> Iterator[None]:
-    """Start one on each executor, if no fit of this session did so. Nothing waits for them.
+    """Start one on each executor, if no fit of this session did so. Only an error waits for them.
 
-    An error inside the block cancels what has not started: Spark would report it as crashed if the
-    session is stopped now.
+    An error inside the block is often followed by the end of the session. Spark would then report a
+    task that has not started as crashed, and one that still runs as without its broadcast: they get
+    ``SECONDS_TO_END``, and what has not started then is cancelled.
     """
     if context in _begun:
         yield
@@ -37,9 +39,12 @@ def daemons_starting(context: SparkContext) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with contextlib.suppress(Py4JError):  # that it was cancelled, or that Spark is gone
-            starting.cancel(True)
-            starting.get()
+        with contextlib.suppress(Py4JError):  # time is over, or Spark is gone
+            seconds = context._jvm.java.util.concurrent.TimeUnit.SECONDS
+            try:
+                starting.get(SECONDS_TO_END, seconds)
+            finally:
+                starting.cancel(True)
         raise
 
 
