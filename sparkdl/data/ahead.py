@@ -96,10 +96,11 @@ class Ahead:
 
 def _random_states() -> list[Any]:
     """Of the generators that code may draw from without being handed one."""
+    numpys = np.random.get_state(legacy=False)["state"]
     return [
         random.getstate(),
-        np.random.get_state(legacy=False)["state"]["key"].tobytes(),
-        np.random.get_state(legacy=False)["state"]["pos"],
+        numpys["key"].tobytes(),
+        numpys["pos"],
         torch.get_rng_state().numpy().tobytes(),
     ]
 

@@ -8,6 +8,7 @@ number of seats: the shares of successive iterations are exact, disjoint, and co
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 from collections import OrderedDict
@@ -115,6 +116,12 @@ class EpochPlan:
         """For each replica, the range of its permutation that global batch ``index`` takes."""
         if not 0 <= index < self.num_iterations:
             raise IndexError(f"batch {index} of an epoch of {self.num_iterations}")
-        start = seats(self.counts, index * self.batch_size)
-        stop = seats(self.counts, (index + 1) * self.batch_size)
-        return tuple(zip(start.tolist(), stop.tolist(), strict=True))
+        start = _remembered_seats(self.counts, index * self.batch_size)
+        stop = _remembered_seats(self.counts, (index + 1) * self.batch_size)
+        return tuple(zip(start, stop, strict=True))
+
+
+@functools.lru_cache(maxsize=8)
+def _remembered_seats(counts: tuple[int, ...], position: int) -> list[int]:
+    """As :func:`seats`: a batch starts where the one before stopped."""
+    return seats(counts, position).tolist()

@@ -24,6 +24,8 @@ from sparkdl.errors import SparkdlError
 _HEAD = struct.Struct("<Q32s")
 _FIRST_BYTES = 1 << 16
 """The longest first frame: until it has come, nobody knows who is there."""
+_IN_ONE = 1 << 16
+"""Bytes of a content that is copied behind its head, so that the other end is woken once."""
 NONCE_BYTES = 16
 HELLO_SECONDS = 5.0
 CONNECT_SECONDS = 60.0
@@ -69,8 +71,12 @@ class Channel:
             digest = self._digest(self._out, self._sent, content)
             self._sent += 1
             try:
-                self._connection.sendall(_HEAD.pack(len(content), digest))
-                self._connection.sendall(content)
+                head = _HEAD.pack(len(content), digest)
+                if len(content) <= _IN_ONE:
+                    self._connection.sendall(head + content)
+                else:
+                    self._connection.sendall(head)
+                    self._connection.sendall(content)
             except OSError as error:
                 raise ChannelError(f"the connection broke: {error}") from None
 

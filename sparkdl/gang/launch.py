@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -230,9 +230,21 @@ class Gang:
         Raises :class:`sparkdl.TrainingError` with the first failing rank's traceback, and
         :class:`sparkdl.StateLostError` where a rank is lost; the gang has ended then.
         """
+        self.send([command])
+        return self.answers(doing)[0]
+
+    def send(self, commands: Sequence[Command]) -> None:
+        """Every rank does these, one after another, after those before: :meth:`answers` gives the
+        results of one."""
+        assert self._ranks is not None
+        self._ranks.send(commands)
+
+    def answers(self, doing: str) -> tuple[list[Any], float]:
+        """The results of the oldest command of which nobody has had them, see :meth:`call`; and when
+        the last of them was there (``time.monotonic``)."""
         assert self._ranks is not None
         try:
-            return self._ranks.call(command, doing)
+            return self._ranks.answers(doing)
         except StalledError:
             self.close()
             raise

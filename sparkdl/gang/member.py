@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ RESULT, ERROR, OUTPUT = "result", "error", "output"
 """What a rank says; its messages are (kind, content)."""
 END_SECONDS = 3.0
 """After the driver has hung up, a rank that still computes has so long to end by itself."""
+MOST_HELD, HOLD_SECONDS = 3, 0.05
+"""So many results are told together, and none is held much longer."""
 _HERE = os.path.dirname(__file__) + os.sep
 
 
@@ -122,29 +125,70 @@ class Meeting:
 
 def _serve(channel: Channel, member: Member) -> None:
     """Do what comes, until the driver hangs up, or something fails."""
-    commands = _Commands(channel)
+    commands, results = _Commands(channel), _Results(channel)
     try:
         while (content := commands.next()) is not None:
             command: Command = cloudpickle.loads(content)
-            channel.send((RESULT, cloudpickle.dumps(command(member))))
+            results.add(cloudpickle.dumps(command(member)), more=commands.waiting)
             if member.afterwards is not None:
                 work, member.afterwards = member.afterwards, None
                 work()
     finally:
         commands.done()
+        results.close()
+
+
+class _Results:
+    """What the driver is told. Where it has sent other commands already, results of short ones are told
+    together: that wakes it less often while ranks compute. None is held for long, also where the next
+    command waits for another rank."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self._held = channel, list[tuple[bytes, float]]()
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        threading.Thread(target=self._look_after, name="sparkdl-results", daemon=True).start()
+
+    def add(self, content: bytes, more: bool) -> None:
+        """The result of the command that has just ended; ``more``: another has come."""
+        with self._lock:
+            self._held.append((content, time.monotonic()))
+        if not more or len(self._held) >= MOST_HELD:
+            self._send()
+
+    def close(self) -> None:
+        """Tell what is held, and hold no more."""
+        self._ended.set()
+        with contextlib.suppress(ChannelError):
+            self._send()
+
+    def _send(self) -> None:
+        """Each with its age in seconds."""
+        with self._lock:
+            now, held, self._held = time.monotonic(), self._held, []
+            if held:
+                self._channel.send((RESULT, [(content, now - then) for content, then in held]))
+
+    def _look_after(self) -> None:
+        with contextlib.suppress(ChannelError):  # the driver has hung up, see _Commands
+            while not self._ended.wait(HOLD_SECONDS):
+                held = self._held
+                if held and time.monotonic() - held[0][1] > HOLD_SECONDS:
+                    self._send()
 
 
 class _Commands:
     """What the driver sends, read by a thread of its own.
 
-    Where the driver hangs up while a command is under way, the command is interrupted as by the
-    keyboard. What does not heed that, as it waits inside a collective, ends with this process.
+    Where the driver hangs up, what it has sent is not begun any more. A command that is under way is
+    interrupted as by the keyboard. What does not heed that, as it waits inside a collective, ends with
+    this process.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._arrived: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._busy, self._lock, self._idle = False, threading.Lock(), threading.Event()
+        self._busy, self._hung_up = False, False
+        self._lock, self._idle = threading.Lock(), threading.Event()
         threading.Thread(target=self._read, name="sparkdl-commands", daemon=True).start()
 
     def done(self) -> None:
@@ -153,11 +197,17 @@ class _Commands:
             self._busy = False
         self._idle.set()
 
+    @property
+    def waiting(self) -> bool:
+        """Whether another has come."""
+        return not self._arrived.empty()
+
     def next(self) -> bytes | None:
         """Wait for the next; None at the end."""
         self.done()
         content = self._arrived.get()
         with self._lock:
+            content = None if self._hung_up else content
             self._busy = content is not None
             self._idle.clear()
         return content
@@ -165,10 +215,12 @@ class _Commands:
     def _read(self) -> None:
         try:
             while True:
-                self._arrived.put(self._channel.receive())
+                for command in self._channel.receive():
+                    self._arrived.put(command)
         except (ChannelError, OSError):
             self._arrived.put(None)
         with self._lock:
+            self._hung_up = True
             if not self._busy:
                 return
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

@@ -7,6 +7,7 @@ import math
 import selectors
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ class Team:
         come = [arrivals.come[rank] for rank in range(self.size)]
         self._channels: list[Channel] = [channel for channel, _ in come]
         self._hosts = [hello.host for _, hello in come]
+        self._told: list[deque[tuple[bytes, float]]] = [deque() for _ in come]
         for channel in self._channels:
             if timeout is not None:
                 channel.bound_sends(timeout)
@@ -44,33 +46,47 @@ class Team:
         Raises :class:`sparkdl.TrainingError` with the first failing one's traceback,
         :class:`sparkdl.StateLostError` where one is lost, and :class:`sparkdl.StalledError`.
         """
-        return self._call([cloudpickle.dumps(command)] * self.size, doing)
+        self.send([command])
+        return self.answers(doing)[0]
 
     def call_each(self, commands: Iterable[Command], doing: str) -> list[Any]:
         """Likewise, a command for each."""
-        return self._call([cloudpickle.dumps(command) for command in commands], doing)
+        self._send([[cloudpickle.dumps(command)] for command in commands])
+        return self.answers(doing)[0]
+
+    def send(self, commands: Sequence[Command]) -> None:
+        """Each does these, one after another, after those before: :meth:`answers` gives the results of
+        one."""
+        self._send([[cloudpickle.dumps(command) for command in commands]] * self.size)
+
+    def answers(self, doing: str) -> tuple[list[Any], float]:
+        """The results of the oldest command of which nobody has had them, see :meth:`call`; and when
+        the last of them was there (``time.monotonic``)."""
+        self._await(doing)
+        contents, ended = zip(*(told.popleft() for told in self._told), strict=True)
+        return [cloudpickle.loads(content) for content in contents], max(ended)
 
     def close(self) -> None:
         """Hang up; they then end."""
         for channel in self._channels:
             channel.close()
 
-    def _call(self, contents: Sequence[bytes], doing: str) -> list[Any]:
+    def _send(self, contents: Sequence[list[bytes]]) -> None:
+        """To each, some commands."""
         for channel, content in zip(self._channels, contents, strict=True):
             with contextlib.suppress(ChannelError):  # it is gone; it may have said why
                 channel.send(content)
-        return [cloudpickle.loads(answer) for answer in self._answers(doing)]
 
-    def _answers(self, doing: str) -> list[Any]:
+    def _await(self, doing: str) -> None:
         """The next result of every rank."""
-        answers: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
         lost: list[int] = []
         deadline = time.monotonic() + (self._timeout or math.inf)
         with selectors.DefaultSelector() as selector:
             for rank, channel in enumerate(self._channels):
-                selector.register(channel, selectors.EVENT_READ, rank)
-            while len(answers) + len(failures) + len(lost) < self.size:
+                if not self._told[rank]:
+                    selector.register(channel, selectors.EVENT_READ, rank)
+            while selector.get_map():
                 left = deadline - time.monotonic()
                 if left <= 0:  # also where a rank prints without a pause
                     break
@@ -85,16 +101,17 @@ class Team:
                         continue
                     selector.unregister(key.fileobj)
                     if kind == RESULT:
-                        answers[rank] = content
+                        now = time.monotonic()
+                        self._told[rank].extend((result, now - age) for result, age in content)
                         continue
                     if kind == ERROR:
                         failures[rank] = content
                     else:
                         lost.append(rank)
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        if len(answers) < self.size:
-            self._fail(doing, failures, lost, sorted(answers))
-        return [answers[rank] for rank in range(self.size)]
+        if not all(self._told):
+            answered = [rank for rank, told in enumerate(self._told) if told]
+            self._fail(doing, failures, lost, answered)
 
     def _fail(
         self,

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override what you need. Each hook is given the trainer and an immutable state."""
+    """Override what you need. Each hook is given the trainer and an immutable state.
+
+    The ranks of a gang may be some iterations ahead of the hooks, which hear of each in its turn; what
+    a hook raises ends the fit.
+    """
 
     def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
         """Samples, replicas and state are in place; no iteration has run."""

@@ -86,7 +86,7 @@ class Checkpointer:
         assert trainer.checkpoint is not None
         self._trainer, self._engine, self._identity = trainer, engine, identity
         self._settings: Checkpoint = trainer.checkpoint
-        self._history = history
+        self._history, self.every = history, trainer.checkpoint.every
         self._store = CheckpointStore(trainer.checkpoint.path)
         self._config = describe_trainer(trainer)
         self._noting, self._background = noting, background
@@ -100,7 +100,7 @@ class Checkpointer:
         self._store.check_probes(self._engine.with_states(TryFolder(self._store.uri)))
 
     def __call__(self, previous: TrainState, state: TrainState) -> TrainState:
-        due, begun = self._settings.every(previous, state), self._begun
+        due, begun = self.every(previous, state), self._begun
         if begun is not None and (due or (begun.work is not None and begun.work.ready)):
             state = self._settled(begun, state, again=not due)
         if due and self._background is not None:

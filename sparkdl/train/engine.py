@@ -49,6 +49,7 @@ class StepResult:
     ``not_finite``: for each replica whose loss or gradient was inf or NaN, what it was; the update
     was then left out. ``gradient_norm``: before clipping, where the norm is clipped. ``traffic``: for
     each node, by its token, the bytes of gradients and weights that left it and arrived there.
+    ``ended``: when (``time.monotonic``), where it was not just now.
     """
 
     loss: float
@@ -58,6 +59,7 @@ class StepResult:
     gradient_norm: float | None = None
     histograms: Mapping[str, Histogram] | None = None
     traffic: Mapping[str, NodeBytes] = field(default_factory=dict)
+    ended: float | None = None
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,9 @@ class Engine(Protocol):
         Raises the first of ``reported`` that ``read`` raised in a task.
         """
 
-    def step(self, iteration: Iteration) -> StepResult:
-        """Run and commit an iteration."""
+    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> StepResult:
+        """Run and commit an iteration. ``then``: what :meth:`step` is called with next, while nothing
+        else is asked for that concerns the state: these may be begun."""
 
     def score(self, validation: ValidationSet) -> list[Any]:
         """The scorer's states, of all partitions merged, with the weights as they stand."""

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from sparkdl.train.callbacks import Callback
 from sparkdl.train.engine import Lasting
+from sparkdl.train.foresight import Foresight
 from sparkdl.train.history import History
-from sparkdl.train.progress import advanced, next_iteration
+from sparkdl.train.progress import advanced
 from sparkdl.train.schedule import Schedule
 from sparkdl.train.state import TrainState
+from sparkdl.train.trigger_logic import Trigger
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
@@ -22,6 +24,8 @@ class Stage(Protocol):
 
     hook: str
     """The callbacks' hook that is told of it."""
+    every: Trigger
+    """When it is due."""
 
     def __call__(self, previous: TrainState, state: TrainState) -> TrainState:
         """Do it, where it is due, and return what is known since; else ``state`` itself."""
@@ -40,8 +44,8 @@ def train(
     history: History,
 ) -> TrainState:
     """Iterate from ``state`` until ``trainer.stop`` says so; where that is."""
-    previous, policy = state, trainer.policy
-    wants_histograms, recoveries = trainer.wants_histograms, engine.recoveries
+    previous, policy, recoveries = state, trainer.policy, engine.recoveries
+    foresight = Foresight(trainer, [stage.every for stage in stages], schedule, state)
 
     def tell(hook: str) -> None:
         for callback in callbacks:
@@ -61,21 +65,21 @@ def train(
             tell("on_recovery")
 
     tell("on_fit_start")
-    started = time.perf_counter() - state.seconds
+    started = time.monotonic() - state.seconds
     while not trainer.stop(previous, state):
         if state.position == 0:
             tell("on_epoch_start")
         tell("on_iteration_start")
-        rates, epoch = schedule.learning_rates, state.epoch + 1
-        result = engine.step(next_iteration(state, schedule, wants_histograms(previous, state)))
+        planned, then = foresight.plan(previous, state)
+        rates, epoch = planned.learning_rates, state.epoch + 1
+        result = engine.step(planned.iteration, then)
         told_of_losses()
-        seconds = time.perf_counter() - started
+        seconds = (result.ended or time.monotonic()) - started
         previous, state = state, advanced(state, result, policy, rates, seconds)
         history.append(state, epoch)
         tell("on_iteration_end")
         for stage in stages:
             after(stage, stage(previous, state))
-        schedule.after(previous, state)
         if state.epoch > previous.epoch:
             tell("on_epoch_end")
     for stage in stages:

@@ -10,7 +10,7 @@ from sparkdl.sync.nodes import most
 from sparkdl.train.engine import Iteration, StepResult
 from sparkdl.train.scaling import FIRST_SCALE, next_scale
 from sparkdl.train.schedule import Schedule
-from sparkdl.train.state import TrainState
+from sparkdl.train.state import TrainState, expected
 
 
 def first_state(policy: Policy) -> TrainState:
@@ -46,15 +46,11 @@ def advanced(
     skipped = bool(result.not_finite)
     if skipped and policy.on_nan == "raise" and state.loss_scale == 1.0:
         raise TrainingError(_not_finite(state, result, policy))
-    ends_epoch = state.position + 1 == state.iterations_per_epoch
     scale, age = state.loss_scale, 0
     if policy.scales_loss:
         scale, age = next_scale(state.loss_scale, state.loss_scale_age, skipped)
     return replace(
-        state,
-        iteration=state.iteration + 1,
-        epoch=state.epoch + ends_epoch,
-        position=0 if ends_epoch else state.position + 1,
+        expected(state),
         samples=state.samples + result.samples,
         loss=result.loss,
         learning_rates=learning_rates,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -70,3 +70,12 @@ class TrainState:
     def metrics(self) -> Mapping[str, float]:
         """The last validation's values by name; empty before the first."""
         return self.validations[-1].metrics if self.validations else {}
+
+
+def expected(state: TrainState) -> TrainState:
+    """What the counters will be after the next iteration."""
+    ends = state.position + 1 == state.iterations_per_epoch
+    position = 0 if ends else state.position + 1
+    return replace(
+        state, iteration=state.iteration + 1, epoch=state.epoch + ends, position=position
+    )

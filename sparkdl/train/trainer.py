@@ -22,7 +22,7 @@ from sparkdl.train.checkpoint import Checkpoint
 from sparkdl.train.checks import problems_of, problems_of_start
 from sparkdl.train.parallel.parallel import parts_of
 from sparkdl.train.parallel.strategy import Strategy
-from sparkdl.train.state import TrainState
+from sparkdl.train.state import TrainState, expected
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.triggers import MaxEpoch, Trigger
 from sparkdl.train.validation import Validation
@@ -260,15 +260,6 @@ class Trainer:
 
         raise_all(ParameterError, list(problems_of_start(resume)))
         return partial_fit(self, data, resume)
-
-
-def expected(state: TrainState) -> TrainState:
-    """What the counters will be after the next iteration."""
-    ends = state.position + 1 == state.iterations_per_epoch
-    position = 0 if ends else state.position + 1
-    return replace(
-        state, iteration=state.iteration + 1, epoch=state.epoch + ends, position=position
-    )
 
 
 def _table(weights: Sequence[float] | Mapping[int, float] | None) -> tuple[float, ...] | None:

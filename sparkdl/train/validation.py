@@ -67,10 +67,10 @@ class Validator:
         self, engine: Engine, validation: Validation, data: ValidationSet, history: History
     ) -> None:
         self._engine, self._validation, self._data = engine, validation, data
-        self._history = history
+        self._history, self.every = history, validation.every
 
     def __call__(self, previous: TrainState, state: TrainState) -> TrainState:
-        if not self._validation.every(previous, state):
+        if not self.every(previous, state):
             return state
         values = self._data.scorer.values(self._engine.score(self._data))
         record = Validated(iteration=state.iteration, epoch=state.epoch, metrics=values)

@@ -109,6 +109,6 @@ def test_a_snapshot_that_ends_the_ranks_costs_the_state() -> None:
         raise TrainingError("taking a snapshot: rank 1 on node failed. MemoryError: ")
 
     engine: Any = GangEngine.__new__(GangEngine)
-    engine._tokens, engine._gang = ["node", "node"], SimpleNamespace(call=call)
+    engine._tokens, engine._gang, engine._asked = ["node", "node"], SimpleNamespace(call=call), []
     with pytest.raises(StateLostError, match="rank 1 on node failed"):
         engine.take_snapshot()

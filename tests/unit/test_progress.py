@@ -20,8 +20,7 @@ from sparkdl.train.callbacks import ProgressBar
 from sparkdl.train.engine import StepResult
 from sparkdl.train.progress import advanced, describe, first_state, next_iteration
 from sparkdl.train.schedule import Schedule
-from sparkdl.train.state import TrainState, Validated
-from sparkdl.train.trainer import expected
+from sparkdl.train.state import TrainState, Validated, expected
 from sparkdl.train.validation import is_better
 
 STATE = TrainState(

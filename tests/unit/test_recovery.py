@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import tracemalloc
 from dataclasses import dataclass, replace
@@ -51,7 +52,7 @@ class Engine:
         else:
             self.state = State(value)
 
-    def step(self, iteration: Iteration) -> StepResult:
+    def step(self, iteration: Iteration, then=()) -> StepResult:
         self._call()
         assert self.state.value is not None
         self.state.value = (self.state.value * 31 + iteration.index) % 1_000_003
@@ -189,7 +190,7 @@ def test_it_goes_back_no_further_than_it_must(caplog, seconds, checkpoints, poin
     engine = Engine()
     step = engine.step
 
-    def lose_the_sixth(asked):
+    def lose_the_sixth(asked, then=()):
         if asked.index == 5 and engine.losses == frozenset():
             engine.losses = frozenset([engine.calls])
         return step(asked)
@@ -279,7 +280,7 @@ def test_snapshots_are_rare_where_they_are_slow(monkeypatch):
         now[0] += 3.0
         return take()
 
-    def stepping(asked):
+    def stepping(asked, then=()):
         now[0] += 1.0
         return step(asked)
 
@@ -290,3 +291,50 @@ def test_snapshots_are_rare_where_they_are_slow(monkeypatch):
     assert {cost for cost in costs if cost} == {3.0}
     assert costs[4] == 3.0
     assert sum(costs) / now[0] <= 0.05 + 3.0 / now[0]
+
+
+class Eager(Engine):
+    """Goes as far as it is asked to at once. A snapshot before all of that is done would be of a state
+    that the run has not come to."""
+
+    def __init__(self, losses=frozenset()):
+        super().__init__(losses)
+        self.done, self.last = -1, -1
+
+    def step(self, iteration, then=()):
+        result = super().step(iteration)
+        self.done = iteration.index
+        self.last = max([self.last, self.done, *(each.index for each in then)])
+        return result
+
+    def take_snapshot(self):
+        assert self.last == self.done
+        return super().take_snapshot()
+
+    def forget(self):
+        super().forget()
+        self.done = self.last = -1
+
+
+@pytest.mark.parametrize("ahead", [1, 3, 8])
+@pytest.mark.parametrize("lost", [None, 6, 11])
+def test_a_snapshot_waits_for_the_iterations_that_have_begun(monkeypatch, ahead, lost):
+    """And the next of them wait for the snapshot."""
+    now = [0.0]
+    monkeypatch.setattr("sparkdl.train.engines.recovery.time.monotonic", lambda: now[0])
+    engine, plain = Eager(frozenset() if lost is None else frozenset([lost])), Engine()
+    recovering = Recovering(engine, 5.0)
+    recovering.start()
+    plain.start()
+    snapshots, count = [], 40
+    for i in range(count):
+        now[0] += 1.0
+        then = [iteration(n) for n in range(i + 1, min(i + 1 + ahead, count))]
+        result = recovering.step(iteration(i), then)
+        assert result.loss == plain.step(iteration(i)).loss
+        if "snapshot" in result.seconds:
+            snapshots.append(i)
+    assert recovering.recoveries == (lost is not None)
+    gaps = [b - a for a, b in itertools.pairwise(snapshots)]
+    assert max(gaps) <= 5 + ahead + 1
+    assert len(snapshots) >= 2

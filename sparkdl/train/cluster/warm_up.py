@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 from weakref import WeakSet
 
 from py4j.protocol import Py4JError
@@ -33,6 +34,7 @@ def daemons_starting(context: SparkContext) -> Iterator[None]:
         yield
         return
     _begun.add(context)
+    jvm: Any = context._jvm
     with stage_name(context, "start Python"):
         places = one_each(context, executors(context) or [None])
         starting = map_frames(places, nothing)._jrdd.countAsync()
@@ -40,7 +42,7 @@ def daemons_starting(context: SparkContext) -> Iterator[None]:
         yield
     except BaseException:
         with contextlib.suppress(Py4JError):  # time is over, or Spark is gone
-            seconds = context._jvm.java.util.concurrent.TimeUnit.SECONDS
+            seconds = jvm.java.util.concurrent.TimeUnit.SECONDS
             try:
                 starting.get(SECONDS_TO_END, seconds)
             finally:

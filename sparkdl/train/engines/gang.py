@@ -7,11 +7,13 @@ with the other engines.
 
 from __future__ import annotations
 
+import math
 import pickle
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,7 @@ from sparkdl.slab.root import SlabConfig, open_root
 from sparkdl.step.compressing import ReadResiduals
 from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.plan import SlicePlan
-from sparkdl.sync.records import Step
+from sparkdl.sync.records import ReplicaReport, Step
 from sparkdl.sync.state import SliceState
 from sparkdl.train.cluster.places import (
     MAX_SUBMISSIONS,
@@ -83,6 +85,17 @@ class InBackground:
         return self.engine.collect(self.name, self.count)
 
 
+@dataclass
+class Asked:
+    """An iteration that the ranks have been asked for: when, and once they have answered, what and
+    when."""
+
+    iteration: Iteration
+    begun: float
+    results: list[RankStep] | None = None
+    ended: float = 0.0
+
+
 class GangEngine:
     """See the note in :mod:`sparkdl.train.rank.ranks`."""
 
@@ -115,6 +128,8 @@ class GangEngine:
         self._setup = Setup(run, recipe, spare, checksums, parallel, weighs)
         self._tokens: tuple[str, ...] = ()
         self._writing = False
+        self._asked: deque[Asked] = deque()
+        self._ended = 0.0
         source = self._samples[0]
         if validation is not None:
             source = zip_frames(source, self._samples[1])
@@ -143,6 +158,7 @@ class GangEngine:
         """Bring the gang together where its samples are."""
         if self._gang.running:
             return
+        self._asked.clear()
         for _ in range(MAX_SUBMISSIONS):
             self._gang.start()
             found: list[Standing] = self._gang.call(SetUp(self._setup), "setting up the ranks")
@@ -173,12 +189,40 @@ class GangEngine:
         return too_few(gang.tasks, gang.size) if gang.tasks < gang.size else ""
 
     def _call(self, doing: str, method: str, *arguments: Any) -> list[Any]:
+        for asked in self._asked:
+            self._done(asked)
         return self._gang.call(Do(method, arguments), doing)
 
-    def step(self, iteration: Iteration) -> StepResult:
-        """One message to every rank, and its answer."""
-        started = time.perf_counter()
-        step = Step(
+    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> StepResult:
+        """A message to every rank, and its answer. What is in ``then`` is sent with it: the ranks go on
+        without waiting for the driver."""
+        self._send([iteration, *then])
+        now = self._asked.popleft()
+        assert now.iteration.index == iteration.index
+        done = self._done(now)
+        before, self._ended = self._ended, max(now.ended, self._ended)
+        total = self._ended - max(now.begun, before)
+        self._writing = any(one.writing for one in done)
+        reports = [_told(one, done) for one in done]
+        slices = sorted((s for one in done for s in one.slices), key=lambda s: s.index)
+        seconds = slowest([report.seconds for report in reports])
+        working = max(sum(report.seconds.values()) for report in reports)
+        seconds = {"schedule": max(0.0, total - working), **seconds, "iteration": total}
+        taking_part = [report for report in reports if report.count or report.not_finite]
+        result = summarize(taking_part, slices, self._layout, seconds)
+        return replace(result, ended=self._ended)
+
+    def _send(self, iterations: Sequence[Iteration]) -> None:
+        """Ask for those that have not been asked for."""
+        last = self._asked[-1].iteration.index if self._asked else -1
+        new = [each for each in iterations if each.index > last]
+        if new:
+            begun = time.monotonic()
+            self._gang.send([Do("step", (self._step(each),)) for each in new])
+            self._asked.extend(Asked(each, begun) for each in new)
+
+    def _step(self, iteration: Iteration) -> Step:
+        return Step(
             iteration.index,
             iteration.epoch,
             0,
@@ -188,17 +232,14 @@ class GangEngine:
             iteration.loss_scale,
             iteration.histograms,
         )
-        doing = f"iteration {iteration.index + 1}, epoch {iteration.epoch + 1}"
-        done: list[RankStep] = self._call(doing, "step", step)
-        total = time.perf_counter() - started
-        self._writing = any(one.writing for one in done)
-        reports = [one.report for one in done]
-        slices = sorted((s for one in done for s in one.slices), key=lambda s: s.index)
-        seconds = slowest([report.seconds for report in reports])
-        working = max(sum(report.seconds.values()) for report in reports)
-        seconds = {"schedule": max(0.0, total - working), **seconds, "iteration": total}
-        taking_part = [report for report in reports if report.count or report.not_finite]
-        return summarize(taking_part, slices, self._layout, seconds)
+
+    def _done(self, asked: Asked) -> list[RankStep]:
+        """What the ranks answer; that of all before must have been waited for."""
+        if asked.results is None:
+            number, epoch = asked.iteration.index + 1, asked.iteration.epoch + 1
+            doing = f"iteration {number}, epoch {epoch}"
+            asked.results, asked.ended = self._gang.answers(doing)
+        return asked.results
 
     def score(self, validation: ValidationSet) -> list[Any]:
         """Every rank its own partition."""
@@ -285,6 +326,7 @@ class GangEngine:
 
     def forget(self) -> None:
         self._gang.leave()
+        self._asked.clear()
 
     def restore(self, snapshot: NodeFiles) -> None:
         self._ready()
@@ -322,6 +364,17 @@ class NodeHere:
 def too_few(slots: int, ranks: int) -> str:
     """What is to be said where there are fewer task slots than ranks."""
     return f"{slots} task slot{'s' * (slots > 1)} now do{'es' * (slots == 1)} the work of {ranks} ranks"
+
+
+def _told(one: RankStep, done: Sequence[RankStep]) -> ReplicaReport:
+    """The report of ``one``, with the loss that another of the ranks may have told instead."""
+    report, teller = one.report, one.teller
+    if teller == report.replica or not report.count:
+        return report
+    loss, problem = done[teller].report.loss, report.not_finite
+    if not math.isfinite(loss):
+        problem = f"the loss ({loss})"
+    return replace(report, loss=loss, not_finite=problem)
 
 
 def _raise_first(results: Sequence[Exception | None]) -> None:

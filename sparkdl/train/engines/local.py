@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,7 +87,7 @@ class LocalEngine:
         else:
             self._states = states
 
-    def step(self, iteration: Iteration) -> StepResult:
+    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> StepResult:
         """Run every replica and every slice, here and now."""
         with self._threads():
             started = Clock()

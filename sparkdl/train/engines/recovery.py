@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -87,6 +87,7 @@ class Recovering:
         self._engine, self._seconds = engine, seconds
         self.plan: EpochPlan = engine.plan
         self.recoveries = 0
+        self._begun = -1  # the last iteration that the engine knows of, beyond those that are done
         self._log = Log()
         self._starts: list[Callable[[], None]] = []
         self._beginning = Point("the beginning", 0, self._start_again)
@@ -110,13 +111,22 @@ class Recovering:
     ) -> None:
         self._begin(lambda: self._engine.start_residuals(read, reported))
 
-    def step(self, iteration: Iteration) -> StepResult:
-        result = self.surely(lambda: self._engine.step(iteration))
+    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> StepResult:
+        """A snapshot that comes to be due while iterations follow one another is taken after these."""
+        if self._is_due:
+            then = [each for each in then if each.index <= self._begun]
+        result = self.surely(lambda: self._engine.step(iteration, then))
+        self._begun = then[-1].index if then else -1
         self._log.append(iteration)
-        if self._seconds is None or time.monotonic() < self._due:
+        if then or not self._is_due:
             return result
         cost = self.surely(self._take_snapshot)
-        return replace(result, seconds={**result.seconds, "snapshot": cost})
+        return replace(result, seconds={**result.seconds, "snapshot": cost}, ended=None)
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether a snapshot is."""
+        return self._seconds is not None and time.monotonic() >= self._due
 
     def score(self, validation: ValidationSet) -> list[Any]:
         return self.surely(lambda: self._engine.score(validation))

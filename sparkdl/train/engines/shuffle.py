@@ -85,7 +85,7 @@ class ShuffleEngine:
         self._pending = None
         self._state.start(read, reported, which)
 
-    def step(self, iteration: Iteration) -> StepResult:
+    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> StepResult:
         """Submit the iteration, again where tasks found themselves on another node, and commit."""
         self._context.setJobDescription(iteration.description)
         doing = f"iteration {iteration.index + 1}, epoch {iteration.epoch + 1}"

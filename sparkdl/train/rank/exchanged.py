@@ -8,9 +8,8 @@ brackets of the sums are then those of the other engines, and so are the bits, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,23 +28,21 @@ from sparkdl.step.replica import (
     write_sections,
 )
 from sparkdl.sync.contribution import Contribution, SectionMap, open_section
-from sparkdl.sync.packing import ByParameter, head_from_bytes, head_to_bytes
+from sparkdl.sync.packing import head_from_bytes, head_to_bytes
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.train.rank.one_round import swap
+from sparkdl.train.rank.way import Way
 
 
-class Exchanged:
-    """What a rank does for the gradients of an iteration, where they travel in sections.
-
-    ``kept``: what the hook left out of them so far, by parameter number; None before the first.
-    """
+class Exchanged(Way):
+    """What a rank does for the gradients of an iteration, where they travel in sections."""
 
     def __init__(
         self, live: LiveReplica, slices: Sequence[SlicePlan], mine: Collection[int], rank: int
     ) -> None:
         """``mine``: the slices that this rank updates."""
-        self._live, self._slices, self._mine, self._rank = live, slices, mine, rank
-        self.kept: ByParameter | None = None
+        super().__init__(rank)
+        self._live, self._slices, self._mine = live, slices, mine
         self._outcome: Outcome | None = None
         self._parcels: list[torch.Tensor] = []
 
@@ -76,10 +73,6 @@ class Exchanged:
         problem = not_finite(live, plans, written, outcome)
         clock.lap("publish")
         return loss, problem
-
-    def scored(self, batches: int, score: Callable[[], Any]) -> Any:
-        """See :class:`sparkdl.train.rank.data_parallel.Summed`."""
-        return score()
 
     def contributions(
         self, rows: Sequence[tuple[int, int]], weights: Sequence[float]

@@ -119,14 +119,14 @@ class Pipelined(Copied):
             self._factor = scale / sum(weights)
             with seeded(replace(work, replica=self._drawing).seed()):
                 self._flow(whole, runs)
-            loss = self._told(self._mean)
+            loss = self._told(self._mean) if self.agrees else self._mean
         self._keep_pace(idle)
         clock.lap("pipeline")
         self._gradients = self._taken(scale, nothing=not counts)
         if own and not math.isfinite(loss):
             return loss, f"the loss ({loss})"
         name = self._not_finite()
-        return loss if own else 0.0, f'the gradient of "{name}"' if name else ""
+        return loss, f'the gradient of "{name}"' if name else ""
 
     def _runs(self, rows: int) -> list[tuple[int, int, int]]:
         """See :func:`sparkdl.train.parallel.stages.micro_batches`."""
@@ -177,6 +177,11 @@ class Pipelined(Copied):
         value = mean_loss(self._live, output, part)
         self._mean += float(value.detach()) * part.weight / self._weight
         return value * (part.weight * self._factor)
+
+    @property
+    def teller(self) -> int:
+        """Where ranks need not agree, none waits for the last stage's only to be told."""
+        return self._rank if self.agrees else self._tail
 
     def _told(self, loss: float) -> float:
         """The loss, as the rank with the last stage knows it."""

@@ -126,6 +126,7 @@ class Rank:
         kinds = [type(o) for owner in owners for o in owner.optimizer.mirrors()]
         leaves_out = policy.on_nan == "skip" or policy.scales_loss
         self._agrees = leaves_out or any(wants_loss(kind) for kind in kinds)  # type: ignore[arg-type]
+        self._way.agrees = self._agrees
         return None
 
     def answers_for(self, number: int) -> bool:
@@ -181,7 +182,8 @@ class Rank:
         count, seconds = stop - start, {**self._before, **clock.seconds}
         self._before = {}
         report = ReplicaReport(rank, count, weight, loss, self._token, seconds, problem)
-        return RankStep(report, slices, self._background is not None and self._background.busy)
+        writing = self._background is not None and self._background.busy
+        return RankStep(report, slices, writing, self._way.teller)
 
     def _finish_later(self, finish: Callable[[Clock], Any]) -> None:
         """When the result has been sent; the time it takes is told with the next."""

@@ -47,8 +47,10 @@ class Standing:
 @dataclass(frozen=True)
 class RankStep:
     """What a rank did in an iteration; ``slices``: of those it answers for, where they have more to
-    tell than that they were updated. ``writing``: whether something is still done in the background."""
+    tell than that they were updated. ``writing``: whether something is still done in the background.
+    ``teller``: the rank whose report has the loss."""
 
     report: ReplicaReport
     slices: list[SliceReport]
-    writing: bool = False
+    writing: bool
+    teller: int

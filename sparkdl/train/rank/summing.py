@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,11 +15,11 @@ from sparkdl.replica.live import LiveReplica
 from sparkdl.step.compute import Gradients, MiniBatch, Spare, take_gradients
 from sparkdl.step.replica import Work, to_mini_batch
 from sparkdl.sync.contribution import NOTHING, SPARE, Contribution, sums_up
-from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.train.rank import one_round
 from sparkdl.train.rank.batchnorm import keeping_company
 from sparkdl.train.rank.model_group import ModelGroup
+from sparkdl.train.rank.way import Way
 
 
 class GradientVector:
@@ -65,20 +64,19 @@ class GradientVector:
         return frozenset(n for n, count in enumerate(self._counts.tolist()) if not count)
 
 
-class Summed:
+class Summed(Way):
     """What a rank does for the gradients of an iteration, where torch sums them."""
 
     _model_group: ModelGroup | None = None
     """The ranks with which this one brings its rows together, if there are any."""
-    kept: ByParameter | None = None
-    """Nothing is left out of the gradients, see :class:`sparkdl.train.rank.exchanged.Exchanged`."""
 
     def __init__(
         self, live: LiveReplica, plans: Sequence[SlicePlan], rank: int, spare: Batch
     ) -> None:
         """``plans``: of what this rank updates. ``spare``: a few rows, for iterations in which it has
         none: it takes part in the sums all the same, with nothing."""
-        self._live, self._plans, self._rank = live, plans, rank
+        super().__init__(rank)
+        self._live, self._plans = live, plans
         rows = to_mini_batch(spare, live, training=False)
         self._spare = Spare(rows.inputs, rows.targets)
         self._vector = GradientVector(live.flat.layout, live.flat.flat.device)
@@ -110,10 +108,6 @@ class Summed:
     def _not_finite(self) -> str:
         """The parameter whose gradient had an inf or a NaN, or empty."""
         raise NotImplementedError
-
-    def scored(self, batches: int, score: Callable[[], Any]) -> Any:
-        """What ``score`` makes of this rank's ``batches`` of the validation's samples."""
-        return score()
 
     def contributions(
         self, rows: Sequence[tuple[int, int]], weights: Sequence[float]

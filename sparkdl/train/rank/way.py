@@ -1,0 +1,30 @@
+"""What the ways to sum gradients over ranks have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sparkdl.sync.packing import ByParameter
+
+
+class Way:
+    """What rank ``rank`` does for the gradients of an iteration.
+
+    ``agrees``: whether an update takes the loss of every rank's samples, so that a rank must know that
+    of its own. ``kept``: what a hook left out of the gradients so far, by parameter number; None where
+    nothing is.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self.agrees = rank, True
+        self.kept: ByParameter | None = None
+
+    @property
+    def teller(self) -> int:
+        """The rank that knows the loss of this one's samples."""
+        return self._rank
+
+    def scored(self, batches: int, score: Callable[[], Any]) -> Any:
+        """What ``score`` makes of this rank's ``batches`` of the validation's samples."""
+        return score()
