@@ -6,6 +6,7 @@ bit, everything to 1e-5.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -385,6 +386,27 @@ def test_a_gradient_that_is_not_finite_is_told_or_left_out(frames):
     trained = replace(run, on_nan="skip").fit(df)
     assert len(trained.history) == 6
     assert all(torch.isfinite(p).all() for p in trained.module.parameters())
+
+
+class Lost(nn.Module):
+    """What comes out is no number in the third pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        return x * math.nan if self.calls == 3 else x
+
+
+def test_a_loss_that_is_not_finite_is_told_of_every_rank_whose_rows_it_is_of(frames):
+    """The last stage's rank alone knows it."""
+    lost = lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES), Lost())  # noqa: E731
+    run = trainer_of(model=lost, strategy=Pipeline(micro_batches=1))
+    told = r"iteration \d, .*: the loss \(nan\) in replica 0; the loss \(nan\) in replica 1 \(mean"
+    with pytest.raises(TrainingError, match=told):
+        run.fit(frames(20, 12))
 
 
 def tied() -> nn.Module:
