@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sparkdl.train.engine import Iteration
-from sparkdl.train.progress import next_iteration
+from sparkdl.train.progress import describe, next_iteration
 from sparkdl.train.schedule import Schedule
 from sparkdl.train.state import TrainState, expected
 from sparkdl.train.trigger_logic import Both, Either, Not, Trigger
@@ -57,9 +57,10 @@ class Foresight:
         if not self._coming:
             self._add(previous, state)
         now = self._coming.popleft()
+        told = replace(now.iteration, description=describe(state))  # the loss was not known then
         if self._sees and len(self._coming) <= MOST // 2:
             self._look_ahead(state)
-        return now, tuple(planned.iteration for planned in self._coming)
+        return replace(now, iteration=told), tuple(planned.iteration for planned in self._coming)
 
     def _look_ahead(self, state: TrainState) -> None:
         seconds = state.timings.get("iteration", SECONDS)

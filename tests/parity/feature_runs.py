@@ -192,7 +192,7 @@ def fit_here(trainer: sparkdl.Trainer, parts: Parts, **how: Any) -> Seen:
     seen, notes, original = Seen(), Notes(), LocalEngine.step
     layout = layout_of(recipe_of(trainer).build())
 
-    def step(self: LocalEngine, iteration: Any) -> Any:
+    def step(self: LocalEngine, iteration: Any, then: Any = ()) -> Any:
         result = original(self, iteration)
         seen.flats.append(self.weights().clone())
         seen.steps.append(by_name(layout, seen.flats[-1]))

@@ -117,7 +117,7 @@ def main() -> None:
             super().__init__(rdd)
             blocks.StoringJob = StoringJob
 
-    def noted(self, iteration):
+    def noted(self, iteration, then=()):
         engines[:] = [self]
         if case == "no report" and iteration.index == UNTOLD_IN:
             blocks.StoringJob = Untold

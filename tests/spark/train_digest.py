@@ -44,7 +44,7 @@ def main() -> None:
     roots = set()
     step = ShuffleEngine.step
 
-    def noted(self, iteration):
+    def noted(self, iteration, then=()):
         result = step(self, iteration)
         roots.update(self._places.tokens, [state.token for state in self._state.states])
         return result
