@@ -68,6 +68,11 @@ def count(member: Member) -> tuple[int, int]:
     return member.rank, member.kept["count"]
 
 
+def nap(member: Member) -> None:
+    """Until all that was sent has come."""
+    time.sleep(0.2)
+
+
 def wait(which: int, member: Member) -> str:
     """For the test, on one rank."""
     if member.rank == which:
@@ -99,8 +104,8 @@ def test_results_come_in_the_order_of_commands() -> None:
 def test_it_is_known_when_a_command_ended_though_it_was_told_later() -> None:
     with together() as team:
         began = time.monotonic()
-        team.send([count, functools.partial(wait, 1)])
-        ended = team.answers("counting")[1]
+        team.send([nap, functools.partial(wait, 1)])
+        ended = team.answers("a nap")[1]
         told = time.monotonic()
         gates[1].set()
         last = team.answers("waiting")[1]
