@@ -29,8 +29,9 @@ from typing import Any
 import torch
 from pyspark import BarrierTaskContext, cloudpickle
 
-from sparkdl.gang.member import END_SECONDS, Hello, Meeting, Member, sees_gpu
+from sparkdl.gang.member import Hello, Meeting, Member, sees_gpu
 from sparkdl.gang.sharing import Place
+from sparkdl.gang.turns import END_SECONDS
 
 MODULE = "sparkdl.gang.process"
 STOP_SECONDS = END_SECONDS + 1.0

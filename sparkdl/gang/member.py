@@ -5,12 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import queue
-import signal
 import socket
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -21,14 +17,11 @@ from pyspark import BarrierTaskContext, cloudpickle
 
 from sparkdl.errors import SparkdlError
 from sparkdl.gang.channel import Channel, ChannelError, connect
+from sparkdl.gang.turns import Commands, Results
 from sparkdl.worker import settle_worker
 
-RESULT, ERROR, OUTPUT = "result", "error", "output"
-"""What a rank says; its messages are (kind, content)."""
-END_SECONDS = 3.0
-"""After the driver has hung up, a rank that still computes has so long to end by itself."""
-MOST_HELD, HOLD_SECONDS = 3, 0.05
-"""So many results are told together, and none is held much longer."""
+ERROR, OUTPUT = "error", "output"
+"""What a rank says beside results, see :mod:`sparkdl.gang.turns`; its messages are (kind, content)."""
 _HERE = os.path.dirname(__file__) + os.sep
 
 
@@ -108,7 +101,7 @@ class Meeting:
             try:
                 with contextlib.ExitStack() as at_end:
                     _serve(channel, member(at_end))
-            except (ChannelError, KeyboardInterrupt):  # the driver has hung up, see _Commands
+            except (ChannelError, KeyboardInterrupt):  # the driver has hung up, see Commands
                 pass
             except Exception as error:
                 with contextlib.suppress(ChannelError):
@@ -125,7 +118,7 @@ class Meeting:
 
 def _serve(channel: Channel, member: Member) -> None:
     """Do what comes, until the driver hangs up, or something fails."""
-    commands, results = _Commands(channel), _Results(channel)
+    commands, results = Commands(channel), Results(channel)
     try:
         while (content := commands.next()) is not None:
             command: Command = cloudpickle.loads(content)
@@ -136,96 +129,6 @@ def _serve(channel: Channel, member: Member) -> None:
     finally:
         commands.done()
         results.close()
-
-
-class _Results:
-    """What the driver is told. Where it has sent other commands already, results of short ones are told
-    together: that wakes it less often while ranks compute. None is held for long, also where the next
-    command waits for another rank."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel, self._held = channel, list[tuple[bytes, float]]()
-        self._lock, self._ended = threading.Lock(), threading.Event()
-        threading.Thread(target=self._look_after, name="sparkdl-results", daemon=True).start()
-
-    def add(self, content: bytes, more: bool) -> None:
-        """The result of the command that has just ended; ``more``: another has come."""
-        with self._lock:
-            self._held.append((content, time.monotonic()))
-        if not more or len(self._held) >= MOST_HELD:
-            self._send()
-
-    def close(self) -> None:
-        """Tell what is held, and hold no more."""
-        self._ended.set()
-        with contextlib.suppress(ChannelError):
-            self._send()
-
-    def _send(self) -> None:
-        """Each with its age in seconds."""
-        with self._lock:
-            now, held, self._held = time.monotonic(), self._held, []
-            if held:
-                self._channel.send((RESULT, [(content, now - then) for content, then in held]))
-
-    def _look_after(self) -> None:
-        with contextlib.suppress(ChannelError):  # the driver has hung up, see _Commands
-            while not self._ended.wait(HOLD_SECONDS):
-                held = self._held
-                if held and time.monotonic() - held[0][1] > HOLD_SECONDS:
-                    self._send()
-
-
-class _Commands:
-    """What the driver sends, read by a thread of its own.
-
-    Where the driver hangs up, what it has sent is not begun any more. A command that is under way is
-    interrupted as by the keyboard. What does not heed that, as it waits inside a collective, ends with
-    this process.
-    """
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._arrived: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._busy, self._hung_up = False, False
-        self._lock, self._idle = threading.Lock(), threading.Event()
-        threading.Thread(target=self._read, name="sparkdl-commands", daemon=True).start()
-
-    def done(self) -> None:
-        """The command has ended; from here on nothing is interrupted."""
-        with self._lock:
-            self._busy = False
-        self._idle.set()
-
-    @property
-    def waiting(self) -> bool:
-        """Whether another has come."""
-        return not self._arrived.empty()
-
-    def next(self) -> bytes | None:
-        """Wait for the next; None at the end."""
-        self.done()
-        content = self._arrived.get()
-        with self._lock:
-            content = None if self._hung_up else content
-            self._busy = content is not None
-            self._idle.clear()
-        return content
-
-    def _read(self) -> None:
-        try:
-            while True:
-                for command in self._channel.receive():
-                    self._arrived.put(command)
-        except (ChannelError, OSError):
-            self._arrived.put(None)
-        with self._lock:
-            self._hung_up = True
-            if not self._busy:
-                return
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        if not self._idle.wait(END_SECONDS):
-            os._exit(1)
 
 
 def device_of(kind: str, context: BarrierTaskContext) -> torch.device:

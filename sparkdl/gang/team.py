@@ -16,7 +16,8 @@ from pyspark import cloudpickle
 from sparkdl.errors import StalledError, StateLostError, TrainingError
 from sparkdl.gang.arrivals import Arrivals
 from sparkdl.gang.channel import Channel, ChannelError
-from sparkdl.gang.member import ERROR, OUTPUT, RESULT, Command, Failure
+from sparkdl.gang.member import ERROR, OUTPUT, Command, Failure
+from sparkdl.gang.turns import RESULT
 
 LOST = "lost"
 """In place of a message: the rank is gone."""

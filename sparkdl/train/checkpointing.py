@@ -12,7 +12,6 @@ from sparkdl.errors import CheckpointError, TrainingError
 from sparkdl.replica.recipe import frozen_digest
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.state import SliceState
-from sparkdl.train.checkpoint import Checkpoint
 from sparkdl.train.checkpoint.config import describe, describe_trainer
 from sparkdl.train.checkpoint.identity import DataIdentity, ModelIdentity
 from sparkdl.train.checkpoint.manifest import Best, Manifest, SliceFile
@@ -85,8 +84,8 @@ class Checkpointer:
         when it is complete. ``background``: writes while training goes on."""
         assert trainer.checkpoint is not None
         self._trainer, self._engine, self._identity = trainer, engine, identity
-        self._settings: Checkpoint = trainer.checkpoint
-        self._history, self.every = history, trainer.checkpoint.every
+        self.every, self._keep = trainer.checkpoint.every, trainer.checkpoint.keep
+        self._history = history
         self._store = CheckpointStore(trainer.checkpoint.path)
         self._config = describe_trainer(trainer)
         self._noting, self._background = noting, background
@@ -163,7 +162,7 @@ class Checkpointer:
         self._store.commit(begun.directory, manifest, begun.history)
         if begun.committed is not None:
             begun.committed(begun.directory, manifest)
-        self._store.prune(self._settings.keep)
+        self._store.prune(self._keep)
         return begun.directory
 
     def _best(self, begun: Begun, used: Used) -> Best | None:

@@ -16,8 +16,9 @@ import torch
 from sparkdl.errors import StalledError, TrainingError
 from sparkdl.gang.arrivals import Arrivals
 from sparkdl.gang.channel import Listener
-from sparkdl.gang.member import HOLD_SECONDS, MOST_HELD, Hello, Meeting, Member
+from sparkdl.gang.member import Hello, Meeting, Member
 from sparkdl.gang.team import Team
+from sparkdl.gang.turns import HOLD_SECONDS, MOST_HELD
 
 pytestmark = pytest.mark.gang
 

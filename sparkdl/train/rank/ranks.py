@@ -81,8 +81,7 @@ class SetUp:
 
 
 class Rank:
-    """See the note above. ``_read``: which state the driver had it read, to be placed. ``_agrees``:
-    whether an update needs to know every rank's loss, or that it is finite."""
+    """See the note above. ``_read``: which state the driver had it read, to be placed."""
 
     def __init__(self, setup: Setup, member: Member) -> None:
         self._setup, self._run, self._member = setup, setup.run, member
@@ -125,8 +124,7 @@ class Rank:
         policy, owners = self._recipe.policy, self._held.owners.values()
         kinds = [type(o) for owner in owners for o in owner.optimizer.mirrors()]
         leaves_out = policy.on_nan == "skip" or policy.scales_loss
-        self._agrees = leaves_out or any(wants_loss(kind) for kind in kinds)  # type: ignore[arg-type]
-        self._way.agrees = self._agrees
+        self._way.agrees = leaves_out or any(wants_loss(kind) for kind in kinds)  # type: ignore[arg-type]
         return None
 
     def answers_for(self, number: int) -> bool:
@@ -197,7 +195,7 @@ class Rank:
         """Update, unless the loss or a gradient of some rank is not finite and that is to be left out;
         where the driver ends the run for it, the state does not matter any more."""
         found = [[0.0, 0.0] for _ in weights]
-        if self._agrees:
+        if self._way.agrees:
             found = gathered([loss, float(failed)])
         if any(flag for _, flag in found):
             self._held.live.flat.refresh()

@@ -11,9 +11,9 @@ from sparkdl.sync.packing import ByParameter
 class Way:
     """What rank ``rank`` does for the gradients of an iteration.
 
-    ``agrees``: whether an update takes the loss of every rank's samples, so that a rank must know that
-    of its own. ``kept``: what a hook left out of the gradients so far, by parameter number; None where
-    nothing is.
+    ``agrees``: whether an update needs to know every rank's loss, or that it is finite: then a rank
+    must know that of its own samples. ``kept``: what a hook left out of the gradients so far, by
+    parameter number; None where nothing is.
     """
 
     def __init__(self, rank: int) -> None:
