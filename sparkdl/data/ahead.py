@@ -46,6 +46,7 @@ class Ahead:
         self._thread = ThreadPoolExecutor(1, "sparkdl-ahead")
         self._ranges: OrderedDict[Hashable, _Range] = OrderedDict()
         self._slow: set[Hashable] = set()
+        self._quick: set[Hashable] = set()
         self._lock = threading.Lock()
 
     def serve(self, many: int) -> None:
@@ -66,17 +67,26 @@ class Ahead:
         if found is not None:
             self.used, self.wasted = self.used + (rows is not None), self.wasted + (rows is None)
         if rows is None:
-            began, states = time.perf_counter(), _random_states()
-            rows = prepare(start, stop)
-            slow = time.perf_counter() - began >= self.worth_seconds
-            # Draws from a global generator would disturb those of the forward pass beside it.
-            (self._slow.add if slow and states == _random_states() else self._slow.discard)(who)
+            rows = self._timed(who, lambda: prepare(start, stop))
         if who in self._slow and stop < end and self.wasted <= self.used + self.patience:
             size = stop - start + 1  # shares of mini-batches differ by one
             after = min(end, stop + size)
             self._keep(
                 who, _Range(position, stop, after, self._thread.submit(prepare, stop, after))
             )
+        return rows
+
+    def _timed(self, who: Hashable, prepare: Callable[[], list[Rows]]) -> list[Rows]:
+        """Note whether it took long, and whether it could be done in the thread: draws from a global
+        generator would disturb those of the forward pass beside it. To look at these generators takes
+        as long as to gather a few rows: it is not done again for what was quick."""
+        states = None if who in self._quick else _random_states()
+        began = time.perf_counter()
+        rows = prepare()
+        slow = time.perf_counter() - began >= self.worth_seconds
+        (self._quick.discard if slow else self._quick.add)(who)
+        apart = slow and states is not None and states == _random_states()
+        (self._slow.add if apart else self._slow.discard)(who)
         return rows
 
     def _prepared(self, found: _Range, position: Any, start: int, stop: int) -> list[Rows] | None:

@@ -6,21 +6,18 @@ as long as the job; it is never a format on disk.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import random
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from sparkdl.errors import ModelError
 from sparkdl.replica.care import freeze, start_from
 from sparkdl.replica.policy import Policy
+from sparkdl.replica.seeding import seeded
 
 
 @dataclass(frozen=True)
@@ -88,36 +85,6 @@ def optimizer_class(factory: Any) -> type[torch.optim.Optimizer] | None:
     if isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer):
         return factory
     return None
-
-
-_generators = threading.RLock()
-"""There is one of each in a process, and a driver may fit in several threads."""
-
-
-@contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed ``torch`` (CPU), ``numpy`` and ``random`` inside the block; restore them after it. Other
-    threads wait for its end."""
-    with _generators, _seeded(seed):
-        yield
-
-
-@contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        # torch.manual_seed takes a hundred times longer: for each kind of accelerator that is not in
-        # use it keeps the stack as text, in case the call fails once it is
-        torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed_all(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
 
 
 def weights_digest(module: nn.Module) -> str:

@@ -14,7 +14,7 @@ from sparkdl.clock import Clock
 from sparkdl.replica.flat import local
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.policy import Policy
-from sparkdl.replica.recipe import seeded
+from sparkdl.replica.seeding import seeded
 from sparkdl.step.loss import call_loss, weighted_mean
 from sparkdl.sync.contribution import Rows
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparkdl.errors import ModelError
-from sparkdl.replica.recipe import seeded
+from sparkdl.replica.seeding import seeded
 from sparkdl.sync.apply import evaluate_once, step_slice, wants_loss
 from sparkdl.sync.plan import Piece, SlicePlan
 from sparkdl.sync.state import SliceState

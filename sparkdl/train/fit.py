@@ -25,7 +25,8 @@ from sparkdl.errors import ParameterError, TrainingError
 from sparkdl.gang.slots import default_replicas, task_slots
 from sparkdl.infer.output import Output
 from sparkdl.replica.flat import FlatModule
-from sparkdl.replica.recipe import Recipe, seeded, weights_digest
+from sparkdl.replica.recipe import Recipe, weights_digest
+from sparkdl.replica.seeding import seeded
 from sparkdl.session import context_of, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train.callbacks import ProgressBar

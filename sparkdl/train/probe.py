@@ -18,7 +18,8 @@ from sparkdl.errors import ModelError
 from sparkdl.infer.output import Output
 from sparkdl.infer.predictor import evaluating, run_batches
 from sparkdl.replica.policy import Policy
-from sparkdl.replica.recipe import Recipe, seeded
+from sparkdl.replica.recipe import Recipe
+from sparkdl.replica.seeding import seeded
 from sparkdl.step.compute import to_tensors, weigh
 from sparkdl.step.loss import (
     Loss,

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,14 +37,18 @@ def total(value: float, offset: float = 0.0) -> tuple[int, float, int]:
 
 @pytest.fixture(autouse=True)
 def nothing_runs_on(spark: Any) -> Any:
-    """Every gang has ended, its task slots are free."""
+    """Every gang has ended, its task slots are free, and its store's file is gone: those of gangs of
+    other processes come and go."""
     yield
     tracker = spark.sparkContext.statusTracker()
+
+    def left() -> list[object]:
+        return [*tracker.getActiveStageIds(), *Path("/tmp").glob("sparkdl-*/store")]
+
     until = time.monotonic() + 10
-    while tracker.getActiveStageIds() and time.monotonic() < until:
+    while left() and time.monotonic() < until:
         time.sleep(0.05)
-    assert list(tracker.getActiveStageIds()) == []
-    assert not list(Path("/tmp").glob("sparkdl-*/store"))
+    assert left() == []
 
 
 def test_every_rank_returns_its_result_in_order(spark):
@@ -58,7 +63,12 @@ def test_functions_of_any_kind(spark):
     def nested(x: int) -> int:
         return x + outer + dist.get_rank()
 
+    def makes() -> Callable[[], int]:
+        rank = dist.get_rank()
+        return lambda: rank
+
     assert sparkdl.gang.run(lambda: dist.get_rank() * 10) == [0, 10]  # all task slots
+    assert [made() for made in sparkdl.gang.run(makes, ranks=RANKS)] == [0, 1]  # no import finds it
     assert sparkdl.gang.run(nested, 1, ranks=RANKS) == [6, 7]
     assert sparkdl.gang.run(partial(nested, 2), ranks=1) == [7]
     assert sparkdl.gang.run(importable.rank_and_size, ranks=RANKS) == [(0, 2), (1, 2)]

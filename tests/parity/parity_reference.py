@@ -25,7 +25,8 @@ from sparkdl.data.batches import EpochPlan, derive_seed, permutation
 from sparkdl.data.mapped import close_partitions, open_partition
 from sparkdl.data.samples import SampleSet, Source, materialize_here
 from sparkdl.replica.flat import Layout, layout_of
-from sparkdl.replica.recipe import Recipe, seeded
+from sparkdl.replica.recipe import Recipe
+from sparkdl.replica.seeding import seeded
 from sparkdl.slab.root import SlabConfig, remove_root
 from sparkdl.step.compute import to_tensors
 from sparkdl.step.loss import call_loss

@@ -117,6 +117,19 @@ def test_what_draws_from_a_global_generator_stays_in_the_task(draw: Callable[[],
     assert source.asked == [(0, 10, True), (10, 20, True), (20, 30, True)]
 
 
+def test_what_was_quick_is_not_looked_at_and_becomes_slow() -> None:
+    """The first slow range is not foreseen from, as nobody knows what it draws; the next one is."""
+    ahead, source = Ahead(), Source(0)
+    ahead.take("me", 0, 0, 10, 100, source)
+    source.seconds = 0.01
+    ahead.take("me", 0, 10, 20, 100, source)
+    time.sleep(0.03)
+    assert source.asked == [(0, 10, True), (10, 20, True)]
+    ahead.take("me", 0, 20, 30, 100, source)
+    begun(source, 4)
+    assert source.asked[2:] == [(20, 30, True), (30, 41, False)]
+
+
 def test_little_is_kept() -> None:
     ahead, source = Ahead(max_kept=2), Source(0.003)
     for who in range(6):

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError, StaleReferenceError
-from sparkdl.replica.recipe import Recipe, optimizer_class, seeded, weights_digest
+from sparkdl.replica.recipe import Recipe, optimizer_class, weights_digest
 from sparkdl.replica.run import Run, install_recipe, open_replica
+from sparkdl.replica.seeding import seeded
 from sparkdl.slab.root import SlabConfig, open_root, remove_root, write_private
 
 
@@ -35,45 +36,6 @@ def recipe(model: object = random_net, seed: int = 0) -> Recipe:
 
 def draw() -> tuple[float, float, float]:
     return float(torch.rand(())), float(np.random.rand()), random.random()
-
-
-# Seeding
-
-
-def test_the_same_seed_draws_the_same() -> None:
-    drawn = []
-    for _ in range(2):
-        with seeded(5):
-            drawn.append(draw())
-    with seeded(6):
-        drawn.append(draw())
-    assert drawn[0] == drawn[1]
-    assert all(one != other for one, other in zip(drawn[0], drawn[2], strict=True))
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_callers_random_states_are_restored(fails: bool) -> None:
-    with seeded(1):
-        expected = [draw(), draw()]
-    with seeded(1):
-        found = [draw()]
-        try:
-            with seeded(2):
-                draw()
-                if fails:
-                    raise RuntimeError
-        except RuntimeError:
-            assert fails
-        found.append(draw())
-    assert found == expected
-
-
-@pytest.mark.parametrize("seed", [0, 2**32, 2**63 - 1, -1])
-def test_any_seed_of_64_bits_will_do(seed: int) -> None:
-    with seeded(seed):
-        first = draw()
-    with seeded(seed):
-        assert draw() == first
 
 
 # Building

@@ -12,8 +12,8 @@ from sparkdl.data.ragged import Ragged
 from sparkdl.data.samples import SampleSet
 from sparkdl.frames import is_local
 from sparkdl.gang.profile import cpus_of
-from sparkdl.replica.recipe import seeded
 from sparkdl.replica.run import Run
+from sparkdl.replica.seeding import seeded
 from sparkdl.settings import Settings
 from sparkdl.step.compute import to_tensors
 from sparkdl.step.loss import Loss, OfClasses

@@ -26,7 +26,7 @@ from torch.fx.node import map_aggregate, map_arg
 from torch.utils._pytree import tree_leaves
 
 from sparkdl.errors import ModelError
-from sparkdl.replica.recipe import seeded
+from sparkdl.replica.seeding import seeded
 from sparkdl.step.compute import buffers_kept
 
 Items = list[tuple[str, nn.Module]]

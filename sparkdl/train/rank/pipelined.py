@@ -34,7 +34,7 @@ from torch.distributed.pipelining.schedules import (
 from sparkdl.clock import Clock
 from sparkdl.data.assemble import Batch
 from sparkdl.replica.flat import local
-from sparkdl.replica.recipe import seeded
+from sparkdl.replica.seeding import seeded
 from sparkdl.step.compute import Gradients, MiniBatch, buffers_kept, mean_loss, take_gradients
 from sparkdl.step.replica import Work
 from sparkdl.sync.plan import SlicePlan
@@ -84,8 +84,9 @@ class Pipelined(Copied):
         self._drawing = mesh.along(rank, "tensor")[0]
         self._schedules: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._known: OrderedDict[int, Shapes] = OrderedDict()
-        self._parts: list[MiniBatch] = []
-        self._factor, self._weight, self._mean = 1.0, 1.0, 0.0
+        self._parts: list[tuple[MiniBatch, float]] = []
+        self._factor = 1.0
+        self._losses: list[tuple[torch.Tensor, float]] = []
         if self._gathers:  # torch sets a unit up when it is first called, see fully_sharded
             self._prepare({len(self._spare)})
             self._keep_pace(1)
@@ -115,11 +116,12 @@ class Pipelined(Copied):
             inputs = bring.inputs(counts, here, self._heads)
             whole = MiniBatch(inputs, *bring.targets(counts, here, self._tails))
             clock.lap("data")
-            self._weight, self._mean = self._bring.weight(weights), 0.0
-            self._factor = scale / sum(weights)
+            self._factor, self._losses = scale / sum(weights), []
             with seeded(replace(work, replica=self._drawing).seed()):
                 self._flow(whole, runs)
-            loss = self._told(self._mean) if self.agrees else self._mean
+            total = self._bring.weight(weights)
+            loss = sum(float(value) * weight for value, weight in self._losses) / total
+            loss = self._told(loss) if self.agrees else loss
         self._keep_pace(idle)
         clock.lap("pipeline")
         self._gradients = self._taken(scale, nothing=not counts)
@@ -148,8 +150,7 @@ class Pipelined(Copied):
             stop = start + each * many
             schedule, arguments = self._schedule(each, many), {}
             if self._rank in self._tails:
-                cut = [slice(start + i * each, start + (i + 1) * each) for i in range(many)]
-                self._parts = [_part(whole, one) for one in cut]
+                self._parts = _parts(whole, start, each, many)
                 arguments = {"target": torch.arange(many)}
             first = whole.inputs if self._rank in self._heads else []
             inputs = [tensor[start:stop] for tensor in first]
@@ -171,12 +172,12 @@ class Pipelined(Copied):
 
     def _loss(self, output: Any, number: torch.Tensor) -> torch.Tensor:
         """Of micro-batch ``number``: its mean times what it counts for in the global batch."""
-        part = self._parts[int(number)]
-        if not part.weight:
+        part, weight = self._parts[int(number)]
+        if not weight:
             return _nothing(output)
         value = mean_loss(self._live, output, part)
-        self._mean += float(value.detach()) * part.weight / self._weight
-        return value * (part.weight * self._factor)
+        self._losses.append((value.detach(), weight))
+        return value * (weight * self._factor)
 
     @property
     def teller(self) -> int:
@@ -300,12 +301,26 @@ class Pipelined(Copied):
         return result
 
 
-def _part(batch: MiniBatch, rows: slice) -> MiniBatch:
-    """Of what the last stage's rank has of a mini-batch."""
-    weights = None if batch.weights is None else batch.weights[rows]
-    masses = None if batch.masses is None else batch.masses[rows]
-    targets = [target[rows] for target in batch.targets]
-    return MiniBatch([torch.empty(rows.stop - rows.start)], targets, weights, masses)
+def _parts(whole: MiniBatch, start: int, each: int, many: int) -> list[tuple[MiniBatch, float]]:
+    """Of what the last stage's rank has of a mini-batch, ``many`` times ``each`` rows, without inputs;
+    and what each of these counts for."""
+    stop = start + each * many
+    counts = None if whole.masses is None else whole.masses[start:stop]
+    if whole.weights is not None:
+        weights = whole.weights[start:stop].double().cpu()
+        counts = weights if counts is None else counts * weights
+    each_weight = [float(each)] * many
+    if counts is not None:
+        each_weight = counts.view(many, each).sum(1).tolist()
+    parts = []
+    for weight in each_weight:
+        rows = slice(start, start + each)
+        own = None if whole.weights is None else whole.weights[rows]
+        masses = None if whole.masses is None else whole.masses[rows]
+        targets = [target[rows] for target in whole.targets]
+        parts.append((MiniBatch([], targets, own, masses), weight))
+        start += each
+    return parts
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

@@ -35,6 +35,7 @@ from sparkdl.gang.member import Member
 from sparkdl.infer.scoring import Scorer
 from sparkdl.infer.validate import score_partition
 from sparkdl.replica.recipe import Recipe, weights_digest
+from sparkdl.replica.seeding import generators_lent
 from sparkdl.slab.root import open_root
 from sparkdl.step.compressing import ReadResiduals
 from sparkdl.step.replica import Work, to_mini_batch
@@ -75,6 +76,7 @@ class SetUp:
 
     def __call__(self, member: Member) -> Standing:
         torch.set_num_threads(self.setup.run.threads)
+        member.at_end.enter_context(generators_lent())
         rank = member.kept["rank"] = Rank(self.setup, member)
         member.at_end.callback(close_partitions)
         return rank.standing()

@@ -28,15 +28,18 @@ class GradientVector:
     where they are counted."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
-        self._layout = layout
         count, size = sum(s.kind == "parameter" for s in layout.segments), layout.buffers_start
         self._memory = torch.zeros(size + count, dtype=layout.dtype, device=device)
         self.vector, self._counts = self._memory[:size], self._memory[size:]
+        self._places = [
+            self.vector[s.start : s.stop].view(s.shape)
+            for s in layout.segments
+            if s.kind == "parameter"
+        ]
 
     def filled(self, dense: Sequence[torch.Tensor | None], factor: float = 1.0) -> torch.Tensor:
         """With these times ``factor``, by parameter number; zero where there is none."""
-        for segment, gradient in zip(self._layout.segments, dense, strict=False):
-            place = self.vector[segment.start : segment.stop].view(segment.shape)
+        for place, gradient in zip(self._places, dense, strict=True):
             if gradient is None or not factor:  # whatever a rank without samples made up
                 place.zero_()
             elif factor == 1.0:
@@ -147,10 +150,12 @@ class Summed(Way):
 
     def _buffers(self, size: int) -> list[torch.Tensor]:
         """Every rank's buffers, as the end of a flat vector."""
+        layout = self._live.flat.layout
+        if layout.buffers_start == layout.size:
+            return [self._vector.vector[:0]] * size
         own = self._live.flat.buffers()
         found = [torch.empty_like(own) for _ in range(size)]
-        if len(own):
-            dist.all_gather(found, own)
+        dist.all_gather(found, own)
         return found
 
     def committed(self) -> None:
@@ -165,16 +170,18 @@ class Copied(Summed):
 
     def _not_finite(self) -> str:
         """On this rank, before the sum."""
-        if self._alike is None:
-            return first_not_finite(self._live, self._gradients)
-        wire, ranks = self._live.recipe.policy.wire_dtype, dist.get_world_size(self._alike)
+        dense, wire, ranks = self._gradients.dense, None, 1
+        flat = self._vector.filled(dense)
+        if self._alike is not None:
+            self._vector.count(dense)
+            wire, ranks = self._live.recipe.policy.wire_dtype, dist.get_world_size(self._alike)
+        if can_be_summed(flat if wire is None else flat.to(wire), ranks):
+            return ""
         return first_not_finite(self._live, self._gradients, wire=wire, ranks=ranks)
 
     def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
         if self._alike is None:
-            return super()._summed()
-        self._vector.filled(self._gradients.dense)
-        self._vector.count(self._gradients.dense)
+            return self._vector.vector, self._gradients.absent
         flat = self._vector.sum(self._live.recipe.policy.wire_dtype, self._alike)
         return flat, self._vector.absent
 

@@ -28,7 +28,8 @@ from sparkdl.errors import ModelError
 from sparkdl.infer.predictor import evaluating
 from sparkdl.replica.flat import FlatModule, Layout, layout_of, local
 from sparkdl.replica.live import LiveReplica
-from sparkdl.replica.recipe import Recipe, seeded
+from sparkdl.replica.recipe import Recipe
+from sparkdl.replica.seeding import seeded
 from sparkdl.step.compute import MiniBatch, forward_backward, to_tensors
 from sparkdl.step.replica import Work
 from sparkdl.sync.plan import SlicePlan
