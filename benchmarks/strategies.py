@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,9 +34,9 @@ def zero1_step(work: Work, feed: Iterator[tuple[torch.Tensor, ...]]) -> Step:
     module = nn.parallel.DistributedDataParallel(work.make())
     (plain,) = work.optimizers(module.module)
     kind: Any = type(plain)
-    shared = ZeroRedundancyOptimizer(
-        module.module.parameters(), optimizer_class=kind, **plain.defaults
-    )
+    accepted = inspect.signature(kind).parameters
+    given = {name: value for name, value in plain.defaults.items() if name in accepted}
+    shared = ZeroRedundancyOptimizer(module.module.parameters(), optimizer_class=kind, **given)
     return plain_step(work, module, [shared], feed)
 
 

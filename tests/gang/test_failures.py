@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import ScheduleGPipe
 from sparkdl.errors import StateLostError, TrainingError
 from sparkdl.gang.communicator import Communicator
 from sparkdl.gang.member import Failure, _failure
+from sparkdl.train.engines.asked import Asked
 from sparkdl.train.engines.gang import GangEngine
 from sparkdl.train.rank.node_files import SnapshotFiles, unpack_kept
 from sparkdl.train.rank.snapshots import Snapshots
@@ -109,6 +110,7 @@ def test_a_snapshot_that_ends_the_ranks_costs_the_state() -> None:
         raise TrainingError("taking a snapshot: rank 1 on node failed. MemoryError: ")
 
     engine: Any = GangEngine.__new__(GangEngine)
-    engine._tokens, engine._gang, engine._asked = ["node", "node"], SimpleNamespace(call=call), []
+    engine._tokens, engine._gang = ["node", "node"], SimpleNamespace(call=call)
+    engine._asked = Asked(engine._gang, engine._step)
     with pytest.raises(StateLostError, match="rank 1 on node failed"):
         engine.take_snapshot()

@@ -248,6 +248,22 @@ def trainer_of(changes, validation) -> sparkdl.Trainer:
     return sparkdl.Trainer(**{**values, **changes})
 
 
+@pytest.fixture(scope="module")
+def alone(frames):
+    """``alone(case, **changes)``: its trainer, and what that makes in one process: trained once."""
+    df, validation = frames
+    known = {}
+
+    def of(case, **changes):
+        key = case, *changes.items()
+        if key not in known:
+            trainer = trainer_of({**CASES[case], **changes}, validation)
+            known[key] = trainer, run(trainer, df, "local")
+        return known[key]
+
+    return of
+
+
 def run(trainer, df, engine):
     notes = Notes()
     trained = replace(trainer, engine=engine, callbacks=[notes]).fit(df)
@@ -256,16 +272,15 @@ def run(trainer, df, engine):
 
 @pytest.mark.parametrize("stages", ["shuffle", "two", "one", "auto"])
 @pytest.mark.parametrize("case", ["plain", "skip", "local_steps", "tables", "ema", "care"])
-def test_same_bits_in_any_number_of_stages(frames, monkeypatch, case, stages):
+def test_same_bits_in_any_number_of_stages(frames, alone, monkeypatch, case, stages):
     """``auto``: the first three updates are measured, so that a run has both."""
     monkeypatch.setattr(form, "STAGE_SECONDS", 1e9)
     monkeypatch.setattr(shuffle, "Form", lambda _, *sizes: form.Form(stages, *sizes))
     at_once = mock.Mock(wraps=IterationJobs.at_once)
     monkeypatch.setattr(IterationJobs, "at_once", lambda *args: at_once(*args))
-    df, validation = frames
-    trainer = trainer_of({**CASES[case], "clip_norm": None}, validation)
-    there = run(trainer, df, "shuffle")
-    _compare(case, trainer, run(trainer, df, "local"), there)
+    trainer, here = alone(case, **({"clip_norm": None} if "clip_norm" in CASES[case] else {}))
+    there = run(trainer, frames[0], "shuffle")
+    _compare(case, trainer, here, there)
     skips = [0, *[state.skipped for state in there[1]]]
     made = [i for i, (a, b) in enumerate(itertools.pairwise(skips), 1) if a == b]
     without = {"shuffle": 6, "two": 6, "one": 0, "auto": [*made, 6, 6, 6][2]}[stages]
@@ -276,17 +291,16 @@ def test_same_bits_in_any_number_of_stages(frames, monkeypatch, case, stages):
 
 @pytest.mark.parametrize("stages", ["shuffle", "auto"])
 @pytest.mark.parametrize("case", CASES)
-def test_same_bits(frames, monkeypatch, case, stages):
+def test_same_bits(frames, alone, monkeypatch, case, stages):
     """With references that travel through a shuffle, as between nodes, or through the driver."""
     monkeypatch.setattr(shuffle, "Form", lambda _, *sizes: form.Form(stages, *sizes))
-    df, validation = frames
-    trainer = trainer_of(CASES[case], validation)
-    _compare(case, trainer, run(trainer, df, "local"), run(trainer, df, "shuffle"))
+    trainer, here = alone(case)
+    _compare(case, trainer, here, run(trainer, frames[0], "shuffle"))
 
 
 @pytest.mark.parametrize("fits", [True, False], ids=["the beginning", "nothing"])
 @pytest.mark.parametrize("case", ["plain", "clip_norm, N != M"])
-def test_what_is_too_much_to_be_told_goes_through_a_shuffle(frames, monkeypatch, case, fits):
+def test_what_is_too_much_to_be_told_goes_through_a_shuffle(frames, alone, monkeypatch, case, fits):
     """An iteration whose second half cannot be told is computed again; later ones are not tried."""
     asked, post = [], jobs.post
 
@@ -296,9 +310,8 @@ def test_what_is_too_much_to_be_told_goes_through_a_shuffle(frames, monkeypatch,
 
     monkeypatch.setattr(jobs, "post", limited)
     monkeypatch.setattr(shuffle, "Form", lambda _, *sizes: form.Form("two", *sizes))
-    df, validation = frames
-    trainer = trainer_of(CASES[case], validation)
-    _compare(case, trainer, run(trainer, df, "local"), run(trainer, df, "shuffle"))
+    trainer, here = alone(case)
+    _compare(case, trainer, here, run(trainer, frames[0], "shuffle"))
     assert sum(asked) == fits
 
 
@@ -317,13 +330,11 @@ NOT_IN_A_GANG = ("local_steps", "wire", "N !=", "N == 1", "written to")
 @pytest.mark.parametrize(
     "case", [name for name in CASES if not any(word in name for word in NOT_IN_A_GANG)]
 )
-def test_a_gang_of_two_gives_the_same_bits(frames, case, strategy):
+def test_a_gang_of_two_gives_the_same_bits(frames, alone, case, strategy):
     """A sum of two has one order."""
-    df, validation = frames
     how, slices = STRATEGIES[strategy]
-    trainer = trainer_of({**CASES[case], "slices": slices}, validation)
-    here = run(trainer, df, "local")
-    there = run(replace(trainer, strategy=how, slices=None), df, "gang")
+    trainer, here = alone(case, slices=slices)
+    there = run(replace(trainer, strategy=how, slices=None), frames[0], "gang")
     _compare(case, trainer, here, there)
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 import pickle
 import secrets
-import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,6 +53,7 @@ from sparkdl.train.engine import (
     slowest,
     summarize,
 )
+from sparkdl.train.engines.asked import Asked
 from sparkdl.train.parallel.parallel import Parallel
 from sparkdl.train.rank.background import Results
 from sparkdl.train.rank.ranks import Do, SetUp, frames_of
@@ -83,17 +82,6 @@ class InBackground:
 
     def used(self) -> Used | None:
         return self.engine.collect(self.name, self.count)
-
-
-@dataclass
-class Asked:
-    """An iteration that the ranks have been asked for: when, and once they have answered, what and
-    when."""
-
-    iteration: Iteration
-    begun: float
-    results: list[RankStep] | None = None
-    ended: float = 0.0
 
 
 class GangEngine:
@@ -128,8 +116,6 @@ class GangEngine:
         self._setup = Setup(run, recipe, spare, checksums, parallel, weighs)
         self._tokens: tuple[str, ...] = ()
         self._writing = False
-        self._asked: deque[Asked] = deque()
-        self._ended = 0.0
         source = self._samples[0]
         if validation is not None:
             source = zip_frames(source, self._samples[1])
@@ -140,6 +126,7 @@ class GangEngine:
         self._gang = Gang(
             resources.context, source, name, timeout=timeout, profile=profile, hosting=hosting
         )
+        self._asked = Asked(self._gang, self._step)
         resources.closing(self._gang)
 
     def start(
@@ -158,7 +145,7 @@ class GangEngine:
         """Bring the gang together where its samples are."""
         if self._gang.running:
             return
-        self._asked.clear()
+        self._asked.forget()
         for _ in range(MAX_SUBMISSIONS):
             self._gang.start()
             found: list[Standing] = self._gang.call(SetUp(self._setup), "setting up the ranks")
@@ -189,37 +176,25 @@ class GangEngine:
         return too_few(gang.tasks, gang.size) if gang.tasks < gang.size else ""
 
     def _call(self, doing: str, method: str, *arguments: Any) -> list[Any]:
-        for asked in self._asked:
-            self._done(asked)
+        self._asked.settle()
         return self._gang.call(Do(method, arguments), doing)
 
     def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> StepResult:
         """A message to every rank, and its answer. What is in ``then`` is sent with it: the ranks go on
         without waiting for the driver."""
-        self._send([iteration, *then])
-        now = self._asked.popleft()
-        assert now.iteration.index == iteration.index
-        done = self._done(now)
-        before, self._ended = self._ended, max(now.ended, self._ended)
-        total = self._ended - max(now.begun, before)
+        self._asked.ask([iteration, *then])
+        answer = self._asked.answer(iteration)
+        done = answer.results
         self._writing = any(one.writing for one in done)
         reports = [_told(one, done) for one in done]
         slices = sorted((s for one in done for s in one.slices), key=lambda s: s.index)
         seconds = slowest([report.seconds for report in reports])
         working = max(sum(report.seconds.values()) for report in reports)
-        seconds = {"schedule": max(0.0, total - working), **seconds, "iteration": total}
+        schedule = max(0.0, answer.seconds - working)
+        seconds = {"schedule": schedule, **seconds, "iteration": answer.seconds}
         taking_part = [report for report in reports if report.count or report.not_finite]
         result = summarize(taking_part, slices, self._layout, seconds)
-        return replace(result, ended=self._ended)
-
-    def _send(self, iterations: Sequence[Iteration]) -> None:
-        """Ask for those that have not been asked for."""
-        last = self._asked[-1].iteration.index if self._asked else -1
-        new = [each for each in iterations if each.index > last]
-        if new:
-            begun = time.monotonic()
-            self._gang.send([Do("step", (self._step(each),)) for each in new])
-            self._asked.extend(Asked(each, begun) for each in new)
+        return replace(result, ended=answer.ended)
 
     def _step(self, iteration: Iteration) -> Step:
         return Step(
@@ -232,14 +207,6 @@ class GangEngine:
             iteration.loss_scale,
             iteration.histograms,
         )
-
-    def _done(self, asked: Asked) -> list[RankStep]:
-        """What the ranks answer; that of all before must have been waited for."""
-        if asked.results is None:
-            number, epoch = asked.iteration.index + 1, asked.iteration.epoch + 1
-            doing = f"iteration {number}, epoch {epoch}"
-            asked.results, asked.ended = self._gang.answers(doing)
-        return asked.results
 
     def score(self, validation: ValidationSet) -> list[Any]:
         """Every rank its own partition."""
@@ -326,7 +293,7 @@ class GangEngine:
 
     def forget(self) -> None:
         self._gang.leave()
-        self._asked.clear()
+        self._asked.forget()
 
     def restore(self, snapshot: NodeFiles) -> None:
         self._ready()
