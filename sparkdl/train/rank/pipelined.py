@@ -16,20 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleLoopedBFS,
-)
 
 from sparkdl.clock import Clock
 from sparkdl.data.assemble import Batch
@@ -45,15 +37,10 @@ from sparkdl.train.rank.groups import Groups
 from sparkdl.train.rank.in_turn import InTurn
 from sparkdl.train.rank.model_group import ModelGroup
 from sparkdl.train.rank.near_rows import NearRows
+from sparkdl.train.rank.schedules import Schedules, as_tuple
 from sparkdl.train.rank.staged import Staged
 from sparkdl.train.rank.summing import Copied, gathered_counts
 from sparkdl.train.rank.tensor_parallel import settle
-
-MAX_SCHEDULES = 8
-"""How many numbers of rows, and of micro-batches, a rank keeps torch's schedules of."""
-MAX_SHAPES = 64
-Shapes: TypeAlias = list[tuple[int, tuple[Any, ...], tuple[Any, ...]]]
-"""Of each stage of a rank its number, and what goes in and out."""
 
 
 class Pipelined(Copied):
@@ -82,13 +69,23 @@ class Pipelined(Copied):
         self._heads, self._tails = (mesh.along(self._members[place], "tensor") for place in (0, -1))
         self._tail = self._members[-1]
         self._drawing = mesh.along(rank, "tensor")[0]
-        self._schedules: OrderedDict[tuple[int, int], Any] = OrderedDict()
-        self._known: OrderedDict[int, Shapes] = OrderedDict()
         self._parts: list[tuple[MiniBatch, float]] = []
         self._factor = 1.0
         self._losses: list[tuple[torch.Tensor, float]] = []
+        self._schedules = Schedules(
+            self._stages,
+            staged.seats,
+            strategy,
+            self._members,
+            rank,
+            self._pipe,
+            self._in_turn,
+            staged.live,
+            self._spare.inputs,
+            self._loss,
+        )
         if self._gathers:  # torch sets a unit up when it is first called, see fully_sharded
-            self._prepare({len(self._spare)})
+            self._schedules.prepare({len(self._spare)})
             self._keep_pace(1)
             self._live.clear_gradients()
 
@@ -108,7 +105,7 @@ class Pipelined(Copied):
             mesh = self._seats.mesh
             rows = [b - a if w else 0 for (a, b), w in zip(work.step.rows, weights, strict=True)]
             others = [self._runs(sum(rows[r] for r in group)) for group in mesh.model_groups]
-            self._prepare({each for some in others for _, each, _ in some})
+            self._schedules.prepare({each for some in others for _, each, _ in some})
             idle = max(map(len, others)) - len(runs)
         if counts:
             bring, ends = self._bring, [*self._heads, *self._tails]
@@ -148,7 +145,7 @@ class Pipelined(Copied):
         """Forward and backward through the stages."""
         for start, each, many in runs:
             stop = start + each * many
-            schedule, arguments = self._schedule(each, many), {}
+            schedule, arguments = self._schedules.of(each, many), {}
             if self._rank in self._tails:
                 self._parts = _parts(whole, start, each, many)
                 arguments = {"target": torch.arange(many)}
@@ -189,78 +186,6 @@ class Pipelined(Copied):
         value = torch.tensor([loss], dtype=torch.float64)
         dist.broadcast(value, self._tail, self._pipe)
         return float(value)
-
-    def _schedule(self, each: int, many: int) -> Any:
-        """Torch's schedule for ``many`` micro-batches of ``each`` rows."""
-        key = each, many
-        if key in self._schedules:
-            self._schedules.move_to_end(key)
-            return self._schedules[key]
-        seats, device = self._seats, self._live.device
-        stages = [
-            PipelineStage(
-                self._stages[number],
-                number,
-                seats.count,
-                device,
-                input_args=inputs,
-                output_args=outputs,
-                group=self._pipe,
-            )
-            for number, inputs, outputs in self._shapes_of(each)
-        ]
-        how: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
-        early = self._strategy.schedule == "1f1b"
-        if len(stages) == 1:
-            single = Schedule1F1B if early and many >= seats.count else ScheduleGPipe
-            made: Any = single(stages[0], many, **how)
-        else:
-            even = many % max(1, many // seats.mesh.pipe) == 0
-            several = ScheduleInterleaved1F1B if early and even else ScheduleLoopedBFS
-            made = several(stages, many, **how)  # type: ignore[arg-type]
-        self._schedules[key] = made
-        while len(self._schedules) > MAX_SCHEDULES:
-            self._schedules.popitem(last=False)
-        return made
-
-    def _prepare(self, sizes: set[int]) -> None:
-        """Try micro-batches of these sizes, where that has not been done."""
-        for size in sorted(sizes):
-            self._shapes_of(size)
-
-    def _shapes_of(self, rows: int) -> Shapes:
-        """:meth:`_shapes`, remembered."""
-        if rows not in self._known:
-            self._known[rows] = self._shapes(rows)
-            while len(self._known) > MAX_SHAPES:
-                self._known.popitem(last=False)
-        return self._known[rows]
-
-    def _shapes(self, rows: int) -> Shapes:
-        """For each stage of this rank its number, and what goes in and out for so many rows: tensors
-        without values, found by trying it. Nothing is left of that."""
-        found = []
-        value: Any = tuple(t[:1].expand(rows, *t.shape[1:]) for t in self._spare.inputs)
-        with buffers_kept(self._live.flat.module), seeded(0), torch.enable_grad():
-            for number in range(self._seats.count):
-                here = self._members[number % len(self._members)]
-                if number:
-                    before = self._members[(number - 1) % len(self._members)]
-                    value = self._in_turn.moved(value, before, here)
-                if self._rank == here:
-                    inputs = tuple(map(self._made_up, value)) if number else value
-                    outputs = _as_tuple(self._stages[number](*inputs))
-                    value = tuple((tuple(t.shape), str(t.dtype), t.requires_grad) for t in outputs)
-                    found.append((number, _bare(inputs), _bare(outputs)))
-        for stage in self._stages.values():
-            let_go(stage)
-        return found
-
-    def _made_up(self, known: tuple[tuple[int, ...], str, bool]) -> torch.Tensor:
-        shape, dtype, requires_grad = known
-        kind = getattr(torch, dtype.removeprefix("torch."))
-        tensor = torch.zeros(shape, dtype=kind, device=self._live.device)
-        return tensor.requires_grad_(requires_grad)
 
     def _taken(self, scale: float, nothing: bool) -> Gradients:
         """The gradients of this rank's stages; zero where no rank of the pipeline had samples."""
@@ -323,20 +248,6 @@ def _parts(whole: MiniBatch, start: int, each: int, many: int) -> list[tuple[Min
     return parts
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
-
-
-def _bare(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Their shapes and dtypes alone."""
-    return tuple(
-        torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta").requires_grad_(
-            t.requires_grad
-        )
-        for t in tensors
-    )
-
-
 def _nothing(output: Any) -> torch.Tensor:
     """Zero, with a gradient of zero."""
-    return sum(tensor.float().sum() for tensor in _as_tuple(output)) * 0.0
+    return sum(tensor.float().sum() for tensor in as_tuple(output)) * 0.0
