@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN    := .venv/bin
 STAMP  := .venv/.setup-stamp
 # Two processes, a file of tests at a time: each has a Spark session of two cores, and waits a lot.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # A laptop whose host name does not resolve works too.
 SPARK_LOCAL_IP ?= 127.0.0.1

@@ -119,9 +119,9 @@ def test_what_draws_from_a_global_generator_stays_in_the_task(draw: Callable[[],
 
 def test_what_was_quick_is_not_looked_at_and_becomes_slow() -> None:
     """The first slow range is not foreseen from, as nobody knows what it draws; the next one is."""
-    ahead, source = Ahead(), Source(0)
+    ahead, source = Ahead(worth_seconds=0.2), Source(0)
     ahead.take("me", 0, 0, 10, 100, source)
-    source.seconds = 0.01
+    source.seconds = 0.25
     ahead.take("me", 0, 10, 20, 100, source)
     time.sleep(0.03)
     assert source.asked == [(0, 10, True), (10, 20, True)]
