@@ -22,9 +22,8 @@ from sparkdl.replica.recipe import Recipe
 class LiveReplica:
     """A built recipe, computed with on ``device``; its flat vector may be elsewhere. ``call`` runs the
     module, ``loss`` is the recipe's with its tensors on the device; ``version`` names the weights that
-    ``flat.flat`` holds now. ``sink``, where it is set, is given the number and gradient of each
-    parameter as soon as backward has finished it, and the parameter lets go of it. ``apart``: a
-    context in which gradients only add up; set where they are summed over processes otherwise."""
+    ``flat.flat`` holds now. ``sink``: see :meth:`give_gradients`. ``apart``: a context in which
+    gradients only add up; set where they are summed over processes otherwise."""
 
     recipe: Recipe
     flat: FlatModule
@@ -34,6 +33,7 @@ class LiveReplica:
     version: str = ""
     sink: Callable[[int, torch.Tensor], None] | None = None
     apart: Callable[[], AbstractContextManager[None]] | None = None
+    _watched: bool = False
 
     @staticmethod
     def of(recipe: Recipe, device: torch.device | str = "cpu") -> LiveReplica:
@@ -45,11 +45,19 @@ class LiveReplica:
         """Of a recipe that is built. ``device``: None: where its flat vector is."""
         call = runnable(flat.module, recipe.policy)
         device = device or flat.flat.device
-        live = LiveReplica(recipe, flat, call, device, on_device(recipe.loss, device))
-        live_ref = weakref.ref(live)  # no cycle: what is dropped shall be freed at once
-        for number, (_, parameter) in enumerate(flat.parameters):
-            parameter.register_post_accumulate_grad_hook(partial(_finished, live_ref, number))
-        return live
+        return LiveReplica(recipe, flat, call, device, on_device(recipe.loss, device))
+
+    def give_gradients(self, sink: Callable[[int, torch.Tensor], None] | None) -> None:
+        """``sink`` is given the number and gradient of each parameter as soon as backward has finished
+        it, and the parameter lets go of it; None: nobody is. Where nobody ever is, autograd calls no
+        Python."""
+        self.sink = sink
+        if sink is None or self._watched:
+            return
+        self._watched = True
+        this = weakref.ref(self)  # no cycle: what is dropped shall be freed at once
+        for number, (_, parameter) in enumerate(self.flat.parameters):
+            parameter.register_post_accumulate_grad_hook(partial(_finished, this, number))
 
     def clear_gradients(self) -> None:
         """Let go of every parameter's gradient."""

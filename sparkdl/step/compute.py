@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -137,7 +138,7 @@ def forward_backward(
     with seeded(seed):
         for i, (part, own) in enumerate(cut):
             last = i == len(cut) - 1
-            replica.sink = take if sink is not None and last else None
+            replica.give_gradients(take if sink is not None and last else None)
             try:
                 with replica.apart() if replica.apart and not last else contextlib.nullcontext():
                     value = _loss(replica, part)
@@ -145,7 +146,7 @@ def forward_backward(
                     factor = own * share * scale
                     (value if factor == 1.0 else value * factor).backward()
             finally:
-                replica.sink = None
+                replica.give_gradients(None)
             mean += float(value.detach()) * own if own else 0.0
             clock.lap("backward")
     if idle:
@@ -189,15 +190,13 @@ def mean_loss(replica: LiveReplica, output: object, part: MiniBatch) -> torch.Te
         return weighted_mean(replica.loss, output, part.targets, part.weights, part.masses)
 
 
-@contextlib.contextmanager
-def autocasting(replica: LiveReplica) -> Iterator[None]:
+_AS_IT_IS = contextlib.nullcontext()
+
+
+def autocasting(replica: LiveReplica) -> AbstractContextManager[None]:
     """Lower precision inside the block where the policy asks for it; the weights stay as they are."""
-    policy = replica.recipe.policy
-    if policy.autocast_dtype is None:
-        yield
-        return
-    with torch.autocast(replica.device.type, dtype=policy.autocast_dtype):
-        yield
+    dtype = replica.recipe.policy.autocast_dtype
+    return _AS_IT_IS if dtype is None else torch.autocast(replica.device.type, dtype=dtype)
 
 
 @dataclass(frozen=True)
