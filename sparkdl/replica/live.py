@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -58,6 +59,15 @@ class LiveReplica:
         this = weakref.ref(self)  # no cycle: what is dropped shall be freed at once
         for number, (_, parameter) in enumerate(self.flat.parameters):
             parameter.register_post_accumulate_grad_hook(partial(_finished, this, number))
+
+    def train(self) -> None:
+        """Bring every module into training mode."""
+        if not all(child.training for child in self._modules):
+            self.flat.module.train()
+
+    @functools.cached_property
+    def _modules(self) -> list[nn.Module]:
+        return list(self.flat.module.modules())
 
     def clear_gradients(self) -> None:
         """Let go of every parameter's gradient."""

@@ -120,8 +120,7 @@ def forward_backward(
     out nothing, since other processes do so at the same time.
     """
     policy = replica.recipe.policy
-    if not all(child.training for child in replica.flat.module.modules()):
-        replica.flat.module.train()
+    replica.train()
     replica.clear_gradients()
     total, mean = batch.weight, 0.0
     cut = [(p, p.weight / total if total else 0.0) for p in batch.parts(policy.accumulate)]

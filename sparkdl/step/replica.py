@@ -102,19 +102,23 @@ class Outcome:
     kept: ByParameter = field(default_factory=dict)
 
 
-def to_mini_batch(batch: Batch, live: LiveReplica, training: bool = True) -> MiniBatch:
+def to_mini_batch(
+    batch: Batch, live: LiveReplica, training: bool = True, masses: bool = True
+) -> MiniBatch:
     """Tensors of a batch on the replica's device, with the weight of each sample.
 
-    ``training``: whether that of its class counts, and what the loss takes of it.
+    ``training``: whether that of its class counts, and what the loss takes of it; ``masses``: whether
+    the latter is wanted.
     """
-    device, masses = live.device, None
+    device, taken = live.device, None
     targets = to_tensors(batch.targets, device)
     weights = None if batch.weights is None else to_tensors([batch.weights], device)[0]
     if training:
         weights = weigh(targets, weights, live.recipe.policy)
+    if training and masses:
         here = targets if device.type == "cpu" else to_tensors(batch.targets, torch.device("cpu"))
-        masses = masses_of(live.recipe.loss, here)
-    return MiniBatch(to_tensors(batch.inputs, device), targets, weights, masses)
+        taken = masses_of(live.recipe.loss, here)
+    return MiniBatch(to_tensors(batch.inputs, device), targets, weights, taken)
 
 
 def one_gradient(

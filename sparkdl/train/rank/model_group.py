@@ -112,7 +112,9 @@ class ModelGroup:
         # together: NCCL does one after another, so that two ranks that both send first would wait
         moves = [dist.P2POp(dist.isend, tensor, r, self._group) for tensor in mine for r in far]
         found: list[torch.Tensor] = []
-        if me in to:
+        if me in to and here.keys() >= counts.keys():
+            found = [torch.cat(parts) for parts in zip(*(here[r] for r in counts), strict=True)]
+        elif me in to:
             total, device, start = sum(counts.values()), self._live.device, 0
             for one in like:
                 found.append(torch.empty((total, *one.shape[1:]), dtype=one.dtype, device=device))

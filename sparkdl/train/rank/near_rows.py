@@ -41,7 +41,8 @@ class NearRows:
         return source != reader and not self._sent and self._tokens[source] == self._tokens[reader]
 
     def read(self, work: Work, source: int) -> MiniBatch:
-        """The rows that rank ``source`` has in this iteration."""
+        """The rows that rank ``source`` has in this iteration; what the loss takes of them is reckoned
+        for all rows together."""
         theirs = replace(work, replica=source, share=self._run.shares[source])
         (arrays,) = theirs.mini_batches(self._live, self._partitions[source])
-        return to_mini_batch(arrays, self._live)
+        return to_mini_batch(arrays, self._live, masses=False)

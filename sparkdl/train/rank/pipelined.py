@@ -96,8 +96,7 @@ class Pipelined(Copied):
         counts = self._bring.counts(work, weights)
         own = self._rank in counts
         live, scale = self._live, work.step.loss_scale
-        if not all(child.training for child in live.flat.module.modules()):
-            live.flat.module.train()
+        live.train()
         live.clear_gradients()
         loss, runs = 0.0, self._runs(sum(counts.values()))
         idle = 0
