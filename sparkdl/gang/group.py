@@ -9,6 +9,7 @@ address. They connect the ranks by TCP, which neither Spark's authentication nor
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import fcntl
 import functools
@@ -76,29 +77,40 @@ class NetworkStore:
 Store = FileStore | NetworkStore
 
 
-_folders: set[str] = set()
+_held: list[tuple[int, str]] = []
+"""The folders that ranks of this process hold, each with its descriptor."""
 
 
 def offer_folder(member: Member) -> str:
-    """On rank 0: a private folder of this node, removed when the rank ends; that of a rank that was
-    killed goes with the node's next one."""
-    if member.rank > 0:
-        return ""
-    folder = str(marked_directory(Path(tempfile.gettempdir())))
-    _folders.add(folder)
-    member.at_end.callback(remove_folders)
-    return folder
-
-
-def remove_folders() -> None:
-    """Those that this process has offered."""
-    while _folders:
-        shutil.rmtree(_folders.pop(), ignore_errors=True)
+    """On rank 0: a private folder of this node. If it is left because a rank was killed, it goes with
+    the node's next one."""
+    return str(marked_directory(Path(tempfile.gettempdir()))) if member.rank == 0 else ""
 
 
 def sees(folder: str, member: Member) -> bool:
-    """Whether the folder is there, seen from this rank."""
-    return os.path.isdir(folder)
+    """Whether the folder is there, seen from this rank, which then holds it until it ends.
+
+    The last to let go of it removes it: torch's store writes its file once more when it is closed.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    except OSError:  # none, or one that knows no locks
+        return False
+    _held.append((descriptor, folder))
+    member.at_end.callback(let_go_of_folders)
+    return True
+
+
+def let_go_of_folders() -> None:
+    """Of all that this process holds."""
+    with contextlib.suppress(IndexError):  # none is left, or another thread has just taken it
+        while True:
+            descriptor, folder = _held.pop()
+            with contextlib.suppress(BlockingIOError):  # another rank holds it
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            os.close(descriptor)
 
 
 def listen(seconds: float, member: Member) -> tuple[str, int] | None:

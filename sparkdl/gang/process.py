@@ -11,7 +11,7 @@ import pickle
 import sys
 import threading
 
-from sparkdl.gang.group import remove_folders
+from sparkdl.gang.group import let_go_of_folders
 from sparkdl.gang.hosting import TakePart
 
 
@@ -25,7 +25,7 @@ def main() -> None:
 def _end_with_task() -> None:
     """Nothing more is said: reading ends when the task is gone, and so does this process."""
     os.read(0, 1)
-    remove_folders()
+    let_go_of_folders()
     os._exit(1)
 
 

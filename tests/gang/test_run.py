@@ -22,6 +22,7 @@ from pyspark import cloudpickle
 import sparkdl
 from sparkdl import ParameterError, StalledError, StateLostError, TrainingError
 from sparkdl.gang import group
+from sparkdl.gang.group import FileStore
 
 pytestmark = [pytest.mark.gang, pytest.mark.spark]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -36,14 +37,20 @@ def total(value: float, offset: float = 0.0) -> tuple[int, float, int]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_runs_on(spark: Any) -> Any:
-    """Every gang has ended, its task slots are free, and its store's file is gone: those of gangs of
-    other processes come and go."""
+def nothing_runs_on(spark: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Every gang has ended, its task slots are free, and its store's file is gone."""
+    folders = []
+
+    def store(path: str) -> FileStore:
+        folders.append(Path(path).parent)
+        return FileStore(path)
+
+    monkeypatch.setattr(group, "FileStore", store)
     yield
     tracker = spark.sparkContext.statusTracker()
 
     def left() -> list[object]:
-        return [*tracker.getActiveStageIds(), *Path("/tmp").glob("sparkdl-*/store")]
+        return [*tracker.getActiveStageIds(), *filter(Path.exists, folders)]
 
     until = time.monotonic() + 10
     while left() and time.monotonic() < until:
