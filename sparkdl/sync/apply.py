@@ -51,19 +51,22 @@ def step_slice(
         if number not in absent:
             tensor.grad = _gradient(pieces[number], gradient, sparse)
     for optimizer in optimizers:
-        for tensor, number, group in _held_by(optimizer, tensors):
+        ours = _held_by(optimizer, tensors)
+        held: dict[int, dict[str, torch.Tensor]] = {}
+        for tensor, number, group in ours:
             if number in state.others:
                 piece = pieces[number]
-                held = {name: _view(state.arrays[name], piece) for name in state.held[number]}
+                own = {name: _view(state.arrays[name], piece) for name in state.held[number]}
                 others = _where_stepped(group, tensor, state.others[number])
-                optimizer.state[tensor] = {**held, **others}
+                optimizer.state[tensor] = {**own, **others}
+                held[number] = own
         if wants_loss(type(optimizer)):  # type: ignore[arg-type]
             optimizer.step(evaluate_once(loss, type(optimizer).__name__))
         else:
             optimizer.step()
-        for tensor, number, _ in _held_by(optimizer, tensors):
+        for tensor, number, _ in ours:
             if made := optimizer.state.get(tensor):
-                _keep(state, plan, pieces[number], made)
+                _keep(state, plan, pieces[number], made, held.get(number, {}))
     for number, tensor in tensors.items():
         tensor.grad = None
         if tensor.data_ptr() != places[number]:  # given other memory, not written to
@@ -142,11 +145,21 @@ def evaluate_once(loss: torch.Tensor | None, name: str) -> Callable[[], Any]:
     return closure
 
 
-def _keep(state: SliceState, plan: SlicePlan, piece: Piece, made: Mapping[str, Any]) -> None:
-    """Sort what an optimizer has for one piece into element-wise arrays and others."""
+def _keep(
+    state: SliceState,
+    plan: SlicePlan,
+    piece: Piece,
+    made: Mapping[str, Any],
+    own: Mapping[str, torch.Tensor],
+) -> None:
+    """Sort what an optimizer has for one piece into element-wise arrays and others. ``own``: the views
+    of arrays that it was given."""
     held, others = [], {}
     shape = piece.shape or (piece.length,)
     for name, value in made.items():
+        if name in own and value is own[name]:  # it has written there
+            held.append(name)
+            continue
         array = state.arrays.get(name)
         if (
             not isinstance(value, torch.Tensor)
