@@ -19,6 +19,7 @@ import shutil
 import socket
 import struct
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,8 @@ class NetworkStore:
 Store = FileStore | NetworkStore
 
 
+LET_GO_SECONDS = 1.0
+"""How long a rank that ends waits for others."""
 _held: list[tuple[int, str]] = []
 """The folders that ranks of this process hold, each with its descriptor."""
 
@@ -102,15 +105,27 @@ def sees(folder: str, member: Member) -> bool:
     return True
 
 
-def let_go_of_folders() -> None:
-    """Of all that this process holds."""
+def let_go_of_folders(seconds: float = LET_GO_SECONDS) -> None:
+    """Of all that this process holds. Others that end, too, are waited for: one that was killed lets
+    go a little after that is known."""
     with contextlib.suppress(IndexError):  # none is left, or another thread has just taken it
         while True:
             descriptor, folder = _held.pop()
-            with contextlib.suppress(BlockingIOError):  # another rank holds it
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            until = time.monotonic() + seconds
+            while not (last := _is_last(descriptor)) and time.monotonic() < until:
+                time.sleep(0.005)
+            if last:
                 shutil.rmtree(folder, ignore_errors=True)
             os.close(descriptor)
+
+
+def _is_last(descriptor: int) -> bool:
+    """Whether no other rank holds the folder. This one holds it no more, or alone."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def listen(seconds: float, member: Member) -> tuple[str, int] | None:

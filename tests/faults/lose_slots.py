@@ -18,6 +18,8 @@ from sparkdl.gang import slots
 
 AFTER = 4
 """Iterations, after which the executor goes."""
+SOME_TIME = sparkdl.max_time(3600)
+"""With it no iteration is foreseen: ranks are not ahead of the driver when the executor goes."""
 SLOT_SECONDS = 5.0
 """What is lost for good does not come, however long the driver waits for it: 30 s by default."""
 
@@ -84,7 +86,8 @@ def main() -> None:
         for name, changes in given["fits"].items():
             run = trainer(given["replicas"], engine="gang", **changes)
             if name in STRIKES:
-                run = replace(run, callbacks=[Strike(spark.sparkContext, STRIKES[name])])
+                strike = Strike(spark.sparkContext, STRIKES[name])
+                run = replace(run, callbacks=[strike], stop=run.stop | SOME_TIME)
             results[name] = fit(spark, run)
             print(name, results[name], flush=True)
     answer(results)

@@ -1,12 +1,13 @@
 """Train while processes are killed and slabs deleted at random: same bits, and nothing is left.
 
     PYTHONPATH=tests python tests/faults/soak.py [--iterations 2000] [--every 6] [--seed 0]
+                                                 [--strategy ddp]
 
 A script of its own for the long form; tests/faults/test_soak.py runs a short one. Two executors with
 slab roots of their own, snapshots every second, a checkpoint every 50 iterations: where both
 executors are killed within seconds, all snapshots are gone. A thread of the driver strikes every few
 seconds, at a moment and a victim drawn from a seed: a Python worker, an executor's JVM, or a node's
-slabs.
+slabs. With ``--strategy`` it is a gang that trains.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 
 from harness import processes
 from harness.cluster import PATIENT
-from harness.faulty import frame, outcome, trainer
+from harness.faulty import chain, frame, outcome, pair, trainer
 
 import sparkdl
 
@@ -41,6 +42,13 @@ SETTINGS = {
     "spark.sparkdl.slab.dir": "slabs",
     "spark.sparkdl.snapshot.seconds": "1",
     "spark.executor.memory": "512m",
+}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "zero1": {"strategy": "zero1"},
+    "fsdp": {"strategy": sparkdl.FSDP(units=["layers.0"])},
+    "tensor": {"strategy": "tensor", "model": pair},
+    "pipeline": {"strategy": "pipeline", "model": chain},
 }
 
 
@@ -160,7 +168,14 @@ def by_fifth(values: list[float]) -> list[float]:
     return [statistics.median(values[a:b]) for a, b in itertools.pairwise(cuts) if a < b]
 
 
-def soak(master: str, iterations: int, every: float, seed: int) -> dict[str, Any]:
+def how(strategy: str) -> dict[str, Any]:
+    """What a trainer is told; an empty ``strategy``: no gang."""
+    return {"engine": "gang", **STRATEGIES[strategy]} if strategy else {}
+
+
+def soak(
+    master: str, iterations: int, every: float, seed: int, strategy: str = ""
+) -> dict[str, Any]:
     """Train disturbed in the working directory; what came of it."""
     from launch import session
 
@@ -175,7 +190,8 @@ def soak(master: str, iterations: int, every: float, seed: int) -> dict[str, Any
         strikes.start()
         started = time.perf_counter()
         kept = sparkdl.Checkpoint(Path.cwd() / "checkpoints", every=sparkdl.every(50))
-        run = trainer(2, iterations=iterations, callbacks=[memory], checkpoint=kept)
+        given = {"iterations": iterations, "callbacks": [memory], "checkpoint": kept}
+        run = trainer(2, **given, **how(strategy))
         trained = run.fit(frame(spark, 2))
         seconds = time.perf_counter() - started
         strikes.stop()
@@ -203,12 +219,13 @@ def soak(master: str, iterations: int, every: float, seed: int) -> dict[str, Any
     }
 
 
-def undisturbed(iterations: int) -> dict[str, Any]:
-    """The same in one process, without any fault."""
+def undisturbed(iterations: int, strategy: str) -> dict[str, Any]:
+    """The same without any fault, in one process where it is no gang."""
     from launch import session
 
+    same = {"engine": "local", **how(strategy)}
     with session("local[2]") as spark:
-        return outcome(trainer(2, iterations=iterations, engine="local").fit(frame(spark, 2)))
+        return outcome(trainer(2, iterations=iterations, **same).fit(frame(spark, 2)))
 
 
 def shown(values: list[float]) -> str:
@@ -221,15 +238,20 @@ def main() -> None:
     if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
         given = spec()
         alone = given.pop("alone")
-        answer(undisturbed(given["iterations"]) if alone else soak(**given))
+        answer(undisturbed(given["iterations"], given["strategy"]) if alone else soak(**given))
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--iterations", type=int, default=2000)
     parser.add_argument("--every", type=float, default=6.0, help="seconds between two faults")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--strategy", choices=STRATEGIES, default="", help="of a gang")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        common = {"seconds": 4 * 3600, "iterations": options.iterations}
+        common = {
+            "seconds": 4 * 3600,
+            "iterations": options.iterations,
+            "strategy": options.strategy,
+        }
         script, path = Path(__file__).resolve(), Path(folder)
         expected = launch(script, path / "alone", alone=True, **common)
         found = launch(
