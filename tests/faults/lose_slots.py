@@ -20,6 +20,7 @@ AFTER = 4
 """Iterations, after which the executor goes."""
 SOME_TIME = sparkdl.max_time(3600)
 """With it no iteration is foreseen: ranks are not ahead of the driver when the executor goes."""
+GONE_SECONDS = 60.0
 SLOT_SECONDS = 5.0
 """What is lost for good does not come, however long the driver waits for it: 30 s by default."""
 
@@ -37,10 +38,16 @@ class Strike(sparkdl.Callback):
 
 
 def lose_one(context: SparkContext) -> None:
-    """Spark is told to do without one of its executors, and does not replace it."""
+    """Spark is told to do without one of its executors, and does not replace it. Comes back when it is
+    gone, so that nobody takes it for one that is there."""
+    there = processes.executors(context.applicationId)
     listed = context._jsc.sc().statusStore().executorList(True)
     names = sorted({listed.apply(i).id() for i in range(listed.size())} - {"driver"})
     assert context._jsc.sc().killExecutor(names[-1])
+    until = time.monotonic() + GONE_SECONDS
+    while len(processes.executors(context.applicationId)) >= len(there):
+        assert time.monotonic() < until, "the executor is still there"
+        time.sleep(0.05)
 
 
 def kill_one(context: SparkContext) -> None:
