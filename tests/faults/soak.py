@@ -29,9 +29,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gang_lost import DDP, FSDP, PIPELINE, TENSOR, ZERO1
 from harness import processes
 from harness.cluster import PATIENT
-from harness.faulty import chain, frame, outcome, pair, trainer
+from harness.faulty import frame, outcome, trainer
 
 import sparkdl
 
@@ -44,11 +45,11 @@ SETTINGS = {
     "spark.executor.memory": "512m",
 }
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "ddp": {"strategy": "ddp"},
-    "zero1": {"strategy": "zero1"},
-    "fsdp": {"strategy": sparkdl.FSDP(units=["layers.0"])},
-    "tensor": {"strategy": "tensor", "model": pair},
-    "pipeline": {"strategy": "pipeline", "model": chain},
+    "ddp": DDP,
+    "zero1": ZERO1,
+    "fsdp": FSDP,
+    "tensor": TENSOR,
+    "pipeline": PIPELINE,
 }
 
 
