@@ -120,7 +120,7 @@ def main() -> None:
             with mock.patch.object(shuffle, "Form", lambda _, *sizes, s=stages: Form(s, *sizes)):
                 results[name] = tried(spark, cluster, faults, Path(given["notes"]) / name)
             print(name, results[name], flush=True)
-        results["executors left"] = len(processes.executors(spark.sparkContext.applicationId))
+        results["executors left"] = len(processes.executors(processes.driver(spark.sparkContext)))
     answer(results)
 
 

@@ -7,11 +7,11 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
 from harness import processes
+from harness.slabs import slabs_apart
 from pyspark import SparkContext, StorageLevel
 from pyspark.core.rdd import RDD
 
@@ -58,13 +58,6 @@ def first(partition: int, pairs: Any) -> Iterator[bytes]:
         yield frame
 
 
-def roots() -> int:
-    """Of executors that live."""
-    found = Path.cwd().glob("spark/work/*/*/slabs/sparkdl-*")
-    marks = [{mark.name.split(".")[3] for mark in root.glob("alive.*")} for root in found]
-    return sum(any(processes.alive(int(pid)) for pid in pids) for pids in marks)
-
-
 def persisted(case: str, context: SparkContext, found: list[Executor], slab: SlabConfig) -> RDD:
     if case == "lost":
         sent = map_frames(one_each(context, [found[-1]] * 2), SendToAll(slab))
@@ -75,9 +68,9 @@ def persisted(case: str, context: SparkContext, found: list[Executor], slab: Sla
     return made.persist(StorageLevel.DISK_ONLY_2 if case == "both" else StorageLevel.DISK_ONLY)
 
 
-def lose(executor: Executor, application: str) -> None:
+def lose(executor: Executor, driver: bytes) -> None:
     """It answers no more, and is killed when the others have had time to do what they were told."""
-    pids = processes.executors(application)
+    pids = processes.executors(driver)
     name = f"--executor-id\0{executor.name}\0".encode()
     pid = next(pid for pid in pids if name in b"\0".join(processes.command(pid)) + b"\0")
     os.kill(pid, signal.SIGSTOP)
@@ -102,10 +95,10 @@ def main() -> None:
                 if case != "none":
                     resources._rdds.append(persisted(case, context, found, slab))
                     resources._rdds[-1].count()
-                held = roots()
+                held = len(slabs_apart())
                 if case == "lost":
-                    lose(found[-1], context.applicationId)
-            results[case] = [held, roots()]
+                    lose(found[-1], processes.driver(context))
+            results[case] = [held, len(slabs_apart())]
     answer(results)
 
 

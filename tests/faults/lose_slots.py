@@ -10,6 +10,7 @@ from pathlib import Path
 
 from harness import processes
 from harness.faulty import frame, outcome, trainer
+from harness.slabs import slabs_apart
 from hosted import hosted_ranks
 from pyspark import SparkContext
 
@@ -20,6 +21,8 @@ AFTER = 4
 """Iterations, after which the executor goes."""
 SOME_TIME = sparkdl.max_time(3600)
 """With it no iteration is foreseen: ranks are not ahead of the driver when the executor goes."""
+SHARED = "shared"
+"""Folder of slabs, in the working directory, where executors share them."""
 GONE_SECONDS = 60.0
 SLOT_SECONDS = 5.0
 """What is lost for good does not come, however long the driver waits for it: 30 s by default."""
@@ -27,32 +30,38 @@ SLOT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Strike(sparkdl.Callback):
-    """Something happens to an executor."""
+    """Something happens to an executor. The fit goes on when that is gone with all that it has started:
+    its ranks outlive it by a moment, in which the few iterations that are left may be done; and nobody
+    shall take it for one that is there."""
 
     context: SparkContext
     happens: Callable[[SparkContext], None]
 
     def on_iteration_end(self, trainer, state) -> None:
-        if state.iteration == AFTER:
-            self.happens(self.context)
+        if state.iteration != AFTER:
+            return
+        driver = processes.driver(self.context)
+        there = {pid: processes.below(pid) for pid in processes.executors(driver)}
+        self.happens(self.context)
+        processes.wait_until(
+            lambda: any(
+                not any(map(processes.alive, [jvm, *started])) for jvm, started in there.items()
+            ),
+            GONE_SECONDS,
+            "an executor is gone",
+        )
 
 
 def lose_one(context: SparkContext) -> None:
-    """Spark is told to do without one of its executors, and does not replace it. Comes back when it is
-    gone, so that nobody takes it for one that is there."""
-    there = processes.executors(context.applicationId)
+    """Spark is told to do without one of its executors, and does not replace it."""
     listed = context._jsc.sc().statusStore().executorList(True)
     names = sorted({listed.apply(i).id() for i in range(listed.size())} - {"driver"})
     assert context._jsc.sc().killExecutor(names[-1])
-    until = time.monotonic() + GONE_SECONDS
-    while len(processes.executors(context.applicationId)) >= len(there):
-        assert time.monotonic() < until, "the executor is still there"
-        time.sleep(0.05)
 
 
 def kill_one(context: SparkContext) -> None:
     """SIGKILL for the JVM of one, which Spark replaces."""
-    there = processes.executors(context.applicationId)
+    there = processes.executors(processes.driver(context))
     nothing = getattr(getattr(context._jvm.scala.collection.immutable, "Map$"), "MODULE$").empty()
     assert context._jsc.sc().requestTotalExecutors(len(there), 0, nothing)
     processes.kill(there[-1])
@@ -75,7 +84,7 @@ def fit(spark, run: sparkdl.Trainer) -> dict:
     finally:
         logging.getLogger("sparkdl").removeHandler(handler)
     context = spark.sparkContext
-    slabs = Path("/dev/shm").glob(f"sparkdl-{context.applicationId}-*")
+    slabs = [*Path(SHARED).glob("sparkdl-*"), *slabs_apart()]
     return {
         **result,
         "log": lines,

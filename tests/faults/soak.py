@@ -33,6 +33,7 @@ from gang_lost import DDP, FSDP, PIPELINE, TENSOR, ZERO1
 from harness import processes
 from harness.cluster import PATIENT
 from harness.faulty import frame, outcome, trainer
+from harness.slabs import slabs_apart
 
 import sparkdl
 
@@ -57,9 +58,9 @@ class Strikes(threading.Thread):
     """Faults at random moments, until stopped. Each waits until ``GAP`` iterations are done since the
     one before: a slow machine is struck as often as a fast one."""
 
-    def __init__(self, application: str, every: float, seed: int, done: Callable[[], int]) -> None:
+    def __init__(self, driver: bytes, every: float, seed: int, done: Callable[[], int]) -> None:
         super().__init__(daemon=True)
-        self._application, self._every, self._iterations = application, every, done
+        self._driver, self._every, self._iterations = driver, every, done
         self._draw = random.Random(seed)
         self._stopped = threading.Event()
         self.done: Counter[str] = Counter()
@@ -79,14 +80,14 @@ class Strikes(threading.Thread):
         self.join()
 
     def _executor(self) -> bool:
-        found = processes.executors(self._application)
+        found = processes.executors(self._driver)
         if len(found) < 2:
             return False
         processes.kill(self._draw.choice(sorted(found)))
         return True
 
     def _worker(self) -> bool:
-        above = set(processes.executors(self._application))
+        above = set(processes.executors(self._driver))
         daemons = {pid for pid in processes.all_pids() if parent_of(pid) in above}
         workers = [pid for pid in processes.all_pids() if parent_of(pid) in daemons]
         if workers:
@@ -94,7 +95,7 @@ class Strikes(threading.Thread):
         return bool(workers)
 
     def _slabs(self) -> bool:
-        found = [root for root in roots() if held(root)]
+        found = slabs_apart()
         if found:
             shutil.rmtree(self._draw.choice(found), ignore_errors=True)
         return bool(found)
@@ -129,16 +130,6 @@ class Memory(sparkdl.Callback):
     def of(self, apart: bool) -> list[float]:
         """Seconds of the iterations that ran so."""
         return [s for s, a in zip(self.seconds, self.apart, strict=True) if a == apart]
-
-
-def roots() -> list[Path]:
-    """Slab roots of all executors there have been."""
-    return sorted(Path.cwd().glob("spark/work/*/*/slabs/sparkdl-*"))
-
-
-def held(root: Path) -> bool:
-    """Whether its executor lives: what a killed one kept in a folder of its own goes with that."""
-    return any(processes.alive(int(mark.name.split(".")[3])) for mark in root.glob("alive.*"))
 
 
 def started_here() -> list[int]:
@@ -187,7 +178,7 @@ def soak(
     with session(master, **PATIENT, **SETTINGS) as spark:
         context = spark.sparkContext
         memory = Memory(context, iterations)
-        strikes = Strikes(context.applicationId, every, seed, lambda: len(memory.seconds))
+        strikes = Strikes(processes.driver(context), every, seed, lambda: len(memory.seconds))
         strikes.start()
         started = time.perf_counter()
         kept = sparkdl.Checkpoint(Path.cwd() / "checkpoints", every=sparkdl.every(50))
@@ -197,7 +188,7 @@ def soak(
         seconds = time.perf_counter() - started
         strikes.stop()
         left = {
-            "slabs": [str(root) for root in roots() if held(root)],
+            "slabs": list(map(str, slabs_apart())),
             "persisted": context._jsc.getPersistentRDDs().size(),
         }
     deadline = time.monotonic() + 30

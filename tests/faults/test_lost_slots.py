@@ -18,13 +18,16 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 WAYS = {
-    "slabs that executors share": (local_cluster(2, 2), 4, "auto"),
+    "slabs that executors share": (local_cluster(2, 2), 4, script.SHARED),
     "slabs apart": (local_cluster(3, 1), 3, "slabs"),
 }
 
 
 def lose(folder: Path, way: str, fits: dict, **settings: str) -> dict:
     master, replicas, slabs = WAYS[way]
+    if slabs == script.SHARED:
+        (folder / slabs).mkdir()
+        slabs = str(folder / slabs)
     return launch(
         Path(script.__file__),
         folder,

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 EXECUTOR = b"org.apache.spark.executor.CoarseGrainedExecutorBackend"
 
@@ -50,10 +51,29 @@ def of_session(leader: int) -> list[int]:
     return [pid for pid in all_pids() if (found := fields(pid)) and int(found[3]) == leader]
 
 
-def executors(application: str) -> list[int]:
-    """The executors' JVMs of an application, by its id."""
-    name = application.encode()
-    return [pid for pid in all_pids() if EXECUTOR in (line := command(pid)) and name in line]
+def driver(context: Any) -> bytes:
+    """By what its executors name it. The application's id would not do: two masters of one machine
+    give the same one where their applications begin in the same second."""
+    return f":{context.getConf().get('spark.driver.port')}".encode()
+
+
+def executors(driver: bytes) -> list[int]:
+    """The JVMs of its executors."""
+    found = ((pid, command(pid)) for pid in all_pids())
+    return [
+        pid
+        for pid, line in found
+        if EXECUTOR in line and line[line.index(b"--driver-url") + 1].endswith(driver)
+    ]
+
+
+def below(pid: int) -> list[int]:
+    """All that it has started, and what these have."""
+    parents = {each: int(found[1]) for each in all_pids() if (found := fields(each))}
+    found = [pid]
+    for above in found:  # grows meanwhile
+        found += [each for each, its in parents.items() if its == above]
+    return found[1:]
 
 
 def kill(pid: int) -> None:
