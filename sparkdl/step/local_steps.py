@@ -55,7 +55,7 @@ def several_steps(
             clip_values(reduced, policy.clip_value)
         if policy.clip_norm is not None:
             clip_norm(reduced, [squared_norm(whole.plan, reduced)], policy.clip_norm)
-        with torch.no_grad():
+        with torch.no_grad(), whole.drawing(work.seed(number, "update")):
             step_slice(
                 whole.plan,
                 state,

@@ -77,10 +77,10 @@ class Work:
             if high > low
         ]
 
-    def seed(self, local_step: int = 0) -> int:
-        """Of the random draws in forward."""
+    def seed(self, local_step: int = 0, purpose: str = "forward") -> int:
+        """Of the random draws in forward; or in an "update" of the replica's own."""
         position = (self.step.index, self.replica) + ((local_step,) if local_step else ())
-        return derive_seed(self.assembly.seed, "forward", *position)
+        return derive_seed(self.assembly.seed, purpose, *position)
 
 
 @dataclass

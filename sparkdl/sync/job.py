@@ -85,6 +85,7 @@ def synchronize(step: Step, partition: int, run: Run, frames: list[Frame]) -> Sl
             known=known,
             squares=squares,
             loss=loss,
+            seed=step.update_seed(run.seed),
             keep=keep,
         )
         _check_references(pool, frames)
@@ -197,6 +198,7 @@ def update_slice(
             known=Reduced(alone.gradient, alone.absent, dict(alone.tables)),
             squares=[header.squares for header in headers],
             loss=mine.loss,
+            seed=step.update_seed(run.seed),
             keep=keep,
         )
         pool.check(mine.reference)

@@ -11,8 +11,10 @@ the same whatever the blocks are.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +22,9 @@ import torch
 
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.policy import Policy
+from sparkdl.replica.seeding import seeded
 from sparkdl.sync.apply import step_slice
+from sparkdl.sync.averaging import average
 from sparkdl.sync.blocks import (
     block_of_contribution,
     block_of_reduced,
@@ -37,7 +41,6 @@ from sparkdl.sync.gradient import (
     reduce_gradients,
     regularise,
     scaled,
-    shares_of,
     squared_norm,
     strengths,
 )
@@ -45,7 +48,6 @@ from sparkdl.sync.histogram import Histogram
 from sparkdl.sync.optimizer import OptimizerPlan
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.state import SliceState
-from sparkdl.sync.store import unpack
 
 EMA = "sparkdl.ema"
 """The name of the moving average of the weights among the arrays of a slice's state."""
@@ -142,6 +144,7 @@ class Owner:
         known: Reduced | None = None,
         squares: Sequence[float] = (),
         loss: float = 0.0,
+        seed: int = 0,
         keep: torch.Tensor | None = None,
     ) -> Updated:
         """Write version t+1 into ``new``. See [Note: one pass over the bytes].
@@ -149,7 +152,8 @@ class Owner:
         ``old``: version t. ``new`` has its ``held`` and ``others`` and as many arrays, with memory of
         its own whose content does not matter, or is ``old`` itself. ``known``: the gradient, where it
         is reduced already; it is not changed. ``squares``: :meth:`squared_norm` of every slice, where
-        it is clipped by norm. ``keep``: (dense_length) memory for the gradient, where it is asked for.
+        it is clipped by norm. ``seed``: see :meth:`drawing`. ``keep``: (dense_length) memory for the
+        gradient, where it is asked for.
         """
         norm, scale = None, 1.0
         if self.clips_norm and self.policy.clip_norm is not None:
@@ -178,11 +182,16 @@ class Owner:
             state = new if whole else block_of_state(self.plan, block, new, before)
             if new is not old:
                 _copy(old, state, start)
-            self._step(block, state, part, contributions, hyperparameters, loss)
+            self._step(block, state, part, contributions, hyperparameters, loss, seed)
             if not whole:
                 keep_block(self.plan, block, state, new)
         merge_buffers(self.plan, contributions, new.weights)
         return Updated(norm, Reduced(memory, part.absent, part.tables))
+
+    def drawing(self, seed: int) -> AbstractContextManager[None]:
+        """A block for steps of the optimizer: what it draws follows ``seed``. One that treats every
+        element by itself was seen to draw nothing."""
+        return contextlib.nullcontext() if self.separable else seeded(seed)
 
     def _dense_length(self, block: SlicePlan) -> int:
         """Elements of a block's dense gradient."""
@@ -196,24 +205,26 @@ class Owner:
         contributions: Sequence[Contribution],
         hyperparameters: Sequence[Mapping[str, Any]] | None,
         loss: float,
+        seed: int,
     ) -> None:
         """Bring a block's state, a copy of version t, to t+1."""
         if self.policy.local_steps > 1:
-            _average(block, state, reduced, contributions)
+            average(block, state, reduced, contributions)
         else:
-            step_slice(
-                block,
-                state,
-                reduced.gradient,
-                reduced.absent,
-                self.optimizer,
-                hyperparameters,
-                sparse=reduced.tables,
-                loss=torch.tensor(loss, dtype=self.dtype),
-            )
+            with self.drawing(seed):
+                step_slice(
+                    block,
+                    state,
+                    reduced.gradient,
+                    reduced.absent,
+                    self.optimizer,
+                    hyperparameters,
+                    sparse=reduced.tables,
+                    loss=torch.tensor(loss, dtype=self.dtype),
+                )
         if self.policy.ema is not None:
-            average = state.arrays[EMA]
-            average.lerp_(state.weights[: len(average)], 1.0 - self.policy.ema)
+            moving = state.arrays[EMA]
+            moving.lerp_(state.weights[: len(moving)], 1.0 - self.policy.ema)
 
     def histograms(self, state: SliceState, reduced: Reduced) -> dict[tuple[str, int], Histogram]:
         """Of the weights and gradients of each parameter's piece in this slice."""
@@ -262,39 +273,3 @@ def _copy(whole: SliceState, block: SliceState, start: int) -> None:
     for name, array in whole.arrays.items():
         place = block.arrays[name]
         place.copy_(array[start : start + len(place)])
-
-
-def _average(
-    plan: SlicePlan, state: SliceState, moved: Reduced, contributions: Sequence[Contribution]
-) -> None:
-    """After local steps: the mean of the replicas' weights, and of the optimizer state of those that
-    had a gradient for a parameter; what has no mean is that of the first of these."""
-    state.weights[: plan.dense_length].add_(moved.gradient)
-    ordered = sorted(contributions, key=lambda c: c.replica)
-    told = {c.replica: unpack(c.others) for c in ordered if c.others}
-    for piece in plan.parameters:
-        stepped = [
-            c
-            for c in ordered
-            if c.replica in told
-            and piece.number not in c.absent
-            and piece.number in told[c.replica][1]
-        ]
-        if not stepped:
-            continue
-        held, others = told[stepped[0].replica]
-        state.held[piece.number] = held[piece.number]
-        state.others[piece.number] = others[piece.number]
-        shares = shares_of([c.weight for c in stepped])
-        for name in held[piece.number]:
-            first = stepped[0].arrays[name]
-            if name not in state.arrays:
-                state.arrays[name] = torch.zeros_like(first, device=state.weights.device)
-            place = state.arrays[name][piece.start : piece.stop]
-            if not first.is_floating_point():
-                place.copy_(first[piece.start : piece.stop])
-                continue
-            place.zero_()
-            for c, share in zip(stepped, shares, strict=True):
-                if name in c.arrays:
-                    place.add_(c.arrays[name][piece.start : piece.stop], alpha=share)

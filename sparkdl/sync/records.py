@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from sparkdl.data.batches import derive_seed
 from sparkdl.slab.pool import Reference
 from sparkdl.sync.contribution import SectionMap
 from sparkdl.sync.histogram import Histogram
@@ -62,6 +63,12 @@ class Step:
     pending: Pending | None = None
     copies: Copies = field(default_factory=dict)
     residuals: tuple[ResidualHandle | None, ...] = ()
+
+    def update_seed(self, seed: int) -> int:
+        """Of what optimizers draw, ``seed`` being the run's: the same wherever a slice is updated, and
+        however often."""
+        updated = self.index if self.pending is None else self.pending.index
+        return derive_seed(seed, "update", updated)
 
     @property
     def gradients_floor(self) -> int:

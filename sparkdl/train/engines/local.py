@@ -190,6 +190,7 @@ class LocalEngine:
                 known=known[n],
                 squares=squares,
                 loss=loss,
+                seed=step.update_seed(self._run.seed),
                 keep=keep,
             )
             histograms = owner.histograms(state, updated.reduced) if step.histograms else {}

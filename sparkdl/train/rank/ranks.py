@@ -244,6 +244,7 @@ class Rank:
                 known=known.get(n),
                 squares=squares,
                 loss=loss,
+                seed=step.update_seed(self._run.seed),
                 keep=_dense(owner, state) if step.histograms else None,
             )
             told = self._held.counted[n]
