@@ -6,9 +6,11 @@ checkpointing and compilation are of the process that trains it, and leave no tr
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -87,8 +89,9 @@ def runnable(module: nn.Module, policy: Policy) -> Callable[..., Any]:
             if name and matches_module(pattern, name)
         ]
         for child in chosen:
+            counts = not policy.compile and any(True for _ in child.buffers())
             child.forward = functools.partial(  # type: ignore[method-assign]
-                _checkpointed, child.forward
+                _checkpointed, weakref.ref(child), vars(child).get("forward"), counts
             )
     if not policy.compile:
         return module
@@ -112,10 +115,43 @@ def check_modules(module: nn.Module, patterns: Iterable[str]) -> None:
             )
 
 
-def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(
+    reference: Callable[[], nn.Module | None],
+    forward: Callable[..., Any] | None,
+    counts: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call the module that ``reference`` leads to: it has this function itself, and would never be let
+    go of where the collector does not look. ``forward``: its own, if it is not its class's; ``counts``:
+    whether the pass that is made once more, for backward, must leave its buffers alone."""
+    module = reference()
+    assert module is not None
+    forward = forward or functools.partial(type(module).forward, module)
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    if counts:
+        kwargs["context_fn"] = lambda: (contextlib.nullcontext(), _buffers_aside(module))
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+@contextlib.contextmanager
+def _buffers_aside(module: nn.Module) -> Iterator[None]:
+    """Inside the block its buffers are copies, so that a pass which is made once more does not count
+    once more in running statistics."""
+    places = [
+        (owner, name, buffer)
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    for owner, name, buffer in places:
+        owner._buffers[name] = buffer.clone()
+    try:
+        yield
+    finally:
+        for owner, name, buffer in places:
+            owner._buffers[name] = buffer
 
 
 def _some(names: Iterable[str]) -> str:

@@ -98,6 +98,11 @@ def frozen_digest(module: nn.Module) -> str:
     return _digest(frozen) if frozen else ""
 
 
+def frozen_digests(module: nn.Module) -> dict[str, str]:
+    """Of each of these its own, by name."""
+    return {n: _digest([(n, p)]) for n, p in module.named_parameters() if not p.requires_grad}
+
+
 def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in tensors:

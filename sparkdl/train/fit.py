@@ -74,6 +74,7 @@ from sparkdl.train.trained import TrainedModel
 from sparkdl.train.trainer import Trainer
 from sparkdl.train.triggers import MaxEpoch
 from sparkdl.train.validation import Validator
+from sparkdl.train.writes import check_writes
 
 logger = logging.getLogger("sparkdl")
 
@@ -231,6 +232,7 @@ def _try_out(
     model.schedule.check(limit, plan.num_iterations, metrics)
     if validation is not None:
         check_scorer(model.module, validation)
+    check_writes(model.module, batch.inputs)
     return output
 
 

@@ -61,6 +61,29 @@ class ReturnsNaN(ReturnsNothing):
         return nn.Linear.forward(self, x)[:, 0] / 0.0 * 0.0
 
 
+class Normed(Embedded):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 1, max_norm=1.5)
+
+
+class Momentum(nn.Module):
+    """A copy that follows what is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = nn.Linear(2, 1), nn.Linear(2, 1)
+        self.target.load_state_dict(self.online.state_dict())
+        self.target.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for follows, followed in zip(
+            self.target.parameters(), self.online.parameters(), strict=True
+        ):
+            follows.data.lerp_(followed.data, 0.01)
+        return (self.online(x) + self.target(x))[:, 0]
+
+
 def unseeded() -> nn.Module:
     torch.manual_seed(int.from_bytes(os.urandom(4), "big"))
     return scalar_model()
@@ -165,6 +188,23 @@ MODELS = [
         'the model fails on the first rows ("features" [3]; int64): IndexError: index out of range '
         'in self. The data goes in "features" from 0 to 5: an embedding needs one row for each '
         "number from 0 on.",
+        jobs=3,
+    ),
+    Mistake(
+        "rows that are normed in place",
+        lambda fit: fit(fit.features("int", 0, 1, 2, 0, 1, 2), model=Normed),
+        ModelError,
+        '"table" has max_norm=1.5: with it torch writes to the weights of rows that are looked up, '
+        "which each replica does for its own. Leave it out, and scale what is looked up in forward.",
+        jobs=3,
+    ),
+    Mistake(
+        "a forward that writes to constants",
+        lambda fit: fit(fit.good(), model=Momentum),
+        ModelError,
+        'forward writes to "target.weight", a parameter with requires_grad=False: these are taken '
+        "for constants, and each worker would have its own. Make it a buffer (register_buffer), which "
+        "is kept, averaged over the replicas, and part of the result.",
         jobs=3,
     ),
     Mistake(

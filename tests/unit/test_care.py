@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -183,6 +186,21 @@ def test_checkpointed_modules_compute_twice_and_give_the_same_gradients() -> Non
             call(x)
         assert module.second.passes == (3 if patterns else 2), "without gradients: once"
     assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
+
+
+def test_a_checkpointed_module_goes_with_its_last_user() -> None:
+    """Without the collector, from which workers' replicas are hidden."""
+    gc.disable()
+    try:
+        module = Chain()
+        runnable(module, Policy(activation_checkpointing=("second",)))(
+            torch.randn(5, 3)
+        ).sum().backward()
+        weight = weakref.ref(module.second.layer.weight)
+        del module
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 def test_check_modules_wants_a_match() -> None:

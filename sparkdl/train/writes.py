@@ -1,0 +1,48 @@
+"""Weights that a model's forward writes to: what would be lost, or differ from replica to replica."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from sparkdl.errors import ModelError
+from sparkdl.replica.recipe import frozen_digests
+from sparkdl.replica.seeding import seeded
+from sparkdl.step.compute import to_tensors
+
+
+def check_writes(module: nn.Module, inputs: Sequence[np.ndarray]) -> None:
+    """Raise :class:`sparkdl.ModelError` for a forward pass that writes to parameters which do not
+    train, or that norms the rows of a table in place.
+
+    ``inputs``: what ``module`` is called with, a private copy, whose weights are others afterwards.
+    """
+    for name, table in module.named_modules():
+        if not isinstance(table, nn.Embedding | nn.EmbeddingBag) or table.max_norm is None:
+            continue
+        if table.weight.requires_grad:
+            raise ModelError(
+                f'"{name}" has max_norm={table.max_norm:g}: with it torch writes to the weights of '
+                "rows that are looked up, which each replica does for its own. Leave it out, and scale "
+                "what is looked up in forward."
+            )
+    before = frozen_digests(module)
+    if not before:
+        return
+    with torch.no_grad(), seeded(0):
+        for parameter in module.parameters():
+            if parameter.requires_grad and parameter.is_floating_point():
+                parameter.add_(0.01)  # as after an update: else a copy of them stays what it is
+        module.train()
+        module(*to_tensors(inputs, torch.device("cpu")))
+    after = frozen_digests(module)
+    for name, digest in before.items():
+        if after[name] != digest:
+            raise ModelError(
+                f'forward writes to "{name}", a parameter with requires_grad=False: these are taken '
+                "for constants, and each worker would have its own. Make it a buffer "
+                "(register_buffer), which is kept, averaged over the replicas, and part of the result."
+            )
