@@ -167,11 +167,19 @@ def _keep_pace(replica: LiveReplica, part: MiniBatch, times: int) -> None:
 
 @contextlib.contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """After the block they are as they were."""
-    kept = {buffer: buffer.clone() for buffer in module.buffers()}
-    yield
-    for buffer, content in kept.items():
-        buffer.copy_(content)
+    """After the block they are as they were, also where forward puts others in their place."""
+    kept = [
+        (owner, name, buffer, None if buffer is None else buffer.clone())
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+    ]
+    try:
+        yield
+    finally:
+        for owner, name, buffer, content in kept:
+            owner._buffers[name] = buffer
+            if buffer is not None and content is not None:
+                buffer.copy_(content)
 
 
 def _loss(replica: LiveReplica, part: MiniBatch) -> torch.Tensor:

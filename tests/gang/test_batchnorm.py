@@ -16,7 +16,8 @@ from torch import nn
 
 import sparkdl
 from sparkdl import ModelError, ParameterError
-from sparkdl.train.rank.batchnorm import GlobalBatchNorm, keeping_company, synchronise
+from sparkdl.train.rank.batchnorm import GlobalBatchNorm, synchronise
+from sparkdl.train.rank.company import keeping_company
 
 pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -122,6 +122,35 @@ def test_the_same_updates_are_left_out_as_in_one_process(frames, strategy):
     close(here, there)
 
 
+class Edge(nn.Module):
+    """The gradient of its weight is not a number where a row has a zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.sqrt(x.abs() * self.weight)
+
+
+def on_the_edge() -> nn.Module:
+    return nn.Sequential(Edge(), nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", sparkdl.DDP(bucket_cap_mb=1e-4), "fsdp"], ids=str)
+def test_the_rows_with_which_a_rank_keeps_company_do_no_harm(spark, strategy):
+    """They are the first ones of the data, and one rank has none of its own."""
+    rows = [([float(n + k) for k in range(WIDTH)], n % CLASSES) for n in range(24)]
+    rdd = spark.sparkContext.parallelize([[], rows], 2).flatMap(list)
+    df = spark.createDataFrame(rdd, "features array<double>, label long")
+    run = trainer_of(model=on_the_edge, strategy=strategy, on_nan="skip")
+    there, here = run.fit(df), replace(run, engine="local").fit(df)
+    skipped = [record["skipped"] for record in here.history]
+    assert 0 < skipped[-1] < len(skipped)
+    assert [record["skipped"] for record in there.history] == skipped
+    close(here, there)
+
+
 def normed() -> nn.Module:
     return nn.Sequential(
         nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)

@@ -58,6 +58,26 @@ def normed() -> nn.Module:
     )
 
 
+def in_place() -> nn.Module:
+    """The second stage begins with what writes to its input, which torch takes for a leaf."""
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.ReLU(inplace=True), nn.Linear(16, 8), nn.Linear(8, CLASSES)
+    )
+
+
+class Counting(nn.Module):
+    """Its count is another tensor each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls = self.calls + 1
+        return x
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -114,6 +134,7 @@ CASES: dict[str, dict[str, Any]] = {
     "all forward, then all backward": {"strategy": Pipeline(schedule="gpipe", micro_batches=3)},
     "one micro-batch": {"strategy": Pipeline(micro_batches=1)},
     "cut by name": {"strategy": Pipeline(split=["3"])},
+    "cut before what writes in place": {"model": in_place, "strategy": Pipeline(split=["1"])},
     "cut inside a block": {"strategy": Pipeline(split=["0.2"])},
     "interleaved": {"strategy": Pipeline(stages_per_rank=2)},
     "interleaved, all forward": {"strategy": Pipeline(stages_per_rank=2, schedule="gpipe")},
@@ -182,11 +203,11 @@ def test_batch_norm_over_the_mini_batch_of_a_pipeline(frames):
 
 def test_trying_a_stage_leaves_nothing(frames):
     """A micro-batch of another size is tried first: counted once, and drawn for once."""
-    df, layers = frames(20, 12), [*normed(), nn.Dropout(0.5)]
+    df, layers = frames(20, 12), [*normed(), nn.Dropout(0.5), Counting()]
     several = partial(nn.Sequential, *layers)
     run = trainer_of(model=several, batch_size=12, strategy=Pipeline(micro_batches=2))
     one, other = run.fit(df), run.fit(df)
-    assert one.module[1].num_batches_tracked == 12
+    assert one.module[1].num_batches_tracked == one.module[-1].calls == 12
     assert one.history.losses == other.history.losses
     for name, tensor in one.module.state_dict().items():
         assert torch.equal(tensor, other.module.state_dict()[name])

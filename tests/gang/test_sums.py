@@ -22,7 +22,8 @@ from sparkdl.replica.recipe import Recipe
 from sparkdl.step.compute import MiniBatch, forward_backward
 from sparkdl.sync.plan import slice_plans
 from sparkdl.train.parallel.strategy import DDP
-from sparkdl.train.rank.batchnorm import GlobalBatchNorm, keeping_company, synchronise
+from sparkdl.train.rank.batchnorm import GlobalBatchNorm, synchronise
+from sparkdl.train.rank.company import keeping_company
 from sparkdl.train.rank.data_parallel import AtOnce, DataParallel
 from sparkdl.train.rank.summing import Copied, GradientVector
 
@@ -59,9 +60,12 @@ def work() -> Any:
     return SimpleNamespace(step=step, seed=lambda: 0)
 
 
-def one_rank(communicator: Any, kind: str, wire: str, fill: float) -> dict[str, Any]:
-    """One iteration of a rank; the first one's batch is ``fill``, the others' its negative."""
-    rank = communicator.rank
+def one_rank(
+    communicator: Any, kind: str, wire: str, fill: float, alone: bool = False
+) -> dict[str, Any]:
+    """One iteration of a rank; the first one's batch is ``fill``, the others' its negative; ``alone``:
+    what these have counts for nothing."""
+    rank, weights = communicator.rank, [4.0, *[4.0 * (not alone)] * (WORLD - 1)]
     torch.manual_seed(0)
     live = LiveReplica.of(Recipe(Sometimes, nn.MSELoss(), torch.optim.SGD, 0, Policy(wire=wire)))
     plans = slice_plans(live.flat.layout, 1)
@@ -75,8 +79,8 @@ def one_rank(communicator: Any, kind: str, wire: str, fill: float) -> dict[str, 
         way = DataParallel(live, plans, rank, spare, DDP(find_unused_parameters=True))
     sign = 1.0 if rank == 0 else -1.0
     batch = MiniBatch([torch.full((4, 3), sign * fill)], [torch.ones(4, 3)])
-    _, problem = way.compute(work(), batch, [4.0] * WORLD, Clock())
-    (contribution, *_) = way.contributions(ROWS, [4.0] * WORLD)[0]
+    _, problem = way.compute(work(), batch, weights, Clock())
+    (contribution, *_) = way.contributions(ROWS, weights)[0]
     found = {
         "problem": problem,
         "gradient": contribution.gradient.clone(),
@@ -96,6 +100,13 @@ def test_a_parameter_that_one_rank_uses_is_updated_alike_on_all(ranks, kind):
     for other in others:
         assert other["absent"] == []
         assert torch.equal(other["gradient"], first["gradient"])
+
+
+@pytest.mark.parametrize("kind", ["copies", "at once"])
+def test_a_parameter_that_only_rows_without_weight_use_has_no_gradient(ranks, kind):
+    """Else an optimizer with a memory would move it. DistributedDataParallel does not tell."""
+    found = ranks.run(WORLD, one_rank, kind, "fp32", -1.0, True)
+    assert all(each["absent"] == [2, 3] for each in found)
 
 
 @pytest.mark.parametrize("fill", [3e4, 700.0], ids=["one rank's", "only their sum"])

@@ -7,8 +7,6 @@ whatever the ranks have (Ioffe & Szegedy, 2015).
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,19 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-_idle = False
-"""Whether this process has no samples now, and only keeps the others company."""
-
-
-@contextlib.contextmanager
-def keeping_company(idle: bool) -> Iterator[None]:
-    """Inside the block, where ``idle``, what goes through counts for nothing."""
-    global _idle
-    before, _idle = _idle, idle
-    try:
-        yield
-    finally:
-        _idle = before
+from sparkdl.train.rank.company import idle
 
 
 class _Sum(torch.autograd.Function):
@@ -61,7 +47,7 @@ class GlobalBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         axes = [axis for axis in range(input.ndim) if axis != 1]
         shape = [-1 if axis == 1 else 1 for axis in range(input.ndim)]
-        own, each = 0.0 if _idle else 1.0, input.numel() // input.shape[1]
+        own, each = 0.0 if idle() else 1.0, input.numel() // input.shape[1]
         # as torch does: in half precision counts and sums of a few images are too large already
         values = input if input.dtype == torch.float64 else input.float()
         count = values.new_full((1,), own * each)
@@ -83,7 +69,7 @@ class GlobalBatchNorm(_BatchNorm):
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
-        if _idle and not total:
+        if idle() and not total:
             return
         self.num_batches_tracked.add_(1)
         factor = self.momentum

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from sparkdl.train.rank.company import idle
+
 _torchs = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its newer name
 MOST_RANKS, MOST_BYTES = 4, 3 << 20
 """Each rank speaks to all others at once: measured up to so many, and for a sum on all up to so large a
@@ -117,4 +119,6 @@ class OneRound:
         """A sum, which is there when this returns."""
         assert op == dist.ReduceOp.SUM
         assert not async_op
+        if idle():  # zero times what is not finite is not zero
+            input_tensor.zero_()
         reduce_scatter(output_tensor, input_tensor, group)

@@ -25,13 +25,13 @@ import torch.distributed as dist
 
 from sparkdl.clock import Clock
 from sparkdl.data.assemble import Batch
-from sparkdl.replica.flat import local
 from sparkdl.replica.seeding import seeded
 from sparkdl.step.compute import Gradients, MiniBatch, buffers_kept, mean_loss, take_gradients
 from sparkdl.step.replica import Work
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.train.parallel.stages import micro_batches
 from sparkdl.train.parallel.strategy import Pipeline
+from sparkdl.train.rank.company import keeping_company
 from sparkdl.train.rank.fully_sharded import let_go
 from sparkdl.train.rank.groups import Groups
 from sparkdl.train.rank.in_turn import InTurn
@@ -94,7 +94,8 @@ class Pipelined(Copied):
     ) -> tuple[float, str]:
         """See :class:`sparkdl.train.rank.summing.Summed`."""
         counts = self._bring.counts(work, weights)
-        own = self._rank in counts
+        # the shards of units are summed over pipelines, others of which have rows
+        own, self._counts = self._rank in counts, bool(counts) or self._gathers
         live, scale = self._live, work.step.loss_scale
         live.train()
         live.clear_gradients()
@@ -120,7 +121,7 @@ class Pipelined(Copied):
             loss = self._told(loss) if self.agrees else loss
         self._keep_pace(idle)
         clock.lap("pipeline")
-        self._gradients = self._taken(scale, nothing=not counts)
+        self._gradients = self._taken(scale)
         if own and not math.isfinite(loss):
             return loss, f"the loss ({loss})"
         name = self._not_finite()
@@ -137,7 +138,7 @@ class Pipelined(Copied):
             return
         rows = len(self._spare)
         nothing = replace(self._spare, weights=torch.zeros(rows, dtype=torch.float64))
-        with seeded(0), buffers_kept(self._live.flat.module):
+        with seeded(0), buffers_kept(self._live.flat.module), keeping_company():
             self._flow(nothing, [(0, rows, 1)] * times)
 
     def _flow(self, whole: MiniBatch, runs: Sequence[tuple[int, int, int]]) -> None:
@@ -186,13 +187,10 @@ class Pipelined(Copied):
         dist.broadcast(value, self._tail, self._pipe)
         return float(value)
 
-    def _taken(self, scale: float, nothing: bool) -> Gradients:
-        """The gradients of this rank's stages; zero where no rank of the pipeline had samples."""
+    def _taken(self, scale: float) -> Gradients:
+        """The gradients of this rank's stages."""
         settle(self._live)
         found = take_gradients(self._live).dense
-        for number in self._seats.numbers(self._rank):
-            if number < len(found) and found[number] is None and nothing:
-                found[number] = torch.zeros_like(local(self._live.flat.parameters[number][1]))
         if scale != 1.0:
             for gradient in found:
                 if gradient is not None:

@@ -27,16 +27,21 @@ from sparkdl.train.rank.tensor_parallel import parallelise
 
 
 class Stage(nn.Module):
-    """Some modules of the chain, one after another. ``live``: set before it is called."""
+    """Some modules of the chain, one after another. ``live``: set before it is called. ``copies``: what
+    comes in from another stage, where the first of them writes to it, as ``nn.ReLU(inplace=True)``
+    does: to torch it is a leaf, which may not be written to."""
 
     def __init__(self, items: Items) -> None:
         super().__init__()
         self.chain = nn.ModuleList(item for _, item in items)
         self.live: LiveReplica | None = None
+        self.copies = False
 
     def forward(self, *values: Any) -> Any:
         """What comes out; several values are the tuple that the module before put out."""
         assert self.live is not None
+        if self.copies:
+            values = tuple(tensor.clone() for tensor in values)
         value = values[0] if len(values) == 1 else values
         with autocasting(self.live):
             for item in self.chain:

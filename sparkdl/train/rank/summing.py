@@ -17,7 +17,7 @@ from sparkdl.step.replica import Work, to_mini_batch
 from sparkdl.sync.contribution import NOTHING, SPARE, Contribution, sums_up
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.train.rank import one_round
-from sparkdl.train.rank.batchnorm import keeping_company
+from sparkdl.train.rank.company import keeping_company
 from sparkdl.train.rank.model_group import ModelGroup
 from sparkdl.train.rank.way import Way
 
@@ -68,7 +68,8 @@ class GradientVector:
 
 
 class Summed(Way):
-    """What a rank does for the gradients of an iteration, where torch sums them."""
+    """What a rank does for the gradients of an iteration, where torch sums them. ``_counts``: whether
+    the last rows that went through here count for something."""
 
     _model_group: ModelGroup | None = None
     """The ranks with which this one brings its rows together, if there are any."""
@@ -83,7 +84,7 @@ class Summed(Way):
         rows = to_mini_batch(spare, live, training=False)
         self._spare = Spare(rows.inputs, rows.targets)
         self._vector = GradientVector(live.flat.layout, live.flat.flat.device)
-        self._gradients = Gradients([], {})
+        self._gradients, self._counts = Gradients([], {}), False
 
     def compute(
         self, work: Work, batch: MiniBatch | None, weights: Sequence[float], clock: Clock
@@ -95,6 +96,7 @@ class Summed(Way):
             batch = self._model_group.together(work, weights, batch)
             work, own = self._model_group.as_one(work), self._model_group.weight(weights)
             clock.lap("data")
+        self._counts = bool(own)
         batch = batch if own and batch is not None else self._spare
         with keeping_company(not own):
             loss = self._pass(work, batch, own / total if total else 0.0, clock)
@@ -170,6 +172,8 @@ class Copied(Summed):
 
     def _not_finite(self) -> str:
         """On this rank, before the sum."""
+        if not self._counts:  # whatever the spare rows made up
+            self._gradients = Gradients([None] * len(self._live.flat.parameters), {})
         dense, wire, ranks = self._gradients.dense, None, 1
         flat = self._vector.filled(dense)
         if self._alike is not None:
