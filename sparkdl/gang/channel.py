@@ -102,10 +102,15 @@ class Channel:
         self._received += 1
         return pickle.loads(content)
 
+    def exhaust(self) -> None:
+        """Read to the end of the connection, and keep nothing."""
+        with contextlib.suppress(OSError):
+            while self._connection.recv(1 << 16):
+                pass
+
     def close(self) -> None:
         """End the connection; whoever reads from it is told."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+        _end(self._connection)
         self._connection.close()
 
     def _digest(self, direction: bytes, number: int, content: bytes | bytearray) -> bytes:
@@ -143,8 +148,12 @@ class Listener:
             connection, _ = self._socket.accept()
         except TimeoutError:
             return None
-        connection.settimeout(HELLO_SECONDS)
-        ours = secrets.token_bytes(NONCE_BYTES)
+        connection.settimeout(None)
+        ours, late = (
+            secrets.token_bytes(NONCE_BYTES),
+            threading.Timer(HELLO_SECONDS, _end, [connection]),
+        )
+        late.start()
         try:
             connection.sendall(ours)
             nonce = ours + _exactly(NONCE_BYTES, connection)
@@ -153,7 +162,8 @@ class Listener:
         except (OSError, ChannelError):
             connection.close()
             return None
-        connection.settimeout(None)
+        finally:
+            late.cancel()
         return channel, hello
 
     def close(self) -> None:
@@ -169,6 +179,12 @@ def connect(host: str, port: int, key: bytes, hello: Any) -> Channel:
     channel = Channel(connection, key, _exactly(NONCE_BYTES, connection) + ours, driver=False)
     channel.send(hello)
     return channel
+
+
+def _end(connection: socket.socket) -> None:
+    """Both ends are told, and who waits for either."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _exactly(nbytes: int, connection: socket.socket) -> bytes:

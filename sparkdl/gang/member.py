@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from pyspark import BarrierTaskContext, cloudpickle
@@ -24,6 +24,8 @@ from sparkdl.worker import settle_worker
 ERROR, OUTPUT = "error", "output"
 """What a rank says beside results, see :mod:`sparkdl.gang.turns`; its messages are (kind, content)."""
 _HERE = os.path.dirname(__file__) + os.sep
+_OF_GROUPS = ("gloo/", "NCCL error", "NCCL communicator")
+"""What errors of a process group speak of that are plain RuntimeErrors."""
 
 
 @dataclass(frozen=True)
@@ -98,15 +100,14 @@ class Meeting:
             channel = connect(self.host, self.port, self.key, hello)
         except ConnectionError:  # nobody waits for this gang any more
             return
-        with contextlib.closing(channel), _output(channel if self.output else None):
-            try:
-                with contextlib.ExitStack() as at_end:
-                    _serve(channel, member(at_end))
-            except (ChannelError, KeyboardInterrupt):  # the driver has hung up, see Commands
-                pass
-            except Exception as error:
-                with contextlib.suppress(ChannelError):
-                    channel.send((ERROR, _failure(error)))
+        with (
+            contextlib.closing(channel),
+            _output(channel if self.output else None) as rest,
+            _failures_told(channel),
+            contextlib.ExitStack() as at_end,
+            _failures_told(channel),  # before the process group goes, which may take long
+        ):
+            _serve(channel, member(at_end), rest)
 
     def _member(
         self, context: BarrierTaskContext, frames: list[Any], at_end: contextlib.ExitStack
@@ -117,19 +118,43 @@ class Meeting:
         return Member(rank, len(infos), address, device, frames, at_end, self)
 
 
-def _serve(channel: Channel, member: Member) -> None:
-    """Do what comes, until the driver hangs up, or something fails."""
+@contextlib.contextmanager
+def _failures_told(channel: Channel) -> Iterator[None]:
+    """The driver is told what fails in the block, and where it has hung up nothing is told."""
+    try:
+        yield
+    except ChannelError:
+        pass
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        with contextlib.suppress(ChannelError):
+            channel.send((ERROR, _failure(error)))
+
+
+def _serve(channel: Channel, member: Member, rest: Callable[[], None]) -> None:
+    """Do what comes, until the driver hangs up, or something fails. ``rest``: tells what has been
+    printed of a line."""
     commands, results = Commands(channel), Results(channel)
     try:
         while (content := commands.next()) is not None:
             command: Command = cloudpickle.loads(content)
-            results.add(_packed(command(member)), more=commands.waiting)
+            result = _packed(command(member))
+            rest()
+            results.add(result, more=commands.waiting)
             if member.afterwards is not None:
                 work, member.afterwards = member.afterwards, None
                 work()
     finally:
-        commands.done()
-        results.close()
+        ended = False
+        while not ended:
+            try:
+                commands.done()
+                results.close()
+                ended = True
+            except (
+                KeyboardInterrupt
+            ):  # of Commands, and noticed only here: as Python sees to signals
+                continue  # where a function begins, none does between the two
+        rest()
 
 
 def _packed(result: Any) -> bytes:
@@ -166,7 +191,7 @@ def sees_gpu(kind: str) -> bool:
     return True
 
 
-def _failure(error: Exception) -> Failure:
+def _failure(error: BaseException) -> Failure:
     """Where a text begins with an empty line, as that of torch does around what a stage of a pipeline
     raised, the cause says more."""
     told: BaseException = error
@@ -176,51 +201,70 @@ def _failure(error: Exception) -> Failure:
     while place is not None and place.tb_frame.f_code.co_filename.startswith(_HERE):
         place = place.tb_next  # the user's own frames say more
     trace = "".join(traceback.format_exception(error.with_traceback(place))).rstrip()
-    return Failure(type(told).__name__, str(told), trace, _by_group(error))
+    return Failure(type(told).__name__, _text(told), trace, _by_group(error))
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"sys.exit({error.code!r}) ends a rank without a result: return instead."
+    try:
+        return str(error)
+    except Exception:
+        return "(it has no text: its __str__ fails)"
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0].strip()
+    return _text(error).partition("\n")[0].strip()
 
 
 def _by_group(error: BaseException | None) -> bool:
     """Whether it, or what it came of, is of the process group: torch raises plain RuntimeErrors where
     Gloo breaks, and others of these in a pipeline."""
     while error is not None:
-        text = str(error)
-        if type(error).__name__.startswith("Dist") or "gloo/" in text or "NCCL" in text:
+        text, kind = _text(error), type(error).__name__
+        if kind.startswith("Dist") or any(word in text for word in _OF_GROUPS):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
 class _Output(io.TextIOBase):
-    """A text stream into the channel, line by line."""
+    """A text stream into the channel, line by line. Of processes that are forked from this one, such as
+    those of a DataLoader, it is ``before``, as the channel has two ends and no more."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel, self._line = channel, ""
+    def __init__(self, channel: Channel, before: TextIO) -> None:
+        self._channel, self._before, self._line = channel, before, ""
+        self._process = os.getpid()
 
     def writable(self) -> bool:
         return True
 
     def write(self, text: str) -> int:
+        if os.getpid() != self._process:
+            return self._before.write(text)
         *lines, self._line = (self._line + text).split("\n")
         if lines:
-            with contextlib.suppress(ChannelError):
-                self._channel.send((OUTPUT, "\n".join(lines)))
+            self._send("\n".join(lines))
         return len(text)
+
+    def rest(self) -> None:
+        """Tell the line that has begun."""
+        line, self._line = self._line, ""
+        if line:
+            self._send(line)
+
+    def _send(self, text: str) -> None:
+        with contextlib.suppress(ChannelError):
+            self._channel.send((OUTPUT, text))
 
 
 @contextlib.contextmanager
-def _output(channel: Channel | None) -> Iterator[None]:
-    """What is printed inside the block goes to the driver, where there is a channel."""
+def _output(channel: Channel | None) -> Iterator[Callable[[], None]]:
+    """What is printed inside the block goes to the driver, where there is a channel; the function tells
+    what has begun."""
     if channel is None:
-        yield
+        yield lambda: None
         return
-    stream = _Output(channel)
+    stream = _Output(channel, sys.stdout)
     with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
-        try:
-            yield
-        finally:
-            if stream._line:
-                print(file=sys.stdout)
+        yield stream.rest

@@ -21,6 +21,8 @@ from sparkdl.gang.turns import RESULT
 
 LOST = "lost"
 """In place of a message: the rank is gone."""
+DAY_SECONDS = 86400.0
+"""What is waited for longer is waited for again: a system call takes 24 days at most."""
 GRACE_SECONDS = 2.0
 """After the first failure of a rank, the others have so long to say what they know of it."""
 
@@ -91,7 +93,7 @@ class Team:
                 left = deadline - time.monotonic()
                 if left <= 0:  # also where a rank prints without a pause
                     break
-                for key, _ in selector.select(None if left == math.inf else left):
+                for key, _ in selector.select(min(left, DAY_SECONDS)):
                     rank = key.data
                     try:
                         kind, content = self._channels[rank].receive(left)
@@ -139,10 +141,12 @@ class Team:
             )
         if failures:
             rank, failure = next(iter(failures.items()))
-            raise StateLostError(
+            lost_group = StateLostError(
                 f"{doing}: the connection between the ranks broke. Rank {rank} on {hosts[rank]} says: "
                 f"{failure.text.partition(chr(10))[0]}"
             )
+            lost_group.add_note(failure.trace)
+            raise lost_group
         late = [rank for rank in range(self.size) if rank not in answered]
         raise StalledError(
             f"{doing}: waited {self._timeout:g} s for "

@@ -67,7 +67,7 @@ class Commands:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._arrived: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[bytes | Exception | None] = queue.SimpleQueue()
         self._busy, self._hung_up = False, False
         self._lock, self._idle = threading.Lock(), threading.Event()
         threading.Thread(target=self._read, name="sparkdl-commands", daemon=True).start()
@@ -84,9 +84,11 @@ class Commands:
         return not self._arrived.empty()
 
     def next(self) -> bytes | None:
-        """Wait for the next; None at the end."""
+        """Wait for the next; None at the end. Raises what kept it from being read."""
         self.done()
         content = self._arrived.get()
+        if isinstance(content, Exception):
+            raise content
         with self._lock:
             content = None if self._hung_up else content
             self._busy = content is not None
@@ -100,6 +102,9 @@ class Commands:
                     self._arrived.put(command)
         except (ChannelError, OSError):
             self._arrived.put(None)
+        except Exception as error:  # it does not fit into the memory, say
+            self._arrived.put(error)
+            self._channel.exhaust()
         with self._lock:
             self._hung_up = True
             if not self._busy:

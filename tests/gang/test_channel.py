@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import sparkdl.gang.channel
 from sparkdl.errors import StalledError
 from sparkdl.gang.channel import NONCE_BYTES, Channel, ChannelError, Listener, connect
 from sparkdl.gang.member import OUTPUT, Hello
@@ -106,6 +107,26 @@ def test_strangers_are_not_let_in(listener):
     driver, rank = both(listener)  # and others still are
     rank.send(1)
     assert driver.receive() == 1
+
+
+def test_a_stranger_that_trickles_is_not_listened_to_for_long(listener, monkeypatch):
+    """Byte after byte, each in time: ranks that come meanwhile would wait."""
+    monkeypatch.setattr(sparkdl.gang.channel, "HELLO_SECONDS", 0.2)
+    stranger = socket.create_connection(("127.0.0.1", listener.port))
+    stop = threading.Event()
+
+    def trickle() -> None:
+        with contextlib.suppress(OSError):
+            while not stop.wait(0.02):
+                stranger.sendall(b"x")
+
+    trickling = threading.Thread(target=trickle)
+    trickling.start()
+    assert listener.accept(10) is None
+    assert not stop.is_set()
+    stop.set()
+    trickling.join()
+    stranger.close()
 
 
 def test_a_first_frame_cannot_fill_the_memory():
