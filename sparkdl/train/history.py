@@ -90,9 +90,16 @@ class History:
         clipping; None where it was not measured), loss_scale, skipped (whether this iteration's
         update was left out), bytes_sent (between nodes) and timings (seconds by activity), see
         :class:`sparkdl.TrainState`."""
-        skips = self._start["skipped"]
-        for i, row in enumerate(zip(*self._columns.values(), strict=True)):
-            record = dict(zip(self._columns, row, strict=True))
+        return self._records(0)
+
+    def last(self, count: int) -> list[dict[str, Any]]:
+        """So many of these records, from the end; fewer where there are no more."""
+        return list(self._records(max(0, len(self) - count)))
+
+    def _records(self, first: int) -> Iterator[dict[str, Any]]:
+        skips = self._columns["skipped"][first - 1] if first else self._start["skipped"]
+        for i in range(first, len(self)):
+            record = {name: column[i] for name, column in self._columns.items()}
             if record["gradient_norm"] == _NO_NORM:
                 record["gradient_norm"] = None
             skips, record["skipped"] = record["skipped"], record["skipped"] > skips

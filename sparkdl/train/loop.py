@@ -10,7 +10,7 @@ from sparkdl.train.callbacks import Callback
 from sparkdl.train.engine import Lasting
 from sparkdl.train.foresight import Foresight
 from sparkdl.train.history import History
-from sparkdl.train.progress import advanced
+from sparkdl.train.progress import advanced, before
 from sparkdl.train.schedule import Schedule
 from sparkdl.train.state import TrainState
 from sparkdl.train.trigger_logic import Trigger
@@ -44,7 +44,8 @@ def train(
     history: History,
 ) -> TrainState:
     """Iterate from ``state`` until ``trainer.stop`` says so; where that is."""
-    previous, policy, recoveries = state, trainer.policy, engine.recoveries
+    policy, recoveries = trainer.policy, engine.recoveries
+    previous = before(state, history)
     foresight = Foresight(trainer, [stage.every for stage in stages], schedule, state)
 
     def tell(hook: str) -> None:
@@ -53,9 +54,9 @@ def train(
 
     def after(stage: Stage, changed: TrainState) -> None:
         nonlocal state
-        before, state = state, changed
+        known, state = state, changed
         told_of_losses()
-        if state is not before:
+        if state is not known:
             tell(stage.hook)
 
     def told_of_losses() -> None:

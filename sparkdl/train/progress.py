@@ -8,6 +8,7 @@ from sparkdl.errors import TrainingError
 from sparkdl.replica.policy import Policy
 from sparkdl.sync.nodes import most
 from sparkdl.train.engine import Iteration, StepResult
+from sparkdl.train.history import History
 from sparkdl.train.scaling import FIRST_SCALE, next_scale
 from sparkdl.train.schedule import Schedule
 from sparkdl.train.state import TrainState, expected
@@ -16,6 +17,23 @@ from sparkdl.train.state import TrainState, expected
 def first_state(policy: Policy) -> TrainState:
     """Where a run begins."""
     return TrainState(loss_scale=FIRST_SCALE if policy.scales_loss else 1.0)
+
+
+def before(state: TrainState, history: History) -> TrainState:
+    """The state before the last iteration of a run that goes on from ``state``, as far as triggers
+    compare the two; of a run that begins ``state`` itself."""
+    if not state.iteration:
+        return state
+    iteration, ends = state.iteration - 1, state.position == 0
+    seconds = [record["seconds"] for record in history.last(2)]
+    return replace(
+        state,
+        iteration=iteration,
+        epoch=state.epoch - ends,
+        position=(state.iterations_per_epoch if ends else state.position) - 1,
+        seconds=seconds[0] if len(seconds) == 2 else 0.0,
+        validations=tuple(v for v in state.validations if v.iteration <= iteration),
+    )
 
 
 def next_iteration(state: TrainState, schedule: Schedule, histograms: bool) -> Iteration:

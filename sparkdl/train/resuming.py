@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -62,8 +63,9 @@ class Restored:
     def state(self) -> TrainState:
         """Where its run stood."""
         manifest = self.manifest
-        records = list(self.history)
+        records = self.history.last(1)
         last = records[-1] if records else {}
+        rate = last.get("learning_rate", math.nan)
         scale, age = manifest.loss_scale, int(manifest.extra.get("loss_scale_age", 0))
         if self.policy.scales_loss != manifest.extra.get("scales_loss", scale != 1.0):
             first = first_state(self.policy)  # another precision than the checkpoint's
@@ -74,7 +76,9 @@ class Restored:
             position=manifest.position,
             samples=manifest.samples,
             seconds=manifest.seconds,
-            loss=last.get("loss", float("nan")),
+            loss=last.get("loss", math.nan),
+            learning_rates=() if math.isnan(rate) else (rate,),
+            gradient_norm=last.get("gradient_norm"),
             loss_scale=scale,
             loss_scale_age=age,
             skipped=manifest.skipped,

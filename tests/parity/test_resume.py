@@ -358,6 +358,39 @@ def test_from_the_last_iteration_there_is_nothing_to_do(df, straight):
     assert done.history.losses == expected.trained.history.losses
 
 
+STOPS = {
+    "between epochs": sparkdl.max_iteration(10) & sparkdl.every_epoch(),
+    "at some multiple": sparkdl.every(8),
+    "at a moment": sparkdl.every_seconds(1e-9),
+    "or later": sparkdl.max_epoch(1) | sparkdl.every(50),
+}
+
+
+@pytest.mark.parametrize("stop", STOPS.values(), ids=STOPS)
+def test_a_run_that_has_ended_does_not_go_on(df, tmp_path, stop):
+    """Also where the stop is true at a moment only, between an iteration and the one before."""
+    trainer = trainer_of("everything", df, tmp_path, stop=stop)
+    ended = trainer.fit(df)
+    again = trainer.fit(df, resume="latest")
+    assert again.history.losses == ended.history.losses
+    assert_same_modules(ended, again)
+
+
+@dataclass(frozen=True)
+class RateIs(sparkdl.Trigger):
+    rate: float
+
+    def __call__(self, previous: sparkdl.TrainState, current: sparkdl.TrainState) -> bool:
+        return current.learning_rates == (self.rate,)
+
+
+def test_triggers_see_the_rate_with_which_it_ended(df, tmp_path):
+    stop, sgd = RateIs(0.25), partial(torch.optim.SGD, lr=1.0)
+    halved = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    trainer = trainer_of("everything", df, tmp_path, stop=stop, optimizer=sgd, schedule=halved)
+    assert len(trainer.fit(df).history) == len(trainer.fit(df, resume="latest").history)
+
+
 @pytest.mark.parametrize("slices", [1, 2, 7])
 @pytest.mark.parametrize(
     "case", ["plateau", "whole tensors", "sparse tables and two optimizers", "top-k"]

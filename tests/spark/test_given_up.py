@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fail_early
@@ -17,7 +18,11 @@ from pyspark import cloudpickle
 from pyspark.errors import PythonException
 
 from sparkdl.data.partition import PartitionWriter
+from sparkdl.errors import TrainingError
+from sparkdl.frames import map_frames
 from sparkdl.slab.root import SlabConfig, open_root, remove_root
+from sparkdl.train.cluster.resources import Resources
+from sparkdl.train.engines import committed
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -65,6 +70,29 @@ def test_it_makes_no_slab_root(spark: Any, tmp_path: Path, slabs: Any, there: bo
     assert slabs() == held
     assert len(held) == there
     remove_root(config)
+
+
+def kept(partition: int, frames: Iterator[bytes]) -> Iterator[bytes]:
+    yield from frames
+
+
+def lost(partition: int, frames: Iterator[bytes]) -> Iterator[bytes]:
+    raise ValueError("no space left")
+
+
+def test_nothing_is_left_of_a_snapshot_whose_other_half_fails(spark: Any, monkeypatch: Any) -> None:
+    """It is taken again and again, and the disks are full, say."""
+    context = spark.sparkContext
+    owners = context.parallelize([b"state"], 1)
+    places = SimpleNamespace(owners=owners, seats_of=lambda task: map_frames(owners, lost))
+    monkeypatch.setattr(committed, "TakeSnapshot", lambda *state: kept)
+    before = context._jsc.getPersistentRDDs().size()
+    with Resources(context, SlabConfig.new("auto", context.applicationId)) as resources:
+        state = committed.Committed(places, resources, 1, 1)  # type: ignore[arg-type]
+        state.residuals = (object(),)  # type: ignore[assignment]
+        with pytest.raises(TrainingError, match="no space left"):
+            state.take_snapshot()
+        assert context._jsc.getPersistentRDDs().size() == before
 
 
 def test_a_fit_that_failed_awaits_tasks_that_the_tracker_does_not_know(tmp_path: Path) -> None:

@@ -170,8 +170,12 @@ class Committed:
             slices = self._resources.replicated(map_frames(self._places.owners, task))
             residuals = None
             if any(self.residuals):
-                seats = self._places.seats_of(WithResiduals(self.residuals, copied))
-                residuals = self._resources.replicated(seats)
+                try:
+                    seats = self._places.seats_of(WithResiduals(self.residuals, copied))
+                    residuals = self._resources.replicated(seats)
+                except BaseException:
+                    self._resources.forget(slices)
+                    raise
         return Snapshot(slices, residuals)
 
     def drop(self, snapshot: Snapshot) -> None:
