@@ -17,6 +17,7 @@ import numpy as np
 
 from sparkdl.data.batches import drawn, generator, permutation, remembered
 from sparkdl.data.handle import Field
+from sparkdl.data.objects import masked
 from sparkdl.data.ragged import Ragged, Rows, dense, model_inputs
 from sparkdl.errors import ParameterError
 
@@ -201,6 +202,8 @@ def _value(value: Any, dtype: np.dtype, float_dtype: str) -> np.ndarray:
     """What ``augment`` returned for a feature of ``dtype``: integers may become floats."""
     if hasattr(value, "detach"):
         value = value.detach().cpu().numpy()
+    if masked(value):
+        raise ParameterError("augment returned a masked value: fill it, with value.filled(0), say.")
     array = np.asarray(value)
     if array.dtype.kind not in "fiub":
         raise ParameterError(

@@ -12,10 +12,12 @@ from sparkdl.data.problems import SAME_SHAPE, RowProblem, finite
 def as_array(value: Any, name: str, row: int, float_dtype: str, remedy: str) -> np.ndarray:
     """A Python value as an array: floats in ``float_dtype``, integers and booleans as they are.
 
-    Raises :class:`RowProblem` for what is not numbers, for NaN and inf, and for emptiness.
+    Raises :class:`RowProblem` for what is not numbers or masked, for NaN and inf, and for emptiness.
     """
     try:
         array = _plain(value)
+    except np.ma.MaskError:
+        raise RowProblem(name, row, "holds a masked value", remedy) from None
     except ValueError:
         raise RowProblem(name, row, "is ragged: its parts differ in length", SAME_SHAPE) from None
     except Exception as error:
@@ -40,8 +42,21 @@ def as_array(value: Any, name: str, row: int, float_dtype: str, remedy: str) -> 
     return array
 
 
+def masked(value: Any) -> bool:
+    """Whether an element of this array, or of one in this list, is masked: ``np.asarray`` drops the
+    mask, and takes the number that happens to lie under it."""
+    if isinstance(value, (list, tuple)):
+        kinds = (list, tuple, np.ma.MaskedArray)
+        return any(issubclass(kind, kinds) for kind in set(map(type, value))) and any(
+            map(masked, value)
+        )
+    return isinstance(value, np.ma.MaskedArray) and bool(np.any(np.ma.getmaskarray(value)))
+
+
 def _plain(value: Any) -> np.ndarray:
-    """Any array-like, tensor, or ``pyspark.ml.linalg`` vector or matrix."""
+    """Any array-like, tensor, or ``pyspark.ml.linalg`` vector or matrix. Raises ``np.ma.MaskError``."""
+    if masked(value):
+        raise np.ma.MaskError
     if hasattr(value, "toArray"):
         value = value.toArray()
     elif hasattr(value, "detach"):

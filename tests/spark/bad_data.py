@@ -7,6 +7,7 @@ import shutil
 import sys
 from typing import Any
 
+import numpy as np
 import PIL.Image
 import torch
 from bad_inputs import Mistake
@@ -559,6 +560,15 @@ RECORDS = [
         lambda fit: fit(fit.rdd(([1.0, 2.0], 1.0), ([1.0, float("nan")], 1.0))),
         DataError,
         f'field "features", row 0 of partition 1: holds NaN. {MEND}',
+        jobs=2,
+    ),
+    Mistake(
+        "RDD with a masked value",
+        lambda fit: fit(
+            fit.rdd(([1.0, 2.0], 1.0), (np.ma.masked_equal([1.0, 9.9e36], 9.9e36), 1.0))
+        ),
+        DataError,
+        f'field "features", row 0 of partition 1: holds a masked value. {MEND}',
         jobs=2,
     ),
     Mistake(

@@ -240,6 +240,7 @@ def test_augment_of_a_single_feature(make: Make) -> None:
         ),
         (lambda a, b, rng: a, "augment returned 1 values for 2 features"),
         (lambda a, b, rng: (a, "x"), "augment returned a str, which is no array of numbers"),
+        (lambda a, b, rng: (a, np.ma.masked_less(b, 200)), "augment returned a masked value"),
         (
             lambda a, b, rng: (a, b[:, : 1 + rng.integers(2)]),
             "augment returned an array of shape",

@@ -18,7 +18,7 @@ from pyspark.sql.pandas.types import to_arrow_type
 from sparkdl.data.columns import Sequence
 from sparkdl.data.problems import Problem, RowProblem
 from sparkdl.data.ragged import Ragged, Rows
-from sparkdl.data.records import Sample, WriteRecords, check_alike, stack_records
+from sparkdl.data.records import Sample, WriteRecords, check_alike, record_array, stack_records
 from sparkdl.data.schema import read_schema
 from sparkdl.data.values import to_numpy
 from sparkdl.errors import DataError
@@ -130,3 +130,32 @@ def test_any_record_becomes_tensors_or_a_sentence(
     else:
         for field in fields:
             check_numbers(field)
+
+
+MASKED = np.ma.masked_equal([1.0, 9.0], 9.0)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        MASKED,
+        MASKED[1],
+        [MASKED, MASKED],
+        [[1.0, 2.0], MASKED],
+        [1, MASKED[1]],
+        [(MASKED[:1], MASKED[1:])],
+        np.ma.masked_invalid([1.0, np.nan]),
+    ],
+)
+def test_what_is_masked_is_told_and_what_lies_under_the_mask_not_taken(value: Any) -> None:
+    """netCDF4 gives such arrays, with a fill value that is finite."""
+    with pytest.raises(RowProblem, match="holds a masked value") as caught:
+        record_array(value, "features", 3, "float32")
+    check_problem(caught.value.problem, range(3, 4))
+
+
+@pytest.mark.parametrize("value", [MASKED[:1], [MASKED[:1], [2.0]], MASKED.filled(0)])
+def test_an_array_with_a_mask_in_which_nothing_is_masked(value: Any) -> None:
+    found = record_array(value, "features", 3, "float32")
+    assert type(found) is np.ndarray
+    assert found.tolist() == np.asarray(value).tolist()
