@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ from sparkdl.train.state import TrainState
 if TYPE_CHECKING:
     from sparkdl.train.prepare import Prepared
     from sparkdl.train.trainer import Trainer
+
+logger = logging.getLogger("sparkdl")
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class Checkpointer:
         self._config = describe_trainer(trainer)
         self._noting, self._background = noting, background
         self._begun: Begun | None = None
+        self._told = False  # that older ones stay
 
     def check(self) -> None:
         """Let every owner write into the folder: a path that they do not share fails here.
@@ -162,8 +166,19 @@ class Checkpointer:
         self._store.commit(begun.directory, manifest, begun.history)
         if begun.committed is not None:
             begun.committed(begun.directory, manifest)
-        self._store.prune(self._keep)
+        self._prune()
         return begun.directory
+
+    def _prune(self) -> None:
+        """Where that fails the checkpoint is whole all the same: the run goes on."""
+        try:
+            self._store.prune(self._keep)
+        except CheckpointError as error:
+            if not self._told:
+                logger.warning(
+                    "older checkpoints in %s cannot be deleted, and stay: %s", self._store, error
+                )
+            self._told = True
 
     def _best(self, begun: Begun, used: Used) -> Best | None:
         validation, best = self._trainer.validation, begun.state.best

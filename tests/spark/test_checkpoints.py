@@ -143,6 +143,32 @@ def test_keep(df, tmp_path):
     assert iterations_of(tmp_path) == [8, 7]
 
 
+def test_a_run_goes_on_where_older_checkpoints_cannot_be_deleted(df, caplog):
+    """As in a bucket that retains its objects; the checkpoint itself is whole. It is told once."""
+    fsspec = pytest.importorskip("fsspec")
+    memory = pytest.importorskip("fsspec.implementations.memory")
+
+    class Retaining(memory.MemoryFileSystem):
+        protocol = "retaining"
+
+        def rm(self, path, *args, **kwargs) -> None:
+            if path.endswith("manifest.json"):
+                raise PermissionError("it is retained")
+            super().rm(path, *args, **kwargs)
+
+    fsspec.register_implementation("retaining", Retaining, clobber=True)
+    path = f"retaining://{secrets.token_hex(4)}/run"
+    trained = trainer(path, 5, every=1, keep=2, engine="local").fit(df)
+    assert len(trained.history) == 5
+    assert iterations_of(path) == [5, 4, 3, 2, 1]
+    (message,) = [m for m in caplog.messages if "older" in m]
+    assert re.fullmatch(
+        rf"older checkpoints in {path} cannot be deleted, and stay: cannot delete "
+        rf"{path}/iteration-0000000001-\w+/manifest\.json: it is retained\.",
+        message,
+    )
+
+
 def test_a_file_system_of_fsspec(df):
     """``memory://`` is in this process, as the local engine is."""
     pytest.importorskip("fsspec")

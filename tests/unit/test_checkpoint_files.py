@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from permissions import unprivileged
 from pyarrow import fs
 
 from sparkdl.errors import CheckpointError
@@ -176,14 +177,11 @@ def test_a_file_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    own = os.geteuid()
-    if own == 0:  # root may write anywhere
-        os.seteuid(65534)
-    try:
-        with pytest.raises(CheckpointError, match=f"cannot write {tmp_path}/a: Permission denied"):
-            Folder.of(tmp_path).write("a", b"")
-    finally:
-        os.seteuid(own)
+    with (
+        unprivileged(),
+        pytest.raises(CheckpointError, match=f"cannot write {tmp_path}/a: Permission denied"),
+    ):
+        Folder.of(tmp_path).write("a", b"")
 
 
 def test_a_folder_that_is_not_here_is_not_made_by_writing(tmp_path: Path) -> None:

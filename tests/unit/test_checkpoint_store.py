@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from permissions import open_to_all, unprivileged
 
 from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
 from sparkdl.replica.flat import ALIGNMENT, Layout, Segment
@@ -265,6 +266,21 @@ def test_nothing_that_is_not_ours_is_deleted(store: CheckpointStore, tmp_path: P
     assert inner.is_symlink()
     assert not (oldest / MANIFEST).exists()
     assert iterations(store) == [20]
+
+
+def test_a_folder_that_cannot_be_pruned_does_not_keep_the_others() -> None:
+    """Another user's checkpoints are in the folder: one to read only, one not even that."""
+    with open_to_all() as root:
+        store = CheckpointStore(root)
+        closed, listed, first, second, third = [commit(store, i) for i in (10, 20, 30, 40, 50)]
+        for folder, mode in ((closed, 0o311), (listed, 0o555), (first, 0o777), (second, 0o777)):
+            folder.chmod(mode)
+        with unprivileged():
+            with pytest.raises(CheckpointError, match=f"cannot list {closed}: Permission denied"):
+                store.prune(1)
+            left = sorted(path.name for path in root.iterdir())
+            assert left == [closed.name, listed.name, third.name]
+            assert iterations(store) == [50, 20]
 
 
 def test_pruning_on_a_remote_file_system() -> None:

@@ -186,18 +186,32 @@ class CheckpointStore:
 
         ``keep`` None: only incomplete ones. ``spare``: URIs to leave alone. Deletes sparkdl's own
         files only; a folder with others in it stays. Returns the URIs of what was deleted.
+
+        Where a folder cannot be listed or deleted it goes on with the next, and raises the first
+        :class:`sparkdl.CheckpointError` at the end.
         """
         complete: list[Folder] = []
         doomed: list[Folder] = []
+        problems: list[CheckpointError] = []
         for _, folder in sorted(self._folders(), reverse=True, key=_stamp):
-            if MANIFEST in folder.entries():
+            try:
+                whole = MANIFEST in folder.entries()
+            except CheckpointError as error:
+                problems.append(error)
+                continue
+            if whole:
                 complete.append(folder)
             elif complete:
                 doomed.append(folder)
         doomed += complete[keep:] if keep is not None else []
         doomed = [folder for folder in doomed if folder.uri not in spare]
         for folder in doomed:
-            _delete(folder)
+            try:
+                _delete(folder)
+            except CheckpointError as error:
+                problems.append(error)
+        if problems:
+            raise problems[0]
         return [folder.uri for folder in doomed]
 
     def _folders(self) -> list[tuple[int, Folder]]:
