@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 FILES_PER_SLOT = 4
-"""So many tasks at most read a table on a single node; each writes files of its own."""
+"""So many tasks at most read a table whose rows stay on a single node; each writes files of its own."""
 
 
 @dataclass(frozen=True)
@@ -204,29 +204,30 @@ def _write_table(source: Source) -> tuple[RDD, bool]:
         rows = chosen.mapInArrow(task, "handle binary").rdd  # type: ignore[arg-type]
         return map_frames(rows, first_field), not stay
     # Every process can map every file: rows stay where they are read, and only numbers are shuffled.
-    target = partition_of(chosen, source.replicas).alias("partition")
-    tasks = FILES_PER_SLOT * max(source.replicas, context.defaultParallelism)
-    written = (
-        chosen.select("*", target)
-        .coalesce(tasks)
-        .mapInArrow(
-            WriteParts(task, source.replicas),  # type: ignore[arg-type]
-            "partition int, part binary",
-        )
+    written = _in_few_tasks(chosen, source.replicas).mapInArrow(
+        WriteParts(task, source.replicas),  # type: ignore[arg-type]
+        "partition int, part binary",
     )
     addressed = map_frames(written.rdd, address_parts)
     joined = map_frames(shuffle_frames(addressed, source.replicas), JoinParts(source.slab))
     return joined, True
 
 
+def _in_few_tasks(chosen: DataFrame, replicas: int) -> DataFrame:
+    """With the partition of each row; read by few tasks, as the files of each are mapped by all."""
+    tasks = FILES_PER_SLOT * max(replicas, chosen.sparkSession._sc.defaultParallelism)
+    target = partition_of(chosen, replicas).alias("partition")
+    return chosen.select("*", target).coalesce(tasks)
+
+
 def _bring_table(source: Source) -> list[SampleHandle]:
     """The handles of a DataFrame's partitions, which are written here."""
     chosen, columns = _chosen(source)
-    stay = partitions_of_rdds(chosen) == source.replicas
-    target = functions.spark_partition_id() if stay else partition_of(chosen, source.replicas)
-    shipped = chosen.select("*", target.alias("partition")).mapInArrow(
-        ship_batches, "source int, batches binary"
-    )
+    if partitions_of_rdds(chosen) == source.replicas:
+        chosen = chosen.select("*", functions.spark_partition_id().alias("partition"))
+    else:
+        chosen = _in_few_tasks(chosen, source.replicas)
+    shipped = chosen.mapInArrow(ship_batches, "source int, batches binary")
     batches: dict[int, list[pa.RecordBatch]] = {}
     for row in shipped.collect():
         batches.setdefault(row[0], []).extend(pa.ipc.open_stream(bytes(row[1])))

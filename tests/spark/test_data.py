@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import decimal
 import math
+import os
+import resource
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -359,6 +361,23 @@ def test_the_local_engine_sees_the_same_partitions(reader: Reader, replicas: int
         np.testing.assert_array_equal(left[:2], right[:2])  # then any rows with extreme values
         if left.dtype.kind == "i":
             assert (left.min(), left.max()) == (right.min(), right.max()) == (0, 2)
+
+
+def test_the_local_engine_has_few_files_of_many_partitions(reader: Reader) -> None:
+    """A file that is mapped holds a descriptor, of which a process has 1,024 as a rule."""
+    data = numbers(reader.spark, 60, count=240)
+    there = reader.samples(data)
+    spare, (soft, hard) = os.dup(0), resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(spare)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 60, hard))
+    try:
+        here = reader.samples(data, here=True)
+        rows = reader.rows(here)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert same(there, here)
+    for left, right in zip(reader.rows(there), rows, strict=True):
+        np.testing.assert_array_equal(left, right)
 
 
 @pytest.mark.parametrize("replicas", [3, 7])
