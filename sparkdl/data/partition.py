@@ -20,7 +20,7 @@ from sparkdl.data.handle import Extreme, Field, SampleHandle
 from sparkdl.data.mapped import MappedPartition, close_partitions, open_partition
 from sparkdl.data.order import row_hashes
 from sparkdl.data.parts import Extremes, Part, join_parts, keep_extreme, where_there_is_room
-from sparkdl.data.problems import SAME_SHAPE, Problem, RowProblem
+from sparkdl.data.problems import SAME_SHAPE, SAME_TYPE, Problem, RowProblem
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.slab.root import Root, SlabConfig, open_root, remove_root
 from sparkdl.worker import hung_up
@@ -34,6 +34,9 @@ __all__ = [
     "close_partitions",
     "open_partition",
 ]
+
+PART_BYTES = 16 << 20
+"""How much of what grows when it is decoded, and of the records of an RDD, is held at a time."""
 
 
 class PartitionWriter:
@@ -77,9 +80,9 @@ class PartitionWriter:
         self._fields = self._fields or fields
         for field, first in zip(fields, self._fields, strict=True):
             if field != first:
-                raise RowProblem(
-                    field.name, self.num_rows, f"is {field} where row 0 is {first}", SAME_SHAPE
-                )
+                text = f"is {field} where row 0 is {first}"
+                remedy = SAME_TYPE if field.shape == first.shape else SAME_SHAPE
+                raise RowProblem(field.name, self.num_rows, text, remedy)
         for number, column in enumerate(columns):
             self._note_extremes(number, column)
         if self._weighted:

@@ -14,7 +14,7 @@ from sparkdl.data.columns import Sequence as Varying
 from sparkdl.data.columns import Specs
 from sparkdl.data.handle import Field, dtype_as, with_fields
 from sparkdl.data.objects import as_array
-from sparkdl.data.partition import PartitionWriter
+from sparkdl.data.partition import PART_BYTES, PartitionWriter
 from sparkdl.data.problems import SAME_SHAPE, SAME_TYPE, RowProblem
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.data.values import check_weights
@@ -54,6 +54,7 @@ class WriteRecords:
         writer = PartitionWriter(self.config, weighted=self.weighted)
         names: list[str] = []
         waiting: list[list[np.ndarray]] = []
+        nbytes = 0  # of those
         try:
             for record in records:
                 parts = self._parts(record, writer.num_rows + len(waiting))
@@ -61,9 +62,10 @@ class WriteRecords:
                 row = writer.num_rows + len(waiting)
                 check_alike(parts, waiting, row, self.specs, names)
                 waiting.append([value for _, value in parts])
-                if len(waiting) == _RDD_BATCH:
+                nbytes += sum(value.nbytes for _, value in parts)
+                if len(waiting) == _RDD_BATCH or nbytes >= PART_BYTES:
                     writer.add(names, stack_records(names, waiting, self.specs))
-                    waiting = []
+                    waiting, nbytes = [], 0
             if waiting:
                 writer.add(names, stack_records(names, waiting, self.specs))
             handle = writer.finish()

@@ -13,7 +13,7 @@ from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, functions
 from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructType
 
-from sparkdl.data.partition import PartitionWriter
+from sparkdl.data.partition import PART_BYTES, PartitionWriter
 from sparkdl.data.parts import Part, join_parts
 from sparkdl.data.problems import RowProblem
 from sparkdl.data.schema import Column, quoted
@@ -23,8 +23,6 @@ from sparkdl.frames import send
 from sparkdl.slab.root import SlabConfig
 from sparkdl.worker import settle_worker
 
-PART_BYTES = 16 << 20
-"""How much of what grows when it is decoded is held at a time."""
 FIRST_PART = 16
 """Rows of the first part, by which the size of a row is learned."""
 

@@ -28,8 +28,9 @@ from sparkdl.data.partition import (
     open_partition,
 )
 from sparkdl.data.parts import join_parts
-from sparkdl.data.problems import SAME_SHAPE, Problem, RowProblem
+from sparkdl.data.problems import SAME_SHAPE, SAME_TYPE, Problem, RowProblem
 from sparkdl.data.ragged import Padding, Ragged, Rows
+from sparkdl.data.records import WriteRecords
 from sparkdl.data.schema import Column
 from sparkdl.data.tables import WriteDataFrame
 from sparkdl.errors import SlabFullError, StaleReferenceError
@@ -232,21 +233,21 @@ def test_a_handle_is_small_and_travels(slab: SlabConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("second", "text"),
+    ("second", "text", "remedy"),
     [
-        (np.zeros((2, 3), np.float32), "is float32[3] where row 0 is float32[2]"),
-        (np.zeros(2, np.float32), "is float32 where row 0 is float32[2]"),
-        (np.zeros((2, 2), np.int64), "is int64[2] where row 0 is float32[2]"),
+        (np.zeros((2, 3), np.float32), "is float32[3] where row 0 is float32[2]", SAME_SHAPE),
+        (np.zeros(2, np.float32), "is float32 where row 0 is float32[2]", SAME_SHAPE),
+        (np.zeros((2, 2), np.int64), "is int64[2] where row 0 is float32[2]", SAME_TYPE),
     ],
 )
 def test_rows_of_another_shape_are_a_mistake(
-    slab: SlabConfig, second: np.ndarray, text: str
+    slab: SlabConfig, second: np.ndarray, text: str, remedy: str
 ) -> None:
     writer = PartitionWriter(slab)
     writer.add(["x"], [np.zeros((5, 2), np.float32)])
     with pytest.raises(RowProblem) as caught:
         writer.add(["x"], [second])
-    assert caught.value.problem == Problem("x", 5, text, SAME_SHAPE)
+    assert caught.value.problem == Problem("x", 5, text, remedy)
 
 
 def test_a_failed_partition_leaves_no_file(slab: SlabConfig) -> None:
@@ -531,6 +532,40 @@ def test_a_partition_is_never_held_as_a_whole(slab: SlabConfig) -> None:
     assert Path(x_file).stat().st_size == 64 << 20
     assert peak < 10 << 20
     assert total > 0
+
+
+def test_large_records_are_held_a_few_at_a_time(slab: SlabConfig) -> None:
+    """64 records of 1 MB: 16 of them wait, and once more while they are joined."""
+    records = ((np.full((512, 512), i, np.float32), i) for i in range(64))
+    tracemalloc.start()
+    try:
+        (frame,) = WriteRecords(slab, True, "float32")(0, records)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    x, label = open_partition(pickle.loads(frame)).gather(np.arange(64))
+    assert isinstance(x, np.ndarray)
+    assert isinstance(label, np.ndarray)
+    assert sorted(label) == list(range(64))
+    assert (x == label[:, None, None]).all()
+    assert peak < 40 << 20
+
+
+@pytest.mark.parametrize(
+    ("second", "text", "remedy"),
+    [
+        (np.zeros((1, 1 << 22), np.int64), "is int64[1, 4194304] where row 0 is", SAME_TYPE),
+        (np.zeros((2, 1 << 21), np.float32), "is float32[2, 2097152] where row 0 is", SAME_SHAPE),
+    ],
+)
+def test_large_records_that_differ(
+    slab: SlabConfig, second: np.ndarray, text: str, remedy: str
+) -> None:
+    """Each is written by itself, so that it is compared with what is written already."""
+    first = np.zeros((1, 1 << 22), np.float32)
+    (frame,) = WriteRecords(slab, False, "float32")(0, iter([first, first, second]))
+    text = f"{text} float32[1, 4194304]"
+    assert pickle.loads(frame).problem == Problem("features", 2, text, remedy)
 
 
 def test_equal_rows_without_end(slab: SlabConfig, monkeypatch: pytest.MonkeyPatch) -> None:
