@@ -96,11 +96,17 @@ class Checkpointer:
         self._told = False  # that older ones stay
 
     def check(self) -> None:
-        """Let every owner write into the folder: a path that they do not share fails here.
+        """Let every owner write where a checkpoint will be: a path that they do not share fails here.
 
-        Raises :class:`sparkdl.CheckpointError`.
+        It is a folder of the driver's, whose umask may close it to the user of the executors, however
+        open the one that it is in. Raises :class:`sparkdl.CheckpointError`.
         """
-        self._store.check_probes(self._engine.with_states(TryFolder(self._store.uri)))
+        directory = self._store.begin(0)
+        try:
+            probes = self._engine.with_states(TryFolder(directory))
+            self._store.check_probes(directory, probes)
+        finally:
+            self._store.discard(directory)
 
     def __call__(self, previous: TrainState, state: TrainState) -> TrainState:
         due, begun = self.every(previous, state), self._begun
@@ -242,12 +248,12 @@ def _explained(state: TrainState) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TryFolder:
-    """Run on the owner: see whether it can write into the folder of the checkpoints."""
+    """Run on the owner: see whether it can write into the folder of a checkpoint."""
 
-    uri: str
+    directory: str
 
     def __call__(self, index: int, plan: SlicePlan, state: SliceState) -> str | CheckpointError:
-        return try_probe(self.uri)
+        return try_probe(self.directory)
 
 
 @dataclass(frozen=True)

@@ -256,16 +256,37 @@ def test_a_checkpoint_that_fails_ends_the_run(df, tmp_path, nothing_left, engine
     assert iterations_of(path) == [6, 4, 2]
 
 
-def test_a_slice_that_cannot_be_written_is_named(df, tmp_path, monkeypatch, nothing_left):
-    """The tasks fail, not the driver: still a CheckpointError, with what they said."""
+def begins_in_vain(monkeypatch, which: int) -> None:
+    """The folder of the checkpoint of that iteration is not there for the tasks."""
     original = CheckpointStore.begin
 
     def begin(self, iteration):
         folder = original(self, iteration)
-        Path(folder).rmdir()
+        if iteration == which:
+            Path(folder).rmdir()
         return folder
 
     monkeypatch.setattr(CheckpointStore, "begin", begin)
+
+
+def test_folders_that_the_driver_makes_are_tried_before_iteration_1(
+    df, tmp_path, monkeypatch, nothing_left
+):
+    """The one that they are in is open to the tasks."""
+    begins_in_vain(monkeypatch, 0)
+    counter = Counter()
+    with pytest.raises(
+        sparkdl.CheckpointError,
+        match=rf"an executor cannot write {tmp_path}/iteration-0\S+: No such file or directory\. The",
+    ):
+        trainer(tmp_path, callbacks=[counter]).fit(df)
+    assert counter.iterations == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slice_that_cannot_be_written_is_named(df, tmp_path, monkeypatch, nothing_left):
+    """The tasks fail, not the driver: still a CheckpointError, with what they said."""
+    begins_in_vain(monkeypatch, 2)
     with pytest.raises(sparkdl.CheckpointError) as caught:
         trainer(tmp_path).fit(df)
     first, *_ = str(caught.value).splitlines()

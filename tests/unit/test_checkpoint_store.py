@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from sparkdl.train.checkpoint.files import Folder
 from sparkdl.train.checkpoint.identity import DataIdentity, ModelIdentity
 from sparkdl.train.checkpoint.manifest import Best, Manifest, StoredFile, checksum
 from sparkdl.train.checkpoint.store import HISTORY, MANIFEST, CheckpointStore
-from sparkdl.train.checkpoint.tasks import read_slice_files, write_slice
+from sparkdl.train.checkpoint.tasks import read_slice_files, try_probe, write_slice
 
 STEP = ALIGNMENT // 4
 LAYOUT = Layout(
@@ -193,6 +194,53 @@ def test_the_files_of_the_best_weights_are_checked_too(store: CheckpointStore) -
     assert torch.equal(state.weights, flat(5))
     (Path(directory) / file.name).unlink()
     assert iterations(store) == []
+
+
+# Trying it out
+
+
+def test_executors_try_a_folder_that_is_made_as_those_of_checkpoints(
+    store: CheckpointStore,
+) -> None:
+    directory = store.begin(0)
+    probes = [try_probe(directory), try_probe(directory)]
+    store.check_probes(directory, probes)
+    with pytest.raises(CheckpointError, match=f"wrote into {store} is not to be seen from"):
+        store.check_probes(directory, [*probes, "probe-0123456789abcdef"])
+    store.discard(directory)
+    assert not Path(directory).exists()
+    store.discard(directory)  # gone already
+
+
+def test_what_others_cannot_write_though_the_folder_is_open_to_them() -> None:
+    """The driver's umask closes the folders that it makes; here to all, whoever runs the test."""
+    with open_to_all() as root:
+        store = CheckpointStore(root)
+        before = os.umask(0o222)
+        try:
+            directory = store.begin(0)
+        finally:
+            os.umask(before)
+        with unprivileged():
+            probe = try_probe(directory)
+        with pytest.raises(CheckpointError) as caught:
+            store.check_probes(directory, [probe])
+        assert re.fullmatch(
+            rf"an executor cannot write {directory}/probe-\w+: Permission denied\. The path must be on "
+            r"a file system that the driver and all executors share, and the folders that the driver "
+            r"makes there open to the user of the executors \(its umask\)\.",
+            str(caught.value),
+        )
+        store.discard(directory)
+        assert list(root.iterdir()) == []
+
+
+def test_probes_of_a_driver_that_was_killed_are_pruned(store: CheckpointStore) -> None:
+    directory = store.begin(0)
+    try_probe(directory)
+    commit(store, 10)
+    assert store.prune(3) == [directory]
+    assert not Path(directory).exists()
 
 
 # Order and pruning

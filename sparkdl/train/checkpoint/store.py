@@ -9,6 +9,7 @@ went back to an earlier one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -29,11 +30,17 @@ _WRITABLE = (
     "Give Checkpoint(path) a folder that can be written, on a file system that the driver and all "
     "executors share."
 )
+_OPEN = (
+    "The path must be on a file system that the driver and all executors share, and the folders that "
+    "the driver makes there open to the user of the executors (its umask)."
+)
 INCOMPLETE = "it has no manifest: it was not completed"
 NOT_SHARED = "The path must be on a file system that the driver and all executors share."
 
 _FOLDER = re.compile(r"iteration-(\d{10,})-([0-9a-f]{12})[0-9a-f]{8}")
-_OWN = re.compile(r"manifest\.json|history\.json|[a-z]+-\d{5,}-[0-9a-f]{16}\.safetensors")
+_OWN = re.compile(
+    r"manifest\.json|history\.json|[a-z]+-\d{5,}-[0-9a-f]{16}\.safetensors|probe-[0-9a-f]{16}"
+)
 
 
 @dataclass(frozen=True)
@@ -79,11 +86,6 @@ class CheckpointStore:
     def __str__(self) -> str:
         return str(self._root)
 
-    @property
-    def uri(self) -> str:
-        """Where it is, for tasks."""
-        return self._root.uri
-
     def prepare(self) -> None:
         """Make the folder and write into it, so that a path that cannot be written fails early.
 
@@ -95,22 +97,21 @@ class CheckpointStore:
         except CheckpointError as error:
             raise CheckpointError(f"{error} {_WRITABLE}") from None
 
-    def check_probes(self, probes: Iterable[str | CheckpointError]) -> None:
-        """Delete what tasks wrote with ``tasks.try_probe``.
+    def check_probes(self, directory: str, probes: Iterable[str | CheckpointError]) -> None:
+        """Look for what tasks wrote into ``directory``, of :meth:`begin`, with ``tasks.try_probe``.
 
         Raises :class:`sparkdl.CheckpointError` where one could not, or where it is not to be seen
         from here.
         """
-        entries, problem = self._root.entries(), None
+        entries = Folder(directory).entries()
         for probe in probes:
             if isinstance(probe, CheckpointError):
-                problem = f"an executor {probe}"
-            elif probe in entries:
-                self._root.delete(probe)
-            else:
-                problem = f"what an executor wrote into {self} is not to be seen from the driver."
-        if problem:
-            raise CheckpointError(f"{problem} {NOT_SHARED}")
+                raise CheckpointError(f"an executor {probe} {_OPEN}")
+            if probe not in entries:
+                raise CheckpointError(
+                    f"what an executor wrote into {self} is not to be seen from the driver. "
+                    f"{NOT_SHARED}"
+                )
 
     def begin(self, iteration: int) -> str:
         """Make the folder of a new checkpoint; its URI, for ``tasks.write_slice``."""
@@ -121,6 +122,11 @@ class CheckpointStore:
         folder = self._root.folder(name)
         folder.make()
         return folder.uri
+
+    def discard(self, directory: str) -> None:
+        """Delete the folder of a checkpoint that is not to be. What is left of it is pruned later."""
+        with contextlib.suppress(CheckpointError):
+            _delete(Folder(directory))
 
     def commit(self, directory: str, manifest: Manifest, history: bytes) -> Manifest:
         """Complete the checkpoint: check its files, write the history, then the manifest.
