@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,8 @@ _SQL = {
     "uint8": "smallint",
     "bool": "boolean",
 }
+MAX_VALUES = 2**31 - 1
+"""So many values a column of lists holds at most: their offsets are int32."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,21 @@ def to_arrow(batch: np.ndarray) -> pa.Array:
         batch = batch.astype(np.int16)
     array: pa.Array = pa.array(np.ascontiguousarray(batch).reshape(-1))
     for axis in range(batch.ndim - 1, 0, -1):
-        lists, length = int(np.prod(batch.shape[:axis])), batch.shape[axis]
-        offsets = pa.array(np.arange(lists + 1, dtype=np.int32) * np.int32(length))
-        array = pa.ListArray.from_arrays(offsets, array)
+        lists, length = math.prod(batch.shape[:axis]), batch.shape[axis]
+        array = pa.ListArray.from_arrays(offsets(lists, length), array)
     return array
+
+
+def offsets(lists: int, length: int) -> pa.Array:
+    """Where so many lists of this length begin and end. Raises ``pa.ArrowInvalid`` beyond int32."""
+    return pa.array(np.arange(lists + 1) * length, pa.int32())
+
+
+def pieces(batch: np.ndarray) -> Iterator[np.ndarray]:
+    """The rows of a batch, together as long as offsets count their values."""
+    rows = max(1, MAX_VALUES // max(1, math.prod(batch.shape[1:])))
+    for start in range(0, len(batch), rows):
+        yield batch[start : start + rows]
 
 
 def as_numpy(output: Any) -> np.ndarray:

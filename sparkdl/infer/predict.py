@@ -29,7 +29,7 @@ from sparkdl.data.schema import Column, columns_of, quoted
 from sparkdl.data.tables import check_unambiguous, columns_named
 from sparkdl.data.values import to_numpy
 from sparkdl.errors import DataError
-from sparkdl.infer.output import Output, as_numpy, to_arrow
+from sparkdl.infer.output import Output, as_numpy, pieces, to_arrow
 from sparkdl.infer.predictor import ShippedModule, run_batches
 from sparkdl.worker import settle_worker
 
@@ -50,25 +50,23 @@ class PredictColumn:
         seen = 0
         for batch in batches:
             columns = batch if isinstance(batch, tuple) else (batch,)
-            yield self._predict(module, columns, seen)
+            yield from self._predict(module, columns, seen)
             seen += len(columns[0])
         settle_worker()
 
-    def _predict(self, module: Any, columns: Sequence[pa.Array], seen: int) -> pa.Array:
-        """Predictions for one Arrow batch; what grows when decoded is taken in smaller parts."""
+    def _predict(self, module: Any, columns: Sequence[pa.Array], seen: int) -> Iterator[pa.Array]:
+        """Predictions for one Arrow batch; what grows when decoded is taken in smaller parts.
+
+        Each of the module's batches is given away at once: an output may be much larger than its
+        input, and Spark looks at the rows, not at how they are cut.
+        """
         count = len(columns[0])
         rows = self.batch_size if any(column.grows for column in self.columns) else count
-        outputs = [
-            to_arrow(as_numpy(output))
-            for start in range(0, count, max(1, rows))
-            for output, _ in run_batches(
-                module,
-                self._arrays([array.slice(start, rows) for array in columns], seen + start),
-                self.batch_size,
-                self.finish,
-            )
-        ]
-        return pa.concat_arrays(outputs)  # of sequences, batches may differ in their lengths
+        for start in range(0, count, max(1, rows)):
+            parts = [array.slice(start, rows) for array in columns]
+            arrays = self._arrays(parts, seen + start)
+            for output, _ in run_batches(module, arrays, self.batch_size, self.finish):
+                yield from map(to_arrow, pieces(as_numpy(output)))
 
     def _arrays(self, columns: Sequence[pa.Array], first_row: int) -> list[Rows]:
         try:

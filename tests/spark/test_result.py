@@ -122,6 +122,22 @@ def test_arrays(table: Any) -> None:
     close(predictions(found), model.module(inputs_of(table, "x")))
 
 
+@pytest.mark.parametrize("rows", [1, 3, 7, 10_000])
+@pytest.mark.parametrize("batch_size", [1, 2, 5, 1024])
+def test_predictions_are_beside_their_rows(table: Any, rows: int, batch_size: int) -> None:
+    """Spark sends ``rows`` at a time; what comes back is cut elsewhere."""
+    session = table.sparkSession
+    model = trained(linear())
+    session.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", rows)
+    try:
+        found = model.transform(table.coalesce(2), batch_size=batch_size).collect()
+    finally:
+        session.conf.unset("spark.sql.execution.arrow.maxRecordsPerBatch")
+    assert sorted(row.i for row in found) == list(range(20))
+    expected = model.module(torch.tensor([row.x for row in found]))
+    close([row.prediction for row in found], expected)
+
+
 def test_whole_numbers_where_floats_were_trained(spark: Any, tmp_path: Path) -> None:
     """Of an array, a vector's place, a number and a label: a CSV that happens to have no fractions."""
     rows = [(i, [i, 2 * i], i % 3, i % 2 == 1, i) for i in range(12)]

@@ -6,8 +6,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from torch import nn
 
-from sparkdl.infer.output import Output, as_numpy, to_arrow
+from sparkdl.data.columns import Convert
+from sparkdl.data.schema import Column
+from sparkdl.infer import output as output_module
+from sparkdl.infer.output import Output, as_numpy, offsets, pieces, to_arrow
+from sparkdl.infer.predict import PredictColumn
+from sparkdl.infer.predictor import ShippedModule
 
 TYPES = [
     (torch.float32, "float", pa.float32()),
@@ -54,6 +60,43 @@ def test_rows_of_nothing(shape: tuple[int, ...]) -> None:
     column = to_arrow(np.zeros(shape, np.float32))
     column.validate(full=True)
     assert column.to_pylist() == np.zeros(shape).tolist()
+
+
+@pytest.mark.parametrize("spec", [None, Convert(list)], ids=["plain", "grows"])
+def test_outputs_are_given_away_batch_by_batch(spec: Convert | None) -> None:
+    """However many rows come in at once: outputs may be much larger than inputs."""
+    rows = np.arange(26.0, dtype=np.float32).reshape(13, 2)
+    seen: list[int] = []
+
+    def count(output: torch.Tensor) -> torch.Tensor:
+        seen.append(len(output))
+        return output
+
+    module = ShippedModule.of(nn.Identity(), None)
+    column = Column("x", "float32", depth=1, spec=spec)
+    body = PredictColumn(module, (column,), 4, count)
+    outputs = body(to_arrow(part) for part in (rows[:10], rows[10:]))
+    first = next(outputs)
+    assert seen == [4]
+    found = [first, *outputs]
+    assert [len(array) for array in found] == seen == [4, 4, 2, 3]
+    assert [row for array in found for row in array.to_pylist()] == rows.tolist()
+
+
+def test_an_output_of_more_values_than_offsets_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2**31 - 1 at most are the offsets of a list; here of 12."""
+    monkeypatch.setattr(output_module, "MAX_VALUES", 12)
+    batch = np.arange(35.0).reshape(5, 7)
+    assert [part.tolist() for part in pieces(batch)] == [[row] for row in batch.tolist()]
+    assert [len(part) for part in pieces(batch[:, :5])] == [2, 2, 1]
+    assert [len(part) for part in pieces(batch[:, :0])] == [5]
+    assert [len(part) for part in pieces(batch[:, 0])] == [5]
+
+
+def test_offsets_do_not_wrap() -> None:
+    assert offsets(3, 2**29).to_pylist() == [0, 2**29, 2**30, 3 * 2**29]
+    with pytest.raises(pa.ArrowInvalid):
+        offsets(4, 2**29)
 
 
 def test_an_output_in_another_memory_order() -> None:
