@@ -6,9 +6,11 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 import sparkdl
 
 RESULT = "RESULT "
+EXECUTOR_SECONDS = 120.0
 PATHS = [str(Path(__file__).parent), str(Path(sparkdl.__file__).parents[1])]
 """Of the tests' helpers, and of the very package that the tests import."""
 QUIET = {
@@ -26,7 +29,8 @@ QUIET = {
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.host": "127.0.0.1",
     "spark.sparkdl.progress": "false",
-    # All executors are there before the first task: else one of them could get every partition.
+    # Where spark.cores.max is set, executors are there before the first task: else one of them could
+    # get every partition.
     "spark.scheduler.minRegisteredResourcesRatio": "1.0",
     # For short lives: the JVM compiles quickly.
     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
@@ -102,14 +106,25 @@ def answer(value: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def session(master: str, **settings: str) -> Iterator[Any]:
-    """A quiet session on ``master``; ``settings`` with dots in their names win."""
+    """A quiet session on ``master``; ``settings`` with dots in their names win. All executors of a
+    local-cluster are there: Spark itself does not wait for them without ``spark.cores.max``."""
     import sparkdl
 
     spark = sparkdl.session(master, **{**QUIET, **settings})
     try:
+        if cluster := re.match(r"local-cluster\[(\d+)", master):
+            wait_for_executors(spark.sparkContext, int(cluster[1]))
         yield spark
     finally:
         spark.stop()
+
+
+def wait_for_executors(context: Any, count: int) -> None:
+    """Until so many are there, or are there again."""
+    deadline = time.monotonic() + EXECUTOR_SECONDS
+    while context._jsc.sc().getExecutorMemoryStatus().size() != count + 1:  # and the driver
+        assert time.monotonic() < deadline, f"not {count} executors in {EXECUTOR_SECONDS} s"
+        time.sleep(0.05)
 
 
 def digest(module: torch.nn.Module) -> str:

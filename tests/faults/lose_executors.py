@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import faulty, processes
+from harness import faulty
 from harness.cluster import PATIENT
 from harness.inject import Fault, at
 
@@ -76,16 +76,8 @@ class Recoveries(sparkdl.Callback):
         self.told.append(state.iteration)
 
 
-def wait_for_executors(context, count: int) -> None:
-    """Until those that were killed are replaced: a snapshot's copies need two."""
-    status = context._jsc.sc()
-    processes.wait_until(
-        lambda: status.getExecutorMemoryStatus().size() == count + 1, 60, "new executors"
-    )  # and the driver
-
-
 def main() -> None:
-    from launch import answer, session, spec
+    from launch import answer, session, spec, wait_for_executors
 
     given, lines = spec(), list[str]()
     handler = logging.Handler()
@@ -96,7 +88,7 @@ def main() -> None:
     with session(given["master"], **settings) as spark:
         for name, case in CASES.items():
             lines.clear()
-            wait_for_executors(spark.sparkContext, 2)
+            wait_for_executors(spark.sparkContext, 2)  # a snapshot's copies need two
             often = "0" if case.snapshots else "off"
             spark.conf.set("spark.sparkdl.snapshot.seconds", often)
             notes = Path(given["notes"], name)
