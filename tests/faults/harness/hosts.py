@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import time
@@ -51,11 +50,6 @@ class TwoHosts:
 
     def run(self, host: int, *command: str) -> str:
         return _run(*self.inside(host), *command)
-
-    def bytes_sent(self, host: int) -> int:
-        """By its end of the cable so far, with all headers."""
-        (device,) = json.loads(self.run(host, "ip", "-s", "-j", "link", "show", "dev", DEVICE))
-        return device["stats64"]["tx"]["bytes"]
 
     @contextlib.contextmanager
     def cut(self):
