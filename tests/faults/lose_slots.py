@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from harness import processes
@@ -32,10 +32,13 @@ SLOT_SECONDS = 5.0
 class Strike(sparkdl.Callback):
     """Something happens to an executor. The fit goes on when that is gone with all that it has started:
     its ranks outlive it by a moment, in which the few iterations that are left may be done; and nobody
-    shall take it for one that is there."""
+    shall take it for one that is there.
+
+    ``ended``: when it went on; what comes before takes its time, too."""
 
     context: SparkContext
     happens: Callable[[SparkContext], None]
+    ended: list[float] = field(default_factory=list)
 
     def on_iteration_end(self, trainer, state) -> None:
         if state.iteration != AFTER:
@@ -50,6 +53,7 @@ class Strike(sparkdl.Callback):
             GONE_SECONDS,
             "an executor is gone",
         )
+        self.ended.append(time.monotonic())
 
 
 def lose_one(context: SparkContext) -> None:
@@ -71,24 +75,25 @@ STRIKES = {"lost": lose_one, "killed": kill_one}
 
 
 def fit(spark, run: sparkdl.Trainer) -> dict:
-    """Its outcome or its error, the log, and what is left of it."""
+    """Its outcome or its error, the log, the seconds since each strike, and what is left of it."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("sparkdl").addHandler(handler)
-    began, result = time.monotonic(), dict[str, object]()
+    result = dict[str, object]()
     try:
         result = outcome(run.fit(frame(spark, run.replicas)))
     except Exception as error:
         result["error"] = f"{type(error).__name__}: {error}"
     finally:
         logging.getLogger("sparkdl").removeHandler(handler)
+    now, strikes = time.monotonic(), [one for one in run.callbacks if isinstance(one, Strike)]
     context = spark.sparkContext
     slabs = [*Path(SHARED).glob("sparkdl-*"), *slabs_apart()]
     return {
         **result,
         "log": lines,
-        "seconds": round(time.monotonic() - began, 1),
+        "seconds": [round(now - ended, 1) for strike in strikes for ended in strike.ended],
         "left": [*hosted_ranks(), *map(str, slabs), *context._jsc.getPersistentRDDs().keySet()],
     }
 
