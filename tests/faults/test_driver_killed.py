@@ -91,7 +91,7 @@ def test_killed_at_some_moment_between_two_checkpoints(undisturbed, tmp_path, en
     draw = random.Random()
     until, seconds = f"iteration {draw.randint(5, 14)}", draw.random() * 0.1
     folder = tmp_path / "run"
-    run_and_kill(folder, engine, until, seconds)
+    run_and_kill(folder, engine, until, seconds, hold=28)  # it does not end before
     assert run(folder, engine) == undisturbed, (until, seconds)
     first, second = starts(folder)
     assert first == 0
