@@ -6,8 +6,8 @@
 A script of its own for the long form; tests/faults/test_soak.py runs a short one. Two executors with
 slab roots of their own, snapshots every second, a checkpoint every 50 iterations: where both
 executors are killed within seconds, all snapshots are gone. A thread of the driver strikes every few
-seconds, at a moment and a victim drawn from a seed: a Python worker, an executor's JVM, or a node's
-slabs. With ``--strategy`` it is a gang that trains.
+seconds and iterations, what and when is drawn from a seed: a Python worker, an executor's JVM, or a
+node's slabs. With ``--strategy`` it is a gang that trains.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ from harness.slabs import slabs_apart
 import sparkdl
 
 GAP, LOOKS = 10, 20
+LOOK_SECONDS = 0.005
+WITHIN_SECONDS = 0.1
+"""Not just where an iteration begins."""
 STEADY = 0.1
 """Of the iterations: at either end, compared with each other."""
 SETTINGS = {
@@ -55,25 +58,34 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 class Strikes(threading.Thread):
-    """Faults at random moments, until stopped. Each waits until ``GAP`` iterations are done since the
-    one before: a slow machine is struck as often as a fast one."""
+    """Faults, until stopped. Which they are, and how many iterations come between two, follows from the
+    seed: ``GAP`` to twice as many, on a slow machine as on a fast one; and at least some seconds, about
+    ``every``. One that finds nothing to strike, as the executor struck before has not come back, waits
+    until it does."""
 
     def __init__(self, driver: bytes, every: float, seed: int, done: Callable[[], int]) -> None:
         super().__init__(daemon=True)
         self._driver, self._every, self._iterations = driver, every, done
-        self._draw = random.Random(seed)
+        self._draw, self._draw_victim = random.Random(seed), random.Random(seed)
         self._stopped = threading.Event()
         self.done: Counter[str] = Counter()
 
     def run(self) -> None:
         before = 0
-        while not self._stopped.wait(self._draw.uniform(0.5, 1.5) * self._every):
-            if self._iterations() < before + GAP:
-                continue
-            before = self._iterations()
+        while not self._stopped.is_set():
             kind = self._draw.choice(["worker", "worker", "executor", "slabs"])
-            if getattr(self, f"_{kind}")():
-                self.done[kind] += 1
+            due = before + self._draw.randint(GAP, 2 * GAP)
+            self._stopped.wait(self._draw.uniform(0.5, 1.5) * self._every)
+            while self._iterations() < due and not self._stopped.wait(LOOK_SECONDS):
+                pass
+            self._stopped.wait(self._draw.uniform(0, WITHIN_SECONDS))
+            strike = getattr(self, f"_{kind}")
+            while not self._stopped.is_set():
+                before = self._iterations()
+                if strike():
+                    self.done[kind] += 1
+                    break
+                self._stopped.wait(20 * LOOK_SECONDS)
 
     def stop(self) -> None:
         self._stopped.set()
@@ -83,7 +95,7 @@ class Strikes(threading.Thread):
         found = processes.executors(self._driver)
         if len(found) < 2:
             return False
-        processes.kill(self._draw.choice(sorted(found)))
+        processes.kill(self._draw_victim.choice(sorted(found)))
         return True
 
     def _worker(self) -> bool:
@@ -91,13 +103,13 @@ class Strikes(threading.Thread):
         daemons = {pid for pid in processes.all_pids() if parent_of(pid) in above}
         workers = [pid for pid in processes.all_pids() if parent_of(pid) in daemons]
         if workers:
-            processes.kill(self._draw.choice(sorted(workers)))
+            processes.kill(self._draw_victim.choice(sorted(workers)))
         return bool(workers)
 
     def _slabs(self) -> bool:
         found = slabs_apart()
         if found:
-            shutil.rmtree(self._draw.choice(found), ignore_errors=True)
+            shutil.rmtree(self._draw_victim.choice(found), ignore_errors=True)
         return bool(found)
 
 
@@ -234,7 +246,7 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--iterations", type=int, default=2000)
-    parser.add_argument("--every", type=float, default=6.0, help="seconds between two faults")
+    parser.add_argument("--every", type=float, default=6.0, help="seconds between faults, at least")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--strategy", choices=STRATEGIES, default="", help="of a gang")
     options = parser.parse_args()

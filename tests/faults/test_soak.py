@@ -10,7 +10,8 @@ from harness.faulty import frame, outcome, trainer
 from launch import launch
 
 pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
-ITERATIONS = 100
+ITERATIONS, SEED = 100, 1
+"""Each kind of fault is among its first three, of which none waits for an executor to come back."""
 
 
 def test_random_faults_change_no_bit_and_leave_nothing(spark, tmp_path):
@@ -21,12 +22,12 @@ def test_random_faults_change_no_bit_and_leave_nothing(spark, tmp_path):
         alone=False,
         master="local-cluster[2,1,1024]",
         iterations=ITERATIONS,
-        every=1.0,
-        seed=0,
+        every=0.0,
+        seed=SEED,
     )
     expected = outcome(trainer(2, iterations=ITERATIONS, engine="local").fit(frame(spark, 2)))
     assert {name: found[name] for name in expected} == expected
-    assert sum(found["strikes"].values()) >= 3
+    assert set(found["strikes"]) == {"worker", "executor", "slabs"}
     assert found["recoveries"]
     assert found["left"] == {"slabs": [], "persisted": 0, "processes": []}
     python, _ = found["driver MB"]
