@@ -11,7 +11,7 @@ from harness.cluster import PATIENT, Standalone
 from harness.processes import wait_until
 from launch import launch
 
-pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.slow]
+pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(400)]
 DOING = {"none from the beginning": "reading the data", "all lost": "iteration 3, epoch 1"}
 
 
@@ -25,7 +25,7 @@ def results(tmp_path_factory) -> dict:
             launch,
             Path(script.__file__),
             folder,
-            seconds=200,
+            seconds=300,
             master=cluster.url,
             told=str(told),
             notes=str(folder / "notes"),

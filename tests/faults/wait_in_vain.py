@@ -8,8 +8,9 @@ from pathlib import Path
 from harness.faulty import frame, trainer
 from harness.inject import at
 
-BOUNDS = {"none from the beginning": 4, "all lost": 12}
-"""Seconds, of ``spark.sparkdl.timeout.seconds``."""
+BOUNDS = {"none from the beginning": 4, "all lost": 30}
+"""Seconds, of ``spark.sparkdl.timeout.seconds``. While executors are there, the second bounds all that
+they do, also on a slow machine."""
 
 
 def warm(_: int) -> None:
