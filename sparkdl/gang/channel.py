@@ -37,6 +37,9 @@ _KEEPALIVE = (
     (socket.TCP_KEEPCNT, 4),
 )
 """A host that has gone dark hangs up on nobody: the connection ends after two minutes of silence."""
+_UNANSWERED_MS = 120_000
+"""So it does where something has been sent to it and is not acknowledged, when nothing else is probed.
+The driver's end only: a rank always reads, and the driver may have other work for longer."""
 
 
 class ChannelError(SparkdlError, RuntimeError):
@@ -51,6 +54,8 @@ class Channel:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        if driver:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED_MS)
         self._connection, self._key, self._nonce = connection, key, nonce
         self._out, self._in = (b"D", b"R") if driver else (b"R", b"D")
         self._sent = self._received = 0

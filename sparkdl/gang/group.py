@@ -155,7 +155,11 @@ def device_of_node(member: Member) -> tuple[str, str] | None:
 
 
 def join(store: Store, seconds: float, backend: str, member: Member) -> None:
-    """Initialise the default process group, until the rank ends."""
+    """Initialise the default process group, until the rank ends.
+
+    Not bound to the device: torch then makes the groups of a mesh by splitting this one, which ends a
+    process that has been in another before (seen with torch 2.13).
+    """
     os.environ["GLOO_SOCKET_IFNAME"] = interface_of(member.address)
     os.environ["NCCL_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"]
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(member.rank), str(member.size)
@@ -166,7 +170,6 @@ def join(store: Store, seconds: float, backend: str, member: Member) -> None:
         rank=member.rank,
         world_size=member.size,
         timeout=timeout,
-        device_id=member.device if "nccl" in backend else None,
     )
     member.at_end.callback(leave)
 

@@ -89,10 +89,8 @@ def runnable(module: nn.Module, policy: Policy) -> Callable[..., Any]:
             if name and matches_module(pattern, name)
         ]
         for child in chosen:
-            counts = not policy.compile and any(True for _ in child.buffers())
-            child.forward = functools.partial(  # type: ignore[method-assign]
-                _checkpointed, weakref.ref(child), vars(child).get("forward"), counts
-            )
+            counts = any(True for _ in child.buffers())
+            child.forward = _Checkpointed(child, counts)  # type: ignore[method-assign]
     if not policy.compile:
         return module
     options = dict(policy.compile) if isinstance(policy.compile, Mapping) else {}
@@ -115,24 +113,30 @@ def check_modules(module: nn.Module, patterns: Iterable[str]) -> None:
             )
 
 
-def _checkpointed(
-    reference: Callable[[], nn.Module | None],
-    forward: Callable[..., Any] | None,
-    counts: bool,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Call the module that ``reference`` leads to: it has this function itself, and would never be let
-    go of where the collector does not look. ``forward``: its own, if it is not its class's; ``counts``:
-    whether the pass that is made once more, for backward, must leave its buffers alone."""
-    module = reference()
-    assert module is not None
-    forward = forward or functools.partial(type(module).forward, module)
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    if counts:
-        kwargs["context_fn"] = lambda: (contextlib.nullcontext(), _buffers_aside(module))
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+class _Checkpointed:
+    """In the place of a module's forward. The module, which has it, is not held by it: nobody would let
+    go of the two where the collector does not look. ``counts``: whether the pass that is made once
+    more, for backward, must leave buffers alone."""
+
+    def __init__(self, module: nn.Module, counts: bool) -> None:
+        self._module, self._counts = weakref.ref(module), counts
+        self._forward = vars(module).get("forward")  # its own, if it is not its class's
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Checkpointed:
+        """Of the module's copy."""
+        module = self._module()
+        assert module is not None
+        return _Checkpointed(memo.get(id(module), module), self._counts)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        forward = self._forward or functools.partial(type(module).forward, module)
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if self._counts and not torch.compiler.is_compiling():  # which makes no second pass of ours
+            kwargs["context_fn"] = lambda: (contextlib.nullcontext(), _buffers_aside(module))
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 @contextlib.contextmanager

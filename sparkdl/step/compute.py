@@ -122,7 +122,7 @@ def forward_backward(
     policy = replica.recipe.policy
     replica.train()
     replica.clear_gradients()
-    total, mean = batch.weight, 0.0
+    total, values = batch.weight, list[tuple[torch.Tensor, float]]()
     cut = [(p, p.weight / total if total else 0.0) for p in batch.parts(policy.accumulate)]
     if not parts:
         cut = [(part, own) for part, own in cut if own]
@@ -146,7 +146,8 @@ def forward_backward(
                     (value if factor == 1.0 else value * factor).backward()
             finally:
                 replica.give_gradients(None)
-            mean += float(value.detach()) * own if own else 0.0
+            if own:
+                values.append((value.detach(), own))
             clock.lap("backward")
     if idle:
         _keep_pace(replica, cut[-1][0], idle)
@@ -155,7 +156,8 @@ def forward_backward(
             for _, parameter in replica.flat.parameters:
                 if parameter.grad is not None:
                     local(parameter.grad).div_(scale)
-    return mean
+    # a GPU is awaited here, and not before
+    return sum((float(value) * own for value, own in values), 0.0)
 
 
 def _keep_pace(replica: LiveReplica, part: MiniBatch, times: int) -> None:

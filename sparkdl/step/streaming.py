@@ -69,7 +69,7 @@ class GradientWriter:
         for offset, place in self._places[number]:
             source = values[offset : offset + len(place)]
             if number in self._written:  # reentrant checkpoints go backward more than once
-                source = source.to(place.dtype) + place
+                source = source.to(place) + place
             if self._checks:
                 self._copy_and_check(number, source, place)
             else:

@@ -19,6 +19,9 @@ BLOCK_ELEMENTS = 1 << 20
 """Elements of a block. Measured on a core with 2 MiB of second-level cache and a large shared one:
 smaller blocks lose more by their fixed cost (0.1 ms with Python's part cold) than they gain."""
 
+GPU_BLOCK_ELEMENTS = 1 << 26
+"""On a GPU: what its memory holds beside the slice. Not measured."""
+
 
 def cut_blocks(plan: SlicePlan, elements: int = BLOCK_ELEMENTS) -> list[SlicePlan]:
     """``plan`` in blocks of at most ``elements`` elements, a multiple of 64; all of a small one.

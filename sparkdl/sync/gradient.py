@@ -134,11 +134,10 @@ def squared_norm(plan: SlicePlan, reduced: Reduced) -> float:
         if not piece.sparse and piece.number not in reduced.absent
     ]
     parts += [values for _, values in reduced.tables.values()]
-    return sum(
-        float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2
-        for part in parts
-        if part.numel()
-    )
+    norms = [torch.linalg.vector_norm(p, dtype=torch.float64) for p in parts if p.numel()]
+    return (
+        sum(norm**2 for norm in torch.stack(norms).tolist()) if norms else 0.0
+    )  # one look at a GPU
 
 
 def clip_factor(squares: Sequence[float], limit: float) -> tuple[float, float]:

@@ -26,6 +26,8 @@ from sparkdl.replica.seeding import seeded
 from sparkdl.sync.apply import step_slice
 from sparkdl.sync.averaging import average
 from sparkdl.sync.blocks import (
+    BLOCK_ELEMENTS,
+    GPU_BLOCK_ELEMENTS,
     block_of_contribution,
     block_of_reduced,
     block_of_state,
@@ -98,8 +100,16 @@ class Owner:
     @functools.cached_property
     def blocks(self) -> list[SlicePlan]:
         """What is updated at a time; all of the slice where the optimizer wants whole tensors."""
+        return self._blocks(BLOCK_ELEMENTS)
+
+    @functools.cached_property
+    def blocks_on_gpu(self) -> list[SlicePlan]:
+        """Likewise, where no cache is to be met and each block is some launches: there are few."""
+        return self._blocks(GPU_BLOCK_ELEMENTS)
+
+    def _blocks(self, elements: int) -> list[SlicePlan]:
         cut = self.separable and self.policy.local_steps == 1
-        return cut_blocks(self.plan) if cut else [self.plan]
+        return cut_blocks(self.plan, elements) if cut else [self.plan]
 
     def reduce(
         self, contributions: Sequence[Contribution], weights: torch.Tensor, out: torch.Tensor
@@ -161,37 +171,46 @@ class Owner:
         if self.policy.ema is not None and EMA not in old.arrays:
             new.arrays[EMA] = old.weights[: self.plan.trainable_length].clone()
         before = replace(old, held=dict(old.held), others=dict(old.others))
-        lengths = [self._dense_length(block) for block in self.blocks]
+        blocks = self.blocks if old.weights.device.type == "cpu" else self.blocks_on_gpu
+        lengths = [self._dense_length(block) for block in blocks]
         memory = keep
         if memory is None:
             memory = torch.empty(max(lengths), dtype=self.dtype, device=old.weights.device)
         part = Reduced(memory)
-        for block, length in zip(self.blocks, lengths, strict=True):
-            start, whole = block.start - self.plan.start, block is self.plan
-            out = memory[:length] if keep is None else memory[start : start + length]
-            if known is None:
-                parts = contributions
+        with self.drawing(seed):
+            for block, length in zip(blocks, lengths, strict=True):
+                start, whole = block.start - self.plan.start, block is self.plan
+                out = memory[:length] if keep is None else memory[start : start + length]
+                if known is None:
+                    parts = contributions
+                    if not whole:
+                        parts = [block_of_contribution(self.plan, block, c) for c in contributions]
+                    weights = old.weights[start : start + block.length]
+                    part = self._reduce(block, parts, weights, out)
+                    if keep is not None and part.gradient is not out:
+                        out.copy_(part.gradient)
+                else:
+                    part = scaled(block_of_reduced(self.plan, block, known), scale, out)
+                state = new if whole else block_of_state(self.plan, block, new, before)
+                if new is not old:
+                    _copy(old, state, start)
+                self._step(block, state, part, contributions, hyperparameters, loss)
                 if not whole:
-                    parts = [block_of_contribution(self.plan, block, c) for c in contributions]
-                weights = old.weights[start : start + block.length]
-                part = self._reduce(block, parts, weights, out)
-                if keep is not None and part.gradient is not out:
-                    out.copy_(part.gradient)
-            else:
-                part = scaled(block_of_reduced(self.plan, block, known), scale, out)
-            state = new if whole else block_of_state(self.plan, block, new, before)
-            if new is not old:
-                _copy(old, state, start)
-            self._step(block, state, part, contributions, hyperparameters, loss, seed)
-            if not whole:
-                keep_block(self.plan, block, state, new)
+                    keep_block(self.plan, block, state, new)
         merge_buffers(self.plan, contributions, new.weights)
         return Updated(norm, Reduced(memory, part.absent, part.tables))
 
     def drawing(self, seed: int) -> AbstractContextManager[None]:
-        """A block for steps of the optimizer: what it draws follows ``seed``. One that treats every
-        element by itself was seen to draw nothing."""
-        return contextlib.nullcontext() if self.separable else seeded(seed)
+        """A block for steps of the optimizer: what it draws follows ``seed``."""
+        return seeded(seed) if self._may_draw else contextlib.nullcontext()
+
+    @functools.cached_property
+    def _may_draw(self) -> bool:
+        """Of optimizers of torch's and ours nobody does who treats every element by itself. Others may
+        begin to after some steps, which a trial does not show."""
+        kinds = [type(mirror).__module__ for mirror in self.optimizer.mirrors()]
+        known = all(kind.startswith(("torch.optim.", "sparkdl.optim")) for kind in kinds)
+        return not (self.separable and known)
 
     def _dense_length(self, block: SlicePlan) -> int:
         """Elements of a block's dense gradient."""
@@ -205,23 +224,21 @@ class Owner:
         contributions: Sequence[Contribution],
         hyperparameters: Sequence[Mapping[str, Any]] | None,
         loss: float,
-        seed: int,
     ) -> None:
         """Bring a block's state, a copy of version t, to t+1."""
         if self.policy.local_steps > 1:
             average(block, state, reduced, contributions)
         else:
-            with self.drawing(seed):
-                step_slice(
-                    block,
-                    state,
-                    reduced.gradient,
-                    reduced.absent,
-                    self.optimizer,
-                    hyperparameters,
-                    sparse=reduced.tables,
-                    loss=torch.tensor(loss, dtype=self.dtype),
-                )
+            step_slice(
+                block,
+                state,
+                reduced.gradient,
+                reduced.absent,
+                self.optimizer,
+                hyperparameters,
+                sparse=reduced.tables,
+                loss=torch.tensor(loss, dtype=self.dtype),
+            )
         if self.policy.ema is not None:
             moving = state.arrays[EMA]
             moving.lerp_(state.weights[: len(moving)], 1.0 - self.policy.ema)

@@ -67,7 +67,7 @@ from sparkdl.train.parallel.stages import check_one_length
 from sparkdl.train.parallel.units import check_all_used
 from sparkdl.train.prepare import Prepared, prepare
 from sparkdl.train.probe import check_scorer, check_single_rows, try_model
-from sparkdl.train.progress import first_state
+from sparkdl.train.progress import caught_up, first_state
 from sparkdl.train.resuming import Restored, Resuming
 from sparkdl.train.state import TrainState
 from sparkdl.train.trained import TrainedModel
@@ -156,7 +156,7 @@ def run(
         )
         if one_pass:
             trainer = replace(trainer, stop=MaxEpoch(state.epoch + 1))
-        model.schedule.catch_up(state)
+        state = caught_up(model.schedule, state, history)
         stages = _stages(trainer, engine, validation, identity, history)
         state = train(
             trainer, engine, model.schedule, stages, [*trainer.callbacks, bar], state, history

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from sparkdl.errors import TrainingError
@@ -20,20 +21,36 @@ def first_state(policy: Policy) -> TrainState:
 
 
 def before(state: TrainState, history: History) -> TrainState:
-    """The state before the last iteration of a run that goes on from ``state``, as far as triggers
-    compare the two; of a run that begins ``state`` itself."""
+    """The state before the last iteration of a run that goes on from ``state``, as far as its history
+    tells; of a run that begins ``state`` itself."""
     if not state.iteration:
         return state
     iteration, ends = state.iteration - 1, state.position == 0
-    seconds = [record["seconds"] for record in history.last(2)]
+    records = history.last(2)
+    told = records[0] if len(records) == 2 else {}
     return replace(
         state,
         iteration=iteration,
-        epoch=state.epoch - ends,
+        epoch=max(0, state.epoch - ends),
         position=(state.iterations_per_epoch if ends else state.position) - 1,
-        seconds=seconds[0] if len(seconds) == 2 else 0.0,
+        samples=told.get("samples", 0),
+        loss=told.get("loss", math.nan),
+        seconds=told.get("seconds", 0.0),
+        gradient_norm=told.get("gradient_norm"),
         validations=tuple(v for v in state.validations if v.iteration <= iteration),
     )
+
+
+def caught_up(schedule: Schedule, state: TrainState, history: History) -> TrainState:
+    """Bring a fresh ``schedule`` to where a run goes on; ``state`` with the rates of the last
+    iteration."""
+    if not state.iteration:
+        return state
+    previous = before(state, history)
+    schedule.catch_up(previous)
+    state = replace(state, learning_rates=schedule.learning_rates)
+    schedule.after(previous, state)
+    return state
 
 
 def next_iteration(state: TrainState, schedule: Schedule, histograms: bool) -> Iteration:

@@ -65,7 +65,6 @@ class Restored:
         manifest = self.manifest
         records = self.history.last(1)
         last = records[-1] if records else {}
-        rate = last.get("learning_rate", math.nan)
         scale, age = manifest.loss_scale, int(manifest.extra.get("loss_scale_age", 0))
         if self.policy.scales_loss != manifest.extra.get("scales_loss", scale != 1.0):
             first = first_state(self.policy)  # another precision than the checkpoint's
@@ -77,7 +76,6 @@ class Restored:
             samples=manifest.samples,
             seconds=manifest.seconds,
             loss=last.get("loss", math.nan),
-            learning_rates=() if math.isnan(rate) else (rate,),
             gradient_norm=last.get("gradient_norm"),
             loss_scale=scale,
             loss_scale_age=age,

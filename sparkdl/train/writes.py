@@ -29,18 +29,22 @@ def check_writes(module: nn.Module, inputs: Sequence[np.ndarray]) -> None:
                 "rows that are looked up, which each replica does for its own. Leave it out, and scale "
                 "what is looked up in forward."
             )
-    before = frozen_digests(module)
-    if not before:
+    if all(parameter.requires_grad for parameter in module.parameters()):
         return
-    with torch.no_grad(), seeded(0):
+    with torch.no_grad():
         for parameter in module.parameters():
             if parameter.requires_grad and parameter.is_floating_point():
                 parameter.add_(0.01)  # as after an update: else a copy of them stays what it is
-        module.train()
-        module(*to_tensors(inputs, torch.device("cpu")))
+    before = frozen_digests(module)
+    module.train()
+    try:
+        with seeded(0):
+            module(*to_tensors(inputs, torch.device("cpu")))
+    except Exception:  # it takes these rows, which is known, but not with all weights
+        return
     after = frozen_digests(module)
     for name, digest in before.items():
-        if after[name] != digest:
+        if after.get(name, digest) != digest:
             raise ModelError(
                 f'forward writes to "{name}", a parameter with requires_grad=False: these are taken '
                 "for constants, and each worker would have its own. Make it a buffer "

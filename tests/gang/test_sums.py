@@ -16,15 +16,18 @@ from torch import nn
 
 from sparkdl.clock import Clock
 from sparkdl.data.assemble import Batch
+from sparkdl.errors import SessionError
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.recipe import Recipe
 from sparkdl.step.compute import MiniBatch, forward_backward
 from sparkdl.sync.plan import slice_plans
-from sparkdl.train.parallel.strategy import DDP
+from sparkdl.train.parallel.parallel import parallel_of
+from sparkdl.train.parallel.strategy import DDP, strategy_of
 from sparkdl.train.rank.batchnorm import GlobalBatchNorm, synchronise
 from sparkdl.train.rank.company import keeping_company
 from sparkdl.train.rank.data_parallel import AtOnce, DataParallel
+from sparkdl.train.rank.groups import check_carried
 from sparkdl.train.rank.summing import Copied, GradientVector
 
 pytestmark = pytest.mark.gang
@@ -115,6 +118,28 @@ def test_what_is_too_large_for_the_wire_is_noticed_before_it_is_applied(ranks, k
     for found in ranks.run(WORLD, one_rank, kind, "fp16", fill):
         assert not found["gradient"].isfinite().all()
         assert found["problem"] == 'the gradient of "always.weight"'
+
+
+def carried(communicator: Any, dimension: str) -> str:
+    parallel = parallel_of({dimension: strategy_of(WORDS[dimension])}, {dimension: WORLD}, WORLD)
+    try:
+        check_carried(parallel, torch.device("cuda"))
+    except SessionError as error:
+        return str(error)
+    return ""
+
+
+WORDS = {"pipe": "pipeline", "tensor": "tensor", "shard": "fsdp"}
+
+
+@pytest.mark.parametrize("dimension", WORDS)
+def test_what_gloo_does_not_carry_from_gpus_is_told(ranks, dimension):
+    """Where ranks share a GPU."""
+    told = {
+        f'strategy="{WORDS[dimension]}" needs a GPU for each rank, and here ranks share one: use as '
+        'many replicas as there are GPUs, or strategy="ddp".'
+    }
+    assert set(ranks.run(WORLD, carried, dimension)) == (told if dimension != "shard" else {""})
 
 
 class Half(nn.Module):

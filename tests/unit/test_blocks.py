@@ -108,7 +108,7 @@ def train(make: Any, policy: Policy, elements: int, in_place: bool, keep: bool) 
     (plan,) = slice_plans(flat.layout, 1)
     owner = Owner.of(plan, optimizer, policy, flat.layout, separable=True)
     state = SliceState(flat.flat.clone())
-    with mock.patch.object(owner_module, "cut_blocks", partial(cut_blocks, elements=elements)):
+    with mock.patch.object(owner_module, "BLOCK_ELEMENTS", elements):
         for step in range(3):
             given = contributions(plan, step)
             known, squares = None, [0.0]
@@ -163,3 +163,39 @@ def test_an_optimizer_that_looks_at_whole_tensors_gets_them() -> None:
         assert Owner.of(plan, optimizer, Policy(), flat.layout).blocks == [plan]
         local = Owner.of(plan, optimizer, Policy(local_steps=2), flat.layout, separable=True)
         assert local.blocks == [plan]
+
+
+class Late(torch.optim.SGD):
+    """Draws from its second step on: no trial of a few steps need show it."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for p in (p for group in self.param_groups for p in group["params"]):
+            steps = self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+            if steps > 1:
+                p.add_(torch.randn_like(p))
+
+
+def test_what_is_drawn_follows_the_seed() -> None:
+    """Whatever else has been drawn, or found about the optimizer; each block has draws of its own."""
+    ends = []
+    for seeds in ((1, 2), (1, 2), (1, 3)):
+        torch.manual_seed(len(ends))
+        module = nn.Linear(16, 16, bias=False)
+        module.weight.data.zero_()
+        flat = FlatModule(module)
+        recipe = Recipe(module, torch.square, partial(Late, lr=0.1), 0, Policy())
+        optimizer = OptimizerPlan.of(recipe, [p for _, p in flat.parameters], module, try_out=False)
+        (plan,) = slice_plans(flat.layout, 1)
+        owner = Owner.of(plan, optimizer, Policy(), flat.layout, separable=True)
+        state = SliceState(flat.flat.clone())
+        gradient = torch.zeros(plan.dense_length)
+        with mock.patch.object(owner_module, "BLOCK_ELEMENTS", 64):
+            for seed in seeds:
+                given = [Contribution(0, 1.0, gradient, gradient[:0], frozenset())]
+                owner.update(state, state, given, None, seed=seed)
+        ends.append(state.weights)
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])
+    assert len(set(ends[0].tolist())) == 256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -201,6 +202,27 @@ def test_a_checkpointed_module_goes_with_its_last_user() -> None:
         assert weight() is None
     finally:
         gc.enable()
+
+
+def test_a_checkpointed_module_may_be_compiled_by_its_user() -> None:
+    torch.manual_seed(0)
+    module, x = make()["encoder"], torch.randn(5, 3)
+    whole = nn.Sequential(module, nn.Linear(4, 2))
+    call = torch.compile(runnable(whole, Policy(activation_checkpointing=("0",))), backend="eager")
+    call(x).sum().backward()
+    assert module[1].num_batches_tracked == 1
+
+
+def test_the_copy_of_a_checkpointed_module_has_weights_of_its_own() -> None:
+    """As a teacher that a model makes of itself."""
+    module, x = Chain(), torch.randn(5, 3)
+    runnable(module, Policy(activation_checkpointing=("second",)))
+    other, expected = copy.deepcopy(module), module(x)
+    with torch.no_grad():
+        module.second.layer.weight.zero_()
+    assert torch.equal(other(x), expected)
+    del module
+    assert torch.equal(other(x), expected)
 
 
 def test_check_modules_wants_a_match() -> None:

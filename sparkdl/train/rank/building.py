@@ -31,7 +31,8 @@ def hold(recipe: Recipe, setup: Setup, samples: Sequence[Samples], member: Membe
     """Build the replica: what this rank holds of it, and how gradients come together. ``samples``: of
     all ranks.
 
-    Raises :class:`sparkdl.ModelError` where its layers cannot be cut as the plan says.
+    Raises :class:`sparkdl.ModelError` where its layers cannot be cut as the plan says, and
+    :class:`sparkdl.SessionError` where what is cut cannot be on these devices.
     """
     keep_heap()
     run, parallel, spare = setup.run, setup.parallel, setup.spare

@@ -39,7 +39,12 @@ from sparkdl.train.rank.batchnorm import synchronise
 from sparkdl.train.rank.groups import Groups
 from sparkdl.train.rank.model_group import ModelGroup
 from sparkdl.train.rank.one_round import OneRound
-from sparkdl.train.rank.summing import Summed, first_not_finite, gathered_counts
+from sparkdl.train.rank.summing import (
+    Summed,
+    can_be_summed,
+    first_not_finite,
+    gathered_counts,
+)
 from sparkdl.train.rank.tensor_parallel import parallelise
 
 
@@ -160,7 +165,12 @@ class FullySharded(Summed):
 
     def _not_finite(self) -> str:
         """Of the sum over the ranks, in this rank's rows."""
+        if can_be_summed(self._vector.filled(self._gradients.dense), 1):
+            return ""
         return first_not_finite(self._live, self._gradients)
+
+    def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
+        return self._vector.vector, self._gradients.absent
 
     def scored(self, batches: int, score: Callable[[], Any]) -> Any:
         """See :class:`sparkdl.train.rank.summing.Summed`."""

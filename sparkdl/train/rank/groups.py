@@ -8,9 +8,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from sparkdl.errors import SessionError
 from sparkdl.train.parallel.parallel import Parallel
 
 _gangs = itertools.count()
+
+
+def check_carried(parallel: Parallel, device: torch.device) -> None:
+    """Raise :class:`sparkdl.SessionError` where ranks share a GPU, so that Gloo joins them, and would
+    send each other what is on it, which Gloo does not."""
+    cut = [part.word for name, part in parallel.parts.items() if name in ("pipe", "tensor")]
+    if cut and device.type == "cuda" and "cuda:nccl" not in dist.get_backend_config():
+        raise SessionError(
+            f'strategy="{cut[0]}" needs a GPU for each rank, and here ranks share one: use as many '
+            'replicas as there are GPUs, or strategy="ddp".'
+        )
 
 
 class Groups:
@@ -22,6 +34,8 @@ class Groups:
     """
 
     def __init__(self, parallel: Parallel, device: torch.device) -> None:
+        """Raises what :func:`check_carried` does."""
+        check_carried(parallel, device)
         sizes = parallel.mesh.sizes
         names = tuple(name for name, size in sizes.items() if size > 1 or name in parallel.parts)
         self._suffix = f"-{next(_gangs)}"

@@ -30,7 +30,7 @@ from sparkdl.clock import Clock
 from sparkdl.data.assemble import Assembly
 from sparkdl.data.handle import SampleHandle
 from sparkdl.data.mapped import close_partitions, lies_here, open_partition
-from sparkdl.errors import ModelError
+from sparkdl.errors import ModelError, SessionError
 from sparkdl.gang.member import Member
 from sparkdl.infer.scoring import Scorer
 from sparkdl.infer.validate import score_partition
@@ -113,14 +113,14 @@ class Rank:
             train.checksum == self._setup.checksums[self._member.rank],
         )
 
-    def begin(self, samples: Sequence[Samples]) -> ModelError | None:
+    def begin(self, samples: Sequence[Samples]) -> ModelError | SessionError | None:
         """All ranks are where their ``samples`` are: make them one. What is wrong with how the model is
-        cut is the result."""
+        cut, or where, is the result."""
         if self._handles[0].num_rows:
             self._partition = open_partition(self._handles[0])
         try:
             self._held, self._way = hold(self._recipe, self._setup, samples, self._member)
-        except ModelError as error:
+        except (ModelError, SessionError) as error:
             return error
         self.snapshots.begin(self._held, self._way)
         policy, owners = self._recipe.policy, self._held.owners.values()
