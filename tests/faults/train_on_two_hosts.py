@@ -91,11 +91,9 @@ def main() -> None:
     with session(given["master"], **given["settings"]) as spark:
         df = frame(spark)
         for name, how in given["runs"].items():
-            told, run = how.pop("tell", {}), trainer(**how)
-            if told:
-                run = replace(run, callbacks=[Tell(**told)])
-            if told.get("held"):
-                run = replace(run, stop=run.stop | SOME_TIME)
+            told, run = how.pop("tell", None), trainer(**how)
+            if told is not None:
+                run = replace(run, callbacks=[Tell(**told)], stop=run.stop | SOME_TIME)
             trained = run.fit(df)
             results[name] = {"digest": digest(trained.module), "losses": trained.history.losses}
     answer(results)
