@@ -154,10 +154,8 @@ class Listener:
         except TimeoutError:
             return None
         connection.settimeout(None)
-        ours, late = (
-            secrets.token_bytes(NONCE_BYTES),
-            threading.Timer(HELLO_SECONDS, _end, [connection]),
-        )
+        ours = secrets.token_bytes(NONCE_BYTES)
+        late = threading.Timer(HELLO_SECONDS, _end, [connection])  # a bound for all of it
         late.start()
         try:
             connection.sendall(ours)

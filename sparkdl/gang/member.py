@@ -145,15 +145,13 @@ def _serve(channel: Channel, member: Member, rest: Callable[[], None]) -> None:
                 work()
     finally:
         ended = False
-        while not ended:
+        while not ended:  # no call here: Python sees to signals where a function begins
             try:
                 commands.done()
                 results.close()
                 ended = True
-            except (
-                KeyboardInterrupt
-            ):  # of Commands, and noticed only here: as Python sees to signals
-                continue  # where a function begins, none does between the two
+            except KeyboardInterrupt:  # by Commands, and noticed only now
+                continue
         rest()
 
 
@@ -246,6 +244,11 @@ class _Output(io.TextIOBase):
         if lines:
             self._send("\n".join(lines))
         return len(text)
+
+    def flush(self) -> None:
+        """Lines go by themselves."""
+        if os.getpid() != self._process:
+            self._before.flush()
 
     def rest(self) -> None:
         """Tell the line that has begun."""

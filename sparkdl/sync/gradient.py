@@ -135,9 +135,8 @@ def squared_norm(plan: SlicePlan, reduced: Reduced) -> float:
     ]
     parts += [values for _, values in reduced.tables.values()]
     norms = [torch.linalg.vector_norm(p, dtype=torch.float64) for p in parts if p.numel()]
-    return (
-        sum(norm**2 for norm in torch.stack(norms).tolist()) if norms else 0.0
-    )  # one look at a GPU
+    together = torch.stack(norms).tolist() if norms else []  # a GPU is awaited once
+    return sum((norm**2 for norm in together), 0.0)
 
 
 def clip_factor(squares: Sequence[float], limit: float) -> tuple[float, float]:

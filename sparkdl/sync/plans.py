@@ -29,15 +29,12 @@ class RunPlans:
         recipe, layout = replica.recipe, replica.flat.layout
         parameters = [parameter for _, parameter in replica.flat.parameters]
         optimizer = OptimizerPlan.of(recipe, parameters, replica.flat.module, try_out=False)
-        cut, (everything,) = (
-            slice_plans(layout, run.slices, whole=run.whole_tensors),
-            slice_plans(layout, 1),
-        )
-        owners = [
+        plans = slice_plans(layout, run.slices, whole=run.whole_tensors) + slice_plans(layout, 1)
+        *owners, whole = (
             Owner.of(plan, optimizer, recipe.policy, layout, not run.whole_tensors)
-            for plan in [*cut, everything]
-        ]
-        return RunPlans(owners[:-1], owners[-1], layout)
+            for plan in plans
+        )
+        return RunPlans(owners, whole, layout)
 
     @property
     def slices(self) -> list[SlicePlan]:
