@@ -14,10 +14,10 @@ def as_array(value: Any, name: str, row: int, float_dtype: str, remedy: str) -> 
 
     Raises :class:`RowProblem` for what is not numbers or masked, for NaN and inf, and for emptiness.
     """
+    if masked(value):
+        raise RowProblem(name, row, "holds a masked value", remedy)
     try:
         array = _plain(value)
-    except np.ma.MaskError:
-        raise RowProblem(name, row, "holds a masked value", remedy) from None
     except ValueError:
         raise RowProblem(name, row, "is ragged: its parts differ in length", SAME_SHAPE) from None
     except Exception as error:
@@ -54,9 +54,7 @@ def masked(value: Any) -> bool:
 
 
 def _plain(value: Any) -> np.ndarray:
-    """Any array-like, tensor, or ``pyspark.ml.linalg`` vector or matrix. Raises ``np.ma.MaskError``."""
-    if masked(value):
-        raise np.ma.MaskError
+    """Any array-like, tensor, or ``pyspark.ml.linalg`` vector or matrix."""
     if hasattr(value, "toArray"):
         value = value.toArray()
     elif hasattr(value, "detach"):

@@ -94,13 +94,17 @@ def weights_digest(module: nn.Module) -> str:
 
 def frozen_digest(module: nn.Module) -> str:
     """A digest of the parameters that do not train, which are in no checkpoint; empty: all do."""
-    frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
+    frozen = _frozen(module)
     return _digest(frozen) if frozen else ""
 
 
 def frozen_digests(module: nn.Module) -> dict[str, str]:
     """Of each of these its own, by name."""
-    return {n: _digest([(n, p)]) for n, p in module.named_parameters() if not p.requires_grad}
+    return {name: _digest([(name, parameter)]) for name, parameter in _frozen(module)}
+
+
+def _frozen(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
 
 
 def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:

@@ -99,9 +99,9 @@ class Strikes(threading.Thread):
         return True
 
     def _worker(self) -> bool:
-        above = set(processes.executors(self._driver))
-        daemons = {pid for pid in processes.all_pids() if parent_of(pid) in above}
-        workers = [pid for pid in processes.all_pids() if parent_of(pid) in daemons]
+        above, parents = set(processes.executors(self._driver)), processes.parents()
+        daemons = {pid for pid, parent in parents.items() if parent in above}
+        workers = [pid for pid, parent in parents.items() if parent in daemons]
         if workers:
             processes.kill(self._draw_victim.choice(sorted(workers)))
         return bool(workers)
@@ -111,11 +111,6 @@ class Strikes(threading.Thread):
         if found:
             shutil.rmtree(self._draw_victim.choice(found), ignore_errors=True)
         return bool(found)
-
-
-def parent_of(pid: int) -> int:
-    found = processes.fields(pid)
-    return int(found[1]) if found else 0
 
 
 class Memory(sparkdl.Callback):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from noisy import Noisy
 from torch import nn, optim
 from torch.optim import lr_scheduler
 
@@ -330,14 +331,6 @@ class InState(Counting):
         for state in counts:
             state["k"] = state.get("k", 0) + 1
         return counts[0]["k"]
-
-
-class Noisy(torch.optim.SGD):
-    @torch.no_grad()
-    def step(self, closure=None):
-        super().step()
-        for p in (p for group in self.param_groups for p in group["params"]):
-            p.add_(torch.randn_like(p), alpha=0.01)
 
 
 @pytest.mark.parametrize(

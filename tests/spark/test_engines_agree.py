@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from noisy import Noisy
 from pyspark import cloudpickle
 from torch import nn
 
@@ -113,16 +114,6 @@ def sparse_and_dense(module):
         torch.optim.SparseAdam([module.tags.weight], lr=1e-2),
         torch.optim.Adam(module.out.parameters(), lr=1e-2),
     ]
-
-
-class Noisy(torch.optim.SGD):
-    """Looks at all elements of a tensor together: it draws."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        super().step()
-        for p in (p for group in self.param_groups for p in group["params"]):
-            p.add_(torch.randn_like(p), alpha=0.01)
 
 
 def half_at_random(bucket):

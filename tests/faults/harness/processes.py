@@ -67,12 +67,16 @@ def executors(driver: bytes) -> list[int]:
     ]
 
 
+def parents() -> dict[int, int]:
+    """Of all that are there."""
+    return {pid: int(found[1]) for pid in all_pids() if (found := fields(pid))}
+
+
 def below(pid: int) -> list[int]:
     """All that it has started, and what these have."""
-    parents = {each: int(found[1]) for each in all_pids() if (found := fields(each))}
-    found = [pid]
-    for above in found:  # grows meanwhile
-        found += [each for each, its in parents.items() if its == above]
+    above, found = parents(), [pid]
+    for one in found:  # grows meanwhile
+        found += [each for each, its in above.items() if its == one]
     return found[1:]
 
 
