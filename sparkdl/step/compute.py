@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,18 +24,31 @@ from sparkdl.sync.contribution import Rows
 def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """Arrays of a batch as tensors on ``device``; signed integers of any width become int64.
 
-    To a GPU they are copied from pinned memory, while this thread goes on; what is computed with them
-    waits for the copy, being on the same stream.
+    To a GPU they are copied from pinned memory, while this thread goes on.
     """
-    tensors = []
-    for array in arrays:
-        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
-        if device.type == "cuda":
-            tensor = tensor.pin_memory().to(device, non_blocking=True)
-        else:
-            tensor = tensor.to(device)
-        tensors.append(tensor.long() if array.dtype.kind == "i" else tensor)
-    return tensors
+    here = [torch.from_numpy(a if a.flags.writeable else a.copy()) for a in arrays]
+    there = _copied(here, device) if device.type == "cuda" else [t.to(device) for t in here]
+    return [
+        tensor.long() if array.dtype.kind == "i" else tensor
+        for array, tensor in zip(arrays, there, strict=True)
+    ]
+
+
+def _copied(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """On a GPU, by a stream of copies, beside what the GPU has still to do; what is computed with them
+    waits for them there."""
+    copies, computing = _copy_stream(device), torch.cuda.current_stream(device)
+    with torch.cuda.stream(copies):
+        found = [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
+    computing.wait_stream(copies)
+    for tensor in found:  # let go of, its memory is the copies' again, once it is computed with
+        tensor.record_stream(computing)
+    return found
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 @dataclass(frozen=True)

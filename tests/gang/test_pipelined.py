@@ -591,13 +591,45 @@ def test_a_forward_that_cannot_be_cut_is_told_before_training(frames, mistake):
     assert message in str(caught.value)
 
 
-def test_a_tensor_in_two_stages_is_told_before_training(frames):
+class Shares(nn.Module):
+    """A forward of its own that comes back to a tensor of its first layer, or to the layer itself."""
+
+    def __init__(self, tensor: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, CLASSES)
+        self.tensor = tensor
+        if tensor:
+            self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(torch.tanh(self.first(x)))
+        return self.out(x if self.tensor else self.first(torch.tanh(x)))
+
+
+@pytest.mark.parametrize(
+    ("model", "first", "told"),
+    [
+        (tied, "1", '"0.weight" and "1.weight" are one tensor, in two stages.'),
+        (
+            partial(Shares, True),
+            "second",
+            '"first.weight" and "second.weight" are one tensor, in two',
+        ),
+        (partial(Shares, False), "second", '"first.weight" is in two stages.'),
+    ],
+)
+def test_a_tensor_in_two_stages_is_told_before_training(frames, model, first, told):
     with pytest.raises(ModelError) as caught:
-        trainer_of(model=tied, strategy=Pipeline(split=["1"])).fit(frames(12, 12))
-    assert str(caught.value) == (
-        'strategy="pipeline": "0.weight" and "1.weight" are one tensor, in two stages. Name a cut that '
-        'leaves them together, strategy=sparkdl.Pipeline(split=[...]), or use strategy="fsdp".'
+        trainer_of(model=model, strategy=Pipeline(split=[first])).fit(frames(12, 12))
+    assert str(caught.value).startswith(f'strategy="pipeline": {told}')
+    assert str(caught.value).endswith(
+        " Name a cut that leaves it in one, strategy=sparkdl.Pipeline(split=[...]), or use "
+        'strategy="fsdp".'
     )
+
+
+def test_a_tensor_that_stays_in_one_stage_may_have_two_names(frames):
     trainer_of(model=tied, strategy=Pipeline(split=["2"])).fit(frames(12, 12))
 
 

@@ -116,19 +116,28 @@ def _check_count(strategy: Pipeline, items: Items, count: int) -> None:
         )
 
 
-def check_shared(items: Items, bounds: Sequence[int]) -> None:
-    """Raise :class:`sparkdl.ModelError` for a parameter that two stages would have."""
-    seen: dict[int, tuple[int, str]] = {}
+def check_shared(module: nn.Module, items: Items, bounds: Sequence[int]) -> None:
+    """Raise :class:`sparkdl.ModelError` for a parameter or buffer that two stages would have."""
+    seen: dict[int, int] = {}
     for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        for name, module in items[start:stop]:
-            for inner, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
-                where, first = seen.setdefault(id(tensor), (stage, f"{name}.{inner}"))
-                if where != stage:
+        for _, item in items[start:stop]:
+            for tensor in (*item.parameters(), *item.buffers()):
+                if seen.setdefault(id(tensor), stage) != stage:
                     raise ModelError(
-                        f'strategy="pipeline": "{first}" and "{name}.{inner}" are one tensor, in two '
-                        "stages. Name a cut that leaves them together, strategy=sparkdl.Pipeline("
-                        'split=[...]), or use strategy="fsdp".'
+                        f'strategy="pipeline": {_names_of(tensor, module)} in two stages. Name a cut '
+                        "that leaves it in one, strategy=sparkdl.Pipeline(split=[...]), or use "
+                        'strategy="fsdp".'
                     )
+
+
+def _names_of(tensor: torch.Tensor, module: nn.Module) -> str:
+    """What the model calls it, for a message: parts of a forward call it something else."""
+    of_module = itertools.chain(
+        module.named_parameters(remove_duplicate=False),
+        module.named_buffers(remove_duplicate=False),
+    )
+    names = [f'"{name}"' for name, other in of_module if other is tensor]
+    return f"{' and '.join(names)} are one tensor," if len(names) > 1 else f"{names[0]} is"
 
 
 def with_split(
@@ -150,7 +159,7 @@ def with_split(
     costs, outputs = _tried(module, items, inputs)
     if not starts:
         starts = _chosen(costs, outputs, count)
-    check_shared(items, [0, *starts, len(items)])
+    check_shared(module, items, [0, *starts, len(items)])
     for start in starts:
         _check_output(items[start - 1][0], outputs[start - 1])
     for kind in _not_sent(outputs[-1]):

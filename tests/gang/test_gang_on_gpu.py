@@ -53,7 +53,7 @@ def test_tensors_on_the_gpu_are_summed(spark: Any, ranks: int) -> None:
         ("fsdp", 1),
         (sparkdl.FSDP(cpu_offload=True), 1),
         ("tensor", 1),
-        ("pipeline", 1),
+        (sparkdl.Pipeline(micro_batches=1), 1),  # which batch norm would see
     ],
 )
 def test_training_is_that_of_the_cpu(spark: Any, strategy: Any, replicas: int) -> None:

@@ -1,0 +1,92 @@
+"""The shuffle engine on a GPU: the same training as on the CPU."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyspark import cloudpickle
+from torch import nn
+
+import sparkdl
+
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Pooled(nn.Module):
+    """Rows of a table, and what is dense."""
+
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 6, sparse=sparse)
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+
+    def forward(self, number: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        return self.body(self.table(number) + features)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"clip_norm": 1.0, "ema": 0.9, "l2": 1e-3, "accumulate": 2},
+        {"local_steps": 2, "model": partial(Pooled, sparse=False)},
+        {"compression": sparkdl.TopK(0.2)},
+        {"wire": "bf16", "replicas": 3, "slices": 2},
+        {"optimizer": partial(torch.optim.Adagrad, lr=0.05), "on_nan": "skip"},
+        {"class_weights": [1.0, 2.0, 0.5], "weight": "weight", "histograms": sparkdl.every(2)},
+    ],
+    ids=lambda more: ", ".join(more) or "plain",
+)
+def test_training_is_that_of_the_cpu(spark: Any, more: dict[str, Any]) -> None:
+    generator = np.random.default_rng(1)
+    rows = [(i % 20, generator.normal(size=6).tolist(), int(i % 3), 1.0 + i % 2) for i in range(48)]
+    rdd = spark.sparkContext.parallelize(rows, 2)
+    df = spark.createDataFrame(
+        rdd, "number long, features array<double>, label long, weight double"
+    )
+    values: dict[str, Any] = {
+        "model": Pooled,
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        "features": ["number", "features"],
+        "batch_size": 12,
+        "replicas": 2,
+        "stop": sparkdl.max_epoch(2),
+        "validation": sparkdl.Validation(df, metrics=["accuracy"], best="loss"),
+        **more,
+    }
+    there = sparkdl.Trainer(**values, engine="shuffle").fit(df)
+    here = sparkdl.Trainer(**values, engine="local").fit(df)
+    assert there.history.losses == pytest.approx(here.history.losses, rel=1e-3)
+    for one, other in zip(here.module.parameters(), there.module.parameters(), strict=True):
+        assert other.device.type == "cpu"
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_half_precision_learns(spark: Any) -> None:
+    generator = np.random.default_rng(1)
+    points = generator.normal(size=(256, 6))
+    rows = [(i % 20, point.tolist(), int(point[0] > 0)) for i, point in enumerate(points)]
+    df = spark.createDataFrame(rows, "number long, features array<double>, label long")
+    for precision in ("bf16", "fp16"):
+        trained = sparkdl.Trainer(
+            model=Pooled,
+            loss=nn.CrossEntropyLoss(),
+            optimizer=partial(torch.optim.Adagrad, lr=0.1),
+            features=["number", "features"],
+            batch_size=32,
+            replicas=2,
+            precision=precision,
+            stop=sparkdl.max_epoch(5),
+        ).fit(df)
+        assert trained.history.losses[-1] < 0.5 * trained.history.losses[0]
