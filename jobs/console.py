@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import sparkdl
 from sparkdl import Callback, History, Trainer, TrainState
 from sparkdl.redaction import without_credentials
-from sparkdl.train.checkpoint.store import CheckpointStore
+from sparkdl.train.resuming import history_in
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -136,7 +136,7 @@ class EpochLines(Callback):
             place = without_credentials(state.checkpoint)
             print(f"on from iteration {state.iteration:,}: {place}", flush=True)
             if state.position:  # what the epoch has behind it
-                self._epoch = _history_of(state.checkpoint)
+                self._epoch = history_in(state.checkpoint)
 
     def on_epoch_start(self, trainer: Trainer, state: TrainState) -> None:
         self._epoch = History.after(state)
@@ -162,13 +162,6 @@ class EpochLines(Callback):
         if self._shown and self._line:
             print(self._line, flush=True)
         self._line = ""
-
-
-def _history_of(checkpoint: str) -> History:
-    """The history that a checkpoint holds."""
-    store = CheckpointStore.open(checkpoint)
-    uri, manifest = next(store.candidates())
-    return History.from_json_bytes(store.read_history(uri, manifest))
 
 
 def read_options(pairs: list[str]) -> dict[str, str]:

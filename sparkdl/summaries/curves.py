@@ -23,7 +23,8 @@ _COLOURS = ("#c8553d", "#588157", "#8e5aa8", "#d99a2b", "#2a9d8f", "#8d6e63")
 
 
 class Curves(Recorder):
-    """Draws :func:`plot_history` to ``path`` at each ``every``; the file is replaced as a whole.
+    """Draws :func:`plot_history` to ``path`` at each ``every``; the file is replaced as a whole. Of a
+    resumed run it shows what was before, too.
 
     Needs the extra ``plots``; raises :class:`sparkdl.ParameterError` without it, for a suffix that
     matplotlib does not know, and as the fit starts for a path that cannot be written.

@@ -19,9 +19,10 @@ class HistoryFile(Recorder):
     """Writes :meth:`sparkdl.History.save` to ``path``, ``.csv`` or ``.json``, at each ``every``, and
     with each checkpoint.
 
-    The file is replaced as a whole, so it can be opened at any time. A resumed run goes on with the
-    file that is there. Raises :class:`sparkdl.ParameterError` for another suffix, and as the fit
-    starts for a path that cannot be written.
+    The file is replaced as a whole, so it can be opened at any time. Of a resumed run it has what was
+    before, too: from the checkpoint, or without one from the file that is there. Raises
+    :class:`sparkdl.ParameterError` for another suffix, and as the fit starts for a path that cannot be
+    written.
     """
 
     def __init__(self, path: str | Path, every: Trigger | None = None) -> None:
@@ -33,7 +34,7 @@ class HistoryFile(Recorder):
     def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
         super().on_fit_start(trainer, state)
         check_replaceable("HistoryFile", self._path)
-        if state.iteration > 0 and self._path.is_file():
+        if state.iteration > 0 and not len(self.history) and self._path.is_file():
             self.history = History.load(self._path)
             self.history.truncate(state.iteration)
             self.history.follow(state)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from sparkdl.errors import ParameterError
 from sparkdl.train.callbacks import Callback
 from sparkdl.train.history import History
+from sparkdl.train.resuming import history_in
 from sparkdl.train.state import TrainState
 from sparkdl.train.triggers import Trigger
 
@@ -37,15 +38,17 @@ class Recorder(Callback):
         self._last = TrainState()
         self._due = False
         self.history = History()
-        """Of this fit; of a resumed one, since it was resumed."""
+        """Of the run, also before this fit: what it recorded itself, else what the checkpoint tells
+        that the fit goes on from."""
 
     def write(self, trainer: Trainer, state: TrainState) -> None:
         """Show what :attr:`history` holds."""
         raise TypeError(f"{type(self).__name__} does not define write(trainer, state)")
 
     def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
+        if not state.iteration or not _same(self._last, state):
+            self.history = _until(state)
         self._last, self._due = state, False
-        self.history = History.after(state)
 
     def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:
         self.history.append(state, self._last.epoch + 1)
@@ -61,6 +64,20 @@ class Recorder(Callback):
 
     def on_fit_end(self, trainer: Trainer, state: TrainState) -> None:
         self.write(trainer, state)
+
+
+def _same(last: TrainState, state: TrainState) -> bool:
+    """Whether a run goes on from where another fit has ended, as with ``partial_fit``."""
+    return (last.iteration, last.seconds) == (state.iteration, state.seconds)
+
+
+def _until(state: TrainState) -> History:
+    """What was before a fit that goes on from ``state``, as far as its checkpoint tells."""
+    if state.iteration and state.checkpoint is not None:
+        history = history_in(state.checkpoint)
+        if [row["iteration"] for row in history.last(1)] == [state.iteration]:
+            return history
+    return History.after(state)
 
 
 @contextlib.contextmanager

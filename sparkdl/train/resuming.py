@@ -123,6 +123,13 @@ class Restored:
         return WithoutAverage(read) if self.policy.ema is None else read
 
 
+def history_in(checkpoint: str) -> History:
+    """The history in a checkpoint, named as by :attr:`TrainState.checkpoint`."""
+    store = CheckpointStore.open(checkpoint)
+    uri, manifest = next(store.candidates())
+    return History.from_json_bytes(store.read_history(uri, manifest))
+
+
 def _read(uri: str, files: tuple[SliceFile, ...], plan: SlicePlan, dtype: Any) -> SliceState:
     return read_slice_files(uri, files, plan, dtype)
 

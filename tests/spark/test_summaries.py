@@ -27,7 +27,9 @@ def table(spark: SparkSession) -> DataFrame:
     )
 
 
-def fit(table: DataFrame, callback: sparkdl.Callback, **values: Any) -> sparkdl.TrainedModel:
+def fit(
+    table: DataFrame, callback: sparkdl.Callback, resume: str | None = None, **values: Any
+) -> sparkdl.TrainedModel:
     trainer = sparkdl.Trainer(
         model=partial(nn.Linear, 2, 1),
         loss=nn.MSELoss(),
@@ -37,7 +39,7 @@ def fit(table: DataFrame, callback: sparkdl.Callback, **values: Any) -> sparkdl.
         callbacks=[callback],
         **({"engine": "local", "stop": sparkdl.max_epoch(2)} | values),
     )
-    return trainer.fit(table)
+    return trainer.fit(table, resume=resume)
 
 
 def scalars(folder: Path, name: str) -> dict[int, float]:
@@ -88,6 +90,36 @@ def test_curves(table: DataFrame, tmp_path: Path) -> None:
     pixels = image.imread(tmp_path / "curves.png")
     assert pixels.shape[1:] == (960, 4)
     assert pixels.std() > 0.01
+
+
+@pytest.mark.parametrize("last", [8, 11])
+def test_a_resumed_fit_records_the_whole_run(table: DataFrame, tmp_path: Path, last: int) -> None:
+    saved = sparkdl.Checkpoint(tmp_path / "checkpoints", every=sparkdl.every(8))
+    fit(table, sparkdl.Callback(), checkpoint=saved, stop=sparkdl.max_iteration(8))
+    curves, file = Curves(tmp_path / "curves.png"), HistoryFile(tmp_path / "new" / "history.json")
+    for callback in (curves, file):
+        stop = sparkdl.max_iteration(last)
+        trained = fit(table, callback, resume="latest", checkpoint=saved, stop=stop)
+        assert len(trained.history) == last
+        assert list(callback.history) == list(trained.history)
+    assert sparkdl.History.load(tmp_path / "new" / "history.json").losses == trained.history.losses
+
+
+def test_a_partial_fit_records_those_before(table: DataFrame, tmp_path: Path) -> None:
+    callback = Curves(tmp_path / "curves.png")
+    trainer = sparkdl.Trainer(
+        model=partial(nn.Linear, 2, 1),
+        loss=nn.MSELoss(),
+        optimizer=partial(torch.optim.SGD, lr=0.05),
+        batch_size=32,
+        engine="local",
+        replicas=1,
+        callbacks=[callback],
+    )
+    for passes in (1, 2):
+        trained = trainer.partial_fit(table)
+        assert len(trained.history) == 3 * passes
+        assert list(callback.history) == list(trained.history)
 
 
 def test_mlflow(table: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
