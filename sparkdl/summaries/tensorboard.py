@@ -30,8 +30,9 @@ class TensorBoard(Callback):
     ``loss_scale`` and ``timings/ACTIVITY`` in seconds. After each validation: ``validation/METRIC``.
     Histograms as ``Trainer.histograms`` makes them: ``weights/NAME``, ``gradients/NAME``. The step
     is the number of iterations. What is written is on disk after 5 seconds, at the end of an epoch,
-    and when the fit ends. In a resumed run, points past the one it goes on from are
-    hidden. Needs the extra ``tensorboard``; raises :class:`sparkdl.ParameterError` without it.
+    and when the fit ends. What earlier fits wrote into ``log_dir`` is hidden past the iteration that
+    this one goes on from; all of it, where it begins anew. Needs the extra ``tensorboard``; raises
+    :class:`sparkdl.ParameterError` without it.
     """
 
     def __init__(self, log_dir: str | Path, every: Trigger | None = None) -> None:
@@ -79,7 +80,7 @@ class TensorBoard(Callback):
         if self._close is not None:
             self._close()
         # TensorBoard hides what earlier writers have from purge_step on.
-        purge = state.iteration + 1 if state.iteration > 0 else None
+        purge = state.iteration + 1
         self._writer = self._new_writer(self._log_dir, purge_step=purge, flush_secs=_FLUSH_SECONDS)
         # Nobody tells a callback that a fit has failed; at the latest the interpreter's end closes.
         self._close = weakref.finalize(self, self._writer.close)

@@ -123,11 +123,13 @@ def test_nothing_is_lost_where_the_fit_fails(tmp_path: Path) -> None:
     assert list(scalars(tmp_path)["loss"]) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_resumed_run_hides_what_it_does_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [1, 6])
+def test_a_run_hides_what_it_does_again(tmp_path: Path, first: int) -> None:
+    """Resumed, or begun anew, as where no checkpoint had been complete."""
     callback = TensorBoard(tmp_path)
     runs.play([callback], runs.states(last=7), finish=False)
     time.sleep(1.1)  # TensorBoard takes the files in the order of their seconds
-    runs.play([TensorBoard(tmp_path)], runs.states(first=6))
+    runs.play([TensorBoard(tmp_path)], runs.states(first=first))
     del callback
     found = events(tmp_path).Scalars("loss")
     assert [event.step for event in found] == [1, 2, 3, 4, 5, 6, 7, 8]
