@@ -99,13 +99,19 @@ def check_replaceable(what: str, path: Path) -> None:
     """Raise :class:`ParameterError` where :func:`replacing` cannot write ``path``; makes its folder."""
     if path.is_dir():
         raise ParameterError(f'{what}("{path}") is a folder: give the name of a file in it.')
+    check_writable(what, path, path.parent)
+
+
+def check_writable(what: str, named: str | Path, folder: Path) -> None:
+    """Raise :class:`ParameterError` where no file can be made in ``folder``; makes it. ``named``: what
+    ``what`` was given."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise ParameterError(
-            f'{what}("{path}"): no file can be written there ({error.strerror}: {error.filename}). '
+            f'{what}("{named}"): no file can be written there ({error.strerror}: {error.filename}). '
             "Give a path in a folder that you may write to."
         ) from error
 

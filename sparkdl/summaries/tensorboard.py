@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparkdl.errors import ParameterError
-from sparkdl.summaries.recorder import extra_needed
+from sparkdl.summaries.recorder import check_writable, extra_needed
 from sparkdl.summaries.scalars import scalars
 from sparkdl.sync.histogram import EDGES, Histogram
 from sparkdl.train.callbacks import Callback
@@ -32,7 +32,8 @@ class TensorBoard(Callback):
     is the number of iterations. What is written is on disk after 5 seconds, at the end of an epoch,
     and when the fit ends. What earlier fits wrote into ``log_dir`` is hidden past the iteration that
     this one goes on from; all of it, where it begins anew. Needs the extra ``tensorboard``; raises
-    :class:`sparkdl.ParameterError` without it.
+    :class:`sparkdl.ParameterError` without it, and as the fit starts for a folder that cannot be
+    written.
     """
 
     def __init__(self, log_dir: str | Path, every: Trigger | None = None) -> None:
@@ -79,6 +80,8 @@ class TensorBoard(Callback):
     def _open(self, state: TrainState) -> None:
         if self._close is not None:
             self._close()
+        if "://" not in self._log_dir:  # else TensorBoard's own file systems have it
+            check_writable("TensorBoard", self._log_dir, Path(self._log_dir))
         # TensorBoard hides what earlier writers have from purge_step on.
         purge = state.iteration + 1
         self._writer = self._new_writer(self._log_dir, purge_step=purge, flush_secs=_FLUSH_SECONDS)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import summary_runs as runs
 import torch
+from permissions import open_to_all, unprivileged
 
 import sparkdl
 from sparkdl.summaries import TensorBoard
@@ -146,6 +147,24 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         sparkdl.ParameterError, match=r'pip install tensorboard .the extra "tensorboard"'
     ):
         TensorBoard(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_told_as_the_fit_starts() -> None:
+    with open_to_all() as folder:
+        (folder / "file").touch()
+        (folder / "closed").mkdir(mode=0o555)
+        for path, reason in (
+            (folder / "file", f"File exists: {folder / 'file'}"),
+            (folder / "file" / "deep", f"Not a directory: {folder / 'file' / 'deep'}"),
+            (folder / "closed", "Permission denied: "),
+        ):
+            callback = TensorBoard(path)
+            with unprivileged(), pytest.raises(sparkdl.ParameterError) as caught:
+                runs.play([callback], runs.states(last=0), finish=False)
+            assert str(caught.value).startswith(
+                f'TensorBoard("{path}"): no file can be written there ({reason}'
+            )
+            assert str(caught.value).endswith("Give a path in a folder that you may write to.")
 
 
 PROGRAM = """
