@@ -23,6 +23,8 @@ class Setting:
     default: str
     doc: str
     choices: tuple[str, ...] = ()
+    zero: bool = False
+    """Of a number of seconds: whether 0 is one that can be."""
 
 
 SETTINGS: dict[str, Setting] = {
@@ -49,6 +51,7 @@ SETTINGS: dict[str, Setting] = {
         "often where snapshots would take more than a twentieth of the time; '0': after every "
         "iteration; 'off': never, a run then goes on from its last checkpoint, or begins again. In "
         "local[...] none are taken: there is nothing that could be lost alone.",
+        zero=True,
     ),
     "spark.sparkdl.timeout.seconds": Setting(
         default="1800",
@@ -137,10 +140,10 @@ class Settings:
         ]
         durations = [key for key in SETTINGS if key.endswith(".seconds")]
         problems += [
-            f'{key} = "{values[key]}": give a number of seconds, such as {SETTINGS[key].default}, or '
-            "off."
+            f'{key} = "{values[key]}": give a number of seconds'
+            f"{'' if SETTINGS[key].zero else ' above 0'}, such as {SETTINGS[key].default}, or off."
             for key in durations
-            if values[key] != "off" and not _is_duration(values[key])
+            if values[key] != "off" and not _is_duration(values[key], SETTINGS[key].zero)
         ]
         raise_all(ParameterError, problems)
         return Settings(
@@ -156,8 +159,9 @@ def _duration(text: str) -> float | None:
     return None if text == "off" else float(text)
 
 
-def _is_duration(text: str) -> bool:
+def _is_duration(text: str, zero: bool) -> bool:
     try:
-        return 0 <= float(text) < math.inf
+        seconds = float(text)
     except ValueError:
         return False
+    return 0 < seconds < math.inf or (zero and seconds == 0)

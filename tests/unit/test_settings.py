@@ -80,6 +80,10 @@ def test_durations() -> None:
         assert mistake({both[0]: value}) == (
             f'{both[0]} = "{value}": give a number of seconds, such as 30, or off.'
         )
+    assert read({both[0]: "0"}).snapshot_seconds == 0
+    assert mistake({both[1]: "0"}) == (
+        f'{both[1]} = "0": give a number of seconds above 0, such as 1800, or off.'
+    )
 
 
 def test_a_value_outside_the_choices() -> None:
