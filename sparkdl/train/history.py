@@ -187,7 +187,7 @@ class History:
         epoch is taken for that of the row. Raises :class:`sparkdl.ParameterError` for another suffix,
         and where the file holds no history.
         """
-        return History._of(history_files.read(Path(path)))
+        return History._of(history_files.read(Path(path)), str(path))
 
     def to_json_bytes(self) -> bytes:
         """The JSON of :meth:`save` without spaces, as UTF-8: for a checkpoint."""
@@ -216,10 +216,10 @@ class History:
         }
 
     @staticmethod
-    def _of(content: dict[str, Any]) -> History:
+    def _of(content: dict[str, Any], where: str = "it") -> History:
         """The history of :meth:`_content`; keys that older files lack have their defaults.
 
-        Raises :class:`sparkdl.ParameterError` where it is none.
+        Raises :class:`sparkdl.ParameterError` where it is none, and calls it ``where``.
         """
         try:
             return History._read(content)
@@ -232,7 +232,7 @@ class History:
             ValueError,
         ) as error:
             raise ParameterError(
-                f"it holds no history ({type(error).__name__}: {error})."
+                f"{where} holds no history ({type(error).__name__}: {error})."
             ) from error
 
     @staticmethod

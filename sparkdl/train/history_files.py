@@ -39,7 +39,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 def read(path: Path) -> dict[str, Any]:
     """Read a file in the format of its suffix."""
     if not _is_csv(path):
-        return from_json(path.read_bytes())
+        return from_json(path.read_bytes(), str(path))
     try:
         with path.open(encoding="utf-8", newline="") as file:
             return from_csv(file.read())
@@ -53,14 +53,15 @@ def to_json(content: dict[str, Any], indent: int | None = None) -> str:
     return json.dumps(content, indent=indent, separators=separators)
 
 
-def from_json(data: bytes) -> dict[str, Any]:
-    """The content of :func:`to_json`'s text. Raises ParameterError where there is none."""
+def from_json(data: bytes, where: str = "it") -> dict[str, Any]:
+    """The content of :func:`to_json`'s text. Raises ParameterError where there is none; ``where``: what
+    it calls the text."""
     try:
         content = parse_json(data)
     except ValueError as error:
-        raise ParameterError(f"it holds no history ({error}).") from error
+        raise ParameterError(f"{where} holds no history ({error}).") from error
     if not isinstance(content, dict):
-        raise ParameterError("it holds no history.")
+        raise ParameterError(f"{where} holds no history.")
     return content
 
 

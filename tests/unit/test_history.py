@@ -318,6 +318,22 @@ def test_pandas_opens_the_csv(tmp_path: Path) -> None:
     assert pandas.read_csv(tmp_path / "history.csv").empty
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", '{"iterations": [{"it'),
+        ("a.json", "[]"),
+        ("a.json", '{"iterations": [{"iteration": 1}]}'),
+        ("a.csv", "iteration,epoch\n1,"),
+    ],
+)
+def test_a_file_that_holds_no_history_is_named(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ParameterError) as caught:
+        History.load(tmp_path / name)
+    assert str(caught.value).startswith(f"{tmp_path / name} holds no history")
+
+
 @pytest.mark.parametrize("name", ["history.xlsx", "history"])
 def test_another_suffix(tmp_path: Path, name: str) -> None:
     for act in (History().save, History.load):
