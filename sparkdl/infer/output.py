@@ -40,12 +40,26 @@ class Output:
         return Output(tuple(output.shape[1:]), str(output.dtype).removeprefix("torch."))
 
     @property
+    def dimensions(self) -> int:
+        """Of a batch's output."""
+        return len(self.shape) + 1
+
+    @property
     def sql_type(self) -> str:
         """The type of the prediction column: ``float``, ``array<float>``, ..."""
         kind = _SQL[self.dtype]
         for _ in self.shape:
             kind = f"array<{kind}>"
         return kind
+
+
+def in_rows(output: Any, rows: int, dimensions: int | None = None) -> Any:
+    """``output``; where a model or a function has squeezed away that it is of a lone row, with that.
+    ``dimensions``: of a batch's output, as far as they are known."""
+    if rows != 1 or not isinstance(output, torch.Tensor):
+        return output
+    alone = output.ndim == 0 or output.ndim + 1 == dimensions
+    return output.unsqueeze(0) if alone else output
 
 
 def to_arrow(batch: np.ndarray) -> pa.Array:

@@ -34,6 +34,8 @@ from sparkdl.infer.predictor import ShippedModule, run_batches
 from sparkdl.worker import settle_worker
 
 Finish = Callable[[torch.Tensor], torch.Tensor] | None
+Dimensions = tuple[int | None, int | None]
+"""Of a batch's output, and of what a :data:`Finish` makes of it."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class PredictColumn:
     columns: tuple[Column, ...]
     batch_size: int
     finish: Finish
+    dimensions: Dimensions = (None, None)
 
     def __call__(self, batches: Iterator[tuple[pa.Array, ...] | pa.Array]) -> Iterator[pa.Array]:
         module = self.module.load()
@@ -65,7 +68,8 @@ class PredictColumn:
         for start in range(0, count, max(1, rows)):
             parts = [array.slice(start, rows) for array in columns]
             arrays = self._arrays(parts, seen + start)
-            for output, _ in run_batches(module, arrays, self.batch_size, self.finish):
+            found = run_batches(module, arrays, self.batch_size, self.finish, self.dimensions)
+            for output, _ in found:
                 yield from map(to_arrow, pieces(as_numpy(output)))
 
     def _arrays(self, columns: Sequence[pa.Array], first_row: int) -> list[Rows]:
@@ -89,6 +93,7 @@ class PredictRecords:
     finish: Finish
     specs: Specs | None = None
     fields: Sequence[Field] = ()
+    dimensions: Dimensions = (None, None)
 
     def __call__(self, records: Iterable[Any]) -> Iterator[Any]:
         module = self.module.load()
@@ -122,7 +127,8 @@ class PredictRecords:
 
     def _predict(self, module: Any, waiting: list[list[np.ndarray]]) -> Iterator[Any]:
         arrays = stack_records(feature_names(len(waiting[0])), waiting, self.specs)
-        for output, _ in run_batches(module, arrays, self.batch_size, self.finish):
+        found = run_batches(module, arrays, self.batch_size, self.finish, self.dimensions)
+        for output, _ in found:
             for value in as_numpy(output):
                 yield value if value.ndim else value.item()
 
@@ -144,6 +150,7 @@ def predict_dataframe(
     finish: Finish,
     specs: Specs | None = None,
     fields: Sequence[Field] = (),
+    dimensions: Dimensions = (None, None),
 ) -> DataFrame:
     """``data`` with the column ``prediction_col``; lazy, and on a streaming DataFrame too. ``fields``:
     see :func:`sparkdl.data.schema.columns_of`."""
@@ -154,7 +161,7 @@ def predict_dataframe(
             f'the DataFrame already has a column "{taken[0]}": drop it, or choose another '
             "name with prediction_col=."
         )
-    body = PredictColumn(module, inputs, batch_size, finish)
+    body = PredictColumn(module, inputs, batch_size, finish, dimensions)
     udf = functions.arrow_udf(
         _over_columns(body) if len(inputs) > 1 else _over_column(body),  # type: ignore[call-overload]
         returnType=output.sql_type,
@@ -187,7 +194,10 @@ def predict_rdd(
     finish: Finish,
     specs: Specs | None = None,
     fields: Sequence[Field] = (),
+    dimensions: Dimensions = (None, None),
 ) -> RDD:
     """One prediction (a number, or an array) for each record, in order."""
-    task = PredictRecords(module, num_features, float_dtype, batch_size, finish, specs, fields)
+    task = PredictRecords(
+        module, num_features, float_dtype, batch_size, finish, specs, fields, dimensions
+    )
     return records.mapPartitions(task)

@@ -17,6 +17,7 @@ from torch import nn
 
 from sparkdl.data.ragged import Rows, model_inputs
 from sparkdl.errors import ModelError
+from sparkdl.infer.output import in_rows
 from sparkdl.step.compute import to_tensors
 
 INLINE_BYTES = 1 << 20
@@ -90,23 +91,19 @@ def evaluating(module: nn.Module) -> Iterator[nn.Module]:
         module.train(was_training)
 
 
-def in_rows(output: Any, rows: int) -> Any:
-    """``output``; where a model or a function has squeezed a lone row to shape (), in shape (1,)."""
-    alone = rows == 1 and isinstance(output, torch.Tensor) and output.ndim == 0
-    return output.reshape(1) if alone else output
-
-
 def run_batches(
     module: nn.Module,
     arrays: Sequence[Rows],
     batch_size: int,
     finish: Callable[[Any], Any] | None = None,
+    dimensions: tuple[int | None, int | None] = (None, None),
 ) -> Iterator[tuple[Any, slice]]:
     """The module's output, and which rows it is for, batch by batch.
 
     ``arrays``: one a feature. Rows of varying length are padded batch by batch, and their lengths
-    follow them where their :class:`sparkdl.data.ragged.Padding` says so. Raises :class:`ModelError`
-    where the model fails.
+    follow them where their :class:`sparkdl.data.ragged.Padding` says so. ``dimensions``: of the
+    model's output and of what ``finish`` makes of it, see :func:`sparkdl.infer.output.in_rows`. Raises
+    :class:`ModelError` where the model fails.
     """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     for start in range(0, len(arrays[0]), batch_size):
@@ -115,7 +112,7 @@ def run_batches(
         count = len(inputs[0])
         with evaluating(module):
             try:
-                output = in_rows(module(*inputs), count)
+                output = in_rows(module(*inputs), count, dimensions[0])
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -127,5 +124,5 @@ def run_batches(
                     f"{str(error).rstrip('. ')}. Give columns of the shapes and types that it was "
                     "trained on."
                 ) from error
-            result = in_rows(finish(output), count) if finish else output
+            result = in_rows(finish(output), count, dimensions[1]) if finish else output
         yield result, rows  # out of the block: who goes on from here may want gradients

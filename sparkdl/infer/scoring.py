@@ -10,6 +10,7 @@ import torch
 
 from sparkdl.errors import ModelError, ParameterError, raise_all
 from sparkdl.infer.metric import Metric
+from sparkdl.infer.output import in_rows
 from sparkdl.replica.live import on_device
 from sparkdl.step.loss import Loss, call_loss, masses_of, weighted_mean
 
@@ -29,6 +30,8 @@ class Scorer:
     """Gives the mean over a batch; called as in training. A batch weighs as much as its samples do:
     their weights, and what :func:`sparkdl.step.loss.masses_of` says. Metrics know no weights."""
     metrics: tuple[Metric, ...] = ()
+    dimensions: int | None = None
+    """Of a batch's output, as far as they are known."""
 
     def on(self, device: torch.device) -> Scorer:
         """For outputs on ``device``."""
@@ -57,6 +60,7 @@ class Scorer:
         count = _rows(output, targets) if samples is None else samples
         if not count:
             return states
+        output = in_rows(output, count, self.dimensions)
         total, mass = states[1]
         try:
             if self.loss is not None:

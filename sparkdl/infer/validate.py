@@ -14,7 +14,7 @@ from pyspark import cloudpickle
 
 from sparkdl.data.assemble import Assembly, plain_batch
 from sparkdl.data.mapped import MappedPartition, open_partition
-from sparkdl.infer.predictor import evaluating, in_rows
+from sparkdl.infer.predictor import evaluating
 from sparkdl.infer.scoring import Scorer
 from sparkdl.replica.live import LiveReplica
 from sparkdl.step.replica import to_mini_batch
@@ -39,7 +39,7 @@ def score_partition(
         rows = np.arange(start, min(start + batch_size, len(partition.order)))
         batch = to_mini_batch(plain_batch(assembly, partition, rows), live, training=False)
         with evaluating(live.flat.module) as module, cast:
-            output = in_rows(module(*batch.inputs), len(batch))
+            output = module(*batch.inputs)
             states = scorer.update(states, output, batch.targets, batch.weights, len(batch))
     return states
 

@@ -149,6 +149,9 @@ def run(
         samples = place(trainer, training, resources)
         validation = validation_set(trainer, training, samples, resources)
         output = _try_out(trainer, model, samples, validation, endless=one_pass)
+        if validation is not None and output is not None:
+            scorer = replace(validation.scorer, dimensions=output.dimensions)
+            validation = replace(validation, scorer=scorer)
         engine = build_engine(trainer, settings, model, samples, validation, replicas, resources)
         identity = Identity.of(trainer, model, samples.handles)
         state, history = _begin(

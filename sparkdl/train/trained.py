@@ -19,7 +19,7 @@ from sparkdl.errors import DataError, ModelError, ParameterError
 from sparkdl.infer.evaluate import Evaluation, evaluate
 from sparkdl.infer.metrics import Metrics, resolve, suited
 from sparkdl.infer.output import Output
-from sparkdl.infer.predict import Finish, predict_dataframe, predict_rdd
+from sparkdl.infer.predict import Dimensions, Finish, predict_dataframe, predict_rdd
 from sparkdl.infer.predictor import ShippedModule
 from sparkdl.infer.scoring import Scorer
 from sparkdl.step.loss import check_averages
@@ -101,6 +101,7 @@ class TrainedModel:
             postprocess,
             self.columns,
             self.fields,
+            self._dimensions(output),
         )
 
     def predict(self, records: RDD, batch_size: int = 1024, postprocess: Finish = None) -> RDD:
@@ -110,7 +111,7 @@ class TrainedModel:
         many values as the model has inputs is features.
         """
         _check_kind("predict", records, RDD, "an RDD", "For a DataFrame use transform.")
-        self._output(postprocess)
+        output = self._output(postprocess)
         return predict_rdd(
             records,
             self._ship(records.ctx),
@@ -120,6 +121,7 @@ class TrainedModel:
             postprocess,
             self._specs_of_records(self.num_features),
             self.fields,
+            self._dimensions(output),
         )
 
     def evaluate(
@@ -152,10 +154,11 @@ class TrainedModel:
         context = data.ctx if isinstance(data, RDD) else getattr(data.sparkSession, "_sc", None)
         size, before = _batch_size(batch_size), self._shipped
         module = ShippedModule.of(self.module, context, before)
+        scorer = Scorer(self.loss, resolved, self.output.dimensions if self.output else None)
         try:
             return evaluate(
                 data,
-                Evaluation(module, Scorer(self.loss, resolved), self.num_features, size),
+                Evaluation(module, scorer, self.num_features, size),
                 self.features,
                 self.label,
                 self.float_dtype,
@@ -221,6 +224,11 @@ class TrainedModel:
                 "postprocess must map a tensor of shape (rows, ...) to one with as many rows."
             )
         return Output.of(finished)
+
+    def _dimensions(self, finished: Output) -> Dimensions:
+        """Of what the module puts out for a batch, and of what is made of it."""
+        assert self.output is not None
+        return self.output.dimensions, finished.dimensions
 
 
 def _check_kind(method: str, data: Any, kind: Any, wanted: str, hint: str = "") -> None:

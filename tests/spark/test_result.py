@@ -654,15 +654,15 @@ def test_the_images_of_records_are_arrays_already(spark: Any) -> None:
 
 
 class Squeezed(nn.Module):
-    """What it puts out for one row has no dimension left."""
+    """What it puts out for one row lacks a dimension; as a model does that ends in pooling."""
 
-    def __init__(self) -> None:
+    def __init__(self, outputs: int = 1) -> None:
         super().__init__()
         torch.manual_seed(4)
-        self.linear = nn.Linear(2, 1)
+        self.linear = nn.Linear(2, outputs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).squeeze()
+        return self.linear(x).unsqueeze(-1).squeeze()
 
 
 @pytest.fixture(scope="module")
@@ -680,6 +680,23 @@ def test_evaluate_a_row_alone_that_is_squeezed(binary: Any, of: Callable[[Any], 
     found = model.evaluate(of(binary), METRICS, batch_size=4)
     assert found == pytest.approx(model.evaluate(of(binary), METRICS, batch_size=5))
     assert set(found) == {"loss", *METRICS}
+
+
+@pytest.mark.parametrize("of", [lambda table: table, as_records], ids=["DataFrame", "RDD"])
+def test_evaluate_classes_of_a_row_alone(table: Any, of: Callable[[Any], Any]) -> None:
+    model = trained(Squeezed(3), loss=nn.CrossEntropyLoss(), example=(torch.zeros(2, 2),))
+    data = of(table.selectExpr("i", "x", "i % 3 as y"))
+    found = model.evaluate(data, ["accuracy", "top@2"], batch_size=4)
+    assert found == pytest.approx(model.evaluate(data, ["accuracy", "top@2"], batch_size=5))
+
+
+def test_predict_several_values_of_a_row_alone(binary: Any) -> None:
+    model = trained(Squeezed(3), example=(torch.zeros(2, 2),))
+    expected = model.module(inputs_of(binary, "x"))
+    close(predictions(model.transform(binary, batch_size=4)), expected)
+    records = binary.rdd.map(lambda row: row.x)
+    for finish in (None, torch.squeeze):
+        close(model.predict(records, batch_size=4, postprocess=finish).collect(), expected)
 
 
 def test_predict_a_row_alone_that_is_squeezed(binary: Any) -> None:
@@ -705,6 +722,19 @@ def test_validate_on_a_row_alone_that_is_squeezed(binary: Any, engine: str) -> N
     ).fit(binary)
     [validated] = model.history.validations
     assert validated["metrics"] == pytest.approx(model.evaluate(held, METRICS))
+
+
+@pytest.mark.parametrize("engine", ["local", "shuffle"])
+def test_validate_classes_of_a_row_alone(table: Any, engine: str) -> None:
+    held, metrics = table.where("i < 13"), ["accuracy", "top@2"]
+    model = trainer(
+        model=partial(Squeezed, 4),
+        engine=engine,
+        validation=sparkdl.Validation(held, metrics, batch_size=1),
+        stop=sparkdl.max_epoch(1),
+    ).fit(table)
+    [validated] = model.history.validations
+    assert validated["metrics"] == pytest.approx(model.evaluate(held, metrics))
 
 
 # fit
