@@ -66,9 +66,10 @@ from sparkdl.train.parallel.parallel import parallel_of
 from sparkdl.train.parallel.stages import check_one_length
 from sparkdl.train.parallel.units import check_all_used
 from sparkdl.train.prepare import Prepared, prepare
-from sparkdl.train.probe import check_scorer, check_single_rows, try_model
+from sparkdl.train.probe import check_scorer, try_model
 from sparkdl.train.progress import caught_up, first_state
 from sparkdl.train.resuming import Restored, Resuming
+from sparkdl.train.single_rows import check_single_rows
 from sparkdl.train.state import TrainState
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.trainer import Trainer
@@ -214,9 +215,10 @@ def _try_out(
     how = replace(assembly(trainer, samples, model.float_dtype), augment=trainer.augment)
     with seeded(trainer.seed):
         batch = preview_batch(how, samples.preview, augment=True)
+    recipe = replace(model.recipe, loss=copy.deepcopy(trainer.loss))  # it may count its calls
     output = try_model(
         model.module,
-        replace(model.recipe, loss=copy.deepcopy(trainer.loss)),  # it may count its calls
+        recipe,
         batch,
         input_fields(how, samples.fields),
         samples.fields[samples.num_features : samples.num_features + samples.num_labels],
@@ -230,7 +232,7 @@ def _try_out(
     for part in (parallel.pipeline, parallel.tensor):
         if part is not None:
             check_one_length(part.word, samples.fields)
-    check_single_rows(model.module, batch.inputs, plan, limit, trainer.policy, parallel)
+    check_single_rows(model.module, recipe, batch, plan, limit, parallel)
     metrics = list(validation.scorer.higher_is_better) if validation else []
     model.schedule.check(limit, plan.num_iterations, metrics)
     if validation is not None:

@@ -7,17 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from sparkdl.data.assemble import Batch, preview_batch
-from sparkdl.data.batches import EpochPlan
 from sparkdl.data.handle import Field
 from sparkdl.errors import ModelError
 from sparkdl.infer.output import Output
 from sparkdl.infer.predictor import evaluating, run_batches
-from sparkdl.replica.policy import Policy
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.seeding import seeded
 from sparkdl.step.compute import to_tensors, weigh
@@ -40,8 +37,6 @@ from sparkdl.train.hints import (
     short,
     text_of,
 )
-from sparkdl.train.parallel.parallel import Parallel
-from sparkdl.train.parallel.stages import pass_sizes
 
 
 def try_model(
@@ -200,71 +195,6 @@ def _brings_together(loss: Loss, output: torch.Tensor, target: torch.Tensor) -> 
         return True
     alike = all(isinstance(one, torch.Tensor) for one in (found, expected))
     return alike and found.shape == expected.shape and torch.allclose(found, expected)
-
-
-def check_single_rows(
-    module: nn.Module,
-    inputs: Sequence[np.ndarray],
-    plan: EpochPlan,
-    iterations: int | None,
-    policy: Policy,
-    parallel: Parallel,
-) -> None:
-    """Raise :class:`ModelError` where a forward pass would have one row and the model needs more.
-
-    Batch norm does. ``inputs``: what the model is called with; ``iterations`` is the last one of
-    the run, as far as it is known. ``parallel``: how replicas share the work.
-    """
-    pipeline = parallel.pipeline
-    module.train()
-    try:
-        with seeded(0), torch.no_grad():
-            module(*to_tensors([array[:1] for array in inputs], torch.device("cpu")))
-    except Exception as error:
-        last, together = plan.num_iterations - 1, parallel.mesh.model_groups
-        if policy.sync_batchnorm:  # what counts are the rows of all
-            together = [[rank for group in together for rank in group]]
-        for batch in (*range(min(last, _SEARCHED_BATCHES)), last):
-            rows_of = [stop - start for start, stop in plan.rows(batch)]
-            counts = [sum(rows_of[rank] for rank in group) for group in together]
-            if pipeline is None:
-                single = any(_has_single(rows, policy) for rows in counts)
-            else:
-                single = any(
-                    1 in sizes for sizes in pass_sizes(pipeline, counts, policy.accumulate)
-                )
-            if single and (iterations is None or batch < iterations):
-                cut = "".join(
-                    f", {name}={getattr(policy, name)}"
-                    for name in ("local_steps", "accumulate")
-                    if getattr(policy, name) > 1
-                )
-                if pipeline is not None:
-                    cut += f", micro_batches={pipeline.micro_batches}"
-                who = "the whole batch" if policy.sync_batchnorm else "a replica"
-                raise ModelError(
-                    f"the model needs mini-batches of more than one row ({text_of(error)}), and in "
-                    f"iteration {batch + 1} of each epoch {who} gets one: {plan.num_samples} "
-                    f"rows, batch_size={plan.batch_size // policy.local_steps}, "
-                    f"replicas={len(plan.counts)}{cut}. Choose another batch_size or fewer replicas"
-                    f"{', or cut less' if cut else ''}."
-                ) from error
-
-
-_SEARCHED_BATCHES = 1000
-
-
-def _has_single(rows: int, policy: Policy) -> bool:
-    """Whether the rows of a replica, cut for local steps and micro-batches, leave one row alone."""
-    return any(
-        1 in _cut(part, min(policy.accumulate, part))
-        for part in _cut(rows, policy.local_steps)
-        if part
-    )
-
-
-def _cut(rows: int, count: int) -> list[int]:
-    return [rows * (i + 1) // count - rows * i // count for i in range(count)]
 
 
 def _check_loss(loss: Any) -> None:

@@ -67,6 +67,16 @@ class Normed(Embedded):
         self.table = nn.Embedding(3, 1, max_norm=1.5)
 
 
+class Squeezed(nn.Linear):
+    """What it puts out for one row lacks a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).unsqueeze(-1).squeeze()
+
+
 class Momentum(nn.Module):
     """A copy that follows what is trained."""
 
@@ -216,6 +226,21 @@ MODELS = [
         "epoch a "
         "replica gets one: 6 rows, batch_size=4, replicas=2. Choose another batch_size or fewer "
         "replicas.",
+        jobs=3,
+    ),
+    Mistake(
+        "one row a mini-batch for a loss",
+        lambda fit: fit(
+            fit.good(),
+            model=Squeezed,
+            loss=nn.CrossEntropyLoss(),
+            label="n",
+            stop=sparkdl.max_epoch(1),
+        ),
+        ModelError,
+        "the loss needs mini-batches of more than one row (size mismatch (got input: [6], target: "
+        "[1]); the output of one is [6] float32), and in iteration 2 of each epoch a replica gets one: "
+        "6 rows, batch_size=4, replicas=2. Choose another batch_size or fewer replicas.",
         jobs=3,
     ),
     Mistake(
