@@ -48,13 +48,18 @@ def _accuracy(
 
 
 def _absolute_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    output, target = _without_ones(output, target)
-    return (output - _same_shape(output, target)).abs()
+    return _difference(output, target).abs()
 
 
 def _squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return _difference(output, target).square()
+
+
+def _difference(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Of the values, in float64: booleans have none of their own, and that of small integers wraps."""
     output, target = _without_ones(output, target)
-    return (output - _same_shape(output, target)).square()
+    target = _same_shape(output, target)
+    return output - target if output.is_complex() else output.double() - target.double()
 
 
 def _without_ones(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -76,6 +77,24 @@ def test_a_function_that_averages_is_refused() -> None:
         metric.sums(torch.ones(3), torch.zeros(3))
     each = MeanMetric("l1", partial(nn.functional.l1_loss, reduction="none"), False)
     assert each.sums(torch.ones(3), torch.zeros(3)) == (3.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("output", "target"),
+    [
+        (torch.tensor([1, 0, 0], dtype=torch.uint8), torch.tensor([0, 1, 0], dtype=torch.uint8)),
+        (torch.tensor([100, 2], dtype=torch.int8), torch.tensor([-100, 2], dtype=torch.int8)),
+        (torch.tensor([0.25, 0.5]), torch.tensor([True, False])),
+        (torch.tensor([2.0**24]), torch.tensor([2**24 + 3])),
+        (torch.tensor([1e20]), torch.tensor([0.0])),
+    ],
+)
+def test_errors_of_any_numbers(output: torch.Tensor, target: torch.Tensor) -> None:
+    """The difference of these in their own types wraps, is rounded, or is none."""
+    one, other = (np.asarray(tensor, np.float64) for tensor in (output, target))
+    sums, count = {"mae": np.abs(one - other), "mse": (one - other) ** 2}, float(len(one))
+    for name, values in sums.items():
+        assert METRICS[name].sums(output, target) == (values.sum(), count)
 
 
 def test_errors() -> None:
