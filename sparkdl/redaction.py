@@ -10,19 +10,20 @@ import re
 
 REDACTED = "(redacted)"
 
-_WORDS = r"secret|token|passw|pwd|credential|key|authorization|signature|private"
-_SECRET = re.compile(rf"{_WORDS}|(^|[._-])(auth|sig)$", re.IGNORECASE)
+_WORDS = r"secret|token|passw|passphrase|pwd|credential|key|authorization|signature|private"
+_SECRET = re.compile(rf"{_WORDS}|(^|[._-])(auth|pass|sig)$", re.IGNORECASE)
 _SECRET_NUMBER = re.compile(
-    r"secret|passw|pwd|credential|(access|account|api|encryption|private|shared)[._-]?key|"
+    r"secret|passw|passphrase|pwd|credential|(access|account|api|encryption|private|shared)[._-]?key|"
     r"(^|[._-])(key|token)$",
     re.IGNORECASE,
 )
-_ASSIGNED = re.compile(
-    rf"(?P<name>[\w.-]*(?:{_WORDS})[\w.-]*|\bsig)="
+_ASSIGNED = re.compile(  # a word is looked at once, however long it is
+    r"(?<![\w.-])(?P<name>"
+    rf"(?=[\w.-]*?(?:{_WORDS})|(?:[\w.-]*[._-])?(?:pass|sig)=)[\w.-]++)="
     r"(?P<value>'[^']*'|\"[^\"]*\"|(?!\(redacted\))[^&;,\s'\")]+)",
     re.IGNORECASE,
 )
-_USER = re.compile(r"(?P<scheme>[A-Za-z][\w+.-]*)://(?P<user>[^/?#\s'\"]*)@")
+_USER = re.compile(r"(?<![\w+.-])(?P<scheme>[\w+.-]*+)://(?P<user>[^/?#\s'\"]*)@")
 _CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")
 """Schemes whose URIs have a container where others have the user."""
 
