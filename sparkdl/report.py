@@ -44,10 +44,10 @@ def explain(text: str) -> str:
         after = [line for line in lines[heads[-1] + 1 :] if line and not line.startswith(" ")]
         return f"{where}{after[0] if after else lines[-1]}\n" + "\n".join(lines)
     if place:  # no Python error: what Spark says after naming the task
-        text = text[place.end() :].lstrip(": ")
-    first = next(
-        (line for line in text.splitlines() if "Exception" in line or "Error" in line), text
-    )
+        first = text[place.end() :].lstrip(": ").partition("\n")[0]
+    else:
+        lines = [line for line in text.splitlines() if not line.startswith("\tat ")]
+        first = next((line for line in lines if "Exception" in line or "Error" in line), text)
     reason = _JAVA_CLASS.sub("", first.strip())
     if reason.startswith("Python worker exited unexpectedly"):
         reason = "The Python worker died: it was killed, ran out of memory, or crashed."

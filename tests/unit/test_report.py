@@ -1,0 +1,49 @@
+"""What is told of a Spark job that failed, out of Spark's report."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparkdl.report import explain
+
+FAILED = (
+    "An error occurred while calling o93.collectToPython.\n: org.apache.spark.SparkException: Job "
+    "aborted due to stage failure: Task 3 in stage 7.0 failed 4 times, most recent failure: Lost task "
+    "3.3 in stage 7.0 (TID 9) (10.0.0.1 executor 2): "
+)
+LOST = "ExecutorLostFailure (executor 2 exited unexpectedly) Reason: Command exited with code 137"
+DRIVERS = """
+Driver stacktrace:
+\tat org.apache.spark.scheduler.DAGScheduler.$anonfun$abortStage$2(DAGScheduler.scala:2935)
+\tat org.apache.spark.sql.execution.QueryExecution$.withInternalError(QueryExecution.scala:927)
+Caused by: java.lang.IllegalStateException: of the driver
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (LOST, LOST),
+        (
+            "java.lang.OutOfMemoryError: Java heap space\n\tat java.base/java.util.Arrays.copyOf()",
+            "Java heap space",
+        ),
+        (
+            "org.apache.spark.SparkException: Python worker exited unexpectedly (crashed)\n\tat "
+            "org.apache.spark.api.python.BasePythonRunner.run(PythonRunner.scala:1)",
+            "The Python worker died: it was killed, ran out of memory, or crashed.",
+        ),
+    ],
+)
+def test_a_task_that_failed_outside_python(said: str, told: str) -> None:
+    """The driver's own stack says nothing of it."""
+    place = "partition 3 on 10.0.0.1 executor 2 failed 4 times. "
+    assert explain(FAILED + said + DRIVERS) == place + told
+
+
+def test_a_job_that_failed_without_a_task() -> None:
+    stack = "\n\tat org.apache.spark.errors.SparkCoreErrors$.stopped(SparkCoreErrors.scala:1)"
+    assert (
+        explain(f"o1.collect{stack}\njava.lang.IllegalStateException: stopped{stack}") == "stopped"
+    )
+    assert explain("cancelled by hand") == "cancelled by hand"
