@@ -11,6 +11,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from sparkdl.errors import ParameterError
+
 _SQL = {
     "float32": "float",
     "float64": "double",
@@ -46,8 +48,14 @@ class Output:
 
     @property
     def sql_type(self) -> str:
-        """The type of the prediction column: ``float``, ``array<float>``, ..."""
-        kind = _SQL[self.dtype]
+        """The type of the prediction column: ``float``, ``array<float>``, ... Raises
+        :class:`sparkdl.ParameterError` for numbers of which there are no columns."""
+        kind = _SQL.get(self.dtype)
+        if kind is None:
+            raise ParameterError(
+                f"Spark has no column of {self.dtype}: make other numbers of the output with "
+                "postprocess=, such as torch.float32."
+            )
         for _ in self.shape:
             kind = f"array<{kind}>"
         return kind

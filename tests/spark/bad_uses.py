@@ -149,6 +149,13 @@ USES = [
         "drop all but one.",
     ),
     Mistake(
+        "postprocess of complex numbers",
+        lambda t: t.model.transform(t.good(), postprocess=lambda output: output + 1j),
+        ParameterError,
+        "Spark has no column of complex64: make other numbers of the output with postprocess=, such as "
+        "torch.float32.",
+    ),
+    Mistake(
         "postprocess that raises",
         lambda t: t.model.transform(t.good(), postprocess=lambda output: 1 / 0),
         ParameterError,
