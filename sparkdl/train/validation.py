@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,8 @@ class Validation:
         elif self.batch_size < 1:
             problems.append(f"Validation(batch_size={self.batch_size}): give at least 1.")
         raise_all(ParameterError, problems)
+        if isinstance(self.metrics, Iterator):  # it can be gone through once
+            object.__setattr__(self, "metrics", tuple(self.metrics))
         names = ["loss", *(metric.name for metric in resolve(self.metrics))]
         if self.best is not None and self.best not in names:
             raise ParameterError(

@@ -209,6 +209,11 @@ def test_all_mistakes_are_told_at_once() -> None:
     assert len(lines) == 5
 
 
+def test_metrics_that_can_be_gone_through_once() -> None:
+    made = sparkdl.Validation(DATA, metrics=zip(["a", "b"], ["accuracy", "auc"], strict=True))
+    assert made.metrics == (("a", "accuracy"), ("b", "auc"))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
