@@ -174,7 +174,7 @@ def _class_weights(weights: Any) -> Iterator[str]:
         yield f"class_weights={weights!r}: {remedy}"
     elif not all(isinstance(c, int) and not isinstance(c, bool) and c >= 0 for c in classes):
         yield f"class_weights={weights!r}: classes are whole numbers from 0 on."
-    elif not isinstance(weights, Mapping) and not any(values):
+    elif not any(values) and (not classes or len(classes) == max(classes) + 1):
         yield f"class_weights={weights!r}: nothing would count; give a class more than 0."
 
 

@@ -70,6 +70,10 @@ CLASS_WEIGHTS = [
     ),
     ({"class_weights": {-1: 1.0}}, "class_weights={-1: 1.0}: classes are whole numbers from 0 on."),
     ({"class_weights": {True: 1.0}}, "class_weights={True: 1.0}: classes are whole numbers"),
+    (
+        {"class_weights": {1: 0.0, 0: 0}},
+        "class_weights={1: 0.0, 0: 0}: nothing would count; give a class more than 0.",
+    ),
 ]
 CHOICES = [
     (
