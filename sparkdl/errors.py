@@ -63,8 +63,8 @@ class StaleReferenceError(SparkdlError, RuntimeError):
     """A slab reference names a write that is no longer there (a late attempt of a past iteration)."""
 
 
-class SlabFullError(SparkdlError, OSError):
-    """No slab directory of this node has room for a buffer."""
+class SlabFullError(TrainingError, OSError):
+    """No slab directory of this node has room, or it cannot be made."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -55,8 +55,8 @@ def open_root(config: SlabConfig, create: bool = False) -> Root | None:
     """This process's root of ``config``, or None where this node has none.
 
     ``create`` makes it (mode 0700), and sweeps roots whose application is dead on the way. Raises
-    OSError where a directory cannot be written, and PermissionError where the root is not this
-    user's own 0700 directory.
+    :class:`sparkdl.errors.SlabFullError` where it cannot be made, and PermissionError where the root is
+    not this user's own 0700 directory.
     """
     root = _open_roots.get(config.name)
     if root is not None and _made(root.directories[0]) == root.made:
@@ -72,12 +72,23 @@ def open_root(config: SlabConfig, create: bool = False) -> Root | None:
         try:
             root = _opened(places[known[0] if known else 0 :])
         except OSError as error:
-            if known or error.errno != errno.ENOSPC or len(places) == 1:
+            if known or error.errno is None:
                 raise
+            if error.errno != errno.ENOSPC or len(places) == 1:
+                raise _no_place(places[0].parent, error) from None
             del places[0]  # not a page is left there
         else:
             _open_roots[config.name] = root
             return root
+
+
+def _no_place(directory: Path, error: OSError) -> OSError:
+    from sparkdl.errors import SlabFullError
+
+    return SlabFullError(
+        f"no slabs can be put into {directory} ({error.strerror}). Point spark.sparkdl.slab.dir at a "
+        "directory of each node's own that can be written."
+    )
 
 
 def _opened(places: Sequence[Path]) -> Root:
@@ -130,19 +141,18 @@ def marked_directory(base: Path) -> Path:
 
 
 def _bases(directory: str) -> list[Path]:
+    """The directories of roots, first choice first; they may have to be made."""
     if directory != "auto":
-        base = Path(directory).absolute()
-        base.mkdir(parents=True, exist_ok=True)
-        return [base]
+        return [Path(directory).absolute()]
     local = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or os.environ.get("TMPDIR", "/tmp")
     bases = [Path(local)]
     if os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
         bases.insert(0, SHARED_MEMORY)
-    bases[-1].mkdir(parents=True, exist_ok=True)
     return bases
 
 
 def _private_directory(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:

@@ -335,6 +335,29 @@ def test_a_bad_setting_stops_a_fit(spark: Any, num_jobs: Any, kind: str) -> None
     assert not fit.started
 
 
+@pytest.mark.parametrize("engine", ["local", "shuffle"])
+def test_a_slab_directory_that_cannot_be_made(
+    spark: Any, tmp_path: Path, nothing_left: Any, engine: str
+) -> None:
+    fit = Fit(spark, engine=engine)
+    (tmp_path / "file").touch()
+    spark.conf.set("spark.sparkdl.slab.dir", f"{tmp_path}/file/slabs")
+    try:
+        with pytest.raises(sparkdl.TrainingError) as caught:
+            fit(fit.good())
+    finally:
+        spark.conf.unset("spark.sparkdl.slab.dir")
+    assert (
+        str(caught.value)
+        .partition("\n")[0]
+        .endswith(
+            f"no slabs can be put into {tmp_path}/file/slabs (Not a directory). Point "
+            "spark.sparkdl.slab.dir at a directory of each node's own that can be written."
+        )
+    )
+    assert not fit.started
+
+
 @pytest.fixture(scope="module")
 def trained(spark: Any) -> sparkdl.TrainedModel:
     fit = Fit(spark)

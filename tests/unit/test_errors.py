@@ -40,6 +40,7 @@ def test_the_kinds_of_faults() -> None:
     assert issubclass(errors.StateLostError, errors.TrainingError)
     assert issubclass(errors.StalledError, errors.TrainingError)
     assert issubclass(errors.TrainingError, RuntimeError)
+    assert issubclass(errors.SlabFullError, errors.TrainingError)
     assert issubclass(errors.SlabFullError, OSError)
 
 

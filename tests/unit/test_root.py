@@ -20,6 +20,7 @@ from sparkdl.data import files
 from sparkdl.data.files import Column, SegmentWriter, map_file
 from sparkdl.data.handle import Field, Segment
 from sparkdl.data.partition import PartitionWriter
+from sparkdl.errors import SlabFullError
 from sparkdl.slab import root as module
 from sparkdl.slab.pool import Pool
 from sparkdl.slab.root import (
@@ -569,6 +570,27 @@ def test_where_shared_memory_is_full_the_root_is_in_the_local_directory(
     with pytest.raises(OSError, match="No space left"):
         open_root(config, create=True)
     remove_root(config)
+
+
+def test_a_directory_that_cannot_be_made_is_told_with_the_setting(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    config = SlabConfig.new(str(file / "slabs"), "test")
+    assert open_root(config) is None
+    with pytest.raises(SlabFullError) as caught:
+        open_root(config, create=True)
+    assert str(caught.value) == (
+        f"no slabs can be put into {file}/slabs (Not a directory). Point spark.sparkdl.slab.dir at a "
+        "directory of each node's own that can be written."
+    )
+    remove_root(config)
+
+
+def test_to_look_for_a_root_and_to_remove_it_make_no_directory(tmp_path: Path) -> None:
+    config = SlabConfig.new(str(tmp_path / "slabs"), "test")
+    assert open_root(config) is None
+    remove_root(config)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_root_can_still_be_opened(

@@ -10,6 +10,7 @@ from typing import Any
 from py4j.protocol import Py4JError
 from pyspark import SparkContext, StorageLevel
 from pyspark.core.rdd import RDD
+from pyspark.errors import PySparkException
 
 from sparkdl.data.partition import close_partitions
 from sparkdl.frames import forget_shuffles, is_local, stage_name
@@ -109,9 +110,9 @@ class Resources:
         with contextlib.suppress(Py4JError):
             self._closing.close()
         if alive:
-            with contextlib.suppress(Py4JError):
+            with contextlib.suppress(Py4JError, PySparkException):
                 self._cancel(failed=kind is not None)
-            with contextlib.suppress(Py4JError):
+            with contextlib.suppress(Py4JError, PySparkException):
                 self._clean_nodes()
         if self._watch is not None:
             self._watch.stop()
