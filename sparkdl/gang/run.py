@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -59,11 +60,9 @@ def run(
         raise ParameterError(f'device = "{device}": use one of {", ".join(DEVICES)}.')
     if ranks is not None and (not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1):
         raise ParameterError(f"ranks = {ranks!r}: give a whole number of at least 1.")
-    if timeout is not None and not timeout > 0:
+    if timeout is not None and not (_is_number(timeout) and timeout > 0):
         raise ParameterError(f"timeout = {timeout!r}: give a number of seconds, or None.")
-    context = spark.sparkContext if spark is not None else SparkContext._active_spark_context
-    if context is None or context._jsc is None:
-        raise SessionError("no Spark session is active: start one, with sparkdl.session(master).")
+    context = _context_of(spark)
     count = ranks or task_slots(context, resource_profile)
     gang = Gang(
         context,
@@ -79,6 +78,23 @@ def run(
         gang.start()
         name = getattr(fn, "__name__", type(fn).__name__)
         return gang.call(functools.partial(_call, fn, args, kwargs), name)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _context_of(spark: SparkSession | None) -> SparkContext:
+    """The SparkContext of the session, or the active one."""
+    context = SparkContext._active_spark_context if spark is None else getattr(spark, "_sc", None)
+    if context is None and spark is not None:
+        raise SessionError(
+            f"spark is a {type(spark).__module__}.{type(spark).__qualname__}, and ranks are tasks of a "
+            "classic SparkSession: Spark Connect has no RDDs. Start one, with sparkdl.session(master)."
+        )
+    if context is None or context._jsc is None:
+        raise SessionError("no Spark session is active: start one, with sparkdl.session(master).")
+    return context
 
 
 def _call(fn: Callable[..., Any], args: Any, kwargs: Any, member: Member) -> Any:

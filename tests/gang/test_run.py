@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from pyspark import cloudpickle
 
 import sparkdl
-from sparkdl import ParameterError, StalledError, StateLostError, TrainingError
+from sparkdl import ParameterError, SessionError, StalledError, StateLostError, TrainingError
 from sparkdl.gang import group
 from sparkdl.gang.group import FileStore
 
@@ -176,6 +177,8 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (total, {"ranks": True}, "ranks = True: give a whole number of at least 1."),
     (total, {"device": "tpu"}, 'device = "tpu": use one of auto, cpu, cuda.'),
     (total, {"timeout": 0}, "timeout = 0: give a number of seconds, or None."),
+    (total, {"timeout": "60"}, "timeout = '60': give a number of seconds, or None."),
+    (total, {"timeout": math.inf}, "timeout = inf: give a number of seconds, or None."),
     (
         total,
         {"ranks": 3},
@@ -191,6 +194,16 @@ def test_mistakes_start_no_stage(spark, num_stages, fn, options, message):
         sparkdl.gang.run(fn, **options)
     assert str(caught.value) == message
     assert num_stages() == 0
+
+
+def test_a_session_of_spark_connect():
+    connected = type("SparkSession", (), {"__module__": "pyspark.sql.connect.session"})()
+    with pytest.raises(SessionError) as caught:
+        sparkdl.gang.run(total, 1.0, spark=connected)
+    assert str(caught.value) == (
+        "spark is a pyspark.sql.connect.session.SparkSession, and ranks are tasks of a classic "
+        "SparkSession: Spark Connect has no RDDs. Start one, with sparkdl.session(master)."
+    )
 
 
 @pytest.fixture

@@ -36,6 +36,17 @@ def start() -> SimpleNamespace:
     return SimpleNamespace(module=module, optimizer_state=kept)
 
 
+def test_tensors_in_another_order_are_told_of_start() -> None:
+    modules = [
+        nn.ModuleDict({n: nn.Linear(1, 1, bias=False) for n in names}) for names in ("ab", "ba")
+    ]
+    here, there = (ModelIdentity.of(layout_of(module)) for module in modules)
+    with pytest.raises(
+        ParameterError, match=r'and parameter "b\.weight" in start: the order differs'
+    ):
+        KeptState((), there, (), "").check(here, ())
+
+
 def test_fits_where_nothing_differs(start: SimpleNamespace) -> None:
     kept = chosen_state(start, None)
     assert kept is start.optimizer_state

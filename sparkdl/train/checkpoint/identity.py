@@ -68,7 +68,7 @@ class ModelIdentity:
         if list(here) != list(there) and set(here) == set(there):
             i = next(i for i, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
             one, other = self.tensors[i], stored.tensors[i]
-            yield f"tensor {i} is {one} here and {other} in the checkpoint: the order differs"
+            yield f"tensor {i} is {one} here and {other} in {where}: the order differs"
 
 
 @dataclass(frozen=True, kw_only=True)
