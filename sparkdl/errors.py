@@ -44,7 +44,7 @@ class TrainingError(SparkdlError, RuntimeError):
 
 
 class StateLostError(TrainingError):
-    """The state of a slice is out of reach: its node died or its slab was deleted."""
+    """The state of a slice, or a rank of a gang, is lost: its node died, its slab was deleted."""
 
 
 class StalledError(TrainingError):

@@ -27,7 +27,8 @@ class TensorBoard(Callback):
 
     Where ``every`` is true: ``loss``, ``learning_rate`` (``learning_rate/0`` and so on with several
     parameter groups), ``samples_per_second`` since the last time, ``gradient_norm``,
-    ``loss_scale`` and ``timings/ACTIVITY`` in seconds. After each validation: ``validation/METRIC``.
+    ``loss_scale``, ``bytes_sent`` between nodes and ``timings/ACTIVITY`` in seconds. After each
+    validation: ``validation/METRIC``.
     Histograms as ``Trainer.histograms`` makes them: ``weights/NAME``, ``gradients/NAME``. The step
     is the number of iterations. What is written is on disk after 5 seconds, at the end of an epoch,
     and when the fit ends. What earlier fits wrote into ``log_dir`` is hidden past the iteration that

@@ -83,8 +83,9 @@ class TrainedModel:
         """``data`` with the model's output as a column: a number, or (nested) arrays of numbers.
 
         Lazy; only the feature columns travel to Python, as Arrow batches; works on a streaming
-        DataFrame. ``postprocess`` maps a batch's output (rows, ...) to what the column shall hold,
-        such as ``partial(torch.argmax, dim=1)``. ``batch_size``: rows a forward pass.
+        DataFrame. ``prediction_col``: a new name. ``postprocess`` maps a batch's output (rows, ...) to
+        what the column shall hold, such as ``partial(torch.argmax, dim=1)``. ``batch_size``: rows a
+        forward pass.
         """
         _check_kind("transform", data, DataFrame, "a DataFrame", "For an RDD use predict.")
         if not isinstance(prediction_col, str):
@@ -108,7 +109,8 @@ class TrainedModel:
         """An RDD with one prediction (a number or an array) for each record, in the same order.
 
         Records are features, ``(features, label)`` pairs or :class:`sparkdl.Sample`; a tuple of as
-        many values as the model has inputs is features.
+        many values as the model has inputs is features. ``batch_size``, ``postprocess``: see
+        :meth:`transform`.
         """
         _check_kind("predict", records, RDD, "an RDD", "For a DataFrame use transform.")
         output = self._output(postprocess)
@@ -132,11 +134,11 @@ class TrainedModel:
     ) -> dict[str, float]:
         """``loss``, the mean over all samples, and each of ``metrics``, by name.
 
-        Computed on the executors in evaluation mode. A metric is a name ("accuracy", "top@5",
-        "mae", "mse", "auc", "hit_ratio@10", "ndcg@10"), a :class:`sparkdl.Metric`, a
-        ``torchmetrics.Metric``, or a pair (name, metric); see docs/guide/metrics.md. Raises
-        :class:`ParameterError` for a metric that does not go with the output or the label, and
-        :class:`ModelError` for a loss that adds up.
+        Computed on the executors in evaluation mode, ``batch_size`` rows a forward pass. A metric is a
+        name ("accuracy", "top@5", "mae", "mse", "auc", "hit_ratio@10", "ndcg@10"), a
+        :class:`sparkdl.Metric`, a ``torchmetrics.Metric``, or a pair (name, metric); see
+        docs/guide/metrics.md. Raises :class:`ParameterError` for a metric that does not go with the
+        output or the label, and :class:`ModelError` for a loss that adds up.
         """
         _check_kind("evaluate", data, (DataFrame, RDD), "a DataFrame or an RDD")
         resolved = suited(resolve(metrics), self.loss)
@@ -170,7 +172,10 @@ class TrainedModel:
                 module.destroy()
 
     def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
-        """Write the model into the folder ``path``: safetensors, JSON, and the recipe."""
+        """Write the model into the folder ``path``: safetensors, JSON, and the recipe.
+
+        Raises FileExistsError where it holds a model, unless ``overwrite``.
+        """
         from sparkdl.train.persistence import save
 
         return save(self, path, overwrite)

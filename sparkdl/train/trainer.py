@@ -240,7 +240,8 @@ class Trainer:
         always (True: an error where it was not), or never (False).
 
         Raises :class:`sparkdl.UserError` before anything trains where the data, the model or a
-        parameter cannot work, and :class:`sparkdl.TrainingError` where an iteration fails for good.
+        parameter cannot work, :class:`sparkdl.TrainingError` where an iteration fails for good, and
+        :class:`sparkdl.CheckpointError` where a checkpoint cannot be written or read.
         """
         from sparkdl.train.fit import fit
 
