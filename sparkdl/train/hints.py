@@ -49,6 +49,11 @@ def input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequenc
         hints.append(
             f" The data goes in {ranges}: an embedding needs one row for each number from 0 on."
         )
+    elif any(tensor.dtype == torch.uint8 for _, tensor in integers):
+        hints.append(
+            " Images with scale=None are bytes (uint8): leave scale out, or let augment or the model "
+            "make floats of them."
+        )
     elif integers and not isinstance(error, TypeError):
         hints.append(
             " Integer columns stay integers; cast a column that holds measurements: "

@@ -12,6 +12,10 @@ from sparkdl.data.handle import Field
 from sparkdl.train.hints import input_hint, loss_hint
 
 COLUMN = ' "x" is one number a row: df.withColumn("x", functions.array("x")) makes it [rows, 1].'
+BYTES = (
+    " Images with scale=None are bytes (uint8): leave scale out, or let augment or the model make "
+    "floats of them."
+)
 JOIN = (
     " Each of the 2 feature columns is an input of its own, model(a, b, ...); for one input join them "
     "first: VectorAssembler, or functions.array(...)."
@@ -30,8 +34,12 @@ def error_of(call: Any, *inputs: Any) -> Exception:
 
 @pytest.mark.parametrize(
     ("inputs", "hint"),
-    [([torch.zeros(3)], COLUMN), ([torch.zeros(3), torch.zeros(3, dtype=torch.long)], JOIN)],
-    ids=["one number a row", "several inputs"],
+    [
+        ([torch.zeros(3)], COLUMN),
+        ([torch.zeros(3), torch.zeros(3, dtype=torch.long)], JOIN),
+        ([torch.zeros(3, 1, dtype=torch.uint8)], BYTES),
+    ],
+    ids=["one number a row", "several inputs", "bytes"],
 )
 def test_a_model_that_fails(inputs: list[torch.Tensor], hint: str) -> None:
     fields = [Field(name, "", ()) for name in ("x", "n")[: len(inputs)]]
