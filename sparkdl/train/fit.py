@@ -228,7 +228,8 @@ def _try_out(
     for dimension, part in trainer.parts.items():
         if dimension != "data":
             check_all_used(part.word, model.module)
-    parallel = parallel_of(trainer.parts, trainer.mesh, len(samples.counts))
+    mesh = trainer.mesh if trainer.engine == "gang" else None
+    parallel = parallel_of(trainer.parts, mesh, len(samples.counts))
     for part in (parallel.pipeline, parallel.tensor):
         if part is not None:
             check_one_length(part.word, samples.fields)

@@ -102,7 +102,7 @@ class Trainer:
     of the weights and gradients only), "tensor" (each rank computes its part of each layer) or
     "pipeline" (each rank has some of the layers); :class:`sparkdl.DDP`, :class:`sparkdl.FSDP`,
     :class:`sparkdl.Tensor` and :class:`sparkdl.Pipeline` say more. A list is of several
-    of the last four together."""
+    of the last four together. To other engines this, ``mesh`` and ``resource_profile`` are nothing."""
     mesh: Mapping[str, int] | None = None
     """How many ranks of a gang there are along each way of sharing the work, outermost first: "data"
     (copies of the model), "pipe" (stages), "shard" (of "fsdp"), "tensor"; the product is ``replicas``.

@@ -336,6 +336,24 @@ def test_a_bad_setting_stops_a_fit(spark: Any, num_jobs: Any, kind: str) -> None
 
 
 @pytest.mark.parametrize("engine", ["local", "shuffle"])
+def test_what_says_how_a_gang_shares_the_work_is_nothing_to_others(
+    spark: Any, nothing_left: Any, engine: str
+) -> None:
+    """One word changes the engine, to debug with, say."""
+    fit = Fit(spark, engine=engine)
+    gangs = {"strategy": "pipeline", "mesh": {"data": 2, "pipe": 4}}
+    data = fit.good()
+    assert fit(data, **gangs).history.losses == fit(data).history.losses
+    with pytest.raises(ModelError, match="in iteration 1 of each epoch a replica gets one"):
+        fit(
+            fit.features("array<double>", *[[1.0, float(i)] for i in range(4)]),
+            model=batch_normed,
+            batch_size=2,
+            mesh={"tensor": 2},
+        )
+
+
+@pytest.mark.parametrize("engine", ["local", "shuffle"])
 def test_a_slab_directory_that_cannot_be_made(
     spark: Any, tmp_path: Path, nothing_left: Any, engine: str
 ) -> None:
