@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sparkdl.errors import ParameterError
 from sparkdl.summaries.recorder import Recorder, check_replaceable, extra_needed, replacing
 from sparkdl.train.history import History
+from sparkdl.train.reading import path_here
 from sparkdl.train.state import TrainState
 from sparkdl.train.triggers import Trigger, every_epoch
 
@@ -33,7 +34,7 @@ class Curves(Recorder):
     def __init__(self, path: str | Path, every: Trigger | None = None) -> None:
         super().__init__(every_epoch() if every is None else every)
         make_figure, _ = _matplotlib("Curves")
-        self._path = Path(path)
+        self._path = path_here(path)
         kinds = make_figure().canvas.get_supported_filetypes()
         if self._path.suffix.lower().removeprefix(".") not in kinds:
             raise ParameterError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sparkdl.errors import ParameterError
 from sparkdl.summaries.recorder import Recorder, check_replaceable, replacing
 from sparkdl.train.history import History
+from sparkdl.train.reading import path_here
 from sparkdl.train.state import TrainState
 from sparkdl.train.triggers import Trigger, every_epoch
 
@@ -27,7 +28,7 @@ class HistoryFile(Recorder):
 
     def __init__(self, path: str | Path, every: Trigger | None = None) -> None:
         super().__init__(every_epoch() if every is None else every)
-        self._path = Path(path)
+        self._path = path_here(path)
         if self._path.suffix.lower() not in (".csv", ".json"):
             raise ParameterError(f'HistoryFile("{path}"): end the name in .csv or .json.')
 

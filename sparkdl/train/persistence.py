@@ -27,7 +27,7 @@ from torch import nn
 from sparkdl.data.columns import NamedFunction, Specs, specs_from_json, specs_to_json
 from sparkdl.errors import ModelError, ParameterError, TrustError
 from sparkdl.train.history import History
-from sparkdl.train.reading import mappable
+from sparkdl.train.reading import mappable, path_here
 from sparkdl.train.saved import (
     FORMAT,
     HISTORY,
@@ -44,7 +44,7 @@ from sparkdl.train.trained import TrainedModel
 
 def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
     """Write ``trained`` into the folder ``path``. Raises FileExistsError unless ``overwrite``."""
-    folder = Path(path)
+    folder = path_here(path)
     if (folder / "model.json").exists() and not overwrite:
         raise FileExistsError(f"{folder} holds a model already: pass overwrite=True to replace it.")
     recipe = by_name(trained.model)
@@ -115,7 +115,7 @@ def load(
     followed. Raises :class:`sparkdl.TrustError`, :class:`sparkdl.ModelError` for files that are
     damaged or do not fit, FileNotFoundError.
     """
-    folder = Path(path)
+    folder = path_here(path)
     saved = Saved.read(folder)
     columns = _columns(saved.content.get("columns", {}), folder, trust)
     history = _history(saved)

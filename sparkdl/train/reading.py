@@ -10,19 +10,36 @@ import contextlib
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import safetensors
 import safetensors.torch
 import torch
 
+from sparkdl.errors import ParameterError
+from sparkdl.redaction import without_credentials
+
 MAX_JSON_BYTES = 32 << 20
 """Of a manifest or a ``model.json``. Parsed, it can take twenty times as much memory."""
 MAX_HEADER_BYTES = 32 << 20
 """Of a safetensors file: 200,000 tensors or so."""
 _LENGTH_BYTES = 8
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def path_here(path: str | os.PathLike[str]) -> Path:
+    """A path of this machine. Raises :class:`sparkdl.ParameterError` for a URI, of which a folder named
+    "s3:" would be made."""
+    if _URI.match(os.fspath(path)):
+        raise ParameterError(
+            f'"{without_credentials(os.fspath(path))}" is a URI, and only checkpoints go there: give a '
+            "path of the driver's file system, and copy what is there."
+        )
+    return Path(path)
 
 
 def open_plain(path: str | os.PathLike[str]) -> BinaryIO:

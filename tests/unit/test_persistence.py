@@ -19,6 +19,7 @@ import sparkdl
 from sparkdl.data.partition import Field
 from sparkdl.errors import ModelError, ParameterError, TrustError
 from sparkdl.infer.output import Output
+from sparkdl.summaries import Curves, HistoryFile
 from sparkdl.train.history import History
 from sparkdl.train.persistence import load, save
 from sparkdl.train.state import TrainState
@@ -532,6 +533,25 @@ def test_a_module_that_fails_when_it_is_imported(
     tamper(folder, name="broken_module_of_the_tests:Net")
     with pytest.raises(ModelError, match=r"which cannot be imported \(broken\)"):
         load(folder)
+
+
+# Where
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/model", "hdfs:///models/m", "dbfs:/m"])
+def test_a_uri_is_no_folder_here(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    uses = (partial(save, trained_on(Net)), load, HistoryFile, Curves)
+    for use, name in zip(uses, ("", "", "/h.csv", "/c.png"), strict=True):
+        with pytest.raises(ParameterError) as caught:
+            use(f"{path}{name}")
+        assert str(caught.value) == (
+            f'"{path}{name}" is a URI, and only checkpoints go there: give a path of the driver\'s '
+            "file system, and copy what is there."
+        )
+    assert not list(tmp_path.iterdir())
 
 
 # Overwriting
