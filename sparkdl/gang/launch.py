@@ -12,6 +12,7 @@ from typing import Any
 from py4j.protocol import Py4JError
 from pyspark import SparkContext
 from pyspark.core.rdd import RDD
+from pyspark.errors import PySparkException
 from pyspark.resource import ResourceProfile
 
 from sparkdl.errors import (
@@ -159,7 +160,7 @@ class Gang:
                     pickle.loads(frame)
                     for frame in collect_and_forget(map_frames(self._source, Pack()))
                 ]
-        except Py4JError as error:
+        except (Py4JError, PySparkException) as error:
             raise not_together(error) from None
 
     def _come(self, source: RDD, size: int, meeting: Meeting, deadline: float) -> Arrivals | None:

@@ -7,6 +7,7 @@ from typing import Any
 from py4j.protocol import Py4JError
 from pyspark import SparkContext
 from pyspark.core.rdd import RDD
+from pyspark.errors import PySparkException
 from pyspark.resource import ResourceProfile
 
 from sparkdl.errors import ParameterError, SessionError
@@ -41,7 +42,7 @@ def with_profile(rdd: RDD, profile: ResourceProfile) -> RDD:
     """``rdd``, computed with it. Raises :class:`SessionError` where this cluster has no profiles."""
     try:
         return rdd.withResources(profile)
-    except Py4JError as error:
+    except (Py4JError, PySparkException) as error:
         reason = str(getattr(error, "java_exception", error)).partition("\n")[0]
         raise SessionError(f"resource_profile cannot be had here: {reason}") from None
 

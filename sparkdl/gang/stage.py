@@ -81,7 +81,7 @@ class Stage:
                 self._context.cancelJobGroup(self._group)
 
 
-def not_together(error: Py4JError) -> TrainingError:
+def not_together(error: Exception) -> TrainingError:
     """What to raise where a job of Spark's has failed before the gang was there."""
     text = str(error)
     kind = TrainingError if of_python(text) else StateLostError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -21,6 +22,8 @@ from torch import nn
 
 import sparkdl
 from sparkdl import ParameterError, TrainingError
+from sparkdl.gang.hosting import Hosting
+from sparkdl.gang.launch import Gang
 
 pytestmark = [
     pytest.mark.gang,
@@ -134,3 +137,22 @@ def test_fewer_slots_than_the_fewest(frames):
         "a gang of 4 ranks with min_ranks=3 needs 3 task slots at once, and this session has 2: ask "
         "for more executors or cores."
     )
+
+
+def test_samples_that_cannot_be_read_again_end_the_gang(spark):
+    """Before its ranks start: as when a source has gone that lost samples came from."""
+
+    def gone(records: Any) -> Any:
+        raise ValueError("the source is gone")
+
+    context = spark.sparkContext
+    source = context.parallelize(range(3), 3).mapPartitions(gone)
+    hosting = Hosting(2, lambda records: "", lambda: "")
+    with contextlib.closing(Gang(context, source, "test", hosting=hosting)) as gang:
+        with pytest.raises(TrainingError) as caught:
+            gang.start()
+        assert re.match(
+            r"the gang did not come together: (partition \d on \S+ failed \w+\. )?ValueError: "
+            r"the source is gone\n",
+            str(caught.value),
+        )
