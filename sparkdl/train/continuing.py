@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from sparkdl.data.reading import reading_explained
 from sparkdl.errors import ParameterError
 from sparkdl.replica.recipe import weights_digest
+from sparkdl.session import context_of
 from sparkdl.train.checkpoint.identity import ModelIdentity, first_few
 from sparkdl.train.history import History
 from sparkdl.train.state import TrainState
@@ -70,6 +72,13 @@ def chosen_state(start: TrainedModel | None, optimizer_state: bool | None) -> Ke
             "not belong to it. Pass optimizer_state=False to go on with the weights alone."
         )
     return kept
+
+
+def has_rows(data: Any) -> bool:
+    """Whether there are any. Raises what a fit does where ``data`` cannot be read."""
+    context_of(data)
+    with reading_explained():
+        return not data.isEmpty()
 
 
 def begin_batch(before: TrainState, iterations_per_epoch: int) -> TrainState:

@@ -45,6 +45,7 @@ from sparkdl.train.continuing import (
     KeptState,
     begin_batch,
     chosen_state,
+    has_rows,
     history_of,
 )
 from sparkdl.train.engine import (
@@ -103,7 +104,7 @@ def partial_fit(
     """See :meth:`sparkdl.Trainer.partial_fit`."""
     before = trainer._carried[0] if trainer._carried else None
     if before is not None:
-        if data.isEmpty():
+        if not has_rows(data):
             return before.trained
         resume = None
     with daemons_starting(context_of(data)):

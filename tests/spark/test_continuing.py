@@ -335,6 +335,15 @@ def test_latest_of_nothing_is_the_beginning(frame, tmp_path):
     assert len(list((tmp_path / "run").iterdir())) == 1
 
 
+def test_data_that_cannot_be_read_is_told_in_a_later_pass_too(spark, frame):
+    run = online()
+    run.partial_fit(frame(20))
+    with pytest.raises(sparkdl.DataError, match="the data cannot be read: "):
+        run.partial_fit(frame(20).where("CAST('x' || label AS long) = 0"))
+    with pytest.raises(sparkdl.SessionError, match="fit takes a DataFrame or an RDD, not"):
+        run.partial_fit([([1.0] * WIDTH, 0)])
+
+
 def test_a_pass_that_fails_changes_nothing(spark, frame):
     run = online()
     first = run.partial_fit(frame(12))
