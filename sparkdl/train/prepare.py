@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ParameterError, SessionError
+from sparkdl.infer.evaluate import check_metrics
+from sparkdl.infer.metrics import resolve
 from sparkdl.replica.flat import Layout, layout_of
 from sparkdl.replica.recipe import Recipe
 from sparkdl.session import context_of
@@ -62,6 +64,7 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
     """Build everything that needs no data, and find what is wrong with it."""
     if trainer.validation is not None:
         _check_data(trainer.validation.data)
+        check_metrics(resolve(trainer.validation.metrics))
     weights = _weights_file(trainer) if start is None else start.module.state_dict()
     policy = replace(
         trainer.policy, weighted=trainer.weight is not None or trainer.class_weights is not None

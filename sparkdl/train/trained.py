@@ -16,7 +16,7 @@ from sparkdl.data.columns import Convert, Sequence, Specs
 from sparkdl.data.handle import Field
 from sparkdl.data.records import feature_names, named
 from sparkdl.errors import DataError, ModelError, ParameterError
-from sparkdl.infer.evaluate import Evaluation, evaluate
+from sparkdl.infer.evaluate import Evaluation, check_metrics, evaluate
 from sparkdl.infer.metrics import Metrics, resolve, suited
 from sparkdl.infer.output import Output
 from sparkdl.infer.predict import Dimensions, Finish, predict_dataframe, predict_rdd
@@ -151,6 +151,7 @@ class TrainedModel:
             check_averages(self.loss, "batches")
         if resolved and len(self.label) != 1:
             raise ParameterError(f"metrics need one label; the model has {len(self.label)}.")
+        check_metrics(resolved)
         records = isinstance(data, RDD)
         specs = self._specs_of_records(len(self.fields)) if records else self.columns
         context = data.ctx if isinstance(data, RDD) else getattr(data.sparkSession, "_sc", None)

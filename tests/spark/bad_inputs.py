@@ -176,6 +176,17 @@ def frozen() -> nn.Module:
     return nn.Linear(2, 1).requires_grad_(False)
 
 
+def locked() -> sparkdl.Metric:
+    """A metric that holds what does not travel."""
+    lock = threading.Lock()
+
+    def gap(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        with lock:
+            return output - target
+
+    return sparkdl.MeanMetric("gap", gap)
+
+
 def batch_normed() -> nn.Module:
     return nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1), nn.Flatten(0))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bad_inputs import WHOLE, Fit, Mistake, Started
+from bad_inputs import WHOLE, Fit, Mistake, Started, locked
 from pyspark import cloudpickle
 from pyspark.sql import functions
 from torch import nn
@@ -287,6 +287,14 @@ PARAMETERS = [
         ParameterError,
         "optimizer is a NoneType: give a torch.optim class, or a partial of one such as "
         "partial(torch.optim.Adam, lr=1e-3).",
+    ),
+    Mistake(
+        "metric with a lock",
+        lambda fit: fit(fit.good(), validation=sparkdl.Validation(fit.good(), [locked()])),
+        ParameterError,
+        'metric "gap" cannot be pickled, so it cannot travel to the executors (TypeError: cannot '
+        "pickle '_thread.lock' object). Use a function or class of an importable module, with no "
+        "open resource in it.",
     ),
     Mistake(
         "stop that waits for no validation",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import torch
-from bad_inputs import WHOLE, Mistake
+from bad_inputs import WHOLE, Mistake, locked
 from pyspark import cloudpickle
 from pyspark.sql import functions
 
@@ -14,6 +14,14 @@ from sparkdl import DataError, ModelError, ParameterError
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 USES = [
+    Mistake(
+        "metric that holds a lock",
+        lambda t: t.model.evaluate(t.good(), metrics=[locked()]),
+        ParameterError,
+        'metric "gap" cannot be pickled, so it cannot travel to the executors (TypeError: cannot '
+        "pickle '_thread.lock' object). Use a function or class of an importable module, with no "
+        "open resource in it.",
+    ),
     Mistake(
         "existing prediction column",
         lambda t: t.model.transform(t.good().withColumn("prediction", functions.lit(1))),
