@@ -38,6 +38,7 @@ class TrainState:
     seconds: float = 0.0
     """Since the first iteration began; of a resumed run, the earlier parts included."""
     iterations_per_epoch: int = 0
+    """Of the data that are trained on; the last batch may be short."""
     gradient_norm: float | None = None
     """The global norm of the last gradient before clipping; None without ``clip_norm``, and with
     ``local_steps`` above 1, where each replica clips its own."""
