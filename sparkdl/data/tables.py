@@ -209,13 +209,20 @@ def partitions_of_rdds(data: DataFrame) -> int | None:
     Into how many Spark reads files, say, depends on the cores of the session.
     """
     execution = data._jdf.queryExecution()
-    plan = execution.executedPlan()
+    return execution.toRdd().getNumPartitions() if _of_rdds(execution.executedPlan()) else None
+
+
+def _of_rdds(plan: Any) -> bool:
+    """What is cached is what was cached."""
     if "AdaptiveSparkPlan" in plan.nodeName():
-        return None
+        return False
     leaves = plan.collectLeaves()
-    if any(leaves.apply(i).nodeName() != "Scan ExistingRDD" for i in range(leaves.size())):
-        return None
-    return execution.toRdd().getNumPartitions()
+    return all(
+        _of_rdds(leaf.relation().cachedPlan())
+        if leaf.getClass().getSimpleName() == "InMemoryTableScanExec"
+        else leaf.nodeName() == "Scan ExistingRDD"
+        for leaf in map(leaves.apply, range(leaves.size()))
+    )
 
 
 def first_field(partition: int, rows: Iterable[Any]) -> Iterator[bytes]:

@@ -290,13 +290,20 @@ def test_redistributed_rows_do_not_remember_their_split(
 
 
 @pytest.mark.parametrize("here", [False, True])
-@pytest.mark.parametrize("kind", ["RDD", "DataFrame"])
+@pytest.mark.parametrize("kind", ["RDD", "DataFrame", "cached", "cached table"])
 def test_partitions_of_an_rdd_are_kept_where_their_number_fits(
-    reader: Reader, kind: str, here: bool
+    reader: Reader, kind: str, here: bool, request: pytest.FixtureRequest
 ) -> None:
     data = records(reader, [([float(i)], 0) for i in range(40)], 3)
-    if kind == "DataFrame":
+    if kind != "RDD":
         data = reader.spark.createDataFrame(data, "features array<float>, label int")
+        if kind == "cached table":
+            data.createOrReplaceTempView("kept")
+            reader.spark.catalog.cacheTable("kept")
+            request.addfinalizer(lambda: reader.spark.catalog.uncacheTable("kept"))
+            data = reader.spark.table("kept")
+        elif kind == "cached":
+            request.addfinalizer(data.cache().unpersist)
         data = data.withColumn("label", data.label + 1)
     samples = reader.samples(data, replicas=3, here=here)
     kept = [
