@@ -213,16 +213,14 @@ def partitions_of_rdds(data: DataFrame) -> int | None:
 
 
 def _of_rdds(plan: Any) -> bool:
-    """What is cached is what was cached."""
-    if "AdaptiveSparkPlan" in plan.nodeName():
-        return False
-    leaves = plan.collectLeaves()
-    return all(
-        _of_rdds(leaf.relation().cachedPlan())
-        if leaf.getClass().getSimpleName() == "InMemoryTableScanExec"
-        else leaf.nodeName() == "Scan ExistingRDD"
-        for leaf in map(leaves.apply, range(leaves.size()))
-    )
+    """Whether a plan reads RDDs alone and shuffles nothing, adaptive or not; cached data as what was
+    cached."""
+    kind, inputs = plan.getClass().getSimpleName(), plan.children()
+    if kind == "InMemoryTableScanExec":
+        return _of_rdds(plan.relation().cachedPlan())
+    if not inputs.size():
+        return bool(plan.nodeName() == "Scan ExistingRDD")
+    return "Exchange" not in kind and all(_of_rdds(inputs.apply(i)) for i in range(inputs.size()))
 
 
 def first_field(partition: int, rows: Iterable[Any]) -> Iterator[bytes]:

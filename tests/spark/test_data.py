@@ -289,6 +289,25 @@ def test_redistributed_rows_do_not_remember_their_split(
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("adaptive", ["true", "false"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_partitions_of_a_shuffle_are_none(
+    reader: Reader, reference: SampleSet, adaptive: str, cached: bool
+) -> None:
+    rows = [(row.features, row.label) for row in numbers(reader.spark, 3).collect()]
+    made = reader.spark.createDataFrame(
+        records(reader, rows, 3), "features array<double>, label int"
+    )
+    before = reader.spark.conf.get("spark.sql.adaptive.enabled")
+    reader.spark.conf.set("spark.sql.adaptive.enabled", adaptive)
+    try:
+        data = made.repartition(3)
+        assert same(reader.samples(data.cache() if cached else data, replicas=3), reference)
+        data.unpersist()
+    finally:
+        reader.spark.conf.set("spark.sql.adaptive.enabled", before)
+
+
 @pytest.mark.parametrize("here", [False, True])
 @pytest.mark.parametrize("kind", ["RDD", "DataFrame", "cached", "cached table"])
 def test_partitions_of_an_rdd_are_kept_where_their_number_fits(
