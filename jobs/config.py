@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from jobs.components import Component
-from jobs.sections import Config
+from jobs.sections import Config, Single
 from sparkdl import ParameterError
 from sparkdl.errors import nearest, raise_all
 from sparkdl.redaction import REDACTED
@@ -42,7 +42,11 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises ParameterError, FileNotFoundError."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no configuration file {path}.")
-    content = _load(Path(path).read_text(), str(path))
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ParameterError(f"{path}: this is not UTF-8 ({error}).") from None
+    content = _load(text, str(path))
     if not isinstance(content, dict):
         raise ParameterError(f"{path}: give a mapping of keys to values.")
     return content
@@ -122,11 +126,9 @@ def _value(hint: Any, value: Any, key: str, problems: list[str]) -> Any:
     except ParameterError as error:
         problems.append(f"{key}: {error}")
     except TypeError:
-        options = _options(hint)
-        wanted = " or ".join(_shown(option) for option in options)
-        number = isinstance(value, (int, float)) and str in options
+        number = isinstance(value, (int, float)) and str in _options(hint)
         quote = f" (quote it: '{value}')" if number else ""
-        problems.append(f"{key}: give {wanted}, not {_shown(type(value))}{quote}.")
+        problems.append(f"{key}: give {_wanted(hint)}, not {_shown(type(value))}{quote}.")
     return None
 
 
@@ -163,7 +165,7 @@ def _as(kind: Any, value: Any) -> Any:
     if kind is Component:
         return Component.of(value)
     if origin is dict and isinstance(value, (dict, type(None))):
-        return {name: _converted(inner[1], entry) for name, entry in (value or {}).items()}
+        return dict(_entry(*inner, name, entry) for name, entry in (value or {}).items())
     if origin is list and isinstance(value, list):
         return [_converted(inner[0], entry) for entry in value]
     if kind is float and type(value) is int:
@@ -171,6 +173,20 @@ def _as(kind: Any, value: Any) -> Any:
     if kind is Any or type(value) is kind:
         return value
     raise TypeError(kind)
+
+
+def _entry(key: Any, kind: Any, name: Any, value: Any) -> tuple[Any, Any]:
+    if key is str and not isinstance(name, str):
+        raise ParameterError(f"the key {name!r} is no text: quote it.")
+    try:
+        return name, _converted(kind, value)
+    except TypeError:
+        wanted = "a single value" if kind == Single else _wanted(kind)
+        raise ParameterError(f'"{name}": give {wanted}, not {_shown(type(value))}.') from None
+
+
+def _wanted(hint: Any) -> str:
+    return " or ".join(_shown(option) for option in _options(hint))
 
 
 def _shown(kind: Any) -> str:
@@ -209,18 +225,30 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 class _Loader(yaml.SafeLoader):
     """Safe YAML, where 1e-3 is a number and a key given twice is an error."""
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)  # type: ignore[no-untyped-call]
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == _MERGE:
+                continue
+            key = self.construct_object(key_node)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f'the key "{key}" is given twice', key_node.start_mark
                 )
             seen.add(key)
-        return super().construct_mapping(node, deep)
+        return node
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError) as error:  # 2026-13-01 is no date
+            raise yaml.constructor.ConstructorError(
+                None, None, f'"{node.value}" cannot be read ({error}): quote it', node.start_mark
+            ) from None
 
 
+_MERGE = "tag:yaml.org,2002:merge"
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),

@@ -89,7 +89,8 @@ class RunFolder(Callback):
             f"# Written by {command}\n"
             f"# sparkdl {__version__}, pyspark {pyspark.__version__}, torch {torch.__version__}, "
             f"Python {platform.python_version()}\n"
-            + yaml.safe_dump(redacted(config.content()), sort_keys=False, allow_unicode=True)
+            + yaml.safe_dump(redacted(config.content()), sort_keys=False, allow_unicode=True),
+            encoding="utf-8",
         )
 
     def write_training(self, trained: TrainedModel) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from dataclasses import dataclass, field
 from typing import Any
 
 from jobs.components import Component
+
+Single = str | int | float | bool | datetime.date | datetime.datetime | None
+"""What Spark takes as text: no list and no mapping."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +19,7 @@ class SparkSection:
 
     master: str | None = None
     """Used where ``spark-submit`` gives none; null: all cores of this machine."""
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Single] = field(default_factory=dict)
     """Any Spark settings, also those of sparkdl."""
 
 
@@ -29,7 +33,7 @@ class DataSection:
     """Path of held-out data, to evaluate on after training."""
     format: str = "parquet"
     """Any format that ``spark.read`` knows."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Single] = field(default_factory=dict)
     """Options of ``spark.read``."""
     prepare: str | None = None
     """A known data set to write to ``train`` and ``test`` where these do not exist."""

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from jobs.components import Component, find
-from jobs.config import apply_change, parse, read_config
+from jobs.config import apply_change, parse, read_config, read_yaml
 from jobs.run_folder import RunFolder, find_model, redacted
 from jobs.sections import Config, TrainingSection
 from sparkdl import ParameterError, UserError
@@ -149,6 +149,47 @@ def test_yaml_mistakes_name_the_line(tmp_path: Path) -> None:
         read_config(path)
     with pytest.raises(FileNotFoundError, match="there is no configuration file"):
         read_config(tmp_path / "none.yaml")
+    path.write_text("name: a\ndata: {train: 2026-13-01}\n")
+    with pytest.raises(ParameterError) as caught:
+        read_config(path)
+    assert str(caught.value) == (
+        f'{path}, line 2: "2026-13-01" cannot be read (month must be in 1..12): quote it.'
+    )
+    path.write_bytes(b"name: caf\xe9\n")
+    with pytest.raises(ParameterError, match="this is not UTF-8"):
+        read_config(path)
+
+
+def test_a_mapping_may_be_merged_into_others(tmp_path: Path) -> None:
+    """At any depth; its keys may be given anew there, but none twice beside each other."""
+    path = tmp_path / "b.yaml"
+    path.write_text(
+        "model: {use: torch.nn:Identity, more: &more {<<: &base {lr: 1e-2, a: 1}, lr: 1e-3}}\n"
+        "optimizer: {<<: [*more, *base], use: torch.optim:SGD}\n"
+    )
+    assert read_yaml(path)["optimizer"] == {"use": "torch.optim:SGD", "lr": 1e-3, "a": 1}
+    path.write_text("data: &data {train: a}\nmore:\n  <<: *data\n  b: 1\n  b: 2\n")
+    with pytest.raises(ParameterError, match='line 5: the key "b" is given twice'):
+        read_yaml(path)
+
+
+def test_keys_and_values_that_are_no_text() -> None:
+    with pytest.raises(ParameterError) as caught:
+        parse(
+            smallest(
+                data={"train": "a", "options": {1: "a"}},
+                model={"use": "torch.nn:Identity", True: 1},
+                gradients={"l1": {"*.weight": "much"}},
+                spark={"settings": {"spark": {"executor.memory": "2g"}}},
+            )
+        )
+    assert str(caught.value).splitlines() == [
+        "4 problems:",
+        "  - data.options: the key 1 is no text: quote it.",
+        "  - model: the argument True is no text: quote it.",
+        '  - gradients.l1: "*.weight": give a number, not text.',
+        '  - spark.settings: "spark": give a single value, not a mapping.',
+    ]
 
 
 @pytest.mark.parametrize(
