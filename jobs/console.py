@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from py4j.protocol import Py4JJavaError
+from pyspark.errors import PySparkException
+
 import sparkdl
+from jobs.spark_errors import status_of, told
 from sparkdl import Callback, History, Trainer, TrainState
 from sparkdl.redaction import without_credentials
 from sparkdl.train.resuming import history_in
@@ -20,16 +23,14 @@ if TYPE_CHECKING:
 
 def run(job: Callable[[], None]) -> NoReturn:
     """Run ``job`` and leave: 0; 2 with ``error: ...`` for a mistake of the user; 1 for a fault."""
-    from pyspark.errors import PySparkException
-
     try:
         job()
     except (sparkdl.UserError, sparkdl.CheckpointError, OSError) as error:
         status, message = 2, str(error)
     except sparkdl.TrainingError as error:
         status, message = 1, str(error)
-    except PySparkException as error:
-        status, message = _from_spark(error)
+    except (PySparkException, Py4JJavaError) as error:
+        status, message = status_of(error)
         if message is None:
             raise
     except KeyboardInterrupt:
@@ -40,20 +41,6 @@ def run(job: Callable[[], None]) -> NoReturn:
     sys.exit(status)
 
 
-def _from_spark(error: Any) -> tuple[int, str | None]:
-    """A mistake that Spark found (a path, a column), or that an executor found in a row."""
-    from pyspark.errors import AnalysisException
-
-    text = str(error)
-    found = re.search(r"sparkdl\.errors\.\w*Error: (.*?)(?:\n\s*\n|\n\tat |\Z)", text, re.DOTALL)
-    if found:
-        return 2, found[1].strip()
-    if isinstance(error, AnalysisException):
-        line = text.split("\n", 1)[0]
-        return 2, re.sub(r"^\[[A-Z_.]+\] | SQLSTATE: \w+.*$", "", line)
-    return 1, None
-
-
 @contextlib.contextmanager
 def session(
     app: str, master: str | None = None, settings: Mapping[str, Any] | None = None
@@ -62,7 +49,8 @@ def session(
     given = {k: v for k, v in (settings or {}).items() if v is not None}
     given.setdefault("spark.app.name", app)
     submitted = _submitted_master()
-    spark = sparkdl.session(None if submitted else master, **given)
+    with told("Spark cannot start"):
+        spark = sparkdl.session(None if submitted else master, **given)
     if "spark.log.level" not in given:
         _hush(spark)
     try:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.sections import DataSection
+from jobs.spark_errors import told
 from sparkdl import ParameterError
 from sparkdl.data.tables import content_hash
 from sparkdl.errors import nearest
@@ -22,7 +23,8 @@ _DEFAULTS = {"csv": {"header": "true", "inferSchema": "true"}}
 def read(spark: SparkSession, path: str, format: str, options: dict[str, Any]) -> DataFrame:
     """The data at ``path``; a CSV has a header and typed columns unless ``options`` differ."""
     options = {**_DEFAULTS.get(format, {}), **options}
-    return spark.read.format(format).options(**options).load(path)
+    with told(f"{path} cannot be read"):
+        return spark.read.format(format).options(**options).load(path)
 
 
 def write(data: DataFrame, path: str, format: str, mode: str) -> None:

@@ -20,12 +20,15 @@ import pytest
 import secured
 import torch
 import yaml
+from py4j.protocol import Py4JJavaError
 from pyarrow import parquet
+from pyspark.errors import PySparkException
 from pyspark.sql import functions
 
 import sparkdl
 from jobs import console, datasets
 from jobs.sections import TrainingSection
+from jobs.spark_errors import status_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -351,6 +354,56 @@ def test_mistakes(tmp_path: Path, changes: list[str], message: str | None) -> No
     done = job("train", "--config", CONFIG, *arguments, cwd=tmp_path)
     message = message or f"Path does not exist: file:{tmp_path}/none.parquet."
     assert (done.status, done.out, done.err) == (2, "", f"error: {message}")
+
+
+def test_a_session_that_cannot_start_is_a_mistake(tmp_path: Path) -> None:
+    done = job("train", "--config", CONFIG, "--set", "spark.master=locl[2]", cwd=tmp_path)
+    assert (done.status, done.out) == (2, "")
+    assert done.err.splitlines()[-1] == (
+        "error: Spark cannot start: Could not parse Master URL: 'locl[2]'"
+    )
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("path", "format", "message"),
+    [
+        ("a.txt", "parket", "Failed to find the data source: parket."),
+        ("a.txt", "parquet", "Encountered error while reading file"),
+        ("a.txt", "jdbc", "requirement failed: Option 'url' is required"),
+        ("nowhere://a", "csv", 'No FileSystem for scheme "nowhere"'),
+    ],
+)
+def test_what_spark_cannot_read_is_a_mistake(
+    spark: SparkSession, tmp_path: Path, path: str, format: str, message: str
+) -> None:
+    (tmp_path / "a.txt").write_text("no Parquet")
+    given = path if ":" in path else str(tmp_path / path)
+    with pytest.raises(sparkdl.ParameterError) as caught:
+        datasets.read(spark, given, format, {})
+    assert str(caught.value).startswith(f"{given} cannot be read: {message}")
+    assert "\tat " not in str(caught.value)
+
+
+def test_what_spark_cannot_write_is_a_mistake_and_a_fault_is_none(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").touch()
+
+    def said(format: str, path: str, column: str = "id") -> tuple[int, str | None]:
+        data = spark.range(1).selectExpr(column)
+        with pytest.raises((Py4JJavaError, PySparkException)) as caught:
+            datasets.write(data, path, format, "errorifexists")
+        return status_of(caught.value)
+
+    below = f"{tmp_path}/a.txt/b"
+    assert said("json", below) == (2, f"Parent path is not a directory: file:{tmp_path}/a.txt")
+    assert said("json", "") == (2, "Can not create a Path from an empty string")
+    status, message = said("parket", f"{tmp_path}/b")
+    assert status == 2
+    assert message is not None
+    assert message.startswith("Failed to find the data source: parket.")
+    assert said("json", f"{tmp_path}/c", "raise_error('a fault')") == (1, None)
 
 
 @pytest.mark.parametrize("name", ["evaluate", "predict"])
