@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from jobs.sections import DataSection
 from jobs.spark_errors import told
@@ -30,6 +31,31 @@ def read(spark: SparkSession, path: str, format: str, options: dict[str, Any]) -
 def write(data: DataFrame, path: str, format: str, mode: str) -> None:
     """Write ``data`` such that :func:`read` reads it without options."""
     data.write.mode(mode).format(format).options(**_DEFAULTS.get(format, {})).save(path)
+
+
+def check_apart(data: DataFrame, output: str, kept: Path) -> None:
+    """Refuse an ``output`` that holds files which ``data`` is read from, or the folder ``kept``.
+
+    Spark deletes what it overwrites before it reads. Raises ParameterError.
+    """
+    with told(f"{output} cannot be written"):
+        place = _place(data.sparkSession, output)
+        for file in [*data.inputFiles(), kept.resolve().as_uri()]:
+            path = _place(data.sparkSession, unquote(file))
+            if path.is_relative_to(place):
+                raise ParameterError(
+                    f"--overwrite would delete {unquote(file)}: give another --output."
+                )
+
+
+def _place(spark: SparkSession, path: str) -> PurePosixPath:
+    """With the scheme and host of its file system; without symbolic links where that is local."""
+    assert spark._jvm is not None
+    found = spark._jvm.org.apache.hadoop.fs.Path(path)
+    system = found.getFileSystem(spark._jsparkSession.sessionState().newHadoopConf())
+    uri = system.makeQualified(found).toUri()
+    inside = os.path.realpath(uri.getPath()) if uri.getScheme() == "file" else uri.getPath()
+    return PurePosixPath(f"{uri.getScheme()}://{uri.getAuthority() or ''}{inside}")
 
 
 def split(data: DataFrame, share: float, seed: int) -> tuple[DataFrame, DataFrame]:

@@ -44,6 +44,8 @@ def main() -> None:
             postprocess=functools.partial(torch.argmax, dim=1) if arguments.argmax else None,
         )
         mode = "overwrite" if arguments.overwrite else "errorifexists"
+        if arguments.overwrite:
+            datasets.check_apart(data, arguments.output, saved.folder)
         datasets.write(predicted, arguments.output, arguments.output_format, mode)
         written = datasets.read(spark, arguments.output, arguments.output_format, {})
         shown = [quoted(c) for c in written.columns if c not in saved.trained.features]

@@ -280,12 +280,43 @@ def test_predict(trained: Path, work: Path) -> None:
     assert "|label|prediction|" in lines
     assert lines[-1] == "predicted"
 
+    before = (work / "data/digits/test.parquet").read_bytes()
+    onto = ["--output", "data/digits", "--overwrite"]
+    done = job("predict", *arguments[:4], *onto, cwd=work)
+    assert (done.status, done.out) == (2, "")
+    assert done.err.startswith("error: --overwrite would delete ")
+    assert (work / "data/digits/test.parquet").read_bytes() == before
+
     again = job("predict", *arguments, cwd=work)
     assert again.status == 2
     assert again.out == ""
     assert again.err.startswith("error: ")
     assert "already exists" in again.err
     assert "Traceback" not in again.err
+
+
+def test_predictions_never_replace_what_they_are_made_of(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """Spark would delete it first: the data, a folder around it, the run."""
+    run = tmp_path / "runs/r\u00fcn 1"
+    for part in ("a=1", "a=2"):
+        spark.range(3).write.parquet(f"{tmp_path}/new data/{part}")
+    run.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "new data")
+    whole, part = (
+        datasets.read(spark, f"{tmp_path}/new data{p}", "parquet", {}) for p in ("", "/a=1")
+    )
+    refused = [
+        (whole, f"{tmp_path}/new data"), (whole, f"file:{tmp_path}/new data/a=2"),
+        (part, f"{tmp_path}/link"), (part, str(tmp_path)), (part, str(run)), (part, str(run.parent)),
+    ]  # fmt: skip
+    for data, output in refused:
+        with pytest.raises(sparkdl.ParameterError) as caught:
+            datasets.check_apart(data, output, run)
+        assert str(caught.value).startswith(f"--overwrite would delete file://{tmp_path}/")
+    for output in (f"{tmp_path}/new data/a=2", f"{tmp_path}/new", f"{run}2"):
+        datasets.check_apart(part, output, run)
 
 
 def test_other_formats_and_models_of_a_file(work: Path) -> None:
