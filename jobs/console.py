@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -53,14 +55,29 @@ def session(
         spark = sparkdl.session(None if submitted else master, **given)
     if "spark.log.level" not in given:
         _hush(spark)
+    signal.signal(signal.SIGINT, _quietly(signal.getsignal(signal.SIGINT)))
     try:
         yield spark
     finally:
-        spark.stop()
+        with contextlib.suppress(
+            Exception
+        ):  # what ended the job, as may an end of the JVM, is told
+            spark.stop()
+
+
+def _quietly(interrupt: Any) -> Callable[..., None]:
+    """PySpark's handler calls the JVM, in the midst of another call: Py4J logs the stacks of both."""
+
+    def quiet(*arguments: Any) -> None:
+        logging.disable(logging.ERROR)
+        interrupt(*arguments)
+
+    return quiet
 
 
 # They log the stack of a failed task, which comes to us as an exception anyway.
 _TELLTALES = (
+    "TaskContextImpl",
     "executor.Executor",
     "scheduler.TaskSetManager",
     "sql.execution.datasources.FileFormatWriter",

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -49,10 +50,13 @@ class Done:
     err: str
 
 
-def job(name: str, *arguments: object, cwd: Path, submit: bool = False) -> Done:
+def job(
+    name: str, *arguments: object, cwd: Path, submit: bool = False, interrupt_at: str = ""
+) -> Done:
     """Run ``jobs/<name>.py`` in ``cwd``, with nothing of ours in the environment.
 
-    But for the place of this checkout: its workers import it, whichever one is installed.
+    But for the place of this checkout: its workers import it, whichever one is installed. The job is
+    interrupted at the line that begins with ``interrupt_at``.
     """
     start = [sys.executable]
     if submit:
@@ -64,16 +68,28 @@ def job(name: str, *arguments: object, cwd: Path, submit: bool = False) -> Done:
     }
     environment |= {"SPARK_LOCAL_IP": "127.0.0.1", "PYTHONPATH": str(ROOT)}
     environment |= secured.environment()
-    done = subprocess.run(
+    process = subprocess.Popen(
         [*start, str(ROOT / f"jobs/{name}.py"), *map(str, arguments)],
         cwd=cwd,
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=280,
     )
-    err = [line for line in done.stderr.splitlines() if "incubator" not in line]
-    return Done(done.returncode, done.stdout, "\n".join(err))
+    before = ""
+    if interrupt_at:
+        assert process.stdout is not None
+        for line in process.stdout:
+            before += line
+            if line.startswith(interrupt_at):
+                process.send_signal(signal.SIGINT)
+                break
+    try:
+        out, err = process.communicate(timeout=280)
+    finally:
+        process.kill()
+    lines = [line for line in err.splitlines() if "incubator" not in line]
+    return Done(process.returncode, before + out, "\n".join(lines))
 
 
 @pytest.fixture(scope="module")
@@ -385,6 +401,21 @@ def test_mistakes(tmp_path: Path, changes: list[str], message: str | None) -> No
     done = job("train", "--config", CONFIG, *arguments, cwd=tmp_path)
     message = message or f"Path does not exist: file:{tmp_path}/none.parquet."
     assert (done.status, done.out, done.err) == (2, "", f"error: {message}")
+
+
+def test_an_interrupted_job_goes_on_where_it_was(tmp_path: Path) -> None:
+    """It says no more than that, and leaves its checkpoints."""
+    changes = [
+        "training.epochs=60", "model.width=4", "validation=null", "schedule=null",
+        "checkpoint.every_epochs=2", "name=cut",
+    ]  # fmt: skip
+    arguments = ["--config", CONFIG, *(part for change in changes for part in ("--set", change))]
+    done = job("train", *arguments, cwd=tmp_path, interrupt_at="epoch")
+    assert (done.status, done.err) == (130, "error: interrupted.")
+    arguments += ["--set", "training.epochs=1", "--resume", "latest"]
+    done = job("train", *arguments, cwd=tmp_path)
+    assert (done.status, done.err) == (0, "")
+    assert "on from iteration " in done.out
 
 
 def test_a_session_that_cannot_start_is_a_mistake(tmp_path: Path) -> None:
