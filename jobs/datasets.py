@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -82,6 +83,12 @@ def prepare(data: DataSection) -> None:
         )
     if data.format != "parquet" or data.test is None:
         raise ParameterError("data.prepare writes Parquet to data.train and data.test: give both.")
+    for path in (data.train, data.test):
+        if re.match(r"[A-Za-z][\w+.-]*:/", path):
+            raise ParameterError(
+                f"data.prepare writes to local paths, not to a URI such as {path}: copy the files "
+                "there, and set data.prepare=null."
+            )
     if not (Path(data.train).exists() and Path(data.test).exists()):
         _WRITERS[data.prepare](Path(data.train), Path(data.test))
 

@@ -125,6 +125,12 @@ MISTAKES = [
     changed("unknown data set", "data.prepare=digts",
             'data.prepare: "digts" is no known data set. Did you mean "digits"? Known: digits.'),
     Mistake(
+        "a data set to a URI",
+        ["--config", "a.yaml", "--set", "data={prepare: digits, train: 's3://b/a', test: b}"],
+        "data.prepare writes to local paths, not to a URI such as s3://b/a: copy the files there, "
+        "and set data.prepare=null.",
+    ),
+    Mistake(
         "resume from nowhere",
         ["--resume", "runs/none"],
         "give --config FILE; only --resume with a run folder goes without.",

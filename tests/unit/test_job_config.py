@@ -374,3 +374,6 @@ def test_find_model(tmp_path: Path) -> None:
         find_model(tmp_path / "none")
     with pytest.raises(FileNotFoundError, match="neither a run folder nor a model"):
         find_model(tmp_path)
+    (model / "model.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"the run .*/run has no model: it has not ended"):
+        find_model(tmp_path / "run")
