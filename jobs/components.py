@@ -8,12 +8,14 @@ import inspect
 import os
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import sparkdl
 from sparkdl import ParameterError
 from sparkdl.errors import nearest
 
@@ -64,7 +66,7 @@ class Component:
             raise
         except Exception as error:
             raise ParameterError(
-                f'"{self.use}" cannot be made ({type(error).__name__}: {error}).'
+                f'"{self.use}" cannot be made ({type(error).__name__}: {error}).{place_of(error)}'
             ) from error
 
     def resolve_instance(self) -> Callable[..., Any]:
@@ -121,6 +123,17 @@ def find(use: str) -> Any:
     return found
 
 
+def place_of(cause: BaseException | None) -> str:
+    """Where in the user's own code an exception comes from, if it does."""
+    others = [Path(sparkdl.__file__).parent, Path(__file__).parent]
+    others += [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
+    for frame in reversed(traceback.extract_tb(cause.__traceback__) if cause else ()):
+        path = Path(frame.filename)
+        if path.is_file() and not any(path.is_relative_to(other) for other in others):
+            return f"\n  raised in {path}, line {frame.lineno}, in {frame.name}: {frame.line}"
+    return ""
+
+
 def ship(module: str) -> None:
     """Let functions and classes of ``module`` travel by value where it is not installed.
 
@@ -166,7 +179,7 @@ def _import(name: str) -> ModuleType:
         return importlib.import_module(name)
     except Exception as error:
         raise ParameterError(
-            f'module "{name}" cannot be imported ({type(error).__name__}: {error}).'
+            f'module "{name}" cannot be imported ({type(error).__name__}: {error}).{place_of(error)}'
         ) from error
 
 

@@ -14,6 +14,7 @@ from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
 
 import sparkdl
+from jobs.components import place_of
 from jobs.spark_errors import status_of, told
 from sparkdl import Callback, History, Trainer, TrainState
 from sparkdl.redaction import without_credentials
@@ -28,7 +29,8 @@ def run(job: Callable[[], None]) -> NoReturn:
     try:
         job()
     except (sparkdl.UserError, sparkdl.CheckpointError, OSError) as error:
-        status, message = 2, str(error)
+        status, message, place = 2, str(error), place_of(error.__cause__)
+        message += "" if place in message else place
     except sparkdl.TrainingError as error:
         status, message = 1, str(error)
     except (PySparkException, Py4JJavaError) as error:

@@ -81,8 +81,7 @@ def build_model(payload: bytes) -> nn.Module:
         raise
     except Exception as error:
         raise ModelError(
-            f"model() raised {type(error).__name__}: {error}. It is called without arguments; the "
-            "traceback above shows where it failed."
+            f"model() raised {type(error).__name__}: {error}. It is called without arguments."
         ) from error
 
 

@@ -106,6 +106,13 @@ MISTAKES = [
     changed("unknown module", "model=nets:small",
             'model: module "nets" cannot be imported (ModuleNotFoundError: No module named '
             "'nets')."),
+    Mistake(
+        "a module that fails",
+        ["--config", "a.yaml", "--set", "model=failing_net.py:small"],
+        'model: module "failing_net" cannot be imported (KeyError: 1).\n'
+        "  raised in {tmp}/failing_net.py, line 3, in sizes: return {}[1]",
+        files={"failing_net.py": "import torch\ndef sizes():\n    return {}[1]\nsizes()\n"},
+    ),
     changed("unknown file", "model=nets.py:small", "model: there is no file {tmp}/nets.py."),
     changed("unknown metric", "metrics=[acuracy]",
             f'metrics: unknown metric "acuracy". Did you mean "accuracy"? {METRICS}'),
@@ -195,6 +202,27 @@ def test_a_mistake_ends_a_job_before_its_session(
     assert shown.out == ""
     assert caught.value.code == 2
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_mistake_in_code_of_the_user_is_told_with_its_place(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def net() -> None:
+        yaml.safe_load("[")  # of a library, called from here
+
+    def job() -> None:
+        try:
+            net()
+        except yaml.YAMLError as error:
+            raise sparkdl.ModelError("model() failed.") from error
+
+    with pytest.raises(SystemExit) as caught:
+        console.run(job)
+    assert caught.value.code == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "error: model() failed."
+    assert second.startswith(f"  raised in {__file__}, line ")
+    assert ', in net: yaml.safe_load("[")' in second
 
 
 @pytest.mark.parametrize("kind", [sparkdl.DataError, sparkdl.CheckpointError])
