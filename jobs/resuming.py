@@ -8,6 +8,7 @@ from pathlib import Path
 from jobs.config import read_yaml
 from jobs.sections import Config
 from sparkdl import ParameterError
+from sparkdl.redaction import REDACTED
 
 LATEST = "latest"
 
@@ -28,7 +29,7 @@ def resume_point(resume: str, config: Config) -> str | None:
     ``checkpoint.path``, else of the newest run of this name that has any. Raises ParameterError.
     """
     if resume != LATEST:
-        return _of_folder(Path(resume)) or resume
+        return _of_folder(Path(resume), config) or resume
     if config.checkpoint is not None and config.checkpoint.path is not None:
         return LATEST
     for folder in reversed(_runs(Path(config.runs), config.name)):
@@ -42,11 +43,18 @@ def has_checkpoint(folder: Path) -> bool:
     return any(folder.glob("checkpoints/*/manifest.json"))
 
 
-def _of_folder(folder: Path) -> str | None:
+def _of_folder(folder: Path, config: Config) -> str | None:
     """The checkpoints of a run folder; None where it is none."""
     if not (folder / "config.yaml").is_file():
         return None
     told = (read_yaml(folder / "config.yaml").get("checkpoint") or {}).get("path")
+    if told and REDACTED in told:
+        told = config.checkpoint and config.checkpoint.path
+        if not told:
+            raise ParameterError(
+                f"--resume: {folder}/config.yaml has checkpoint.path without its secrets: give it "
+                "anew, with --set checkpoint.path=..."
+            )
     if told:
         return str(told)
     if not has_checkpoint(folder):

@@ -232,6 +232,12 @@ def test_a_run_folder_or_any_checkpoint(tmp_path: Path) -> None:
     assert resume_point(str(one), config) == str(one)
     told = run_folder(tmp_path / "b", checkpoint=False, config="checkpoint: {path: s3://a/b}\n")
     assert resume_point(str(told), config) == "s3://a/b"
+    hidden = "checkpoint: {path: 's3://(redacted)@a/b'}\n"
+    redacted = str(run_folder(tmp_path / "d", checkpoint=False, config=hidden))
+    anew = parse(smallest(checkpoint={"path": "s3://key:secret@a/b"}))
+    assert resume_point(redacted, anew) == "s3://key:secret@a/b"
+    with pytest.raises(ParameterError, match="give it anew, with --set"):
+        resume_point(redacted, config)
     without = run_folder(tmp_path / "c", checkpoint=False, config="checkpoint: null\n")
     with pytest.raises(ParameterError, match="has no checkpoint"):
         resume_point(str(without), config)
