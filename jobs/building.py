@@ -134,8 +134,11 @@ def _check_counts(config: Config, problems: list[str]) -> None:
                 problems.append(f"{section}.{name}={value}: give a whole number of at least 1.")
     if not config.optimizer:
         problems.append("optimizer: give module:name, or a mapping with it under use.")
-    if config.early_stopping and config.validation is None:
+    early = config.early_stopping
+    if early and config.validation is None:
         problems.append("early_stopping needs a validation: set validation.share or .data.")
+    if early and early.patience is None and early.target is None:
+        problems.append("early_stopping never stops: give patience, target or both.")
 
 
 def stop_of(config: Config) -> sparkdl.Trigger:

@@ -126,8 +126,7 @@ def _value(hint: Any, value: Any, key: str, problems: list[str]) -> Any:
     except ParameterError as error:
         problems.append(f"{key}: {error}")
     except TypeError:
-        number = isinstance(value, (int, float)) and str in _options(hint)
-        quote = f" (quote it: '{value}')" if number else ""
+        quote = _quoted(hint, value)
         problems.append(f"{key}: give {_wanted(hint)}, not {_shown(type(value))}{quote}.")
     return None
 
@@ -167,12 +166,26 @@ def _as(kind: Any, value: Any) -> Any:
     if origin is dict and isinstance(value, (dict, type(None))):
         return dict(_entry(*inner, name, entry) for name, entry in (value or {}).items())
     if origin is list and isinstance(value, list):
-        return [_converted(inner[0], entry) for entry in value]
+        return [_item(inner[0], entry) for entry in value]
     if kind is float and type(value) is int:
         return float(value)
     if kind is Any or type(value) is kind:
         return value
     raise TypeError(kind)
+
+
+def _item(kind: Any, value: Any) -> Any:
+    try:
+        return _converted(kind, value)
+    except TypeError:
+        raise ParameterError(
+            f"{value!r} in the list: give {_wanted(kind)}{_quoted(kind, value)}."
+        ) from None
+
+
+def _quoted(hint: Any, value: Any) -> str:
+    number = isinstance(value, (int, float)) and str in _options(hint)
+    return f" (quote it: '{value}')" if number else ""
 
 
 def _entry(key: Any, kind: Any, name: Any, value: Any) -> tuple[Any, Any]:

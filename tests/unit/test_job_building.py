@@ -182,6 +182,13 @@ def test_weights_of_a_run_folder(tmp_path: Path) -> None:
             ["early_stopping needs a validation: set validation.share or .data."],
         ),
         (
+            {
+                "early_stopping": {"metric": "accuracy"},
+                "validation": {"share": 0.1, "metrics": ["accuracy"]},
+            },
+            ["early_stopping never stops: give patience, target or both."],
+        ),
+        (
             {"validation": {"share": 0.5, "best": "accurcy", "metrics": ["accuracy"]}},
             ['validation: Validation(best="accurcy") is not one of its metrics: loss, accuracy.'],
         ),
@@ -194,7 +201,7 @@ def test_weights_of_a_run_folder(tmp_path: Path) -> None:
             ["optimizer: give module:name, or a mapping with it under use."],
         ),
     ],
-    ids=["validation", "share", "early", "best", "column", "optimizer"],
+    ids=["validation", "share", "early", "never", "best", "column", "optimizer"],
 )
 def test_mistakes(changes: dict[str, Any], problems: list[str]) -> None:
     with pytest.raises(ParameterError) as caught:

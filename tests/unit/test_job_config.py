@@ -177,15 +177,16 @@ def test_keys_and_values_that_are_no_text() -> None:
     with pytest.raises(ParameterError) as caught:
         parse(
             smallest(
-                data={"train": "a", "options": {1: "a"}},
+                data={"train": "a", "options": {1: "a"}, "features": ["x", 2020]},
                 model={"use": "torch.nn:Identity", True: 1},
                 gradients={"l1": {"*.weight": "much"}},
                 spark={"settings": {"spark": {"executor.memory": "2g"}}},
             )
         )
     assert str(caught.value).splitlines() == [
-        "4 problems:",
+        "5 problems:",
         "  - data.options: the key 1 is no text: quote it.",
+        "  - data.features: 2020 in the list: give text (quote it: '2020').",
         "  - model: the argument True is no text: quote it.",
         '  - gradients.l1: "*.weight": give a number, not text.',
         '  - spark.settings: "spark": give a single value, not a mapping.',
