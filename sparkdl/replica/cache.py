@@ -41,11 +41,15 @@ def forget(run: str) -> None:
 
 
 def task_device() -> torch.device:
-    """The GPU that Spark assigned to this task, else any GPU, else the CPU."""
+    """The GPU that Spark assigned to this task; without an assignment the GPUs of its node in turn, by
+    partition; the CPU where there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     from pyspark import TaskContext
 
     context = TaskContext.get()
-    gpu = context.resources().get("gpu") if context else None
-    return torch.device("cuda", int(gpu.addresses[0]) if gpu else 0)
+    if context is None:
+        return torch.device("cuda", 0)
+    if (gpu := context.resources().get("gpu")) is not None:
+        return torch.device("cuda", int(gpu.addresses[0]))
+    return torch.device("cuda", context.partitionId() % torch.cuda.device_count())

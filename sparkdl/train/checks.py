@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 import os
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from pyspark.resource import ResourceProfile
+from torch import nn
 
 from sparkdl.data.columns import check_specs
 from sparkdl.errors import nearest
-from sparkdl.infer.metrics import resolve
 from sparkdl.replica.policy import PRECISIONS
 from sparkdl.train.callbacks import Callback
 from sparkdl.train.checkpoint import Checkpoint
-from sparkdl.train.parallel.parallel import parts_of
+from sparkdl.train.combinations import is_count, problems_of_combinations
 from sparkdl.train.parallel.parallel import problems_of as problems_of_parallel
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.triggers import Trigger
@@ -109,9 +110,8 @@ def problems_of(trainer: Trainer) -> Iterator[str]:
             yield f"{name} is a {type(value).__name__}: {remedy}."
     yield from _names(trainer)
     yield from _callbacks(trainer)
-    yield from _combinations(trainer)
-    if isinstance(trainer.engine, str) and trainer.engine == "gang" and not parallel:
-        yield from _of_strategies(trainer)
+    yield from _compile_options(trainer.compile)
+    yield from problems_of_combinations(trainer, strategies=not parallel)
 
 
 def problems_of_start(resume: Any, start: Any = None, optimizer_state: Any = None) -> Iterator[str]:
@@ -137,7 +137,7 @@ def _numbers(trainer: Trainer) -> Iterator[str]:
             continue
         if isinstance(value, np.integer):
             yield f"{name}={value!r} is a NumPy number: give {name}=int({int(value)})."
-        elif not _is_count(value):
+        elif not is_count(value):
             yield f"{name}={value!r}: give a whole number of at least 1."
     for name in ("clip_norm", "clip_value"):
         value = getattr(trainer, name)
@@ -178,6 +178,15 @@ def _class_weights(weights: Any) -> Iterator[str]:
         yield f"class_weights={weights!r}: nothing would count; give a class more than 0."
 
 
+def _compile_options(options: Any) -> Iterator[str]:
+    if isinstance(options, Mapping):
+        try:
+            torch.compile(nn.Identity(), **options)
+        except Exception as error:
+            told = textwrap.shorten(str(error), 160, placeholder="...").rstrip(".")
+            yield f"compile={options!r}: torch.compile takes no such options ({told})."
+
+
 def _wrong_names(trainer: Trainer) -> Iterator[str]:
     for name, value in (("features", trainer.features), ("label", trainer.label)):
         names = [value] if isinstance(value, str) else value
@@ -208,125 +217,6 @@ def _callbacks(trainer: Trainer) -> Iterator[str]:
                 yield f"callback {callback.__name__} is a class: give an instance of it."
             elif not isinstance(callback, Callback):
                 yield f"callback {callback!r} is not a sparkdl.Callback."
-
-
-def _combinations(trainer: Trainer) -> Iterator[str]:
-    """What does not go together."""
-    if isinstance(trainer.local_steps, int) and trainer.local_steps > 1 and trainer.wire != "fp32":
-        yield (
-            f'wire="{trainer.wire}" with local_steps={trainer.local_steps}: replicas then send '
-            'weights and optimizer state, which must not be rounded. Use wire="fp32".'
-        )
-    if (
-        isinstance(trainer.local_steps, int)
-        and trainer.local_steps > 1
-        and trainer.compression is not None
-    ):
-        yield (
-            f"compression with local_steps={trainer.local_steps}: replicas then send weights and "
-            "optimizer state, not gradients. Leave one of the two out."
-        )
-    if isinstance(trainer.engine, str) and trainer.engine == "gang":
-        yield from _of_a_gang(trainer)
-    elif isinstance(trainer.checkpoint, Checkpoint) and trainer.checkpoint.asynchronous:
-        yield (
-            f'Checkpoint(asynchronous=True) with engine="{trainer.engine}": only the ranks of a gang '
-            'write while they train. Use engine="gang", or leave it out.'
-        )
-    if trainer.sync_batchnorm is True:
-        yield from _of_sync_batchnorm(trainer)
-    yield from _of_min_ranks(trainer)
-    known = {"loss"}
-    if isinstance(trainer.validation, Validation):
-        known = {"loss", *(metric.name for metric in resolve(trainer.validation.metrics))}
-    for name in ("stop", "histograms"):
-        yield from _unknown_metrics(name, getattr(trainer, name), trainer, known)
-    for name, holder in (("validation", trainer.validation), ("checkpoint", trainer.checkpoint)):
-        yield from _unknown_metrics(f"{name}.every", getattr(holder, "every", None), trainer, known)
-
-
-def _of_a_gang(trainer: Trainer) -> Iterator[str]:
-    if isinstance(trainer.local_steps, int) and trainer.local_steps > 1:
-        yield (
-            f'local_steps={trainer.local_steps} with engine="gang": its ranks meet in every step. Use '
-            'engine="shuffle", or local_steps=1.'
-        )
-    if trainer.slices is not None:
-        yield (
-            f'slices={trainer.slices} with engine="gang": the strategy says how the state is cut. '
-            "Leave it out."
-        )
-
-
-def _of_strategies(trainer: Trainer) -> Iterator[str]:
-    """What does not go with how a gang shares the work."""
-    for dimension, part in parts_of(trainer.strategy, trainer.mesh).items():
-        if trainer.compression is not None and dimension != "data":
-            yield (
-                f'compression with strategy="{part.word}": torch sums the gradients itself. Use '
-                'strategy="zero1", or leave compression out.'
-            )
-        if getattr(part, "static_graph", False) is True and trainer.accumulate != 1:
-            yield (
-                f"strategy=DDP(static_graph=True) with accumulate={trainer.accumulate}: torch looks at "
-                "the graph in a pass that sums, and the first parts do not. Leave one of the two out."
-            )
-        for name in ("sync_batchnorm", "compile"):
-            if getattr(trainer, name) and dimension in ("pipe", "tensor"):
-                yield f'{name} does not go with strategy="{part.word}": leave it out.'
-
-
-def _of_sync_batchnorm(trainer: Trainer) -> Iterator[str]:
-    if trainer.engine != "gang":
-        yield (
-            f'sync_batchnorm=True with engine="{trainer.engine}": replicas meet within a pass in a '
-            'gang only. Use engine="gang", or leave it out.'
-        )
-    for name, alone in (("compression", None), ("accumulate", 1)):
-        if getattr(trainer, name) != alone:
-            yield f"sync_batchnorm=True does not go with {name}: leave one of the two out."
-
-
-def _of_min_ranks(trainer: Trainer) -> Iterator[str]:
-    least = trainer.min_ranks
-    if not _is_count(least):
-        return
-    if trainer.engine != "gang":
-        yield (
-            f'min_ranks={least} with engine="{trainer.engine}": only a gang needs task slots for all '
-            'replicas at once. Use engine="gang", or leave it out.'
-        )
-    elif _is_count(trainer.replicas):
-        yield from problems_of_min_ranks(least, trainer.replicas)
-
-
-def problems_of_min_ranks(min_ranks: int | None, replicas: int) -> Iterator[str]:
-    """What can be known when the number of replicas is."""
-    if min_ranks is not None and min_ranks > replicas:
-        yield (
-            f"min_ranks={min_ranks} with {replicas} replicas: a gang never takes more task slots than "
-            f"replicas. Give at most {replicas}."
-        )
-
-
-def _unknown_metrics(where: str, trigger: Any, trainer: Trainer, known: set[str]) -> Iterator[str]:
-    if not isinstance(trigger, Trigger):
-        return
-    for metric in sorted(trigger.metrics()):
-        if trainer.validation is None:
-            yield (
-                f'{where} waits for the metric "{metric}", and there is no validation: give '
-                f'validation=sparkdl.Validation(data, metrics=["{metric}"]).'
-            )
-        elif metric not in known:
-            yield (
-                f'{where} waits for the metric "{metric}", which the validation does not have.'
-                f"{nearest(metric, known)} It has: {', '.join(sorted(known))}."
-            )
-
-
-def _is_count(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_number(value: Any) -> bool:

@@ -240,6 +240,7 @@ def _try_out(
     if validation is not None:
         check_scorer(model.module, validation)
     check_writes(model.module, batch.inputs)
+    model.module.zero_grad()  # as much memory as the model has
     return output
 
 

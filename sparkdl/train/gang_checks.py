@@ -9,7 +9,7 @@ from pyspark import SparkContext
 
 from sparkdl.errors import ParameterError, raise_all
 from sparkdl.gang.slots import check_slots
-from sparkdl.train.checks import problems_of_min_ranks
+from sparkdl.train.combinations import problems_of_min_ranks
 from sparkdl.train.engines.gang import too_few
 from sparkdl.train.parallel.layers import check_even
 from sparkdl.train.parallel.parallel import parallel_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import random
@@ -826,3 +827,31 @@ def test_the_users_random_states_are_left_alone(table: Any, engine: str) -> None
     result.evaluate(table)
     result.transform(table).collect()
     assert states() == before
+
+
+class Gradients(sparkdl.Callback):
+    """How many parameters of a model of 7 inputs have a gradient on the driver, while it trains."""
+
+    found = -1
+
+    def on_iteration_end(self, trainer: sparkdl.Trainer, state: sparkdl.TrainState) -> None:
+        parameters = [p for p in gc.get_objects() if issubclass(type(p), nn.Parameter)]
+        self.found = sum(p.shape == (2, 7) and p.grad is not None for p in parameters)
+
+
+def test_no_gradients_stay_on_the_driver(spark: Any) -> None:
+    df = spark.range(40).selectExpr(
+        "array_repeat(double(id % 3), 7) AS features", "id % 2 AS label"
+    )
+    counting = Gradients()
+    sparkdl.Trainer(
+        model=partial(nn.Linear, 7, 2),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        batch_size=20,
+        replicas=2,
+        engine="shuffle",
+        stop=sparkdl.max_iteration(1),
+        callbacks=[counting],
+    ).fit(df)
+    assert counting.found == 0

@@ -113,6 +113,14 @@ KINDS = [
     ({"weight": 1.0}, "weight is a float: give the name of a column."),
     ({"schedule_metric": 3}, "schedule_metric is a int: give the name of a metric of the validation."),
     ({"compile": "inductor"}, "compile is a str: give True, or a mapping of torch.compile's options."),
+    (
+        {"compile": {"faster": True}},
+        "compile={'faster': True}: torch.compile takes no such options (compile() got an unex",
+    ),
+    (
+        {"compile": {"mode": "fast"}},
+        "compile={'mode': 'fast'}: torch.compile takes no such options (Unrecognized mode=fast",
+    ),
     ({"weights": nn.Linear(1, 1)}, "weights is a Linear: give a state_dict, or the path"),
     ({"strict_weights": 1}, "strict_weights is a int: give True or False."),
     ({"keep_optimizer_state": None}, "keep_optimizer_state is a NoneType: give True or False."),

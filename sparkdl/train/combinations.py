@@ -1,0 +1,138 @@
+"""What of a trainer's parameters does not go together: one sentence each, with its remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from sparkdl.errors import nearest
+from sparkdl.infer.metrics import resolve
+from sparkdl.train.checkpoint import Checkpoint
+from sparkdl.train.parallel.parallel import parts_of
+from sparkdl.train.triggers import Trigger
+from sparkdl.train.validation import Validation
+
+if TYPE_CHECKING:
+    from sparkdl.train.trainer import Trainer
+
+
+def problems_of_combinations(trainer: Trainer, strategies: bool) -> Iterator[str]:
+    """``strategies``: whether ``strategy`` and ``mesh`` make sense by themselves."""
+    if isinstance(trainer.local_steps, int) and trainer.local_steps > 1 and trainer.wire != "fp32":
+        yield (
+            f'wire="{trainer.wire}" with local_steps={trainer.local_steps}: replicas then send '
+            'weights and optimizer state, which must not be rounded. Use wire="fp32".'
+        )
+    if (
+        isinstance(trainer.local_steps, int)
+        and trainer.local_steps > 1
+        and trainer.compression is not None
+    ):
+        yield (
+            f"compression with local_steps={trainer.local_steps}: replicas then send weights and "
+            "optimizer state, not gradients. Leave one of the two out."
+        )
+    if isinstance(trainer.engine, str) and trainer.engine == "gang":
+        yield from _of_a_gang(trainer)
+    elif isinstance(trainer.checkpoint, Checkpoint) and trainer.checkpoint.asynchronous:
+        yield (
+            f'Checkpoint(asynchronous=True) with engine="{trainer.engine}": only the ranks of a gang '
+            'write while they train. Use engine="gang", or leave it out.'
+        )
+    if trainer.sync_batchnorm is True:
+        yield from _of_sync_batchnorm(trainer)
+    yield from _of_min_ranks(trainer)
+    known = {"loss"}
+    if isinstance(trainer.validation, Validation):
+        known = {"loss", *(metric.name for metric in resolve(trainer.validation.metrics))}
+    for name in ("stop", "histograms"):
+        yield from _unknown_metrics(name, getattr(trainer, name), trainer, known)
+    for name, holder in (("validation", trainer.validation), ("checkpoint", trainer.checkpoint)):
+        yield from _unknown_metrics(f"{name}.every", getattr(holder, "every", None), trainer, known)
+    if isinstance(trainer.engine, str) and trainer.engine == "gang" and strategies:
+        yield from _of_strategies(trainer)
+
+
+def _of_a_gang(trainer: Trainer) -> Iterator[str]:
+    if isinstance(trainer.local_steps, int) and trainer.local_steps > 1:
+        yield (
+            f'local_steps={trainer.local_steps} with engine="gang": its ranks meet in every step. Use '
+            'engine="shuffle", or local_steps=1.'
+        )
+    if trainer.slices is not None:
+        yield (
+            f'slices={trainer.slices} with engine="gang": the strategy says how the state is cut. '
+            "Leave it out."
+        )
+
+
+def _of_strategies(trainer: Trainer) -> Iterator[str]:
+    """What does not go with how a gang shares the work."""
+    for dimension, part in parts_of(trainer.strategy, trainer.mesh).items():
+        if trainer.compression is not None and dimension != "data":
+            yield (
+                f'compression with strategy="{part.word}": torch sums the gradients itself. Use '
+                'strategy="zero1", or leave compression out.'
+            )
+        if getattr(part, "static_graph", False) is True and trainer.accumulate != 1:
+            yield (
+                f"strategy=DDP(static_graph=True) with accumulate={trainer.accumulate}: torch looks at "
+                "the graph in a pass that sums, and the first parts do not. Leave one of the two out."
+            )
+        for name in ("sync_batchnorm", "compile"):
+            if getattr(trainer, name) and dimension in ("pipe", "tensor"):
+                yield f'{name} does not go with strategy="{part.word}": leave it out.'
+
+
+def _of_sync_batchnorm(trainer: Trainer) -> Iterator[str]:
+    if trainer.engine != "gang":
+        yield (
+            f'sync_batchnorm=True with engine="{trainer.engine}": replicas meet within a pass in a '
+            'gang only. Use engine="gang", or leave it out.'
+        )
+    for name, alone in (("compression", None), ("accumulate", 1)):
+        if getattr(trainer, name) != alone:
+            yield f"sync_batchnorm=True does not go with {name}: leave one of the two out."
+
+
+def _of_min_ranks(trainer: Trainer) -> Iterator[str]:
+    least = trainer.min_ranks
+    if not is_count(least):
+        return
+    if trainer.engine != "gang":
+        yield (
+            f'min_ranks={least} with engine="{trainer.engine}": only a gang needs task slots for all '
+            'replicas at once. Use engine="gang", or leave it out.'
+        )
+    elif is_count(trainer.replicas):
+        yield from problems_of_min_ranks(least, trainer.replicas)
+
+
+def problems_of_min_ranks(min_ranks: int | None, replicas: int) -> Iterator[str]:
+    """What can be known when the number of replicas is."""
+    if min_ranks is not None and min_ranks > replicas:
+        yield (
+            f"min_ranks={min_ranks} with {replicas} replicas: a gang never takes more task slots than "
+            f"replicas. Give at most {replicas}."
+        )
+
+
+def _unknown_metrics(where: str, trigger: Any, trainer: Trainer, known: set[str]) -> Iterator[str]:
+    if not isinstance(trigger, Trigger):
+        return
+    for metric in sorted(trigger.metrics()):
+        if trainer.validation is None:
+            yield (
+                f'{where} waits for the metric "{metric}", and there is no validation: give '
+                f'validation=sparkdl.Validation(data, metrics=["{metric}"]).'
+            )
+        elif metric not in known:
+            yield (
+                f'{where} waits for the metric "{metric}", which the validation does not have.'
+                f"{nearest(metric, known)} It has: {', '.join(sorted(known))}."
+            )
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether it is a whole number of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,44 @@
+"""Which GPU a task of the shuffle engine takes. None is here: torch and Spark say what they would."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pyspark import TaskContext
+
+from sparkdl.replica.cache import task_device
+
+
+@pytest.fixture
+def node(monkeypatch):
+    """A node with so many GPUs, and a task there: its partition, and the GPU that Spark assigned."""
+
+    def of(gpus, partition=None, assigned=None):
+        context = None
+        if partition is not None:
+            resources = {} if assigned is None else {"gpu": SimpleNamespace(addresses=[assigned])}
+            context = SimpleNamespace(resources=lambda: resources, partitionId=lambda: partition)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(TaskContext, "get", lambda: context)
+        return task_device()
+
+    return of
+
+
+def test_the_gpu_that_spark_assigned(node):
+    assert node(4, partition=0, assigned="3") == torch.device("cuda", 3)
+
+
+def test_those_of_the_node_in_turn(node):
+    assert [node(2, partition=p).index for p in range(4)] == [0, 1, 0, 1]
+
+
+def test_the_cpu_where_there_is_none(node):
+    assert node(0, partition=5) == torch.device("cpu")
+
+
+def test_outside_a_task(node):
+    assert node(2) == torch.device("cuda", 0)
