@@ -61,9 +61,7 @@ def session(
     try:
         yield spark
     finally:
-        with contextlib.suppress(
-            Exception
-        ):  # what ended the job, as may an end of the JVM, is told
+        with contextlib.suppress(Exception):  # what ended the job is told, the JVM's end, say
             spark.stop()
 
 
