@@ -20,8 +20,9 @@ help:  ## list the targets
 setup: $(STAMP)  ## build .venv, with Spark set up in it
 	@:
 
+# Spark's own script would look for itself by PYSPARK_PYTHON, and cannot where that has a blank.
 train: $(STAMP)  ## train the example job
-	@$(BIN)/spark-submit jobs/train.py --config conf/digits.yaml
+	@SPARK_HOME='$(CURDIR)/$(BIN)/spark-distribution' $(BIN)/spark-submit jobs/train.py --config conf/digits.yaml
 
 test: $(STAMP)  ## run the tests
 	@$(PYTEST)
