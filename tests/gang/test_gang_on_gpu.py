@@ -48,6 +48,8 @@ def test_tensors_on_the_gpu_are_summed(spark: Any, ranks: int) -> None:
     [
         ("ddp", 1),
         ("ddp", 2),
+        (sparkdl.DDP(bucket_cap_mb=0.0005), 1),  # several buckets
+        (sparkdl.DDP(bucket_cap_mb=0.0005), 2),
         ("zero1", 1),
         ("zero1", 2),
         ("fsdp", 1),
@@ -78,3 +80,33 @@ def test_training_is_that_of_the_cpu(spark: Any, strategy: Any, replicas: int) -
     for one, other in zip(here.module.parameters(), there.module.parameters(), strict=True):
         assert other.device.type == "cpu"
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+class Root(nn.Module):
+    """Of a column of zeros the root is finite, its gradient is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 8), nn.Linear(8, 2, bias=False)
+        nn.init.zeros_(self.first.weight)
+        nn.init.zeros_(self.first.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.sqrt(self.first(x).abs()))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", sparkdl.DDP(bucket_cap_mb=0.00005)])
+def test_a_gradient_that_is_not_finite_is_named(spark: Any, strategy: Any) -> None:
+    df = spark.range(16).selectExpr("array(double(id), 1.0) AS features", "id % 2 AS label")
+    run = sparkdl.Trainer(
+        model=Root,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.SGD, lr=0.05),
+        batch_size=8,
+        replicas=1,
+        engine="gang",
+        strategy=strategy,
+        stop=sparkdl.max_epoch(1),
+    )
+    with pytest.raises(sparkdl.TrainingError, match=r'the gradient of "first\.(weight|bias)"'):
+        run.fit(df)

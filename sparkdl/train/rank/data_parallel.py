@@ -18,7 +18,13 @@ from sparkdl.step.compute import MiniBatch, forward_backward, take_gradients
 from sparkdl.step.replica import Work
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.train.parallel.strategy import DDP
-from sparkdl.train.rank.summing import Summed, can_be_summed, factors, first_not_finite
+from sparkdl.train.rank.summing import (
+    Summed,
+    all_finite,
+    can_be_summed,
+    factors,
+    first_not_finite,
+)
 
 BUFFERS: str = (
     "forward_sync_buffers"
@@ -38,13 +44,21 @@ class WeightedSum:
 
     def __init__(self, names: dict[int, str], dtype: torch.dtype, wire: torch.dtype | None) -> None:
         self._names, self._dtype, self._wire = names, dtype, wire or dtype
-        self._share = 0.0
-        self.not_finite = ""
-        """The parameter whose gradient had an inf or a NaN on this rank, or empty."""
+        self._share, self._found = 0.0, ""
+        self._flags: list[tuple[str, torch.Tensor]] = []
 
     def begin(self, share: float) -> None:
         """An iteration begins; this rank's part of the global batch."""
-        self._share, self.not_finite = share, ""
+        self._share, self._found, self._flags = share, "", []
+
+    @property
+    def not_finite(self) -> str:
+        """The parameter whose gradient had an inf or a NaN on this rank, or empty."""
+        if self._flags:  # on a GPU: it is waited for once, not at each bucket
+            fine = torch.stack([flag for _, flag in self._flags]).tolist()
+            names = (name for (name, _), right in zip(self._flags, fine, strict=True) if not right)
+            self._found, self._flags = next(names, ""), []
+        return self._found
 
     def sum(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """What DDP's communication hook does."""
@@ -67,13 +81,16 @@ class WeightedSum:
 
     def _look(self, bucket: dist.GradBucket, sent: torch.Tensor) -> None:
         """``sent``: what travels of it, which may be too large for its dtype."""
-        ranks = dist.get_world_size()
-        if self.not_finite or can_be_summed(sent, ranks):
+        ranks, here = dist.get_world_size(), sent.device.type == "cpu"
+        if here and (self._found or can_be_summed(sent, ranks)):
             return
         sizes = [gradient.numel() for gradient in bucket.gradients()]
         for parameter, values in zip(bucket.parameters(), sent.split(sizes), strict=True):
-            if not can_be_summed(values, ranks):
-                self.not_finite = self._names[id(parameter)]
+            name = self._names[id(parameter)]
+            if not here:
+                self._flags.append((name, all_finite(values, ranks)))
+            elif not can_be_summed(values, ranks):
+                self._found = name
                 return
 
 

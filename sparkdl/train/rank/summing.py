@@ -233,5 +233,13 @@ def first_not_finite(
 def can_be_summed(sent: torch.Tensor, ranks: int) -> bool:
     """Whether what a rank sends is finite, and so is the sum over ``ranks`` where others send no larger
     values: sums that are made in float16 end at 65,504."""
-    most = sent * ranks if sent.dtype == torch.float16 else sent
-    return sums_up(most) or bool(torch.isfinite(most).all())
+    return sums_up(_most(sent, ranks)) or bool(all_finite(sent, ranks))
+
+
+def all_finite(sent: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Likewise, where it lies: a tensor of one boolean."""
+    return torch.isfinite(_most(sent, ranks)).all()
+
+
+def _most(sent: torch.Tensor, ranks: int) -> torch.Tensor:
+    return sent * ranks if sent.dtype == torch.float16 else sent
