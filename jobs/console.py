@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,25 +25,36 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
+_interrupted = threading.Event()
+
+
 def run(job: Callable[[], None]) -> NoReturn:
-    """Run ``job`` and leave: 0; 2 with ``error: ...`` for a mistake of the user; 1 for a fault."""
+    """Run ``job`` and leave: 0; 2 with ``error: ...`` for a mistake of the user; 130 where it was
+    interrupted; 1 for a fault."""
     try:
         job()
-    except (sparkdl.UserError, sparkdl.CheckpointError, OSError) as error:
-        status, message, place = 2, str(error), place_of(error.__cause__)
-        message += "" if place in message else place
-    except sparkdl.TrainingError as error:
-        status, message = 1, str(error)
-    except (PySparkException, Py4JJavaError) as error:
-        status, message = status_of(error)
+    except (Exception, KeyboardInterrupt) as error:
+        status, message = _ended_by(error)
         if message is None:
             raise
-    except KeyboardInterrupt:
-        status, message = 130, "interrupted."
     else:
         sys.exit(0)
     print(f"error: {without_credentials(message)}", file=sys.stderr)
     sys.exit(status)
+
+
+def _ended_by(error: BaseException) -> tuple[int, str | None]:
+    """The exit status and what to say; None: its trace says more."""
+    if isinstance(error, KeyboardInterrupt) or _interrupted.is_set():
+        return 130, "interrupted."  # in the midst of a call Py4J makes another error of it
+    if isinstance(error, (sparkdl.UserError, sparkdl.CheckpointError, OSError)):
+        message, place = str(error), place_of(error.__cause__)
+        return 2, message + ("" if place in message else place)
+    if isinstance(error, sparkdl.TrainingError):
+        return 1, str(error)
+    if isinstance(error, (PySparkException, Py4JJavaError)):
+        return status_of(error)
+    return 1, None
 
 
 @contextlib.contextmanager
@@ -69,6 +81,7 @@ def _quietly(interrupt: Any) -> Callable[..., None]:
     """PySpark's handler calls the JVM, in the midst of another call: Py4J logs the stacks of both."""
 
     def quiet(*arguments: Any) -> None:
+        _interrupted.set()
         logging.disable(logging.ERROR)
         interrupt(*arguments)
 

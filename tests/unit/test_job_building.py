@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from py4j.protocol import Py4JError
 from torch import nn
 
 import sparkdl
@@ -296,3 +299,20 @@ def test_a_mistake_ends_a_job_with_one_line(
         console.run(job)
     assert caught.value.code == 2
     assert capsys.readouterr() == ("", "error: there is no checkpoint\n")
+
+
+def test_an_interrupt_is_one_whatever_py4j_makes_of_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def job() -> None:
+        console._quietly(lambda: None)()  # the signal comes
+        raise Py4JError("Gateway must be connected to send cancel cmd.")
+
+    monkeypatch.setattr(console, "_interrupted", threading.Event())
+    try:
+        with pytest.raises(SystemExit) as caught:
+            console.run(job)
+    finally:
+        logging.disable(logging.NOTSET)
+    assert caught.value.code == 130
+    assert capsys.readouterr() == ("", "error: interrupted.\n")
