@@ -4,7 +4,7 @@
 
 Needs a GPU that torch sees. In turn and in fresh processes, in ``local[2]``: plain PyTorch, its batches
 gathered on the CPU and copied from pinned memory; ``engine="gang"`` and ``engine="shuffle"`` with one
-replica. A step is from the end of one to the end of the next, when the loss has come back to the CPU;
+replica. A step is from the end of one to the end of the next, when the GPU has done it;
 milliseconds, medians, the first quarter left out. "speed" is plain PyTorch's time by ours.
 """
 
@@ -28,6 +28,7 @@ from harness import (
     write_json,
 )
 from models import WORKS
+from strategies import plain_step
 
 import sparkdl
 
@@ -40,20 +41,15 @@ def plain_ms(name: str, batch: int, steps: int) -> float:
     work, gpu = WORKS[name], torch.device("cuda")
     torch.manual_seed(0)
     module = work.make().to(gpu)
-    optimizers = work.optimizers(module)
     feed = _sent(ddp.batches(*work.tensors(max(work.samples, batch)), batch), gpu)
 
-    def step() -> float:
-        x, y = next(feed)
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        loss = work.loss(module(x), y)
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        return loss.item()
+    step = plain_step(work, module, work.optimizers(module), feed)
 
-    return ddp.median_ms(ddp.time_steps(step, steps)[steps // 4 :])
+    def finished() -> None:
+        step()
+        torch.cuda.synchronize()
+
+    return ddp.median_ms(ddp.time_steps(finished, steps)[steps // 4 :])
 
 
 def _sent(feed: Batches, gpu: torch.device) -> Batches:

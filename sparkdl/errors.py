@@ -67,6 +67,14 @@ class SlabFullError(TrainingError, OSError):
     """No slab directory of this node has room, or it cannot be made."""
 
 
+def cannot_travel(what: str, error: Exception, remedy: str) -> str:
+    """What to say of a user's part that pickle, with ``error``, does not take to the executors."""
+    return (
+        f"{what} cannot be pickled, so it cannot travel to the executors "
+        f"({type(error).__name__}: {error}). {remedy}"
+    )
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """``' Did you mean "label"?'`` where a known name begins with ``name`` or is close to it, else an
     empty string."""

@@ -60,7 +60,8 @@ def run(
         raise ParameterError(f'device = "{device}": use one of {", ".join(DEVICES)}.')
     if ranks is not None and (not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1):
         raise ParameterError(f"ranks = {ranks!r}: give a whole number of at least 1.")
-    if timeout is not None and not (_is_number(timeout) and timeout > 0):
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if timeout is not None and not (number and 0 < timeout < math.inf):
         raise ParameterError(f"timeout = {timeout!r}: give a number of seconds, or None.")
     context = _context_of(spark)
     count = ranks or task_slots(context, resource_profile)
@@ -78,10 +79,6 @@ def run(
         gang.start()
         name = getattr(fn, "__name__", type(fn).__name__)
         return gang.call(functools.partial(_call, fn, args, kwargs), name)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _context_of(spark: SparkSession | None) -> SparkContext:

@@ -23,7 +23,7 @@ from sparkdl.data.records import check_alike, named, record_field, split_record,
 from sparkdl.data.schema import Column, columns_of
 from sparkdl.data.tables import select_columns
 from sparkdl.data.values import to_numpy
-from sparkdl.errors import DataError, ParameterError, TrainingError, UserError
+from sparkdl.errors import DataError, ParameterError, TrainingError, UserError, cannot_travel
 from sparkdl.infer.metric import Metric
 from sparkdl.infer.predictor import ShippedModule, run_batches
 from sparkdl.infer.scoring import Scorer, States
@@ -37,11 +37,9 @@ def check_metrics(metrics: Iterable[Metric]) -> None:
         try:
             pickle.loads(cloudpickle.dumps(metric))
         except Exception as error:
-            raise ParameterError(
-                f'metric "{metric.name}" cannot be pickled, so it cannot travel to the executors '
-                f"({type(error).__name__}: {error}). Use a function or class of an importable module, "
-                "with no open resource in it."
-            ) from None
+            what = f'metric "{metric.name}"'
+            remedy = "Use a function or class of an importable module, with no open resource in it."
+            raise ParameterError(cannot_travel(what, error, remedy)) from None
 
 
 @dataclass(frozen=True)

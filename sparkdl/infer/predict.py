@@ -30,12 +30,10 @@ from sparkdl.data.tables import check_unambiguous, columns_named
 from sparkdl.data.values import to_numpy
 from sparkdl.errors import DataError
 from sparkdl.infer.output import Output, as_numpy, pieces, to_arrow
-from sparkdl.infer.predictor import ShippedModule, run_batches
+from sparkdl.infer.predictor import Dimensions, ShippedModule, run_batches
 from sparkdl.worker import settle_worker
 
 Finish = Callable[[torch.Tensor], torch.Tensor] | None
-Dimensions = tuple[int | None, int | None]
-"""Of a batch's output, and of what a :data:`Finish` makes of it."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from sparkdl.errors import ModelError
 from sparkdl.infer.output import in_rows
 from sparkdl.step.compute import to_tensors
 
+Dimensions = tuple[int | None, int | None]
+"""Of a batch's output, and of what is made of it."""
 INLINE_BYTES = 1 << 20
 MAX_LOADED = 2
 
@@ -96,7 +98,7 @@ def run_batches(
     arrays: Sequence[Rows],
     batch_size: int,
     finish: Callable[[Any], Any] | None = None,
-    dimensions: tuple[int | None, int | None] = (None, None),
+    dimensions: Dimensions = (None, None),
 ) -> Iterator[tuple[Any, slice]]:
     """The module's output, and which rows it is for, batch by batch.
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sparkdl.data.columns import Specs
-from sparkdl.errors import ModelError, nearest
+from sparkdl.errors import ModelError, cannot_travel, nearest
 from sparkdl.replica.care import check_modules
 from sparkdl.replica.flat import Layout, Segment, layout_of
 from sparkdl.replica.policy import Policy
@@ -52,10 +52,7 @@ def _cannot_travel(recipe: Recipe, error: Exception) -> ModelError:
         if culprit == "model"
         else "Use a function or class of an importable module, with no open resource in it."
     )
-    return ModelError(
-        f"{culprit} cannot be pickled, so it cannot travel to the executors "
-        f"({type(error).__name__}: {error}). {remedy}"
-    )
+    return ModelError(cannot_travel(culprit, error, remedy))
 
 
 def check_columns(specs: Specs) -> None:
@@ -66,11 +63,9 @@ def check_columns(specs: Specs) -> None:
         try:
             pickle.loads(cloudpickle.dumps(spec))
         except Exception as error:
-            raise ModelError(
-                f'the function of columns["{name}"] cannot be pickled, so it cannot travel to the '
-                f"executors ({type(error).__name__}: {error}). Use a function of an importable "
-                "module, with no open resource in it."
-            ) from None
+            what = f'the function of columns["{name}"]'
+            remedy = "Use a function of an importable module, with no open resource in it."
+            raise ModelError(cannot_travel(what, error, remedy)) from None
 
 
 def build_model(payload: bytes) -> nn.Module:

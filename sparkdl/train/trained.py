@@ -19,8 +19,8 @@ from sparkdl.errors import DataError, ModelError, ParameterError
 from sparkdl.infer.evaluate import Evaluation, check_metrics, evaluate
 from sparkdl.infer.metrics import Metrics, resolve, suited
 from sparkdl.infer.output import Output
-from sparkdl.infer.predict import Dimensions, Finish, predict_dataframe, predict_rdd
-from sparkdl.infer.predictor import ShippedModule
+from sparkdl.infer.predict import Finish, predict_dataframe, predict_rdd
+from sparkdl.infer.predictor import Dimensions, ShippedModule
 from sparkdl.infer.scoring import Scorer
 from sparkdl.step.loss import check_averages
 from sparkdl.train.continuing import KeptState
