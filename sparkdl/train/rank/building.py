@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+import torch.distributed as dist
+
 from sparkdl.gang.member import Member
 from sparkdl.heap import keep_heap, memory_given_back
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import Recipe
+from sparkdl.replica.run import Run
+from sparkdl.slab.root import open_root
 from sparkdl.step.replica import to_mini_batch
 from sparkdl.step.streaming import streams
 from sparkdl.train.parallel.layers import layer_by_layer
@@ -98,9 +103,29 @@ def _cut(recipe: Recipe, setup: Setup, samples: Sequence[Samples], member: Membe
     plans = [owner.plan for owner in held.owners.values()]
     near = NearRows(samples, rank, mesh.model_group(rank), run, live)
     if parallel.pipeline is not None:
-        return held, Pipelined(made, plans, rank, spare, parallel.pipeline, groups, near)
+        carrier = _carrier(groups.along("pipe"), mesh.along(rank, "pipe"), samples, run, device)
+        how = parallel.pipeline
+        return held, Pipelined(made, plans, rank, spare, how, groups, near, carrier)
     like = to_mini_batch(spare, live, training=False)
     group = ModelGroup(mesh, rank, groups.along("tensor"), live, like, near)
     if parallel.fsdp is not None:
         return held, FullySharded(live, plans, rank, spare, mesh, group)
     return held, TensorParallel(live, plans, rank, spare, group, groups.along("data"))
+
+
+def _carrier(
+    pipe: dist.ProcessGroup | None,
+    members: Sequence[int],
+    samples: Sequence[Samples],
+    run: Run,
+    device: torch.device,
+) -> dist.ProcessGroup | None:
+    """What carries the messages between the stages of a pipeline of these ranks."""
+    from sparkdl.train.rank.near_messages import near_group
+
+    together = len({samples[r].token for r in members}) == 1
+    if pipe is None or len(members) == 1 or not together or device.type != "cpu":
+        return pipe
+    root = open_root(run.slab)
+    assert root is not None
+    return near_group(members, pipe, root.directories[-1])

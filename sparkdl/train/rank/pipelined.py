@@ -55,7 +55,9 @@ class Pipelined(Copied):
         strategy: Pipeline,
         groups: Groups,
         near: NearRows,
+        carrier: dist.ProcessGroup | None,
     ) -> None:
+        """``carrier``: the group of the pipeline's ranks that carries messages between stages."""
         super().__init__(staged.live, plans, rank, spare)
         self._strategy, self._seats = strategy, staged.seats
         self._stages = dict(zip(staged.seats.stages(rank), staged.stages, strict=True))
@@ -78,7 +80,7 @@ class Pipelined(Copied):
             strategy,
             self._members,
             rank,
-            self._pipe,
+            carrier,
             self._in_turn,
             staged.live,
             self._spare.inputs,

@@ -32,9 +32,9 @@ Shapes: TypeAlias = list[tuple[int, tuple[Any, ...], tuple[Any, ...]]]
 
 
 class Schedules:
-    """Of the ``stages`` that this rank has, by number. ``members``: the ranks of its pipeline, of the
-    group ``pipe``, in order; ``like``: inputs of some rows; ``loss``: of an output and the number of
-    its micro-batch."""
+    """Of the ``stages`` that this rank has, by number. ``members``: the ranks of its pipeline, in
+    order, whose group ``pipe`` carries the messages; ``like``: inputs of some rows; ``loss``: of an
+    output and the number of its micro-batch."""
 
     def __init__(
         self,
