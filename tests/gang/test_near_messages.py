@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
 from sparkdl.gang.member import _by_group
-from sparkdl.train.rank.near_messages import SLOT_BYTES, SLOTS, Line, near_group
+from sparkdl.train.rank.near_messages import SLOT_BYTES, SLOTS, Line, NearGroup, near_group
 
 pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -163,6 +164,37 @@ def left_alone(communicator: Any, folder: Path) -> bool:
 
 def test_who_waits_for_a_rank_that_ends_is_told(ranks, folder):
     assert all(ranks.run(2, left_alone, folder))
+
+
+def never_met(communicator: Any, folder: Path) -> bool:
+    """Rank 0 is gone when its neighbour would connect, as when it is killed."""
+    if not communicator.rank:
+        dist.all_gather(
+            [torch.empty(1, dtype=torch.int64)] * 2, torch.tensor([5]), communicator._group
+        )
+        return True
+    near = NearGroup(dist.HashStore(), 1, 2, timedelta(seconds=5))
+    with pytest.raises(dist.DistNetworkError, match=r"do not meet: .*No such file") as told:
+        near.connect(communicator._group, folder)
+    return _by_group(told.value)
+
+
+def test_a_neighbour_that_is_killed_before_they_meet(ranks, folder):
+    assert all(ranks.run(2, never_met, folder))
+    assert not list(folder.iterdir())
+
+
+def test_a_neighbour_that_is_killed_while_they_meet():
+    one, other = socket.socketpair()
+    other.close()
+    with pytest.raises(dist.DistNetworkError, match="nothing comes from rank 1"):
+        Line(one, 1)
+    one.close()
+    one, other = socket.socketpair()
+    other.shutdown(socket.SHUT_WR)
+    with pytest.raises(dist.DistNetworkError, match="it has ended"):
+        Line(one, 1)
+    one.close(), other.close()
 
 
 def descriptors_after(communicator: Any, folder: Path) -> int:

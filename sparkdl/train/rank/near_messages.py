@@ -51,9 +51,16 @@ class Line:
         self._channel, self._other = channel, other
         own = os.memfd_create("sparkdl-near", os.MFD_CLOEXEC)
         os.ftruncate(own, SLOTS * SLOT_BYTES)
-        socket.send_fds(channel, [FREE], [own])
-        _, (theirs,), _, _ = socket.recv_fds(channel, 1, 1)
-        self._out, self._in = _mapped(own), _mapped(theirs)
+        try:
+            socket.send_fds(channel, [FREE], [own])
+            _, theirs, _, _ = socket.recv_fds(channel, 1, 1)
+        except OSError as error:
+            os.close(own)
+            raise self._gone(error) from error
+        self._out = _mapped(own)
+        if not theirs:
+            raise self._gone("it has ended")
+        (self._in,) = map(_mapped, theirs)
         self._sent = self._taken = 0
         self._free, self._here = SLOTS, 0
         self._unsent: deque[torch.Tensor] = deque()
@@ -161,7 +168,10 @@ class NearGroup(dist.ProcessGroup):
     def connect(self, carried: dist.ProcessGroup, folder: Path) -> None:
         """See :func:`near_group`."""
         self._carried = carried
-        self._lines = connected(carried, folder, self._seconds)
+        try:
+            self._lines = connected(carried, folder, self._seconds)
+        except OSError as error:
+            raise dist.DistNetworkError(f"the ranks of a pipeline do not meet: {error}") from error
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
         """To rank ``dst`` of the group, one tensor."""
