@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -124,7 +125,8 @@ def _carrier(
     from sparkdl.train.rank.near_messages import near_group
 
     together = len({samples[r].token for r in members}) == 1
-    if pipe is None or len(members) == 1 or not together or device.type != "cpu":
+    on_cpu = device.type == "cpu" and hasattr(os, "memfd_create")  # which only Linux has
+    if pipe is None or len(members) == 1 or not (together and on_cpu):
         return pipe
     root = open_root(run.slab)
     assert root is not None

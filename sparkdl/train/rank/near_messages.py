@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-SLOTS, SLOT_BYTES = 8, 4 << 20
+SLOTS, SLOT_BYTES = 8, 1 << 20
 """Of each direction. What was never written to takes no memory."""
 MESSAGE, FREE = b"m", b"f"
 """What the bytes on a socket say: there is a message; half of the slots may be written again."""
