@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 from pyspark import cloudpickle
 from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
@@ -25,7 +24,7 @@ from sparkdl.data.tables import select_columns
 from sparkdl.data.values import to_numpy
 from sparkdl.errors import DataError, ParameterError, TrainingError, UserError, cannot_travel
 from sparkdl.infer.metric import Metric
-from sparkdl.infer.predictor import ShippedModule, run_batches
+from sparkdl.infer.predictor import ShippedModule, device_of, run_batches
 from sparkdl.infer.scoring import Scorer, States
 from sparkdl.step.compute import to_tensors
 from sparkdl.worker import settle_worker
@@ -54,7 +53,7 @@ class Evaluation:
     def update(self, states: States, arrays: Sequence[Any]) -> States:
         """``states`` with some rows more. ``arrays``: one a column, features first, then labels."""
         module = self.module.load()
-        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        device = device_of(module)
         scorer = self.scorer.on(device)
         inputs, labels = arrays[: self.num_features], arrays[self.num_features :]
         for output, rows in run_batches(module, inputs, self.batch_size):

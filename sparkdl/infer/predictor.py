@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import pickle
 from collections import OrderedDict
@@ -14,10 +15,12 @@ from typing import Any
 import torch
 from py4j.protocol import Py4JError
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from sparkdl.data.ragged import Rows, model_inputs
 from sparkdl.errors import ModelError
 from sparkdl.infer.output import in_rows
+from sparkdl.replica.cache import task_device
 from sparkdl.step.compute import to_tensors
 
 Dimensions = tuple[int | None, int | None]
@@ -65,19 +68,27 @@ class ShippedModule:
                 self.broadcast.destroy()
 
     def load(self) -> nn.Module:
-        """The module in evaluation mode, from this process's cache where it is there."""
-        module = _loaded.get(self.digest)
+        """The module in evaluation mode on this task's device, from this process's cache where it is
+        there."""
+        key = self.digest, task_device()
+        module = _loaded.get(key)
         if module is None:
             data = self.inline if self.inline is not None else self.broadcast.value
-            module = _loaded[self.digest] = pickle.loads(data).eval()
+            module = _loaded[key] = pickle.loads(data).eval().to(key[1])
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             while len(_loaded) > MAX_LOADED:
                 _loaded.popitem(last=False)
-        _loaded.move_to_end(self.digest)
+        _loaded.move_to_end(key)
         return module
 
 
-_loaded: OrderedDict[str, nn.Module] = OrderedDict()
+_loaded: OrderedDict[tuple[str, torch.device], nn.Module] = OrderedDict()
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where its parameters and buffers are; the CPU where it has none."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 @contextlib.contextmanager
@@ -103,11 +114,11 @@ def run_batches(
     """The module's output, and which rows it is for, batch by batch.
 
     ``arrays``: one a feature. Rows of varying length are padded batch by batch, and their lengths
-    follow them where their :class:`sparkdl.data.ragged.Padding` says so. ``dimensions``: of the
-    model's output and of what ``finish`` makes of it, see :func:`sparkdl.infer.output.in_rows`. Raises
-    :class:`ModelError` where the model fails.
+    follow them where their :class:`sparkdl.data.ragged.Padding` says so. ``finish``: is given what
+    the model puts out on the CPU. ``dimensions``: of the model's output and of what ``finish`` makes of
+    it, see :func:`sparkdl.infer.output.in_rows`. Raises :class:`ModelError` where the model fails.
     """
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    device = device_of(module)
     for start in range(0, len(arrays[0]), batch_size):
         rows = slice(start, start + batch_size)
         inputs = to_tensors(model_inputs([array[rows] for array in arrays]), device)
@@ -126,5 +137,10 @@ def run_batches(
                     f"{str(error).rstrip('. ')}. Give columns of the shapes and types that it was "
                     "trained on."
                 ) from error
-            result = in_rows(finish(output), count, dimensions[1]) if finish else output
+            result = in_rows(finish(_on_cpu(output)), count, dimensions[1]) if finish else output
         yield result, rows  # out of the block: who goes on from here may want gradients
+
+
+def _on_cpu(output: Any) -> Any:
+    """All tensors of it: a user's function was tried with such."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), output)

@@ -23,8 +23,6 @@ _live: OrderedDict[tuple[str, torch.device], LiveReplica] = OrderedDict()
 def live_replica(run: str, load: Callable[[], Recipe]) -> LiveReplica:
     """The replica of ``run`` on this task's device; ``load`` gives its recipe on a miss."""
     device = task_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # memory is pinned for it, and a user's .cuda() goes there
     replica = _live.get((run, device))
     if replica is None:
         replica = _live[run, device] = LiveReplica.of(load(), device)
@@ -42,14 +40,21 @@ def forget(run: str) -> None:
 
 def task_device() -> torch.device:
     """The GPU that Spark assigned to this task; without an assignment the GPUs of its node in turn, by
-    partition; the CPU where there is none."""
+    partition; the CPU where there is none. A GPU is torch's current one from here on: memory is pinned
+    for it, and a user's ``.cuda()`` goes there."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
+    device = torch.device("cuda", _gpu_of_task())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _gpu_of_task() -> int:
     from pyspark import TaskContext
 
     context = TaskContext.get()
     if context is None:
-        return torch.device("cuda", 0)
+        return 0
     if (gpu := context.resources().get("gpu")) is not None:
-        return torch.device("cuda", int(gpu.addresses[0]))
-    return torch.device("cuda", context.partitionId() % torch.cuda.device_count())
+        return int(gpu.addresses[0])
+    return context.partitionId() % torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""The shuffle engine on a GPU: the same training as on the CPU."""
+"""The shuffle engine and predictions on a GPU: the same as on the CPU."""
 
 from __future__ import annotations
 
@@ -90,3 +90,48 @@ def test_half_precision_learns(spark: Any) -> None:
             stop=sparkdl.max_epoch(5),
         ).fit(df)
         assert trained.history.losses[-1] < 0.5 * trained.history.losses[0]
+
+
+class Marked(nn.Module):
+    """Outputs say where they were computed: on a GPU they are 100 more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.body(features) + 100.0 * features.is_cuda
+
+
+def found_on_the_cpu(output: torch.Tensor) -> torch.Tensor:
+    assert not output.is_cuda
+    return output + torch.zeros(3)
+
+
+def test_predictions_are_those_of_the_cpu(spark: Any) -> None:
+    generator = np.random.default_rng(1)
+    points = generator.normal(size=(50, 6)).astype(np.float32)
+    rows = [(point.tolist(), int(point[0] > 0)) for point in points]
+    df = spark.createDataFrame(rows, "features array<float>, label long").repartition(3)
+    trained = sparkdl.Trainer(
+        model=Marked,
+        loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5])),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        batch_size=10,
+        engine="local",
+        stop=sparkdl.max_epoch(2),
+    ).fit(df)
+    found = trained.transform(df, batch_size=8, postprocess=found_on_the_cpu).collect()
+    with torch.no_grad():
+        outputs = trained.module.eval()(torch.tensor([row.features for row in found]))
+    there = torch.tensor([row.prediction for row in found])
+    torch.testing.assert_close(there, outputs + 100.0, rtol=1e-4, atol=1e-4)
+    records = spark.sparkContext.parallelize([row.features for row in found], 2)
+    of_records = torch.tensor(np.array(trained.predict(records).collect()))
+    torch.testing.assert_close(of_records, there, rtol=1e-4, atol=1e-4)
+
+    labels = torch.tensor([row.label for row in found])
+    scores = trained.evaluate(df, metrics=["accuracy"], batch_size=8)
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5]))(outputs, labels)
+    assert scores["loss"] == pytest.approx(float(weighted), rel=1e-3)
+    assert scores["accuracy"] == pytest.approx(float((outputs.argmax(1) == labels).double().mean()))
