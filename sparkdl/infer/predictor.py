@@ -70,11 +70,13 @@ class ShippedModule:
     def load(self) -> nn.Module:
         """The module in evaluation mode on this task's device, from this process's cache where it is
         there."""
-        key = self.digest, task_device()
+        before = next((device for digest, device in _loaded if digest == self.digest), None)
+        device = task_device(before)
+        key = self.digest, device
         module = _loaded.get(key)
         if module is None:
             data = self.inline if self.inline is not None else self.broadcast.value
-            module = _loaded[key] = pickle.loads(data).eval().to(key[1])
+            module = _loaded[key] = pickle.loads(data).eval().to(device)
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             while len(_loaded) > MAX_LOADED:
                 _loaded.popitem(last=False)

@@ -38,23 +38,26 @@ def forget(run: str) -> None:
         del _live[key]
 
 
-def task_device() -> torch.device:
-    """The GPU that Spark assigned to this task; without an assignment the GPUs of its node in turn, by
-    partition; the CPU where there is none. A GPU is torch's current one from here on: memory is pinned
-    for it, and a user's ``.cuda()`` goes there."""
+def task_device(before: torch.device | None = None) -> torch.device:
+    """The GPU that Spark assigned to this task; without an assignment the one from ``before``, where
+    something is kept there, else the GPUs of its node in turn, by partition; the CPU where there is
+    none. A GPU is torch's current one from here on: memory is pinned for it, and a user's ``.cuda()``
+    goes there."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", _gpu_of_task())
+    device = _gpu_of_task(before)
     torch.cuda.set_device(device)
     return device
 
 
-def _gpu_of_task() -> int:
+def _gpu_of_task(before: torch.device | None) -> torch.device:
     from pyspark import TaskContext
 
     context = TaskContext.get()
-    if context is None:
-        return 0
-    if (gpu := context.resources().get("gpu")) is not None:
-        return int(gpu.addresses[0])
-    return context.partitionId() % torch.cuda.device_count()
+    gpu = None if context is None else context.resources().get("gpu")
+    if gpu is not None:
+        return torch.device("cuda", int(gpu.addresses[0]))
+    if before is not None:
+        return before
+    partition = 0 if context is None else context.partitionId()
+    return torch.device("cuda", partition % torch.cuda.device_count())

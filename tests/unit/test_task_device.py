@@ -21,7 +21,7 @@ def current():
 def node(monkeypatch, current):
     """A node with so many GPUs, and a task there: its partition, and the GPU that Spark assigned."""
 
-    def of(gpus, partition=None, assigned=None):
+    def of(gpus, partition=None, assigned=None, before=None):
         context = None
         if partition is not None:
             resources = {} if assigned is None else {"gpu": SimpleNamespace(addresses=[assigned])}
@@ -30,7 +30,7 @@ def node(monkeypatch, current):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(torch.cuda, "set_device", current.append)
         monkeypatch.setattr(TaskContext, "get", lambda: context)
-        return task_device()
+        return task_device(before)
 
     return of
 
@@ -51,3 +51,10 @@ def test_the_cpu_where_there_is_none(node, current):
 
 def test_outside_a_task(node):
     assert node(2) == torch.device("cuda", 0)
+
+
+def test_where_something_is_kept_already(node):
+    kept = torch.device("cuda", 1)
+    assert node(4, partition=3, before=kept) == kept
+    assert node(4, partition=3, assigned="2", before=kept) == torch.device("cuda", 2)
+    assert node(0, partition=3, before=torch.device("cpu")) == torch.device("cpu")
