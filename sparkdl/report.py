@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 
 from sparkdl.frames import PLACE
 
@@ -13,6 +14,7 @@ _TASK = re.compile(
     r"failure: Lost task \S+ in stage \S+ \(TID \d+\) \((?P<node>[^)]*)\)"
 )
 _TRACE = re.compile(r"Traceback \(most recent call last\):\n.*?(?=\n\s*at |\n ?SQLSTATE|\Z)", re.S)
+_NOT_STARTED = re.compile(r"Error from python worker:\n(?P<said>.*?)\n *PYTHONPATH was:", re.S)
 _WAITED = re.compile(rf"{WAITED} .*?timeout\.seconds\.", re.S)
 _JAVA_CLASS = re.compile(r"^(:? ?(java|org)\.[\w.]+: )+")
 
@@ -37,6 +39,10 @@ def explain(text: str) -> str:
         attempts = int(place["attempts"])
         times = "once" if attempts == 1 else f"{attempts} times"
         where = f"partition {place['partition']} on {place['node']} failed {times}. "
+    started = _NOT_STARTED.search(text)
+    if started:  # Spark indents what the daemon said
+        said = textwrap.dedent(started["said"]).strip()
+        return f"{where}{_did_not_start(said)}"
     trace = _TRACE.search(text)
     if trace:
         lines = PLACE.sub("", trace[0]).strip().splitlines()
@@ -52,3 +58,15 @@ def explain(text: str) -> str:
     if reason.startswith("Python worker exited unexpectedly"):
         reason = "The Python worker died: it was killed, ran out of memory, or crashed."
     return where + reason
+
+
+def _did_not_start(said: str) -> str:
+    """Of an executor whose Python ends before it takes tasks, and of what it printed."""
+    *before, last = said.splitlines() or ["it said nothing"]
+    hint = (
+        " The Python of the executors (spark.pyspark.python) needs sparkdl, torch and what they need: "
+        "install them there, or ship an environment with --archives."
+        if "No module named" in last
+        else ""
+    )
+    return f"Python did not start: {last}.{hint}" + (f"\n{said}" if before else "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
 
 from sparkdl.report import explain
@@ -47,3 +49,37 @@ def test_a_job_that_failed_without_a_task() -> None:
         explain(f"o1.collect{stack}\njava.lang.IllegalStateException: stopped{stack}") == "stopped"
     )
     assert explain("cancelled by hand") == "cancelled by hand"
+
+
+LACKS = (
+    "/env/bin/python: Error while finding module specification for 'sparkdl.daemon' "
+    "(ModuleNotFoundError: No module named 'sparkdl')"
+)
+NEEDS = "The Python of the executors (spark.pyspark.python) needs sparkdl, torch"
+TRACE = """Traceback (most recent call last):
+  File "/env/sparkdl/gang/communicator.py", line 11, in <module>
+ModuleNotFoundError: No module named 'torch'"""
+
+
+@pytest.mark.parametrize(
+    ("said", "reason", "hinted"),
+    [
+        (LACKS, LACKS, True),
+        (TRACE, "ModuleNotFoundError: No module named 'torch'", True),
+        ("/env/bin/python: killed", "/env/bin/python: killed", False),
+    ],
+)
+def test_a_python_that_does_not_start(said: str, reason: str, hinted: bool) -> None:
+    """What it printed is the reason, which Spark indents and puts between lines of its own."""
+    told = explain(
+        f"{FAILED}org.apache.spark.SparkException: \nError from python worker:\n"
+        f"{textwrap.indent(said, '  ')}\nPYTHONPATH was:\n  /spark/python/lib/pyspark.zip\n"
+        "org.apache.spark.SparkException: EOFException occurred while reading the port number from "
+        f"sparkdl.daemon's stdout.\n\tat org.apache.spark.Some.method(Some.scala:1)\n{DRIVERS}"
+    )
+    first, _, rest = told.partition("\n")
+    assert first.startswith(
+        f"partition 3 on 10.0.0.1 executor 2 failed 4 times. Python did not start: {reason}."
+    )
+    assert (NEEDS in first) == hinted
+    assert rest == (said if "\n" in said else "")
