@@ -225,7 +225,10 @@ def connected(carried: dist.ProcessGroup, folder: Path, seconds: float) -> dict[
                 sockets[other].sendall(rank.to_bytes(4, "big"))
         while len(sockets) < len(around):
             accepted, _ = server.accept()
-            sockets[int.from_bytes(accepted.recv(4, socket.MSG_WAITALL), "big")] = accepted
+            came = accepted.recv(4, socket.MSG_WAITALL)
+            if len(came) < 4:
+                raise ConnectionError("a neighbour has ended")
+            sockets[int.from_bytes(came, "big")] = accepted
     for channel in sockets.values():
         channel.settimeout(seconds)
     return {other: Line(sockets[other], other) for other in around}
