@@ -175,17 +175,23 @@ class NearGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
         """To rank ``dst`` of the group, one tensor."""
+        line = self._line(dst, tensors[0])
+        if line is not None:
+            return line.send(tensors[0])
         assert self._carried is not None
-        if dst in self._lines and tensors[0].nbytes <= SLOT_BYTES:
-            return self._lines[dst].send(tensors[0])
         return self._carried.send(tensors, dst, tag)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
         """Into one tensor, what rank ``src`` of the group sends."""
+        line = self._line(src, tensors[0])
+        if line is not None:
+            return line.receive(tensors[0])
         assert self._carried is not None
-        if src in self._lines and tensors[0].nbytes <= SLOT_BYTES:
-            return self._lines[src].receive(tensors[0])
         return self._carried.recv(tensors, src, tag)
+
+    def _line(self, other: int, tensor: torch.Tensor) -> Line | None:
+        """Both ends come to the same answer: the tensors of a message have one size."""
+        return self._lines.get(other) if tensor.nbytes <= SLOT_BYTES else None
 
     def shutdown(self) -> None:
         """Neighbours that wait for something are told."""
