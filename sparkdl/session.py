@@ -103,17 +103,23 @@ def _running(context: SparkContext) -> SparkContext:
     return context
 
 
+def conf_of(context: SparkContext) -> SparkConf:
+    """Its application's settings, to be read: ``getConf()`` copies them all, a call into the JVM for
+    each."""
+    return context._conf
+
+
 def settings_of(context: SparkContext, session: SparkSession | None = None) -> Settings:
     """The ``spark.sparkdl.*`` settings, checked: of the session (``spark.conf.set``), which begins with
     its application's, or of the application where there is none."""
-    found = context.getConf().getAll() if session is None else session.conf.getAll.items()
+    found = conf_of(context).getAll() if session is None else session.conf.getAll.items()
     given = {key: value for key, value in found if key.startswith(PREFIX)}
     return Settings.read(lambda key, default: given.get(key) or default, list(given))
 
 
 def tell_what_costs_speed(context: SparkContext) -> list[str]:
     """Log, once per application, each Spark setting whose absence slows training; return the keys."""
-    conf = context.getConf()
+    conf = conf_of(context)
     missing = [key for key in NEEDED_FOR_SPEED if conf.get(key, "") != SPARK_SETTINGS[key][0]]
     if missing and context.applicationId not in _told:
         _told.add(context.applicationId)

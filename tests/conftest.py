@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 import secured
+import torch
 from hosted import RUN
+from launch import SHORT_LIVES
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -29,6 +31,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[RUN] = str(os.getpid())
+    # All at once want two cores: two threads that share a few numbers would wait for each other.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    os.environ["SPARK_SUBMIT_OPTS"] = SHORT_LIVES  # of every session's JVM, whoever starts it
     hypothesis.settings.register_profile("suite", deadline=None)  # no test is timed
     hypothesis.settings.load_profile("suite")
     if config.getoption("--secured"):

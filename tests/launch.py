@@ -22,6 +22,11 @@ import sparkdl
 
 RESULT = "RESULT "
 EXECUTOR_SECONDS = 120.0
+SHORT_LIVES = (
+    "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC "
+    "-XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
+)
+"""For JVMs of tests: to start a session and plan a first query takes half the processor time."""
 PATHS = [str(Path(__file__).parent), str(Path(sparkdl.__file__).parents[1])]
 """Of the tests' helpers, and of the very package that the tests import."""
 QUIET = {
@@ -32,9 +37,8 @@ QUIET = {
     # Where spark.cores.max is set, executors are there before the first task: else one of them could
     # get every partition.
     "spark.scheduler.minRegisteredResourcesRatio": "1.0",
-    # For short lives: the JVM compiles quickly.
-    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
-    "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark.driver.extraJavaOptions": SHORT_LIVES,
+    "spark.executor.extraJavaOptions": SHORT_LIVES,
 }
 
 

@@ -32,6 +32,7 @@ from sparkdl.gang.sharing import gpus_shared_out, shared_out
 from sparkdl.gang.slots import SLOT_SECONDS, check_slots, slots_now
 from sparkdl.gang.stage import Stage, not_together
 from sparkdl.gang.team import Team
+from sparkdl.session import conf_of
 
 YEAR_SECONDS = 365 * 86400.0
 
@@ -85,7 +86,7 @@ class Gang:
         again = self._listener is not None  # executors that were lost may come back
         self.leave()
         if self._listener is None:
-            conf = self._context.getConf()
+            conf = conf_of(self._context)
             host = conf.get("spark.driver.host", "") or "localhost"
             self._listener = Listener(conf.get("spark.driver.bindAddress", "") or host)
             self._meeting = Meeting(

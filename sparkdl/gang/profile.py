@@ -12,6 +12,7 @@ from pyspark.resource import ResourceProfile
 
 from sparkdl.errors import ParameterError, SessionError
 from sparkdl.frames import is_local
+from sparkdl.session import conf_of
 
 
 def check_profile(context: SparkContext, profile: ResourceProfile) -> None:
@@ -52,4 +53,4 @@ def cpus_of(context: SparkContext, profile: ResourceProfile | None) -> int:
     request = profile.taskResources.get("cpus") if profile is not None else None
     if request is not None:
         return max(1, int(request.amount))
-    return int(context.getConf().get("spark.task.cpus", "1") or 1)
+    return int(conf_of(context).get("spark.task.cpus", "1") or 1)

@@ -11,6 +11,7 @@ from pyspark.resource import ResourceProfile
 from sparkdl.errors import ParameterError, SessionError
 from sparkdl.frames import is_local
 from sparkdl.gang.profile import check_profile, cpus_of, in_java
+from sparkdl.session import conf_of
 
 SLOT_SECONDS = 30.0
 """How long executors may take to come before too few task slots are an error, or are made do with."""
@@ -33,7 +34,7 @@ def task_slots(context: SparkContext, profile: ResourceProfile | None = None) ->
 
 def default_replicas(context: SparkContext) -> int:
     """Partitions where nobody says how many: as Spark does it, else :func:`task_slots`."""
-    given = context.getConf().contains("spark.default.parallelism")
+    given = conf_of(context).contains("spark.default.parallelism")
     return context.defaultParallelism if given else task_slots(context)
 
 
@@ -52,7 +53,7 @@ def check_slots(
     ``enough`` at once.
     Raises :class:`SessionError` where they never can, :class:`ParameterError` where they still cannot.
     """
-    if context.getConf().get("spark.dynamicAllocation.enabled", "false") == "true":
+    if conf_of(context).get("spark.dynamicAllocation.enabled", "false") == "true":
         raise SessionError(
             "a gang needs all of its ranks at once, which Spark does not do with dynamic allocation: "
             "set spark.dynamicAllocation.enabled=false and a fixed number of executors."

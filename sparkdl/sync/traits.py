@@ -15,6 +15,7 @@ import torch
 
 from sparkdl.errors import ModelError
 from sparkdl.replica.seeding import seeded
+from sparkdl.replica.threads import torch_threads
 from sparkdl.sync.apply import evaluate_once, step_slice, wants_loss
 from sparkdl.sync.plan import Piece, SlicePlan
 from sparkdl.sync.state import SliceState
@@ -48,6 +49,9 @@ class Traits:
     separate: bool
 
 
+@torch_threads(
+    1
+)  # of a few numbers: where others want the cores too, a second one is waited for long
 def find_traits(plan: OptimizerPlan, dimensions: Iterable[int], tables: bool) -> Traits:
     """Those of ``plan``, one group of the parameters 0 and 1.
 

@@ -135,8 +135,8 @@ class NoCluster:
     applicationId = "local-features"
     defaultParallelism = 2
 
-    def getConf(self) -> SparkConf:
-        return SparkConf(loadDefaults=False).set("spark.sparkdl.progress", "false")
+    def __init__(self) -> None:
+        self._conf = SparkConf(loadDefaults=False).set("spark.sparkdl.progress", "false")
 
     def getLocalProperty(self, key: str) -> None:
         return None

@@ -293,12 +293,9 @@ class ContextWith:
     """The part of a SparkContext that settings are read from."""
 
     def __init__(self, **settings: str) -> None:
-        self.conf = SparkConf(loadDefaults=False)
+        self._conf = SparkConf(loadDefaults=False)
         for key, value in settings.items():
-            self.conf.set(key, value)
-
-    def getConf(self) -> SparkConf:
-        return self.conf
+            self._conf.set(key, value)
 
 
 def test_unknown_settings_and_choices() -> None:

@@ -21,6 +21,7 @@ import pytest
 import secured
 import torch
 import yaml
+from launch import SHORT_LIVES
 from py4j.protocol import Py4JJavaError
 from pyarrow import parquet
 from pyspark.errors import PySparkException
@@ -67,6 +68,7 @@ def job(
         if not k.startswith(("SPARK_", "PYSPARK_", "PYTHONPATH"))
     }
     environment |= {"SPARK_LOCAL_IP": "127.0.0.1", "PYTHONPATH": str(ROOT)}
+    environment |= {"SPARK_SUBMIT_OPTS": SHORT_LIVES}
     environment |= secured.environment()
     process = subprocess.Popen(
         [*start, str(ROOT / f"jobs/{name}.py"), *map(str, arguments)],

@@ -18,6 +18,7 @@ from pyspark.core.rdd import RDD
 from pyspark.serializers import NoOpSerializer
 
 from sparkdl.frames import map_frames, zip_frames
+from sparkdl.session import conf_of
 
 NEW_MS = 15_000
 """Of an executor that is no older Spark may not know its tasks yet: what changes within 100 ms of what
@@ -62,7 +63,7 @@ def executors(context: SparkContext) -> list[Executor]:
     sc = context._jsc.sc()
     if sc.isLocal():
         return []
-    each = int(context.getConf().get("spark.task.cpus", "1") or 1)
+    each = int(conf_of(context).get("spark.task.cpus", "1") or 1)
     listed = sc.statusStore().executorList(True)
     now = time.time() * 1000
     found = []

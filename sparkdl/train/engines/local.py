@@ -3,9 +3,8 @@ reference that the shuffle engine is held against: the same M and N give the sam
 
 from __future__ import annotations
 
-import contextlib
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from sparkdl.infer.validate import score_partition
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.run import Run
+from sparkdl.replica.threads import torch_threads
 from sparkdl.step.compressing import ReadResiduals, compress_outcome
 from sparkdl.step.local_steps import several_steps
 from sparkdl.step.replica import (
@@ -89,7 +89,7 @@ class LocalEngine:
 
     def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> StepResult:
         """Run every replica and every slice, here and now."""
-        with self._threads():
+        with torch_threads(self._run.threads):
             started = Clock()
             step = Step(
                 iteration.index,
@@ -203,7 +203,7 @@ class LocalEngine:
 
     def score(self, validation: ValidationSet) -> list[Any]:
         """Partition after partition."""
-        with self._threads():
+        with torch_threads(self._run.threads):
             self._load(self.weights())
             states = [
                 score_partition(
@@ -248,16 +248,6 @@ class LocalEngine:
     def _load(self, weights: torch.Tensor) -> None:
         self._replica.flat.flat.copy_(weights)
         self._replica.flat.refresh()
-
-    @contextlib.contextmanager
-    def _threads(self) -> Iterator[None]:
-        """As many threads as a task has: they change the bits."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(self._run.threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
 
 
 def _open(samples: SampleSet) -> list[MappedPartition | None]:

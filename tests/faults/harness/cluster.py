@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pyspark
-from launch import PATHS
+from launch import PATHS, SHORT_LIVES
 
 from harness import processes
 
 SPARK_HOME = Path(pyspark.__file__).parent
-JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 SECONDS = 60.0
 
 LOOPBACK = tuple(((), f"127.0.0.{number}") for number in range(1, 9))
@@ -202,7 +201,7 @@ def _start(command: Sequence[str], folder: Path, **environment: str) -> subproce
                 **os.environ,
                 "SPARK_HOME": str(SPARK_HOME),
                 "SPARK_DAEMON_MEMORY": "256m",
-                "SPARK_DAEMON_JAVA_OPTS": JAVA,
+                "SPARK_DAEMON_JAVA_OPTS": SHORT_LIVES,
                 "PYTHONPATH": os.pathsep.join([*PATHS, str(Path(__file__).parents[1])]),
                 "PYSPARK_PYTHON": sys.executable,
                 **environment,
