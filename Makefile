@@ -1,6 +1,8 @@
 PYTHON ?= python3
 BIN    := .venv/bin
 STAMP  := .venv/.setup-stamp
+# Java's classes of a Spark session, for the many that tests start.
+ARCHIVE := .venv/spark-classes.jsa
 # Two processes, a file of tests at a time: each has a Spark session of two cores, and waits a lot.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -24,10 +26,10 @@ setup: $(STAMP)  ## build .venv, with Spark set up in it
 train: $(STAMP)  ## train the example job
 	@SPARK_HOME='$(CURDIR)/$(BIN)/spark-distribution' $(BIN)/spark-submit jobs/train.py --config conf/digits.yaml
 
-test: $(STAMP)  ## run the tests
+test: $(ARCHIVE)  ## run the tests
 	@$(PYTEST)
 
-check: $(STAMP)  ## what CI runs: format, lint, types, rooms, tests
+check: $(ARCHIVE)  ## what CI runs: format, lint, types, rooms, tests
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy --no-error-summary sparkdl
@@ -62,3 +64,6 @@ $(STAMP): pyproject.toml constraints.txt conf/spark-defaults.conf conf/log4j2.pr
 	  { cat conf/spark-defaults.conf; printf '\n# Added by make setup.\n%s %s\n' \
 	    spark.pyspark.python '$(CURDIR)/$(BIN)/python'; } > "$$home/conf/spark-defaults.conf"
 	@touch $@
+
+$(ARCHIVE): $(STAMP)
+	@PYTHONPATH=tests $(BIN)/python tests/archive_classes.py $@

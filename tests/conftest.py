@@ -15,7 +15,7 @@ import pytest
 import secured
 import torch
 from hosted import RUN
-from launch import SHORT_LIVES
+from launch import NO_CONFIGURATION, SHORT_LIVES
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -41,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = Path(tempfile.mkdtemp())
         config.add_cleanup(functools.partial(shutil.rmtree, folder))
         secured.turn_on(folder)
+    else:
+        os.environ["SPARK_CONF_DIR"] = NO_CONFIGURATION
 
 
 @pytest.fixture(scope="session")

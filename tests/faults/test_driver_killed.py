@@ -14,7 +14,9 @@ import kill_the_driver
 import pytest
 from launch import digest, launch
 from pyspark import cloudpickle
+from pyspark.sql import SparkSession
 
+import sparkdl
 from sparkdl.train.checkpoint.store import CheckpointStore
 
 pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -27,7 +29,7 @@ cloudpickle.register_pickle_by_value(sys.modules["kill_the_driver"])
 @pytest.fixture(scope="module")
 def undisturbed(spark):
     trained = kill_the_driver.trainer(None, "local").fit(kill_the_driver.frame(spark))
-    return {"digest": digest(trained.module), "losses": trained.history.losses}
+    return outcome(trained)
 
 
 def run(folder: Path, engine: str, hold: int = 0, master: str = "local[2]") -> dict:
@@ -41,6 +43,16 @@ def run(folder: Path, engine: str, hold: int = 0, master: str = "local[2]") -> d
         engine=engine,
         hold=hold,
     )
+
+
+def go_on(spark: SparkSession, folder: Path, engine: str) -> dict:
+    """Another driver takes the run up: this process, in the session of the tests."""
+    run = kill_the_driver.trainer(folder / "checkpoints", engine, folder / "told")
+    return outcome(run.fit(kill_the_driver.frame(spark), resume="latest"))
+
+
+def outcome(trained: sparkdl.TrainedModel) -> dict:
+    return {"digest": digest(trained.module), "losses": trained.history.losses}
 
 
 def run_and_kill(
@@ -87,19 +99,19 @@ def starts(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("engine", ["local", "shuffle"])
-def test_killed_at_some_moment_between_two_checkpoints(undisturbed, tmp_path, engine):
+def test_killed_at_some_moment_between_two_checkpoints(spark, undisturbed, tmp_path, engine):
     draw = random.Random()
     until, seconds = f"iteration {draw.randint(5, 14)}", draw.random() * 0.1
     folder = tmp_path / "run"
     run_and_kill(folder, engine, until, seconds, hold=28)  # it does not end before
-    assert run(folder, engine) == undisturbed, (until, seconds)
+    assert go_on(spark, folder, engine) == undisturbed, (until, seconds)
     first, second = starts(folder)
     assert first == 0
     assert second % 4 == 0
     assert second >= 4
 
 
-def test_killed_while_slices_are_there_and_the_manifest_is_not(undisturbed, tmp_path):
+def test_killed_while_slices_are_there_and_the_manifest_is_not(spark, undisturbed, tmp_path):
     folder = tmp_path / "run"
     run_and_kill(folder, "shuffle", "held", hold=12)
     store = CheckpointStore(folder / "checkpoints")
@@ -108,17 +120,17 @@ def test_killed_while_slices_are_there_and_the_manifest_is_not(undisturbed, tmp_
     assert "iteration-0000000012" in uri
     assert reason == "it has no manifest: it was not completed"
     assert len(list(Path(uri).glob("slice-*"))) == 2
-    assert run(folder, "shuffle") == undisturbed
+    assert go_on(spark, folder, "shuffle") == undisturbed
     assert starts(folder) == [0, 8]
     assert not Path(uri).exists()  # pruned
     assert [manifest.iteration for _, manifest in store.candidates()] == [28, 24]
 
 
-def test_killed_in_the_first_checkpoint(undisturbed, tmp_path):
+def test_killed_in_the_first_checkpoint(spark, undisturbed, tmp_path):
     """There is none to go on from: it begins anew."""
     folder = tmp_path / "run"
     run_and_kill(folder, "local", "held", hold=4)
-    assert run(folder, "local") == undisturbed
+    assert go_on(spark, folder, "local") == undisturbed
     assert starts(folder) == [0, 0]
 
 
