@@ -49,9 +49,8 @@ class Traits:
     separate: bool
 
 
-@torch_threads(
-    1
-)  # of a few numbers: where others want the cores too, a second one is waited for long
+# Of a few numbers: where others want the cores too, a second thread would be waited for.
+@torch_threads(1)
 def find_traits(plan: OptimizerPlan, dimensions: Iterable[int], tables: bool) -> Traits:
     """Those of ``plan``, one group of the parameters 0 and 1.
 
