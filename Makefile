@@ -65,5 +65,7 @@ $(STAMP): pyproject.toml constraints.txt conf/spark-defaults.conf conf/log4j2.pr
 	    spark.pyspark.python '$(CURDIR)/$(BIN)/python'; } > "$$home/conf/spark-defaults.conf"
 	@touch $@
 
+# Without the old one: Java makes none on top of another.
 $(ARCHIVE): $(STAMP)
+	@rm -f $@
 	@PYTHONPATH=tests $(BIN)/python tests/archive_classes.py $@
