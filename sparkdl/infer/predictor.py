@@ -7,13 +7,18 @@ import hashlib
 import itertools
 import os
 import pickle
+import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from py4j.protocol import Py4JError
+from pyspark import SparkContext, SparkFiles, cloudpickle
+from pyspark.core.broadcast import Broadcast
+from pyspark.core.rdd import RDD
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -30,42 +35,75 @@ MAX_LOADED = 2
 
 
 @dataclass(frozen=True)
+class Artifact:
+    """What Spark Connect has in place of a broadcast: a file that a session sends to its server, from
+    where each executor fetches it. It goes with the session."""
+
+    name: str
+
+    @staticmethod
+    def of(data: bytes, name: str, session: Any) -> Artifact:
+        """``name``: of these bytes and no others, since a session replaces no file."""
+        with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
+            path = Path(folder, name)
+            path.write_bytes(data)
+            session.addArtifacts(str(path), file=True)
+        return Artifact(name)
+
+    @property
+    def value(self) -> bytes:
+        return Path(SparkFiles.get(self.name)).read_bytes()
+
+    def destroy(self) -> None:
+        """Nothing: a session cannot take a file back."""
+
+
+def sender_to(data: Any) -> Any:
+    """What sends a module to where a DataFrame or an RDD is: its SparkContext, or its session of Spark
+    Connect, which has none."""
+    if isinstance(data, RDD):
+        return data.ctx
+    return getattr(data.sparkSession, "_sc", data.sparkSession)
+
+
+@dataclass(frozen=True)
 class ShippedModule:
-    """A pickled module on its way to the workers: in the task, or in a broadcast where large."""
+    """A pickled module on its way to the workers: in the task, or apart from it where large."""
 
     digest: str
     inline: bytes | None
-    broadcast: Any = None
-    context: Any = None
+    apart: Broadcast[bytes] | Artifact | None = None
+    sender: Any = None
 
     def __getstate__(self) -> tuple[str, bytes | None, Any]:
-        return self.digest, self.inline, self.broadcast
+        return self.digest, self.inline, self.apart
 
     def __setstate__(self, state: tuple[str, bytes | None, Any]) -> None:
-        for name, value in zip(("digest", "inline", "broadcast"), state, strict=True):
+        for name, value in zip(("digest", "inline", "apart"), state, strict=True):
             object.__setattr__(self, name, value)
 
     @staticmethod
-    def of(module: nn.Module, context: Any, before: ShippedModule | None = None) -> ShippedModule:
-        """``context``: the SparkContext, or None where there is none (Spark Connect).
+    def of(module: nn.Module, sender: Any, before: ShippedModule | None = None) -> ShippedModule:
+        """``sender``: see :func:`sender_to`.
 
         ``before``: shipped earlier; taken again where the module has not changed since.
         """
-        from pyspark import cloudpickle
-
         data = cloudpickle.dumps(module)
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
-        if before is not None and before.digest == digest and before.context is context:
+        if before is not None and before.digest == digest and before.sender is sender:
             return before
-        if context is None or len(data) <= INLINE_BYTES:
-            return ShippedModule(digest, data, None, context)
-        return ShippedModule(digest, None, context.broadcast(data), context)
+        if len(data) <= INLINE_BYTES:
+            return ShippedModule(digest, data, None, sender)
+        if isinstance(sender, SparkContext):
+            return ShippedModule(digest, None, sender.broadcast(data), sender)
+        artifact = Artifact.of(data, f"sparkdl-{digest}.module", sender)
+        return ShippedModule(digest, None, artifact, sender)
 
     def destroy(self) -> None:
         """Delete a broadcast, here and on the executors: nothing that uses it may come any more."""
-        if self.broadcast is not None:
+        if self.apart is not None:
             with contextlib.suppress(Py4JError):  # of a session that has stopped it is gone
-                self.broadcast.destroy()
+                self.apart.destroy()
 
     def load(self) -> nn.Module:
         """The module in evaluation mode on this task's device, from this process's cache where it is
@@ -75,7 +113,8 @@ class ShippedModule:
         key = self.digest, device
         module = _loaded.get(key)
         if module is None:
-            data = self.inline if self.inline is not None else self.broadcast.value
+            data = self.inline if self.apart is None else self.apart.value
+            assert data is not None
             module = _loaded[key] = pickle.loads(data).eval().to(device)
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             while len(_loaded) > MAX_LOADED:

@@ -20,7 +20,7 @@ from sparkdl.infer.evaluate import Evaluation, check_metrics, evaluate
 from sparkdl.infer.metrics import Metrics, resolve, suited
 from sparkdl.infer.output import Output
 from sparkdl.infer.predict import Finish, predict_dataframe, predict_rdd
-from sparkdl.infer.predictor import Dimensions, ShippedModule
+from sparkdl.infer.predictor import Dimensions, ShippedModule, sender_to
 from sparkdl.infer.scoring import Scorer
 from sparkdl.step.loss import check_averages
 from sparkdl.train.continuing import KeptState
@@ -93,7 +93,7 @@ class TrainedModel:
         output = self._output(postprocess)
         return predict_dataframe(
             data,
-            self._ship(getattr(data.sparkSession, "_sc", None)),
+            self._ship(data),
             self.features,
             output,
             self.float_dtype,
@@ -116,7 +116,7 @@ class TrainedModel:
         output = self._output(postprocess)
         return predict_rdd(
             records,
-            self._ship(records.ctx),
+            self._ship(records),
             self.num_features,
             self.float_dtype,
             _batch_size(batch_size),
@@ -154,9 +154,8 @@ class TrainedModel:
         check_metrics(resolved)
         records = isinstance(data, RDD)
         specs = self._specs_of_records(len(self.fields)) if records else self.columns
-        context = data.ctx if isinstance(data, RDD) else getattr(data.sparkSession, "_sc", None)
         size, before = _batch_size(batch_size), self._shipped
-        module = ShippedModule.of(self.module, context, before)
+        module = ShippedModule.of(self.module, sender_to(data), before)
         scorer = Scorer(self.loss, resolved, self.output.dimensions if self.output else None)
         try:
             return evaluate(
@@ -181,10 +180,10 @@ class TrainedModel:
 
         return save(self, path, overwrite)
 
-    def _ship(self, context: Any) -> ShippedModule:
+    def _ship(self, data: DataFrame | RDD) -> ShippedModule:
         """The module on its way to the workers, which stays there, since what uses it is lazy; a large
-        one is broadcast once, not at each call."""
-        self._shipped = ShippedModule.of(self.module, context, self._shipped)
+        one is sent once, not at each call."""
+        self._shipped = ShippedModule.of(self.module, sender_to(data), self._shipped)
         return self._shipped
 
     def _specs_of_records(self, count: int) -> Specs:

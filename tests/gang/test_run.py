@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pyspark import cloudpickle
 
 import sparkdl
-from sparkdl import ParameterError, SessionError, StalledError, StateLostError, TrainingError
+from sparkdl import ParameterError, StalledError, StateLostError, TrainingError
 from sparkdl.gang import group
 from sparkdl.gang.group import FileStore
 
@@ -194,16 +194,6 @@ def test_mistakes_start_no_stage(spark, num_stages, fn, options, message):
         sparkdl.gang.run(fn, **options)
     assert str(caught.value) == message
     assert num_stages() == 0
-
-
-def test_a_session_of_spark_connect():
-    connected = type("SparkSession", (), {"__module__": "pyspark.sql.connect.session"})()
-    with pytest.raises(SessionError) as caught:
-        sparkdl.gang.run(total, 1.0, spark=connected)
-    assert str(caught.value) == (
-        "spark is a pyspark.sql.connect.session.SparkSession, and ranks are tasks of a classic "
-        "SparkSession: Spark Connect has no RDDs. Start one, with sparkdl.session(master)."
-    )
 
 
 @pytest.fixture

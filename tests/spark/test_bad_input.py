@@ -278,17 +278,6 @@ def test_fit_on_a_pandas_frame(spark: Any) -> None:
         Fit(spark)(frame)
 
 
-def test_fit_on_a_spark_connect_frame() -> None:
-    frame = type("DataFrame", (), {"__module__": "pyspark.sql.connect.dataframe"})()
-    with expect(
-        SessionError,
-        "this DataFrame belongs to a Spark Connect session, which has no RDDs, and training needs "
-        "them. Start a classic session on the cluster: sparkdl.session(master), or spark-submit "
-        "your script; do not set spark.remote or SPARK_REMOTE.",
-    ):
-        context_of(frame)
-
-
 class ContextWith:
     """The part of a SparkContext that settings are read from."""
 

@@ -364,7 +364,7 @@ def test_a_worker_loads_the_module_once(table: Any, tmp_path: Path) -> None:
 def test_a_large_module_is_broadcast(spark: Any, table: Any) -> None:
     module = linear()
     small = ShippedModule.of(module, spark.sparkContext)
-    assert small.broadcast is None
+    assert small.apart is None
     module.register_buffer("ballast", torch.zeros(INLINE_BYTES // 4))
     assert ShippedModule.of(module, spark.sparkContext).inline is None
     model = trained(module)

@@ -1,0 +1,69 @@
+"""Script: what a session of Spark Connect does with saved models, and says of what it cannot do."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+import sparkdl
+
+
+def connected() -> Any:
+    """A server in a JVM of its own, on ``local[2]``, and its client's session."""
+    from launch import QUIET
+    from pyspark.sql import SparkSession
+
+    os.environ["SPARK_TESTING"] = "1"  # any free port
+    builder = SparkSession.builder.remote("local[2]")
+    for key, value in QUIET.items():
+        builder = builder.config(key, value)
+    return builder.getOrCreate()
+
+
+def told(call: Any) -> str:
+    try:
+        call()
+    except sparkdl.SessionError as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+def main() -> None:
+    from launch import answer, spec
+
+    given = spec()
+    spark = connected()
+    try:
+        # Numbered: an order that the predictions can be compared in.
+        rows = [(number, *row) for number, row in enumerate(given["rows"])]
+        data = spark.createDataFrame(rows, "number long, x array<float>, y float").repartition(2)
+        result: dict[str, Any] = {"session": type(spark).__module__}
+        for name, path in given["models"].items():
+            model = sparkdl.load(path, trust=True)
+            scored = model.transform(data).orderBy("number").collect()
+            result[name] = {
+                "predictions": [row.prediction for row in scored],
+                "apart": type(model._shipped.apart).__name__,
+                "again": model.transform(data.where("number < 3")).count(),
+                "evaluated": model.evaluate(data, metrics=["mse"]),
+            }
+        trainer = sparkdl.Trainer(
+            model=model.module,
+            loss=torch.nn.MSELoss(),
+            optimizer=torch.optim.Adam,
+            features="x",
+            label="y",
+            batch_size=4,
+            stop=sparkdl.max_epoch(1),
+        )
+        result["fit"] = told(lambda: trainer.fit(data))
+        result["gang"] = told(lambda: sparkdl.gang.run(print, spark=spark))
+    finally:
+        spark.stop()
+    answer(result)
+
+
+if __name__ == "__main__":
+    main()
