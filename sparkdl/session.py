@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,11 @@ logger = logging.getLogger("sparkdl")
 _told: set[str] = set()
 _SET_BY_THE_LAUNCHER = ("spark.ui.showConsoleProgress",)
 """Keys that PySpark sets by itself where it starts the JVM, which nobody asked for."""
+_MASTER = re.compile(
+    r"local(\[([1-9]\d*|\*)(\s*,\s*\d+)?\])?"
+    r"|local-cluster\[(\s*\d+\s*,){2}\s*\d+\s*\]|yarn|[a-z][a-z0-9+.-]*://.+"
+)
+"""What Spark knows, and URLs of any cluster manager that may have been plugged into it."""
 
 
 def session(master: str | None = None, **settings: Any) -> SparkSession:
@@ -27,10 +33,16 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
     ``settings`` are Spark settings: ``session("local[2]", **{"spark.ui.enabled": "false"})``; an
     underscore stands for a dot, so ``spark_driver_memory="4g"`` works too. What ``spark-submit``
     or its properties file already set is kept unless it is given here. Workers run this Python
-    interpreter unless ``PYSPARK_PYTHON`` or ``spark.pyspark.python`` says otherwise.
+    interpreter unless ``PYSPARK_PYTHON`` or ``spark.pyspark.python`` says otherwise. Raises
+    :class:`SessionError` for what is no master.
     """
     from pyspark.sql import SparkSession
 
+    if master is not None and not _MASTER.fullmatch(str(master)):
+        raise SessionError(
+            f"master={master!r} is no Spark master. Give local, local[2] or local[*], yarn, or a "
+            "cluster's URL, such as spark://host:7077 or k8s://https://host:443."
+        )
     given = {
         (key if "." in key else key.replace("_", ".")): str(value).lower()
         if isinstance(value, bool)

@@ -21,7 +21,7 @@ import pytest
 import secured
 import torch
 import yaml
-from launch import SHORT_LIVES
+from launch import NO_CONFIGURATION, SHORT_LIVES
 from py4j.protocol import Py4JJavaError
 from pyarrow import parquet
 from pyspark.errors import PySparkException
@@ -56,11 +56,14 @@ def job(
 ) -> Done:
     """Run ``jobs/<name>.py`` in ``cwd``, with nothing of ours in the environment.
 
-    But for the place of this checkout: its workers import it, whichever one is installed. The job is
-    interrupted at the line that begins with ``interrupt_at``.
+    But for the place of this checkout: its workers import it, whichever one is installed; and without
+    ``submit`` for an empty configuration, with which a JVM starts faster. The job is interrupted at
+    the line that begins with ``interrupt_at``.
     """
     start = [sys.executable]
+    configuration = {"SPARK_CONF_DIR": NO_CONFIGURATION}
     if submit:
+        configuration = {}
         start = [str(Path(sys.executable).with_name("spark-submit")), "--master", "local[1]"]
     environment = {
         k: v
@@ -69,7 +72,7 @@ def job(
     }
     environment |= {"SPARK_LOCAL_IP": "127.0.0.1", "PYTHONPATH": str(ROOT)}
     environment |= {"SPARK_SUBMIT_OPTS": SHORT_LIVES}
-    environment |= secured.environment()
+    environment |= configuration | secured.environment()
     process = subprocess.Popen(
         [*start, str(ROOT / f"jobs/{name}.py"), *map(str, arguments)],
         cwd=cwd,
@@ -423,10 +426,10 @@ def test_an_interrupted_job_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_a_session_that_cannot_start_is_a_mistake(tmp_path: Path) -> None:
     done = job("train", "--config", CONFIG, "--set", "spark.master=locl[2]", cwd=tmp_path)
     assert (done.status, done.out) == (2, "")
-    assert done.err.splitlines()[-1] == (
-        "error: Spark cannot start: Could not parse Master URL: 'locl[2]'"
+    assert done.err == (
+        "error: master='locl[2]' is no Spark master. Give local, local[2] or local[*], yarn, or a "
+        "cluster's URL, such as spark://host:7077 or k8s://https://host:443."
     )
-    assert "Traceback" not in done.err
 
 
 @pytest.mark.parametrize(

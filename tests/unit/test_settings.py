@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sparkdl.errors import ParameterError
+import sparkdl
+from sparkdl.errors import ParameterError, SessionError
+from sparkdl.session import _MASTER
 from sparkdl.settings import (
     NEEDED_FOR_SPEED,
     PREFIX,
@@ -112,3 +114,27 @@ def test_spark_defaults_are_those_of_the_session() -> None:
 def test_what_speed_needs_is_set() -> None:
     assert set(NEEDED_FOR_SPEED) <= SPARK_SETTINGS.keys()
     assert all(reason for _, reason in SPARK_SETTINGS.values())
+
+
+@pytest.mark.parametrize(
+    "master",
+    ["local", "local[2]", "local[*]", "local[2,3]", "local[*, 3]", "local-cluster[2,1,1024]",
+     "local-cluster[ 2 , 1 , 1024 ]", "yarn", "spark://one:7077,two:7077",
+     "k8s://https://host:443", "k8s-of-ours://x"],
+)  # fmt: skip
+def test_masters_that_spark_knows_are_left_to_it(master: str) -> None:
+    assert _MASTER.fullmatch(master)
+
+
+@pytest.mark.parametrize(
+    "master",
+    ["", "locl[2]", "local[]", "local[0]", "local[-1]", "local[two]", "local(2)", "local[2",
+     "local-cluster[2,1]", "Local[2]", "host:7077", "spark://", "yarn-client"],
+)  # fmt: skip
+def test_what_is_no_master_starts_no_jvm(master: str) -> None:
+    with pytest.raises(SessionError) as caught:
+        sparkdl.session(master)
+    assert str(caught.value) == (
+        f"master={master!r} is no Spark master. Give local, local[2] or local[*], yarn, or a "
+        "cluster's URL, such as spark://host:7077 or k8s://https://host:443."
+    )
