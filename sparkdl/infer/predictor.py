@@ -47,7 +47,7 @@ class Artifact:
         with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
             path = Path(folder, name)
             path.write_bytes(data)
-            session.addArtifacts(str(path), file=True)
+            session.addArtifacts(path.as_uri(), file=True)
         return Artifact(name)
 
     @property
