@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import ParameterError
+from sparkdl.redaction import without_credentials
 from sparkdl.summaries.parameters import plain_parameters
 from sparkdl.summaries.recorder import Recorder, extra_needed
 from sparkdl.summaries.scalars import scalars
@@ -32,7 +33,7 @@ class MLflow(Recorder):
     :class:`TensorBoard` shows; after each validation, ``validation/METRIC``; in the end the artifact
     ``history.json``. The step is the number of iterations. A fit that fails leaves its own run
     ``FAILED`` as soon as the next one starts or the program ends. Needs the extra ``mlflow``; raises
-    :class:`sparkdl.ParameterError` without it.
+    :class:`sparkdl.ParameterError` without it, and as the fit starts where MLflow cannot log.
     """
 
     def __init__(self, run_name: str | None = None, every: Trigger | None = None) -> None:
@@ -52,7 +53,19 @@ class MLflow(Recorder):
     def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
         super().on_fit_start(trainer, state)
         self._shown = state
-        self._begin()
+        try:
+            self._begin()
+            self._log_parameters(trainer)
+        except (self._mlflow.exceptions.MlflowException, OSError) as error:
+            store = without_credentials(str(self._mlflow.get_tracking_uri()))
+            said = without_credentials(str(error)).strip().removesuffix(".")
+            raise ParameterError(
+                f"MLflow cannot log to {store}: {said}. Give it a store that it reaches, in "
+                "MLFLOW_TRACKING_URI or by mlflow.set_tracking_uri; a database takes the full mlflow, "
+                "not mlflow-skinny alone."
+            ) from error
+
+    def _log_parameters(self, trainer: Trainer) -> None:
         run = self._client.get_run(self.run_id)
         parameters = [
             self._mlflow.entities.Param(name, text)

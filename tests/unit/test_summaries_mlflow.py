@@ -20,6 +20,7 @@ from torch import nn
 import sparkdl
 from sparkdl.data.partition import Field
 from sparkdl.infer.output import Output
+from sparkdl.redaction import REDACTED
 from sparkdl.summaries import MLflow
 from sparkdl.summaries.parameters import LONGEST, plain_parameters
 from sparkdl.train.history import History
@@ -192,6 +193,30 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         sparkdl.ParameterError, match=r'pip install mlflow-skinny .the extra "mlflow"'
     ):
         MLflow()
+
+
+@pytest.mark.parametrize(
+    ("uri", "told"),
+    [
+        (
+            "http://me:hunter2@127.0.0.1:9",
+            "MLflow cannot log to http://…@127.0.0.1:9: API request to ",
+        ),
+        ("nowhere://x", "MLflow cannot log to nowhere://x: "),
+        ("file:///proc/x", "MLflow cannot log to file:///proc/x: [Errno 2] No such file"),
+    ],
+)
+def test_a_store_that_cannot_be_reached_is_told_before_training(
+    monkeypatch: pytest.MonkeyPatch, uri: str, told: str
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(sparkdl.ParameterError) as caught:
+        runs.play([MLflow()], runs.states())
+    message = str(caught.value)
+    assert message.startswith(told.replace("…", REDACTED))
+    assert "hunter2" not in message
+    assert message.endswith("; a database takes the full mlflow, not mlflow-skinny alone.")
 
 
 def a_function() -> None:
