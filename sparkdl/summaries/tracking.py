@@ -63,7 +63,7 @@ class MLflow(Recorder):
                 f"MLflow cannot log to {store}: {said}. Give it a store that it reaches, in "
                 "MLFLOW_TRACKING_URI or by mlflow.set_tracking_uri; a database takes the full mlflow, "
                 "not mlflow-skinny alone."
-            ) from error
+            ) from None  # MLflow's own has the address as it is
 
     def _log_parameters(self, trainer: Trainer) -> None:
         run = self._client.get_run(self.run_id)
