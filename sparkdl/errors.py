@@ -32,7 +32,7 @@ class ModelError(UserError):
 
 
 class SessionError(UserError):
-    """This kind of Spark session cannot train (Spark Connect, for one)."""
+    """This kind of Spark session cannot train (Spark Connect, for one), or there is no such master."""
 
 
 class TrustError(UserError):

@@ -61,9 +61,7 @@ def job(
     the line that begins with ``interrupt_at``.
     """
     start = [sys.executable]
-    configuration = {"SPARK_CONF_DIR": NO_CONFIGURATION}
     if submit:
-        configuration = {}
         start = [str(Path(sys.executable).with_name("spark-submit")), "--master", "local[1]"]
     environment = {
         k: v
@@ -72,7 +70,8 @@ def job(
     }
     environment |= {"SPARK_LOCAL_IP": "127.0.0.1", "PYTHONPATH": str(ROOT)}
     environment |= {"SPARK_SUBMIT_OPTS": SHORT_LIVES}
-    environment |= configuration | secured.environment()
+    environment |= {} if submit else {"SPARK_CONF_DIR": NO_CONFIGURATION}
+    environment |= secured.environment()
     process = subprocess.Popen(
         [*start, str(ROOT / f"jobs/{name}.py"), *map(str, arguments)],
         cwd=cwd,
@@ -424,6 +423,15 @@ def test_an_interrupted_job_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_a_session_that_cannot_start_is_a_mistake(tmp_path: Path) -> None:
+    done = job("train", "--config", CONFIG, "--set", "spark.master=nowhere://a", cwd=tmp_path)
+    assert (done.status, done.out) == (2, "")
+    assert done.err.splitlines()[-1] == (
+        "error: Spark cannot start: Could not parse Master URL: 'nowhere://a'"
+    )
+    assert "Traceback" not in done.err
+
+
+def test_what_is_no_master_is_all_that_is_said(tmp_path: Path) -> None:
     done = job("train", "--config", CONFIG, "--set", "spark.master=locl[2]", cwd=tmp_path)
     assert (done.status, done.out) == (2, "")
     assert done.err == (
