@@ -108,8 +108,9 @@ class TrainedModel:
     def predict(self, records: RDD, batch_size: int = 1024, postprocess: Finish = None) -> RDD:
         """An RDD with one prediction (a number or an array) for each record, in the same order.
 
-        Records are features, ``(features, label)`` pairs or :class:`sparkdl.Sample`; a tuple of as
-        many values as the model has inputs is features. ``batch_size``, ``postprocess``: see
+        Records are features, ``(features, label)`` pairs, :class:`sparkdl.Sample`, or have the names
+        of the feature columns (a Row, say); a tuple of as many values as the model has inputs is
+        features. ``batch_size``, ``postprocess``: see
         :meth:`transform`.
         """
         _check_kind("predict", records, RDD, "an RDD", "For a DataFrame use transform.")
@@ -117,6 +118,7 @@ class TrainedModel:
         return predict_rdd(
             records,
             self._ship(records),
+            self.features,
             self.num_features,
             self.float_dtype,
             _batch_size(batch_size),

@@ -232,7 +232,8 @@ class Trainer:
         start: TrainedModel | None = None,
         optimizer_state: bool | None = None,
     ) -> TrainedModel:
-        """Train on ``data``: a DataFrame, or an RDD of ``(features, label)`` or ``Sample``.
+        """Train on ``data``: a DataFrame, or an RDD of ``(features, label)``, of ``Sample``, or of
+        records with the names of the columns (``Row``, named tuples, mappings).
 
         ``resume``: go on from a checkpoint, "latest" (of ``checkpoint``'s path; from the beginning
         where there is none) or a path; the bits are those of a run without a break. ``start``: begin

@@ -625,11 +625,21 @@ RECORDS = [
         jobs=2,
     ),
     Mistake(
-        "RDD of rows of a DataFrame",
-        lambda fit: fit(fit.good().rdd),
+        "RDD of rows with other names",
+        lambda fit: fit(fit.good().selectExpr("label y", "features x").rdd, replicas=3),
         DataError,
-        'field "record", row 0 of partition 0: is a Row of 4. Give (features, label) pairs '
-        "or sparkdl.Sample(features, label).",
+        'field "record", row 0 of partition 0: is a Row of y, x, which has no features, label. A '
+        "record with names is read by them: give the trainer these names, as "
+        "Trainer(features=..., label=...), or make (features, label) pairs with rdd.map.",
+        jobs=2,
+    ),
+    Mistake(
+        "RDD of rows without the weight",
+        lambda fit: fit(fit.good().rdd, weight="w"),
+        DataError,
+        'field "record", row 0 of partition 0: is a Row of features, label, n, s, which has no w. A '
+        "record with names is read by them: give the trainer these names, as "
+        "Trainer(features=..., label=...), or make (features, label) pairs with rdd.map.",
         jobs=2,
     ),
     Mistake(

@@ -18,7 +18,7 @@ import pytest
 import torch
 from pyspark import cloudpickle
 from pyspark.ml.linalg import Vectors
-from pyspark.sql import functions
+from pyspark.sql import Row, functions
 from torch import nn
 
 import sparkdl
@@ -418,6 +418,7 @@ def test_predict_keeps_the_order(spark: Any) -> None:
     for records in (
         rows,
         [(row, 1) for row in rows],
+        [Row(y=1, x=row) for row in rows],
         [sparkdl.Sample(row) for row in rows],
         [np.array(row) for row in rows],
         [torch.tensor(row) for row in rows],
@@ -451,7 +452,13 @@ def test_predict_numbers_and_several_inputs(spark: Any) -> None:
     expected = model.module(
         *[torch.tensor(column) for column in map(list, zip(*inputs, strict=True))]
     )
-    for records in (inputs, [(row, 0) for row in inputs], [sparkdl.Sample(r) for r in inputs]):
+    for records in (
+        inputs,
+        [(row, 0) for row in inputs],
+        [sparkdl.Sample(r) for r in inputs],
+        [Row(word=word, x=x, number=number, y=0) for number, x, word in inputs],
+        [Row(a=number, b=x, c=word) for number, x, word in inputs],  # names of something else
+    ):
         found = model.predict(spark.sparkContext.parallelize(records, 2)).collect()
         assert all(type(value) is float for value in found)
         close(found, expected)
