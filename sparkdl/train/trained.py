@@ -22,6 +22,7 @@ from sparkdl.infer.output import Output
 from sparkdl.infer.predict import Finish, predict_dataframe, predict_rdd
 from sparkdl.infer.predictor import Dimensions, ShippedModule, sender_to
 from sparkdl.infer.scoring import Scorer
+from sparkdl.plain import plain
 from sparkdl.step.loss import check_averages
 from sparkdl.train.continuing import KeptState
 from sparkdl.train.history import History
@@ -245,6 +246,7 @@ def _check_kind(method: str, data: Any, kind: Any, wanted: str, hint: str = "") 
 
 
 def _batch_size(value: int) -> int:
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ParameterError(f"batch_size={value!r}: give a whole number of at least 1.")
     return value

@@ -425,7 +425,7 @@ def test_predict_keeps_the_order(spark: Any) -> None:
         [Vectors.dense(row) for row in rows],
     ):
         rdd = spark.sparkContext.parallelize(records, 3)
-        found = model.predict(rdd, batch_size=4)
+        found = model.predict(rdd, batch_size=np.int64(4))
         assert found.getNumPartitions() == 3
         close(np.stack(found.collect()), expected)
 
@@ -685,7 +685,7 @@ METRICS = ["auc", "accuracy", "mae", "mse"]
 def test_evaluate_a_row_alone_that_is_squeezed(binary: Any, of: Callable[[Any], Any]) -> None:
     """Each partition of five rows ends in a batch of one."""
     model = trained(Squeezed(), loss=nn.BCEWithLogitsLoss(), example=(torch.zeros(2, 2),))
-    found = model.evaluate(of(binary), METRICS, batch_size=4)
+    found = model.evaluate(of(binary), METRICS, batch_size=torch.tensor(4))
     assert found == pytest.approx(model.evaluate(of(binary), METRICS, batch_size=5))
     assert set(found) == {"loss", *METRICS}
 
@@ -701,7 +701,7 @@ def test_evaluate_classes_of_a_row_alone(table: Any, of: Callable[[Any], Any]) -
 def test_predict_several_values_of_a_row_alone(binary: Any) -> None:
     model = trained(Squeezed(3), example=(torch.zeros(2, 2),))
     expected = model.module(inputs_of(binary, "x"))
-    close(predictions(model.transform(binary, batch_size=4)), expected)
+    close(predictions(model.transform(binary, batch_size=np.array(4))), expected)
     records = binary.rdd.map(lambda row: row.x)
     for finish in (None, torch.squeeze):
         close(model.predict(records, batch_size=4, postprocess=finish).collect(), expected)
