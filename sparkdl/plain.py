@@ -37,8 +37,9 @@ def make_plain(made: Any, *names: str) -> None:
 
 def _is_array(value: Any) -> bool:
     """Whether it is an array, a tensor, or an Index: the libraries themselves are not imported."""
-    return hasattr(value, "tolist") and hasattr(value, "dtype") and not isinstance(value, type)
+    kind = type(value)  # which is asked, as a Spark Column has whatever attribute it is asked for
+    return hasattr(kind, "tolist") and hasattr(kind, "dtype")
 
 
 def _is_series(value: Any) -> bool:
-    return _is_array(value) and hasattr(value, "items") and hasattr(value, "index")
+    return _is_array(value) and hasattr(type(value), "items") and hasattr(type(value), "index")
