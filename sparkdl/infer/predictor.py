@@ -20,12 +20,12 @@ from pyspark import SparkContext, SparkFiles, cloudpickle
 from pyspark.core.broadcast import Broadcast
 from pyspark.core.rdd import RDD
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from sparkdl.data.ragged import Rows, model_inputs
-from sparkdl.errors import ModelError
+from sparkdl.errors import ModelError, UserError
 from sparkdl.infer.output import in_rows
 from sparkdl.replica.cache import task_device
+from sparkdl.replica.signature import BY_POSITION, Signature, with_tensors
 from sparkdl.step.compute import to_tensors
 
 Dimensions = tuple[int | None, int | None]
@@ -151,13 +151,15 @@ def run_batches(
     batch_size: int,
     finish: Callable[[Any], Any] | None = None,
     dimensions: Dimensions = (None, None),
+    signature: Signature = BY_POSITION,
 ) -> Iterator[tuple[Any, slice]]:
     """The module's output, and which rows it is for, batch by batch.
 
     ``arrays``: one a feature. Rows of varying length are padded batch by batch, and their lengths
     follow them where their :class:`sparkdl.data.ragged.Padding` says so. ``finish``: is given what
     the model puts out on the CPU. ``dimensions``: of the model's output and of what ``finish`` makes of
-    it, see :func:`sparkdl.infer.output.in_rows`. Raises :class:`ModelError` where the model fails.
+    it, see :func:`sparkdl.infer.output.in_rows`. ``signature``: how the model is called, and what is
+    its output. Raises :class:`ModelError` where the model fails.
     """
     device = device_of(module)
     for start in range(0, len(arrays[0]), batch_size):
@@ -166,8 +168,9 @@ def run_batches(
         count = len(inputs[0])
         with evaluating(module):
             try:
-                output = in_rows(module(*inputs), count, dimensions[0])
-            except torch.OutOfMemoryError:
+                output = signature.output(signature.call(module, inputs))
+                output = in_rows(output, count, dimensions[0])
+            except (torch.OutOfMemoryError, UserError):
                 raise
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 shapes = ", ".join(
@@ -184,4 +187,4 @@ def run_batches(
 
 def _on_cpu(output: Any) -> Any:
     """All tensors of it: a user's function was tried with such."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), output)
+    return with_tensors(output, torch.Tensor.cpu)

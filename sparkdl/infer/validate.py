@@ -39,7 +39,7 @@ def score_partition(
         rows = np.arange(start, min(start + batch_size, len(partition.order)))
         batch = to_mini_batch(plain_batch(assembly, partition, rows), live, training=False)
         with evaluating(live.flat.module) as module, cast:
-            output = module(*batch.inputs)
+            output = live.recipe.signature.call(module, batch.inputs)
             states = scorer.update(states, output, batch.targets, batch.weights, len(batch))
     return states
 

@@ -18,6 +18,7 @@ from sparkdl.errors import ModelError
 from sparkdl.replica.care import freeze, start_from
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.seeding import seeded
+from sparkdl.replica.signature import BY_POSITION, Signature
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Recipe:
 
     ``weights``: a state_dict to start from. ``frozen``, ``unfrozen``: patterns of parameter names.
     ``augment``: what happens to a sample's inputs before each use. ``compression``: what becomes of
-    a gradient before it is sent.
+    a gradient before it is sent. ``signature``: how the model is called, and what is its output.
     """
 
     model: Callable[[], nn.Module] | nn.Module
@@ -40,6 +41,7 @@ class Recipe:
     unfrozen: tuple[str, ...] = ()
     augment: Callable[..., Any] | None = None
     compression: Callable[..., Any] | None = None
+    signature: Signature = BY_POSITION
 
     def build(self) -> nn.Module:
         """The module with its initial weights, the same in every process.

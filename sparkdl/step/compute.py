@@ -201,13 +201,14 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
 def _loss(replica: LiveReplica, part: MiniBatch) -> torch.Tensor:
     """The mean loss of a micro-batch."""
     with autocasting(replica):
-        output = replica.call(*part.inputs)
+        output = replica.recipe.signature.call(replica.call, part.inputs)
     return mean_loss(replica, output, part)
 
 
 def mean_loss(replica: LiveReplica, output: object, part: MiniBatch) -> torch.Tensor:
     """The mean loss of what the model put out for ``part``."""
     with autocasting(replica):
+        output = replica.recipe.signature.output(output)
         if part.weights is None:
             return call_loss(replica.loss, output, part.targets)
         return weighted_mean(replica.loss, output, part.targets, part.weights, part.masses)

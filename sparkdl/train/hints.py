@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sparkdl.data.handle import Field
+from sparkdl.replica.signature import described, for_example
 
 
 def shape_of(output: Any) -> str:
@@ -81,8 +82,8 @@ def loss_hint(
     """What to do where the loss fails on the output and the label."""
     if not isinstance(output, torch.Tensor):
         return (
-            f" The loss is given what the model returns, a {type(output).__name__}: return a tensor, "
-            "or write a loss that takes it."
+            f" The loss is given what the model returns, {described(output)}: say which part it is of, "
+            f"{for_example(output)}, or write a loss that takes it."
         )
     if len(targets) > 1:
         names = ", ".join(f'"{label.name}"' for label in labels)

@@ -24,8 +24,16 @@ from pyspark import cloudpickle
 from safetensors.torch import save_model
 from torch import nn
 
-from sparkdl.data.columns import NamedFunction, Specs, specs_from_json, specs_to_json
+from sparkdl.data.columns import (
+    Convert,
+    NamedFunction,
+    Specs,
+    name_of,
+    specs_from_json,
+    specs_to_json,
+)
 from sparkdl.errors import ModelError, ParameterError, TrustError
+from sparkdl.replica.signature import Part, Signature
 from sparkdl.train.history import History
 from sparkdl.train.reading import mappable, path_here
 from sparkdl.train.saved import (
@@ -59,6 +67,8 @@ def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = 
         "num_features": trained.num_features,
         "float_dtype": trained.float_dtype,
         "output": asdict(trained.output) if trained.output else None,
+        "inputs": list(trained.signature.inputs),
+        "part": _part_to_json(trained.signature.part),
     }
     json.dumps(content)  # before a file of an older model is replaced
     pickled = cloudpickle.dumps(trained.model) if recipe is None else b""
@@ -117,6 +127,7 @@ def load(
     """
     folder = path_here(path)
     saved = Saved.read(folder)
+    part = _part(saved.content.get("part"), folder, trust)
     columns = _columns(saved.content.get("columns", {}), folder, trust)
     history = _history(saved)
     build = model if model is not None else read_recipe(saved, trust)
@@ -140,6 +151,7 @@ def load(
         num_features=saved.told.num_features,
         float_dtype=saved.told.float_dtype,
         output=saved.told.output,
+        signature=Signature(saved.told.inputs, part),
         history=history,
     )
 
@@ -158,9 +170,29 @@ def _columns(content: Any, folder: Path, trust: bool) -> Specs:
                     f'{folder} names the function "{spec.name}" for the column "{name}". Pass '
                     "trust=True if you trust the folder to run it."
                 )
-            spec = spec.load()
+            spec = Convert(spec.load())
         found[name] = spec
     return found
+
+
+def _part_to_json(part: Part) -> Any:
+    """What of the returned value is the output, as JSON; a function by its name."""
+    return {"function": name_of(part, "given as output=")} if callable(part) else part
+
+
+def _part(content: Any, folder: Path, trust: bool) -> Part:
+    """What :func:`_part_to_json` wrote; a function is imported with trust only."""
+    if content is None or (isinstance(content, (str, int)) and not isinstance(content, bool)):
+        return content
+    name = content.get("function") if isinstance(content, dict) else None
+    if not isinstance(name, str):
+        raise ModelError(f"{folder}/{MODEL} is damaged: part is a {type(content).__name__}")
+    if not trust:
+        raise TrustError(
+            f'{folder} names the function "{name}" for what the output is. Pass trust=True if you '
+            "trust the folder to run it."
+        )
+    return NamedFunction(name=name).load()
 
 
 def _module(build: Any, folder: Path) -> nn.Module:

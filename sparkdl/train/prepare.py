@@ -82,6 +82,7 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
         tuple(trainer.unfreeze),
         trainer.augment,
         trainer.compression,
+        trainer.signature,
     )
     payload = pickled(recipe)
     check_columns(trainer.columns)

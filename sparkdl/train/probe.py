@@ -17,6 +17,7 @@ from sparkdl.infer.output import Output
 from sparkdl.infer.predictor import evaluating, run_batches
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.seeding import seeded
+from sparkdl.replica.signature import Signature, described
 from sparkdl.step.compute import to_tensors, weigh
 from sparkdl.step.loss import (
     Loss,
@@ -64,7 +65,7 @@ def try_model(
     with seeded(recipe.seed), warnings.catch_warnings():
         warnings.filterwarnings("error", message="Using a target size")
         try:
-            output = module(*inputs)
+            output = recipe.signature.call(module, inputs)
         except Exception as error:
             raise ModelError(
                 f"the model fails on the first rows ({shown}; {dtypes_of(inputs)}): "
@@ -72,6 +73,7 @@ def try_model(
             ) from error
         if output is None:
             raise ModelError("the model returned None: its forward must return the output.")
+        output = _part_of(output, recipe.signature)
         _check_loss(loss)
         _check_shapes(loss, output, targets, len(inputs[0]), labels_are)
         masses = masses_of(loss, targets)
@@ -122,7 +124,7 @@ def try_model(
             raise ModelError(
                 f"the loss cannot be differentiated: RuntimeError: {text_of(error)}.{hint}"
             ) from error
-        return _output_in_use(module, inputs)
+        return _output_in_use(module, inputs, recipe.signature)
 
 
 def _what_is_not_finite(output: Any, value: torch.Tensor) -> str:
@@ -161,7 +163,20 @@ def _check_classes(
         )
 
 
-def check_scorer(module: nn.Module, validation: ValidationSet) -> None:
+def _part_of(returned: Any, signature: Signature) -> Any:
+    """The output in what the model returned."""
+    try:
+        return signature.output(returned)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"output=, the function of what the model returns, fails on {described(returned)}: "
+            f"{type(error).__name__}: {text_of(error)}."
+        ) from error
+
+
+def check_scorer(module: nn.Module, signature: Signature, validation: ValidationSet) -> None:
     """Try the model, the loss and the metrics on a few rows of the validation data.
 
     Raises :class:`ModelError`, and :class:`sparkdl.ParameterError` for metrics.
@@ -172,7 +187,8 @@ def check_scorer(module: nn.Module, validation: ValidationSet) -> None:
     weights = None if batch.weights is None else torch.from_numpy(batch.weights)
     loss = replace(validation.scorer, metrics=())
     try:
-        [(output, _)] = list(run_batches(module, batch.inputs, rows))
+        returned = run_batches(module, batch.inputs, rows, signature=replace(signature, part=None))
+        [(output, _)] = list(returned)
         loss.update(loss.start(), output, targets, weights, rows)
     except ModelError as error:
         raise ModelError(f"validation data: {error}") from error.__cause__
@@ -210,10 +226,12 @@ def _check_loss(loss: Any) -> None:
             )
 
 
-def _output_in_use(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Output | None:
+def _output_in_use(
+    module: nn.Module, inputs: Sequence[torch.Tensor], signature: Signature
+) -> Output | None:
     """The output in evaluation mode, which may differ from that in training (auxiliary heads)."""
     with evaluating(module):
-        output = module(*inputs)
+        output = _part_of(signature.call(module, inputs), signature)
     if not isinstance(output, torch.Tensor) or output.is_complex():
         return None
     return Output.of(output) if output.ndim and len(output) == len(inputs[0]) else None

@@ -40,9 +40,11 @@ def _cannot_travel(recipe: Recipe, error: Exception) -> ModelError:
     from pyspark import cloudpickle
 
     culprit = "model"
-    for name in ("model", "loss", "optimizer", "augment", "compression"):
+    parts = [(name, getattr(recipe, name)) for name in ("model", "loss", "optimizer", "augment")]
+    parts += [("compression", recipe.compression), ("output", recipe.signature.part)]
+    for name, part in parts:
         try:
-            pickle.loads(cloudpickle.dumps(getattr(recipe, name)))
+            pickle.loads(cloudpickle.dumps(part))
         except Exception as cause:
             culprit, error = name, cause
             break

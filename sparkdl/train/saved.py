@@ -33,6 +33,7 @@ class Told:
     num_features: int
     float_dtype: str
     output: Output | None = None
+    inputs: tuple[str, ...] = ()
     files: Mapping[str, str]
 
     def check(self) -> None:

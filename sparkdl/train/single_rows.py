@@ -81,7 +81,7 @@ def _refused(module: nn.Module, recipe: Recipe, batch: Batch) -> tuple[str, str,
     with seeded(0), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of shapes: what they give is right
         try:
-            output = module(*inputs)
+            output = recipe.signature.output(recipe.signature.call(module, inputs))
         except Exception as error:
             return "model", text_of(error), error
         try:

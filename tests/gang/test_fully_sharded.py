@@ -17,6 +17,7 @@ from gang_training import (
     CLASSES,
     IGNORING,
     WIDTH,
+    by_keyword,
     close,
     goes_on_elsewhere,
     goes_on_with_kept_state,
@@ -87,6 +88,8 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizer": {"0": partial(torch.optim.SGD, lr=0.1), "": partial(torch.optim.Adam, lr=0.01)}
     },
     "a schedule": {"schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=2)},
+    "inputs by keyword, an output of several fields": by_keyword("dict"),
+    "inputs by keyword, an output that is a dataclass": by_keyword("dataclass"),
 }
 
 

@@ -43,6 +43,7 @@ def source(
         slab,
         columns=trainer.columns,
         weight=trainer.weight,
+        inputs=trainer.keywords,
     )
 
 
@@ -63,6 +64,7 @@ def assembly(trainer: Trainer, samples: SampleSet, float_dtype: str) -> Assembly
         num_features=samples.num_features,
         num_labels=samples.num_labels,
         weighted=samples.weighted,
+        inputs=trainer.keywords,
         bucketing=trainer.bucketing,
         float_dtype=float_dtype,
         seed=trainer.seed,
@@ -94,11 +96,29 @@ def validation_set(
         if alike != other:
             raise DataError(
                 f'validation data: "{one.name}" is {one}, in the training data {other}.'
+                f"{_remedy(one, other)}"
             )
     loss = copy.deepcopy(trainer.loss)  # it may count its calls
-    scorer = Scorer(loss, suited(resolve(validation.metrics), loss))
+    part = trainer.output if validation.output is None else validation.output
+    metrics = suited(resolve(validation.metrics), loss)
+    scorer = Scorer(loss, metrics, part=part, loss_part=trainer.output)
     how = assembly(trainer, samples, training.float_dtype)
     return ValidationSet(found, scorer, how, validation.batch_size)
+
+
+def _remedy(one: Field, other: Field) -> str:
+    """What to do where two kinds of rows differ in their length alone."""
+    arrays = one.shape and other.shape and not one.ragged and not other.ragged
+    if (
+        arrays
+        and replace(other, shape=one.shape, name=one.name) == one
+        and one.shape[1:] == other.shape[1:]
+    ):
+        return (
+            f' Rows of any length are a sequence, in both: Trainer(columns={{"{other.name}": '
+            "sparkdl.Sequence()})."
+        )
+    return ""
 
 
 def _whole(field: Field) -> bool:

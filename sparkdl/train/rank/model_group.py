@@ -135,9 +135,12 @@ class ModelGroup:
         on all of them. ``counts``: of every rank's batches. A group with fewer than ``most`` goes on
         with rows that count for nothing."""
         module, result = self._live.flat.module, None
+        call = self._live.recipe.signature.call
         for member in self.ranks:
             if member == self._rank:
-                telling = module.register_forward_pre_hook(self._tell, prepend=True)
+                telling = module.register_forward_pre_hook(
+                    self._tell, prepend=True, with_kwargs=True
+                )
                 try:
                     result = score()
                 finally:
@@ -145,16 +148,18 @@ class ModelGroup:
                 continue
             for inputs in self._told(member, counts[member]):
                 with evaluating(module), autocasting(self._live):
-                    module(*inputs)
+                    call(module, inputs)
         for _ in range(most - sum(counts[r] for r in self.ranks)):
             with evaluating(module), autocasting(self._live):
-                module(*self._like.inputs)
+                call(module, self._like.inputs)
         return result
 
-    def _tell(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _tell(
+        self, module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
         """The others, what this rank calls the model with."""
         if len(self.ranks) > 1:
-            broadcast(inputs, self._rank, self._group, self._live.device)
+            broadcast((*inputs, *named.values()), self._rank, self._group, self._live.device)
 
     def _told(self, member: int, batches: int) -> Iterator[tuple[Any, ...]]:
         for _ in range(batches):

@@ -30,6 +30,7 @@ from sparkdl.replica.flat import FlatModule, Layout, layout_of, local
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.seeding import seeded
+from sparkdl.replica.signature import parts_of
 from sparkdl.step.compute import MiniBatch, forward_backward, to_tensors
 from sparkdl.step.replica import Work
 from sparkdl.sync.plan import SlicePlan
@@ -92,14 +93,14 @@ def parallelise(
     plan = plan_of(strategy, module, mesh.size())
     styles = {n: STYLES[way]() if isinstance(way, str) else way for n, way in plan.items()}
     inputs = to_tensors(spare.inputs, device)
-    right = _output(recipe.build().to(device), inputs)
+    right = _output(recipe, recipe.build().to(device), inputs)
     parallelize_module(module.to(device), mesh, styles, src_data_rank=None)
     for name in styles:
         child = module.get_submodule(name)
         child.forward = functools.partial(_without_inference_mode, child.forward)
         child.register_forward_hook(_arrived)
     try:
-        found = _output(module, inputs)
+        found = _output(recipe, module, inputs)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ModelError(
@@ -137,10 +138,10 @@ def cut_by_layer(
     return LiveReplica.around(recipe, FlatModule(module, device)), layout
 
 
-def _output(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
+def _output(recipe: Recipe, module: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
     """In evaluation."""
     with evaluating(module), seeded(0):
-        return module(*inputs)
+        return recipe.signature.call(module, inputs)
 
 
 _HINT = (
@@ -154,9 +155,8 @@ def _alike(right: Any, found: Any) -> bool:
         if not isinstance(found, torch.Tensor) or right.shape != found.shape:
             return False
         return torch.allclose(local(found), right, rtol=1e-2, atol=1e-3, equal_nan=True)
-    if isinstance(right, (tuple, list)):
-        return len(right) == len(found) and all(map(_alike, right, found))
-    return True
+    one, other = parts_of(right), parts_of(found)
+    return one.keys() == other.keys() and all(_alike(one[name], other[name]) for name in one)
 
 
 def settle(live: LiveReplica) -> None:
