@@ -22,7 +22,7 @@ from sparkdl.data.assemble import input_fields, preview_batch
 from sparkdl.data.batches import EpochPlan
 from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ParameterError, TrainingError
-from sparkdl.gang.slots import default_replicas, task_slots
+from sparkdl.gang.slots import SLOT_SECONDS, default_replicas, task_slots
 from sparkdl.infer.output import Output
 from sparkdl.replica.flat import FlatModule
 from sparkdl.replica.recipe import Recipe, weights_digest
@@ -137,7 +137,8 @@ def run(
     resuming = None if resume is None else Resuming(trainer, resume, any_data=one_pass)
     if trainer.checkpoint is not None:
         CheckpointStore(trainer.checkpoint.path).prepare()
-    replicas = trainer.replicas or (resuming and resuming.replicas) or _replicas(trainer, context)
+    replicas = trainer.replicas or (resuming and resuming.replicas)
+    replicas = replicas or _replicas(trainer, context, settings.timeout)
     slab = SlabConfig.new(settings.slab_dir, context.applicationId)
     bar = ProgressBar(settings.progress, one_pass)
     if trainer.engine == "gang":
@@ -195,11 +196,12 @@ def run(
     return Carried(trained, state, packed_best)
 
 
-def _replicas(trainer: Trainer, context: SparkContext) -> int:
-    """M where nobody says it."""
+def _replicas(trainer: Trainer, context: SparkContext, timeout: float | None) -> int:
+    """Return M where nobody says it; ``timeout`` bounds the wait for the first executor, in seconds."""
+    seconds = min(SLOT_SECONDS, timeout or SLOT_SECONDS)
     if trainer.engine == "gang":  # all at once
-        return task_slots(context, trainer.resource_profile)
-    return default_replicas(context)
+        return task_slots(context, trainer.resource_profile, seconds)
+    return default_replicas(context, seconds)
 
 
 def _try_out(
