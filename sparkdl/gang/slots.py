@@ -51,8 +51,8 @@ def default_replicas(context: SparkContext, seconds: float = SLOT_SECONDS) -> in
     wanted = int(conf.get("spark.default.parallelism", "") or slots)
     if wanted > slots:
         logger.warning(
-            "training with %d replicas, as many as tasks run at once here; spark.default.parallelism=%d "
-            "is for queries. Give Trainer(replicas=...) for another number.",
+            "training with %d replicas, as many as tasks run at once here; "
+            "spark.default.parallelism=%d is for queries. Give Trainer(replicas=...) for others.",
             slots,
             wanted,
         )

@@ -215,6 +215,12 @@ def _try_out(
 
     ``endless``: ``stop`` plays no part.
     """
+    if trainer.bucketing is not None and not any(field.ragged for field in samples.fields):
+        raise ParameterError(
+            f"bucketing={trainer.bucketing} brings samples of like length together, and all samples of "
+            'this data have one length: declare the column that varies, columns={"...": '
+            "sparkdl.Sequence()}, or leave bucketing out."
+        )
     how = replace(assembly(trainer, samples, model.float_dtype), augment=trainer.augment)
     with seeded(trainer.seed):
         batch = preview_batch(how, samples.preview, augment=True)

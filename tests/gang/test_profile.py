@@ -55,7 +55,7 @@ def test_a_trainers_gang_has_them_too(found):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("parallelism", [None, 1, 2000])
 def test_by_default_there_are_as_many_ranks_as_gpus(tmp_path, parallelism):
-    """And not as cores, or as a cluster sets for its queries: those that wait make iterations longer."""
+    """And not as cores, or as a cluster sets for queries: what waits makes iterations longer."""
     settings = {} if parallelism is None else {"spark.default.parallelism": str(parallelism)}
     found = launch(Path(gpus.__file__), tmp_path, settings=settings)
     assert found["cores"] == (parallelism or 4)
