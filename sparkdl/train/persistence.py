@@ -20,12 +20,12 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from pyspark import cloudpickle
 from safetensors.torch import save_model
 from torch import nn
 
 from sparkdl.data.columns import NamedFunction, Specs, specs_from_json, specs_to_json
 from sparkdl.errors import ModelError, ParameterError, TrustError
+from sparkdl.replica.pickling import dumps
 from sparkdl.train.history import History
 from sparkdl.train.reading import mappable, path_here
 from sparkdl.train.saved import (
@@ -61,7 +61,7 @@ def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = 
         "output": asdict(trained.output) if trained.output else None,
     }
     json.dumps(content)  # before a file of an older model is replaced
-    pickled = cloudpickle.dumps(trained.model) if recipe is None else b""
+    pickled = dumps(trained.model) if recipe is None else b""
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         WEIGHTS: _place(folder / WEIGHTS, functools.partial(_save_weights, trained.module)),
