@@ -27,7 +27,7 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
             kind = parametrize.type_before_parametrizations(obj)
-            state = kind.__getstate__(obj)  # type: ignore[attr-defined]
+            state = kind.__getstate__(obj)  # type: ignore[call-arg]
             return _parametrized, (kind, tuple(obj.parametrizations)), state  # type: ignore[arg-type]
         return super().reducer_override(obj)
 
