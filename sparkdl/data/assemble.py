@@ -97,7 +97,8 @@ def training_batch(
     """The mini-batch of these rows (numbers in canonical order), augmented.
 
     The random numbers of a row follow from (seed, epoch, replica, row), also those that ``augment``
-    draws from global generators: they are the same in any mini-batch. Raises :class:`ParameterError` where ``augment`` fails.
+    draws from global generators: they are the same in any mini-batch. Raises
+    :class:`ParameterError` where ``augment`` fails.
     """
     return fields_to_batch(assembly, training_rows(assembly, partition, rows, epoch, replica))
 

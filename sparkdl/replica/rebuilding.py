@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparkdl.replica.care import plain
 from sparkdl.replica.seeding import seeded
 
 
@@ -33,7 +34,7 @@ class Rebuilt:
 
 def _rebuild(make: Callable[[], nn.Module], tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     with seeded(0):
-        module = make()
+        module = plain(make())
     for name, tensor in _tensors(module):
         if name in tensors:
             tensor.data = tensors[name]

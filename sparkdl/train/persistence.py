@@ -25,6 +25,7 @@ from torch import nn
 
 from sparkdl.data.columns import NamedFunction, Specs, specs_from_json, specs_to_json
 from sparkdl.errors import ModelError, ParameterError, TrustError
+from sparkdl.replica.care import plain
 from sparkdl.replica.pickling import dumps
 from sparkdl.train.history import History
 from sparkdl.train.reading import mappable, path_here
@@ -166,7 +167,7 @@ def _columns(content: Any, folder: Path, trust: bool) -> Specs:
 def _module(build: Any, folder: Path) -> nn.Module:
     """The module to fill, in whatever way the saved arguments, or the given function, make it."""
     if isinstance(build, nn.Module):
-        return build
+        return plain(build)
     try:
         module = build()
     except Exception as error:
@@ -178,7 +179,7 @@ def _module(build: Any, folder: Path) -> nn.Module:
         raise ModelError(
             f"the model of {folder} is a {type(module).__name__}: it must be a torch.nn.Module."
         )
-    return module
+    return plain(module)
 
 
 def _history(saved: Saved) -> History:

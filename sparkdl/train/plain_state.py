@@ -1,9 +1,9 @@
 """State that a model keeps beside its parameters and buffers, which no engine carries.
 
 Each Python process would have its own of it, and the trained module none. It is found by comparing
-what the modules hold before and after passes over the same rows: what changes with every pass is state
-(a counter, a running mean, a generator of its own); what every pass leaves behind in the same way is not
-(a cache, a constant made at the first call, the last activations).
+what the modules hold before and after passes over the same rows: what changes with every pass is
+state (a counter, a running mean, a generator of its own); what every pass leaves behind in the same
+way is not (a cache, a constant made at the first call, the last activations).
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _persistent(module: nn.Module, name: str) -> bool:
 
 
 def _value(value: Any, seen: dict[int, Any], depth: int) -> Hashable:
-    """Something equal for equal values; None where that cannot be seen. ``seen``: values not to be looked
-    into again, which must live on, as their ids would be others' else."""
+    """Something equal for equal values; None where that cannot be seen. ``seen``: values by their ids,
+    which are not looked into again."""
     if value is None or isinstance(value, bool | int | str | bytes):
         return value
     if isinstance(value, float | complex | itertools.count):

@@ -183,9 +183,7 @@ class TrainedModel:
     def _ship(self, data: DataFrame | RDD) -> ShippedModule:
         """The module on its way to the workers, which stays there, since what uses it is lazy; a large
         one is sent once, not at each call."""
-        self._shipped = ShippedModule.of(
-            self.module, sender_to(data), self._shipped, self.model
-        )
+        self._shipped = ShippedModule.of(self.module, sender_to(data), self._shipped, self.model)
         return self._shipped
 
     def _specs_of_records(self, count: int) -> Specs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from sparkdl.replica.care import (
     freeze,
     matches,
     matches_module,
+    plain,
     runnable,
     start_from,
 )
@@ -149,6 +151,43 @@ def test_not_strict_does_not_hide_mistakes(state, message) -> None:
         start_from(make(), state, strict=False)
     assert message in str(error.value)
     assert "strict_weights" not in str(error.value)
+
+
+def test_weights_may_have_the_names_of_a_compiled_module() -> None:
+    state = {f"_orig_mod.{name}": torch.full_like(v, 3) for name, v in make().state_dict().items()}
+    module = make()
+    start_from(module, state, strict=True)
+    assert all((v == 3).all() for v in module.state_dict().values())
+
+
+class Tanh(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x)
+
+
+@pytest.mark.parametrize("where", ["all", "a part"])
+def test_a_compiled_module_is_the_plain_one_and_runs_compiled(where: str) -> None:
+    compiled: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(where)
+        return graph.forward
+
+    module = nn.Sequential(nn.Linear(3, 4), Tanh())
+    names, x = list(module.state_dict()), torch.ones(2, 3)
+    expected = module(x)
+    if where == "all":
+        found = plain(torch.compile(module, backend=backend))
+    else:
+        module[1] = torch.compile(module[1], backend=backend)
+        found = plain(module)
+    assert found is module
+    assert list(found.state_dict()) == names
+    assert type(found[1]) is Tanh
+    found(x)
+    assert not compiled
+    assert torch.equal(runnable(found, Policy())(x), expected)
+    assert compiled == [where]
 
 
 class Chain(nn.Module):

@@ -1,4 +1,4 @@
-"""State beside parameters and buffers is found; what every pass leaves behind in the same way is not."""
+"""State beside parameters and buffers is told; what every pass leaves behind in one way is not."""
 
 from __future__ import annotations
 
