@@ -73,7 +73,8 @@ class Growing(ReturnsNothing):
         self.register_buffer("seen", torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> Any:
-        self.seen = torch.cat([self.seen, x.new_ones(1)])
+        if self.training:
+            self.seen = torch.cat([self.seen, x.new_ones(1)])
         return nn.Linear.forward(self, x)[:, 0]
 
 
