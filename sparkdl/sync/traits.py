@@ -151,11 +151,15 @@ def _same(one: torch.Tensor, other: torch.Tensor, scale: float = 1.0) -> bool:
 
 
 def _seen_in(trial: _Trial, plan: OptimizerPlan, shape: tuple[int, ...], sparse: bool) -> Traits:
-    """What one trial shows; nothing, if it fails."""
+    """What one trial shows; nothing, if it fails where nothing is cut."""
     try:
-        together, apart = (_update(plan, shape, c, sparse, trial) for c in (_TOGETHER, _APART))
+        together = _update(plan, shape, _TOGETHER, sparse, trial)
     except Exception:
         return Traits(elementwise=True, separate=True)
+    try:
+        apart = _update(plan, shape, _APART, sparse, trial)
+    except Exception:  # it wants them all
+        return Traits(elementwise=False, separate=False)
     try:
         cut = _same(_update(plan, shape, _CUT, sparse, trial), apart, trial.weights)
     except Exception:  # it wants a matrix, say

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import sparkdl
 from sparkdl.errors import ModelError
 from sparkdl.replica.care import (
     check_modules,
@@ -22,6 +23,7 @@ from sparkdl.replica.care import (
     start_from,
 )
 from sparkdl.replica.policy import Policy
+from sparkdl.train.prepare import prepare
 
 
 def make() -> nn.Module:
@@ -287,3 +289,19 @@ def test_compile_takes_torchs_options() -> None:
     torch.testing.assert_close(call(x), module(x))
     assert len(graphs) == 1
     assert list(module.state_dict()) == ["0.weight", "0.bias"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_compiling_in_place_is_told_not_to_travel(
+    compiled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = nn.Sequential(nn.Linear(3, 4), Tanh())
+    if compiled:
+        module[1].compile(backend="eager")
+    trainer = sparkdl.Trainer(model=module, loss=nn.MSELoss(), optimizer=torch.optim.Adam)
+    prepare(trainer, None)
+    told = [record.getMessage() for record in caplog.records if record.name == "sparkdl"]
+    assert told == compiled * [
+        'model is a module, and its "1" was compiled with .compile(), which does not travel to the '
+        "executors: it is trained as it is. Pass compile=True to compile it there."
+    ]
