@@ -66,6 +66,7 @@ from sparkdl.train.loop import Stage, train
 from sparkdl.train.parallel.parallel import parallel_of
 from sparkdl.train.parallel.stages import check_one_length
 from sparkdl.train.parallel.units import check_all_used
+from sparkdl.train.plain_state import PlainState
 from sparkdl.train.prepare import Prepared, prepare
 from sparkdl.train.probe import check_scorer, try_model
 from sparkdl.train.progress import caught_up, first_state
@@ -225,13 +226,17 @@ def _try_out(
     with seeded(trainer.seed):
         batch = preview_batch(how, samples.preview, augment=True)
     recipe = replace(model.recipe, loss=copy.deepcopy(trainer.loss))  # it may count its calls
-    output = try_model(
+    run = functools.partial(
+        try_model,
         model.module,
         recipe,
         batch,
         input_fields(how, samples.fields),
         samples.fields[samples.num_features : samples.num_features + samples.num_labels],
     )
+    state = PlainState(model.module)
+    output = run()
+    state.check(run)
     plan = EpochPlan(samples.counts, trainer.batch_size * trainer.local_steps)
     limit = None if endless else trainer.stop.limit(plan.num_iterations)
     for dimension, part in trainer.parts.items():

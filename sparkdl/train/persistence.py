@@ -20,12 +20,13 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from pyspark import cloudpickle
 from safetensors.torch import save_model
 from torch import nn
 
 from sparkdl.data.columns import NamedFunction, Specs, specs_from_json, specs_to_json
 from sparkdl.errors import ModelError, ParameterError, TrustError
+from sparkdl.replica.care import plain
+from sparkdl.replica.pickling import dumps
 from sparkdl.train.history import History
 from sparkdl.train.reading import mappable, path_here
 from sparkdl.train.saved import (
@@ -61,7 +62,7 @@ def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = 
         "output": asdict(trained.output) if trained.output else None,
     }
     json.dumps(content)  # before a file of an older model is replaced
-    pickled = cloudpickle.dumps(trained.model) if recipe is None else b""
+    pickled = dumps(trained.model) if recipe is None else b""
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         WEIGHTS: _place(folder / WEIGHTS, functools.partial(_save_weights, trained.module)),
@@ -166,7 +167,7 @@ def _columns(content: Any, folder: Path, trust: bool) -> Specs:
 def _module(build: Any, folder: Path) -> nn.Module:
     """The module to fill, in whatever way the saved arguments, or the given function, make it."""
     if isinstance(build, nn.Module):
-        return build
+        return plain(build)
     try:
         module = build()
     except Exception as error:
@@ -178,7 +179,7 @@ def _module(build: Any, folder: Path) -> nn.Module:
         raise ModelError(
             f"the model of {folder} is a {type(module).__name__}: it must be a torch.nn.Module."
         )
-    return module
+    return plain(module)
 
 
 def _history(saved: Saved) -> History:

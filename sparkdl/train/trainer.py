@@ -73,7 +73,8 @@ class Trainer:
     :class:`sparkdl.Sequence`, :class:`sparkdl.Convert`."""
     augment: Callable[..., Any] | None = None
     """``augment(*features, rng)`` -> features: what happens to one sample (NumPy arrays) each time
-    it is trained on. ``rng`` is a ``numpy.random.Generator`` seeded by sample and epoch."""
+    it is trained on. ``rng`` is a ``numpy.random.Generator`` seeded by sample and epoch, as are the
+    generators of torch, numpy and random where it draws from them."""
     bucketing: int | None = None
     """Bring samples of like length together: rows of a window that is sorted by length."""
     class_weights: Sequence[float] | Mapping[int, float] | None = None
