@@ -187,7 +187,7 @@ def _seat(
     pool = open_pool(handle.run.slab)
     states = body.states
     if states is None:
-        step: Step = posted()
+        step: Step = posted(handle.run.key)
         states, copies = step.states, step.copies
     mine = copies.get(pool.token, {})
     found = pickle.loads(samples)

@@ -199,6 +199,11 @@ class Places:
         return map_frames(zip_frames(padded, published), body)
 
     @property
+    def fit(self) -> str:
+        """The key of the run, by which its tasks know what they are told."""
+        return self._run.key
+
+    @property
     def everything_travels(self) -> bool:
         """Whether replicas need the optimizer's state beside the weights."""
         return self._policy.local_steps > 1
