@@ -14,8 +14,8 @@ from sparkdl.clock import Clock
 from sparkdl.data.handle import SampleHandle
 from sparkdl.data.mapped import lies_here
 from sparkdl.message import posted
+from sparkdl.replica.compare import Description, compared
 from sparkdl.replica.live import LiveReplica
-from sparkdl.replica.recipe import weights_digest
 from sparkdl.replica.run import ReplicaHandle, Run, install_recipe, open_replica
 from sparkdl.slab.pool import Pool, open_pool
 from sparkdl.sync.fetch import Arrived, borrow_weights, load_weights, read_frame
@@ -47,15 +47,20 @@ class PrepareReplica:
             yield frame
 
 
-def check_seat(partition: int, seats: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-    """Body over (replica, samples) pairs: build the replica; a pickled (node token, digest of its
-    initial weights, whether its samples are on the node)."""
-    for replica, samples in list(seats):
-        run = pickle.loads(replica).run
-        token = open_pool(run.slab).token
-        digest = weights_digest(open_replica(run).recipe.build())
-        yield pickle.dumps((token, digest, lies_here(pickle.loads(samples), token)))
-    settle_worker()
+@dataclass(frozen=True)
+class CheckSeat:
+    """Body over (replica, samples) pairs: build the replica; a pickled (node token, how it compares
+    with the driver's, ``built``, whether its samples are on the node)."""
+
+    built: Description
+
+    def __call__(self, partition: int, seats: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+        for replica, samples in list(seats):
+            run = pickle.loads(replica).run
+            token = open_pool(run.slab).token
+            found = compared(open_replica(run).recipe.build(), self.built)
+            yield pickle.dumps((token, found, lies_here(pickle.loads(samples), token)))
+        settle_worker()
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import nn
 from sparkdl.errors import ParameterError, SessionError
 from sparkdl.infer.evaluate import check_metrics
 from sparkdl.infer.metrics import resolve
+from sparkdl.replica.compare import Description, describe
 from sparkdl.replica.flat import Layout, layout_of
 from sparkdl.replica.recipe import Recipe
 from sparkdl.session import context_of
@@ -41,12 +42,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The recipe and what follows from it; ``module`` is for trying."""
+    """The recipe and what follows from it; ``module`` is for trying. ``built``: how it was before,
+    which executors compare with what they build; of no use where there are none."""
 
     recipe: Recipe
     payload: bytes
     module: nn.Module
     layout: Layout
+    built: Description
     optimizer: OptimizerPlan
     schedule: Schedule
 
@@ -86,6 +89,7 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
     check_columns(trainer.columns)
     module = build_model(payload)
     layout = layout_of(module)
+    built = {} if trainer.engine == "local" else describe(module)
     check_policy(policy, module, layout)
     check_compression(recipe, layout)
     _import_compiler()
@@ -97,7 +101,7 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
     if "pipe" in trainer.parts:
         check_stages(trainer.parts["pipe"], module, layout, optimizer, policy)
     schedule = Schedule(optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric)
-    return Prepared(recipe, payload, module, layout, optimizer, schedule)
+    return Prepared(recipe, payload, module, layout, built, optimizer, schedule)
 
 
 def _import_compiler() -> None:

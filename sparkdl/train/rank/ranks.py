@@ -34,7 +34,8 @@ from sparkdl.errors import ModelError, SessionError
 from sparkdl.gang.member import Member
 from sparkdl.infer.scoring import Scorer
 from sparkdl.infer.validate import score_partition
-from sparkdl.replica.recipe import Recipe, weights_digest
+from sparkdl.replica.compare import compared
+from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.seeding import generators_lent
 from sparkdl.slab.root import open_root
 from sparkdl.step.compressing import ReadResiduals
@@ -108,7 +109,7 @@ class Rank:
         train = self._handles[0]
         return Standing(
             Samples(self._token, train),
-            weights_digest(self._recipe.build()),
+            compared(self._recipe.build(), self._setup.built),
             tuple(lies_here(handle, self._token) for handle in self._handles),
             train.checksum == self._setup.checksums[self._member.rank],
         )
