@@ -100,7 +100,7 @@ def test_a_task_takes_no_message_of_another_fit(spark: Any) -> None:
             told("one")
         assert post(context, "one", 7)
         assert told("one") == [b"7"]
-        with pytest.raises(Exception, match="TrainingError.*the step of another fit"):
+        with pytest.raises(Exception, match=r"TrainingError.*the step of another fit"):
             told("other")
 
 

@@ -29,7 +29,7 @@ def told(change: Callable[[nn.Module], None]) -> str:
     with torch.no_grad():
         change(there)
     here = compared(make(), describe(make()))
-    assert not (here.form or here.values or here.rounding)
+    assert [here.form, here.values, here.rounding] == [""] * 3
     with pytest.raises(ModelError) as caught:
         check_same([compared(there, describe(make()))] * 2)
     return str(caught.value)

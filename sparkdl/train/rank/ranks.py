@@ -34,6 +34,7 @@ from sparkdl.errors import ModelError, SessionError
 from sparkdl.gang.member import Member
 from sparkdl.infer.scoring import Scorer
 from sparkdl.infer.validate import score_partition
+from sparkdl.numerics import put_back
 from sparkdl.replica.compare import compared
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.seeding import generators_lent
@@ -77,6 +78,8 @@ class SetUp:
 
     def __call__(self, member: Member) -> Standing:
         torch.set_num_threads(self.setup.run.threads)
+        self.setup.run.numerics.use()
+        member.at_end.callback(put_back)
         member.at_end.enter_context(generators_lent())
         rank = member.kept["rank"] = Rank(self.setup, member)
         member.at_end.callback(close_partitions)
