@@ -10,7 +10,7 @@ import pickle
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 from sparkdl.data.ragged import Rows, model_inputs
 from sparkdl.errors import ModelError, cannot_travel
 from sparkdl.infer.output import in_rows
+from sparkdl.numerics import Numerics
 from sparkdl.replica.cache import task_device
 from sparkdl.replica.pickling import dumps
 from sparkdl.replica.rebuilding import Rebuilt
@@ -70,18 +71,20 @@ def sender_to(data: Any) -> Any:
 
 @dataclass(frozen=True)
 class ShippedModule:
-    """A pickled module on its way to the workers: in the task, or apart from it where large."""
+    """A pickled module on its way to the workers: in the task, or apart from it where large; and
+    torch's settings of the driver."""
 
     digest: str
     inline: bytes | None
     apart: Broadcast[bytes] | Artifact | None = None
     sender: Any = None
+    numerics: Numerics = field(default_factory=Numerics.here)
 
-    def __getstate__(self) -> tuple[str, bytes | None, Any]:
-        return self.digest, self.inline, self.apart
+    def __getstate__(self) -> tuple[str, bytes | None, Any, Numerics]:
+        return self.digest, self.inline, self.apart, self.numerics
 
-    def __setstate__(self, state: tuple[str, bytes | None, Any]) -> None:
-        for name, value in zip(("digest", "inline", "apart"), state, strict=True):
+    def __setstate__(self, state: tuple[str, bytes | None, Any, Numerics]) -> None:
+        for name, value in zip(("digest", "inline", "apart", "numerics"), state, strict=True):
             object.__setattr__(self, name, value)
 
     @staticmethod
@@ -93,13 +96,14 @@ class ShippedModule:
     ) -> ShippedModule:
         """``sender``: see :func:`sender_to`.
 
-        ``before``: shipped earlier; taken again where the module has not changed since. ``model``: what
-        built it, which is shipped with its tensors where the module itself cannot be pickled. Raises
-        :class:`ModelError` where neither can be.
+        ``before``: shipped earlier; taken again where neither module nor settings have changed since.
+        ``model``: what built it, which is shipped with its tensors where the module itself cannot be
+        pickled. Raises :class:`ModelError` where neither can be.
         """
         data = _pickled(module, model)
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
-        if before is not None and before.digest == digest and before.sender is sender:
+        known = before is not None and before.digest == digest and before.sender is sender
+        if before is not None and known and before.numerics == Numerics.here():
             return before
         if len(data) <= INLINE_BYTES:
             return ShippedModule(digest, data, None, sender)
@@ -117,6 +121,7 @@ class ShippedModule:
     def load(self) -> nn.Module:
         """The module in evaluation mode on this task's device, from this process's cache where it is
         there."""
+        self.numerics.use()
         before = next((device for digest, device in _loaded if digest == self.digest), None)
         device = task_device(before)
         key = self.digest, device

@@ -119,7 +119,7 @@ class PublishWeights:
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
         pool = open_pool(run.slab)
-        states = posted().states if self.states is None else self.states
+        states = posted(run.key).states if self.states is None else self.states
         handle = states[partition]
         here = handle.token == pool.token
         by_reference = encode((partition, here, None))

@@ -17,6 +17,7 @@ from torch import nn
 from sparkdl.errors import ParameterError, SessionError
 from sparkdl.infer.evaluate import check_metrics
 from sparkdl.infer.metrics import resolve
+from sparkdl.replica.compare import Description, describe
 from sparkdl.replica.flat import Layout, layout_of
 from sparkdl.replica.recipe import Recipe
 from sparkdl.session import context_of
@@ -45,12 +46,14 @@ logger = logging.getLogger("sparkdl")
 
 @dataclass(frozen=True)
 class Prepared:
-    """The recipe and what follows from it; ``module`` is for trying."""
+    """The recipe and what follows from it; ``module`` is for trying. ``built``: how it was before,
+    which executors compare with what they build; of no use where there are none."""
 
     recipe: Recipe
     payload: bytes
     module: nn.Module
     layout: Layout
+    built: Description
     optimizer: OptimizerPlan
     schedule: Schedule
 
@@ -91,6 +94,7 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
     check_columns(trainer.columns)
     module = build_model(payload)
     layout = layout_of(module)
+    built = {} if trainer.engine == "local" else describe(module)
     check_policy(policy, module, layout)
     check_compression(recipe, layout)
     _import_compiler()
@@ -102,7 +106,7 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
     if "pipe" in trainer.parts:
         check_stages(trainer.parts["pipe"], module, layout, optimizer, policy)
     schedule = Schedule(optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric)
-    return Prepared(recipe, payload, module, layout, optimizer, schedule)
+    return Prepared(recipe, payload, module, layout, built, optimizer, schedule)
 
 
 def _tell_of_compilation(trainer: Trainer) -> None:

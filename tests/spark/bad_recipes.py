@@ -36,6 +36,33 @@ from sparkdl import ModelError, ParameterError
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
+OWN_MODELS = (
+    "Each process calls model() for itself, with the modules and files that it finds. Where a module "
+    "was changed here, save and reload it, or give model() what it needs as arguments "
+    "(functools.partial); where it reads a file, ship that (spark.sparkContext.addFile). Or pass a "
+    "module instance."
+)
+OWN_WEIGHTS = (
+    "Each process calls model() for itself. Where it reads a file, ship that "
+    "(spark.sparkContext.addFile), or give weights=; draw weights with torch, numpy or random only "
+    "(all three are seeded); or pass a module instance."
+)
+
+
+def wider_elsewhere(here: int, width: int = 3) -> nn.Module:
+    """As where a constant of an imported module was changed in the driver's process only."""
+    width += os.getpid() != here
+    return nn.Sequential(nn.Sequential(nn.Linear(2, width)), nn.Linear(width, 1), nn.Flatten(0))
+
+
+def other_backbone_elsewhere(here: int) -> nn.Module:
+    """As where a file of weights is another one on the executors."""
+    model = wider_elsewhere(os.getpid())
+    with torch.no_grad():
+        model[0][0].weight.fill_(1.0 if os.getpid() == here else 1.001)
+    return model
+
+
 class SharedMemory(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -383,6 +410,52 @@ MODELS = [
         ModelError,
         "model() gave different initial weights in different processes: draw them with "
         "torch, numpy or random only (all three are seeded), or pass a module instance.",
+        jobs=4,
+    ),
+    Mistake(
+        "a model of another shape on the executors",
+        lambda fit: fit(fit.good(), engine="shuffle", model=partial(wider_elsewhere, os.getpid())),
+        ModelError,
+        'the executors build another model than this process: "0.0.weight" is a trained parameter '
+        "[3, 2] of float32 here, and a trained parameter [4, 2] of float32 there (replica 0). "
+        + OWN_MODELS,
+        jobs=4,
+    ),
+    Mistake(
+        "a model of another shape on the ranks",
+        lambda fit: fit(fit.good(), engine="gang", model=partial(wider_elsewhere, os.getpid())),
+        ModelError,
+        'the executors build another model than this process: "0.0.weight" is a trained parameter '
+        "[3, 2] of float32 here, and a trained parameter [4, 2] of float32 there (replica 0). "
+        + OWN_MODELS,
+        jobs=4,
+    ),
+    Mistake(
+        "another frozen backbone on the executors",
+        lambda fit: fit(
+            fit.good(),
+            engine="shuffle",
+            model=partial(other_backbone_elsewhere, os.getpid()),
+            freeze=["0"],
+        ),
+        ModelError,
+        "the executors begin with other weights than this process: the frozen parameter "
+        '"0.0.weight" [3, 2] has other values here than there, 1 and 1.001 to begin with '
+        "(replica 0). " + OWN_WEIGHTS,
+        jobs=4,
+    ),
+    Mistake(
+        "another frozen backbone on the ranks",
+        lambda fit: fit(
+            fit.good(),
+            engine="gang",
+            model=partial(other_backbone_elsewhere, os.getpid()),
+            freeze=["0"],
+        ),
+        ModelError,
+        "the executors begin with other weights than this process: the frozen parameter "
+        '"0.0.weight" [3, 2] has other values here than there, 1 and 1.001 to begin with '
+        "(replica 0). " + OWN_WEIGHTS,
         jobs=4,
     ),
     Mistake(

@@ -27,6 +27,7 @@ from sparkdl.errors import StalledError, StateLostError, TrainingError
 from sparkdl.frames import zip_frames
 from sparkdl.gang.hosting import Hosting
 from sparkdl.gang.launch import Gang
+from sparkdl.replica.compare import Description, check_same
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.run import Run
 from sparkdl.slab.root import SlabConfig, open_root
@@ -37,7 +38,6 @@ from sparkdl.sync.records import ReplicaReport, Step
 from sparkdl.sync.state import SliceState
 from sparkdl.train.cluster.places import (
     MAX_SUBMISSIONS,
-    check_digests,
     compute_again,
     samples_changed,
 )
@@ -94,6 +94,7 @@ class GangEngine:
         layout: Layout,
         run: Run,
         recipe: bytes,
+        built: Description,
         spare: Batch,
         batch_size: int,
         resources: Resources,
@@ -113,7 +114,7 @@ class GangEngine:
             assert validation.samples.rdd is not None
             self._samples.append(validation.samples.rdd)
         checksums = tuple(handle.checksum for handle in samples.handles)
-        self._setup = Setup(run, recipe, spare, checksums, parallel, weighs)
+        self._setup = Setup(run, recipe, built, spare, checksums, parallel, weighs)
         self._tokens: tuple[str, ...] = ()
         self._writing = False
         source = self._samples[0]
@@ -162,7 +163,7 @@ class GangEngine:
                 f"setting up the ranks: after {MAX_SUBMISSIONS} times some still find themselves on "
                 "other nodes than their samples."
             )
-        check_digests(standing.digest for standing in found)
+        check_same([standing.compared for standing in found])
         for rank, standing in enumerate(found):
             if not standing.unchanged:
                 raise samples_changed("setting up the ranks", rank)

@@ -34,7 +34,9 @@ from sparkdl.errors import ModelError, SessionError
 from sparkdl.gang.member import Member
 from sparkdl.infer.scoring import Scorer
 from sparkdl.infer.validate import score_partition
-from sparkdl.replica.recipe import Recipe, weights_digest
+from sparkdl.numerics import put_back
+from sparkdl.replica.compare import compared
+from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.seeding import generators_lent
 from sparkdl.slab.root import open_root
 from sparkdl.step.compressing import ReadResiduals
@@ -76,6 +78,8 @@ class SetUp:
 
     def __call__(self, member: Member) -> Standing:
         torch.set_num_threads(self.setup.run.threads)
+        self.setup.run.numerics.use()
+        member.at_end.callback(put_back)
         member.at_end.enter_context(generators_lent())
         rank = member.kept["rank"] = Rank(self.setup, member)
         member.at_end.callback(close_partitions)
@@ -108,7 +112,7 @@ class Rank:
         train = self._handles[0]
         return Standing(
             Samples(self._token, train),
-            weights_digest(self._recipe.build()),
+            compared(self._recipe.build(), self._setup.built),
             tuple(lies_here(handle, self._token) for handle in self._handles),
             train.checksum == self._setup.checksums[self._member.rank],
         )
