@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The recipe and what follows from it; ``module`` is for trying."""
+    """The recipe and what follows from it; ``module`` is for trying. ``sums``: whether the loss returns
+    ``(sum, count)``, which trying has shown."""
 
     recipe: Recipe
     payload: bytes
@@ -49,6 +50,7 @@ class Prepared:
     layout: Layout
     optimizer: OptimizerPlan
     schedule: Schedule
+    sums: bool = False
 
     @property
     def optimizers(self) -> tuple[str, ...]:
