@@ -19,6 +19,7 @@ from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.model_loss import called
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.seeding import seeded
+from sparkdl.step.division import Division
 from sparkdl.step.loss import loss_of
 from sparkdl.sync.contribution import Rows
 
@@ -141,15 +142,8 @@ def forward_backward(
     ``accumulate`` the mini-batch goes through in parts, and the gradients add up. ``sink`` takes each
     gradient as soon as it is complete; what it was not given stays in ``grad``. ``share``: what the
     gradient is to be multiplied by. ``parts``: go forward and backward that often at least, and leave
-    out nothing, since other processes do so at the same time. ``by_rows``: see the note below.
-
-    [Note: sums are divided twice] What a loss that returns ``(sum, count)`` counts is known after its
-    forward pass, and of all parts after that of the last. So the sum of each part is divided by the
-    count of the first one before backward, which leaves gradients as large as those of a mean, for
-    fp16; and gradients once more, together with ``scale``, by how many times that all parts count. In
-    a gang, ``by_rows``, all ranks' gradients are summed while they are made: there sums are divided by
-    the rows, as if they were means over these, and the sum over the ranks is multiplied by
-    rows / count, which the ranks tell each other after the pass, before it is clipped.
+    out nothing, since other processes do so at the same time. ``by_rows``: see
+    :class:`sparkdl.step.division.Division`.
     """
     policy = replica.recipe.policy
     replica.train()
@@ -159,12 +153,12 @@ def forward_backward(
     if not parts:
         cut = [(part, own) for part, own in cut if own]
     idle = max(0, parts - len(cut))
-    counted, unit, undo = 0.0, 0.0, scale
-    sums = False
+    division = Division(scale, share, total, by_rows)
 
     def take(number: int, gradient: torch.Tensor) -> None:
         clock.lap("backward")
         if sink is not None:
+            undo = division.undo
             sink(number, gradient if undo == 1.0 else gradient.div_(undo))
         clock.lap("publish")
 
@@ -176,15 +170,8 @@ def forward_backward(
                 with replica.apart() if replica.apart and not last else contextlib.nullcontext():
                     value, count = _loss(replica, part)
                     clock.lap("forward")
-                    factor, goes_back = own * share * scale, True
-                    if count is not None:
-                        sums, counted, unit = True, counted + count, unit or count
-                        factor = scale / (unit or 1.0)
-                        if by_rows:
-                            factor = share * scale / (total or 1.0)
-                        elif last and unit:
-                            undo = scale * (counted / unit)
-                        goes_back = by_rows or bool(count)
+                    factor = division.factor(own, count)
+                    goes_back = by_rows or count != 0
                     if goes_back:
                         (value if factor == 1.0 else value * factor).backward()
             finally:
@@ -194,14 +181,16 @@ def forward_backward(
             clock.lap("backward")
     if idle:
         _keep_pace(replica, cut[-1][0], idle)
-    if undo != 1.0:
+    if division.undo != 1.0:
         with torch.no_grad():
             for _, parameter in replica.flat.parameters:
                 if parameter.grad is not None:
-                    local(parameter.grad).div_(undo)
+                    local(parameter.grad).div_(division.undo)
     # a GPU is awaited here, and not before, unless its loss counts
     loss = sum((float(value) * own for value, own in values), 0.0)
-    return Passed(loss / (counted or 1.0), counted) if sums else Passed(loss, total)
+    if division.counted is None:
+        return Passed(loss, total)
+    return Passed(loss / (division.counted or 1.0), division.counted)
 
 
 def _keep_pace(replica: LiveReplica, part: MiniBatch, times: int) -> None:

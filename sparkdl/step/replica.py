@@ -188,6 +188,8 @@ def write_sections(
     that are there already."""
     layout = live.flat.layout
     buffers = live.flat.buffers()
+    if not outcome.weight:  # it may have been forward before it knew that nothing counts
+        buffers = live.flat.flat[layout.buffers_start :]
     sections, place = [], 0
     for plan, section, nbytes in zip(plans, maps, sections_nbytes(live, plans, maps), strict=True):
         contribution = open_section(

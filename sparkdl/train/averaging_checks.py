@@ -29,10 +29,10 @@ from sparkdl.replica.seeding import seeded
 from sparkdl.step.compute import MiniBatch, to_tensors, weigh
 from sparkdl.step.loss import Loss, call_loss, is_sum, loss_of, masses_of
 
-ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-3}
+ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-4}
 """By how much the same sum may differ where numbers have this dtype, relative to the largest of what is
 compared."""
-ROUNDING_OF_16_BITS = 0.05
+ROUNDING_OF_16_BITS = 0.01
 
 
 @dataclass(frozen=True)

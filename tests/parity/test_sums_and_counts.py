@@ -187,7 +187,7 @@ def test_validation_and_evaluation_count_likewise():
     with torch.no_grad():
         total, count = words(seen.trained.module(inputs), labels)
     found = seen.trained.history.validations[-1]
-    assert found["loss"] == pytest.approx(float(total / count), rel=1e-11)
+    assert found["metrics"]["loss"] == pytest.approx(float(total / count), rel=1e-11)
 
 
 class OwnLoss(nn.Module):
@@ -228,7 +228,11 @@ def shifted_words(output, target):
 @pytest.mark.parametrize("changes", [{}, {"accumulate": 3}, {"clip_norm": 0.05}], ids=str)
 @pytest.mark.parametrize(
     ("kind", "labels", "loss"),
-    [("CausalLMOutput", "labels", shifted_words), ("tuple", None, words), ("dict", "labels", words)],
+    [
+        ("CausalLMOutput", "labels", shifted_words),
+        ("tuple", None, words),
+        ("dict", "labels", words),
+    ],
 )
 @cuts
 def test_a_model_that_computes_its_own_loss(sizes, slices, kind, labels, loss, changes):
