@@ -117,9 +117,9 @@ def _classes_hint(output: torch.Tensor, target: torch.Tensor) -> str:
     if target.is_floating_point() or output.ndim < 3 or output.shape[:-1] != target.shape:
         return ""
     return (
-        " torch takes classes as the second dimension: move them there in the model, "
-        "output.movedim(-1, 1); a loss of your own that does so returns (sum, count), the labels that "
-        "count."
+        " torch takes classes as the second dimension: let the model return output.movedim(-1, 1), or "
+        "give a loss that moves them and returns (sum, count): lambda output, label: "
+        '(cross_entropy(output.movedim(-1, 1), label, reduction="sum"), (label != -100).sum()).'
     )
 
 
