@@ -47,8 +47,8 @@ class Trainer:
     copied and not changed."""
     loss: Callable[..., Any]
     """``loss(output, target)`` -> mean over the rows, or ``(sum, count)`` where the mean is over
-    something else; with ``weight`` or ``class_weights`` one that is none of torch's gives these for each
-    row. ``loss(output)`` without a label; with several labels ``target`` is a tuple.
+    something else; with ``weight`` or ``class_weights`` one that is none of torch's gives these for
+    each row. ``loss(output)`` without a label; with several labels ``target`` is a tuple.
     :class:`sparkdl.ModelLoss`: the model's own; :class:`sparkdl.PerReplica`: of each replica's rows."""
     optimizer: Callable[..., Any] | Mapping[str, Callable[..., Any]]
     """A ``torch.optim`` class or a partial of one, given the trainable parameters; any callable of

@@ -178,7 +178,7 @@ def test_a_batch_that_counts_nothing_changes_no_parameter(changes):
 
 def test_validation_and_evaluation_count_likewise():
     parts, more = Parts.of((15, 14, 14), tagged), Parts.of((7, 20, 3), tagged, seed=1)
-    validation = sparkdl.Validation(more, batch_size=4)
+    validation = sparkdl.Validation(more, every=sparkdl.every(ITERATIONS), batch_size=4)
     trainer = trainer_of((15, 14, 14), 2, model=of_words, loss=words, validation=validation)
     seen = fit_here(trainer, parts)
     samples = [sample for some in more.records for sample in some]
