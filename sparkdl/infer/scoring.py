@@ -27,8 +27,9 @@ class Scorer:
     """
 
     loss: Callable[..., torch.Tensor] | None
-    """Gives the mean over a batch; called as in training. A batch weighs as much as its samples do:
-    their weights, and what :func:`sparkdl.step.loss.masses_of` says. Metrics know no weights."""
+    """Gives the mean over a batch, or ``(sum, count)``; called as in training. A mean weighs as much as
+    its samples do: their weights, and what :func:`sparkdl.step.loss.masses_of` says. Metrics know no
+    weights."""
     metrics: tuple[Metric, ...] = ()
     dimensions: int | None = None
     """Of a batch's output, as far as they are known."""
