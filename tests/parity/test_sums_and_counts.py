@@ -110,6 +110,24 @@ def token_mean(output, target):
     return total / count
 
 
+def test_what_each_replica_makes_of_its_own_rows():
+    """As torch's DDP would, but that replicas count by their rows."""
+    sizes = (15, 14, 14)
+    parts, loss = Parts.of(sizes, tagged), sparkdl.PerReplica(token_mean)
+    trainer = trainer_of(sizes, 2, model=of_words, loss=loss)
+    seen, module = fit_here(trainer, parts), recipe_of(trainer).build()
+    optimizer = recipe_of(trainer).build_optimizer(module)
+    for t in range(ITERATIONS):
+        pieces = [part for part in parts_of(trainer, parts, t) if part is not None]
+        rows = sum(map(len, pieces))
+        means = [token_mean(module(*p.inputs), *p.targets) * (len(p) / rows) for p in pieces]
+        optimizer.zero_grad()
+        sum(means).backward()
+        optimizer.step()
+        assert_close([seen.steps[t]], [snapshot(module)])
+        assert seen.losses[t] == pytest.approx(float(sum(means).detach()), rel=1e-11)
+
+
 @pytest.mark.parametrize("changes", [{}, {"accumulate": 3}, {"clip_norm": 0.05}], ids=str)
 @cuts
 def test_rows_of_a_sum_have_weights(sizes, slices, changes):
