@@ -56,7 +56,8 @@ class Evaluation:
         device = device_of(module)
         scorer = self.scorer.on(device)
         inputs, labels = arrays[: self.num_features], arrays[self.num_features :]
-        for output, rows in run_batches(module, inputs, self.batch_size):
+        own = self.scorer.loss, labels
+        for output, rows in run_batches(module, inputs, self.batch_size, own=own):
             targets = to_tensors(dense([label[rows] for label in labels]), device)
             count = len(inputs[0][rows])
             states = scorer.update(states, output, targets, samples=count)

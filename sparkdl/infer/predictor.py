@@ -22,11 +22,12 @@ from pyspark.core.rdd import RDD
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from sparkdl.data.ragged import Rows, model_inputs
+from sparkdl.data.ragged import Rows, dense, model_inputs
 from sparkdl.errors import ModelError, cannot_travel
 from sparkdl.infer.output import in_rows
 from sparkdl.numerics import Numerics
 from sparkdl.replica.cache import task_device
+from sparkdl.replica.model_loss import called, is_model_loss
 from sparkdl.replica.pickling import dumps
 from sparkdl.replica.rebuilding import Rebuilt
 from sparkdl.step.compute import to_tensors
@@ -175,22 +176,27 @@ def run_batches(
     batch_size: int,
     finish: Callable[[Any], Any] | None = None,
     dimensions: Dimensions = (None, None),
+    own: tuple[Any, Sequence[Rows]] = (None, ()),
 ) -> Iterator[tuple[Any, slice]]:
     """The module's output, and which rows it is for, batch by batch.
 
     ``arrays``: one a feature. Rows of varying length are padded batch by batch, and their lengths
     follow them where their :class:`sparkdl.data.ragged.Padding` says so. ``finish``: is given what
     the model puts out on the CPU. ``dimensions``: of the model's output and of what ``finish`` makes of
-    it, see :func:`sparkdl.infer.output.in_rows`. Raises :class:`ModelError` where the model fails.
+    it, see :func:`sparkdl.infer.output.in_rows`. ``own``: the loss, and arrays of labels for
+    a model that computes it itself. Raises :class:`ModelError` where the model fails.
     """
     device = device_of(module)
     for start in range(0, len(arrays[0]), batch_size):
         rows = slice(start, start + batch_size)
         inputs = to_tensors(model_inputs([array[rows] for array in arrays]), device)
-        count = len(inputs[0])
+        count, (loss, labels) = len(inputs[0]), own
+        targets = []
+        if is_model_loss(loss):
+            targets = to_tensors(dense([label[rows] for label in labels]), device)
         with evaluating(module):
             try:
-                output = in_rows(module(*inputs), count, dimensions[0])
+                output = in_rows(called(loss, module, inputs, targets), count, dimensions[0])
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, TypeError, ValueError, IndexError) as error:

@@ -29,6 +29,7 @@ from sparkdl.replica.recipe import Recipe, weights_digest
 from sparkdl.replica.seeding import seeded
 from sparkdl.session import context_of, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
+from sparkdl.train.averaging_checks import gives_sums
 from sparkdl.train.callbacks import ProgressBar
 from sparkdl.train.checkpoint.identity import ModelIdentity
 from sparkdl.train.checkpoint.manifest import Manifest
@@ -152,7 +153,8 @@ def run(
         training = source(trainer, data, replicas, model.float_dtype, slab)
         samples = place(trainer, training, resources)
         validation = validation_set(trainer, training, samples, resources)
-        output = _try_out(trainer, model, samples, validation, endless=one_pass)
+        output, sums = _try_out(trainer, model, samples, validation, endless=one_pass)
+        model = replace(model, sums=sums)
         if validation is not None and output is not None:
             scorer = replace(validation.scorer, dimensions=output.dimensions)
             validation = replace(validation, scorer=scorer)
@@ -211,8 +213,9 @@ def _try_out(
     samples: SampleSet,
     validation: ValidationSet | None,
     endless: bool,
-) -> Output | None:
-    """Run model, loss and metrics on a few rows, here; what the model puts out.
+) -> tuple[Output | None, bool]:
+    """Run model, loss and metrics on a few rows, here; what the model puts out, and whether the loss
+    returns ``(sum, count)``.
 
     ``endless``: ``stop`` plays no part.
     """
@@ -226,14 +229,9 @@ def _try_out(
     with seeded(trainer.seed):
         batch = preview_batch(how, samples.preview, augment=True)
     recipe = replace(model.recipe, loss=copy.deepcopy(trainer.loss))  # it may count its calls
-    run = functools.partial(
-        try_model,
-        model.module,
-        recipe,
-        batch,
-        input_fields(how, samples.fields),
-        samples.fields[samples.num_features : samples.num_features + samples.num_labels],
-    )
+    labels = slice(samples.num_features, samples.num_features + samples.num_labels)
+    inputs_are, labels_are = input_fields(how, samples.fields), samples.fields[labels]
+    run = functools.partial(try_model, model.module, recipe, batch, inputs_are, labels_are)
     state = PlainState(model.module)
     output = run()
     state.check(run)
@@ -248,13 +246,17 @@ def _try_out(
         if part is not None:
             check_one_length(part.word, samples.fields)
     check_single_rows(model.module, recipe, batch, plan, limit, parallel)
+    groups = [sum(samples.counts[rank] for rank in group) for group in parallel.mesh.model_groups]
+    averaged = len([rows for rows in groups if rows]) > 1 or trainer.accumulate > 1
+    averaged = averaged or parallel.pipeline is not None
+    sums = gives_sums(model.module, recipe, batch, samples.preview[labels], averaged)
     metrics = list(validation.scorer.higher_is_better) if validation else []
     model.schedule.check(limit, plan.num_iterations, metrics)
     if validation is not None:
         check_scorer(model.module, validation)
     check_writes(model.module, batch.inputs)
     model.module.zero_grad()  # as much memory as the model has
-    return output
+    return output, sums
 
 
 def _packed(engine: Engine, lose_it: bool) -> tuple[bytes, ...] | None:

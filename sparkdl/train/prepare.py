@@ -47,7 +47,8 @@ logger = logging.getLogger("sparkdl")
 @dataclass(frozen=True)
 class Prepared:
     """The recipe and what follows from it; ``module`` is for trying. ``built``: how it was before,
-    which executors compare with what they build; of no use where there are none."""
+    which executors compare with what they build; of no use where there are none. ``sums``: whether the
+    loss returns ``(sum, count)``, which trying has shown."""
 
     recipe: Recipe
     payload: bytes
@@ -56,6 +57,7 @@ class Prepared:
     built: Description
     optimizer: OptimizerPlan
     schedule: Schedule
+    sums: bool = False
 
     @property
     def optimizers(self) -> tuple[str, ...]:

@@ -45,10 +45,11 @@ class Trainer:
     model: Callable[[], nn.Module] | nn.Module
     """A callable that builds the module (called with seeded random numbers), or a module, which is
     copied and not changed."""
-    loss: Callable[..., torch.Tensor]
-    """``loss(output, target)`` -> mean over the batch; with ``weight`` or ``class_weights`` one that
-    is none of torch's gives a value a sample. ``loss(output)`` without a label; with several labels
-    ``target`` is a tuple."""
+    loss: Callable[..., Any]
+    """``loss(output, target)`` -> mean over the rows, or ``(sum, count)`` where the mean is over
+    something else; with ``weight`` or ``class_weights`` one that is none of torch's gives these for
+    each row. ``loss(output)`` without a label; with several labels ``target`` is a tuple.
+    :class:`sparkdl.ModelLoss`: the model's own; :class:`sparkdl.PerReplica`: of each replica's rows."""
     optimizer: Callable[..., Any] | Mapping[str, Callable[..., Any]]
     """A ``torch.optim`` class or a partial of one, given the trainable parameters; any callable of
     the module that returns an optimizer (for parameter groups) or a list of them; or several, by

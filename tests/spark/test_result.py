@@ -510,7 +510,8 @@ def test_evaluate_with_a_loss_that_adds_up(table: Any, loss: Any, num_jobs: Any)
         trained(linear(2, 2), label=("x",), loss=loss).evaluate(table)
     assert str(caught.value) == (
         'the loss adds up (reduction="sum"), and the losses of batches are averaged, each weighted '
-        'by its samples: use reduction="mean".'
+        'by its samples: use reduction="mean", or return (sum, count) from a function of your own, '
+        "the count being what the mean is over."
     )
     assert num_jobs() == before
 

@@ -101,11 +101,12 @@ class GangEngine:
         timeout: float | None,
         parallel: Parallel,
         weighs: bool,
+        sums: bool,
         profile: ResourceProfile | None = None,
         min_ranks: int | None = None,
     ) -> None:
-        """``spare`` and ``weighs``: see :class:`sparkdl.train.rank.records.Setup`. ``min_ranks``: how
-        few task slots will do; None: one for each rank."""
+        """``spare``, ``weighs`` and ``sums``: see :class:`sparkdl.train.rank.records.Setup`.
+        ``min_ranks``: how few task slots will do; None: one for each rank."""
         self.plan = EpochPlan(samples.counts, batch_size)
         self._layout, self._run = layout, run
         assert samples.rdd is not None
@@ -114,7 +115,7 @@ class GangEngine:
             assert validation.samples.rdd is not None
             self._samples.append(validation.samples.rdd)
         checksums = tuple(handle.checksum for handle in samples.handles)
-        self._setup = Setup(run, recipe, built, spare, checksums, parallel, weighs)
+        self._setup = Setup(run, recipe, built, spare, checksums, parallel, weighs, sums)
         self._tokens: tuple[str, ...] = ()
         self._writing = False
         source = self._samples[0]
