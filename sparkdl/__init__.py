@@ -20,7 +20,7 @@ from sparkdl.errors import (
 from sparkdl.infer.metrics import MeanMetric, Metric
 from sparkdl.session import session
 from sparkdl.sync.compression import GradBucket, PowerSGD, TopK
-from sparkdl.train.callbacks import Callback
+from sparkdl.train.callbacks import Callback, StopTraining
 from sparkdl.train.checkpoint import Checkpoint
 from sparkdl.train.history import History
 from sparkdl.train.parallel.strategy import DDP, FSDP, Pipeline, Tensor
@@ -69,6 +69,7 @@ __all__ = [
     "SparkdlError",
     "StalledError",
     "StateLostError",
+    "StopTraining",
     "Tensor",
     "TopK",
     "TrainState",

@@ -46,7 +46,6 @@ from sparkdl.train.continuing import (
     begin_batch,
     chosen_state,
     has_rows,
-    history_of,
 )
 from sparkdl.train.engine import (
     AVERAGE,
@@ -62,6 +61,7 @@ from sparkdl.train.engines.build import build_engine
 from sparkdl.train.engines.recovery import Recovering
 from sparkdl.train.gang_checks import check_gang
 from sparkdl.train.history import History
+from sparkdl.train.interrupt import interruptible
 from sparkdl.train.loop import Stage, train
 from sparkdl.train.parallel.parallel import parallel_of
 from sparkdl.train.parallel.stages import check_one_length
@@ -87,15 +87,20 @@ def fit(
     resume: str | os.PathLike[str] | None = None,
     start: TrainedModel | None = None,
     optimizer_state: bool | None = None,
+    any_data: bool = False,
 ) -> TrainedModel:
     """See :meth:`sparkdl.Trainer.fit`."""
+    if any_data and resume is None:
+        raise ParameterError("any_data= says what to do with resume=: give that too.")
     if resume is not None and start is not None:
         raise ParameterError(
             "resume= and start= exclude each other: a resumed run has its weights."
         )
     kept = chosen_state(start, optimizer_state)
     with daemons_starting(context_of(data)):
-        return run(trainer, data, resume=resume, start=start, kept=kept).trained
+        return run(
+            trainer, data, resume=resume, start=start, kept=kept, any_data=any_data
+        ).trained
 
 
 def partial_fit(
@@ -107,6 +112,8 @@ def partial_fit(
         if not has_rows(data):
             return before.trained
         resume = None
+        # its schedule moves with this pass: where that fails, the next one makes a schedule anew
+        trainer._carried[:] = [replace(before, schedule=None)]
     with daemons_starting(context_of(data)):
         done = run(trainer, data, resume=resume, carried=before, one_pass=True)
     trainer._carried[:] = [done]
@@ -121,11 +128,12 @@ def run(
     kept: KeptState | None = None,
     carried: Carried | None = None,
     one_pass: bool = False,
+    any_data: bool = False,
 ) -> Carried:
     """Train; the result and where the run ended.
 
     ``kept``: state to begin with. ``one_pass``: over the data, which are a part of what is trained
-    on; ``carried``: the pass before it.
+    on; ``carried``: the pass before it. ``any_data``: the checkpoint may be of other data.
     """
     context = context_of(data)
     session = data.sparkSession if isinstance(data, DataFrame) else SparkSession.getActiveSession()
@@ -134,7 +142,7 @@ def run(
     model = prepare(trainer, start)
     if kept is not None:
         kept.check(ModelIdentity.of(model.layout), model.optimizers)
-    resuming = None if resume is None else Resuming(trainer, resume, any_data=one_pass)
+    resuming = None if resume is None else Resuming(trainer, resume, one_pass or any_data)
     if trainer.checkpoint is not None:
         CheckpointStore(trainer.checkpoint.path).prepare()
     replicas = trainer.replicas or (resuming and resuming.replicas) or _replicas(trainer, context)
@@ -161,16 +169,23 @@ def run(
         )
         if one_pass:
             trainer = replace(trainer, stop=MaxEpoch(state.epoch + 1))
-        state = caught_up(model.schedule, state, history)
-        stages = _stages(trainer, engine, validation, identity, history)
-        state = train(
-            trainer, engine, model.schedule, stages, [*trainer.callbacks, bar], state, history
-        )
-        flats = _weights(trainer, engine, state)
-        wanted = trainer.keep_optimizer_state or one_pass
-        packed = _packed(engine, lose_it=not one_pass) if wanted else None
-        best = BEST in flats and one_pass
-        packed_best = tuple(engine.with_states(PackSlice(), BEST)) if best else None
+        if carried is not None and carried.schedule is not None:
+            schedule = carried.schedule
+            schedule.after(schedule.at, state)
+        else:
+            schedule = model.schedule
+            state = caught_up(schedule, state, history)
+        stages = _stages(trainer, engine, validation, identity, state, history, one_pass)
+        with interruptible() as interrupt:
+            callbacks = [*trainer.callbacks, bar]
+            state = train(
+                trainer, engine, schedule, stages, callbacks, state, history, interrupt
+            )
+            flats = _weights(trainer, engine, state)
+            wanted = trainer.keep_optimizer_state or one_pass
+            packed = _packed(engine, lose_it=not one_pass) if wanted else None
+            best = BEST in flats and one_pass
+            packed_best = tuple(engine.with_states(PackSlice(), BEST)) if best else None
     results = {
         which: TrainedModel(
             module=_with_weights(pickle.loads(model.payload), flat),
@@ -192,7 +207,7 @@ def run(
     if packed is not None:
         digest = weights_digest(trained.module)
         trained.optimizer_state = KeptState(packed, identity.model, model.optimizers, digest)
-    return Carried(trained, state, packed_best)
+    return Carried(trained, state, packed_best, schedule if one_pass else None)
 
 
 def _replicas(trainer: Trainer, context: SparkContext) -> int:
@@ -280,6 +295,7 @@ def _begin(
     restored = None if resuming is None else resuming.restore(engine, identity)
     if restored is not None:
         state = replace(restored.state, iterations_per_epoch=per_epoch)
+        anew = anew or not restored.midway
         return begin_batch(state, per_epoch) if anew else state, restored.history
 
     def read(packed: tuple[bytes, ...]) -> ReadState:
@@ -293,7 +309,7 @@ def _begin(
     if carried is not None and carried.best is not None:
         engine.start(read(carried.best), which=BEST)
     if carried is not None:
-        return begin_batch(carried.state, per_epoch), history_of(carried.trained)
+        return begin_batch(carried.state, per_epoch), carried.trained.history.branch()
     return begin_batch(first_state(trainer.policy), per_epoch), History()
 
 
@@ -302,7 +318,9 @@ def _stages(
     engine: Engine,
     validation: ValidationSet | None,
     identity: Identity,
+    state: TrainState,
     history: History,
+    one_pass: bool,
 ) -> list[Stage]:
     stages: list[Stage] = []
     if validation is not None and trainer.validation is not None:
@@ -313,7 +331,16 @@ def _stages(
             noting = functools.partial(_noting, trainer, engine)
             if trainer.checkpoint.asynchronous:
                 background = functools.partial(_in_background, engine)
-        checkpointer = Checkpointer(trainer, engine, identity, history, noting, background)
+        checkpointer = Checkpointer(
+            trainer,
+            engine,
+            identity,
+            history,
+            noting,
+            background,
+            begun=state,
+            endless=one_pass,
+        )
         checkpointer.check()
         stages.append(checkpointer)
     return stages

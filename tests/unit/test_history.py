@@ -230,6 +230,7 @@ def test_the_file_is_json_for_anyone(tmp_path: Path, history: History) -> None:
         "validations": history.validations,
         "timings": {name: [row.get(name) for row in timings] for name in names},
         "start": {"samples": 0, "seconds": 0.0, "skipped": 0},
+        "stopped": None,
     }
     assert same(content, expected)
 

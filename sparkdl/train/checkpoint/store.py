@@ -86,6 +86,10 @@ class CheckpointStore:
     def __str__(self) -> str:
         return str(self._root)
 
+    def holds(self, uri: str) -> bool:
+        """Whether the checkpoint ``uri`` is one of these."""
+        return any(folder.uri == uri for _, folder in self._folders())
+
     def prepare(self) -> None:
         """Make the folder and write into it, so that a path that cannot be written fails early.
 
