@@ -147,6 +147,17 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if to_local is None else to_local()
 
 
+def filled(module: nn.Module, weights: torch.Tensor) -> nn.Module:
+    """``module`` with ``weights`` (a flat vector) in it, each tensor in memory of its own, in
+    evaluation mode."""
+    flat = FlatModule(module)
+    flat.flat.copy_(weights)
+    flat.refresh()
+    for _, parameter in flat.parameters:
+        parameter.data = parameter.data.clone()
+    return flat.module.eval()
+
+
 class FlatModule:
     """A module whose trainable parameters are views of one flat tensor, ``flat``.
 

@@ -16,8 +16,8 @@ class StopTraining(Exception):
     """A callback raises it to end the training: ``fit`` returns the model as it stands.
 
     The other callbacks still hear of the event, the iteration under way is completed (of a gang also
-    those that its ranks have begun), and ``history.stopped`` is "callback", or "callback: " and what this
-    was given.
+    those that its ranks have begun), and ``history.stopped`` is "callback", or "callback: " and what
+    this was given.
     """
 
 

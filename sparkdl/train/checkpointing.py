@@ -90,11 +90,13 @@ class Checkpointer:
         noting: Callable[[], Callable[[str, Manifest], None]] | None = None,
         background: Callable[[Uses], Later] | None = None,
         *,
+        told: Mapping[str, Any],
         begun: TrainState,
         endless: bool = False,
     ) -> None:
         """``noting`` is called when a checkpoint begins; what it gives is told the URI and the manifest
-        when it is complete. ``background``: writes while training goes on. ``begun``: where the run goes
+        when it is complete. ``background``: writes while training goes on. ``told``: what a
+        manifest tells of the model. ``begun``: where the run goes
         on. ``endless``: another pass will follow, so that the end of this one is not the run's, and the
         history has no end that is known."""
         assert trainer.checkpoint is not None
@@ -105,7 +107,7 @@ class Checkpointer:
         self._config = describe_trainer(trainer)
         self._noting, self._background = noting, background
         self._begun: Begun | None = None
-        self._endless = endless
+        self._endless, self._model = endless, told
         own = begun.checkpoint is not None and self._store.holds(begun.checkpoint)
         self._last = begun.iteration if own else 0  # the iteration of the last one
         self._told = False  # that older ones stay
@@ -245,6 +247,7 @@ class Checkpointer:
             validations=state.validations,
             best=self._best(begun, used),
             config=self._config,
+            model=self._model,
             extra={
                 "loss_scale_age": state.loss_scale_age,
                 "scales_loss": self._trainer.policy.scales_loss,

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Carried:
     """What one ``partial_fit`` hands to the next: its result, where it ended, the slices of the best
-    weights, where they are kept, and the schedule as it stands; None: to be made anew and brought there."""
+    weights, where they are kept, and the schedule as it stands; None: to be made anew and brought
+    there."""
 
     trained: TrainedModel
     state: TrainState

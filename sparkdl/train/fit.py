@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ParameterError, TrainingError
 from sparkdl.gang.slots import default_replicas, task_slots
 from sparkdl.infer.output import Output
-from sparkdl.replica.flat import FlatModule
+from sparkdl.replica.flat import filled
 from sparkdl.replica.recipe import Recipe, weights_digest
 from sparkdl.replica.seeding import seeded
 from sparkdl.session import context_of, settings_of, tell_what_costs_speed
@@ -34,6 +34,7 @@ from sparkdl.train.checkpoint.identity import ModelIdentity
 from sparkdl.train.checkpoint.manifest import Manifest
 from sparkdl.train.checkpoint.packed import PackSlice, ReadCarried, WithoutAverage
 from sparkdl.train.checkpoint.store import CheckpointStore
+from sparkdl.train.checkpoint_model import told_in_manifest
 from sparkdl.train.checkpointing import Checkpointer, Identity
 from sparkdl.train.cluster.locality import places_awaited
 from sparkdl.train.cluster.places import INLINE_BYTES
@@ -98,9 +99,7 @@ def fit(
         )
     kept = chosen_state(start, optimizer_state)
     with daemons_starting(context_of(data)):
-        return run(
-            trainer, data, resume=resume, start=start, kept=kept, any_data=any_data
-        ).trained
+        return run(trainer, data, resume=resume, start=start, kept=kept, any_data=any_data).trained
 
 
 def partial_fit(
@@ -164,6 +163,19 @@ def run(
             validation = replace(validation, scorer=scorer)
         engine = build_engine(trainer, settings, model, samples, validation, replicas, resources)
         identity = Identity.of(trainer, model, samples.handles)
+        result = functools.partial(
+            TrainedModel,
+            model=trainer.model,
+            loss=trainer.loss,
+            features=trainer.feature_columns,
+            label=trainer.label_columns,
+            columns=trainer.columns,
+            fields=samples.fields[: samples.num_features + samples.num_labels],
+            num_features=samples.num_features,
+            float_dtype=model.float_dtype,
+            output=output,
+            seed=trainer.seed,
+        )
         state, history = _begin(
             trainer, engine, identity, resuming, kept, carried, resources, anew=one_pass
         )
@@ -175,31 +187,20 @@ def run(
         else:
             schedule = model.schedule
             state = caught_up(schedule, state, history)
-        stages = _stages(trainer, engine, validation, identity, state, history, one_pass)
+        told = {}
+        if trainer.checkpoint is not None:
+            told = told_in_manifest(trainer, result(module=model.module, history=history))
+        stages = _stages(trainer, engine, validation, identity, told, state, history, one_pass)
         with interruptible() as interrupt:
             callbacks = [*trainer.callbacks, bar]
-            state = train(
-                trainer, engine, schedule, stages, callbacks, state, history, interrupt
-            )
+            state = train(trainer, engine, schedule, stages, callbacks, state, history, interrupt)
             flats = _weights(trainer, engine, state)
             wanted = trainer.keep_optimizer_state or one_pass
             packed = _packed(engine, lose_it=not one_pass) if wanted else None
             best = BEST in flats and one_pass
             packed_best = tuple(engine.with_states(PackSlice(), BEST)) if best else None
     results = {
-        which: TrainedModel(
-            module=_with_weights(pickle.loads(model.payload), flat),
-            model=trainer.model,
-            loss=trainer.loss,
-            features=trainer.feature_columns,
-            label=trainer.label_columns,
-            columns=trainer.columns,
-            fields=samples.fields[: samples.num_features + samples.num_labels],
-            num_features=samples.num_features,
-            float_dtype=model.float_dtype,
-            output=output,
-            history=history,
-        )
+        which: result(module=filled(_rebuilt(model), flat), history=history)
         for which, flat in flats.items()
     }
     trained = results[CURRENT]
@@ -318,6 +319,7 @@ def _stages(
     engine: Engine,
     validation: ValidationSet | None,
     identity: Identity,
+    told: Mapping[str, Any],
     state: TrainState,
     history: History,
     one_pass: bool,
@@ -338,6 +340,7 @@ def _stages(
             history,
             noting,
             background,
+            told=told,
             begun=state,
             endless=one_pass,
         )
@@ -362,6 +365,11 @@ def _in_background(engine: Recovering, uses: Uses) -> Later:
     return engine.later(lambda gang: gang.in_background(uses))
 
 
+def _rebuilt(model: Prepared) -> nn.Module:
+    recipe: Recipe = pickle.loads(model.payload)
+    return recipe.build()
+
+
 def _weights(trainer: Trainer, engine: Engine, state: TrainState) -> dict[str, torch.Tensor]:
     """The flat vectors that the result holds."""
     wanted = [CURRENT]
@@ -370,13 +378,3 @@ def _weights(trainer: Trainer, engine: Engine, state: TrainState) -> dict[str, t
     if state.best is not None:
         wanted.append(BEST)
     return {which: engine.weights(which) for which in wanted}
-
-
-def _with_weights(recipe: Recipe, weights: torch.Tensor) -> nn.Module:
-    """The recipe's module with ``weights`` (a flat vector) in it, each tensor its own memory."""
-    flat = FlatModule(recipe.build())
-    flat.flat.copy_(weights)
-    flat.refresh()
-    for _, parameter in flat.parameters:
-        parameter.data = parameter.data.clone()
-    return flat.module.eval()

@@ -21,9 +21,10 @@ _CODES: dict[type, Any] = {int: "q", float: "d", bool: "q"}  # "skipped" is kept
 class History:
     """Figures of every iteration, about 150 bytes each, and every validation.
 
-    [Note: histories with a common beginning] That of a run which goes on is that of the run before it and
-    more. Both refer to the same columns, each to the first ``_length`` rows of them. Who has all rows adds
-    to them in place; who has not copies its own first. Rows are never changed, nor taken away.
+    [Note: histories with a common beginning] That of a run which goes on is that of the run before it
+    and more. Both refer to the same columns, each to the first ``_length`` rows of them. Who has all
+    rows adds to them in place; who has not copies its own first. Rows are never changed, nor taken
+    away.
     """
 
     stopped: str | None = None
@@ -52,8 +53,8 @@ class History:
         return history
 
     def branch(self) -> History:
-        """A history that goes on from here while this one stays as it is; it costs the same however long
-        they are."""
+        """A history that goes on from here while this one stays as it is; it costs the same however
+        long they are."""
         history = History()
         history._columns, history._timings = dict(self._columns), dict(self._timings)
         history._length = self._length
@@ -227,9 +228,9 @@ class History:
         """Write a file: all of it as ``.json``, or one row an iteration as ``.csv``.
 
         JSON: ``{"iterations": [...], "epochs": [...], "validations": [...], "timings": {...},
-        "start": {...}, "stopped": ...}``. CSV: columns as in a record, ``timings/NAME``, and ``validation/NAME``,
-        filled at the iterations that were validated. Raises :class:`sparkdl.ParameterError` for
-        another suffix.
+        "start": {...}, "stopped": ...}``. CSV: columns as in a record, ``timings/NAME``, and
+        ``validation/NAME``, filled at the iterations that were validated. Raises
+        :class:`sparkdl.ParameterError` for another suffix.
         """
         history_files.write(Path(path), self._content())
 

@@ -239,12 +239,12 @@ class Trainer:
         where there is none) or a path; the bits are those of a run without a break. ``any_data``: the
         checkpoint may be of other rows, or of another batch size, seed or number of replicas: its state
         goes on with these. Where they are divided into batches otherwise, the epoch that was under way
-        begins anew. ``start``: begin with an earlier result's weights; with its ``optimizer_state`` too where it was kept (None),
-        always (True: an error where it was not), or never (False).
+        begins anew. ``start``: begin with an earlier result's weights; with its ``optimizer_state`` too
+        where it was kept (None), always (True: an error where it was not), or never (False).
 
-        The user's interrupt (Ctrl-C, a notebook's stop button; in the main thread) ends the training after
-        the iteration under way, and the model comes as it stands: ``history.stopped`` says so. A second
-        one raises KeyboardInterrupt at once.
+        The user's interrupt (Ctrl-C, a notebook's stop button; in the main thread) ends the training
+        after the iteration under way, and the model comes as it stands: ``history.stopped`` says so. A
+        second one raises KeyboardInterrupt at once.
 
         Raises :class:`sparkdl.UserError` before anything trains where the data, the model or a
         parameter cannot work, :class:`sparkdl.TrainingError` where an iteration fails for good, and
