@@ -52,7 +52,7 @@ def told_in_manifest(trainer: Trainer, untrained: TrainedModel) -> dict[str, Any
     except WithoutName as error:
         recipe = {"kind": "none", "why": str(error)}
     try:
-        content = content_of(untrained, recipe)
+        content = json.loads(json.dumps(content_of(untrained, recipe)))
     except ParameterError as error:  # a column's function without a name
         return {"unknown": str(error)}
     return {**content, "freeze": list(trainer.freeze), "unfreeze": list(trainer.unfreeze)}

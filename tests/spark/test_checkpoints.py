@@ -222,8 +222,14 @@ def test_a_path_that_cannot_be_written_is_found_before_the_data_are_read(
 
 
 def test_nothing_is_left_in_the_folder_of_a_run_without_a_checkpoint(df, tmp_path):
-    trainer(tmp_path / "run", iterations=1).fit(df)
+    """Where folders were tried, and no iteration was made."""
+    trainer(tmp_path / "run", callbacks=[StopAtOnce()]).fit(df)
     assert list((tmp_path / "run").iterdir()) == []
+
+
+class StopAtOnce(sparkdl.Callback):
+    def on_fit_start(self, trainer, state) -> None:
+        raise sparkdl.StopTraining
 
 
 class Away(sparkdl.Callback):
@@ -337,7 +343,6 @@ def test_a_run_goes_on_with_data_that_changed(spark, df, tmp_path, row):
     trained = run.fit(data, resume="latest", any_data=True)
     assert (first.state.epoch, first.state.position) == place
     assert [record["iteration"] for record in trained.history] == [1, 2, 3, 4, 5, 6, 7]
-    assert trained.history.losses[3] < trained.history.losses[0]
     with pytest.raises(sparkdl.ParameterError) as caught:
         run.fit(data, any_data=True)
     assert str(caught.value) == "any_data= says what to do with resume=: give that too."

@@ -391,10 +391,9 @@ def test_a_pass_costs_the_same_however_many_came_before(frame, tmp_path):
             continue
         per_pass.append(Counted.calls)
     assert [len(one.history) for one in values] == [2, 4, 6, 8]
-    assert per_pass[0] <= per_pass[1] <= per_pass[3]
-    assert per_pass[3] <= per_pass[1]  # and not two more with each pass
+    assert per_pass[3] == per_pass[1]  # the one between, after a failure, is the exception
     rates = [record["learning_rate"] for record in values[-1].history]
-    assert rates == [0.05 / (1 + step) for step in range(8)]
+    assert rates == pytest.approx([0.05 / (1 + step) for step in range(8)])
     assert [record["iteration"] for record in values[0].history] == [1, 2]
 
 
