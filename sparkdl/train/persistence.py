@@ -28,6 +28,7 @@ from torch import nn
 
 from sparkdl.data.columns import NamedFunction, Specs, specs_from_json, specs_to_json
 from sparkdl.errors import ModelError, ParameterError, TrustError
+from sparkdl.replica.care import passing_buffers
 from sparkdl.replica.seeding import seeded
 from sparkdl.train.checkpoint.store import holds_checkpoints
 from sparkdl.train.history import History
@@ -43,12 +44,7 @@ from sparkdl.train.saved import (
     Saved,
     file_checksum,
 )
-from sparkdl.train.saved_buffers import (
-    load_buffers,
-    passing_buffers,
-    save_buffers,
-    take_dtypes,
-)
+from sparkdl.train.saved_buffers import load_buffers, save_buffers, take_dtypes
 from sparkdl.train.saved_recipe import REMEDY, WithoutName, read_recipe, recipe_by_name
 from sparkdl.train.trained import TrainedModel
 

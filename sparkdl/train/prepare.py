@@ -16,6 +16,7 @@ from torch import nn
 from sparkdl.errors import ParameterError, SessionError
 from sparkdl.infer.evaluate import check_metrics
 from sparkdl.infer.metrics import resolve
+from sparkdl.replica.care import passing_buffers
 from sparkdl.replica.flat import Layout, layout_of
 from sparkdl.replica.recipe import Recipe
 from sparkdl.session import context_of
@@ -81,6 +82,7 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
         tuple(trainer.unfreeze),
         trainer.augment,
         trainer.compression,
+        {} if start is None else passing_buffers(start.module),
     )
     payload = pickled(recipe)
     check_columns(trainer.columns)

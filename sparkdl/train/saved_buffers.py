@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import safetensors
@@ -14,24 +15,13 @@ from sparkdl.errors import ModelError
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def passing_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that are not in the state_dict, by name, each in memory of its own.
-
-    Predictions depend on them as much as on others: random features, masks, statistics.
-    """
-    return {
-        f"{path}.{name}".removeprefix("."): buffer.detach()
-        .cpu()
-        .clone(memory_format=torch.contiguous_format)
-        for path, part in module.named_modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None and name in part._non_persistent_buffers_set
+def save_buffers(buffers: Mapping[str, torch.Tensor], draft: Path) -> None:
+    """A safetensors file of them, each stored apart."""
+    apart = {
+        name: buffer.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, buffer in buffers.items()
     }
-
-
-def save_buffers(buffers: dict[str, torch.Tensor], draft: Path) -> None:
-    """A safetensors file of them."""
-    safetensors.torch.save_file(buffers, str(draft))
+    safetensors.torch.save_file(apart, str(draft))
 
 
 def load_buffers(module: nn.Module, file: str, folder: Path) -> None:

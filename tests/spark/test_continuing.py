@@ -143,6 +143,33 @@ def test_buffers_begin_where_they_ended(frame):
     assert int(second.module.state_dict()["1.num_batches_tracked"]) == 2 * count > 0
 
 
+class Centered(nn.Module):
+    """A running mean that no state_dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.rand(WIDTH), persistent=False)
+        self.linear = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        if self.training:
+            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return self.linear(x - self.mean)
+
+
+def test_buffers_of_no_state_dict_begin_where_they_ended_too(frame):
+    df = frame(16)
+    first = trainer(model=Centered).fit(df)
+    stopped = trainer(model=Centered, seed=3, callbacks=[StopAtOnce()]).fit(df, start=first)
+    assert torch.equal(stopped.module.mean, first.module.mean)
+    assert not torch.equal(trainer(model=Centered, seed=3).fit(df).module.mean, first.module.mean)
+
+
+class StopAtOnce(sparkdl.Callback):
+    def on_fit_start(self, trainer, state) -> None:
+        raise sparkdl.StopTraining
+
+
 def mistake(call) -> str:
     with pytest.raises(sparkdl.UserError) as caught:
         call()
