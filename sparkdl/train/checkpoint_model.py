@@ -104,13 +104,17 @@ def _model_of(
     try:
         told: Told = from_plain({**manifest.model, "files": {}}, Told)
         told.check()
-    except (ValueError, TypeError) as error:
+        frozen, unfrozen = (
+            from_plain(manifest.model.get(name, []), tuple[str, ...], name)
+            for name in ("freeze", "unfreeze")
+        )
+    except (ValueError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"it tells no model: {error}") from error
     saved = Saved(Path(str(where)), dict(manifest.model), told)
     columns = columns_of(saved, trust)
     build = model if model is not None else read_recipe(saved, trust)
     module = built(build, saved)
-    freeze(module, manifest.model["freeze"], manifest.model["unfreeze"])
+    freeze(module, frozen, unfrozen)
     _check(module, manifest, where)
     layout = layout_of(module)
     (plan,) = slice_plans(layout, 1)
