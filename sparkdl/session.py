@@ -52,6 +52,8 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
     conf = _launched(given)
     python = given.get("spark.pyspark.python") or conf.get("spark.pyspark.python")
     os.environ.setdefault("PYSPARK_PYTHON", python or sys.executable)
+    if sys.platform == "darwin":  # the workers are forked, with torch imported
+        os.environ.setdefault("OBJC_DISABLE_INITIALIZE_FORK_SAFETY", "YES")
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     builder = SparkSession.builder
     for key, (value, _) in SPARK_SETTINGS.items():

@@ -16,16 +16,18 @@ from typing import Any
 
 import torch
 from py4j.protocol import Py4JError
-from pyspark import SparkContext, SparkFiles, cloudpickle
+from pyspark import SparkContext, SparkFiles
 from pyspark.core.broadcast import Broadcast
 from pyspark.core.rdd import RDD
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from sparkdl.data.ragged import Rows, model_inputs
-from sparkdl.errors import ModelError
+from sparkdl.errors import ModelError, cannot_travel
 from sparkdl.infer.output import in_rows
 from sparkdl.replica.cache import task_device
+from sparkdl.replica.pickling import dumps
+from sparkdl.replica.rebuilding import Rebuilt
 from sparkdl.step.compute import to_tensors
 
 Dimensions = tuple[int | None, int | None]
@@ -83,12 +85,19 @@ class ShippedModule:
             object.__setattr__(self, name, value)
 
     @staticmethod
-    def of(module: nn.Module, sender: Any, before: ShippedModule | None = None) -> ShippedModule:
+    def of(
+        module: nn.Module,
+        sender: Any,
+        before: ShippedModule | None = None,
+        model: Any = None,
+    ) -> ShippedModule:
         """``sender``: see :func:`sender_to`.
 
-        ``before``: shipped earlier; taken again where the module has not changed since.
+        ``before``: shipped earlier; taken again where the module has not changed since. ``model``: what
+        built it, which is shipped with its tensors where the module itself cannot be pickled. Raises
+        :class:`ModelError` where neither can be.
         """
-        data = cloudpickle.dumps(module)
+        data = _pickled(module, model)
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
         if before is not None and before.digest == digest and before.sender is sender:
             return before
@@ -121,6 +130,16 @@ class ShippedModule:
                 _loaded.popitem(last=False)
         _loaded.move_to_end(key)
         return module
+
+
+def _pickled(module: nn.Module, model: Any) -> bytes:
+    try:
+        return dumps(module)
+    except Exception as error:
+        if isinstance(model, nn.Module) or not callable(model):
+            remedy = "Load it with model=make_model, a function that builds the module."
+            raise ModelError(cannot_travel("the module", error, remedy)) from None
+    return dumps(Rebuilt.of(module, model))
 
 
 _loaded: OrderedDict[tuple[str, torch.device], nn.Module] = OrderedDict()

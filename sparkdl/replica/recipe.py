@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError
-from sparkdl.replica.care import freeze, start_from, take_buffers
+from sparkdl.replica.care import freeze, plain, start_from, take_buffers
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.seeding import seeded
 
@@ -57,14 +57,14 @@ class Recipe:
 
     def _made(self) -> nn.Module:
         if isinstance(self.model, nn.Module):
-            return self.model
+            return plain(self.model)
         with seeded(self.seed):
             module = self.model()
         if not isinstance(module, nn.Module):
             raise ModelError(
                 f"model() returned a {type(module).__name__}: it must return a torch.nn.Module."
             )
-        return module
+        return plain(module)
 
     def build_optimizer(self, module: nn.Module) -> Any:
         """The optimizer as the user wrote it, where it is one callable.

@@ -15,7 +15,7 @@ import torch
 
 from sparkdl.errors import StaleReferenceError
 from sparkdl.heap import keep_heap
-from sparkdl.replica.cache import live_replica
+from sparkdl.replica.cache import forget, live_replica
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import Recipe
 from sparkdl.slab.root import SlabConfig, open_root, read_private, write_private
@@ -85,6 +85,15 @@ def open_replica(run: Run) -> LiveReplica:
     if torch.get_num_threads() != run.threads:
         torch.set_num_threads(run.threads)
     return live_replica(run.key, lambda: _load_recipe(run))
+
+
+def build_replica(run: Run) -> LiveReplica:
+    """The live replica of this process, built anew, whatever it was before: its weights are the
+    recipe's. In one that was there before they need not be, nor anything else that training changes,
+    even where nothing was read into it: it may have computed with weights that lay elsewhere.
+    """
+    forget(run.key)
+    return open_replica(run)
 
 
 def _load_recipe(run: Run) -> Recipe:

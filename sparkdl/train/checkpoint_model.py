@@ -113,11 +113,19 @@ def _model_of(
     saved = Saved(Path(str(where)), dict(manifest.model), told)
     columns = columns_of(saved, trust)
     build = model if model is not None else read_recipe(saved, trust)
-    module = built(build, saved)
-    freeze(module, frozen, unfrozen)
+
+    def made() -> nn.Module:
+        module = built(build, saved)
+        freeze(module, frozen, unfrozen)
+        return module
+
+    module = made()
     _check(module, manifest, where)
     layout = layout_of(module)
     (plan,) = slice_plans(layout, 1)
+
+    def another() -> nn.Module:
+        return copy.deepcopy(module) if isinstance(build, nn.Module) else made()
 
     def trained(files: Sequence[SliceFile], which: str) -> TrainedModel | None:
         state = read_slice_files(uri, files, plan, layout.dtype)
@@ -125,7 +133,7 @@ def _model_of(
         if which == AVERAGE and weights is state.weights:
             return None
         return TrainedModel(
-            module=filled(module if which == CURRENT else copy.deepcopy(module), weights),
+            module=filled(module if which == CURRENT else another(), weights),
             model=build,
             loss=loss,
             features=told.features,

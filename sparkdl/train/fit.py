@@ -22,7 +22,7 @@ from sparkdl.data.assemble import input_fields, preview_batch
 from sparkdl.data.batches import EpochPlan
 from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ParameterError, TrainingError
-from sparkdl.gang.slots import default_replicas, task_slots
+from sparkdl.gang.slots import SLOT_SECONDS, default_replicas, task_slots
 from sparkdl.infer.output import Output
 from sparkdl.replica.flat import filled
 from sparkdl.replica.recipe import Recipe, weights_digest
@@ -67,6 +67,7 @@ from sparkdl.train.loop import Stage, train
 from sparkdl.train.parallel.parallel import parallel_of
 from sparkdl.train.parallel.stages import check_one_length
 from sparkdl.train.parallel.units import check_all_used
+from sparkdl.train.plain_state import PlainState
 from sparkdl.train.prepare import Prepared, prepare
 from sparkdl.train.probe import check_scorer, try_model
 from sparkdl.train.progress import caught_up, first_state
@@ -144,7 +145,8 @@ def run(
     resuming = None if resume is None else Resuming(trainer, resume, one_pass or any_data)
     if trainer.checkpoint is not None:
         CheckpointStore(trainer.checkpoint.path).prepare()
-    replicas = trainer.replicas or (resuming and resuming.replicas) or _replicas(trainer, context)
+    replicas = trainer.replicas or (resuming and resuming.replicas)
+    replicas = replicas or _replicas(trainer, context, settings.timeout)
     slab = SlabConfig.new(settings.slab_dir, context.applicationId)
     bar = ProgressBar(settings.progress, one_pass)
     if trainer.engine == "gang":
@@ -211,11 +213,12 @@ def run(
     return Carried(trained, state, packed_best, schedule if one_pass else None)
 
 
-def _replicas(trainer: Trainer, context: SparkContext) -> int:
-    """M where nobody says it."""
+def _replicas(trainer: Trainer, context: SparkContext, timeout: float | None) -> int:
+    """Return M where nobody says it; ``timeout`` bounds the wait for the first executor, in seconds."""
+    seconds = min(SLOT_SECONDS, timeout or SLOT_SECONDS)
     if trainer.engine == "gang":  # all at once
-        return task_slots(context, trainer.resource_profile)
-    return default_replicas(context)
+        return task_slots(context, trainer.resource_profile, seconds)
+    return default_replicas(context, seconds)
 
 
 def _try_out(
@@ -229,17 +232,27 @@ def _try_out(
 
     ``endless``: ``stop`` plays no part.
     """
+    if trainer.bucketing is not None and not any(field.ragged for field in samples.fields):
+        raise ParameterError(
+            f"bucketing={trainer.bucketing} brings samples of like length together, and all samples of "
+            'this data have one length: declare the column that varies, columns={"...": '
+            "sparkdl.Sequence()}, or leave bucketing out."
+        )
     how = replace(assembly(trainer, samples, model.float_dtype), augment=trainer.augment)
     with seeded(trainer.seed):
         batch = preview_batch(how, samples.preview, augment=True)
     recipe = replace(model.recipe, loss=copy.deepcopy(trainer.loss))  # it may count its calls
-    output = try_model(
+    run = functools.partial(
+        try_model,
         model.module,
         recipe,
         batch,
         input_fields(how, samples.fields),
         samples.fields[samples.num_features : samples.num_features + samples.num_labels],
     )
+    state = PlainState(model.module)
+    output = run()
+    state.check(run)
     plan = EpochPlan(samples.counts, trainer.batch_size * trainer.local_steps)
     limit = None if endless else trainer.stop.limit(plan.num_iterations)
     for dimension, part in trainer.parts.items():

@@ -22,13 +22,13 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from pyspark import cloudpickle
 from safetensors.torch import save_model
 from torch import nn
 
 from sparkdl.data.columns import NamedFunction, Specs, specs_from_json, specs_to_json
 from sparkdl.errors import ModelError, ParameterError, TrustError
-from sparkdl.replica.care import passing_buffers
+from sparkdl.replica.care import passing_buffers, plain
+from sparkdl.replica.pickling import dumps
 from sparkdl.replica.seeding import seeded
 from sparkdl.train.checkpoint.store import holds_checkpoints
 from sparkdl.train.history import History
@@ -63,7 +63,7 @@ def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = 
         recipe, why = {"kind": "pickle"}, str(error)
     content = content_of(trained, recipe)
     json.dumps(content)  # before a file of an older model is replaced
-    pickled = cloudpickle.dumps(trained.model) if why is not None else b""
+    pickled = dumps(trained.model) if why is not None else b""
     buffers = passing_buffers(trained.module)
     folder.mkdir(parents=True, exist_ok=True)
     files = {
@@ -211,7 +211,7 @@ def columns_of(saved: Saved, trust: bool) -> Specs:
 def built(build: Any, saved: Saved) -> nn.Module:
     """The module to fill, in whatever way the saved arguments, or the given function, make it."""
     if isinstance(build, nn.Module):
-        return build
+        return plain(build)
     folder = saved.folder
     try:
         with seeded(saved.told.seed):
@@ -225,7 +225,7 @@ def built(build: Any, saved: Saved) -> nn.Module:
         raise ModelError(
             f"the model of {folder} is a {type(module).__name__}: it must be a torch.nn.Module."
         )
-    return module
+    return plain(module)
 
 
 def _history(saved: Saved) -> History:

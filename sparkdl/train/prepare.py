@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -38,6 +39,9 @@ from sparkdl.train.trained import TrainedModel
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
+
+
+logger = logging.getLogger("sparkdl")
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
         trainer.compression,
         {} if start is None else passing_buffers(start.module),
     )
+    _tell_of_compilation(trainer)
     payload = pickled(recipe)
     check_columns(trainer.columns)
     module = build_model(payload)
@@ -100,6 +105,20 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
         check_stages(trainer.parts["pipe"], module, layout, optimizer, policy)
     schedule = Schedule(optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric)
     return Prepared(recipe, payload, module, layout, optimizer, schedule)
+
+
+def _tell_of_compilation(trainer: Trainer) -> None:
+    """Warn where ``module.compile()`` was called, which leaves no trace in a pickle."""
+    if isinstance(trainer.model, nn.Module) and not trainer.compile:
+        for name, module in trainer.model.named_modules():
+            if module._compiled_call_impl is not None:
+                where = f'its "{name}"' if name else "it"
+                logger.warning(
+                    "model is a module, and %s was compiled with .compile(), which does not travel to "
+                    "the executors: it is trained as it is. Pass compile=True to compile it there.",
+                    where,
+                )
+                return
 
 
 def _import_compiler() -> None:

@@ -33,6 +33,7 @@ from sparkdl.train.hints import (
     input_hint,
     label_hint,
     loss_hint,
+    precision_hint,
     shape_of,
     short,
     text_of,
@@ -68,7 +69,8 @@ def try_model(
         except Exception as error:
             raise ModelError(
                 f"the model fails on the first rows ({shown}; {dtypes_of(inputs)}): "
-                f"{type(error).__name__}: {text_of(error)}.{input_hint(error, inputs, inputs_are)}"
+                f"{type(error).__name__}: {text_of(error)}."
+                f"{precision_hint(module, inputs) or input_hint(error, inputs, inputs_are)}"
             ) from error
         if output is None:
             raise ModelError("the model returned None: its forward must return the output.")

@@ -56,6 +56,11 @@ class Schedule:
                 f'schedule_metric="{metric}" is for ReduceLROnPlateau, which schedule is not: '
                 "leave it out."
             )
+        if per == "epoch" and make is None:
+            raise ModelError(
+                'schedule_per="epoch" says when a schedule is stepped, and there is none: give '
+                "schedule=..., or leave it out."
+            )
 
     @property
     def learning_rates(self) -> tuple[float, ...]:
@@ -100,6 +105,11 @@ class Schedule:
                     "none: give validation=..., or a schedule that follows the iterations."
                 )
             self._check_metric(metrics)
+            if self._per == "epoch" and all(self._plateaus):
+                raise ModelError(
+                    'schedule_per="epoch" does nothing to ReduceLROnPlateau, which is stepped at each '
+                    "validation: leave it out, and say how often with Validation(every=...)."
+                )
         if limit is None:
             return
         per_epoch = self._per == "epoch"

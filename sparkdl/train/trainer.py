@@ -73,7 +73,8 @@ class Trainer:
     :class:`sparkdl.Sequence`, :class:`sparkdl.Convert`."""
     augment: Callable[..., Any] | None = None
     """``augment(*features, rng)`` -> features: what happens to one sample (NumPy arrays) each time
-    it is trained on. ``rng`` is a ``numpy.random.Generator`` seeded by sample and epoch."""
+    it is trained on. ``rng`` is a ``numpy.random.Generator`` seeded by sample and epoch, as are the
+    generators of torch, numpy and random where it draws from them."""
     bucketing: int | None = None
     """Bring samples of like length together: rows of a window that is sorted by length."""
     class_weights: Sequence[float] | Mapping[int, float] | None = None
@@ -84,8 +85,8 @@ class Trainer:
     batch_size: int = 256
     """The global batch: samples of all replicas together. The last batch of an epoch may be short."""
     replicas: int | None = None
-    """M; None: the checkpoint's; else ``spark.default.parallelism`` where it is set (a gang takes no
-    notice), else as many as tasks run at once, by cores and GPUs of the executors and of a task."""
+    """M; None: the checkpoint's; else as many as tasks run at once on the executors that are there, by
+    cores and GPUs, or fewer where ``spark.default.parallelism`` says so (a gang takes no notice)."""
     min_ranks: int | None = None
     """Of a gang: with how few task slots it goes on where executors are lost for good, or too few come.
     It still has M ranks, and the same bits: several then share a slot, each a process of its own. That

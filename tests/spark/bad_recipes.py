@@ -67,6 +67,37 @@ class Normed(Embedded):
         self.table = nn.Embedding(3, 1, max_norm=1.5)
 
 
+class Growing(ReturnsNothing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.training:
+            self.seen = torch.cat([self.seen, x.new_ones(1)])
+        return nn.Linear.forward(self, x)[:, 0]
+
+
+class Counting(nn.Sequential):
+    """Its part counts in a plain attribute, for annealing."""
+
+    def __init__(self) -> None:
+        super().__init__(Annealed())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[:, 0]
+
+
+class Annealed(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return super().forward(x) / self.passes
+
+
 class Squeezed(nn.Linear):
     """What it puts out for one row lacks a dimension."""
 
@@ -215,6 +246,25 @@ MODELS = [
         jobs=3,
     ),
     Mistake(
+        "a counter that is no buffer",
+        lambda fit: fit(fit.good(), model=Counting),
+        ModelError,
+        'forward changes "0.passes" in each pass, and it is neither a parameter nor a buffer: each '
+        "worker would have its own, and the trained model none. Make it a buffer: give "
+        "register_buffer a tensor in __init__, which forward may change.",
+        jobs=3,
+    ),
+    Mistake(
+        "a buffer that takes another form",
+        lambda fit: fit(fit.good(), model=Growing),
+        ModelError,
+        'forward makes the buffer "seen" [2] float32, and it was built [1] float32: buffers are '
+        "averaged over the replicas, so they keep their form. Give it its last form in __init__ (as "
+        "long as the longest input, say); one that is only a cache is left alone if it is registered "
+        "with persistent=False.",
+        jobs=3,
+    ),
+    Mistake(
         "one row a mini-batch for batch norm",
         lambda fit: fit(fit.good(), model=batch_normed, stop=sparkdl.max_epoch(1)),
         ModelError,
@@ -270,8 +320,10 @@ MODELS = [
         lambda fit: fit(fit.good(), model=lambda: scalar_model().half()),
         ModelError,
         'the model fails on the first rows ("features" [2, 2]; float32): RuntimeError: mat1 '
-        "and mat2 must have the same dtype, but got Float and Half. Each is [rows, ...]: build "
-        "the model for inputs of these shapes and types.",
+        "and mat2 must have the same dtype, but got Float and Half. The model has weights of float16, "
+        "and columns of floats arrive as float32: build it in float32 and pass "
+        'precision="fp16", which computes in float16, or begin its forward with '
+        "x = x.to(torch.float16).",
         jobs=3,
     ),
     Mistake(

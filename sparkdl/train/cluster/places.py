@@ -17,6 +17,7 @@ from sparkdl.frames import (
     map_frames,
     shuffle_frames,
     stage_name,
+    store_frames,
     stored_for,
     stored_frames,
     zip_frames,
@@ -270,9 +271,13 @@ class Places:
             self._write_again(samples)
 
     def _write_again(self, samples: RDD) -> None:
-        """Each partition will be written where it is read."""
+        """Each partition will be written where it is read; in local mode now, since there tasks read
+        stored blocks, see :func:`sparkdl.frames.stored_frames`."""
         compute_again(samples)
         self._stored.pop(samples, None)
+        if is_local(self._context):
+            with faults_explained("writing the samples again"):
+                store_frames(samples)
 
     def give_up_on(self, faults: list[Fault], doing: str) -> None:
         """Raise for what no other submission could mend."""
@@ -312,7 +317,8 @@ def compute_again(rdd: RDD) -> None:
     """Let go of what is persisted of ``rdd``; it is persisted again as it is computed.
 
     Nobody waits for that: an executor that has just died does not answer for two minutes. A block
-    that is let go of too late, when it is there anew, is computed once more.
+    that is let go of too late, when it is there anew, is computed once more. In local mode, where
+    blocks are read without what computes them, it must not be let go of too late, and nobody dies.
     """
-    rdd.unpersist(blocking=False)
+    rdd.unpersist(blocking=is_local(rdd.ctx))
     rdd.persist(StorageLevel.MEMORY_AND_DISK)

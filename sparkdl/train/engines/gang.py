@@ -138,6 +138,8 @@ class GangEngine:
         which: str = CURRENT,
     ) -> None:
         """See :class:`sparkdl.train.engine.Engine`."""
+        if read is None and which == CURRENT:
+            self._gang.leave()  # ranks that have trained do not have the recipe's weights any more
         self._ready()
         results = self._call("setting up the ranks", "read", read, reported, which)
         _raise_first(results)

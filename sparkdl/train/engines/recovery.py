@@ -19,7 +19,13 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from sparkdl.data.batches import EpochPlan
-from sparkdl.errors import CheckpointError, StalledError, StateLostError, TrainingError
+from sparkdl.errors import (
+    CheckpointError,
+    StalledError,
+    StateLostError,
+    TrainingError,
+    UserError,
+)
 from sparkdl.step.compressing import ReadResiduals
 from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.plan import SlicePlan
@@ -210,6 +216,8 @@ class Recovering:
                 point.load()
             except StalledError:  # so would every other point, after as long a wait
                 raise
+            except UserError as error:  # no other point would change it
+                raise _beyond_recovery(lost, error) from None
             except (TrainingError, CheckpointError) as error:
                 if tries[point] >= TRIES and point is not self._beginning:
                     self._give_up(point, error)
