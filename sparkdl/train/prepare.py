@@ -17,6 +17,7 @@ from torch import nn
 from sparkdl.errors import ParameterError, SessionError
 from sparkdl.infer.evaluate import check_metrics
 from sparkdl.infer.metrics import resolve
+from sparkdl.replica.care import passing_buffers
 from sparkdl.replica.compare import Description, describe
 from sparkdl.replica.flat import Layout, layout_of
 from sparkdl.replica.recipe import Recipe
@@ -90,6 +91,7 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
         tuple(trainer.unfreeze),
         trainer.augment,
         trainer.compression,
+        {} if start is None else passing_buffers(start.module),
     )
     _tell_of_compilation(trainer)
     payload = pickled(recipe)

@@ -48,6 +48,8 @@ class Schedule:
         self._totals = [min(_total_steps(s), default=None) for s in self._schedulers]
         self._steps = [0] * len(self._schedulers)
         self._exhausted: set[int] = set()
+        self.at = TrainState()
+        """The state that it stands at."""
         self._plateaus = [isinstance(s, ReduceLROnPlateau) for s in self._schedulers]
         if metric is not None and not any(self._plateaus):
             raise ModelError(
@@ -82,6 +84,7 @@ class Schedule:
         others = [not plateau for plateau in self._plateaus]
         for _ in range(getattr(current, self._per) - getattr(previous, self._per)):
             self._step(others)
+        self.at = current
 
     def catch_up(self, state: TrainState) -> None:
         """Bring a fresh schedule to where that of a run stood after ``state``, bit for bit."""

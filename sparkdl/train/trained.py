@@ -17,7 +17,7 @@ from sparkdl.data.handle import Field
 from sparkdl.data.records import feature_names, named
 from sparkdl.errors import DataError, ModelError, ParameterError
 from sparkdl.infer.evaluate import Evaluation, check_metrics, evaluate
-from sparkdl.infer.metrics import Metrics, resolve, suited
+from sparkdl.infer.metrics import Judging, Metrics, resolve, suited
 from sparkdl.infer.output import Output
 from sparkdl.infer.predict import Finish, predict_dataframe, predict_rdd
 from sparkdl.infer.predictor import Dimensions, ShippedModule, sender_to
@@ -55,7 +55,11 @@ class TrainedModel:
         output: Output | None,
         history: History,
         columns: Specs | None = None,
+        seed: int = 0,
+        judging: Judging | None = None,
     ) -> None:
+        """``seed``: with which ``model`` is called. ``judging``: how an accuracy takes output and label
+        where there is no ``loss``."""
         self.module = module
         self.model = model
         self.loss = loss
@@ -67,7 +71,14 @@ class TrainedModel:
         self.output = output
         self.history = history
         self.columns = dict(columns or {})
+        self.seed = seed
+        self._judging = judging
         self._shipped: ShippedModule | None = None
+
+    @property
+    def judging(self) -> Judging:
+        """How an accuracy takes output and label: as the loss does."""
+        return (self._judging or Judging()) if self.loss is None else Judging.of(self.loss)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what a pickle makes, ships for itself."""
@@ -141,7 +152,7 @@ class TrainedModel:
         output or the label, and :class:`ModelError` for a loss that adds up.
         """
         _check_kind("evaluate", data, (DataFrame, RDD), "a DataFrame or an RDD")
-        resolved = suited(resolve(metrics), self.loss)
+        resolved = suited(resolve(metrics), self.loss, self._judging)
         if self.loss is None and not resolved:
             raise ParameterError(
                 "nothing to evaluate: a loaded model has no loss. Name metrics, or load it with "
@@ -174,7 +185,8 @@ class TrainedModel:
     def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
         """Write the model into the folder ``path``: safetensors, JSON, and the recipe.
 
-        Raises FileExistsError where it holds a model, unless ``overwrite``.
+        Where the recipe has no name it is written as a pickle, and a warning says why. Raises
+        FileExistsError where it holds a model, unless ``overwrite``.
         """
         from sparkdl.train.persistence import save
 

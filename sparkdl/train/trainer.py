@@ -233,13 +233,20 @@ class Trainer:
         resume: str | os.PathLike[str] | None = None,
         start: TrainedModel | None = None,
         optimizer_state: bool | None = None,
+        any_data: bool = False,
     ) -> TrainedModel:
         """Train on ``data``: a DataFrame, or an RDD of ``(features, label)`` or ``Sample``.
 
         ``resume``: go on from a checkpoint, "latest" (of ``checkpoint``'s path; from the beginning
-        where there is none) or a path; the bits are those of a run without a break. ``start``: begin
-        with an earlier result's weights; with its ``optimizer_state`` too where it was kept (None),
-        always (True: an error where it was not), or never (False).
+        where there is none) or a path; the bits are those of a run without a break. ``any_data``: the
+        checkpoint may be of other rows, or of another batch size, seed or number of replicas: its state
+        goes on with these. Where they are divided into batches otherwise, the epoch that was under way
+        begins anew. ``start``: begin with an earlier result's weights; with its ``optimizer_state`` too
+        where it was kept (None), always (True: an error where it was not), or never (False).
+
+        The user's interrupt (Ctrl-C, a notebook's stop button; in the main thread) ends the training
+        after the iteration under way, and the model comes as it stands: ``history.stopped`` says so. A
+        second one raises KeyboardInterrupt at once.
 
         Raises :class:`sparkdl.UserError` before anything trains where the data, the model or a
         parameter cannot work, :class:`sparkdl.TrainingError` where an iteration fails for good, and
@@ -248,7 +255,7 @@ class Trainer:
         from sparkdl.train.fit import fit
 
         raise_all(ParameterError, list(problems_of_start(resume, start, optimizer_state)))
-        return fit(self, data, resume=resume, start=start, optimizer_state=optimizer_state)
+        return fit(self, data, resume, start, optimizer_state, any_data)
 
     def partial_fit(
         self, data: DataFrame | RDD[Any], *, resume: str | os.PathLike[str] | None = None
@@ -257,7 +264,8 @@ class Trainer:
 
         Weights, optimizer state, schedule, counters and history go on; ``stop`` plays no part. For
         ``foreachBatch`` of Structured Streaming. ``resume``: in the first call, a checkpoint of
-        earlier ones ("latest" or a path). An empty batch changes nothing.
+        earlier ones ("latest" or a path). An empty batch changes nothing. A call costs the same however
+        many came before it; a checkpoint holds the history of the last 10,000 iterations.
         """
         from sparkdl.train.fit import partial_fit
 

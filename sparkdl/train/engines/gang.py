@@ -87,6 +87,8 @@ class InBackground:
 class GangEngine:
     """See the note in :mod:`sparkdl.train.rank.ranks`."""
 
+    begins_ahead = True
+
     def __init__(
         self,
         samples: SampleSet,

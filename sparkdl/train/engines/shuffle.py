@@ -53,6 +53,8 @@ class ShuffleEngine:
     """See "One iteration" in docs/architecture.md. Holds the persisted RDDs and the handles of
     version t."""
 
+    begins_ahead = False
+
     def __init__(
         self,
         samples: SampleSet,
