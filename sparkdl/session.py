@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import SessionError
+from sparkdl.plain import plain
 from sparkdl.settings import NEEDED_FOR_SPEED, PREFIX, SPARK_SETTINGS, Settings
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
         (key if "." in key else key.replace("_", ".")): str(value).lower()
         if isinstance(value, bool)
         else str(value)
-        for key, value in settings.items()
+        for key, value in plain(settings).items()
     }
     conf = _launched(given)
     python = given.get("spark.pyspark.python") or conf.get("spark.pyspark.python")

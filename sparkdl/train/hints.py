@@ -115,9 +115,14 @@ def loss_hint(
             "write a loss that takes it, or, where the model computes its own loss from the label, use "
             "loss=sparkdl.ModelLoss()."
         )
+    if len(targets) > 1:
+        names = ", ".join(f'"{label.name}"' for label in labels)
+        return (
+            f" The {len(targets)} labels arrive as a tuple of tensors, loss(output, labels): give a "
+            f"loss that takes it, or make one array column of them: functions.array({names})."
+        )
     if isinstance(error, TypeError):
         called = "loss(output, label)" if targets else "loss(output)"
-        called = "loss(output, labels), a tuple of them" if len(targets) > 1 else called
         return f" It is called as {called}."
     if "size" in str(error) and targets and output.shape != targets[0].shape:
         return (

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import safetensors.torch
 import torch
 from torch import nn
@@ -150,8 +151,11 @@ def _check_data(data: object) -> None:
 def _weights_file(trainer: Trainer) -> Mapping[str, torch.Tensor] | None:
     """The state_dict to start from."""
     weights = trainer.weights
-    if weights is None or isinstance(weights, Mapping):
-        return weights
+    if weights is None:
+        return None
+    if isinstance(weights, Mapping):
+        arrays = {n: torch.tensor(v) for n, v in weights.items() if isinstance(v, np.ndarray)}
+        return {**weights, **arrays}
     try:
         with mappable(weights, links=True) as path:
             return safetensors.torch.load_file(path)

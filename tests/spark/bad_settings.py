@@ -178,9 +178,9 @@ PARAMETERS = [
     ),
     Mistake(
         "batch size of NumPy",
-        lambda fit: fit(fit.good(), batch_size=np.int64(4)),
+        lambda fit: fit(fit.good(), batch_size=np.float64(4.5)),
         ParameterError,
-        "batch_size=np.int64(4) is a NumPy number: give batch_size=int(4).",
+        f"batch_size=4.5: {WHOLE}",
     ),
     Mistake(
         "clip_norm",
