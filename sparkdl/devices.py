@@ -86,8 +86,8 @@ def gpus_of(addresses: Sequence[str]) -> list[Gpu]:
     if not torch.cuda.is_available():
         raise SessionError(
             f"Spark assigned the GPU {addresses[0]!r} to this task, and torch sees none: "
-            f"{Sight.here().reason} To compute on the CPU, hide the GPUs from the executors: {VISIBLE}= "
-            "(empty) in their environment."
+            f"{Sight.here().reason} To compute on the CPU, hide the GPUs from the executors: "
+            f"{VISIBLE}= (empty) in their environment."
         )
     return choose_gpus(addresses, before, torch.cuda.device_count(), _names)
 

@@ -1,8 +1,8 @@
-"""What torchrun says in a process's environment, said to the ranks of a gang: other libraries look there.
+"""What torchrun says in a process's environment, said to the ranks of a gang: libraries look there.
 
-Accelerate, Lightning and DeepSpeed ask ``LOCAL_RANK`` which GPU is theirs, and take a process where it is
-missing for one that trains alone. So the ranks of a node are numbered in the order of their GPUs, as
-torch counts them: where they have all of the node's, each finds its own.
+Accelerate, Lightning and DeepSpeed ask ``LOCAL_RANK`` which GPU is theirs, and take a process where it
+is missing for one that trains alone. So the ranks of a node are numbered in the order of their GPUs,
+as torch counts them: where they have all of the node's, each finds its own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from sparkdl.errors import SessionError
 from sparkdl.gang.member import Member
 
 logger = logging.getLogger("sparkdl")
@@ -29,6 +30,24 @@ class Where:
     gpu: int | None = None
     slot: str | None = None
     port: int = 0
+
+
+def gpus_of_ranks(ranks: Sequence[Where]) -> set[tuple[str, str]]:
+    """The GPUs that they have."""
+    return {(where.node, where.slot) for where in ranks if where.slot is not None}
+
+
+def check_unshared(ranks: Sequence[Where]) -> None:
+    """Raise :class:`SessionError` where ranks share a GPU, though nobody has said how many there be."""
+    on_gpus = sum(where.slot is not None for where in ranks)
+    gpus = len(gpus_of_ranks(ranks))
+    if gpus < on_gpus:
+        raise SessionError(
+            f"{on_gpus} ranks, one for each task slot, would share {gpus} GPU{'s' * (gpus > 1)}. Let "
+            "Spark assign them: spark.executor.resource.gpu.amount and .discoveryScript say how many "
+            "an executor has, spark.task.resource.gpu.amount=1 gives each rank one. ranks= says how many "
+            'shall be there all the same; device="cpu" leaves GPUs alone.'
+        )
 
 
 def variables(ranks: Sequence[Where], gang: str) -> list[dict[str, str]]:

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from sparkdl.gang.environment import Announce, Where, keep_port, say, variables
+from sparkdl.gang.environment import Announce, Where, gpus_of_ranks, keep_port, say, variables
 from sparkdl.gang.member import Command, Member
 from sparkdl.slab.root import marked_directory
 
@@ -43,10 +43,11 @@ Call = Callable[[Command], list[Any]]
 """Runs a command on every rank; the results in rank order."""
 
 
-def form_group(call: Call, seconds: float) -> None:
-    """Give every rank the default process group: Gloo, and NCCL for what is on GPUs.
+def form_group(call: Call, seconds: float) -> list[Where]:
+    """Give every rank the default process group: Gloo, and NCCL for what is on GPUs. Where they are.
 
-    NCCL wants a GPU for each rank; where several share one, or have parts of it, Gloo carries everything.
+    NCCL wants a GPU for each rank; where several share one, or have parts of it, Gloo carries
+    everything.
     ``seconds``: how long a rank waits for the others, here and in each collective.
     """
     folder = call(offer_folder)[0]
@@ -56,9 +57,9 @@ def form_group(call: Call, seconds: float) -> None:
         store = NetworkStore(*call(functools.partial(listen, seconds))[0])
     ranks = call(where)
     call(Announce(variables(ranks, os.path.basename(folder))))
-    gpus = [(rank.node, rank.slot) for rank in ranks if rank.slot is not None]
-    alone = len(set(gpus)) == len(ranks)
+    alone = len(gpus_of_ranks(ranks)) == len(ranks)
     call(functools.partial(join, store, seconds, "cpu:gloo,cuda:nccl" if alone else "gloo"))
+    return ranks
 
 
 @dataclass(frozen=True)

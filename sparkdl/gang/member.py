@@ -165,8 +165,9 @@ def _packed(result: Any) -> bytes:
 
 
 def device_of(kind: str, context: BarrierTaskContext) -> torch.device:
-    """The GPU that Spark assigned to this task, the first where there are several; without an assignment
-    the ranks of a node take its GPUs in turn; the CPU where there is none, or it is asked for."""
+    """The GPU that Spark assigned to this task, the first where there are several; without an
+    assignment the ranks of a node take its GPUs in turn; the CPU where there is none, or it is asked
+    for."""
     gpus, assigned = gpus_here(kind, context)
     if not gpus:
         return torch.device("cpu")

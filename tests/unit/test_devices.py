@@ -60,7 +60,9 @@ def test_an_address_that_is_none_of_them(address, visible):
     with pytest.raises(SessionError) as caught:
         choose_gpus([address], visible, 2, lambda: [A, B])
     told = "not set" if visible is None else f'"{visible}"'
-    assert f'the GPU "{address}" to this task, and it is none of the 2 that torch' in str(caught.value)
+    assert f'the GPU "{address}" to this task, and it is none of the 2 that torch' in str(
+        caught.value
+    )
     assert f"(CUDA_VISIBLE_DEVICES is {told})" in str(caught.value)
 
 
