@@ -45,8 +45,8 @@ def check_unshared(ranks: Sequence[Where]) -> None:
         raise SessionError(
             f"{on_gpus} ranks, one for each task slot, would share {gpus} GPU{'s' * (gpus > 1)}. Let "
             "Spark assign them: spark.executor.resource.gpu.amount and .discoveryScript say how many "
-            "an executor has, spark.task.resource.gpu.amount=1 gives each rank one. ranks= says how many "
-            'shall be there all the same; device="cpu" leaves GPUs alone.'
+            "an executor has, spark.task.resource.gpu.amount=1 gives each rank one. ranks= says how "
+            'many shall be there all the same; device="cpu" leaves GPUs alone.'
         )
 
 

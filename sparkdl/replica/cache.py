@@ -42,8 +42,8 @@ def forget(run: str) -> None:
 def task_device(before: torch.device | None = None) -> torch.device:
     """The GPU that Spark assigned to this task, the first where there are several; without an
     assignment the one from ``before``, where something is kept there, else the GPUs of its node in
-    turn, by partition; the CPU where there is none. A GPU is torch's current one from here on: memory is
-    pinned for it, and a user's ``.cuda()`` goes there.
+    turn, by partition; the CPU where there is none. A GPU is torch's current one from here on: memory
+    is pinned for it, and a user's ``.cuda()`` goes there.
 
     Raises :class:`sparkdl.SessionError` where Spark assigned one that torch does not see.
     """

@@ -59,6 +59,10 @@ def test_by_default_there_are_as_many_ranks_as_gpus(tmp_path, parallelism):
     settings = {} if parallelism is None else {"spark.default.parallelism": str(parallelism)}
     found = launch(Path(gpus.__file__), tmp_path, settings=settings)
     assert found["cores"] == (parallelism or 4)
+    for told in found["told"].values():  # before the data are read: never silently on the CPU
+        assert told.startswith(
+            "SessionError: Spark assigned the GPU 'GPU-1f2e3d4c' to this task, and torch sees none: "
+        )
     assert len(found["places"]) == len(set(found["places"])) == 2
     partitions = parallelism or 2
     assert found["replicas"] == {"shuffle": partitions, "gang": 2, "local": partitions}
