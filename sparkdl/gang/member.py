@@ -20,6 +20,7 @@ from sparkdl.devices import Gpu, Sight, gpus_of, use_gpu
 from sparkdl.errors import SessionError
 from sparkdl.gang.channel import Channel, ChannelError, connect
 from sparkdl.gang.turns import Commands, Results
+from sparkdl.replica.gpu_memory import give_back, make_room
 from sparkdl.worker import settle_worker
 
 ERROR, OUTPUT = "error", "output"
@@ -92,6 +93,7 @@ class Meeting:
         hello = Hello(partition, self.job, context.taskAttemptId(), ranks, socket.gethostname())
         own = list(frames)
         self.attend(hello, lambda at_end: self._member(context, own, at_end))
+        give_back()
         settle_worker()
         yield from ()  # a generator of nothing
 
@@ -116,6 +118,8 @@ class Meeting:
         infos, rank = context.getTaskInfos(), context.partitionId()
         address = infos[rank].address.rpartition(":")[0]
         device = device_of(self.device, context)
+        if device.type == "cuda":
+            make_room()
         return Member(rank, len(infos), address, device, frames, at_end, self)
 
 

@@ -26,6 +26,7 @@ from sparkdl.data.ragged import Rows, model_inputs
 from sparkdl.errors import ModelError
 from sparkdl.infer.output import in_rows
 from sparkdl.replica.cache import task_device
+from sparkdl.replica.gpu_memory import kept_while_used
 from sparkdl.step.compute import to_tensors
 
 Dimensions = tuple[int | None, int | None]
@@ -108,7 +109,8 @@ class ShippedModule:
     def load(self) -> nn.Module:
         """The module in evaluation mode on this task's device, from this process's cache where it is
         there."""
-        before = next((device for digest, device in _loaded if digest == self.digest), None)
+        known = list(_loaded)  # a thread may let go of some
+        before = next((device for digest, device in known if digest == self.digest), None)
         device = task_device(before)
         key = self.digest, device
         module = _loaded.get(key)
@@ -119,11 +121,15 @@ class ShippedModule:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             while len(_loaded) > MAX_LOADED:
                 _loaded.popitem(last=False)
+        _loaded[key] = module  # also where it was let go of meanwhile
         _loaded.move_to_end(key)
+        if device.type == "cuda":
+            _on_gpus.used()
         return module
 
 
 _loaded: OrderedDict[tuple[str, torch.device], nn.Module] = OrderedDict()
+_on_gpus = kept_while_used(_loaded.clear)
 
 
 def device_of(module: nn.Module) -> torch.device:

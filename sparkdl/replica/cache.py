@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from sparkdl.devices import gpus_of, use_gpu
+from sparkdl.replica.gpu_memory import make_room
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import Recipe
 
@@ -21,11 +22,17 @@ MAX_LIVE_REPLICAS = 2
 _live: OrderedDict[tuple[str, torch.device], LiveReplica] = OrderedDict()
 
 
-def live_replica(run: str, load: Callable[[], Recipe]) -> LiveReplica:
-    """The replica of ``run`` on this task's device; ``load`` gives its recipe on a miss."""
+def live_replica(
+    run: str, load: Callable[[], Recipe], on_gpu: Callable[[], None] = lambda: None
+) -> LiveReplica:
+    """The replica of ``run`` on this task's device; ``load`` gives its recipe on a miss. ``on_gpu``:
+    called where there is one more on a GPU from here on."""
     device = task_device()
     replica = _live.get((run, device))
     if replica is None:
+        if device.type == "cuda":
+            make_room()
+            on_gpu()
         replica = _live[run, device] = LiveReplica.of(load(), device)
         while len(_live) > MAX_LIVE_REPLICAS:
             _live.popitem(last=False)
@@ -35,8 +42,8 @@ def live_replica(run: str, load: Callable[[], Recipe]) -> LiveReplica:
 
 def forget(run: str) -> None:
     """Drop the replica of ``run`` from this process."""
-    for key in [key for key in _live if key[0] == run]:
-        del _live[key]
+    for key in [key for key in list(_live) if key[0] == run]:
+        _live.pop(key, None)  # a thread may have done so
 
 
 def task_device(before: torch.device | None = None) -> torch.device:

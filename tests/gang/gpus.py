@@ -1,4 +1,4 @@
-"""Script: executors of two cores and, for all Spark knows, a GPU, which a task takes, and torch does not see."""
+"""Script: executors of two cores and, for all Spark knows, a GPU that torch does not see."""
 
 from __future__ import annotations
 

@@ -153,7 +153,9 @@ say(level=str(spark._jvm.org.apache.logging.log4j.LogManager.getRootLogger().get
         "spark.python.unix.domain.socket.enabled": "true",
         "spark.python.daemon.module": "rapids.daemon",
     }
-    told = "sparkdl WARNING slower than need be: spark.python.daemon.module=rapids.daemon is another"
+    told = (
+        "sparkdl WARNING slower than need be: spark.python.daemon.module=rapids.daemon is another"
+    )
     assert told in stderr
     assert said[1] == {"level": "FATAL", "again": True}
 
