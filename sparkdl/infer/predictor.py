@@ -27,6 +27,7 @@ from sparkdl.errors import ModelError, cannot_travel
 from sparkdl.infer.output import in_rows
 from sparkdl.numerics import Numerics
 from sparkdl.replica.cache import task_device
+from sparkdl.replica.gpu_memory import kept_while_used
 from sparkdl.replica.model_loss import called, is_model_loss
 from sparkdl.replica.pickling import dumps
 from sparkdl.replica.rebuilding import Rebuilt
@@ -123,7 +124,8 @@ class ShippedModule:
         """The module in evaluation mode on this task's device, from this process's cache where it is
         there."""
         self.numerics.use()
-        before = next((device for digest, device in _loaded if digest == self.digest), None)
+        known = list(_loaded)  # a thread may let go of some
+        before = next((device for digest, device in known if digest == self.digest), None)
         device = task_device(before)
         key = self.digest, device
         module = _loaded.get(key)
@@ -134,7 +136,10 @@ class ShippedModule:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             while len(_loaded) > MAX_LOADED:
                 _loaded.popitem(last=False)
+        _loaded[key] = module  # also where it was let go of meanwhile
         _loaded.move_to_end(key)
+        if device.type == "cuda":
+            _on_gpus.used()
         return module
 
 
@@ -149,6 +154,7 @@ def _pickled(module: nn.Module, model: Any) -> bytes:
 
 
 _loaded: OrderedDict[tuple[str, torch.device], nn.Module] = OrderedDict()
+_on_gpus = kept_while_used(_loaded.clear)
 
 
 def device_of(module: nn.Module) -> torch.device:

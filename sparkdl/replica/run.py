@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import pickle
 import secrets
@@ -17,6 +18,7 @@ from sparkdl.errors import StaleReferenceError
 from sparkdl.heap import keep_heap
 from sparkdl.numerics import Numerics
 from sparkdl.replica.cache import forget, live_replica
+from sparkdl.replica.gpu_memory import hold
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import Recipe
 from sparkdl.slab.root import SlabConfig, open_root, read_private, write_private
@@ -88,7 +90,14 @@ def open_replica(run: Run) -> LiveReplica:
     run.numerics.use()
     if torch.get_num_threads() != run.threads:
         torch.set_num_threads(run.threads)
-    return live_replica(run.key, lambda: _load_recipe(run))
+    return live_replica(run.key, lambda: _load_recipe(run), lambda: _hold(run))
+
+
+def _hold(run: Run) -> None:
+    """Until the run ends on this node."""
+    root = open_root(run.slab)
+    if root is not None:
+        hold(root.directories[-1], functools.partial(forget, run.key))
 
 
 def build_replica(run: Run) -> LiveReplica:

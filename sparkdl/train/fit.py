@@ -37,6 +37,7 @@ from sparkdl.train.checkpoint.packed import PackSlice, ReadCarried, WithoutAvera
 from sparkdl.train.checkpoint.store import CheckpointStore
 from sparkdl.train.checkpoint_model import told_in_manifest
 from sparkdl.train.checkpointing import Checkpointer, Identity
+from sparkdl.train.cluster.gpus import within_gpus
 from sparkdl.train.cluster.locality import places_awaited
 from sparkdl.train.cluster.places import INLINE_BYTES
 from sparkdl.train.cluster.placing import assembly, place, source, validation_set
@@ -146,8 +147,10 @@ def run(
     resuming = None if resume is None else Resuming(trainer, resume, one_pass or any_data)
     if trainer.checkpoint is not None:
         CheckpointStore(trainer.checkpoint.path).prepare()
-    replicas = trainer.replicas or (resuming and resuming.replicas)
-    replicas = replicas or _replicas(trainer, context, settings.timeout)
+    chosen = trainer.replicas or (resuming and resuming.replicas)
+    replicas = chosen or _replicas(trainer, context, settings.timeout)
+    if trainer.resource_profile is None:
+        replicas = within_gpus(context, replicas, bool(chosen))
     slab = SlabConfig.new(settings.slab_dir, context.applicationId)
     bar = ProgressBar(settings.progress, one_pass)
     if trainer.engine == "gang":

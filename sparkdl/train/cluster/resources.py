@@ -16,8 +16,9 @@ from sparkdl.data.partition import close_partitions
 from sparkdl.frames import forget_shuffles, is_local, stage_name
 from sparkdl.properties import own_properties
 from sparkdl.replica.cache import forget
+from sparkdl.replica.gpu_memory import holders_awaited
 from sparkdl.slab.pool import close_pool
-from sparkdl.slab.root import SlabConfig, remove_root
+from sparkdl.slab.root import SlabConfig, open_root, remove_root
 from sparkdl.train.cluster.locality import executor_awaited
 from sparkdl.train.cluster.neighbours import Executor, executors, one_each
 from sparkdl.train.cluster.watch import Watch
@@ -188,4 +189,8 @@ def _clean_here(slab: SlabConfig) -> None:
     forget(slab.name)
     close_partitions()
     close_pool(slab)
-    remove_root(slab)
+    root = None
+    with contextlib.suppress(OSError):  # it is none of ours
+        root = open_root(slab)
+    with holders_awaited([] if root is None else list(root.directories)):
+        remove_root(slab)
