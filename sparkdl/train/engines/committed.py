@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from pyspark.core.rdd import RDD
 
 from sparkdl.frames import collect_frames, map_frames, stage_name
 from sparkdl.infer.validate import Score
+from sparkdl.slab.pool import Reference
 from sparkdl.step.compressing import InitialResiduals, ReadResiduals, WithResiduals
-from sparkdl.sync.codec import as_tensor, decode
-from sparkdl.sync.owners import CollectWeights, InitialState, KeepWeights, WithState
+from sparkdl.sync.owner import EMA
+from sparkdl.sync.owners import InitialState, KeepWeights, ReadParts, WithState
 from sparkdl.sync.packing import ByParameter
+from sparkdl.sync.parts import Left
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.records import Fault, ReplicaReport, ResidualHandle, SliceHandle, SliceReport
 from sparkdl.sync.snapshot import RestoreResidual, RestoreSlice, TakeSnapshot, copied
 from sparkdl.sync.state import SliceState
+from sparkdl.train.cluster.delivery import Wanted, deliver, most_at_once
 from sparkdl.train.cluster.failure import faults_explained
 from sparkdl.train.cluster.places import Places
 from sparkdl.train.cluster.resources import Resources
 from sparkdl.train.engine import AVERAGE, BEST, CURRENT, ReadState, ValidationSet
-
-COLLECT_BYTES = 256 << 20
-"""Weights up to this size come to the driver in one job, larger ones slice by slice."""
 
 
 @dataclass(frozen=True)
@@ -125,30 +126,46 @@ class Committed:
             task = KeepWeights(self.states, self.tick)
             self.best = tuple(self._places.at_owners(task, "keep the best weights"))
 
-    def weights(self, which: str, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """One job, or one a slice where they are large."""
+    def weights(self, which: str, dtype: torch.dtype) -> torch.Tensor:
+        """Read from slabs where these are on the driver's node, else in jobs that bring a part."""
         self._context.setJobDescription("sparkdl: collecting the weights")
         states = self.best if which == BEST else self.states
-        with (
-            faults_explained("collecting the weights"),
-            stage_name(self._context, "collect the weights"),
-        ):
-            rdd = map_frames(self._places.owners, CollectWeights(states, which == AVERAGE))
-            few = nbytes <= COLLECT_BYTES
-            frames = collect_frames(rdd) if few else rdd.toLocalIterator()
-            parts = {}
-            for frame in frames:
-                index, payload = decode(frame)
-                parts[index] = as_tensor(payload, dtype)
-        return torch.cat([parts[n] for n in range(self._slices)])
+        pieces = [_weights_of(state, which == AVERAGE) for state in states]
+        flat = torch.empty(
+            sum(r.nbytes for some in pieces for r in some) // dtype.itemsize, dtype=dtype
+        )
+        wanted: list[Wanted] = []
+        rest = flat.numpy().view(np.uint8)
+        for number, some in enumerate(pieces):
+            for reference in some:
+                wanted.append((number, reference, rest[: reference.nbytes]))
+                rest = rest[reference.nbytes :]
+        self._deliver(wanted, "collecting the weights", "collect the weights")
+        return flat
 
     def with_states(
         self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
     ) -> list[Any]:
-        """One task a slice, in parallel."""
+        """One task a slice, in parallel; large results come as the weights do."""
         states = self.best if which == BEST else self.states
+        self.tick += 1
         with faults_explained("reading the state"):
-            return self._places.at_owners(WithState(states, use), "read the state")
+            task = WithState(states, use, self.tick)
+            results = self._places.at_owners(task, "read the state")
+        for number, result in enumerate(results):
+            if isinstance(result, Left):
+                data = np.empty(result.reference.nbytes, dtype=np.uint8)
+                wanted = [(number, result.reference, data)]
+                self._deliver(wanted, "reading the state", "bring the state")
+                results[number] = data.tobytes()
+        return results
+
+    def _deliver(self, wanted: Sequence[Wanted], doing: str, stage: str) -> None:
+        def read(parts: Mapping[int, Reference]) -> list[bytes]:
+            return collect_frames(map_frames(self._places.owners, ReadParts(parts)))
+
+        with faults_explained(doing), stage_name(self._context, stage):
+            deliver(self._resources.slab, wanted, read, most_at_once(self._context))
 
     def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
         """One task a replica, in parallel; no job where none keeps any."""
@@ -205,6 +222,14 @@ class Committed:
 def states_of(reports: Sequence[SliceReport]) -> tuple[SliceHandle, ...]:
     """The slices' new version."""
     return tuple(report.state for report in reports if report.state)
+
+
+def _weights_of(handle: SliceHandle, average: bool) -> list[Reference]:
+    """Where they lie; ``average``: those of their moving average, which buffers have none of."""
+    found = next((ref for name, _, ref in handle.arrays if average and name == EMA), None)
+    if found is None:
+        return [handle.weights]
+    return [found, handle.weights.part(found.nbytes, handle.weights.nbytes - found.nbytes)]
 
 
 def _raise_first(results: Sequence[Any]) -> None:
