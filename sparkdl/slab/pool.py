@@ -59,6 +59,11 @@ class Reference:
         """The reference to ``nbytes`` bytes of this one, ``offset`` bytes in."""
         return Reference(self.path, self.nonce, self.token, self.offset + offset, nbytes)
 
+    def parts(self, most: int) -> list[Reference]:
+        """It in parts of up to ``most`` bytes."""
+        starts = range(0, self.nbytes, most)
+        return [self.part(start, min(most, self.nbytes - start)) for start in starts]
+
 
 class _Mapped:
     """One mapped file, kept open by this process so that its pages stay mapped."""

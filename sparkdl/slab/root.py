@@ -14,7 +14,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,10 +114,12 @@ def read_private(path: str | Path) -> bytes:
         return file.read()
 
 
-def write_private(path: str | Path, data: bytes) -> None:
-    """Make a file of a slab root. Raises FileExistsError where the name is taken."""
+def write_private(path: str | Path, data: bytes | Iterable[bytes]) -> None:
+    """Make a file of a slab root, of bytes or of pieces. Raises FileExistsError where the name is
+    taken."""
     with open(path, "xb", opener=open_private) as file:
-        file.write(data)
+        for piece in [data] if isinstance(data, bytes) else data:
+            file.write(piece)
 
 
 def remove_root(config: SlabConfig) -> None:

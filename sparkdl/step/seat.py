@@ -43,7 +43,7 @@ class PrepareReplica:
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         for frame in list(frames):
             handle: ReplicaHandle = pickle.loads(frame)
-            install_recipe(handle.run, self.recipe.payload())
+            install_recipe(handle.run, self.recipe.pieces())
             yield frame
 
 

@@ -30,10 +30,11 @@ class RecipeSource:
     """The pickled recipe: in the task itself where it is small, else in a broadcast."""
 
     inline: bytes | None
-    broadcast: Any = None
+    broadcast: Iterable[bytes] = ()
 
-    def payload(self) -> bytes:
-        return self.broadcast.value if self.inline is None else self.inline
+    def pieces(self) -> Iterable[bytes]:
+        """Of the recipe, as often as they are asked for."""
+        return self.broadcast if self.inline is None else (self.inline,)
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class PrepareOwner:
     def __call__(self, partition: int, records: Iterable[object]) -> Iterator[bytes]:
         for _ in records:
             pass
-        install_recipe(self.run, self.recipe.payload())
+        install_recipe(self.run, self.recipe.pieces())
         yield pickle.dumps(self.run)
         for _ in range(self.count - 1):
             yield b""

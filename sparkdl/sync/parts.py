@@ -9,6 +9,7 @@ travel in parts whose size is bounded.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ import numpy as np
 from sparkdl.errors import SlabFullError
 from sparkdl.slab.pool import Pool, Reference
 
+FRAME_BYTES = 16 << 20
+"""The longest frame, where large bytes are cut."""
 LARGE_BYTES = 64 << 10
 """What takes more is left in a slab."""
 ROLE = "result"
@@ -52,3 +55,23 @@ def read_part(pool: Pool, part: Reference) -> bytes:
     data = pool.read(part).tobytes()
     pool.check(part)
     return data
+
+
+def num_frames(references: Sequence[Reference]) -> int:
+    """How many :func:`frames_of` gives."""
+    return sum(-(-reference.nbytes // FRAME_BYTES) for reference in references)
+
+
+def frames_of(pool: Pool, references: Sequence[Reference]) -> Iterator[bytes]:
+    """The bytes of some references, one after another, in frames of bounded length."""
+    for reference in references:
+        for part in reference.parts(FRAME_BYTES):
+            yield pool.read(part).tobytes()
+        pool.check(reference)
+
+
+def fill(place: np.ndarray, frames: Iterator[bytes]) -> None:
+    """Write the bytes of one reference from the frames that come next."""
+    for start in range(0, len(place), FRAME_BYTES):
+        frame = np.frombuffer(next(frames), dtype=np.uint8)
+        place[start : start + FRAME_BYTES] = frame

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from pyspark import SparkContext
 from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame, SparkSession
@@ -69,6 +68,7 @@ from sparkdl.train.parallel.units import check_all_used
 from sparkdl.train.prepare import Prepared, prepare
 from sparkdl.train.probe import check_scorer, try_model
 from sparkdl.train.progress import caught_up, first_state
+from sparkdl.train.rescue import Rescue
 from sparkdl.train.resuming import Restored, Resuming
 from sparkdl.train.single_rows import check_single_rows
 from sparkdl.train.state import TrainState
@@ -162,33 +162,33 @@ def run(
         if one_pass:
             trainer = replace(trainer, stop=MaxEpoch(state.epoch + 1))
         state = caught_up(model.schedule, state, history)
+        model = replace(model, module=nn.Module())  # which was for trying, and takes memory
         stages = _stages(trainer, engine, validation, identity, history)
-        state = train(
-            trainer, engine, model.schedule, stages, [*trainer.callbacks, bar], state, history
-        )
-        flats = _weights(trainer, engine, state)
-        wanted = trainer.keep_optimizer_state or one_pass
-        packed = _packed(engine, lose_it=not one_pass) if wanted else None
-        best = BEST in flats and one_pass
-        packed_best = tuple(engine.with_states(PackSlice(), BEST)) if best else None
-    results = {
-        which: TrainedModel(
-            module=_with_weights(pickle.loads(model.payload), flat),
-            model=trainer.model,
-            loss=trainer.loss,
-            features=trainer.feature_columns,
-            label=trainer.label_columns,
-            columns=trainer.columns,
-            fields=samples.fields[: samples.num_features + samples.num_labels],
-            num_features=samples.num_features,
-            float_dtype=model.float_dtype,
-            output=output,
-            history=history,
-        )
-        for which, flat in flats.items()
-    }
-    trained = results[CURRENT]
-    trained.ema, trained.best = results.get(AVERAGE), results.get(BEST)
+        with Rescue(trainer, engine, identity, history) as rescue:
+            callbacks = [rescue, *trainer.callbacks, bar]
+            state = train(trainer, engine, model.schedule, stages, callbacks, state, history)
+            results = {
+                which: TrainedModel(
+                    module=_module(model.payload, engine, which),
+                    model=trainer.model,
+                    loss=trainer.loss,
+                    features=trainer.feature_columns,
+                    label=trainer.label_columns,
+                    columns=trainer.columns,
+                    fields=samples.fields[: samples.num_features + samples.num_labels],
+                    num_features=samples.num_features,
+                    float_dtype=model.float_dtype,
+                    output=output,
+                    history=history,
+                )
+                for which in _wanted(trainer, state)
+            }
+            trained = results[CURRENT]
+            trained.ema, trained.best = results.get(AVERAGE), results.get(BEST)
+            wanted = trainer.keep_optimizer_state or one_pass
+            packed = _packed(engine, lose_it=not one_pass) if wanted else None
+            best = BEST in results and one_pass
+            packed_best = tuple(engine.with_states(PackSlice(), BEST)) if best else None
     if packed is not None:
         digest = weights_digest(trained.module)
         trained.optimizer_state = KeptState(packed, identity.model, model.optimizers, digest)
@@ -335,20 +335,24 @@ def _in_background(engine: Recovering, uses: Uses) -> Later:
     return engine.later(lambda gang: gang.in_background(uses))
 
 
-def _weights(trainer: Trainer, engine: Engine, state: TrainState) -> dict[str, torch.Tensor]:
-    """The flat vectors that the result holds."""
+def _wanted(trainer: Trainer, state: TrainState) -> list[str]:
+    """Which weights the result holds."""
     wanted = [CURRENT]
     if trainer.ema is not None:
         wanted.append(AVERAGE)
     if state.best is not None:
         wanted.append(BEST)
-    return {which: engine.weights(which) for which in wanted}
+    return wanted
 
 
-def _with_weights(recipe: Recipe, weights: torch.Tensor) -> nn.Module:
-    """The recipe's module with ``weights`` (a flat vector) in it, each tensor its own memory."""
+def _module(payload: bytes, engine: Engine, which: str) -> nn.Module:
+    """The recipe's module with these weights, each tensor its own memory.
+
+    It is built first: what building takes is free when the weights come.
+    """
+    recipe: Recipe = pickle.loads(payload)
     flat = FlatModule(recipe.build())
-    flat.flat.copy_(weights)
+    flat.flat.copy_(engine.weights(which))
     flat.refresh()
     for _, parameter in flat.parameters:
         parameter.data = parameter.data.clone()

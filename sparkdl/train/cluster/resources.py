@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from py4j.protocol import Py4JError
@@ -12,6 +12,7 @@ from pyspark import SparkContext, StorageLevel
 from pyspark.core.rdd import RDD
 from pyspark.errors import PySparkException
 
+from sparkdl.broadcasts import BroadcastBytes
 from sparkdl.data.partition import close_partitions
 from sparkdl.frames import forget_shuffles, is_local, stage_name
 from sparkdl.message import PROPERTY
@@ -52,7 +53,7 @@ class Resources:
         self._watch: Watch | None = None
         self._rdds: list[RDD] = []
         self._passing: list[RDD] = []
-        self._broadcasts: list[Any] = []
+        self._broadcasts: list[BroadcastBytes] = []
         self._shuffled: RDD | None = None
         self._closing = contextlib.ExitStack()
         self._before: dict[str, str | None] = {}
@@ -90,9 +91,9 @@ class Resources:
         with contextlib.suppress(Py4JError):
             rdd.unpersist()
 
-    def broadcast(self, value: Any) -> Any:
-        """Broadcast ``value`` until the end."""
-        self._broadcasts.append(self.context.broadcast(value))
+    def broadcast(self, parts: Sequence[bytes]) -> BroadcastBytes:
+        """Broadcast them until the end."""
+        self._broadcasts.append(BroadcastBytes.of(self.context, parts))
         return self._broadcasts[-1]
 
     def closing(self, thing: Any) -> None:
@@ -123,8 +124,7 @@ class Resources:
                 with contextlib.suppress(Py4JError):
                     rdd.unpersist()
             for broadcast in self._broadcasts:
-                with contextlib.suppress(Py4JError):
-                    broadcast.destroy()
+                broadcast.destroy()
             for key, value in self._before.items():
                 self.context.setLocalProperty(key, value)  # type: ignore[arg-type]
 

@@ -20,7 +20,7 @@ from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.parts import Left
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.records import Fault, ReplicaReport, ResidualHandle, SliceHandle, SliceReport
-from sparkdl.sync.snapshot import RestoreResidual, RestoreSlice, TakeSnapshot, copied
+from sparkdl.sync.snapshot import RestoreResidual, RestoreSlice, TakeResidual, TakeSnapshot
 from sparkdl.sync.state import SliceState
 from sparkdl.train.cluster.delivery import Wanted, deliver, most_at_once
 from sparkdl.train.cluster.failure import faults_explained
@@ -33,12 +33,15 @@ from sparkdl.train.engine import AVERAGE, BEST, CURRENT, ReadState, ValidationSe
 class Snapshot:
     """The state as Spark keeps it, on two executors where there are as many.
 
-    ``slices``: RDD of frames, see :class:`sparkdl.sync.snapshot.TakeSnapshot`; ``residuals``: of what
-    replicas keep, None where they keep nothing.
+    ``slices``: RDD of ``slice_frames`` frames a partition, see
+    :class:`sparkdl.sync.snapshot.TakeSnapshot`; ``residuals``: of what replicas keep, None where they
+    keep nothing.
     """
 
     slices: RDD
+    slice_frames: int
     residuals: RDD | None
+    residual_frames: int
 
 
 class Committed:
@@ -179,21 +182,22 @@ class Committed:
     def take_snapshot(self) -> Snapshot:
         """Let Spark keep a copy."""
         self._context.setJobDescription("sparkdl: taking a snapshot")
-        task = TakeSnapshot(self.states, self.best, self._replicas)
+        task = TakeSnapshot(self.states, self.best)
         with (
             faults_explained("taking a snapshot"),
             stage_name(self._context, "take a snapshot"),
         ):
             slices = self._resources.replicated(map_frames(self._places.owners, task))
-            residuals = None
+            residuals, count = None, 0
             if any(self.residuals):
                 try:
-                    seats = self._places.seats_of(WithResiduals(self.residuals, copied))
-                    residuals = self._resources.replicated(seats)
+                    kept = TakeResidual(self.residuals)
+                    count = kept.count
+                    residuals = self._resources.replicated(self._places.seats_of(kept))
                 except BaseException:
                     self._resources.forget(slices)
                     raise
-        return Snapshot(slices, residuals)
+        return Snapshot(slices, task.count, residuals, count)
 
     def drop(self, snapshot: Snapshot) -> None:
         """Let Spark forget it."""
@@ -209,11 +213,14 @@ class Committed:
         ):
             if not self._places.tokens:
                 self._places.place_replicas()
-            found = self._places.zipped_with_owners(snapshot.slices, RestoreSlice(self.tick))
+            found = self._places.zipped_with_owners(
+                snapshot.slices, snapshot.slice_frames, RestoreSlice(self.tick)
+            )
             kept: dict[int, ResidualHandle | None] = {}
             if snapshot.residuals is not None:
                 task = RestoreResidual(self.tick)
-                kept = dict(self._places.zipped_with_seats(snapshot.residuals, task))
+                frames = snapshot.residual_frames
+                kept = dict(self._places.zipped_with_seats(snapshot.residuals, frames, task))
         self.commit(states_of([report for report, _ in found]), self.tick)
         self.best = tuple(best for _, best in found if best is not None)
         self.residuals = tuple(kept.get(m) for m in range(self._replicas))

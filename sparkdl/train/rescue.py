@@ -1,0 +1,107 @@
+"""What is left of a run that fails when its last iteration is done: the model, in a checkpoint.
+
+That may be in a callback's last hook, or on the way of the model to the driver.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from sparkdl.errors import CheckpointError, SparkdlError
+from sparkdl.train.callbacks import Callback
+from sparkdl.train.checkpoint.settings import Checkpoint
+from sparkdl.train.checkpoint.store import CheckpointStore
+from sparkdl.train.checkpointing import Checkpointer, Identity
+from sparkdl.train.engine import Engine
+from sparkdl.train.history import History
+from sparkdl.train.state import TrainState
+
+if TYPE_CHECKING:
+    from sparkdl.train.trainer import Trainer
+
+logger = logging.getLogger("sparkdl")
+
+
+class Rescue(Callback):
+    """A context manager around the loop and what follows, and the first of the loop's callbacks, by
+    which it knows where the run stands."""
+
+    def __init__(
+        self, trainer: Trainer, engine: Engine, identity: Identity, history: History
+    ) -> None:
+        self._trainer, self._engine = trainer, engine
+        self._identity, self._history = identity, history
+        self._before: TrainState | None = None
+        self._state: TrainState | None = None
+
+    def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
+        self._state = state
+
+    def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:
+        self._before, self._state = self._state, state
+
+    def on_validation_end(self, trainer: Trainer, state: TrainState) -> None:
+        self._state = state
+
+    def on_checkpoint(self, trainer: Trainer, state: TrainState) -> None:
+        self._state = state
+
+    def __enter__(self) -> Rescue:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Keep the model where ``error`` came after the last iteration, and let the error say so."""
+        before, state = self._before, self._state
+        if not isinstance(error, Exception) or before is None or state is None:
+            return
+        try:
+            if not self._trainer.stop(before, state):
+                return
+            told = (
+                f"All {state.iteration} iterations were done. The model is kept in the checkpoint "
+                f'{self._kept(state)}: fit(data, resume="...") with this path gives it without '
+                "training again."
+            )
+        except Exception as failure:
+            reason = str(failure).partition("\n")[0]
+            told = f"The trained model could not be kept in a checkpoint ({reason})."
+            if state.checkpoint is not None:
+                told += f' The last one is {state.checkpoint}: go on with fit(data, resume="...").'
+        logger.error("%s", told)
+        if isinstance(error, SparkdlError) and error.args:
+            error.args = (f"{error.args[0]}\n{told}", *error.args[1:])
+        else:
+            error.add_note(told)
+
+    def _kept(self, state: TrainState) -> str:
+        """The checkpoint that has this state: the run's last, else a new one, in its folder where it
+        has one."""
+        if state.checkpoint is not None:
+            (_, manifest), *_ = CheckpointStore.open(state.checkpoint).candidates()
+            if manifest.iteration == state.iteration:
+                return state.checkpoint
+        own = self._trainer.checkpoint
+        try:
+            path = own.path if own is not None else tempfile.mkdtemp(prefix="kept-by-sparkdl-")
+            trainer = replace(self._trainer, checkpoint=own or Checkpoint(path))
+            writer = Checkpointer(trainer, self._engine, self._identity, self._history)
+            try:
+                return writer.written(state)
+            except CheckpointError:
+                if own is not None:
+                    raise
+                return writer.written(state, here=True)  # executors do not share this folder
+        except BaseException:
+            if own is None:
+                shutil.rmtree(path, ignore_errors=True)
+            raise
