@@ -62,14 +62,14 @@ class ReplicaHandle:
     checksum: int
 
 
-def install_recipe(run: Run, pieces: Iterable[bytes]) -> None:
-    """Put the pickled recipe, in ``pieces``, into this node's slab root, unless it is there, where
-    there is room."""
+def install_recipe(run: Run, pieces: Iterable[bytes], nbytes: int = 0) -> None:
+    """Put the pickled recipe, ``nbytes`` in ``pieces``, into this node's slab root, unless it is there,
+    where there is room."""
     root = open_root(run.slab, create=True)
     assert root is not None
-    places = [directory / RECIPE for directory in root.directories]
-    if any(path.exists() for path in places):
+    if any((directory / RECIPE).exists() for directory in root.directories):
         return
+    places = [directory / RECIPE for directory in root.directories_for(nbytes)]
     for path in places:
         draft = Path(f"{path}.{secrets.token_hex(8)}")
         try:

@@ -189,7 +189,7 @@ class Pool:
 
     def _create(self, root: Root, prefix: str, nbytes: int) -> tuple[str, _Mapped]:
         """Make a locked file; it gets its name only when it has its size and its lock."""
-        for directory in root.directories:
+        for directory in root.directories_for(HEADER_BYTES + nbytes):
             name = prefix + secrets.token_hex(8)
             path, draft = str(directory / name), str(directory / f"new-{name}")
             if not _reserve(draft, HEADER_BYTES + nbytes):

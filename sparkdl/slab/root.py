@@ -18,7 +18,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sparkdl.slab.memory import for_files
+
 SHARED_MEMORY = Path("/dev/shm")
+SMALL_BYTES = 64 << 10
+"""What is smaller goes into shared memory as long as there is a page."""
 MARK = "sparkdl-"
 SWEEP_AFTER_SECONDS = 60.0
 
@@ -46,6 +50,13 @@ class Root:
     token: str
     made: tuple[int, int] = (0, 0)
     """Which file the token is: one that was deleted and made again is another."""
+
+    def directories_for(self, nbytes: int) -> tuple[Path, ...]:
+        """Where to try to put so much, first choice first: not into shared memory where that would
+        leave too little memory, if there is another place."""
+        first, *others = self.directories
+        asks = others and nbytes >= SMALL_BYTES and first.is_relative_to(SHARED_MEMORY)
+        return tuple(others) if asks and for_files() < nbytes else self.directories
 
 
 _open_roots: dict[str, Root] = {}

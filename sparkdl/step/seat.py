@@ -16,7 +16,7 @@ from sparkdl.data.mapped import lies_here
 from sparkdl.message import posted
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import weights_digest
-from sparkdl.replica.run import ReplicaHandle, Run, install_recipe, open_replica
+from sparkdl.replica.run import ReplicaHandle, Run, open_replica
 from sparkdl.slab.pool import Pool, open_pool
 from sparkdl.sync.fetch import Arrived, borrow_weights, load_weights, read_frame
 from sparkdl.sync.owners import RecipeSource
@@ -43,7 +43,7 @@ class PrepareReplica:
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         for frame in list(frames):
             handle: ReplicaHandle = pickle.loads(frame)
-            install_recipe(handle.run, self.recipe.pieces())
+            self.recipe.install(handle.run)
             yield frame
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sparkdl.broadcasts import BroadcastBytes
 from sparkdl.frames import send
 from sparkdl.message import posted
 from sparkdl.replica.cache import forget
@@ -30,11 +31,14 @@ class RecipeSource:
     """The pickled recipe: in the task itself where it is small, else in a broadcast."""
 
     inline: bytes | None
-    broadcast: Iterable[bytes] = ()
+    broadcast: BroadcastBytes | None = None
 
-    def pieces(self) -> Iterable[bytes]:
-        """Of the recipe, as often as they are asked for."""
-        return self.broadcast if self.inline is None else (self.inline,)
+    def install(self, run: Run) -> None:
+        """Put it on this node."""
+        if self.broadcast is not None:
+            install_recipe(run, self.broadcast, sum(self.broadcast.lengths))
+        elif self.inline is not None:
+            install_recipe(run, [self.inline], len(self.inline))
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class PrepareOwner:
     def __call__(self, partition: int, records: Iterable[object]) -> Iterator[bytes]:
         for _ in records:
             pass
-        install_recipe(self.run, self.recipe.pieces())
+        self.recipe.install(self.run)
         yield pickle.dumps(self.run)
         for _ in range(self.count - 1):
             yield b""

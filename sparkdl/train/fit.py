@@ -71,6 +71,7 @@ from sparkdl.train.progress import caught_up, first_state
 from sparkdl.train.rescue import Rescue
 from sparkdl.train.resuming import Restored, Resuming
 from sparkdl.train.single_rows import check_single_rows
+from sparkdl.train.sizes import check_sizes
 from sparkdl.train.state import TrainState
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.trainer import Trainer
@@ -138,6 +139,7 @@ def run(
     if trainer.checkpoint is not None:
         CheckpointStore(trainer.checkpoint.path).prepare()
     replicas = trainer.replicas or (resuming and resuming.replicas) or _replicas(trainer, context)
+    check_sizes(trainer, model.layout, replicas, context, settings.slab_dir)
     slab = SlabConfig.new(settings.slab_dir, context.applicationId)
     bar = ProgressBar(settings.progress, one_pass)
     if trainer.engine == "gang":

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from pyspark.core.rdd import RDD
 
+from sparkdl.errors import ParameterError
 from sparkdl.frames import collect_frames, map_frames, stage_name
 from sparkdl.infer.validate import Score
 from sparkdl.slab.pool import Reference
@@ -27,6 +28,9 @@ from sparkdl.train.cluster.failure import faults_explained
 from sparkdl.train.cluster.places import Places
 from sparkdl.train.cluster.resources import Resources
 from sparkdl.train.engine import AVERAGE, BEST, CURRENT, ReadState, ValidationSet
+
+MAX_FRAME_BYTES = (1 << 31) - (1 << 20)
+"""Of a record between Spark and Python, less what is before the bytes."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,18 @@ class Committed:
             self.best = states_of(reports)
         else:
             self.commit(states_of(reports), self.tick)
+        self._check_frames()
+
+    def _check_frames(self) -> None:
+        """Raise :class:`sparkdl.ParameterError` for slices that no frame can take to another node."""
+        largest = max((state.weights.nbytes for state in self.states), default=0)
+        if largest > MAX_FRAME_BYTES and not self._places.one_node(self.states):
+            total = sum(state.weights.nbytes for state in self.states)
+            raise ParameterError(
+                f"a slice of the model has {largest:,} bytes, and goes from node to node as one record: "
+                f"of these Spark takes {MAX_FRAME_BYTES:,} bytes at the most. Train with more slices: "
+                f"slices={-(-total // (MAX_FRAME_BYTES // 2))} (one tensor may stay in one slice)."
+            )
 
     def forget(self) -> None:
         """What there is is out of reach: it is to be started, or restored, at new places."""
