@@ -65,8 +65,8 @@ def _check_room(
     if need > sum(rooms.values()):
         told = " and ".join(f"{_gb(room)} in {place}" for place, room in rooms.items())
         raise ParameterError(
-            f"the model has {_gb(layout.nbytes)} of weights, and two versions of them and the gradients "
-            f"of {replicas} replicas take {_gb(need)} of slabs: there is room for {told}. Free some, "
+            f"the model has {_gb(layout.nbytes)} of weights; two versions of them and the gradients of "
+            f"{replicas} replicas take {_gb(need)} of slabs: there is room for {told}. Free some, "
             "point spark.sparkdl.slab.dir at a larger directory, or train with fewer replicas."
         )
 

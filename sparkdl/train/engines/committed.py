@@ -99,7 +99,7 @@ class Committed:
         if largest > MAX_FRAME_BYTES and not self._places.one_node(self.states):
             total = sum(state.weights.nbytes for state in self.states)
             raise ParameterError(
-                f"a slice of the model has {largest:,} bytes, and goes from node to node as one record: "
+                f"a slice of the model has {largest:,} bytes and goes from node to node as one record: "
                 f"of these Spark takes {MAX_FRAME_BYTES:,} bytes at the most. Train with more slices: "
                 f"slices={-(-total // (MAX_FRAME_BYTES // 2))} (one tensor may stay in one slice)."
             )
