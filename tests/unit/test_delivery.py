@@ -21,7 +21,7 @@ from sparkdl.sync.snapshot import RestoreSlice, TakeSnapshot
 from sparkdl.train.checkpoint.packed import PackSlice
 from sparkdl.train.checkpoint.slices import unpack
 from sparkdl.train.cluster import delivery
-from sparkdl.train.cluster.delivery import deliver
+from sparkdl.train.cluster.delivery import bring, not_here
 
 CONTENT = np.random.default_rng(0).integers(256, size=300_000).astype(np.uint8)
 
@@ -78,7 +78,7 @@ def test_bytes_arrive_whole_and_in_parts_of_bounded_size(slab: SlabConfig, here:
         reference = left_where_large(pool, piece, len(wanted)).reference
         token = reference.token if here else "another node's"
         wanted.append((number, replace(reference, token=token), np.zeros_like(piece)))
-    deliver(slab, wanted, owners, 50_000)
+    bring(not_here(slab, wanted), owners, 50_000)
     for (_, _, found), piece in zip(wanted, pieces, strict=True):
         np.testing.assert_array_equal(found, piece)
     assert bool(owners.asked) != here
@@ -90,8 +90,9 @@ def test_who_has_lost_it_says_so(slab: SlabConfig) -> None:
     reference = left_where_large(open_pool(slab), CONTENT, 1).reference
     Path(reference.path).unlink()
     close_pool(slab)
+    far = not_here(slab, [(0, reference, np.zeros_like(CONTENT))])
     with pytest.raises(StaleReferenceError):
-        deliver(slab, [(0, reference, np.zeros_like(CONTENT))], Owners(slab), 50_000)
+        bring(far, Owners(slab), 50_000)
 
 
 def test_many_owners_are_asked_by_turns(slab: SlabConfig, monkeypatch) -> None:
@@ -100,7 +101,7 @@ def test_many_owners_are_asked_by_turns(slab: SlabConfig, monkeypatch) -> None:
     reference = left_where_large(open_pool(slab), CONTENT, 1).reference
     far = replace(reference, token="far")
     wanted = [(number, far, np.zeros_like(CONTENT)) for number in range(3)]
-    deliver(slab, wanted, owners, 100_000)
+    bring(not_here(slab, wanted), owners, 100_000)
     assert all((found == CONTENT).all() for _, _, found in wanted)
     assert max(owners.asked) <= 100_000
 

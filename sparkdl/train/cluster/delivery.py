@@ -26,9 +26,13 @@ Wanted = tuple[int, Reference, np.ndarray]
 """Of an owner, by its number: what to read, and where to write it (as many bytes, uint8)."""
 
 
-def deliver(slab: SlabConfig, wanted: Sequence[Wanted], read: ReadParts, at_once: int) -> None:
-    """Bring all that is wanted; ``read``: for what lies on other nodes, ``at_once`` bytes at a time."""
-    far = [each for each in wanted if not _read_here(slab, each)]
+def not_here(slab: SlabConfig, wanted: Sequence[Wanted]) -> list[Wanted]:
+    """What is not in slabs of this node; all else has been brought."""
+    return [each for each in wanted if not _read_here(slab, each)]
+
+
+def bring(far: Sequence[Wanted], read: ReadParts, at_once: int) -> None:
+    """Bring what is wanted of other nodes, ``at_once`` bytes at a time."""
     queues: dict[int, list[tuple[Reference, np.ndarray]]] = {}
     for number, reference, into in far:
         queues.setdefault(number, []).append((reference, into))

@@ -107,8 +107,8 @@ class Resources:
         self._shuffled = rdd
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        alive = self.context._jsc is not None and not self.context._jsc.sc().isStopped()
-        with contextlib.suppress(Py4JError):
+        alive = self._is_alive()
+        with contextlib.suppress(Py4JError, OSError):
             self._closing.close()
         if alive:
             with contextlib.suppress(Py4JError, PySparkException):
@@ -127,6 +127,13 @@ class Resources:
                 broadcast.destroy()
             for key, value in self._before.items():
                 self.context.setLocalProperty(key, value)  # type: ignore[arg-type]
+
+    def _is_alive(self) -> bool:
+        """Whether Spark is. Its JVM may have been killed, while the model was on its way back, say."""
+        try:
+            return self.context._jsc is not None and not self.context._jsc.sc().isStopped()
+        except (Py4JError, OSError):
+            return False
 
     def _cancel(self, failed: bool) -> None:
         """Cancel the fit's jobs and wait until their tasks are gone, so that none makes a slab.

@@ -23,14 +23,14 @@ from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.records import Fault, ReplicaReport, ResidualHandle, SliceHandle, SliceReport
 from sparkdl.sync.snapshot import RestoreResidual, RestoreSlice, TakeResidual, TakeSnapshot
 from sparkdl.sync.state import SliceState
-from sparkdl.train.cluster.delivery import Wanted, deliver, most_at_once
+from sparkdl.train.cluster.delivery import Wanted, bring, most_at_once, not_here
 from sparkdl.train.cluster.failure import faults_explained
-from sparkdl.train.cluster.places import Places
+from sparkdl.train.cluster.places import FEW_BYTES, Places
 from sparkdl.train.cluster.resources import Resources
 from sparkdl.train.engine import AVERAGE, BEST, CURRENT, ReadState, ValidationSet
 
-MAX_FRAME_BYTES = (1 << 31) - (1 << 20)
-"""Of a record between Spark and Python, less what is before the bytes."""
+MAX_RECORD_BYTES = (1 << 31) - (1 << 20)
+"""Of what Python and Spark hand each other, less what is before the bytes."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,19 @@ class Committed:
         self._check_frames()
 
     def _check_frames(self) -> None:
-        """Raise :class:`sparkdl.ParameterError` for slices that no frame can take to another node."""
+        """Raise :class:`sparkdl.ParameterError` for slices that no record can take to another node."""
         largest = max((state.weights.nbytes for state in self.states), default=0)
-        if largest > MAX_FRAME_BYTES and not self._places.one_node(self.states):
+        if largest <= FEW_BYTES or self._places.one_node(self.states):
+            return
+        conf = self._context._jsc.sc().conf()  # type: ignore[union-attr]
+        most = min(MAX_RECORD_BYTES, conf.getSizeAsBytes("spark.executor.memory", "1g"))
+        if largest > most:
             total = sum(state.weights.nbytes for state in self.states)
             raise ParameterError(
-                f"a slice of the model has {largest:,} bytes and goes from node to node as one record: "
-                f"of these Spark takes {MAX_FRAME_BYTES:,} bytes at the most. Train with more slices: "
-                f"slices={-(-total // (MAX_FRAME_BYTES // 2))} (one tensor may stay in one slice)."
+                f"a slice of the model has {largest:,} bytes and goes from node to node as one record, "
+                f"for which an executor has {most:,} bytes at the most (spark.executor.memory, and "
+                f"2 GB). Train with more slices: slices={-(-8 * total // most)} (a tensor may have to "
+                "stay in one)."
             )
 
     def forget(self) -> None:
@@ -147,7 +152,6 @@ class Committed:
 
     def weights(self, which: str, dtype: torch.dtype) -> torch.Tensor:
         """Read from slabs where these are on the driver's node, else in jobs that bring a part."""
-        self._context.setJobDescription("sparkdl: collecting the weights")
         states = self.best if which == BEST else self.states
         pieces = [_weights_of(state, which == AVERAGE) for state in states]
         flat = torch.empty(
@@ -183,8 +187,11 @@ class Committed:
         def read(parts: Mapping[int, Reference]) -> list[bytes]:
             return collect_frames(map_frames(self._places.owners, ReadParts(parts)))
 
-        with faults_explained(doing), stage_name(self._context, stage):
-            deliver(self._resources.slab, wanted, read, most_at_once(self._context))
+        far = not_here(self._resources.slab, wanted)
+        if far:
+            self._context.setJobDescription(f"sparkdl: {doing}")
+            with faults_explained(doing), stage_name(self._context, stage):
+                bring(far, read, most_at_once(self._context))
 
     def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
         """One task a replica, in parallel; no job where none keeps any."""

@@ -37,7 +37,7 @@ from sparkdl.sync.parts import Left
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.records import ReplicaReport, Step
 from sparkdl.sync.state import SliceState
-from sparkdl.train.cluster.delivery import AT_ONCE_BYTES, Wanted, deliver
+from sparkdl.train.cluster.delivery import AT_ONCE_BYTES, Wanted, bring, not_here
 from sparkdl.train.cluster.places import (
     MAX_SUBMISSIONS,
     check_digests,
@@ -266,7 +266,7 @@ class GangEngine:
             told = self._call(doing, "read_parts", parts)
             return [some[n] for n in sorted(parts) for some in told if n in some]
 
-        deliver(self._run.slab, wanted, read, AT_ONCE_BYTES)
+        bring(not_here(self._run.slab, wanted), read, AT_ONCE_BYTES)
 
     def start_residuals(
         self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
