@@ -166,7 +166,7 @@ def run(
         state = caught_up(model.schedule, state, history)
         model = replace(model, module=nn.Module())  # which was for trying, and takes memory
         stages = _stages(trainer, engine, validation, identity, history)
-        with Rescue(trainer, engine, identity, history) as rescue:
+        with Rescue(trainer, engine, identity, history, one_pass) as rescue:
             callbacks = [rescue, *trainer.callbacks, bar]
             state = train(trainer, engine, model.schedule, stages, callbacks, state, history)
             results = {

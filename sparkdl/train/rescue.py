@@ -5,6 +5,7 @@ That may be in a callback's last hook, or on the way of the model to the driver.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import tempfile
@@ -12,7 +13,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from sparkdl.errors import CheckpointError, SparkdlError
+from sparkdl.errors import CheckpointError, SparkdlError, StalledError
 from sparkdl.train.callbacks import Callback
 from sparkdl.train.checkpoint.settings import Checkpoint
 from sparkdl.train.checkpoint.store import CheckpointStore
@@ -32,8 +33,15 @@ class Rescue(Callback):
     which it knows where the run stands."""
 
     def __init__(
-        self, trainer: Trainer, engine: Engine, identity: Identity, history: History
+        self,
+        trainer: Trainer,
+        engine: Engine,
+        identity: Identity,
+        history: History,
+        one_pass: bool = False,
     ) -> None:
+        """``one_pass``: of a ``partial_fit``."""
+        self._one_pass = one_pass
         self._trainer, self._engine = trainer, engine
         self._identity, self._history = identity, history
         self._before: TrainState | None = None
@@ -67,13 +75,17 @@ class Rescue(Callback):
         try:
             if not self._trainer.stop(before, state):
                 return
+            if isinstance(error, StalledError):  # so would be this, after as long a wait
+                raise CheckpointError("Spark does nothing")
+            then = "fit(data, resume=...) with this path gives it without training again"
+            if self._one_pass:
+                then = "partial_fit(data, resume=...) of a new trainer, with this path, goes on with it"
             told = (
                 f"All {state.iteration} iterations were done. The model is kept in the checkpoint "
-                f'{self._kept(state)}: fit(data, resume="...") with this path gives it without '
-                "training again."
+                f"{self._kept(state)}: {then}."
             )
         except Exception as failure:
-            reason = str(failure).partition("\n")[0]
+            reason = str(failure).partition("\n")[0].rstrip(".") or type(failure).__name__
             told = f"The trained model could not be kept in a checkpoint ({reason})."
             if state.checkpoint is not None:
                 told += f' The last one is {state.checkpoint}: go on with fit(data, resume="...").'
@@ -84,24 +96,27 @@ class Rescue(Callback):
             error.add_note(told)
 
     def _kept(self, state: TrainState) -> str:
-        """The checkpoint that has this state: the run's last, else a new one, in its folder where it
-        has one."""
+        """The checkpoint that has this state: the run's last, else a new one, in the run's folder or in
+        one of this machine."""
         if state.checkpoint is not None:
             (_, manifest), *_ = CheckpointStore.open(state.checkpoint).candidates()
             if manifest.iteration == state.iteration:
                 return state.checkpoint
         own = self._trainer.checkpoint
+        if own is not None:
+            with contextlib.suppress(CheckpointError):  # its disk is full, say
+                return self._written(own, state)
+        folder = tempfile.mkdtemp(prefix="kept-by-sparkdl-")
         try:
-            path = own.path if own is not None else tempfile.mkdtemp(prefix="kept-by-sparkdl-")
-            trainer = replace(self._trainer, checkpoint=own or Checkpoint(path))
-            writer = Checkpointer(trainer, self._engine, self._identity, self._history)
             try:
-                return writer.written(state)
-            except CheckpointError:
-                if own is not None:
-                    raise
-                return writer.written(state, here=True)  # executors do not share this folder
+                return self._written(Checkpoint(folder), state)
+            except CheckpointError:  # executors do not share it
+                return self._written(Checkpoint(folder), state, here=True)
         except BaseException:
-            if own is None:
-                shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             raise
+
+    def _written(self, where: Checkpoint, state: TrainState, here: bool = False) -> str:
+        trainer = replace(self._trainer, checkpoint=where)
+        writer = Checkpointer(trainer, self._engine, self._identity, self._history)
+        return writer.written(state, here)
