@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from py4j.protocol import Py4JError
 from pyspark import SparkContext, SparkFiles
-from pyspark.core.broadcast import Broadcast
 from pyspark.core.rdd import RDD
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from sparkdl.broadcasts import BroadcastBytes
 from sparkdl.data.ragged import Rows, dense, model_inputs
 from sparkdl.errors import ModelError, cannot_travel
 from sparkdl.infer.output import in_rows
@@ -78,7 +77,7 @@ class ShippedModule:
 
     digest: str
     inline: bytes | None
-    apart: Broadcast[bytes] | Artifact | None = None
+    apart: BroadcastBytes | Artifact | None = None
     sender: Any = None
     numerics: Numerics = field(default_factory=Numerics.here)
 
@@ -110,15 +109,14 @@ class ShippedModule:
         if len(data) <= INLINE_BYTES:
             return ShippedModule(digest, data, None, sender)
         if isinstance(sender, SparkContext):
-            return ShippedModule(digest, None, sender.broadcast(data), sender)
+            return ShippedModule(digest, None, BroadcastBytes.of(sender, [data]), sender)
         artifact = Artifact.of(data, f"sparkdl-{digest}.module", sender)
         return ShippedModule(digest, None, artifact, sender)
 
     def destroy(self) -> None:
         """Delete a broadcast, here and on the executors: nothing that uses it may come any more."""
         if self.apart is not None:
-            with contextlib.suppress(Py4JError):  # of a session that has stopped it is gone
-                self.apart.destroy()
+            self.apart.destroy()
 
     def load(self) -> nn.Module:
         """The module in evaluation mode on this task's device, from this process's cache where it is

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from py4j.protocol import Py4JError
@@ -12,6 +12,7 @@ from pyspark import SparkContext, StorageLevel
 from pyspark.core.rdd import RDD
 from pyspark.errors import PySparkException
 
+from sparkdl.broadcasts import BroadcastBytes
 from sparkdl.data.partition import close_partitions
 from sparkdl.frames import forget_shuffles, is_local, stage_name
 from sparkdl.properties import own_properties
@@ -46,7 +47,7 @@ class Resources:
         self._watch: Watch | None = None
         self._rdds: list[RDD] = []
         self._passing: list[RDD] = []
-        self._broadcasts: list[Any] = []
+        self._broadcasts: list[BroadcastBytes] = []
         self._shuffled: RDD | None = None
         self._closing = contextlib.ExitStack()
         self._properties = contextlib.ExitStack()
@@ -84,9 +85,9 @@ class Resources:
         with contextlib.suppress(Py4JError):
             rdd.unpersist()
 
-    def broadcast(self, value: Any) -> Any:
-        """Broadcast ``value`` until the end."""
-        self._broadcasts.append(self.context.broadcast(value))
+    def broadcast(self, parts: Sequence[bytes]) -> BroadcastBytes:
+        """Broadcast them until the end."""
+        self._broadcasts.append(BroadcastBytes.of(self.context, parts))
         return self._broadcasts[-1]
 
     def closing(self, thing: Any) -> None:
@@ -100,8 +101,8 @@ class Resources:
         self._shuffled = rdd
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        alive = self.context._jsc is not None and not self.context._jsc.sc().isStopped()
-        with contextlib.suppress(Py4JError):
+        alive = self._is_alive()
+        with contextlib.suppress(Py4JError, OSError):
             self._closing.close()
         if alive:
             with contextlib.suppress(Py4JError, PySparkException):
@@ -117,9 +118,15 @@ class Resources:
                 with contextlib.suppress(Py4JError):
                     rdd.unpersist()
             for broadcast in self._broadcasts:
-                with contextlib.suppress(Py4JError):
-                    broadcast.destroy()
+                broadcast.destroy()
         self._properties.close()
+
+    def _is_alive(self) -> bool:
+        """Whether Spark is. Its JVM may have been killed, while the model was on its way back, say."""
+        try:
+            return self.context._jsc is not None and not self.context._jsc.sc().isStopped()
+        except (Py4JError, OSError):
+            return False
 
     def _cancel(self, failed: bool) -> None:
         """Cancel the fit's jobs and wait until their tasks are gone, so that none makes a slab.
