@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sparkdl")
 _told: set[str] = set()
+DAEMON = "spark.python.daemon.module"
+_ANOTHERS_DAEMON = (
+    "slower than need be: %s=%s is another library's, and stays as it is (%s). It can import torch "
+    "before it forks: with sparkdl.daemon.preload()."
+)
 _SET_BY_THE_LAUNCHER = ("spark.ui.showConsoleProgress",)
 """Keys that PySpark sets by itself where it starts the JVM, which nobody asked for."""
 _MASTER = re.compile(
@@ -53,6 +58,8 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
     conf = _launched(given)
     python = given.get("spark.pyspark.python") or conf.get("spark.pyspark.python")
     os.environ.setdefault("PYSPARK_PYTHON", python or sys.executable)
+    if sys.platform == "darwin":  # the workers are forked, with torch imported
+        os.environ.setdefault("OBJC_DISABLE_INITIALIZE_FORK_SAFETY", "YES")
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     builder = SparkSession.builder
     for key, (value, _) in SPARK_SETTINGS.items():
@@ -138,5 +145,8 @@ def tell_what_costs_speed(context: SparkContext) -> list[str]:
         _told.add(context.applicationId)
         for key in missing:
             value, reason = SPARK_SETTINGS[key]
-            logger.warning("slower than need be: set %s=%s (%s)", key, value, reason)
+            if key == DAEMON and conf.get(key, "") not in ("", "pyspark.daemon"):
+                logger.warning(_ANOTHERS_DAEMON, key, conf.get(key, ""), reason)
+            else:
+                logger.warning("slower than need be: set %s=%s (%s)", key, value, reason)
     return missing

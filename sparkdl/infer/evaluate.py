@@ -70,7 +70,8 @@ class Evaluation:
         device = device_of(module)
         scorer = self.scorer.on(device)
         inputs, labels = arrays[: self.num_features], arrays[self.num_features :]
-        returned = run_batches(module, inputs, self.batch_size, signature=self.signature)
+        own, signature = (self.scorer.loss, labels), self.signature
+        returned = run_batches(module, inputs, self.batch_size, signature=signature, own=own)
         for output, rows in returned:
             targets = to_tensors(dense([label[rows] for label in labels]), device)
             count = len(inputs[0][rows])

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError
-from sparkdl.replica.care import freeze, start_from
+from sparkdl.replica.care import freeze, plain, start_from, take_buffers
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.seeding import seeded
 from sparkdl.replica.signature import BY_POSITION, Signature
@@ -25,9 +25,10 @@ from sparkdl.replica.signature import BY_POSITION, Signature
 class Recipe:
     """What the user gave: model (callable or module), loss, optimizer and policy, and the seed.
 
-    ``weights``: a state_dict to start from. ``frozen``, ``unfrozen``: patterns of parameter names.
-    ``augment``: what happens to a sample's inputs before each use. ``compression``: what becomes of
-    a gradient before it is sent. ``signature``: how the model is called, and what is its output.
+    ``weights``: a state_dict to start from; ``buffers``: what goes with it that no state_dict has.
+    ``frozen``, ``unfrozen``: patterns of parameter names. ``augment``: what happens to a sample's
+    inputs before each use. ``compression``: what becomes of a gradient before it is sent.
+    ``signature``: how the model is called, and what is its output.
     """
 
     model: Callable[[], nn.Module] | nn.Module
@@ -41,6 +42,7 @@ class Recipe:
     unfrozen: tuple[str, ...] = ()
     augment: Callable[..., Any] | None = None
     compression: Callable[..., Any] | None = None
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     signature: Signature = BY_POSITION
 
     def build(self) -> nn.Module:
@@ -52,19 +54,20 @@ class Recipe:
         module = self._made()
         if self.weights is not None:
             start_from(module, self.weights, self.strict_weights)
+            take_buffers(module, self.buffers)
         freeze(module, self.frozen, self.unfrozen)
         return module
 
     def _made(self) -> nn.Module:
         if isinstance(self.model, nn.Module):
-            return self.model
+            return plain(self.model)
         with seeded(self.seed):
             module = self.model()
         if not isinstance(module, nn.Module):
             raise ModelError(
                 f"model() returned a {type(module).__name__}: it must return a torch.nn.Module."
             )
-        return module
+        return plain(module)
 
     def build_optimizer(self, module: nn.Module) -> Any:
         """The optimizer as the user wrote it, where it is one callable.

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from sparkdl.errors import ModelError, nearest
+from sparkdl.replica.model_loss import is_model_loss
 
 Part: TypeAlias = str | int | Callable[[Any], Any] | None
 """A field of what a model returns (a key, an attribute, a number), a function of it, or all of it."""
@@ -24,15 +25,28 @@ class Signature:
     inputs: tuple[str, ...] = ()
     part: Part = None
 
+    def bound(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """``model``, to be called with its inputs by position; labels may follow by keyword."""
+        if not self.inputs:
+            return model
+
+        def call(*inputs: Any, **others: Any) -> Any:
+            named = dict(zip(self.inputs, inputs, strict=False))
+            return model(*inputs[len(named) :], **named, **others)
+
+        return call
+
     def call(self, model: Callable[..., Any], inputs: Sequence[Any]) -> Any:
         """What ``model`` returns for ``inputs``."""
-        if self.inputs:
-            return model(**dict(zip(self.inputs, inputs, strict=True)))
-        return model(*inputs)
+        return self.bound(model)(*inputs)
 
     def output(self, returned: Any) -> Any:
         """The output in what the model returned. Raises :class:`sparkdl.ModelError`."""
         return part_of(returned, self.part)
+
+    def for_loss(self, loss: Any, returned: Any) -> Any:
+        """What ``loss`` is given: the output; where the model computes its own, all it returned."""
+        return returned if is_model_loss(loss) else self.output(returned)
 
 
 BY_POSITION = Signature()

@@ -52,7 +52,12 @@ NAMES = ("features", "label", "freeze", "unfreeze", "activation_checkpointing")
 _PATTERNS = ("freeze", "unfreeze", "activation_checkpointing")
 _KINDS: tuple[tuple[str, Any, str], ...] = (
     ("model", Callable, "give a function that builds a torch.nn.Module, or a module"),
-    ("loss", Callable, "give a function of (output, target), such as torch.nn.MSELoss()"),
+    (
+        "loss",
+        Callable,
+        "give a function of (output, target), such as torch.nn.MSELoss(), or sparkdl.ModelLoss() for a "
+        "model that computes its own",
+    ),
     (
         "optimizer",
         (Callable, torch.optim.Optimizer, Mapping),

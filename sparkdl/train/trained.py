@@ -20,13 +20,14 @@ from sparkdl.data.ragged import Rows
 from sparkdl.data.records import Names, feature_names, named
 from sparkdl.errors import DataError, ParameterError, raise_all
 from sparkdl.infer.evaluate import Evaluation, check_metrics, evaluate
-from sparkdl.infer.metrics import Metrics, resolve, suited
+from sparkdl.infer.metrics import Judging, Metrics, resolve, suited
 from sparkdl.infer.output import Output
 from sparkdl.infer.predict import Finish, PredictRecords, predict_dataframe
 from sparkdl.infer.predictor import ShippedModule, sender_to
 from sparkdl.infer.scoring import Scorer
 from sparkdl.infer.trial import Found, Trial, first_records_of, first_rows_of
 from sparkdl.plain import plain
+from sparkdl.replica.model_loss import is_model_loss
 from sparkdl.replica.signature import BY_POSITION, Part, Signature, problems_of_part
 from sparkdl.step.loss import check_averages
 from sparkdl.train.continuing import KeptState
@@ -61,8 +62,12 @@ class TrainedModel:
         output: Output | None,
         history: History,
         columns: Specs | None = None,
+        seed: int = 0,
+        judging: Judging | None = None,
         signature: Signature = BY_POSITION,
     ) -> None:
+        """``seed``: with which ``model`` is called. ``judging``: how an accuracy takes output and label
+        where there is no ``loss``."""
         self.module = module
         self.model = model
         self.loss = loss
@@ -74,8 +79,15 @@ class TrainedModel:
         self.output = output
         self.history = history
         self.columns = dict(columns or {})
+        self.seed = seed
+        self._judging = judging
         self.signature = signature
         self._shipped: ShippedModule | None = None
+
+    @property
+    def judging(self) -> Judging:
+        """How an accuracy takes output and label: as the loss does."""
+        return (self._judging or Judging()) if self.loss is None else Judging.of(self.loss)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what a pickle makes, ships for itself."""
@@ -172,7 +184,7 @@ class TrainedModel:
         :class:`ModelError` for a loss that adds up.
         """
         _check_kind("evaluate", data, (DataFrame, RDD), "a DataFrame or an RDD")
-        resolved = suited(resolve(metrics), self.loss)
+        resolved = suited(resolve(metrics), self.loss, self._judging)
         if self.loss is None and not resolved:
             raise ParameterError(
                 "nothing to evaluate: a loaded model has no loss. Name metrics, or load it with "
@@ -186,7 +198,7 @@ class TrainedModel:
         records = isinstance(data, RDD)
         specs = self._specs_of_records(len(self.fields)) if records else self.columns
         size, before = _batch_size(batch_size), self._shipped
-        module = ShippedModule.of(self.module, sender_to(data), before)
+        module = ShippedModule.of(self.module, sender_to(data), before, self.model)
         part = self._signature(output).part
         known = self.output if part == self.signature.part else None
         scorer = Scorer(
@@ -194,7 +206,7 @@ class TrainedModel:
             resolved,
             known.dimensions if known else None,
             part=part,
-            loss_part=self.signature.part,
+            loss_part=None if is_model_loss(self.loss) else self.signature.part,
         )
         try:
             return evaluate(
@@ -220,7 +232,8 @@ class TrainedModel:
     def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
         """Write the model into the folder ``path``: safetensors, JSON, and the recipe.
 
-        Raises FileExistsError where it holds a model, unless ``overwrite``.
+        Where the recipe has no name it is written as a pickle, and a warning says why. Raises
+        FileExistsError where it holds a model, unless ``overwrite``.
         """
         from sparkdl.train.persistence import save
 
@@ -229,7 +242,7 @@ class TrainedModel:
     def _ship(self, data: DataFrame | RDD) -> ShippedModule:
         """The module on its way to the workers, which stays there, since what uses it is lazy; a large
         one is sent once, not at each call."""
-        self._shipped = ShippedModule.of(self.module, sender_to(data), self._shipped)
+        self._shipped = ShippedModule.of(self.module, sender_to(data), self._shipped, self.model)
         return self._shipped
 
     def _specs_of_records(self, count: int) -> Specs:

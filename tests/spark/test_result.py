@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from pyspark.ml.linalg import Vectors
 from pyspark.sql import Row, functions
 from structured import KINDS, Structured
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import sparkdl
 from sparkdl.data.handle import Field
@@ -518,7 +520,8 @@ def test_evaluate_with_a_loss_that_adds_up(table: Any, loss: Any, num_jobs: Any)
         trained(linear(2, 2), label=("x",), loss=loss).evaluate(table)
     assert str(caught.value) == (
         'the loss adds up (reduction="sum"), and the losses of batches are averaged, each weighted '
-        'by its samples: use reduction="mean".'
+        'by its samples: use reduction="mean", or return (sum, count) from a function of your own, '
+        "the count being what the mean is over."
     )
     assert num_jobs() == before
 
@@ -776,6 +779,56 @@ def test_save_and_load(table: Any, tmp_path: Path, nothing_left: Any) -> None:
     assert loaded.evaluate(table, ["accuracy"]) == model.evaluate(table, ["accuracy"])
     assert loaded.history.losses == model.history.losses
     assert (loaded.features, loaded.label, loaded.output) == (("x",), ("y",), model.output)
+
+
+class Locked(nn.Linear):
+    """Cannot be pickled, and has a tensor that no state_dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 3)
+        self.lock = threading.Lock()
+        self.register_buffer("shift", torch.rand(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.lock:
+            return super().forward(x) + self.shift
+
+
+def parametrized() -> nn.Module:
+    return nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(2, 4)),
+        parametrizations.spectral_norm(nn.Linear(4, 4)),
+        parametrizations.orthogonal(nn.Linear(4, 3)),
+    )
+
+
+def compiled() -> nn.Module:
+    return torch.compile(linear(), backend="eager")  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("make", [parametrized, Locked, compiled])
+@pytest.mark.parametrize("given", ["a function", "a module"])
+def test_any_module_that_trains_is_used_and_saved(
+    table: Any, tmp_path: Path, make: Any, given: str
+) -> None:
+    """Those, too, that torch or pickle does not let be pickled."""
+    if make is Locked and given == "a module":
+        pytest.skip("refused before training")
+    validation = sparkdl.Validation(table, best="loss")
+    model = make if given == "a function" else make()
+    result = trainer(model=model, ema=0.5, validation=validation, engine="local").fit(table)
+    for one in (result, result.best, result.ema):
+        assert one is not None
+        expected = one.module(inputs_of(table, "x"))
+        close(predictions(one.transform(table)), expected)
+        close(np.array(one.predict(as_records(table)).collect()), expected)
+        assert one.evaluate(table, ["accuracy"])["loss"] < 10
+    again = sparkdl.load(result.save(tmp_path / "model"), trust=True)
+    assert not any("_orig_mod" in name for name in again.module.state_dict())
+    if make is not Locked:  # its function is not seeded there
+        close(predictions(again.transform(table)), result.module(inputs_of(table, "x")))
+    more = trainer(model=make).fit(table, start=result)
+    assert more.history.losses != result.history.losses
 
 
 class AuxiliaryHead(nn.Module):

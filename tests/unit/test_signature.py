@@ -20,7 +20,7 @@ from sparkdl.infer.trial import Trial
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.signature import Signature, part_of, problems_of_part, with_tensors
-from sparkdl.step.compute import MiniBatch, mean_loss
+from sparkdl.step.compute import MiniBatch, loss_of_output
 
 LOGITS, HIDDEN = torch.arange(6.0).view(2, 3), torch.ones(2, 8)
 
@@ -118,7 +118,7 @@ def test_loss_and_metrics_are_of_a_part(kind: str) -> None:
     live, inputs = LiveReplica.of(recipe), [torch.ones(2, 2)]
     returned = recipe.signature.call(live.call, inputs)
     expected = nn.functional.cross_entropy(part_of(returned, part), TARGETS[0])
-    assert torch.equal(mean_loss(live, returned, MiniBatch(inputs, TARGETS)), expected)
+    assert torch.equal(loss_of_output(live, returned, MiniBatch(inputs, TARGETS))[0], expected)
     scorer = Scorer(recipe.loss, tuple(resolve(["top@3"])), part=part, loss_part=part)
     with torch.no_grad():
         values = scorer.values(scorer.update(scorer.start(), returned, TARGETS))

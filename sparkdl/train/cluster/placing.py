@@ -17,6 +17,7 @@ from sparkdl.data.samples import SampleSet, Source, materialize, materialize_her
 from sparkdl.errors import DataError
 from sparkdl.infer.metrics import resolve, suited
 from sparkdl.infer.scoring import Scorer
+from sparkdl.replica.model_loss import is_model_loss
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train.cluster.neighbours import side_by_side
 from sparkdl.train.cluster.resources import Resources
@@ -101,7 +102,8 @@ def validation_set(
     loss = copy.deepcopy(trainer.loss)  # it may count its calls
     part = trainer.output if validation.output is None else validation.output
     metrics = suited(resolve(validation.metrics), loss)
-    scorer = Scorer(loss, metrics, part=part, loss_part=trainer.output)
+    loss_part = None if is_model_loss(loss) else trainer.output
+    scorer = Scorer(loss, metrics, part=part, loss_part=loss_part)
     how = assembly(trainer, samples, training.float_dtype)
     return ValidationSet(found, scorer, how, validation.batch_size)
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from sparkdl.infer.predictor import evaluating
 from sparkdl.replica.live import LiveReplica
+from sparkdl.replica.model_loss import called
 from sparkdl.step.compute import MiniBatch, autocasting
 from sparkdl.step.loss import masses_of
 from sparkdl.step.replica import Work
@@ -135,7 +136,6 @@ class ModelGroup:
         on all of them. ``counts``: of every rank's batches. A group with fewer than ``most`` goes on
         with rows that count for nothing."""
         module, result = self._live.flat.module, None
-        call = self._live.recipe.signature.call
         for member in self.ranks:
             if member == self._rank:
                 telling = module.register_forward_pre_hook(
@@ -146,12 +146,13 @@ class ModelGroup:
                 finally:
                     telling.remove()
                 continue
-            for inputs in self._told(member, counts[member]):
+            for inputs, named in self._told(member, counts[member]):
                 with evaluating(module), autocasting(self._live):
-                    call(module, inputs)
+                    module(*inputs, **named)
         for _ in range(most - sum(counts[r] for r in self.ranks)):
             with evaluating(module), autocasting(self._live):
-                call(module, self._like.inputs)
+                call = self._live.recipe.signature.bound(module)
+                called(self._live.loss, call, self._like.inputs, self._like.targets)
         return result
 
     def _tell(
@@ -159,8 +160,8 @@ class ModelGroup:
     ) -> None:
         """The others, what this rank calls the model with."""
         if len(self.ranks) > 1:
-            broadcast((*inputs, *named.values()), self._rank, self._group, self._live.device)
+            broadcast((inputs, named), self._rank, self._group, self._live.device)
 
-    def _told(self, member: int, batches: int) -> Iterator[tuple[Any, ...]]:
+    def _told(self, member: int, batches: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         for _ in range(batches):
             yield broadcast(None, member, self._group, self._live.device)
