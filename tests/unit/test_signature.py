@@ -18,6 +18,7 @@ from sparkdl.infer.metrics import resolve
 from sparkdl.infer.scoring import Scorer
 from sparkdl.infer.trial import Trial
 from sparkdl.replica.live import LiveReplica
+from sparkdl.replica.model_loss import ModelLoss, called
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.signature import Signature, part_of, problems_of_part, with_tensors
 from sparkdl.step.compute import MiniBatch, loss_of_output
@@ -189,3 +190,27 @@ def test_a_trial_goes_on_with_the_rows_of_the_data() -> None:
     with pytest.raises(ValueError, match=r"postprocess fails on a tensor of shape \[2, 2\]"):
         trial.run(None, fields, nothing)
     assert isinstance(ModelOutput(LOGITS)["logits"], torch.Tensor)
+
+
+class OwnLoss(Structured):
+    """As the models of transformers: called with its labels, it returns its loss beside the logits."""
+
+    def forward(self, *, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        returned = dict(super().forward(x=x))
+        if labels is not None:
+            returned["loss"] = nn.functional.cross_entropy(returned["logits"], labels)
+        return returned
+
+
+def test_a_model_that_computes_its_own_loss_of_inputs_by_keyword() -> None:
+    """Its loss is given all that it returns; metrics are of the part."""
+    loss, signature = ModelLoss(), Signature(("x",), "logits")
+    live = LiveReplica.of(Recipe(OwnLoss(), loss, torch.optim.SGD, 0, signature=signature))
+    batch = MiniBatch([torch.ones(2, 2)], TARGETS)
+    with torch.no_grad():
+        returned = called(loss, signature.bound(live.call), batch.inputs, batch.targets)
+        value, count = loss_of_output(live, returned, batch)
+        assert float(value) / (count or 1) == pytest.approx(float(returned["loss"]))
+        scorer = Scorer(loss, tuple(resolve(["top@3"])), part="logits")
+        values = scorer.values(scorer.update(scorer.start(), returned, TARGETS))
+    assert values == {"loss": pytest.approx(float(returned["loss"])), "top@3": 1.0}
