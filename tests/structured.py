@@ -61,4 +61,6 @@ class Structured(nn.Module):
 
     def forward(self, *, x: torch.Tensor) -> Any:
         hidden = self.body(x)
-        return KINDS[self.kind](self.head(hidden), hidden)
+        return KINDS[self.kind](
+            self.head(hidden), hidden.view_as(hidden)
+        )  # which torch's fsdp warns of

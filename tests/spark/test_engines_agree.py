@@ -72,7 +72,7 @@ class Named(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.norm = nn.Embedding(NAMES, 5, padding_idx=0), nn.BatchNorm1d(5 + WIDTH)
+        self.words, self.norm = nn.Embedding(NAMES, 5, padding_idx=0), nn.LayerNorm(5 + WIDTH)
         self.out = nn.Linear(5 + WIDTH, CLASSES)
 
     def forward(self, *, words_lengths, x, words):
