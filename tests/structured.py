@@ -61,6 +61,5 @@ class Structured(nn.Module):
 
     def forward(self, *, x: torch.Tensor) -> Any:
         hidden = self.body(x)
-        return KINDS[self.kind](
-            self.head(hidden), hidden.view_as(hidden)
-        )  # which torch's fsdp warns of
+        view = hidden.view_as(hidden)  # of which torch's fsdp warns
+        return KINDS[self.kind](self.head(hidden), view)
