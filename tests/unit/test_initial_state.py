@@ -133,7 +133,8 @@ def test_a_run_that_begins_again_has_the_same_weights(process, built_from, distu
     ],
 )
 def test_a_model_that_keeps_what_is_trained_is_refused(process, monkeypatch, given):
-    """It would go on from trained weights where it is to begin. By reference, as of an imported module."""
+    """It would go on from trained weights where it is to begin. The recipe is the same each time, as
+    what an imported module holds is."""
     recipe = Recipe(partial(given, model()), nn.CrossEntropyLoss(), torch.optim.SGD, 0)
     monkeypatch.setattr("sparkdl.replica.run._load_recipe", lambda run: recipe)
     here = process(model)
