@@ -56,6 +56,7 @@ class LocalEngine:
     """M replicas one after another on one live module, N slices one after another."""
 
     recoveries = 0
+    begins_ahead = False
 
     def __init__(self, samples: SampleSet, run: Run, recipe: bytes, batch_size: int) -> None:
         self.plan = EpochPlan(samples.counts, batch_size)

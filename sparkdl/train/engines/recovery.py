@@ -117,6 +117,10 @@ class Recovering:
     ) -> None:
         self._begin(lambda: self._engine.start_residuals(read, reported))
 
+    @property
+    def begins_ahead(self) -> bool:
+        return self._engine.begins_ahead
+
     def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> StepResult:
         """A snapshot that comes to be due while iterations follow one another is taken after these."""
         if self._is_due:
