@@ -19,6 +19,7 @@ from sparkdl.gang.launch import Gang
 from sparkdl.gang.member import Member
 from sparkdl.gang.slots import task_slots
 from sparkdl.sync.state import mapped
+from sparkdl.usercode import accompanied
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -78,7 +79,7 @@ def run(
     with contextlib.closing(gang):
         gang.start()
         name = getattr(fn, "__name__", type(fn).__name__)
-        return gang.call(functools.partial(_call, fn, args, kwargs), name)
+        return gang.call(functools.partial(_call, accompanied(fn), args, kwargs), name)
 
 
 def _context_of(spark: SparkSession | None) -> SparkContext:

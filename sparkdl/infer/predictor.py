@@ -28,6 +28,7 @@ from sparkdl.infer.output import in_rows
 from sparkdl.numerics import Numerics
 from sparkdl.replica.cache import task_device
 from sparkdl.step.compute import to_tensors
+from sparkdl.usercode import accompanied
 
 Dimensions = tuple[int | None, int | None]
 """Of a batch's output, and of what is made of it."""
@@ -91,7 +92,7 @@ class ShippedModule:
 
         ``before``: shipped earlier; taken again where neither module nor settings have changed since.
         """
-        data = cloudpickle.dumps(module)
+        data = cloudpickle.dumps(accompanied(module))
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
         known = before is not None and before.digest == digest and before.sender is sender
         if before is not None and known and before.numerics == Numerics.here():

@@ -21,6 +21,7 @@ from sparkdl.sync.compression import GradBucket, compress
 from sparkdl.sync.optimizer import OptimizerPlan
 from sparkdl.sync.traits import SEVERAL
 from sparkdl.train.hints import text_of
+from sparkdl.usercode import accompanied
 
 
 def pickled(recipe: Recipe) -> bytes:
@@ -28,7 +29,7 @@ def pickled(recipe: Recipe) -> bytes:
     from pyspark import cloudpickle
 
     try:
-        data = cloudpickle.dumps(recipe)
+        data = cloudpickle.dumps(accompanied(recipe))
         pickle.loads(data)
         return data
     except Exception as error:

@@ -23,6 +23,7 @@ from sparkdl.train.cluster.failure import faults_explained
 from sparkdl.train.cluster.places import Places
 from sparkdl.train.cluster.resources import Resources
 from sparkdl.train.engine import AVERAGE, BEST, CURRENT, ReadState, ValidationSet
+from sparkdl.usercode import accompanied
 
 COLLECT_BYTES = 256 << 20
 """Weights up to this size come to the driver in one job, larger ones slice by slice."""
@@ -106,7 +107,7 @@ class Committed:
         samples = validation.samples
         rdd = samples.rdd
         assert rdd is not None
-        task = Score(validation.scorer, validation.assembly, validation.batch_size)
+        task = Score(accompanied(validation.scorer), validation.assembly, validation.batch_size)
         checksums = tuple(handle.checksum for handle in samples.handles)
 
         def submit() -> tuple[dict[int, Any], list[Fault]]:
