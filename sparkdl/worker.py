@@ -21,12 +21,12 @@ worker goes on until it next reads or writes, :func:`hung_up` tells.
 from __future__ import annotations
 
 import gc
-import select
 import sys
 import traceback
 from typing import Any
 
 from sparkdl.numerics import put_back
+from sparkdl.system import has_hung_up
 
 _tasks = 0
 
@@ -50,9 +50,7 @@ def hung_up() -> bool:
         code = frame.f_code
         if code.co_name == "worker" and code.co_filename.endswith("pyspark/daemon.py"):
             quiet_hang_ups()
-            poll = select.poll()
-            poll.register(frame.f_locals["sock"], select.POLLRDHUP)
-            return bool(poll.poll(0))
+            return has_hung_up(frame.f_locals["sock"])
         frame = frame.f_back  # type: ignore[assignment]
     return False
 

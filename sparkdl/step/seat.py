@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 
 from sparkdl.clock import Clock
 from sparkdl.data.handle import SampleHandle
-from sparkdl.data.mapped import lies_here
-from sparkdl.errors import ModelError, UserError
+from sparkdl.data.mapped import lies_here, open_partition
+from sparkdl.errors import ModelError, StaleReferenceError, UserError
 from sparkdl.message import posted
 from sparkdl.replica.compare import Compared, Description, compared
 from sparkdl.replica.live import LiveReplica
-from sparkdl.replica.run import ReplicaHandle, Run, install_recipe, open_replica
+from sparkdl.replica.run import ReplicaHandle, Run, build_replica, open_replica
 from sparkdl.report import REMEDY
 from sparkdl.slab.pool import Pool, open_pool
 from sparkdl.sync.fetch import Arrived, borrow_weights, load_weights, read_frame
@@ -45,7 +45,7 @@ class PrepareReplica:
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         for frame in list(frames):
             handle: ReplicaHandle = pickle.loads(frame)
-            install_recipe(handle.run, self.recipe.payload())
+            self.recipe.install(handle.run)
             yield frame
 
 
@@ -63,7 +63,7 @@ class CheckSeat:
             token = open_pool(run.slab).token
             found: Compared | UserError
             try:
-                found = compared(open_replica(run).recipe.build(), self.built)
+                found = compared(build_replica(run).flat.module, self.built)
             except UserError as error:
                 found = error
             except ModuleNotFoundError as error:
@@ -111,7 +111,7 @@ class Seat:
         def fault(kind: str) -> Fault:
             return Fault(kind, self.index, self.pool.token)
 
-        if self.samples.num_rows and self.samples.token != self.pool.token:
+        if not self._samples_here():
             return fault(SAMPLES_FOREIGN)
         if self.samples.checksum != self.checksum:
             return fault(SAMPLES_CHANGED)
@@ -121,6 +121,15 @@ class Seat:
             if n not in self.arrived and state.token != self.pool.token:
                 return fault(MOVED)
         return None
+
+    def _samples_here(self) -> bool:
+        """Whether the samples are on this node, and there: mapped already, or to be mapped."""
+        if not self.samples.num_rows:
+            return True
+        try:
+            return self.samples.token == self.pool.token and bool(open_partition(self.samples))
+        except StaleReferenceError:
+            return False
 
     @property
     def received(self) -> dict[int, int]:

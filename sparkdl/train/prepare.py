@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import safetensors.torch
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from torch import nn
 from sparkdl.errors import ParameterError, SessionError
 from sparkdl.infer.evaluate import check_metrics
 from sparkdl.infer.metrics import resolve
+from sparkdl.replica.care import passing_buffers
 from sparkdl.replica.compare import Description, describe
 from sparkdl.replica.flat import Layout, layout_of
 from sparkdl.replica.recipe import Recipe
@@ -40,10 +43,14 @@ if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
 
 
+logger = logging.getLogger("sparkdl")
+
+
 @dataclass(frozen=True)
 class Prepared:
     """The recipe and what follows from it; ``module`` is for trying. ``built``: how it was before,
-    which executors compare with what they build; of no use where there are none."""
+    which executors compare with what they build; of no use where there are none. ``sums``: whether the
+    loss returns ``(sum, count)``, which trying has shown."""
 
     recipe: Recipe
     payload: bytes
@@ -52,6 +59,7 @@ class Prepared:
     built: Description
     optimizer: OptimizerPlan
     schedule: Schedule
+    sums: bool = False
 
     @property
     def optimizers(self) -> tuple[str, ...]:
@@ -84,7 +92,9 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
         tuple(trainer.unfreeze),
         trainer.augment,
         trainer.compression,
+        {} if start is None else passing_buffers(start.module),
     )
+    _tell_of_compilation(trainer)
     payload = pickled(recipe)
     check_columns(trainer.columns)
     module = build_model(payload)
@@ -102,6 +112,20 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
         check_stages(trainer.parts["pipe"], module, layout, optimizer, policy)
     schedule = Schedule(optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric)
     return Prepared(recipe, payload, module, layout, built, optimizer, schedule)
+
+
+def _tell_of_compilation(trainer: Trainer) -> None:
+    """Warn where ``module.compile()`` was called, which leaves no trace in a pickle."""
+    if isinstance(trainer.model, nn.Module) and not trainer.compile:
+        for name, module in trainer.model.named_modules():
+            if module._compiled_call_impl is not None:
+                where = f'its "{name}"' if name else "it"
+                logger.warning(
+                    "model is a module, and %s was compiled with .compile(), which does not travel to "
+                    "the executors: it is trained as it is. Pass compile=True to compile it there.",
+                    where,
+                )
+                return
 
 
 def _import_compiler() -> None:
@@ -127,8 +151,11 @@ def _check_data(data: object) -> None:
 def _weights_file(trainer: Trainer) -> Mapping[str, torch.Tensor] | None:
     """The state_dict to start from."""
     weights = trainer.weights
-    if weights is None or isinstance(weights, Mapping):
-        return weights
+    if weights is None:
+        return None
+    if isinstance(weights, Mapping):
+        arrays = {n: torch.tensor(v) for n, v in weights.items() if isinstance(v, np.ndarray)}
+        return {**weights, **arrays}
     try:
         with mappable(weights, links=True) as path:
             return safetensors.torch.load_file(path)

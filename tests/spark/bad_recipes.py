@@ -83,6 +83,15 @@ class ReturnsTuple(ReturnsNothing):
         return nn.Linear.forward(self, x)[:, 0], x
 
 
+class TakesLabels(ReturnsNothing):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        return nn.Linear.forward(self, x), labels
+
+
+def root_mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean().sqrt()
+
+
 class ReturnsNaN(ReturnsNothing):
     def forward(self, x: torch.Tensor) -> Any:
         return nn.Linear.forward(self, x)[:, 0] / 0.0 * 0.0
@@ -92,6 +101,37 @@ class Normed(Embedded):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(3, 1, max_norm=1.5)
+
+
+class Growing(ReturnsNothing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.training:
+            self.seen = torch.cat([self.seen, x.new_ones(1)])
+        return nn.Linear.forward(self, x)[:, 0]
+
+
+class Counting(nn.Sequential):
+    """Its part counts in a plain attribute, for annealing."""
+
+    def __init__(self) -> None:
+        super().__init__(Annealed())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[:, 0]
+
+
+class Annealed(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return super().forward(x) / self.passes
 
 
 class Squeezed(nn.Linear):
@@ -242,6 +282,25 @@ MODELS = [
         jobs=3,
     ),
     Mistake(
+        "a counter that is no buffer",
+        lambda fit: fit(fit.good(), model=Counting),
+        ModelError,
+        'forward changes "0.passes" in each pass, and it is neither a parameter nor a buffer: each '
+        "worker would have its own, and the trained model none. Make it a buffer: give "
+        "register_buffer a tensor in __init__, which forward may change.",
+        jobs=3,
+    ),
+    Mistake(
+        "a buffer that takes another form",
+        lambda fit: fit(fit.good(), model=Growing),
+        ModelError,
+        'forward makes the buffer "seen" [2] float32, and it was built [1] float32: buffers are '
+        "averaged over the replicas, so they keep their form. Give it its last form in __init__ (as "
+        "long as the longest input, say); one that is only a cache is left alone if it is registered "
+        "with persistent=False.",
+        jobs=3,
+    ),
+    Mistake(
         "one row a mini-batch for batch norm",
         lambda fit: fit(fit.good(), model=batch_normed, stop=sparkdl.max_epoch(1)),
         ModelError,
@@ -297,8 +356,10 @@ MODELS = [
         lambda fit: fit(fit.good(), model=lambda: scalar_model().half()),
         ModelError,
         'the model fails on the first rows ("features" [2, 2]; float32): RuntimeError: mat1 '
-        "and mat2 must have the same dtype, but got Float and Half. Each is [rows, ...]: build "
-        "the model for inputs of these shapes and types.",
+        "and mat2 must have the same dtype, but got Float and Half. The model has weights of float16, "
+        "and columns of floats arrive as float32: build it in float32 and pass "
+        'precision="fp16", which computes in float16, or begin its forward with '
+        "x = x.to(torch.float16).",
         jobs=3,
     ),
     Mistake(
@@ -340,7 +401,8 @@ MODELS = [
         ModelError,
         "the loss fails on output tuple and label [2] float32: AttributeError: 'tuple' "
         "object has no attribute 'size'. The loss is given what the model returns, a tuple: "
-        "return a tensor, or write a loss that takes it.",
+        "return a tensor, write a loss that takes it, or, where the model computes its own loss "
+        "from the label, use loss=sparkdl.ModelLoss().",
         jobs=3,
     ),
     Mistake(
@@ -428,7 +490,7 @@ LOSSES = [
         lambda fit: fit(fit.good(), loss=vector_loss),
         ModelError,
         "the loss returned a tensor of shape [2]: it must return one number, the mean over the "
-        'batch (reduction="mean" in torch.nn losses).',
+        'batch (reduction="mean" in torch.nn losses), or (sum, count).',
         jobs=3,
     ),
     Mistake(
@@ -436,7 +498,7 @@ LOSSES = [
         lambda fit: fit(fit.good(), loss=nn.MSELoss(reduction="none")),
         ModelError,
         "the loss returned a tensor of shape [2]: it must return one number, the mean over the "
-        'batch (reduction="mean" in torch.nn losses).',
+        'batch (reduction="mean" in torch.nn losses), or (sum, count).',
         jobs=3,
     ),
     *(
@@ -445,13 +507,54 @@ LOSSES = [
             lambda fit, loss=loss: fit(fit.good(), loss=loss),
             ModelError,
             'the loss adds up (reduction="sum"), and the losses of replicas are averaged, each '
-            'weighted by its samples: use reduction="mean".',
+            'weighted by its samples: use reduction="mean", or return (sum, count) from a function '
+            "of your own, the count being what the mean is over.",
             jobs=3,
         )
         for name, loss in {
             "module": nn.MSELoss(reduction="sum"),
             "function": partial(nn.functional.mse_loss, reduction="sum"),
         }.items()
+    ),
+    Mistake(
+        "a loss that is no mean over rows",
+        lambda fit: fit(fit.good(), replicas=2, loss=root_mean_square),
+        ModelError,
+        "the loss of the first 2 rows is …, and … where it is put together from two parts of them as "
+        "replicas and accumulate do, each part weighted by its rows: it is no mean over the rows. If "
+        "it is one over tokens, pairs or labels that are not padding, return both, (sum, count), such "
+        "as ((losses * mask).sum(), mask.sum()). If rows depend on each other in it, train with "
+        "replicas=1 and accumulate=1, or take what each replica makes of its own rows, as torch's DDP "
+        "does: loss=sparkdl.PerReplica(loss).",
+        jobs=3,
+    ),
+    Mistake(
+        "a pair that is no sum and count",
+        lambda fit: fit(fit.good(), loss=lambda output, target: (output.sum(), output.mean())),
+        ModelError,
+        "the loss returned a pair, which stands for (sum, count), and the count has a gradient: the "
+        "sum is one number or one for each row, the count how many (tokens, pairs, ...) it is over, "
+        "likewise, at least 0 and without a gradient.",
+        jobs=3,
+    ),
+    Mistake(
+        "a model that takes no labels",
+        lambda fit: fit(fit.good(), loss=sparkdl.ModelLoss()),
+        ModelError,
+        'the model fails on the first rows ("features" [2, 2]; float32): TypeError: '
+        "Sequential.forward() got an unexpected keyword argument 'labels'. With ModelLoss it is "
+        "called with its label as labels=: say with ModelLoss(labels=name) how it takes them (None: "
+        "after its inputs).",
+        jobs=3,
+    ),
+    Mistake(
+        "a model without a loss of its own",
+        lambda fit: fit(fit.good(), model=TakesLabels, loss=sparkdl.ModelLoss()),
+        ModelError,
+        "no loss was found in what the model returned, a tuple: it must be one number, have an "
+        "attribute or key loss, or be a tuple with one number in it. Else say with "
+        "sparkdl.ModelLoss(loss=function) where it is.",
+        jobs=3,
     ),
     Mistake(
         "a loss with parameters",
@@ -466,7 +569,7 @@ LOSSES = [
         lambda fit: fit(fit.good(), loss=float_loss),
         ModelError,
         "the loss returned a float: it must return one number, the mean over the batch "
-        '(reduction="mean" in torch.nn losses).',
+        '(reduction="mean" in torch.nn losses), or (sum, count).',
         jobs=3,
     ),
     Mistake(
@@ -602,7 +705,7 @@ LOSSES = [
         lambda fit: fit(fit.good(), loss=lambda output, target: None),
         ModelError,
         "the loss returned a NoneType: it must return one number, the mean over the batch "
-        '(reduction="mean" in torch.nn losses).',
+        '(reduction="mean" in torch.nn losses), or (sum, count).',
         jobs=3,
     ),
     Mistake(
@@ -637,7 +740,7 @@ LOSSES = [
         ModelError,
         "weights of samples or classes need a value for each sample, and the loss gave [] "
         'for 3 samples: use a torch loss, a function with reduction="none", or one that '
-        "returns shape [rows].",
+        "returns shape [rows], or (sum, count) of that shape each.",
         jobs=3,
     ),
     Mistake(

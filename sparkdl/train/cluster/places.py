@@ -17,6 +17,7 @@ from sparkdl.frames import (
     map_frames,
     shuffle_frames,
     stage_name,
+    store_frames,
     stored_for,
     stored_frames,
     zip_frames,
@@ -87,7 +88,7 @@ class Places:
         self._stored: dict[RDD, RDD] = {}
         context = self._context
         if len(recipe) > INLINE_BYTES:
-            source = RecipeSource(None, resources.broadcast(recipe))
+            source = RecipeSource(None, resources.broadcast([recipe]))
         else:
             source = RecipeSource(recipe)
         handles = [
@@ -163,13 +164,14 @@ class Places:
         """A task at every replica's place that needs no weights."""
         return map_frames(zip_frames(self._replicas, self.samples), AtSeats(task, ()))
 
-    def zipped_with_owners(self, frames: RDD, task: Callable[..., Any]) -> list[Any]:
-        """The pickled results of a task over (frame, owner) pairs, as many as there are replicas."""
-        return self.pickled(map_frames(zip_frames(frames, self.owners), task))
+    def zipped_with_owners(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
+        """The pickled results of a task over (frame, owner) pairs, ``count`` in a partition."""
+        owners = map_frames(self.owners, Recount(count))
+        return self.pickled(map_frames(zip_frames(frames, owners), task))
 
-    def zipped_with_seats(self, frames: RDD, task: Callable[..., Any]) -> list[Any]:
-        """Likewise over (frame, padded seat) pairs, one a replica."""
-        seats = self._padded(self.samples, (1,) * self._run.replicas)
+    def zipped_with_seats(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
+        """Likewise over (frame, padded seat) pairs."""
+        seats = self._padded(self.samples, (count,) * self._run.replicas)
         return self.pickled(map_frames(zip_frames(frames, seats), task))
 
     def pickled(self, rdd: RDD) -> list[Any]:
@@ -279,9 +281,13 @@ class Places:
             self._write_again(samples)
 
     def _write_again(self, samples: RDD) -> None:
-        """Each partition will be written where it is read."""
+        """Each partition will be written where it is read; in local mode now, since there tasks read
+        stored blocks, see :func:`sparkdl.frames.stored_frames`."""
         compute_again(samples)
         self._stored.pop(samples, None)
+        if is_local(self._context):
+            with faults_explained("writing the samples again"):
+                store_frames(samples)
 
     def give_up_on(self, faults: list[Fault], doing: str) -> None:
         """Raise for what no other submission could mend."""
@@ -312,7 +318,8 @@ def compute_again(rdd: RDD) -> None:
     """Let go of what is persisted of ``rdd``; it is persisted again as it is computed.
 
     Nobody waits for that: an executor that has just died does not answer for two minutes. A block
-    that is let go of too late, when it is there anew, is computed once more.
+    that is let go of too late, when it is there anew, is computed once more. In local mode, where
+    blocks are read without what computes them, it must not be let go of too late, and nobody dies.
     """
-    rdd.unpersist(blocking=False)
+    rdd.unpersist(blocking=is_local(rdd.ctx))
     rdd.persist(StorageLevel.MEMORY_AND_DISK)

@@ -85,6 +85,7 @@ def build_engine(
             settings.timeout,
             parallel,
             model.recipe.policy.weighted or _labels_differ(model.recipe.loss, samples),
+            model.sums,
             trainer.resource_profile,
             trainer.min_ranks,
         )

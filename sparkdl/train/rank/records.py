@@ -17,7 +17,7 @@ class Setup:
     """What a rank begins with. ``recipe``: pickled. ``built``: what the driver has made of it.
     ``spare``: a few rows of the data, for a rank that has none in an iteration. ``checksums``: of the
     partitions of training samples. ``weighs``: whether a mini-batch may count for something else than
-    its rows, so that ranks have to tell."""
+    its rows, so that ranks have to tell. ``sums``: whether the loss returns ``(sum, count)``."""
 
     run: Run
     recipe: bytes
@@ -26,6 +26,7 @@ class Setup:
     checksums: tuple[int, ...]
     parallel: Parallel
     weighs: bool
+    sums: bool
 
 
 @dataclass(frozen=True)
