@@ -92,7 +92,7 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def _digest(code: types.CodeType) -> str:
     """Of what the code does, wherever it stands."""
-    digest = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=4)
     for one in codes_in(code):
         constants = [_constant(c) for c in one.co_consts if not isinstance(c, types.CodeType)]
         names = (one.co_names, one.co_varnames, one.co_freevars, one.co_argcount, one.co_flags)

@@ -19,8 +19,8 @@ from sparkdl.usercode.code import codes_of_file, constants_of, functions_of
 
 _PROCESS = secrets.token_hex(8)
 """Of this process and those forked from it, which have its modules."""
-_imported: dict[str, tuple[types.ModuleType, tuple[int, int] | None]] = {}
-"""In a worker: modules that were found right, and the state of their files then."""
+_right: dict[str, tuple[types.ModuleType, tuple[int, int] | None, OwnModule]] = {}
+"""In a worker: modules that were found right, the state of their files then, and what the driver had."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ def arrive(process: str, version: tuple[int, ...], modules: tuple[OwnModule, ...
     for own in modules:
         module = sys.modules.get(own.name)
         if module is not None:
-            if comparable:
+            if comparable and not _is_right(own, module):
                 _check(own, module)
-            _imported[own.name] = module, _file_state(module)
+            _right[own.name] = module, _file_state(module), own
     return arrived
 
 
@@ -124,14 +124,23 @@ def _own(module: types.ModuleType, needed: bool) -> OwnModule:
 def _is_stale(own: OwnModule, comparable: bool) -> bool:
     """Whether the module as this process has it is to be imported anew."""
     module = sys.modules[own.name]
-    known = _imported.get(own.name)
-    if known is not None and known[0] is module and known[1] != _file_state(module):
-        return True
+    known = _right.get(own.name)
+    if known is not None and known[0] is module:
+        if known[1] != _file_state(module):
+            return True
+        if known[2] == own:
+            return False
     if not comparable:
         return False
     return bool(
         _differing(own, functions_of(module)) or constants_of(module) != dict(own.constants)
     )
+
+
+def _is_right(own: OwnModule, module: types.ModuleType) -> bool:
+    """Whether just this was found before."""
+    known = _right.get(own.name)
+    return known is not None and known[0] is module and known[2] == own
 
 
 def _file_state(module: types.ModuleType) -> tuple[int, int] | None:
