@@ -20,7 +20,7 @@ from sparkdl.usercode.code import codes_of_file, constants_of, functions_of
 _PROCESS = secrets.token_hex(8)
 """Of this process and those forked from it, which have its modules."""
 _right: dict[str, tuple[types.ModuleType, tuple[int, int] | None, OwnModule]] = {}
-"""In a worker: modules that were found right, the state of their files then, and what the driver had."""
+"""In a worker: modules that were found right, their files' state then, and what the driver had."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def edit(text):
     os.utime(here / "mynet.py", (time.time() + 9, time.time() + 9))
 
 said = {"before": [found(engine) for engine in ENGINES]}
-code = (here / "mynet.py").read_text()
+code = (here / "template.txt").read_text()
 edit(code.replace("SCALE", "0"))
 importlib.reload(mynet)
 said["after"] = [found(engine) for engine in ENGINES]
@@ -85,6 +85,7 @@ def test_modules_beside_a_script(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "mynet.py").write_text(MODULE.replace("SCALE", "1"))
     engines = ("local", "shuffle", "gang")
+    (folder / "template.txt").write_text(MODULE)
     script = SCRIPT.replace("QUIET", repr(QUIET)).replace("ENGINES", repr(engines))
     (folder / "train.py").write_text(script)
     done = subprocess.run(
