@@ -60,28 +60,6 @@ def _accessors(value: Any) -> tuple[Any, ...]:
     return (value,)
 
 
-def constants_of(module: types.ModuleType) -> dict[str, str]:
-    """Plain values under names in capitals, and in classes under any: they only decide whether a module
-    is imported anew."""
-    found = {
-        name: repr(value)
-        for name, value in list(vars(module).items())
-        if name.isupper() and _is_plain(value)
-    }
-    for kind in list(vars(module).values()):
-        if isinstance(kind, type) and kind.__module__ == module.__name__:
-            for name, value in list(vars(kind).items()):
-                if not name.startswith("__") and _is_plain(value):
-                    found[f"{kind.__qualname__}.{name}"] = repr(value)
-    return found
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return len(value) <= 100 and all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)
-
-
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
     """It and those inside it."""
     yield code

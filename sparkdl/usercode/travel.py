@@ -15,10 +15,12 @@ from typing import Any
 from sparkdl.errors import ModelError
 from sparkdl.report import REMEDY
 from sparkdl.usercode.behind import modules_behind
-from sparkdl.usercode.code import codes_of_file, constants_of, functions_of
+from sparkdl.usercode.code import codes_of_file, functions_of
 
 _PROCESS = secrets.token_hex(8)
 """Of this process and those forked from it, which have its modules."""
+_loads: dict[str, tuple[Any, int]] = {}
+"""At the driver: how often modules were loaded."""
 _right: dict[str, tuple[types.ModuleType, tuple[int, int] | None, OwnModule]] = {}
 """In a worker: modules that were found right, their files' state then, and what the driver had."""
 
@@ -29,7 +31,7 @@ class OwnModule:
 
     ``file``: there; ``folder``: on the driver's path, from where it was imported. ``needed``: by the
     value itself, not only by another module. ``functions``: digests by name, empty where how the module
-    was loaded is not known; ``constants``: those of its names that may be such.
+    was loaded is not known. ``loaded``: how often it was loaded, as far as was seen.
     """
 
     name: str
@@ -37,7 +39,7 @@ class OwnModule:
     folder: str
     needed: bool
     functions: Mapping[str, str]
-    constants: Mapping[str, str]
+    loaded: int
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,8 @@ def arrive(process: str, version: tuple[int, ...], modules: tuple[OwnModule, ...
     arrived = OwnModules(process, version, modules)
     if process == _PROCESS:
         return arrived
-    comparable = version == tuple(
-        sys.version_info[:3]
-    )  # else the same code may be compiled otherwise
+    # another version may compile the same code otherwise
+    comparable = version == tuple(sys.version_info[:3])
     loaded = [own for own in modules if own.name in sys.modules]
     if any(_is_stale(own, comparable) for own in loaded):
         for own in loaded:
@@ -116,25 +117,30 @@ def _own(module: types.ModuleType, needed: bool) -> OwnModule:
     file = os.path.abspath(str(module.__file__))
     levels = module.__name__.count(".") + (Path(file).name == "__init__.py")
     folder = str(Path(file).parents[levels])
-    return OwnModule(
-        module.__name__, file, folder, needed, functions_of(module), constants_of(module)
-    )
+    functions, loaded = functions_of(module), _times_loaded(module)
+    return OwnModule(module.__name__, file, folder, needed, functions, loaded)
+
+
+def _times_loaded(module: types.ModuleType) -> int:
+    """A number that differs after it was loaded again: that gives it another specification."""
+    before, times = _loads.get(module.__name__, (None, 0))
+    if before is not module.__spec__:
+        times += 1
+        _loads[module.__name__] = module.__spec__, times
+    return times
 
 
 def _is_stale(own: OwnModule, comparable: bool) -> bool:
-    """Whether the module as this process has it is to be imported anew."""
+    """Whether the module as this process has it is to be imported anew: whatever has imported it, it was
+    not seen to be right, or the driver has loaded it again since and it has changed."""
     module = sys.modules[own.name]
     known = _right.get(own.name)
-    if known is not None and known[0] is module:
-        if known[1] != _file_state(module):
-            return True
-        if known[2] == own:
-            return False
-    if not comparable:
+    if known is None or known[0] is not module:
+        return True
+    if known[2] == own:  # whatever became of the file, which may be edited while a fit runs
         return False
-    return bool(
-        _differing(own, functions_of(module)) or constants_of(module) != dict(own.constants)
-    )
+    changed = comparable and _differing(own, functions_of(module))
+    return bool(changed) or known[1] != _file_state(module)
 
 
 def _is_right(own: OwnModule, module: types.ModuleType) -> bool:
