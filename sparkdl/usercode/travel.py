@@ -131,8 +131,8 @@ def _times_loaded(module: types.ModuleType) -> int:
 
 
 def _is_stale(own: OwnModule, comparable: bool) -> bool:
-    """Whether the module as this process has it is to be imported anew: whatever has imported it, it was
-    not seen to be right, or the driver has loaded it again since and it has changed."""
+    """Whether the module as this process has it is to be imported anew: it was never seen to be right,
+    or the driver has loaded it again since and it has changed."""
     module = sys.modules[own.name]
     known = _right.get(own.name)
     if known is None or known[0] is not module:
