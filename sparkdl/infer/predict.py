@@ -32,6 +32,7 @@ from sparkdl.data.values import to_numpy
 from sparkdl.errors import DataError
 from sparkdl.infer.output import Output, as_numpy, pieces, to_arrow
 from sparkdl.infer.predictor import Dimensions, ShippedModule, run_batches
+from sparkdl.usercode import accompanied
 from sparkdl.worker import settle_worker
 
 Finish = Callable[[torch.Tensor], torch.Tensor] | None
@@ -167,7 +168,7 @@ def predict_dataframe(
             f'the DataFrame already has a column "{taken[0]}": drop it, or choose another '
             "name with prediction_col=."
         )
-    body = PredictColumn(module, inputs, batch_size, finish, dimensions)
+    body: PredictColumn = accompanied(PredictColumn(module, inputs, batch_size, finish, dimensions))
     udf = functions.arrow_udf(
         _over_columns(body) if len(inputs) > 1 else _over_column(body),  # type: ignore[call-overload]
         returnType=output.sql_type,
@@ -208,4 +209,4 @@ def predict_rdd(
     task = PredictRecords(
         module, names, num_features, float_dtype, batch_size, finish, specs, fields, dimensions
     )
-    return records.mapPartitions(task)
+    return records.mapPartitions(accompanied(task))

@@ -31,6 +31,7 @@ from sparkdl.replica.model_loss import called, is_model_loss
 from sparkdl.replica.pickling import dumps
 from sparkdl.replica.rebuilding import Rebuilt
 from sparkdl.step.compute import to_tensors
+from sparkdl.usercode import accompanied
 
 Dimensions = tuple[int | None, int | None]
 """Of a batch's output, and of what is made of it."""
@@ -143,12 +144,12 @@ class ShippedModule:
 
 def _pickled(module: nn.Module, model: Any) -> bytes:
     try:
-        return dumps(module)
+        return dumps(accompanied(module))
     except Exception as error:
         if isinstance(model, nn.Module) or not callable(model):
             remedy = "Load it with model=make_model, a function that builds the module."
             raise ModelError(cannot_travel("the module", error, remedy)) from None
-    return dumps(Rebuilt.of(module, model))
+    return dumps(accompanied(Rebuilt.of(module, model)))
 
 
 _loaded: OrderedDict[tuple[str, torch.device], nn.Module] = OrderedDict()
