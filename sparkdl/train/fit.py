@@ -226,7 +226,7 @@ def _try_out(
         input_fields(how, samples.fields),
         samples.fields[samples.num_features : samples.num_features + samples.num_labels],
     )
-    state = PlainState(model.module)
+    state = PlainState(model.module, recipe.loss)
     output = run()
     state.check(run)
     plan = EpochPlan(samples.counts, trainer.batch_size * trainer.local_steps)
