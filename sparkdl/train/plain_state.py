@@ -33,7 +33,7 @@ _DEPTH = 8
 
 
 class PlainState:
-    """What the modules inside ``module`` hold now, beside parameters and buffers; what ``loss`` holds."""
+    """What the modules inside ``module``, and ``loss``, hold now beside parameters and buffers."""
 
     def __init__(self, module: nn.Module, loss: object = None) -> None:
         self._module, self._loss = module, loss
