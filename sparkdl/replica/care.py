@@ -80,6 +80,26 @@ def start_from(module: nn.Module, weights: Mapping[str, torch.Tensor], strict: b
     module.load_state_dict({k: v for k, v in weights.items() if k in own}, strict=False)
 
 
+def passing_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that are not in the state_dict (``persistent=False``), by name.
+
+    What a model computes depends on them as much as on others: random features, masks, statistics.
+    """
+    return {
+        f"{path}.{name}".removeprefix("."): buffer
+        for path, part in module.named_modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name in part._non_persistent_buffers_set
+    }
+
+
+def take_buffers(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Copy those of ``buffers`` into ``module`` that it has in the same shape."""
+    for name, own in passing_buffers(module).items():
+        if name in buffers and buffers[name].shape == own.shape:
+            own.copy_(buffers[name])
+
+
 WRAPPED = "_orig_mod."
 """What ``torch.compile`` puts before the names of a module's parameters."""
 _compilers: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()

@@ -189,6 +189,17 @@ def _one_place_each(tensor: torch.Tensor) -> bool:
     )
 
 
+def filled(module: nn.Module, weights: torch.Tensor) -> nn.Module:
+    """``module`` with ``weights`` (a flat vector) in it, each tensor in memory of its own, in
+    evaluation mode."""
+    flat = FlatModule(module)
+    flat.flat.copy_(weights)
+    flat.refresh()
+    for _, parameter in flat.parameters:
+        parameter.data = parameter.data.clone()
+    return flat.module.eval()
+
+
 class FlatModule:
     """A module whose trainable parameters are views of one flat tensor, ``flat``.
 

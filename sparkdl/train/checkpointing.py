@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
 
 logger = logging.getLogger("sparkdl")
+TAIL = 10_000
+"""Of so many iterations a checkpoint of an endless run holds the history."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,11 @@ class Identity:
             frozen_digest(model.module),
         )
 
+    def batches_as_in(self, manifest: Manifest) -> bool:
+        """Whether an epoch's batches are of the same numbers of rows as in a checkpoint."""
+        constants = all(getattr(manifest, name) == own for name, own in self.constants.items())
+        return constants and self.data.rows == manifest.data.rows
+
 
 @dataclass(frozen=True)
 class Begun:
@@ -82,9 +89,16 @@ class Checkpointer:
         history: History,
         noting: Callable[[], Callable[[str, Manifest], None]] | None = None,
         background: Callable[[Uses], Later] | None = None,
+        *,
+        told: Mapping[str, Any],
+        begun: TrainState,
+        endless: bool = False,
     ) -> None:
         """``noting`` is called when a checkpoint begins; what it gives is told the URI and the manifest
-        when it is complete. ``background``: writes while training goes on."""
+        when it is complete. ``background``: writes while training goes on. ``told``: what a
+        manifest tells of the model. ``begun``: where the run goes
+        on. ``endless``: another pass will follow, so that the end of this one is not the run's, and the
+        history has no end that is known."""
         assert trainer.checkpoint is not None
         self._trainer, self._engine, self._identity = trainer, engine, identity
         self.every, self._keep = trainer.checkpoint.every, trainer.checkpoint.keep
@@ -93,6 +107,9 @@ class Checkpointer:
         self._config = describe_trainer(trainer)
         self._noting, self._background = noting, background
         self._begun: Begun | None = None
+        self._endless, self._model = endless, told
+        own = begun.checkpoint is not None and self._store.holds(begun.checkpoint)
+        self._last = begun.iteration if own else 0  # the iteration of the last one
         self._told = False  # that older ones stay
 
     def check(self) -> None:
@@ -120,8 +137,11 @@ class Checkpointer:
         return state
 
     def finish(self, state: TrainState) -> TrainState:
-        """Complete the one that is under way."""
-        return state if self._begun is None else self._settled(self._begun, state, again=True)
+        """Complete the one that is under way; leave one of the end, where there is none yet."""
+        if self._begun is not None:
+            state = self._settled(self._begun, state, again=True)
+        ends = not self._endless or self._history.stopped is not None
+        return self._written(state) if ends and self._last != state.iteration else state
 
     def _written(self, state: TrainState) -> TrainState:
         """Write one, while training waits."""
@@ -154,7 +174,7 @@ class Checkpointer:
         return Begun(
             self._store.begin(state.iteration),
             state,
-            self._history.to_json_bytes(),
+            (self._history.tail(TAIL) if self._endless else self._history).to_json_bytes(),
             self._noting() if self._noting is not None else None,
             state.best is not None and validation is not None and validation.best is not None,
         )
@@ -172,6 +192,7 @@ class Checkpointer:
         self._store.commit(begun.directory, manifest, begun.history)
         if begun.committed is not None:
             begun.committed(begun.directory, manifest)
+        self._last = begun.state.iteration
         self._prune()
         return begun.directory
 
@@ -226,6 +247,7 @@ class Checkpointer:
             validations=state.validations,
             best=self._best(begun, used),
             config=self._config,
+            model=self._model,
             extra={
                 "loss_scale_age": state.loss_scale_age,
                 "scales_loss": self._trainer.policy.scales_loss,

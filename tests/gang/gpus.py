@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -35,7 +36,10 @@ def main() -> None:
         **spec()["settings"],
     }
     with session("local-cluster[2,2,1024]", **settings) as spark:
-        generator, replicas = np.random.default_rng(1), {}
+        generator, replicas, told = np.random.default_rng(1), {}, []
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())
+        logging.getLogger("sparkdl").addHandler(handler)
         rows = [
             (generator.normal(size=WIDTH).tolist(), int(generator.integers(CLASSES)))
             for _ in range(48)
@@ -51,6 +55,7 @@ def main() -> None:
                 "cores": spark.sparkContext.defaultParallelism,
                 "places": sparkdl.gang.run(where, device="cpu"),
                 "replicas": replicas,
+                "told": any("spark.default.parallelism=2000" in message for message in told),
             }
         )
 

@@ -14,7 +14,7 @@ from pyspark.errors import PySparkException
 
 from sparkdl.data.partition import close_partitions
 from sparkdl.frames import forget_shuffles, is_local, stage_name
-from sparkdl.message import PROPERTY
+from sparkdl.properties import own_properties
 from sparkdl.replica.cache import forget
 from sparkdl.slab.pool import close_pool
 from sparkdl.slab.root import SlabConfig, remove_root
@@ -29,20 +29,13 @@ LAG_SECONDS = 5.0
 
 
 class Resources:
-    """Persisted RDDs, broadcasts, and slabs of one fit; its Spark jobs are one job group.
+    """Persisted RDDs, broadcasts, and slabs of one fit; its Spark jobs are one job group, and the
+    thread has local properties of its own meanwhile.
 
     A context manager: on leaving, what still runs is cancelled, the slabs are deleted on every node
     that may have some, RDDs are unpersisted and broadcasts destroyed. What a killed
     node kept is swept there when the next fit begins, see :mod:`sparkdl.slab.root`.
     """
-
-    _LOCAL_PROPERTIES = (
-        "spark.jobGroup.id",
-        "spark.job.description",
-        "spark.job.interruptOnCancel",
-        "callSite.short",
-        PROPERTY,
-    )
 
     def __init__(
         self, context: SparkContext, slab: SlabConfig, timeout: float | None = None
@@ -55,10 +48,10 @@ class Resources:
         self._broadcasts: list[Any] = []
         self._shuffled: RDD | None = None
         self._closing = contextlib.ExitStack()
-        self._before: dict[str, str | None] = {}
+        self._properties = contextlib.ExitStack()
 
     def __enter__(self) -> Resources:
-        self._before = {key: self.context.getLocalProperty(key) for key in self._LOCAL_PROPERTIES}
+        self._properties.enter_context(own_properties(self.context))
         self.context.setJobGroup(self.slab.name, "sparkdl: reading the samples")
         self._watch = Watch(self.context, self.slab.name, self._timeout)
         return self
@@ -125,8 +118,7 @@ class Resources:
             for broadcast in self._broadcasts:
                 with contextlib.suppress(Py4JError):
                     broadcast.destroy()
-            for key, value in self._before.items():
-                self.context.setLocalProperty(key, value)  # type: ignore[arg-type]
+        self._properties.close()
 
     def _cancel(self, failed: bool) -> None:
         """Cancel the fit's jobs and wait until their tasks are gone, so that none makes a slab.
