@@ -29,6 +29,7 @@ logger = logging.getLogger("sparkdl")
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters, buffers, children, hooks."""
 _NOT_LOOKED_INTO = (type, types.FunctionType, types.MethodType, types.ModuleType, weakref.ref)
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEPTH = 8
 
 
@@ -63,14 +64,24 @@ class PlainState:
             if whose == "model":
                 raise ModelError(
                     f'forward changes "{place}" in each pass, and it is neither a parameter nor a '
-                    "buffer: each worker would have its own, and the trained model none. Make it a "
-                    "buffer: give register_buffer a tensor in __init__, which forward may change."
+                    "buffer: each worker would have its own, and the trained model none. "
+                    f"{self._remedy(place)}"
                 )
             logger.warning(
                 'the loss changes its "%s" in each call, and each worker has its own. Where the value '
                 "depends on it, let the model hold it in a buffer and return it.",
                 place,
             )
+
+    def _remedy(self, place: str) -> str:
+        path, _, name = place.rpartition(".")
+        if isinstance(vars(self._module.get_submodule(path)).get(name), _GENERATORS):
+            return (
+                "Draw from the generators of torch, numpy or random themselves, which are seeded."
+            )
+        return (
+            "Make it a buffer: give register_buffer a tensor in __init__, which forward may change."
+        )
 
     def _check_forms(self) -> None:
         for path, module in self._module.named_modules():

@@ -112,10 +112,14 @@ def test_state_is_told(name: str) -> None:
     with pytest.raises(ModelError) as caught:
         check(module)
     place = "1.late" if "late" in name else "1.value"
+    remedy = (
+        "Draw from the generators of torch, numpy or random themselves, which are seeded."
+        if "generator" in name
+        else "Make it a buffer: give register_buffer a tensor in __init__, which forward may change."
+    )
     assert str(caught.value) == (
         f'forward changes "{place}" in each pass, and it is neither a parameter nor a buffer: each '
-        "worker would have its own, and the trained model none. Make it a buffer: give "
-        "register_buffer a tensor in __init__, which forward may change."
+        f"worker would have its own, and the trained model none. {remedy}"
     )
 
 
