@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sparkdl")
 _told: set[str] = set()
+DAEMON = "spark.python.daemon.module"
+_ANOTHERS_DAEMON = (
+    "slower than need be: %s=%s is another library's, and stays as it is (%s). It can import torch "
+    "before it forks: with sparkdl.daemon.preload()."
+)
 _SET_BY_THE_LAUNCHER = ("spark.ui.showConsoleProgress",)
 """Keys that PySpark sets by itself where it starts the JVM, which nobody asked for."""
 _MASTER = re.compile(
@@ -140,5 +145,8 @@ def tell_what_costs_speed(context: SparkContext) -> list[str]:
         _told.add(context.applicationId)
         for key in missing:
             value, reason = SPARK_SETTINGS[key]
-            logger.warning("slower than need be: set %s=%s (%s)", key, value, reason)
+            if key == DAEMON and conf.get(key, "") not in ("", "pyspark.daemon"):
+                logger.warning(_ANOTHERS_DAEMON, key, conf.get(key, ""), reason)
+            else:
+                logger.warning("slower than need be: set %s=%s (%s)", key, value, reason)
     return missing

@@ -15,6 +15,8 @@ from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ParameterError, SessionError
+from sparkdl.frames import is_local
+from sparkdl.gang.environment import check_unshared
 from sparkdl.gang.launch import Gang
 from sparkdl.gang.member import Member
 from sparkdl.gang.slots import task_slots
@@ -42,7 +44,8 @@ def run(
     ``dist.get_rank()`` and every collective work. ``fn`` may be any function that cloudpickle takes:
     a lambda, a nested one, one that executors can import.
 
-    ``ranks``: how many; None: as many as there are task slots. ``device``: "cuda", "cpu" or "auto" (a
+    ``ranks``: how many; None: as many as there are task slots, in ``local[...]`` no more than GPUs,
+    where there are some. ``device``: "cuda", "cpu" or "auto" (a
     GPU where there is one; each rank's current device is the one that Spark assigned to it).
     ``timeout``: seconds that the ranks may take to come together, that they wait for each other, and
     that the function may take; None: no bound.
@@ -67,6 +70,8 @@ def run(
         raise ParameterError(f"timeout = {timeout!r}: give a number of seconds, or None.")
     context = _context_of(spark)
     count = ranks or task_slots(context, resource_profile)
+    if ranks is None and device != "cpu" and is_local(context):
+        count = min(count, torch.cuda.device_count() or count)
     gang = Gang(
         context,
         context.parallelize(range(count), count),
@@ -79,6 +84,8 @@ def run(
     )
     with contextlib.closing(gang):
         gang.start()
+        if ranks is None:
+            check_unshared(gang.where)
         name = getattr(fn, "__name__", type(fn).__name__)
         return gang.call(functools.partial(_call, fn, args, kwargs), name)
 

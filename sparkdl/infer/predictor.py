@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from py4j.protocol import Py4JError
 from pyspark import SparkContext, SparkFiles
-from pyspark.core.broadcast import Broadcast
 from pyspark.core.rdd import RDD
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from sparkdl.broadcasts import BroadcastBytes
 from sparkdl.data.ragged import Rows, dense, model_inputs
 from sparkdl.errors import ModelError, cannot_travel
 from sparkdl.infer.output import in_rows
 from sparkdl.numerics import Numerics
 from sparkdl.replica.cache import task_device
+from sparkdl.replica.gpu_memory import kept_while_used
 from sparkdl.replica.model_loss import called, is_model_loss
 from sparkdl.replica.pickling import dumps
 from sparkdl.replica.rebuilding import Rebuilt
@@ -77,7 +77,7 @@ class ShippedModule:
 
     digest: str
     inline: bytes | None
-    apart: Broadcast[bytes] | Artifact | None = None
+    apart: BroadcastBytes | Artifact | None = None
     sender: Any = None
     numerics: Numerics = field(default_factory=Numerics.here)
 
@@ -110,21 +110,21 @@ class ShippedModule:
         if len(data) <= INLINE_BYTES:
             return ShippedModule(digest, data, None, sender)
         if isinstance(sender, SparkContext):
-            return ShippedModule(digest, None, sender.broadcast(data), sender)
+            return ShippedModule(digest, None, BroadcastBytes.of(sender, [data]), sender)
         artifact = Artifact.of(data, f"sparkdl-{digest}.module", sender)
         return ShippedModule(digest, None, artifact, sender)
 
     def destroy(self) -> None:
         """Delete a broadcast, here and on the executors: nothing that uses it may come any more."""
         if self.apart is not None:
-            with contextlib.suppress(Py4JError):  # of a session that has stopped it is gone
-                self.apart.destroy()
+            self.apart.destroy()
 
     def load(self) -> nn.Module:
         """The module in evaluation mode on this task's device, from this process's cache where it is
         there."""
         self.numerics.use()
-        before = next((device for digest, device in _loaded if digest == self.digest), None)
+        known = list(_loaded)  # a thread may let go of some
+        before = next((device for digest, device in known if digest == self.digest), None)
         device = task_device(before)
         key = self.digest, device
         module = _loaded.get(key)
@@ -135,7 +135,10 @@ class ShippedModule:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             while len(_loaded) > MAX_LOADED:
                 _loaded.popitem(last=False)
+        _loaded[key] = module  # also where it was let go of meanwhile
         _loaded.move_to_end(key)
+        if device.type == "cuda":
+            _on_gpus.used()
         return module
 
 
@@ -150,6 +153,7 @@ def _pickled(module: nn.Module, model: Any, seed: int) -> bytes:
 
 
 _loaded: OrderedDict[tuple[str, torch.device], nn.Module] = OrderedDict()
+_on_gpus = kept_while_used(_loaded.clear)
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -17,7 +17,7 @@ from sparkdl.errors import StaleReferenceError
 from sparkdl.message import posted
 from sparkdl.replica.compare import Description, compared
 from sparkdl.replica.live import LiveReplica
-from sparkdl.replica.run import ReplicaHandle, Run, build_replica, install_recipe, open_replica
+from sparkdl.replica.run import ReplicaHandle, Run, build_replica, open_replica
 from sparkdl.slab.pool import Pool, open_pool
 from sparkdl.sync.fetch import Arrived, borrow_weights, load_weights, read_frame
 from sparkdl.sync.owners import RecipeSource
@@ -44,7 +44,7 @@ class PrepareReplica:
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         for frame in list(frames):
             handle: ReplicaHandle = pickle.loads(frame)
-            install_recipe(handle.run, self.recipe.payload())
+            self.recipe.install(handle.run)
             yield frame
 
 

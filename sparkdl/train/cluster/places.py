@@ -88,7 +88,7 @@ class Places:
         self._stored: dict[RDD, RDD] = {}
         context = self._context
         if len(recipe) > INLINE_BYTES:
-            source = RecipeSource(None, resources.broadcast(recipe))
+            source = RecipeSource(None, resources.broadcast([recipe]))
         else:
             source = RecipeSource(recipe)
         handles = [
@@ -164,13 +164,14 @@ class Places:
         """A task at every replica's place that needs no weights."""
         return map_frames(zip_frames(self._replicas, self.samples), AtSeats(task, ()))
 
-    def zipped_with_owners(self, frames: RDD, task: Callable[..., Any]) -> list[Any]:
-        """The pickled results of a task over (frame, owner) pairs, as many as there are replicas."""
-        return self.pickled(map_frames(zip_frames(frames, self.owners), task))
+    def zipped_with_owners(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
+        """The pickled results of a task over (frame, owner) pairs, ``count`` in a partition."""
+        owners = map_frames(self.owners, Recount(count))
+        return self.pickled(map_frames(zip_frames(frames, owners), task))
 
-    def zipped_with_seats(self, frames: RDD, task: Callable[..., Any]) -> list[Any]:
-        """Likewise over (frame, padded seat) pairs, one a replica."""
-        seats = self._padded(self.samples, (1,) * self._run.replicas)
+    def zipped_with_seats(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
+        """Likewise over (frame, padded seat) pairs."""
+        seats = self._padded(self.samples, (count,) * self._run.replicas)
         return self.pickled(map_frames(zip_frames(frames, seats), task))
 
     def pickled(self, rdd: RDD) -> list[Any]:

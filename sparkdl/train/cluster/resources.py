@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from py4j.protocol import Py4JError
@@ -12,12 +12,14 @@ from pyspark import SparkContext, StorageLevel
 from pyspark.core.rdd import RDD
 from pyspark.errors import PySparkException
 
+from sparkdl.broadcasts import BroadcastBytes
 from sparkdl.data.partition import close_partitions
 from sparkdl.frames import forget_shuffles, is_local, stage_name
 from sparkdl.properties import own_properties
 from sparkdl.replica.cache import forget
+from sparkdl.replica.gpu_memory import holders_awaited
 from sparkdl.slab.pool import close_pool
-from sparkdl.slab.root import SlabConfig, remove_root
+from sparkdl.slab.root import SlabConfig, open_root, remove_root
 from sparkdl.train.cluster.locality import executor_awaited
 from sparkdl.train.cluster.neighbours import Executor, executors, one_each
 from sparkdl.train.cluster.watch import Watch
@@ -45,7 +47,7 @@ class Resources:
         self._watch: Watch | None = None
         self._rdds: list[RDD] = []
         self._passing: list[RDD] = []
-        self._broadcasts: list[Any] = []
+        self._broadcasts: list[BroadcastBytes] = []
         self._shuffled: RDD | None = None
         self._closing = contextlib.ExitStack()
         self._properties = contextlib.ExitStack()
@@ -83,9 +85,9 @@ class Resources:
         with contextlib.suppress(Py4JError):
             rdd.unpersist()
 
-    def broadcast(self, value: Any) -> Any:
-        """Broadcast ``value`` until the end."""
-        self._broadcasts.append(self.context.broadcast(value))
+    def broadcast(self, parts: Sequence[bytes]) -> BroadcastBytes:
+        """Broadcast them until the end."""
+        self._broadcasts.append(BroadcastBytes.of(self.context, parts))
         return self._broadcasts[-1]
 
     def closing(self, thing: Any) -> None:
@@ -99,8 +101,8 @@ class Resources:
         self._shuffled = rdd
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        alive = self.context._jsc is not None and not self.context._jsc.sc().isStopped()
-        with contextlib.suppress(Py4JError):
+        alive = self._is_alive()
+        with contextlib.suppress(Py4JError, OSError):
             self._closing.close()
         if alive:
             with contextlib.suppress(Py4JError, PySparkException):
@@ -116,9 +118,15 @@ class Resources:
                 with contextlib.suppress(Py4JError):
                     rdd.unpersist()
             for broadcast in self._broadcasts:
-                with contextlib.suppress(Py4JError):
-                    broadcast.destroy()
+                broadcast.destroy()
         self._properties.close()
+
+    def _is_alive(self) -> bool:
+        """Whether Spark is. Its JVM may have been killed, while the model was on its way back, say."""
+        try:
+            return self.context._jsc is not None and not self.context._jsc.sc().isStopped()
+        except (Py4JError, OSError):
+            return False
 
     def _cancel(self, failed: bool) -> None:
         """Cancel the fit's jobs and wait until their tasks are gone, so that none makes a slab.
@@ -188,4 +196,8 @@ def _clean_here(slab: SlabConfig) -> None:
     forget(slab.name)
     close_partitions()
     close_pool(slab)
-    remove_root(slab)
+    root = None
+    with contextlib.suppress(OSError):  # it is none of ours
+        root = open_root(slab)
+    with holders_awaited([] if root is None else list(root.directories)):
+        remove_root(slab)

@@ -225,7 +225,7 @@ class ShuffleEngine:
         self._settled().keep_best()
 
     def weights(self, which: str = CURRENT) -> torch.Tensor:
-        return self._settled().weights(which, self._layout.nbytes, self._layout.dtype)
+        return self._settled().weights(which, self._layout.dtype)
 
     def with_states(
         self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
