@@ -254,7 +254,7 @@ def _try_out(
     labels = slice(samples.num_features, samples.num_features + samples.num_labels)
     inputs_are, labels_are = input_fields(how, samples.fields), samples.fields[labels]
     run = functools.partial(try_model, model.module, recipe, batch, inputs_are, labels_are)
-    state = PlainState(model.module)
+    state = PlainState(model.module, recipe.loss)
     output = run()
     state.check(run)
     plan = EpochPlan(samples.counts, trainer.batch_size * trainer.local_steps)
