@@ -32,6 +32,7 @@ from sparkdl.data.handle import SampleHandle
 from sparkdl.data.mapped import close_partitions, lies_here, open_partition
 from sparkdl.errors import ModelError, SessionError
 from sparkdl.gang.member import Member
+from sparkdl.heap import memory_given_back
 from sparkdl.infer.scoring import Scorer
 from sparkdl.infer.validate import score_partition
 from sparkdl.replica.recipe import Recipe, weights_digest
@@ -55,6 +56,7 @@ from sparkdl.train.rank.node_files import SnapshotFiles
 from sparkdl.train.rank.records import RankStep, Samples, Setup, Standing
 from sparkdl.train.rank.snapshots import Snapshots
 from sparkdl.train.rank.summing import gathered
+from sparkdl.train.rank.turn import Turn
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Rank:
         self._setup, self._run, self._member = setup, setup.run, member
         root = open_root(self._run.slab, create=True)
         assert root is not None
-        self._token = root.token
+        self._token, self._folder = root.token, root.directories[-1]
         self._recipe: Recipe = pickle.loads(setup.recipe)
         files, compresses = (
             SnapshotFiles(root.directories[-1]),
@@ -108,10 +110,17 @@ class Rank:
         train = self._handles[0]
         return Standing(
             Samples(self._token, train),
-            weights_digest(self._recipe.build()),
+            self._digest(),
             tuple(lies_here(handle, self._token) for handle in self._handles),
             train.checksum == self._setup.checksums[self._member.rank],
         )
+
+    def _digest(self) -> str:
+        """Of the initial weights; of a model that is cut it is built in turn, and let go of."""
+        if not self._setup.parallel.cuts:
+            return weights_digest(self._recipe.build())
+        with memory_given_back(), Turn(self._folder):
+            return weights_digest(self._recipe.build())
 
     def begin(self, samples: Sequence[Samples]) -> ModelError | SessionError | None:
         """All ranks are where their ``samples`` are: make them one. What is wrong with how the model is
