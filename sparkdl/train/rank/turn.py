@@ -1,7 +1,7 @@
 """The ranks of a node build a model that is cut one after another.
 
 Each of them builds the whole model and lets go of what others have of it. All at once they would need
-the memory of as many models as there are ranks; in turn, that of one and of what they keep. The bits are
+the memory of as many models as there are ranks; in turn, of one and of what they keep. The bits are
 those of a model that is built whole.
 """
 
