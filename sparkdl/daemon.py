@@ -30,6 +30,7 @@ import signal
 from pathlib import Path
 
 from sparkdl.slab.root import marked_directory
+from sparkdl.system import longest_socket_path
 from sparkdl.worker import quiet_hang_ups
 
 MODULES = (
@@ -48,8 +49,12 @@ SOCKETS = "PYTHON_WORKER_FACTORY_SOCK_DIR"
 """Where Spark wants the daemon's socket; not set where it listens on TCP."""
 _SIGNAL_AT_PARENTS_DEATH = 1
 """``PR_SET_PDEATHSIG`` of Linux's prctl."""
-LONGEST_PARENT = 107 - len("/sparkdl-12345678") - len("/.01234567-0123-0123-0123-012345678901.sock")
-"""Of the 107 bytes that the path of a Unix socket may have."""
+LONGEST_PARENT = (
+    longest_socket_path()
+    - len("/sparkdl-12345678")
+    - len("/.01234567-0123-0123-0123-012345678901.sock")
+)
+"""Bytes that are left for it in the path of a Unix socket."""
 
 
 def preload() -> None:

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import SessionError
+from sparkdl.plain import plain
 from sparkdl.settings import NEEDED_FOR_SPEED, PREFIX, SPARK_SETTINGS, Settings
 
 if TYPE_CHECKING:
@@ -52,11 +53,13 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
         (key if "." in key else key.replace("_", ".")): str(value).lower()
         if isinstance(value, bool)
         else str(value)
-        for key, value in settings.items()
+        for key, value in plain(settings).items()
     }
     conf = _launched(given)
     python = given.get("spark.pyspark.python") or conf.get("spark.pyspark.python")
     os.environ.setdefault("PYSPARK_PYTHON", python or sys.executable)
+    if sys.platform == "darwin":  # the workers are forked, with torch imported
+        os.environ.setdefault("OBJC_DISABLE_INITIALIZE_FORK_SAFETY", "YES")
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     builder = SparkSession.builder
     for key, (value, _) in SPARK_SETTINGS.items():

@@ -33,12 +33,12 @@ from torch.nn.parallel import DistributedDataParallel
 from sparkdl.gang.environment import Announce, Where, gpus_of_ranks, keep_port, say, variables
 from sparkdl.gang.member import Command, Member
 from sparkdl.slab.root import marked_directory
+from sparkdl.system import address_call
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """The variables that name the network interface of a group."""
 _SLOT = ("pci_domain_id", "pci_bus_id", "pci_device_id")
 """By these NCCL knows a GPU: those of its parts are the same. Not every torch tells them."""
-_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
 Call = Callable[[Command], list[Any]]
 """Runs a command on every rank; the results in rank order."""
 
@@ -214,11 +214,11 @@ def interface_of(address: str) -> str:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             try:
-                answer = fcntl.ioctl(any_socket.fileno(), _ADDRESS_OF_INTERFACE, request)
+                answer = fcntl.ioctl(any_socket.fileno(), address_call(), request)
             except OSError:  # it has no address
                 continue
             if socket.inet_ntoa(answer[20:24]) in wanted:
                 return name
     if any(found.startswith("127.") for found in wanted):  # 127.0.1.1, say: all of them are there
-        return "lo"
+        return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     raise ValueError(f"no network interface of this node has the address {address}")

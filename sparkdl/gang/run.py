@@ -20,6 +20,7 @@ from sparkdl.gang.environment import check_unshared
 from sparkdl.gang.launch import Gang
 from sparkdl.gang.member import Member
 from sparkdl.gang.slots import task_slots
+from sparkdl.plain import plain
 from sparkdl.sync.state import mapped
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -61,6 +62,7 @@ def run(
         raise ParameterError(f"fn is {type(fn).__name__}: give a function.")
     if device not in DEVICES:
         raise ParameterError(f'device = "{device}": use one of {", ".join(DEVICES)}.')
+    ranks, timeout = plain(ranks), plain(timeout)
     if ranks is not None and (not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1):
         raise ParameterError(f"ranks = {ranks!r}: give a whole number of at least 1.")
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -46,7 +47,10 @@ def main() -> None:
         **spec()["settings"],
     }
     with session("local-cluster[2,2,1024]", **settings) as spark:
-        generator, replicas = np.random.default_rng(1), {}
+        generator, replicas, logged = np.random.default_rng(1), {}, []
+        handler = logging.Handler()
+        handler.emit = lambda record: logged.append(record.getMessage())
+        logging.getLogger("sparkdl").addHandler(handler)
         rows = [
             (generator.normal(size=WIDTH).tolist(), int(generator.integers(CLASSES)))
             for _ in range(48)
@@ -66,6 +70,7 @@ def main() -> None:
                 "cores": spark.sparkContext.defaultParallelism,
                 "places": sparkdl.gang.run(where, device="cpu"),
                 "replicas": replicas,
+                "logged": any("spark.default.parallelism=2000" in message for message in logged),
                 "told": told,
             }
         )

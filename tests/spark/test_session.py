@@ -325,7 +325,8 @@ class FailsLate(nn.Linear):
 
 @pytest.mark.slow
 def test_ctrl_c(tmp_path: Path) -> None:
-    """SIGINT ends the fit within seconds, and nothing of it stays in the session."""
+    """SIGINT ends the fit within seconds, the first with its model, the second without; nothing of it
+    stays in the session."""
     body = """
 import glob
 
@@ -348,14 +349,18 @@ class Slow(nn.Linear):
 
 spark = sparkdl.session("local[2]", **QUIET)
 context = spark.sparkContext
-for sleep in (0, 60):  # in a job, between jobs
+for sleep in (0, 0, 60):  # in a job, twice, between jobs
+    how = "at once"
     try:
         stop = sparkdl.max_iteration(100_000)
-        trainer(model=Slow, callbacks=[Tell(sleep)], stop=stop).fit(table(spark))
+        fitted = trainer(model=Slow, callbacks=[Tell(sleep)], stop=stop).fit(table(spark))
+        how = fitted.history.stopped
     except KeyboardInterrupt:
+        pass
+    finally:
         stopped = time.time()
         context._jsc.sc().listenerBus().waitUntilEmpty()
-        say(stopped=stopped, slabs=glob.glob(f"/dev/shm/sparkdl-{context.applicationId}-*"),
+        say(how=how, stopped=stopped, slabs=glob.glob(f"/dev/shm/sparkdl-{context.applicationId}-*"),
             local=glob.glob(f"/tmp/blockmgr-*/sparkdl-{context.applicationId}-*"),
             persisted=context._jsc.getPersistentRDDs().size(),
             active=list(context.statusTracker().getActiveJobsIds()),
@@ -373,12 +378,15 @@ say(again=len(trainer(model=Slow).fit(table(spark)).history))
     left = {"slabs": [], "local": [], "persisted": 0, "active": [], "group": None}
     try:
         assert process.stdout is not None
-        for _ in range(2):
+        for times, how in (1, "interrupted"), (2, "at once"), (2, "at once"):
             assert json.loads(process.stdout.readline()) == {"training": True}
             time.sleep(0.5)
-            interrupted = time.time()
-            process.send_signal(signal.SIGINT)
+            for _ in range(times):
+                interrupted = time.time()
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.1)
             end = json.loads(process.stdout.readline())
+            assert end.pop("how") == how
             assert end.pop("stopped") - interrupted < 15
             assert end == left
         out, err = process.communicate(timeout=120)

@@ -96,7 +96,7 @@ def staged(
     items = chain_of(module, strategy.split, to_tensors(spare.inputs, torch.device("cpu")))
     units = [] if parallel.fsdp is None else units_of(module, parallel.fsdp.units)
     if parallel.tensor is not None:
-        parallelise(module, parallel.tensor, groups.mesh("tensor"), spare, device, turn)
+        parallelise(recipe, module, parallel.tensor, groups.mesh("tensor"), spare, device, turn)
     cuts = list(itertools.pairwise(bounds_of(strategy, items)))
     stage_of = {
         id(tensor): stage
