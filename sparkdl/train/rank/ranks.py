@@ -122,8 +122,8 @@ class Rank:
         )
 
     def _compared(self) -> Compared:
-        """What is built here beside what the driver has built; a model that is cut is built in turn, and
-        let go of."""
+        """What is built here beside what the driver has built. A model that is cut is built in turn,
+        and let go of."""
         if not self._setup.parallel.cuts:
             return compared(self._recipe.build(), self._setup.built)
         with memory_given_back(), Turn(self._folder):
