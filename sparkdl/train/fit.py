@@ -151,7 +151,7 @@ def run(
     chosen = trainer.replicas or (resuming and resuming.replicas)
     replicas = chosen or _replicas(trainer, context, settings.timeout)
     if trainer.resource_profile is None:
-        replicas = within_gpus(context, replicas, bool(chosen))
+        replicas = within_gpus(context, replicas, bool(chosen), trainer.engine)
     check_sizes(trainer, model.layout, replicas, context, settings.slab_dir)
     slab = SlabConfig.new(settings.slab_dir, context.applicationId)
     bar = ProgressBar(settings.progress, one_pass)
