@@ -89,7 +89,8 @@ class Source:
     ``fields``: what the samples must be, where there were others before; whole numbers become floats
     where there were floats. ``columns``: specifications by name; of an RDD's fields ("features",
     "label[1]") only a :class:`sparkdl.Sequence` can be one. ``weight``: the column of weights; for an
-    RDD of :class:`Sample` any name stands for its weight.
+    RDD of :class:`Sample` any name stands for its weight. ``inputs``: the keywords of the features,
+    where the model takes them so.
     """
 
     data: DataFrame | RDD
@@ -101,6 +102,7 @@ class Source:
     columns: Specs = field(default_factory=dict)
     weight: str | None = None
     fields: tuple[Field, ...] = ()
+    inputs: tuple[str, ...] = ()
 
     @property
     def records_task(self) -> WriteRecords:
@@ -111,7 +113,7 @@ class Source:
             self.columns,
             self.weight is not None,
             self.fields,
-            Names(self.features, self.label, self.weight),
+            Names(self.features, self.label, self.weight, self.inputs),
         )
 
     @property

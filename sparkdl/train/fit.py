@@ -167,7 +167,7 @@ def run(
         validation = validation_set(trainer, training, samples, resources)
         output, sums = _try_out(trainer, model, samples, validation, endless=one_pass)
         model = replace(model, sums=sums)
-        if validation is not None and output is not None:
+        if validation is not None and output is not None and not validation.scorer.apart:
             scorer = replace(validation.scorer, dimensions=output.dimensions)
             validation = replace(validation, scorer=scorer)
         engine = build_engine(trainer, settings, model, samples, validation, replicas, resources)
@@ -184,6 +184,7 @@ def run(
             float_dtype=model.float_dtype,
             output=output,
             seed=trainer.seed,
+            signature=model.recipe.signature,
         )
         state, history = _begin(
             trainer, engine, identity, resuming, kept, carried, resources, anew=one_pass
@@ -275,8 +276,8 @@ def _try_out(
     metrics = list(validation.scorer.higher_is_better) if validation else []
     model.schedule.check(limit, plan.num_iterations, metrics)
     if validation is not None:
-        check_scorer(model.module, validation)
-    check_writes(model.module, batch.inputs)
+        check_scorer(model.module, recipe.signature, validation)
+    check_writes(model.module, recipe.signature, batch.inputs)
     model.module.zero_grad()  # as much memory as the model has
     return output, sums
 

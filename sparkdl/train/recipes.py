@@ -38,9 +38,11 @@ def pickled(recipe: Recipe) -> bytes:
 def _cannot_travel(recipe: Recipe, error: Exception) -> ModelError:
     """Which part of the recipe it was."""
     culprit = "model"
-    for name in ("model", "loss", "optimizer", "augment", "compression"):
+    parts = [(name, getattr(recipe, name)) for name in ("model", "loss", "optimizer", "augment")]
+    parts += [("compression", recipe.compression), ("output", recipe.signature.part)]
+    for name, part in parts:
         try:
-            pickle.loads(dumps(getattr(recipe, name)))
+            pickle.loads(dumps(part))
         except Exception as cause:
             culprit, error = name, cause
             break
