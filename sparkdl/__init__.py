@@ -18,6 +18,7 @@ from sparkdl.errors import (
     UserError,
 )
 from sparkdl.infer.metrics import MeanMetric, Metric
+from sparkdl.replica.model_loss import ModelLoss, PerReplica
 from sparkdl.session import session
 from sparkdl.sync.compression import GradBucket, PowerSGD, TopK
 from sparkdl.train.callbacks import Callback, StopTraining
@@ -60,7 +61,9 @@ __all__ = [
     "MeanMetric",
     "Metric",
     "ModelError",
+    "ModelLoss",
     "ParameterError",
+    "PerReplica",
     "Pipeline",
     "PowerSGD",
     "Sample",

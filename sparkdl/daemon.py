@@ -43,6 +43,8 @@ MODULES = (
 )
 
 
+ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Torch's variable: where it is 1, looking whether there is a GPU does not start CUDA."""
 SOCKETS = "PYTHON_WORKER_FACTORY_SOCK_DIR"
 """Where Spark wants the daemon's socket; not set where it listens on TCP."""
 _SIGNAL_AT_PARENTS_DEATH = 1
@@ -56,10 +58,20 @@ LONGEST_PARENT = (
 
 
 def preload() -> None:
-    """Import :data:`MODULES`, and take all that there is now out of the collector's sight."""
+    """Import :data:`MODULES`, and take all that there is now out of the collector's sight.
+
+    A module may ask torch for GPUs when it is imported. Torch then asks the driver's library of
+    management, and not CUDA itself, which no process could use that is forked afterwards.
+    """
     gc.disable()
+    asked_before = os.environ.get(ASK_NVML)
+    os.environ[ASK_NVML] = "1"
     for module in MODULES:
         importlib.import_module(module)
+    if asked_before is None:
+        del os.environ[ASK_NVML]
+    else:
+        os.environ[ASK_NVML] = asked_before
     gc.collect()
     gc.freeze()
     gc.enable()

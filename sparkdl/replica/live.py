@@ -17,6 +17,7 @@ from torch import nn
 from sparkdl.errors import ModelError
 from sparkdl.replica.care import runnable
 from sparkdl.replica.flat import FlatModule
+from sparkdl.replica.model_loss import PerReplica
 from sparkdl.replica.recipe import Recipe
 
 
@@ -112,6 +113,9 @@ def on_device(
     loss: Callable[..., torch.Tensor], device: torch.device
 ) -> Callable[..., torch.Tensor]:
     """``loss`` with its own tensors there, such as weights of classes; itself where they are."""
+    if isinstance(loss, PerReplica):
+        moved_loss = on_device(loss.loss, device)
+        return loss if moved_loss is loss.loss else PerReplica(moved_loss)
     if isinstance(loss, partial):
         given = {
             name: value.to(device) if isinstance(value, torch.Tensor) else value

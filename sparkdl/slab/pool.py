@@ -60,6 +60,11 @@ class Reference:
         """The reference to ``nbytes`` bytes of this one, ``offset`` bytes in."""
         return Reference(self.path, self.nonce, self.token, self.offset + offset, nbytes)
 
+    def parts(self, most: int) -> list[Reference]:
+        """It in parts of up to ``most`` bytes."""
+        starts = range(0, self.nbytes, most)
+        return [self.part(start, min(most, self.nbytes - start)) for start in starts]
+
 
 class _Mapped:
     """One mapped file, kept open by this process so that its pages stay mapped."""
@@ -183,7 +188,7 @@ class Pool:
 
     def _create(self, root: Root, prefix: str, nbytes: int) -> tuple[str, _Mapped]:
         """Make a locked file; it gets its name only when it has its size and its lock."""
-        for directory in root.directories:
+        for directory in root.directories_for(HEADER_BYTES + nbytes):
             name = prefix + secrets.token_hex(8)
             path, draft = str(directory / name), str(directory / f"new-{name}")
             if not _reserve(draft, HEADER_BYTES + nbytes):

@@ -13,13 +13,16 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sparkdl.slab.memory import for_files
 from sparkdl.system import boot_id, parent, pid_namespace, start_time
 
 SHARED_MEMORY = Path("/dev/shm")
+SMALL_BYTES = 64 << 10
+"""What is smaller goes into shared memory as long as there is a page."""
 MARK = "sparkdl-"
 SWEEP_AFTER_SECONDS = 60.0
 
@@ -47,6 +50,13 @@ class Root:
     token: str
     made: tuple[int, int] = (0, 0)
     """Which file the token is: one that was deleted and made again is another."""
+
+    def directories_for(self, nbytes: int) -> tuple[Path, ...]:
+        """Where to try to put so much, first choice first: not into shared memory where that would
+        leave too little memory, if there is another place."""
+        first, *others = self.directories
+        asks = others and nbytes >= SMALL_BYTES and first.is_relative_to(SHARED_MEMORY)
+        return tuple(others) if asks and for_files() < nbytes else self.directories
 
 
 _open_roots: dict[str, Root] = {}
@@ -115,10 +125,12 @@ def read_private(path: str | Path) -> bytes:
         return file.read()
 
 
-def write_private(path: str | Path, data: bytes) -> None:
-    """Make a file of a slab root. Raises FileExistsError where the name is taken."""
+def write_private(path: str | Path, data: bytes | Iterable[bytes]) -> None:
+    """Make a file of a slab root, of bytes or of pieces. Raises FileExistsError where the name is
+    taken."""
     with open(path, "xb", opener=open_private) as file:
-        file.write(data)
+        for piece in [data] if isinstance(data, bytes) else data:
+            file.write(piece)
 
 
 def remove_root(config: SlabConfig) -> None:

@@ -15,9 +15,9 @@ from sparkdl.data.handle import SampleHandle
 from sparkdl.data.mapped import lies_here, open_partition
 from sparkdl.errors import StaleReferenceError
 from sparkdl.message import posted
+from sparkdl.replica.compare import Description, compared
 from sparkdl.replica.live import LiveReplica
-from sparkdl.replica.recipe import weights_digest
-from sparkdl.replica.run import ReplicaHandle, Run, build_replica, install_recipe, open_replica
+from sparkdl.replica.run import ReplicaHandle, Run, build_replica, open_replica
 from sparkdl.slab.pool import Pool, open_pool
 from sparkdl.sync.fetch import Arrived, borrow_weights, load_weights, read_frame
 from sparkdl.sync.owners import RecipeSource
@@ -44,19 +44,24 @@ class PrepareReplica:
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         for frame in list(frames):
             handle: ReplicaHandle = pickle.loads(frame)
-            install_recipe(handle.run, self.recipe.payload())
+            self.recipe.install(handle.run)
             yield frame
 
 
-def check_seat(partition: int, seats: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-    """Body over (replica, samples) pairs: build the replica; a pickled (node token, digest of its
-    initial weights, whether its samples are on the node)."""
-    for replica, samples in list(seats):
-        run = pickle.loads(replica).run
-        token = open_pool(run.slab).token
-        digest = weights_digest(build_replica(run).flat.module)
-        yield pickle.dumps((token, digest, lies_here(pickle.loads(samples), token)))
-    settle_worker()
+@dataclass(frozen=True)
+class CheckSeat:
+    """Body over (replica, samples) pairs: build the replica; a pickled (node token, how it compares
+    with the driver's, ``built``, whether its samples are on the node)."""
+
+    built: Description
+
+    def __call__(self, partition: int, seats: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+        for replica, samples in list(seats):
+            run = pickle.loads(replica).run
+            token = open_pool(run.slab).token
+            found = compared(build_replica(run).flat.module, self.built)
+            yield pickle.dumps((token, found, lies_here(pickle.loads(samples), token)))
+        settle_worker()
 
 
 @dataclass(frozen=True)
@@ -197,7 +202,7 @@ def _seat(
     pool = open_pool(handle.run.slab)
     states = body.states
     if states is None:
-        step: Step = posted()
+        step: Step = posted(handle.run.key)
         states, copies = step.states, step.copies
     mine = copies.get(pool.token, {})
     found = pickle.loads(samples)

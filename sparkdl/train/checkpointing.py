@@ -16,9 +16,10 @@ from sparkdl.sync.state import SliceState
 from sparkdl.train.checkpoint.config import describe, describe_trainer
 from sparkdl.train.checkpoint.identity import DataIdentity, ModelIdentity
 from sparkdl.train.checkpoint.manifest import Best, Manifest, SliceFile
+from sparkdl.train.checkpoint.packed import PackSlice
 from sparkdl.train.checkpoint.residuals import WriteResiduals
 from sparkdl.train.checkpoint.store import CheckpointStore
-from sparkdl.train.checkpoint.tasks import try_probe, write_slice
+from sparkdl.train.checkpoint.tasks import try_probe, write_packed, write_slice
 from sparkdl.train.engine import BEST, CURRENT, Engine, Later, Used, Uses
 from sparkdl.train.history import History
 from sparkdl.train.state import TrainState
@@ -133,7 +134,7 @@ class Checkpointer:
             with _explained(state):
                 self._begun = self._begin(state)
         elif due:
-            state = self._written(state)
+            state = replace(state, checkpoint=self.written(state))
         return state
 
     def finish(self, state: TrainState) -> TrainState:
@@ -141,16 +142,30 @@ class Checkpointer:
         if self._begun is not None:
             return self._settled(self._begun, state, again=True)
         ends = not self._endless or self._history.stopped is not None
-        return self._written(state) if ends and self._last != state.iteration else state
+        if ends and self._last != state.iteration:
+            state = replace(state, checkpoint=self.written(state))
+        return state
 
-    def _written(self, state: TrainState) -> TrainState:
-        """Write one, while training waits."""
+    def written(self, state: TrainState, here: bool = False) -> str:
+        """Write one, while training waits; its URI. ``here``: by this process, in a folder that only it
+        has; it is for the model's sake, and has nothing of what replicas keep."""
         with _explained(state):
             begun = self._opened(state)
             uses, residuals = self._uses(begun)
-            states = tuple(self._engine.with_states(use, which) for use, which in uses)
-            used = Used(states, self._engine.with_residuals(residuals))
-            return replace(state, checkpoint=self._complete(begun, used))
+            if here:
+                used = Used(tuple(self._written_here(use, which) for use, which in uses), [])
+            else:
+                states = tuple(self._engine.with_states(use, which) for use, which in uses)
+                used = Used(states, self._engine.with_residuals(residuals))
+            return self._complete(begun, used)
+
+    def _written_here(self, use: WriteSlice, which: str) -> list[SliceFile]:
+        bounds = self._engine.with_states(_bounds, which)
+        packed = self._engine.with_states(PackSlice(), which)
+        return [
+            write_packed(use.directory, n, own, data, use.kind)
+            for n, (own, data) in enumerate(zip(bounds, packed, strict=True))
+        ]
 
     def _settled(self, begun: Begun, state: TrainState, again: bool) -> TrainState:
         """Complete ``begun``. Where it is lost with its ranks, write one of ``state`` instead, if
@@ -161,7 +176,7 @@ class Checkpointer:
             used = begun.work.used()
             if used is not None:
                 return replace(state, checkpoint=self._complete(begun, used))
-        return self._written(state) if again else state
+        return replace(state, checkpoint=self.written(state)) if again else state
 
     def _begin(self, state: TrainState) -> Begun:
         """Begin to write one, while training goes on."""
@@ -179,7 +194,7 @@ class Checkpointer:
             state.best is not None and validation is not None and validation.best is not None,
         )
 
-    def _uses(self, begun: Begun) -> tuple[Any, WriteResiduals]:
+    def _uses(self, begun: Begun) -> tuple[tuple[tuple[WriteSlice, str], ...], WriteResiduals]:
         """What owners and replicas write."""
         states: list[tuple[WriteSlice, str]] = [(WriteSlice(begun.directory, "slice"), CURRENT)]
         if begun.best:
@@ -276,6 +291,11 @@ class TryFolder:
 
     def __call__(self, index: int, plan: SlicePlan, state: SliceState) -> str | CheckpointError:
         return try_probe(self.directory)
+
+
+def _bounds(index: int, plan: SlicePlan, state: SliceState) -> tuple[int, int]:
+    """Run on the owner: which elements of the flat vector are its slice."""
+    return plan.start, plan.stop
 
 
 @dataclass(frozen=True)

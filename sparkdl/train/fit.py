@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from pyspark import SparkContext
 from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame, SparkSession
@@ -29,6 +28,7 @@ from sparkdl.replica.recipe import Recipe, weights_digest
 from sparkdl.replica.seeding import seeded
 from sparkdl.session import context_of, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
+from sparkdl.train.averaging_checks import gives_sums
 from sparkdl.train.callbacks import ProgressBar
 from sparkdl.train.checkpoint.identity import ModelIdentity
 from sparkdl.train.checkpoint.manifest import Manifest
@@ -36,6 +36,7 @@ from sparkdl.train.checkpoint.packed import PackSlice, ReadCarried, WithoutAvera
 from sparkdl.train.checkpoint.store import CheckpointStore
 from sparkdl.train.checkpoint_model import told_in_manifest
 from sparkdl.train.checkpointing import Checkpointer, Identity
+from sparkdl.train.cluster.gpus import within_gpus
 from sparkdl.train.cluster.locality import places_awaited
 from sparkdl.train.cluster.places import INLINE_BYTES
 from sparkdl.train.cluster.placing import assembly, place, source, validation_set
@@ -71,8 +72,10 @@ from sparkdl.train.plain_state import PlainState
 from sparkdl.train.prepare import Prepared, prepare
 from sparkdl.train.probe import check_scorer, try_model
 from sparkdl.train.progress import caught_up, first_state
+from sparkdl.train.rescue import Rescue
 from sparkdl.train.resuming import Restored, Resuming
 from sparkdl.train.single_rows import check_single_rows
+from sparkdl.train.sizes import check_sizes
 from sparkdl.train.state import TrainState
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.trainer import Trainer
@@ -145,8 +148,11 @@ def run(
     resuming = None if resume is None else Resuming(trainer, resume, one_pass or any_data)
     if trainer.checkpoint is not None:
         CheckpointStore(trainer.checkpoint.path).prepare()
-    replicas = trainer.replicas or (resuming and resuming.replicas)
-    replicas = replicas or _replicas(trainer, context, settings.timeout)
+    chosen = trainer.replicas or (resuming and resuming.replicas)
+    replicas = chosen or _replicas(trainer, context, settings.timeout)
+    if trainer.resource_profile is None:
+        replicas = within_gpus(context, replicas, bool(chosen))
+    check_sizes(trainer, model.layout, replicas, context, settings.slab_dir)
     slab = SlabConfig.new(settings.slab_dir, context.applicationId)
     bar = ProgressBar(settings.progress, one_pass)
     if trainer.engine == "gang":
@@ -159,7 +165,8 @@ def run(
         training = source(trainer, data, replicas, model.float_dtype, slab)
         samples = place(trainer, training, resources)
         validation = validation_set(trainer, training, samples, resources)
-        output = _try_out(trainer, model, samples, validation, endless=one_pass)
+        output, sums = _try_out(trainer, model, samples, validation, endless=one_pass)
+        model = replace(model, sums=sums)
         if validation is not None and output is not None:
             scorer = replace(validation.scorer, dimensions=output.dimensions)
             validation = replace(validation, scorer=scorer)
@@ -189,24 +196,25 @@ def run(
         else:
             schedule = model.schedule
             state = caught_up(schedule, state, history)
-        told = {}
-        if trainer.checkpoint is not None:
-            told = told_in_manifest(trainer, result(module=model.module, history=history))
+        told = told_in_manifest(trainer, result(module=model.module, history=history))
         stages = _stages(trainer, engine, validation, identity, told, state, history, one_pass)
-        with interruptible() as interrupt:
-            callbacks = [*trainer.callbacks, bar]
+        model = replace(model, module=nn.Module())  # which was for trying, and takes memory
+        rescue = Rescue(trainer, engine, identity, told, history, one_pass)
+        with interruptible() as interrupt, rescue:
+            callbacks = [rescue, *trainer.callbacks, bar]
             state = train(trainer, engine, schedule, stages, callbacks, state, history, interrupt)
-            flats = _weights(trainer, engine, state)
+            results = {
+                which: result(
+                    module=filled(_rebuilt(model), engine.weights(which)), history=history
+                )
+                for which in _wanted(trainer, state)
+            }
+            trained = results[CURRENT]
+            trained.ema, trained.best = results.get(AVERAGE), results.get(BEST)
             wanted = trainer.keep_optimizer_state or one_pass
             packed = _packed(engine, lose_it=not one_pass) if wanted else None
-            best = BEST in flats and one_pass
+            best = BEST in results and one_pass
             packed_best = tuple(engine.with_states(PackSlice(), BEST)) if best else None
-    results = {
-        which: result(module=filled(_rebuilt(model), flat), history=history)
-        for which, flat in flats.items()
-    }
-    trained = results[CURRENT]
-    trained.ema, trained.best = results.get(AVERAGE), results.get(BEST)
     if packed is not None:
         digest = weights_digest(trained.module)
         trained.optimizer_state = KeptState(packed, identity.model, model.optimizers, digest)
@@ -227,8 +235,9 @@ def _try_out(
     samples: SampleSet,
     validation: ValidationSet | None,
     endless: bool,
-) -> Output | None:
-    """Run model, loss and metrics on a few rows, here; what the model puts out.
+) -> tuple[Output | None, bool]:
+    """Run model, loss and metrics on a few rows, here; what the model puts out, and whether the loss
+    returns ``(sum, count)``.
 
     ``endless``: ``stop`` plays no part.
     """
@@ -242,14 +251,9 @@ def _try_out(
     with seeded(trainer.seed):
         batch = preview_batch(how, samples.preview, augment=True)
     recipe = replace(model.recipe, loss=copy.deepcopy(trainer.loss))  # it may count its calls
-    run = functools.partial(
-        try_model,
-        model.module,
-        recipe,
-        batch,
-        input_fields(how, samples.fields),
-        samples.fields[samples.num_features : samples.num_features + samples.num_labels],
-    )
+    labels = slice(samples.num_features, samples.num_features + samples.num_labels)
+    inputs_are, labels_are = input_fields(how, samples.fields), samples.fields[labels]
+    run = functools.partial(try_model, model.module, recipe, batch, inputs_are, labels_are)
     state = PlainState(model.module)
     output = run()
     state.check(run)
@@ -264,13 +268,17 @@ def _try_out(
         if part is not None:
             check_one_length(part.word, samples.fields)
     check_single_rows(model.module, recipe, batch, plan, limit, parallel)
+    groups = [sum(samples.counts[rank] for rank in group) for group in parallel.mesh.model_groups]
+    averaged = len([rows for rows in groups if rows]) > 1 or trainer.accumulate > 1
+    averaged = averaged or parallel.pipeline is not None
+    sums = gives_sums(model.module, recipe, batch, samples.preview[labels], averaged)
     metrics = list(validation.scorer.higher_is_better) if validation else []
     model.schedule.check(limit, plan.num_iterations, metrics)
     if validation is not None:
         check_scorer(model.module, validation)
     check_writes(model.module, batch.inputs)
     model.module.zero_grad()  # as much memory as the model has
-    return output
+    return output, sums
 
 
 def _packed(engine: Engine, lose_it: bool) -> tuple[bytes, ...] | None:
@@ -383,11 +391,11 @@ def _rebuilt(model: Prepared) -> nn.Module:
     return recipe.build()
 
 
-def _weights(trainer: Trainer, engine: Engine, state: TrainState) -> dict[str, torch.Tensor]:
-    """The flat vectors that the result holds."""
+def _wanted(trainer: Trainer, state: TrainState) -> list[str]:
+    """Which weights the result holds."""
     wanted = [CURRENT]
     if trainer.ema is not None:
         wanted.append(AVERAGE)
     if state.best is not None:
         wanted.append(BEST)
-    return {which: engine.weights(which) for which in wanted}
+    return wanted

@@ -22,6 +22,7 @@ from sparkdl.infer.output import Output
 from sparkdl.infer.predict import Finish, predict_dataframe, predict_rdd
 from sparkdl.infer.predictor import Dimensions, ShippedModule, sender_to
 from sparkdl.infer.scoring import Scorer
+from sparkdl.plain import plain
 from sparkdl.step.loss import check_averages
 from sparkdl.train.continuing import KeptState
 from sparkdl.train.history import History
@@ -119,8 +120,9 @@ class TrainedModel:
     def predict(self, records: RDD, batch_size: int = 1024, postprocess: Finish = None) -> RDD:
         """An RDD with one prediction (a number or an array) for each record, in the same order.
 
-        Records are features, ``(features, label)`` pairs or :class:`sparkdl.Sample`; a tuple of as
-        many values as the model has inputs is features. ``batch_size``, ``postprocess``: see
+        Records are features, ``(features, label)`` pairs, :class:`sparkdl.Sample`, or have the names
+        of the feature columns (a Row, say); a tuple of as many values as the model has inputs is
+        features. ``batch_size``, ``postprocess``: see
         :meth:`transform`.
         """
         _check_kind("predict", records, RDD, "an RDD", "For a DataFrame use transform.")
@@ -128,6 +130,7 @@ class TrainedModel:
         return predict_rdd(
             records,
             self._ship(records),
+            self.features,
             self.num_features,
             self.float_dtype,
             _batch_size(batch_size),
@@ -255,6 +258,7 @@ def _check_kind(method: str, data: Any, kind: Any, wanted: str, hint: str = "") 
 
 
 def _batch_size(value: int) -> int:
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ParameterError(f"batch_size={value!r}: give a whole number of at least 1.")
     return value

@@ -15,11 +15,12 @@ from torch import nn
 
 from sparkdl.data.columns import Spec
 from sparkdl.errors import ParameterError, raise_all
+from sparkdl.plain import make_plain, plain_list
 from sparkdl.replica.policy import Policy
 from sparkdl.sync.compression import GradBucket
 from sparkdl.train.callbacks import Callback
 from sparkdl.train.checkpoint import Checkpoint
-from sparkdl.train.checks import problems_of, problems_of_start
+from sparkdl.train.checks import NAMES, VALUES, problems_of, problems_of_start
 from sparkdl.train.parallel.parallel import parts_of
 from sparkdl.train.parallel.strategy import Strategy
 from sparkdl.train.state import TrainState, expected
@@ -45,10 +46,11 @@ class Trainer:
     model: Callable[[], nn.Module] | nn.Module
     """A callable that builds the module (called with seeded random numbers), or a module, which is
     copied and not changed."""
-    loss: Callable[..., torch.Tensor]
-    """``loss(output, target)`` -> mean over the batch; with ``weight`` or ``class_weights`` one that
-    is none of torch's gives a value a sample. ``loss(output)`` without a label; with several labels
-    ``target`` is a tuple."""
+    loss: Callable[..., Any]
+    """``loss(output, target)`` -> mean over the rows, or ``(sum, count)`` where the mean is over
+    something else; with ``weight`` or ``class_weights`` one that is none of torch's gives these for
+    each row. ``loss(output)`` without a label; with several labels ``target`` is a tuple.
+    :class:`sparkdl.ModelLoss`: the model's own; :class:`sparkdl.PerReplica`: of each replica's rows."""
     optimizer: Callable[..., Any] | Mapping[str, Callable[..., Any]]
     """A ``torch.optim`` class or a partial of one, given the trainable parameters; any callable of
     the module that returns an optimizer (for parameter groups) or a list of them; or several, by
@@ -78,8 +80,9 @@ class Trainer:
     bucketing: int | None = None
     """Bring samples of like length together: rows of a window that is sorted by length."""
     class_weights: Sequence[float] | Mapping[int, float] | None = None
-    """The weight of each class, by number: samples count that much. In a mapping name the last class;
-    one below it that is missing counts 1."""
+    """The weight of each class, by number: samples count that much; an array, a tensor and a Series are
+    taken too. In a mapping (a Series is one, by its index) name the last class; one below it that is
+    missing counts 1."""
 
     # An iteration.
     batch_size: int = 256
@@ -177,6 +180,9 @@ class Trainer:
     _carried: list[Carried] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        make_plain(self, *VALUES)
+        for name in NAMES:
+            object.__setattr__(self, name, plain_list(getattr(self, name)))
         raise_all(ParameterError, list(problems_of(self)))
 
     @property
@@ -234,7 +240,8 @@ class Trainer:
         optimizer_state: bool | None = None,
         any_data: bool = False,
     ) -> TrainedModel:
-        """Train on ``data``: a DataFrame, or an RDD of ``(features, label)`` or ``Sample``.
+        """Train on ``data``: a DataFrame, or an RDD of ``(features, label)``, of ``Sample``, or of
+        records with the names of the columns (``Row``, named tuples, mappings).
 
         ``resume``: go on from a checkpoint, "latest" (of ``checkpoint``'s path; from the beginning
         where there is none) or a path; the bits are those of a run without a break. ``any_data``: the
@@ -274,5 +281,5 @@ class Trainer:
 
 def _table(weights: Sequence[float] | Mapping[int, float] | None) -> tuple[float, ...] | None:
     if isinstance(weights, Mapping):
-        return tuple(float(weights.get(i, 1.0)) for i in range(max(weights) + 1))
+        return tuple(float(weights.get(i, 1.0)) for i in range(int(max(weights)) + 1))
     return None if weights is None else tuple(float(w) for w in weights)

@@ -148,6 +148,12 @@ def half_at_random(bucket):
     return {"values": flat[chosen], "indices": chosen, "calls": calls}
 
 
+def counted(output, target):
+    """A sum over the classes but the last, and how many they are."""
+    each = nn.functional.cross_entropy(output, target, ignore_index=2, reduction="none")
+    return each.sum(), (target != 2).sum()
+
+
 def jitter(features, rng):
     return features + rng.normal(scale=0.1, size=features.shape).astype(features.dtype)
 
@@ -207,6 +213,14 @@ CASES = {
     "ema, local_steps": {"ema": 0.9, "local_steps": 2, "model": smooth},
     "weights": {"weight": "weight", "class_weights": [0.5, 2.0, 1.0]},
     "labels that the loss ignores and weighs": {"loss": IGNORING, "batch_size": 3, "model": smooth},
+    "a sum and its count, clip_norm": {
+        "loss": counted,
+        "batch_size": 3,
+        "model": smooth,
+        "clip_norm": 0.3,
+    },
+    "a sum and its count, accumulate": {"loss": counted, "model": smooth, "accumulate": 3},
+    "a sum and its count, local_steps": {"loss": counted, "model": smooth, "local_steps": 2},
     "augment": {"augment": jitter},
     "augment that draws, modules of many kinds": {"augment": draws, "model": Many},
     "sequences": {
@@ -358,8 +372,9 @@ STRATEGIES = {
     "zero1": ("zero1", 2),
 }
 """And the slices that others have then."""
-NOT_IN_A_GANG = ("local_steps", "wire", "N !=", "N == 1", "written to")
-"""Wherever a gang's model writes, it writes to the weights themselves, as in plain PyTorch."""
+NOT_IN_A_GANG = ("local_steps", "wire", "N !=", "N == 1", "written to", "a sum and its count")
+"""Wherever a gang's model writes, it writes to the weights themselves, as in plain PyTorch. Sums are
+divided by rows before backward there, and by counts after it."""
 
 
 @pytest.mark.gang

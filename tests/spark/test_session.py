@@ -50,7 +50,7 @@ def table(spark: Any) -> Any:
 
 
 PROGRAM = """
-import json, logging, sys, time
+import json, logging, os, sys, time
 from functools import partial
 import sparkdl, torch
 from pyspark.sql import SparkSession
@@ -126,14 +126,19 @@ def test_an_executor_has_one_daemon(spark: Any) -> None:
 
 
 def test_the_users_settings_win(tmp_path: Path) -> None:
-    said, _ = run(
+    said, stderr = run(
         """
+os.environ["PYSPARK_SUBMIT_ARGS"] = "--conf spark.python.daemon.module=rapids.daemon pyspark-shell"
+logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
 spark = sparkdl.session("local[1]", spark_shuffle_compress=True, spark_app_name="mine",
                         **{**QUIET, "spark.log.level": "FATAL", "spark.sql.shuffle.partitions": 3})
 conf = spark.sparkContext.getConf()
 say(**{key: conf.get(key) for key in (
     "spark.master", "spark.shuffle.compress", "spark.app.name", "spark.sql.shuffle.partitions",
-    "spark.ui.showConsoleProgress", "spark.python.unix.domain.socket.enabled")})
+    "spark.ui.showConsoleProgress", "spark.python.unix.domain.socket.enabled",
+    "spark.python.daemon.module")})
+from sparkdl.session import tell_what_costs_speed
+tell_what_costs_speed(spark.sparkContext)
 say(level=str(spark._jvm.org.apache.logging.log4j.LogManager.getRootLogger().getLevel()),
     again=sparkdl.session().sparkContext is spark.sparkContext)
 """,
@@ -146,7 +151,12 @@ say(level=str(spark._jvm.org.apache.logging.log4j.LogManager.getRootLogger().get
         "spark.sql.shuffle.partitions": "3",
         "spark.ui.showConsoleProgress": "false",
         "spark.python.unix.domain.socket.enabled": "true",
+        "spark.python.daemon.module": "rapids.daemon",
     }
+    told = (
+        "sparkdl WARNING slower than need be: spark.python.daemon.module=rapids.daemon is another"
+    )
+    assert told in stderr
     assert said[1] == {"level": "FATAL", "again": True}
 
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 STORABLE = frozenset(
@@ -44,6 +45,8 @@ def encode(
     """
     if isinstance(value, torch.Tensor) and keep is not None:
         return {"tensor": keep(value, where)}
+    if isinstance(value, np.generic):  # a learning rate, say
+        value = value.item()
     if value is None or isinstance(value, str):
         return value if value is None else str(value)
     if isinstance(value, (bool, int)):
