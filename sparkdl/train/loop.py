@@ -32,8 +32,8 @@ class Stage(Protocol):
         """Do it, where it is due, and return what is known since; else ``state`` itself."""
 
     def finish(self, state: TrainState) -> TrainState:
-        """Training ends here: do one thing of what is left to be done. Returns likewise; ``state`` itself
-        where nothing is left."""
+        """Training ends here: do one thing of what is left to be done. Returns likewise; ``state``
+        itself where nothing is left."""
 
 
 def train(
