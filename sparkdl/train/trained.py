@@ -169,7 +169,7 @@ class TrainedModel:
         records = isinstance(data, RDD)
         specs = self._specs_of_records(len(self.fields)) if records else self.columns
         size, before = _batch_size(batch_size), self._shipped
-        module = ShippedModule.of(self.module, sender_to(data), before, self.model)
+        module = ShippedModule.of(self.module, sender_to(data), before, self.model, self.seed)
         scorer = Scorer(self.loss, resolved, self.output.dimensions if self.output else None)
         try:
             return evaluate(
@@ -198,7 +198,9 @@ class TrainedModel:
     def _ship(self, data: DataFrame | RDD) -> ShippedModule:
         """The module on its way to the workers, which stays there, since what uses it is lazy; a large
         one is sent once, not at each call."""
-        self._shipped = ShippedModule.of(self.module, sender_to(data), self._shipped, self.model)
+        self._shipped = ShippedModule.of(
+            self.module, sender_to(data), self._shipped, self.model, self.seed
+        )
         return self._shipped
 
     def _specs_of_records(self, count: int) -> Specs:
