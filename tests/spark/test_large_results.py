@@ -44,10 +44,10 @@ def df(spark):
 
 @pytest.fixture
 def narrow(spark, monkeypatch):
-    """A job may bring the driver 1 MB, and a broadcast has 300 kB."""
+    """A job may bring the driver 1 MB, and a broadcast has 1 MB."""
     conf = spark.sparkContext._jsc.sc().conf()
     before = conf.get("spark.driver.maxResultSize", "1g")
-    monkeypatch.setattr(broadcasts, "PIECE_BYTES", 300_000)
+    monkeypatch.setattr(broadcasts, "PIECE_BYTES", 1_000_000)
     conf.set("spark.driver.maxResultSize", "1m")
     yield
     conf.set("spark.driver.maxResultSize", before)
