@@ -12,7 +12,7 @@ from sparkdl.errors import ModelError, ParameterError, raise_all
 from sparkdl.infer.metric import Metric
 from sparkdl.infer.output import in_rows
 from sparkdl.replica.live import on_device
-from sparkdl.step.loss import Loss, call_loss, masses_of, weighted_mean
+from sparkdl.step.loss import Loss, loss_of, masses_of, weighted_mean
 
 States: TypeAlias = list[Any]
 """[samples seen, (sum of the loss, sum of its weights), a state for each metric]; pickles."""
@@ -27,8 +27,9 @@ class Scorer:
     """
 
     loss: Callable[..., torch.Tensor] | None
-    """Gives the mean over a batch; called as in training. A batch weighs as much as its samples do:
-    their weights, and what :func:`sparkdl.step.loss.masses_of` says. Metrics know no weights."""
+    """Gives the mean over a batch, or ``(sum, count)``; called as in training. A mean weighs as much as
+    its samples do: their weights, and what :func:`sparkdl.step.loss.masses_of` says. Metrics know no
+    weights."""
     metrics: tuple[Metric, ...] = ()
     dimensions: int | None = None
     """Of a batch's output, as far as they are known."""
@@ -180,15 +181,15 @@ def _mean(
 ) -> tuple[torch.Tensor, float]:
     """The mean loss of a batch, and what it weighs in the whole."""
     masses = masses_of(loss, targets)
+    mean, taken = loss_of(loss, output, targets, weights, masses)
+    if taken is not None:
+        return mean / (taken or 1.0), taken
     if weights is None:
-        weight = count if masses is None else float(masses.sum())
-        mean = call_loss(loss, output, targets)
         if isinstance(mean, torch.Tensor) and mean.numel() != 1:  # it gives a value a sample
             mean = weighted_mean(loss, output, targets, torch.ones(count), masses)
-        return mean, weight
+        return mean, count if masses is None else float(masses.sum())
     own = weights.double().cpu()
-    weight = float(own.sum() if masses is None else own @ masses)
-    return weighted_mean(loss, output, targets, weights, masses), weight
+    return mean, float(own.sum() if masses is None else own @ masses)
 
 
 def _rows(output: Any, targets: Sequence[torch.Tensor]) -> int:

@@ -17,6 +17,7 @@ from sparkdl.data.mapped import MappedPartition, open_partition
 from sparkdl.infer.predictor import evaluating
 from sparkdl.infer.scoring import Scorer
 from sparkdl.replica.live import LiveReplica
+from sparkdl.replica.model_loss import called
 from sparkdl.step.replica import to_mini_batch
 from sparkdl.step.seat import Seat
 from sparkdl.worker import settle_worker
@@ -39,7 +40,7 @@ def score_partition(
         rows = np.arange(start, min(start + batch_size, len(partition.order)))
         batch = to_mini_batch(plain_batch(assembly, partition, rows), live, training=False)
         with evaluating(live.flat.module) as module, cast:
-            output = module(*batch.inputs)
+            output = called(scorer.loss, module, batch.inputs, batch.targets)
             states = scorer.update(states, output, batch.targets, batch.weights, len(batch))
     return states
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import pickle
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,9 @@ import torch
 
 from sparkdl.errors import StaleReferenceError
 from sparkdl.heap import keep_heap
-from sparkdl.replica.cache import live_replica
+from sparkdl.numerics import Numerics
+from sparkdl.replica.cache import forget, live_replica
+from sparkdl.replica.gpu_memory import hold
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import Recipe
 from sparkdl.slab.root import SlabConfig, open_private, open_root, write_private
@@ -32,7 +35,8 @@ class Run:
 
     ``shares``: for each replica, about how many rows of its partition a mini-batch takes.
     ``whole_tensors``: slices are cut between tensors only, because the optimizer or the compression
-    wants it so. ``compressed``: gradients travel compressed.
+    wants it so. ``compressed``: gradients travel compressed. ``numerics``: torch's settings of the
+    driver.
     """
 
     slab: SlabConfig
@@ -44,6 +48,7 @@ class Run:
     threads: int
     whole_tensors: bool = False
     compressed: bool = False
+    numerics: Numerics = field(default_factory=Numerics)
 
     @property
     def key(self) -> str:
@@ -84,9 +89,26 @@ def install_recipe(run: Run, pieces: Iterable[bytes], nbytes: int = 0) -> None:
 
 def open_replica(run: Run) -> LiveReplica:
     """The live replica of this process, built from the node's recipe where it is not cached."""
+    run.numerics.use()
     if torch.get_num_threads() != run.threads:
         torch.set_num_threads(run.threads)
-    return live_replica(run.key, lambda: _load_recipe(run))
+    return live_replica(run.key, lambda: _load_recipe(run), lambda: _hold(run))
+
+
+def _hold(run: Run) -> None:
+    """Until the run ends on this node."""
+    root = open_root(run.slab)
+    if root is not None:
+        hold(root.directories[-1], functools.partial(forget, run.key))
+
+
+def build_replica(run: Run) -> LiveReplica:
+    """The live replica of this process, built anew, whatever it was before: its weights are the
+    recipe's. In one that was there before they need not be, nor anything else that training changes,
+    even where nothing was read into it: it may have computed with weights that lay elsewhere.
+    """
+    forget(run.key)
+    return open_replica(run)
 
 
 def _load_recipe(run: Run) -> Recipe:

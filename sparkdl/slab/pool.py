@@ -33,6 +33,7 @@ import numpy as np
 
 from sparkdl.errors import SlabFullError, StaleReferenceError
 from sparkdl.slab.root import Root, SlabConfig, open_private, open_root
+from sparkdl.system import allocate, map_privately
 
 HEADER_BYTES = 4096
 _STAMP = struct.Struct("<8sq16s")
@@ -81,9 +82,7 @@ class _Mapped:
 
     def private(self) -> np.ndarray:
         """The file as it is now. What is written to it stays in this process, until the next call."""
-        if self._private is None:
-            self._private = mmap.mmap(self.fd, 0, flags=mmap.MAP_PRIVATE)
-        self._private.madvise(mmap.MADV_DONTNEED)
+        self._private = map_privately(self.fd, self._private)
         return np.frombuffer(self._private, dtype=np.uint8)
 
     def close(self) -> None:
@@ -250,7 +249,7 @@ def _reserve(path: str, nbytes: int) -> bool:
     """Make a file with its blocks allocated (a sparse one would die by SIGBUS later)."""
     fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        os.posix_fallocate(fd, 0, nbytes)
+        allocate(fd, nbytes)
     except OSError as error:
         os.unlink(path)
         if error.errno == errno.ENOSPC:

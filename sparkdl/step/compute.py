@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,9 +16,11 @@ from torch import nn
 from sparkdl.clock import Clock
 from sparkdl.replica.flat import local
 from sparkdl.replica.live import LiveReplica
+from sparkdl.replica.model_loss import called
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.seeding import seeded
-from sparkdl.step.loss import call_loss, weighted_mean
+from sparkdl.step.division import Division
+from sparkdl.step.loss import loss_of
 from sparkdl.sync.contribution import Rows
 
 
@@ -114,6 +117,13 @@ Sink = Callable[[int, torch.Tensor], None]
 """Takes the number and the gradient of a parameter."""
 
 
+class Passed(NamedTuple):
+    """What a mini-batch came to: its mean loss, and what it counts for in the average."""
+
+    loss: float
+    weight: float
+
+
 def forward_backward(
     replica: LiveReplica,
     batch: MiniBatch,
@@ -123,15 +133,17 @@ def forward_backward(
     sink: Sink | None = None,
     share: float = 1.0,
     parts: int = 0,
-) -> float:
-    """Leave the gradient of the mini-batch's mean loss in the parameters' ``grad``; the mean loss.
+    by_rows: bool = False,
+) -> Passed:
+    """Leave the gradient of the mini-batch's mean loss in the parameters' ``grad``; that mean.
 
     Random draws inside the model (dropout) follow ``seed``. ``scale`` multiplies the loss before
     backward, against underflow in fp16, and is taken out of the gradients again. With
     ``accumulate`` the mini-batch goes through in parts, and the gradients add up. ``sink`` takes each
     gradient as soon as it is complete; what it was not given stays in ``grad``. ``share``: what the
     gradient is to be multiplied by. ``parts``: go forward and backward that often at least, and leave
-    out nothing, since other processes do so at the same time.
+    out nothing, since other processes do so at the same time. ``by_rows``: see
+    :class:`sparkdl.step.division.Division`.
     """
     policy = replica.recipe.policy
     replica.train()
@@ -141,11 +153,13 @@ def forward_backward(
     if not parts:
         cut = [(part, own) for part, own in cut if own]
     idle = max(0, parts - len(cut))
+    division = Division(scale, share, total, by_rows)
 
     def take(number: int, gradient: torch.Tensor) -> None:
         clock.lap("backward")
         if sink is not None:
-            sink(number, gradient if scale == 1.0 else gradient.div_(scale))
+            undo = division.undo
+            sink(number, gradient if undo == 1.0 else gradient.div_(undo))
         clock.lap("publish")
 
     with seeded(seed):
@@ -154,31 +168,36 @@ def forward_backward(
             replica.give_gradients(take if sink is not None and last else None)
             try:
                 with replica.apart() if replica.apart and not last else contextlib.nullcontext():
-                    value = _loss(replica, part)
+                    value, count = _loss(replica, part)
                     clock.lap("forward")
-                    factor = own * share * scale
-                    (value if factor == 1.0 else value * factor).backward()
+                    factor = division.factor(own, count)
+                    goes_back = by_rows or count != 0
+                    if goes_back:
+                        (value if factor == 1.0 else value * factor).backward()
             finally:
                 replica.give_gradients(None)
-            if own:
-                values.append((value.detach(), own))
+            if own and goes_back:
+                values.append((value.detach(), own if count is None else 1.0))
             clock.lap("backward")
     if idle:
         _keep_pace(replica, cut[-1][0], idle)
-    if scale != 1.0:
+    if division.undo != 1.0:
         with torch.no_grad():
             for _, parameter in replica.flat.parameters:
                 if parameter.grad is not None:
-                    local(parameter.grad).div_(scale)
-    # a GPU is awaited here, and not before
-    return sum((float(value) * own for value, own in values), 0.0)
+                    local(parameter.grad).div_(division.undo)
+    # a GPU is awaited here, and not before, unless its loss counts
+    loss = sum((float(value) * own for value, own in values), 0.0)
+    if division.counted is None:
+        return Passed(loss, total)
+    return Passed(loss / (division.counted or 1.0), division.counted)
 
 
 def _keep_pace(replica: LiveReplica, part: MiniBatch, times: int) -> None:
     """Go forward and backward without effect: gradients of zero, buffers as they were."""
     with buffers_kept(replica.flat.module):
         for _ in range(times):
-            (_loss(replica, part) * 0.0).backward()
+            (_loss(replica, part)[0] * 0.0).backward()
 
 
 @contextlib.contextmanager
@@ -198,19 +217,19 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
                 buffer.copy_(content)
 
 
-def _loss(replica: LiveReplica, part: MiniBatch) -> torch.Tensor:
-    """The mean loss of a micro-batch."""
+def _loss(replica: LiveReplica, part: MiniBatch) -> tuple[torch.Tensor, float | None]:
+    """The loss of a micro-batch, see :func:`sparkdl.step.loss.loss_of`."""
     with autocasting(replica):
-        output = replica.call(*part.inputs)
-    return mean_loss(replica, output, part)
+        output = called(replica.loss, replica.call, part.inputs, part.targets)
+    return loss_of_output(replica, output, part)
 
 
-def mean_loss(replica: LiveReplica, output: object, part: MiniBatch) -> torch.Tensor:
-    """The mean loss of what the model put out for ``part``."""
+def loss_of_output(
+    replica: LiveReplica, output: object, part: MiniBatch
+) -> tuple[torch.Tensor, float | None]:
+    """Likewise, of what the model put out for ``part``."""
     with autocasting(replica):
-        if part.weights is None:
-            return call_loss(replica.loss, output, part.targets)
-        return weighted_mean(replica.loss, output, part.targets, part.weights, part.masses)
+        return loss_of(replica.loss, output, part.targets, part.weights, part.masses)
 
 
 _AS_IT_IS = contextlib.nullcontext()

@@ -46,7 +46,9 @@ def several_steps(
     live.version = ""  # the weights are no version's from here on
     for number, batch in enumerate(batches):
         mini_batch = to_mini_batch(batch, live)
-        loss = forward_backward(live, mini_batch, work.seed(number), work.step.loss_scale, clock)
+        loss, weight = forward_backward(
+            live, mini_batch, work.seed(number), work.step.loss_scale, clock
+        )
         gradients = take_gradients(live)
         reduced = Reduced(_flatten(live, gradients, whole), gradients.absent)
         not_finite |= _not_finite(live, gradients)
@@ -68,8 +70,8 @@ def several_steps(
         live.flat.save_buffers(flat)
         live.flat.refresh()
         absent &= reduced.absent
-        moved.loss += loss * mini_batch.weight
-        moved.weight += mini_batch.weight
+        moved.loss += loss * weight
+        moved.weight += weight
         moved.count += len(mini_batch)
         clock.lap("update")
     moved.loss /= moved.weight or 1.0

@@ -1,10 +1,17 @@
-"""The loss of a mini-batch: a mean, plain or weighted by sample."""
+"""The loss of a mini-batch: a mean, plain or weighted by sample, or a sum and what it is over.
+
+A mean of means is the mean over all rows only where each counts as much as what it is over. Of a plain
+loss that is its samples; a loss whose mean is over something else, such as tokens or pairs, returns
+``(sum, count)``, and sums and counts of several mini-batches are added up.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
 import inspect
+import math
+import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +20,10 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError
+from sparkdl.replica.model_loss import inner
 
-Loss = Callable[..., torch.Tensor]
+Loss = Callable[..., Any]
+"""Returns a mean, or ``(sum, count)``."""
 OF_CLASSES = (nn.functional.cross_entropy, nn.functional.nll_loss)
 _FORWARD = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 
@@ -43,6 +52,7 @@ class OfClasses:
     def of(loss: Loss) -> OfClasses | None:
         """Of CrossEntropyLoss, NLLLoss, their functions and partials of these; None of any other loss,
         whose mean is taken to be that over the samples."""
+        loss = inner(loss)
         if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
             if type(loss).forward not in _FORWARD:  # of a subclass: it may do otherwise
                 return None
@@ -86,7 +96,77 @@ def weighted_mean(
     up for a reduction "batchmean"); with ``masses``, of :func:`masses_of`, they are added up, and
     divided by ``sum(w * masses)``. Where nothing counts it is 0. Raises :class:`NoValuePerSample`.
     """
-    values = call_loss(unreduced(loss), output, targets)
+    return _weighted(loss, call_loss(unreduced(loss), output, targets), weights, masses)
+
+
+def loss_of(
+    loss: Loss,
+    output: object,
+    targets: Sequence[torch.Tensor],
+    weights: torch.Tensor | None = None,
+    masses: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, float | None]:
+    """The loss of some rows: (their mean, None), or what a loss returns as ``(sum, count)``.
+
+    ``weights``: of each row, see :func:`weighted_mean`; sums and counts are then those of each row.
+    What the loss returns is not looked through here, see :func:`check_sum`.
+    """
+    if weights is None:
+        found = call_loss(loss, output, targets)
+        return _added_up(found) if is_sum(found) else (found, None)
+    found = call_loss(unreduced(loss), output, targets)
+    if is_sum(found):
+        for values in found:
+            if not isinstance(values, torch.Tensor) or values.shape != weights.shape:
+                raise NoValuePerSample(
+                    f"the loss returned (sum, count) of all {len(weights)} samples together"
+                )
+        total, count = found
+        wide = total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
+        return _added_up((wide * weights.to(wide), count.double() * weights.to(count.device)))
+    return _weighted(loss, found, weights, masses), None
+
+
+def is_sum(found: object) -> bool:
+    """Whether a loss returned ``(sum, count)``."""
+    return isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], torch.Tensor)
+
+
+def _added_up(found: Any) -> tuple[torch.Tensor, float]:
+    total, count = found
+    number = count.double().sum() if isinstance(count, torch.Tensor) else count
+    return total if total.ndim == 0 else total.sum(), float(number)
+
+
+def check_sum(found: tuple[Any, Any], rows: int) -> None:
+    """Raise :class:`ModelError` for what cannot be the ``(sum, count)`` of so many rows."""
+    total, count = found
+    problem = ""
+    if total.numel() != 1 and total.shape != (rows,):
+        problem = f"the sum has shape {list(total.shape)}"
+    elif isinstance(count, torch.Tensor):
+        if count.numel() != 1 and count.shape != (rows,):
+            problem = f"the count has shape {list(count.shape)}"
+        elif count.requires_grad:
+            problem = "the count has a gradient"
+    elif isinstance(count, bool) or not isinstance(count, numbers.Real):
+        problem = f"the count is a {type(count).__name__}"
+    if not problem:
+        number = float(torch.as_tensor(count).double().min())
+        if not (math.isfinite(number) and number >= 0):
+            problem = f"the count is {number:g}"
+    if problem:
+        raise ModelError(
+            f"the loss returned a pair, which stands for (sum, count), and {problem}: the sum is one "
+            "number or one for each row, the count how many (tokens, pairs, ...) it is over, likewise, "
+            "at least 0 and without a gradient."
+        )
+
+
+def _weighted(
+    loss: Loss, values: Any, weights: torch.Tensor, masses: torch.Tensor | None
+) -> torch.Tensor:
+    """See :func:`weighted_mean`; ``values``: what the loss gave for each sample."""
     if not isinstance(values, torch.Tensor) or values.ndim == 0 or len(values) != len(weights):
         found = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
         raise NoValuePerSample(f"the loss gave {found} for {len(weights)} samples")
@@ -104,7 +184,7 @@ def weighted_mean(
 
 def unwrapped(loss: Loss) -> tuple[Any, dict[str, Any]]:
     """The function that partials of keywords are of, and what they give."""
-    function: Any = loss
+    function: Any = inner(loss)
     given: dict[str, Any] = {}
     while isinstance(function, functools.partial) and not function.args:
         function, given = function.func, {**function.keywords, **given}
@@ -113,6 +193,7 @@ def unwrapped(loss: Loss) -> tuple[Any, dict[str, Any]]:
 
 def reduction_of(loss: Loss) -> Any:
     """Its ``reduction``, where it or a partial of it says one."""
+    loss = inner(loss)
     return unwrapped(loss)[1].get("reduction", getattr(loss, "reduction", None))
 
 
@@ -121,12 +202,14 @@ def check_averages(loss: Loss, parts: str) -> None:
     if reduction_of(loss) == "sum":
         raise ModelError(
             f'the loss adds up (reduction="sum"), and the losses of {parts} are averaged, each '
-            'weighted by its samples: use reduction="mean".'
+            'weighted by its samples: use reduction="mean", or return (sum, count) from a function of '
+            "your own, the count being what the mean is over."
         )
 
 
 def unreduced(loss: Loss) -> Loss:
     """``loss`` with one value a sample, where it has a ``reduction`` to say so."""
+    loss = inner(loss)
     if isinstance(loss, nn.Module) and isinstance(getattr(loss, "reduction", None), str):
         each = copy.copy(loss)
         vars(each)["reduction"] = "none"

@@ -130,11 +130,11 @@ def one_gradient(
 ) -> Outcome:
     """Forward and backward over the mini-batch; dense gradients go to ``writer``, if there is one."""
     mini_batch = to_mini_batch(batch, live)
-    loss = forward_backward(live, mini_batch, work.seed(), work.step.loss_scale, clock, writer)
+    passed = forward_backward(live, mini_batch, work.seed(), work.step.loss_scale, clock, writer)
     gradients = take_gradients(live)
     if writer is not None:
         gradients = writer.finish(gradients)
-    return Outcome(loss, mini_batch.weight, len(mini_batch), gradients)
+    return Outcome(passed.loss, passed.weight, len(mini_batch), gradients)
 
 
 def section_maps(
@@ -188,6 +188,8 @@ def write_sections(
     that are there already."""
     layout = live.flat.layout
     buffers = live.flat.buffers()
+    if not outcome.weight:  # it may have been forward before it knew that nothing counts
+        buffers = live.flat.flat[layout.buffers_start :]
     sections, place = [], 0
     for plan, section, nbytes in zip(plans, maps, sections_nbytes(live, plans, maps), strict=True):
         contribution = open_section(

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from sparkdl.broadcasts import BroadcastBytes
+from sparkdl.errors import ModelError
 from sparkdl.frames import send
 from sparkdl.message import posted
-from sparkdl.replica.cache import forget
-from sparkdl.replica.run import Run, install_recipe, open_replica
+from sparkdl.replica.run import Run, build_replica, install_recipe
 from sparkdl.slab.pool import Reference, open_pool
 from sparkdl.sync.codec import encode
 from sparkdl.sync.fetch import version_frame
@@ -78,8 +78,9 @@ class Recount:
 class InitialState:
     """Body over the owner RDD: write version 0 of the slice; yields its :class:`SliceReport`.
 
-    ``read``: gives a slice's state from elsewhere (a checkpoint, an earlier run); None: the recipe's
-    weights and no optimizer state. Where it raises one of ``reported``, the frame is that exception.
+    ``read``: gives a slice's state from elsewhere (a checkpoint, an earlier run); None: the weights of
+    a replica that is built for it, and no optimizer state. Where it raises one of ``reported``, the
+    frame is that exception; so where the model cannot be built again.
     ``role``: of the buffers that are written, in ``tick``.
     """
 
@@ -90,27 +91,21 @@ class InitialState:
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
-        plans, pool = plans_of(run), open_pool(run.slab)
-        plan = plans.slices[partition]
         try:
-            if self.read is None:
-                state = SliceState(_initial_weights(run)[plan.start : plan.stop].cpu())
+            begun = build_replica(run).flat.flat if self.read is None else None
+            plans, pool = plans_of(run), open_pool(run.slab)
+            plan = plans.slices[partition]
+            if begun is not None:
+                state = SliceState(begun[plan.start : plan.stop].cpu())
             else:
+                assert self.read is not None
                 state = self.read(plan, plans.dtype)
-        except self.reported as error:
+        except (*self.reported, ModelError) as error:
             yield pickle.dumps(error)
         else:
             handle = first_version(pool, state, self.tick, self.role)
             yield pickle.dumps(SliceReport(partition, pool.token, handle))
         settle_worker()
-
-
-def _initial_weights(run: Run) -> torch.Tensor:
-    replica = open_replica(run)
-    if replica.version:  # this process has trained it already: start from the recipe again
-        forget(run.key)
-        replica = open_replica(run)
-    return replica.flat.flat
 
 
 @dataclass(frozen=True)
@@ -129,7 +124,7 @@ class PublishWeights:
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
         pool = open_pool(run.slab)
-        states = posted().states if self.states is None else self.states
+        states = posted(run.key).states if self.states is None else self.states
         handle = states[partition]
         here = handle.token == pool.token
         by_reference = encode((partition, here, None))

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
 
 logger = logging.getLogger("sparkdl")
+TAIL = 10_000
+"""Of so many iterations a checkpoint of an endless run holds the history."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,11 @@ class Identity:
             frozen_digest(model.module),
         )
 
+    def batches_as_in(self, manifest: Manifest) -> bool:
+        """Whether an epoch's batches are of the same numbers of rows as in a checkpoint."""
+        constants = all(getattr(manifest, name) == own for name, own in self.constants.items())
+        return constants and self.data.rows == manifest.data.rows
+
 
 @dataclass(frozen=True)
 class Begun:
@@ -83,9 +90,16 @@ class Checkpointer:
         history: History,
         noting: Callable[[], Callable[[str, Manifest], None]] | None = None,
         background: Callable[[Uses], Later] | None = None,
+        *,
+        told: Mapping[str, Any],
+        begun: TrainState,
+        endless: bool = False,
     ) -> None:
         """``noting`` is called when a checkpoint begins; what it gives is told the URI and the manifest
-        when it is complete. ``background``: writes while training goes on."""
+        when it is complete. ``background``: writes while training goes on. ``told``: what a
+        manifest tells of the model. ``begun``: where the run goes
+        on. ``endless``: another pass will follow, so that the end of this one is not the run's, and the
+        history has no end that is known."""
         assert trainer.checkpoint is not None
         self._trainer, self._engine, self._identity = trainer, engine, identity
         self.every, self._keep = trainer.checkpoint.every, trainer.checkpoint.keep
@@ -94,6 +108,9 @@ class Checkpointer:
         self._config = describe_trainer(trainer)
         self._noting, self._background = noting, background
         self._begun: Begun | None = None
+        self._endless, self._model = endless, told
+        own = begun.checkpoint is not None and self._store.holds(begun.checkpoint)
+        self._last = begun.iteration if own else 0  # the iteration of the last one
         self._told = False  # that older ones stay
 
     def check(self) -> None:
@@ -121,8 +138,13 @@ class Checkpointer:
         return state
 
     def finish(self, state: TrainState) -> TrainState:
-        """Complete the one that is under way."""
-        return state if self._begun is None else self._settled(self._begun, state, again=True)
+        """Complete the one that is under way; leave one of the end, where there is none yet."""
+        if self._begun is not None:
+            state = self._settled(self._begun, state, again=True)
+        ends = not self._endless or self._history.stopped is not None
+        if ends and self._last != state.iteration:
+            state = replace(state, checkpoint=self.written(state))
+        return state
 
     def written(self, state: TrainState, here: bool = False) -> str:
         """Write one, while training waits; its URI. ``here``: by this process, in a folder that only it
@@ -167,7 +189,7 @@ class Checkpointer:
         return Begun(
             self._store.begin(state.iteration),
             state,
-            self._history.to_json_bytes(),
+            (self._history.tail(TAIL) if self._endless else self._history).to_json_bytes(),
             self._noting() if self._noting is not None else None,
             state.best is not None and validation is not None and validation.best is not None,
         )
@@ -185,6 +207,7 @@ class Checkpointer:
         self._store.commit(begun.directory, manifest, begun.history)
         if begun.committed is not None:
             begun.committed(begun.directory, manifest)
+        self._last = begun.state.iteration
         self._prune()
         return begun.directory
 
@@ -239,6 +262,7 @@ class Checkpointer:
             validations=state.validations,
             best=self._best(begun, used),
             config=self._config,
+            model=self._model,
             extra={
                 "loss_scale_age": state.loss_scale_age,
                 "scales_loss": self._trainer.policy.scales_loss,

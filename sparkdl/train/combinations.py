@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from sparkdl.errors import nearest
 from sparkdl.infer.metrics import resolve
+from sparkdl.replica.model_loss import ModelLoss, inner, is_model_loss
 from sparkdl.train.checkpoint import Checkpoint
 from sparkdl.train.parallel.parallel import parts_of
 from sparkdl.train.triggers import Trigger
@@ -32,6 +33,7 @@ def problems_of_combinations(trainer: Trainer, strategies: bool) -> Iterator[str
             f"compression with local_steps={trainer.local_steps}: replicas then send weights and "
             "optimizer state, not gradients. Leave one of the two out."
         )
+    yield from _of_model_loss(trainer)
     if isinstance(trainer.engine, str) and trainer.engine == "gang":
         yield from _of_a_gang(trainer)
     elif isinstance(trainer.checkpoint, Checkpoint) and trainer.checkpoint.asynchronous:
@@ -51,6 +53,29 @@ def problems_of_combinations(trainer: Trainer, strategies: bool) -> Iterator[str
         yield from _unknown_metrics(f"{name}.every", getattr(holder, "every", None), trainer, known)
     if isinstance(trainer.engine, str) and trainer.engine == "gang" and strategies:
         yield from _of_strategies(trainer)
+
+
+def _of_model_loss(trainer: Trainer) -> Iterator[str]:
+    own = inner(trainer.loss)
+    if not isinstance(own, ModelLoss):
+        return
+    labels = trainer.label_columns
+    if not labels:
+        yield (
+            "loss=ModelLoss() with label=None: the model computes its loss from labels. Name the "
+            "label's column."
+        )
+    elif own.names is not None and len(own.names) != len(labels):
+        yield (
+            f"loss=ModelLoss(labels={own.labels!r}) with {len(labels)} label columns: give a keyword "
+            "for each of them, in a list, or None for labels after the inputs."
+        )
+    if trainer.weight is not None or trainer.class_weights is not None:
+        given = "weight" if trainer.weight is not None else "class_weights"
+        yield (
+            f"loss=ModelLoss() with {given}: the model gives one loss for all its rows. Leave one of "
+            "the two out, or give a loss of the model's output."
+        )
 
 
 def _of_a_gang(trainer: Trainer) -> Iterator[str]:
@@ -78,6 +103,11 @@ def _of_strategies(trainer: Trainer) -> Iterator[str]:
             yield (
                 f"strategy=DDP(static_graph=True) with accumulate={trainer.accumulate}: torch looks at "
                 "the graph in a pass that sums, and the first parts do not. Leave one of the two out."
+            )
+        if dimension == "pipe" and is_model_loss(trainer.loss):
+            yield (
+                f'loss=ModelLoss() with strategy="{part.word}": the labels are where the last stage '
+                "is. Give a loss of the model's output."
             )
         for name in ("sync_batchnorm", "compile"):
             if getattr(trainer, name) and dimension in ("pipe", "tensor"):

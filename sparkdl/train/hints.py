@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from sparkdl.data.handle import Field
+from sparkdl.replica.model_loss import ModelLoss, inner
+
+_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def shape_of(output: Any) -> str:
@@ -34,6 +38,20 @@ def text_of(error: Exception) -> str:
 
 def _range(tensor: torch.Tensor) -> str:
     return f"from {int(tensor.min())} to {int(tensor.max())}"
+
+
+def precision_hint(module: nn.Module, inputs: Sequence[torch.Tensor]) -> str:
+    """What to do where a model with weights of half precision fails on floats of the model's inputs."""
+    floats = {short(t) for t in inputs if t.is_floating_point()}
+    lower = {short(p) for p in module.parameters()} & set(_PRECISIONS)
+    if not floats or len(lower) != 1:
+        return ""
+    (name,) = lower
+    return (
+        f" The model has weights of {name}, and columns of floats arrive as {' and '.join(floats)}: "
+        f'build it in float32 and pass precision="{_PRECISIONS[name]}", which computes in {name}, or '
+        f"begin its forward with x = x.to(torch.{name})."
+    )
 
 
 def input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequence[Field]) -> str:
@@ -75,6 +93,18 @@ def input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequenc
     return "".join(hints)
 
 
+def own_loss_hint(error: Exception, loss: Any) -> str:
+    """What to do where a model fails that is called with its labels."""
+    own = inner(loss)
+    if not isinstance(own, ModelLoss) or not isinstance(error, TypeError):
+        return ""
+    how = "after its inputs" if own.names is None else f"as {', '.join(own.names)}="
+    return (
+        f" With ModelLoss it is called with its label {how}: say with ModelLoss(labels=name) how it "
+        "takes them (None: after its inputs)."
+    )
+
+
 def loss_hint(
     error: Exception, output: Any, targets: Sequence[torch.Tensor], labels: Sequence[Field]
 ) -> str:
@@ -82,17 +112,37 @@ def loss_hint(
     if not isinstance(output, torch.Tensor):
         return (
             f" The loss is given what the model returns, a {type(output).__name__}: return a tensor, "
-            "or write a loss that takes it."
+            "write a loss that takes it, or, where the model computes its own loss from the label, use "
+            "loss=sparkdl.ModelLoss()."
+        )
+    if len(targets) > 1:
+        names = ", ".join(f'"{label.name}"' for label in labels)
+        return (
+            f" The {len(targets)} labels arrive as a tuple of tensors, loss(output, labels): give a "
+            f"loss that takes it, or make one array column of them: functions.array({names})."
         )
     if isinstance(error, TypeError):
         called = "loss(output, label)" if targets else "loss(output)"
-        called = "loss(output, labels), a tuple of them" if len(targets) > 1 else called
         return f" It is called as {called}."
     if "size" in str(error) and targets and output.shape != targets[0].shape:
-        return " Give the model an output of the label's shape."
+        return (
+            _classes_hint(output, targets[0]) or " Give the model an output of the label's shape."
+        )
     if isinstance(error, (RuntimeError, IndexError, ValueError)):
         return label_hint(error, targets, labels)
     return ""
+
+
+def _classes_hint(output: torch.Tensor, target: torch.Tensor) -> str:
+    """What to do with an output [rows, positions, classes], where torch wants the classes before the
+    positions."""
+    if target.is_floating_point() or output.ndim < 3 or output.shape[:-1] != target.shape:
+        return ""
+    return (
+        " torch takes classes as the second dimension: let the model return output.movedim(-1, 1), or "
+        "give a loss that moves them and returns (sum, count): lambda output, label: "
+        '(cross_entropy(output.movedim(-1, 1), label, reduction="sum"), (label != -100).sum()).'
+    )
 
 
 def label_hint(error: Exception, targets: Sequence[torch.Tensor], labels: Sequence[Field]) -> str:

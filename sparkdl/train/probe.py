@@ -15,6 +15,7 @@ from sparkdl.data.handle import Field
 from sparkdl.errors import ModelError
 from sparkdl.infer.output import Output
 from sparkdl.infer.predictor import evaluating, run_batches
+from sparkdl.replica.model_loss import called, inner, is_model_loss
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.seeding import seeded
 from sparkdl.step.compute import to_tensors, weigh
@@ -24,8 +25,10 @@ from sparkdl.step.loss import (
     OfClasses,
     call_loss,
     check_averages,
+    check_sum,
+    is_sum,
+    loss_of,
     masses_of,
-    weighted_mean,
 )
 from sparkdl.train.engine import ValidationSet
 from sparkdl.train.hints import (
@@ -33,6 +36,8 @@ from sparkdl.train.hints import (
     input_hint,
     label_hint,
     loss_hint,
+    own_loss_hint,
+    precision_hint,
     shape_of,
     short,
     text_of,
@@ -64,29 +69,38 @@ def try_model(
     with seeded(recipe.seed), warnings.catch_warnings():
         warnings.filterwarnings("error", message="Using a target size")
         try:
-            output = module(*inputs)
+            output = called(loss, module, inputs, targets)
         except Exception as error:
+            hint = (
+                own_loss_hint(error, loss)
+                or precision_hint(module, inputs)
+                or input_hint(error, inputs, inputs_are)
+            )
             raise ModelError(
                 f"the model fails on the first rows ({shown}; {dtypes_of(inputs)}): "
-                f"{type(error).__name__}: {text_of(error)}.{input_hint(error, inputs, inputs_are)}"
+                f"{type(error).__name__}: {text_of(error)}.{hint}"
             ) from error
         if output is None:
             raise ModelError("the model returned None: its forward must return the output.")
         _check_loss(loss)
-        _check_shapes(loss, output, targets, len(inputs[0]), labels_are)
+        if not is_model_loss(loss):
+            _check_shapes(loss, output, targets, len(inputs[0]), labels_are)
         masses = masses_of(loss, targets)
         weights = _weights_of(batch, targets, recipe, labels_are)
         try:
             if policy.weighted:
-                weighted_mean(loss, output, targets, torch.ones(len(inputs[0])))
-                value = weighted_mean(loss, output, targets, weights, masses)
+                loss_of(loss, output, targets, torch.ones(len(inputs[0])))
+                value, count = loss_of(loss, output, targets, weights, masses)
             else:
-                value = call_loss(loss, output, targets)
+                value, count = _checked(call_loss(loss, output, targets), len(inputs[0]))
         except NoValuePerSample as error:
             raise ModelError(
                 f"weights of samples or classes need a value for each sample, and {error}: use a "
-                'torch loss, a function with reduction="none", or one that returns shape [rows].'
+                'torch loss, a function with reduction="none", or one that returns shape [rows], or '
+                "(sum, count) of that shape each."
             ) from None
+        except ModelError:
+            raise
         except Exception as error:
             labels = ", ".join(f"{list(t.shape)} {short(t)}" for t in targets) or "no label"
             raise ModelError(
@@ -104,7 +118,8 @@ def try_model(
                 f"the loss returned {found}: it must return one number, the mean over the batch "
                 '(reduction="mean" in torch.nn losses).'
             )
-        counts = masses is None or bool(masses.sum())  # else the loss ignores every label
+        counts = bool(count) if count is not None else masses is None or bool(masses.sum())
+        # else the loss ignores every label
         if policy.on_nan == "raise" and counts and not torch.isfinite(value):
             raise ModelError(
                 f"{_what_is_not_finite(output, value)} on the first rows ({shown}; "
@@ -122,7 +137,15 @@ def try_model(
             raise ModelError(
                 f"the loss cannot be differentiated: RuntimeError: {text_of(error)}.{hint}"
             ) from error
-        return _output_in_use(module, inputs)
+        return _output_in_use(module, inputs, is_model_loss(loss))
+
+
+def _checked(found: Any, rows: int) -> tuple[Any, float | None]:
+    """What a loss returned: a mean and None, or a sum and a count."""
+    if not is_sum(found):
+        return found, None
+    check_sum(found, rows)
+    return loss_of(lambda _: found, None, ())
 
 
 def _what_is_not_finite(output: Any, value: torch.Tensor) -> str:
@@ -172,7 +195,9 @@ def check_scorer(module: nn.Module, validation: ValidationSet) -> None:
     weights = None if batch.weights is None else torch.from_numpy(batch.weights)
     loss = replace(validation.scorer, metrics=())
     try:
-        [(output, _)] = list(run_batches(module, batch.inputs, rows))
+        [(output, _)] = list(
+            run_batches(module, batch.inputs, rows, own=(loss.loss, batch.targets))
+        )
         loss.update(loss.start(), output, targets, weights, rows)
     except ModelError as error:
         raise ModelError(f"validation data: {error}") from error.__cause__
@@ -200,6 +225,7 @@ def _brings_together(loss: Loss, output: torch.Tensor, target: torch.Tensor) -> 
 def _check_loss(loss: Any) -> None:
     """What would be trained otherwise than its author thinks."""
     check_averages(loss, "replicas")
+    loss = inner(loss)
     if isinstance(loss, nn.Module):
         trains = [name for name, p in loss.named_parameters() if p.requires_grad]
         if trains:
@@ -210,10 +236,18 @@ def _check_loss(loss: Any) -> None:
             )
 
 
-def _output_in_use(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Output | None:
-    """The output in evaluation mode, which may differ from that in training (auxiliary heads)."""
+def _output_in_use(
+    module: nn.Module, inputs: Sequence[torch.Tensor], own_loss: bool
+) -> Output | None:
+    """The output in evaluation mode, which may differ from that in training (auxiliary heads).
+    ``own_loss``: in training it had the labels too, and it may not do without."""
     with evaluating(module):
-        output = module(*inputs)
+        try:
+            output = module(*inputs)
+        except Exception:
+            if not own_loss:
+                raise
+            return None
     if not isinstance(output, torch.Tensor) or output.is_complex():
         return None
     return Output.of(output) if output.ndim and len(output) == len(inputs[0]) else None

@@ -9,9 +9,10 @@ import contextlib
 import logging
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import CheckpointError, SparkdlError, StalledError
 from sparkdl.train.callbacks import Callback
@@ -37,11 +38,12 @@ class Rescue(Callback):
         trainer: Trainer,
         engine: Engine,
         identity: Identity,
+        told: Mapping[str, Any],
         history: History,
         one_pass: bool = False,
     ) -> None:
-        """``one_pass``: of a ``partial_fit``."""
-        self._one_pass = one_pass
+        """``told``: what a manifest tells of the model. ``one_pass``: of a ``partial_fit``."""
+        self._told, self._one_pass = told, one_pass
         self._trainer, self._engine = trainer, engine
         self._identity, self._history = identity, history
         self._before: TrainState | None = None
@@ -73,7 +75,7 @@ class Rescue(Callback):
         if not isinstance(error, Exception) or before is None or state is None:
             return
         try:
-            if not self._trainer.stop(before, state):
+            if self._history.stopped is None and not self._trainer.stop(before, state):
                 return
             if isinstance(error, StalledError):  # so would be this, after as long a wait
                 raise CheckpointError("Spark does nothing")
@@ -118,5 +120,7 @@ class Rescue(Callback):
 
     def _written(self, where: Checkpoint, state: TrainState, here: bool = False) -> str:
         trainer = replace(self._trainer, checkpoint=where)
-        writer = Checkpointer(trainer, self._engine, self._identity, self._history)
+        writer = Checkpointer(
+            trainer, self._engine, self._identity, self._history, told=self._told, begun=state
+        )
         return writer.written(state, here)

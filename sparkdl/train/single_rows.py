@@ -10,11 +10,12 @@ from torch import nn
 from sparkdl.data.assemble import Batch
 from sparkdl.data.batches import EpochPlan
 from sparkdl.errors import ModelError
+from sparkdl.replica.model_loss import called
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.seeding import seeded
 from sparkdl.step.compute import to_tensors
-from sparkdl.step.loss import call_loss, masses_of, weighted_mean
+from sparkdl.step.loss import loss_of, masses_of
 from sparkdl.train.hints import shape_of, text_of
 from sparkdl.train.parallel.parallel import Parallel
 from sparkdl.train.parallel.stages import pass_sizes
@@ -81,15 +82,13 @@ def _refused(module: nn.Module, recipe: Recipe, batch: Batch) -> tuple[str, str,
     with seeded(0), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of shapes: what they give is right
         try:
-            output = module(*inputs)
+            output = called(recipe.loss, module, inputs, targets)
         except Exception as error:
             return "model", text_of(error), error
         try:
-            if recipe.policy.weighted:
-                masses = masses_of(recipe.loss, targets)
-                value = weighted_mean(recipe.loss, output, targets, torch.ones(1), masses)
-            else:
-                value = call_loss(recipe.loss, output, targets)
+            weights = torch.ones(1) if recipe.policy.weighted else None
+            masses = masses_of(recipe.loss, targets)
+            value, _ = loss_of(recipe.loss, output, targets, weights, masses)
             if value.requires_grad:
                 value.backward()
         except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import re
 import signal
@@ -14,7 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from gang_training import CLASSES, IGNORING, WIDTH, close, same, trainer_of
+from gang_training import (
+    CLASSES,
+    IGNORING,
+    OWN,
+    WIDTH,
+    close,
+    counted,
+    same,
+    trainer_of,
+    without_norm,
+)
 from pyspark import cloudpickle
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -43,12 +54,11 @@ class Fails(nn.Module):
 
     def __init__(self, how: str, folder: str) -> None:
         super().__init__()
-        self.layer, self.calls = nn.Linear(WIDTH, CLASSES), 0
+        self.layer, self.passes = nn.Linear(WIDTH, CLASSES), itertools.count(1).__next__
         self.how, self.folder = how, folder
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls == 3 and os.environ.get("RANK") == "1":
+        if self.passes() == 3 and os.environ.get("RANK") == "1":
             if self.how == "raise":
                 raise RuntimeError("an operation of the user's")
             if not os.path.exists(f"{self.folder}/struck"):
@@ -170,6 +180,29 @@ def test_batches_in_which_nothing_counts_leave_statistics_as_they_were(spark, st
     for name, tensor in here.module.state_dict().items():
         assert torch.equal(there.module.state_dict()[name], tensor), name
     assert there.module[3].num_batches_tracked == 0
+
+
+SUMS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "ddp in buckets": {"strategy": sparkdl.DDP(bucket_cap_mb=1e-4), "accumulate": 2},
+    "zero1, clipped": {"strategy": "zero1", "clip_norm": 0.1},
+    "exchanged": {"compression": sparkdl.TopK(1.0)},
+    "batches in which nothing counts": {"batch_size": 1},
+    "fp16": {"precision": "fp16"},
+    "a model's own": {**OWN, "strategy": "zero1"},
+}
+
+
+@pytest.mark.parametrize("case", SUMS)
+def test_sums_and_their_counts_are_those_of_one_process(frames, case):
+    run = trainer_of(**{"loss": counted, "model": without_norm, **SUMS[case]})
+    df = frames(23, 9)
+    there, here = run.fit(df), replace(run, engine="local").fit(df)
+    digits = 1e-2 if case == "fp16" else 1e-5
+    losses = pytest.approx(here.history.losses, rel=digits, abs=digits, nan_ok=True)
+    assert there.history.losses == losses
+    if case != "fp16":
+        close(here, there)
 
 
 def test_parameters_without_a_gradient_stay(frames):

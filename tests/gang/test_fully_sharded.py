@@ -6,6 +6,7 @@ sum: nothing here is equal to the bit, everything to 1e-5.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import replace
 from functools import partial
@@ -16,8 +17,10 @@ import torch
 from gang_training import (
     CLASSES,
     IGNORING,
+    OWN,
     WIDTH,
     close,
+    counted,
     goes_on_elsewhere,
     goes_on_with_kept_state,
     refused,
@@ -80,6 +83,8 @@ CASES: dict[str, dict[str, Any]] = {
     "micro-batches that the loss ignores": {"loss": IGNORING, "accumulate": 4, "strategy": UNITS},
     "micro-batches without weight": {"weight": "weight", "accumulate": 4, "strategy": UNITS},
     "labels that the loss ignores and weighs": {"loss": IGNORING},
+    "micro-batches, a sum and its count": {"loss": counted, "accumulate": 2, "clip_norm": 0.1},
+    "its own loss": {**OWN, "strategy": "fsdp"},
     "batches in which nothing counts": {"loss": IGNORING, "batch_size": 1, "model": without_norm},
     "a frozen layer": {"freeze": ["0"], "strategy": UNITS},
     "checkpointed activations": {"activation_checkpointing": ["0", "3"], "strategy": UNITS},
@@ -195,13 +200,12 @@ class Explodes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.calls = nn.Linear(WIDTH, CLASSES), 0
+        self.layer, self.passes = nn.Linear(WIDTH, CLASSES), itertools.count(1).__next__
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         import os
 
-        self.calls += self.training
-        if self.calls == 3 and os.environ.get("RANK") == "1":
+        if self.training and self.passes() == 3 and os.environ.get("RANK") == "1":
             x = x + torch.sqrt(self.layer.weight.sum() * 0.0)
         return self.layer(x)
 

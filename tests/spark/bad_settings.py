@@ -15,7 +15,7 @@ from pyspark.sql import functions
 from torch import nn
 
 import sparkdl
-from sparkdl import CheckpointError, ParameterError, SessionError
+from sparkdl import CheckpointError, ModelError, ParameterError, SessionError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -72,7 +72,38 @@ PARAMETERS = [
         "loss by name",
         lambda fit: fit(fit.good(), loss="mse"),
         ParameterError,
-        "loss is a str: give a function of (output, target), such as torch.nn.MSELoss().",
+        "loss is a str: give a function of (output, target), such as torch.nn.MSELoss(), or "
+        "sparkdl.ModelLoss() for a model that computes its own.",
+    ),
+    Mistake(
+        "a model's own loss, and no label",
+        lambda fit: fit(fit.good(), label=None, loss=sparkdl.ModelLoss()),
+        ParameterError,
+        "loss=ModelLoss() with label=None: the model computes its loss from labels. Name the "
+        "label's column.",
+    ),
+    Mistake(
+        "a model's own loss, and two labels with one name",
+        lambda fit: fit(fit.good(), label=["label", "n"], loss=sparkdl.ModelLoss()),
+        ParameterError,
+        "loss=ModelLoss(labels='labels') with 2 label columns: give a keyword for each of them, in "
+        "a list, or None for labels after the inputs.",
+    ),
+    Mistake(
+        "a model's own loss, and weights",
+        lambda fit: fit(fit.good(), weight="n", loss=sparkdl.ModelLoss()),
+        ParameterError,
+        "loss=ModelLoss() with weight: the model gives one loss for all its rows. Leave one of the "
+        "two out, or give a loss of the model's output.",
+    ),
+    Mistake(
+        "a model's own loss in a pipeline",
+        lambda fit: fit(
+            fit.good(), engine="gang", strategy="pipeline", loss=sparkdl.ModelLoss(), replicas=2
+        ),
+        ParameterError,
+        'loss=ModelLoss() with strategy="pipeline": the labels are where the last stage is. Give a '
+        "loss of the model's output.",
     ),
     Mistake(
         "model by state",
@@ -147,9 +178,9 @@ PARAMETERS = [
     ),
     Mistake(
         "batch size of NumPy",
-        lambda fit: fit(fit.good(), batch_size=np.int64(4)),
+        lambda fit: fit(fit.good(), batch_size=np.float64(4.5)),
         ParameterError,
-        "batch_size=np.int64(4) is a NumPy number: give batch_size=int(4).",
+        f"batch_size=4.5: {WHOLE}",
     ),
     Mistake(
         "clip_norm",
@@ -204,6 +235,22 @@ PARAMETERS = [
         lambda fit: fit(fit.good(), schedule_per="epochs"),
         ParameterError,
         'schedule_per="epochs": use one of iteration, epoch. Did you mean "epoch"?',
+    ),
+    Mistake(
+        "schedule_per of no schedule",
+        lambda fit: fit(fit.good(), schedule_per="epoch"),
+        ModelError,
+        'schedule_per="epoch" says when a schedule is stepped, and there is none: give '
+        "schedule=..., or leave it out.",
+    ),
+    Mistake(
+        "bucketing of samples of one length",
+        lambda fit: fit(fit.good(), bucketing=16),
+        ParameterError,
+        "bucketing=16 brings samples of like length together, and all samples of this data have one "
+        'length: declare the column that varies, columns={"...": sparkdl.Sequence()}, or leave '
+        "bucketing out.",
+        jobs=3,
     ),
     Mistake(
         "rounded weights",

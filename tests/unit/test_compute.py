@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from sparkdl.step.compute import to_tensors
+from sparkdl.clock import Clock
+from sparkdl.replica.live import LiveReplica
+from sparkdl.replica.policy import Policy
+from sparkdl.replica.recipe import Recipe
+from sparkdl.step.compute import MiniBatch, forward_backward, to_tensors
 
 ARRAYS = [
     np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -25,6 +29,37 @@ def test_signed_integers_become_int64_and_the_rest_stays() -> None:
     assert [tensor.tolist() for tensor in tensors] == [array.tolist() for array in ARRAYS]
     tensors[0].zero_()
     assert read_only[2, 3] == 11
+
+
+COUNTS = torch.tensor([7.0, 0, 5, 9, 0, 1, 0, 0])
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 3, 8])
+def test_a_sum_goes_backward_as_large_as_a_mean(accumulate: int, streams: bool) -> None:
+    """So that it needs no other loss scale in fp16, which ends at 65,504."""
+    largest: list[float] = []
+
+    def loss(output: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output.register_hook(lambda gradient: largest.append(float(gradient.abs().max())))
+        return (output[:, 0] * counts).sum(), counts.sum()
+
+    torch.manual_seed(0)
+    recipe = Recipe(torch.nn.Linear(3, 1), loss, torch.optim.SGD, 0, Policy(accumulate=accumulate))
+    live, inputs, scale = LiveReplica.of(recipe), torch.randn(8, 3), 2.0**16
+    batch, given = MiniBatch([inputs], [COUNTS]), dict[int, torch.Tensor]()
+    sink = given.__setitem__ if streams else None
+    passed = forward_backward(live, batch, 0, scale, Clock(), sink)
+    for number, (_, parameter) in enumerate(live.flat.parameters):
+        if parameter.grad is not None:
+            given[number] = parameter.grad
+    assert passed.weight == COUNTS.sum()
+    assert max(largest) <= 1.01 * scale * float(COUNTS.max() / COUNTS[0])
+    mean = (live.flat.module(inputs)[:, 0] * COUNTS).sum() / COUNTS.sum()
+    assert passed.loss == pytest.approx(mean.item(), rel=1e-6)
+    wanted = torch.autograd.grad(mean, [p for _, p in live.flat.parameters])
+    for number, right in enumerate(wanted):
+        torch.testing.assert_close(given[number], right)
 
 
 @pytest.mark.gpu

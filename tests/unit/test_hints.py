@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+import sparkdl
 from sparkdl.data.handle import Field
-from sparkdl.train.hints import input_hint, loss_hint
+from sparkdl.train.hints import input_hint, loss_hint, own_loss_hint
 
 COLUMN = ' "x" is one number a row: df.withColumn("x", functions.array("x")) makes it [rows, 1].'
 BYTES = (
@@ -22,6 +23,12 @@ JOIN = (
 )
 LONG = ' If "y" holds class numbers, cast it: df.withColumn("y", df["y"].cast("long")).'
 FLOAT = ' If "y" holds measurements, cast it: df.withColumn("y", df["y"].cast("array<float>")).'
+
+
+TUPLE = (
+    " The 2 labels arrive as a tuple of tensors, loss(output, labels): give a loss that takes it, or "
+    'make one array column of them: functions.array("y", "z").'
+)
 
 
 def error_of(call: Any, *inputs: Any) -> Exception:
@@ -59,3 +66,35 @@ def test_a_loss_that_fails(loss: nn.Module, target: torch.Tensor, hint: str) -> 
     output = torch.zeros(2, 2, requires_grad=True)
     found = loss_hint(error_of(loss, output, target), output, [target], [Field("y", "", ())])
     assert found == hint
+
+
+def test_classes_that_are_the_last_dimension() -> None:
+    loss, output, label = (
+        nn.CrossEntropyLoss(),
+        torch.randn(2, 4, 3),
+        torch.tensor([[0, 2, 1, -100]] * 2),
+    )
+    error = error_of(loss, output, label)
+    found = loss_hint(error, output, [label], [Field("y", "", ())])
+    assert found.startswith(" torch takes classes as the second dimension: ")
+    given = {"cross_entropy": nn.functional.cross_entropy}
+    written = eval(found[found.index("lambda output, label") : -1], given)
+    total, count = written(output, label)
+    torch.testing.assert_close(total / count, loss(output.movedim(-1, 1), label))
+
+
+def test_a_model_that_is_called_with_its_label() -> None:
+    error = error_of(nn.Linear(1, 1), 1, 2)
+    assert own_loss_hint(error, nn.MSELoss()) == ""
+    assert "called with its label as labels=:" in own_loss_hint(error, sparkdl.ModelLoss())
+    assert "label after its inputs:" in own_loss_hint(error, sparkdl.ModelLoss(None))
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.MSELoss(), nn.CrossEntropyLoss(), lambda output, a, b: output.mean()]
+)
+def test_a_loss_of_one_label_that_is_given_several(loss: Any) -> None:
+    output, targets = torch.zeros(2, 2), [torch.zeros(2), torch.ones(2)]
+    error = error_of(loss, output, tuple(targets))
+    labels = [Field("y", "", ()), Field("z", "", ())]
+    assert loss_hint(error, output, targets, labels) == TUPLE

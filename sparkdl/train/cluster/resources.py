@@ -15,10 +15,11 @@ from pyspark.errors import PySparkException
 from sparkdl.broadcasts import BroadcastBytes
 from sparkdl.data.partition import close_partitions
 from sparkdl.frames import forget_shuffles, is_local, stage_name
-from sparkdl.message import PROPERTY
+from sparkdl.properties import own_properties
 from sparkdl.replica.cache import forget
+from sparkdl.replica.gpu_memory import holders_awaited
 from sparkdl.slab.pool import close_pool
-from sparkdl.slab.root import SlabConfig, remove_root
+from sparkdl.slab.root import SlabConfig, open_root, remove_root
 from sparkdl.train.cluster.locality import executor_awaited
 from sparkdl.train.cluster.neighbours import Executor, executors, one_each
 from sparkdl.train.cluster.watch import Watch
@@ -30,20 +31,13 @@ LAG_SECONDS = 5.0
 
 
 class Resources:
-    """Persisted RDDs, broadcasts, and slabs of one fit; its Spark jobs are one job group.
+    """Persisted RDDs, broadcasts, and slabs of one fit; its Spark jobs are one job group, and the
+    thread has local properties of its own meanwhile.
 
     A context manager: on leaving, what still runs is cancelled, the slabs are deleted on every node
     that may have some, RDDs are unpersisted and broadcasts destroyed. What a killed
     node kept is swept there when the next fit begins, see :mod:`sparkdl.slab.root`.
     """
-
-    _LOCAL_PROPERTIES = (
-        "spark.jobGroup.id",
-        "spark.job.description",
-        "spark.job.interruptOnCancel",
-        "callSite.short",
-        PROPERTY,
-    )
 
     def __init__(
         self, context: SparkContext, slab: SlabConfig, timeout: float | None = None
@@ -56,10 +50,10 @@ class Resources:
         self._broadcasts: list[BroadcastBytes] = []
         self._shuffled: RDD | None = None
         self._closing = contextlib.ExitStack()
-        self._before: dict[str, str | None] = {}
+        self._properties = contextlib.ExitStack()
 
     def __enter__(self) -> Resources:
-        self._before = {key: self.context.getLocalProperty(key) for key in self._LOCAL_PROPERTIES}
+        self._properties.enter_context(own_properties(self.context))
         self.context.setJobGroup(self.slab.name, "sparkdl: reading the samples")
         self._watch = Watch(self.context, self.slab.name, self._timeout)
         return self
@@ -125,8 +119,7 @@ class Resources:
                     rdd.unpersist()
             for broadcast in self._broadcasts:
                 broadcast.destroy()
-            for key, value in self._before.items():
-                self.context.setLocalProperty(key, value)  # type: ignore[arg-type]
+        self._properties.close()
 
     def _is_alive(self) -> bool:
         """Whether Spark is. Its JVM may have been killed, while the model was on its way back, say."""
@@ -203,4 +196,8 @@ def _clean_here(slab: SlabConfig) -> None:
     forget(slab.name)
     close_partitions()
     close_pool(slab)
-    remove_root(slab)
+    root = None
+    with contextlib.suppress(OSError):  # it is none of ours
+        root = open_root(slab)
+    with holders_awaited([] if root is None else list(root.directories)):
+        remove_root(slab)

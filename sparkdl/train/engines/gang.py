@@ -27,6 +27,7 @@ from sparkdl.errors import StalledError, StateLostError, TrainingError
 from sparkdl.frames import zip_frames
 from sparkdl.gang.hosting import Hosting
 from sparkdl.gang.launch import Gang
+from sparkdl.replica.compare import Description, check_same
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.run import Run
 from sparkdl.slab.pool import Reference
@@ -40,7 +41,6 @@ from sparkdl.sync.state import SliceState
 from sparkdl.train.cluster.delivery import AT_ONCE_BYTES, Wanted, bring, not_here
 from sparkdl.train.cluster.places import (
     MAX_SUBMISSIONS,
-    check_digests,
     compute_again,
     samples_changed,
 )
@@ -90,6 +90,8 @@ class InBackground:
 class GangEngine:
     """See the note in :mod:`sparkdl.train.rank.ranks`."""
 
+    begins_ahead = True
+
     def __init__(
         self,
         samples: SampleSet,
@@ -97,17 +99,19 @@ class GangEngine:
         layout: Layout,
         run: Run,
         recipe: bytes,
+        built: Description,
         spare: Batch,
         batch_size: int,
         resources: Resources,
         timeout: float | None,
         parallel: Parallel,
         weighs: bool,
+        sums: bool,
         profile: ResourceProfile | None = None,
         min_ranks: int | None = None,
     ) -> None:
-        """``spare`` and ``weighs``: see :class:`sparkdl.train.rank.records.Setup`. ``min_ranks``: how
-        few task slots will do; None: one for each rank."""
+        """``spare``, ``weighs`` and ``sums``: see :class:`sparkdl.train.rank.records.Setup`.
+        ``min_ranks``: how few task slots will do; None: one for each rank."""
         self.plan = EpochPlan(samples.counts, batch_size)
         self._layout, self._run = layout, run
         assert samples.rdd is not None
@@ -116,7 +120,7 @@ class GangEngine:
             assert validation.samples.rdd is not None
             self._samples.append(validation.samples.rdd)
         checksums = tuple(handle.checksum for handle in samples.handles)
-        self._setup = Setup(run, recipe, spare, checksums, parallel, weighs)
+        self._setup = Setup(run, recipe, built, spare, checksums, parallel, weighs, sums)
         self._tokens: tuple[str, ...] = ()
         self._writing = False
         self._times_left = 0  # how often something was left in slabs
@@ -140,6 +144,8 @@ class GangEngine:
         which: str = CURRENT,
     ) -> None:
         """See :class:`sparkdl.train.engine.Engine`."""
+        if read is None and which == CURRENT:
+            self._gang.leave()  # ranks that have trained do not have the recipe's weights any more
         self._ready()
         results = self._call("setting up the ranks", "read", read, reported, which)
         _raise_first(results)
@@ -164,7 +170,7 @@ class GangEngine:
                 f"setting up the ranks: after {MAX_SUBMISSIONS} times some still find themselves on "
                 "other nodes than their samples."
             )
-        check_digests(standing.digest for standing in found)
+        check_same([standing.compared for standing in found])
         for rank, standing in enumerate(found):
             if not standing.unchanged:
                 raise samples_changed("setting up the ranks", rank)

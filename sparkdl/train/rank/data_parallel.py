@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparkdl.clock import Clock
 from sparkdl.data.assemble import Batch
 from sparkdl.replica.live import LiveReplica
-from sparkdl.step.compute import MiniBatch, forward_backward, take_gradients
+from sparkdl.step.compute import MiniBatch, Passed, forward_backward, take_gradients
 from sparkdl.step.replica import Work
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.train.parallel.strategy import DDP
@@ -112,10 +112,10 @@ class AtOnce(Summed):
         nbytes = layout.buffers_start * layout.dtype.itemsize
         return not strategy.static_graph and nbytes <= min(AT_ONCE, strategy.bucket_cap_mb * 2**20)
 
-    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> float:
+    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> Passed:
         before, self._factor = factors(self._live, share)
         seed, scale = work.seed(), work.step.loss_scale
-        return forward_backward(self._live, batch, seed, scale, clock, share=before)
+        return forward_backward(self._live, batch, seed, scale, clock, share=before, by_rows=True)
 
     def _not_finite(self) -> str:
         dense = self._gradients.dense
@@ -146,11 +146,11 @@ class DataParallel(Summed):
         super().__init__(live, plans, rank, spare)
         self._sum = distributed(live, self._spare, strategy)
 
-    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> float:
+    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> Passed:
         before, after = factors(self._live, share)
         self._sum.begin(after)
         seed, scale = work.seed(), work.step.loss_scale
-        return forward_backward(self._live, batch, seed, scale, clock, share=before)
+        return forward_backward(self._live, batch, seed, scale, clock, share=before, by_rows=True)
 
     def _not_finite(self) -> str:
         return self._sum.not_finite

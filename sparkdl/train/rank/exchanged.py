@@ -51,12 +51,13 @@ class Exchanged(Way):
     ) -> tuple[float, str]:
         """See :class:`sparkdl.train.rank.data_parallel.Summed`."""
         live, plans = self._live, self._slices
-        self._outcome = None
+        self._outcome, self.count = None, 0.0
         self._parcels = [torch.empty(0, dtype=torch.uint8)] * len(plans)
         if batch is None:
             return 0.0, ""
-        loss = forward_backward(live, batch, work.seed(), work.step.loss_scale, clock)
-        outcome = Outcome(loss, batch.weight, len(batch), take_gradients(live))
+        loss, weight = forward_backward(live, batch, work.seed(), work.step.loss_scale, clock)
+        self.count = weight
+        outcome = Outcome(loss, weight, len(batch), take_gradients(live))
         if live.recipe.compression is not None:
             outcome = compress_outcome(live, outcome, work, self.kept or {})
             clock.lap("compress")

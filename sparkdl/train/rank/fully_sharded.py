@@ -29,7 +29,7 @@ from sparkdl.replica.flat import FlatModule, Layout, layout_of, local
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.policy import PRECISIONS, Policy
 from sparkdl.replica.recipe import Recipe
-from sparkdl.step.compute import MiniBatch, forward_backward
+from sparkdl.step.compute import MiniBatch, Passed, forward_backward
 from sparkdl.step.replica import Work
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.train.parallel.mesh import Mesh
@@ -151,16 +151,23 @@ class FullySharded(Summed):
         super().__init__(live, plans, rank, spare)
         self._mesh, self._model_group = mesh, group
         # Torch sets a unit up when it is first called; in evaluation it would set up what cannot train
-        forward_backward(live, self._spare, 0, 1.0, Clock(), share=0.0)
+        forward_backward(live, self._spare, 0, 1.0, Clock(), share=0.0, by_rows=True)
         live.clear_gradients()
         live.flat.refresh()
 
-    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> float:
+    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> Passed:
         accumulate = self._live.recipe.policy.accumulate
         parts = min(accumulate, max(stop - start for start, stop in work.step.rows))
         scale = work.step.loss_scale
         return forward_backward(
-            self._live, batch, work.seed(), scale, clock, share=share, parts=parts
+            self._live,
+            batch,
+            work.seed(),
+            scale,
+            clock,
+            share=share,
+            parts=parts,
+            by_rows=True,
         )
 
     def _not_finite(self) -> str:

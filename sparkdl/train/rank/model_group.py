@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from sparkdl.infer.predictor import evaluating
 from sparkdl.replica.live import LiveReplica
+from sparkdl.replica.model_loss import called
 from sparkdl.step.compute import MiniBatch, autocasting
 from sparkdl.step.loss import masses_of
 from sparkdl.step.replica import Work
@@ -137,25 +138,29 @@ class ModelGroup:
         module, result = self._live.flat.module, None
         for member in self.ranks:
             if member == self._rank:
-                telling = module.register_forward_pre_hook(self._tell, prepend=True)
+                telling = module.register_forward_pre_hook(
+                    self._tell, prepend=True, with_kwargs=True
+                )
                 try:
                     result = score()
                 finally:
                     telling.remove()
                 continue
-            for inputs in self._told(member, counts[member]):
+            for inputs, named in self._told(member, counts[member]):
                 with evaluating(module), autocasting(self._live):
-                    module(*inputs)
+                    module(*inputs, **named)
         for _ in range(most - sum(counts[r] for r in self.ranks)):
             with evaluating(module), autocasting(self._live):
-                module(*self._like.inputs)
+                called(self._live.loss, module, self._like.inputs, self._like.targets)
         return result
 
-    def _tell(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _tell(
+        self, module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
         """The others, what this rank calls the model with."""
         if len(self.ranks) > 1:
-            broadcast(inputs, self._rank, self._group, self._live.device)
+            broadcast((inputs, named), self._rank, self._group, self._live.device)
 
-    def _told(self, member: int, batches: int) -> Iterator[tuple[Any, ...]]:
+    def _told(self, member: int, batches: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         for _ in range(batches):
             yield broadcast(None, member, self._group, self._live.device)

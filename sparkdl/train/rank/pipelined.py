@@ -26,7 +26,13 @@ import torch.distributed as dist
 from sparkdl.clock import Clock
 from sparkdl.data.assemble import Batch
 from sparkdl.replica.seeding import seeded
-from sparkdl.step.compute import Gradients, MiniBatch, buffers_kept, mean_loss, take_gradients
+from sparkdl.step.compute import (
+    Gradients,
+    MiniBatch,
+    buffers_kept,
+    loss_of_output,
+    take_gradients,
+)
 from sparkdl.step.replica import Work
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.train.parallel.stages import micro_batches
@@ -74,6 +80,7 @@ class Pipelined(Copied):
         self._parts: list[tuple[MiniBatch, float]] = []
         self._factor = 1.0
         self._losses: list[tuple[torch.Tensor, float]] = []
+        self._found: float | None = None
         self._schedules = Schedules(
             self._stages,
             staged.seats,
@@ -98,6 +105,7 @@ class Pipelined(Copied):
         counts = self._bring.counts(work, weights)
         # the shards of units are summed over pipelines, others of which have rows
         own, self._counts = self._rank in counts, bool(counts) or self._gathers
+        self._counted(0.0, weights, 0.0)
         live, scale = self._live, work.step.loss_scale
         live.train()
         live.clear_gradients()
@@ -115,12 +123,15 @@ class Pipelined(Copied):
             inputs = bring.inputs(counts, here, self._heads)
             whole = MiniBatch(inputs, *bring.targets(counts, here, self._tails))
             clock.lap("data")
-            self._factor, self._losses = scale / sum(weights), []
+            self._factor, self._losses, self._found = scale / sum(weights), [], None
             with seeded(replace(work, replica=self._drawing).seed()):
                 self._flow(whole, runs)
             total = self._bring.weight(weights)
-            loss = sum(float(value) * weight for value, weight in self._losses) / total
-            loss = self._told(loss) if self.agrees else loss
+            of = total if self._found is None else self._found
+            loss = sum(float(value) * weight for value, weight in self._losses) / (of or 1.0)
+            if self.agrees:
+                loss, of = self._told(loss, of)
+            self._counted(of, weights, total)
         self._keep_pace(idle)
         clock.lap("pipeline")
         self._gradients = self._taken(scale)
@@ -174,7 +185,11 @@ class Pipelined(Copied):
         part, weight = self._parts[int(number)]
         if not weight:
             return _nothing(output)
-        value = mean_loss(self._live, output, part)
+        value, count = loss_of_output(self._live, output, part)
+        if count is not None:  # see [Note: sums are divided twice]
+            self._losses.append((value.detach(), 1.0))
+            self._found = count + (self._found or 0.0)
+            return value * self._factor
         self._losses.append((value.detach(), weight))
         return value * (weight * self._factor)
 
@@ -183,11 +198,11 @@ class Pipelined(Copied):
         """Where ranks need not agree, none waits for the last stage's only to be told."""
         return self._rank if self.agrees else self._tail
 
-    def _told(self, loss: float) -> float:
-        """The loss, as the rank with the last stage knows it."""
-        value = torch.tensor([loss], dtype=torch.float64)
-        dist.broadcast(value, self._tail, self._pipe)
-        return float(value)
+    def _told(self, loss: float, count: float) -> tuple[float, float]:
+        """The loss and what it is over, as the rank with the last stage knows them."""
+        values = torch.tensor([loss, count], dtype=torch.float64)
+        dist.broadcast(values, self._tail, self._pipe)
+        return float(values[0]), float(values[1])
 
     def _taken(self, scale: float) -> Gradients:
         """The gradients of this rank's stages."""

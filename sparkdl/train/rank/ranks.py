@@ -34,7 +34,9 @@ from sparkdl.errors import ModelError, SessionError
 from sparkdl.gang.member import Member
 from sparkdl.infer.scoring import Scorer
 from sparkdl.infer.validate import score_partition
-from sparkdl.replica.recipe import Recipe, weights_digest
+from sparkdl.numerics import put_back
+from sparkdl.replica.compare import compared
+from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.seeding import generators_lent
 from sparkdl.slab.pool import Reference, open_pool
 from sparkdl.slab.root import open_root
@@ -78,6 +80,8 @@ class SetUp:
 
     def __call__(self, member: Member) -> Standing:
         torch.set_num_threads(self.setup.run.threads)
+        self.setup.run.numerics.use()
+        member.at_end.callback(put_back)
         member.at_end.enter_context(generators_lent())
         rank = member.kept["rank"] = Rank(self.setup, member)
         member.at_end.callback(close_partitions)
@@ -110,7 +114,7 @@ class Rank:
         train = self._handles[0]
         return Standing(
             Samples(self._token, train),
-            weights_digest(self._recipe.build()),
+            compared(self._recipe.build(), self._setup.built),
             tuple(lies_here(handle, self._token) for handle in self._handles),
             train.checksum == self._setup.checksums[self._member.rank],
         )
@@ -128,7 +132,9 @@ class Rank:
         policy, owners = self._recipe.policy, self._held.owners.values()
         kinds = [type(o) for owner in owners for o in owner.optimizer.mirrors()]
         leaves_out = policy.on_nan == "skip" or policy.scales_loss
-        self._way.agrees = leaves_out or any(wants_loss(kind) for kind in kinds)  # type: ignore[arg-type]
+        self._way.agrees = (
+            leaves_out or self._setup.sums or any(wants_loss(kind) for kind in kinds)  # type: ignore[arg-type]
+        )
         return None
 
     def answers_for(self, number: int) -> bool:
@@ -175,6 +181,8 @@ class Rank:
         weights = self._weights(step, weight)
         clock.lap("data")
         loss, problem = self._way.compute(work, batch, weights, clock)
+        if self._setup.sums:
+            weight = self._way.count
         finish = functools.partial(self._finish, step, weights, loss, bool(problem))
         slices: list[SliceReport] = []
         if live.recipe.policy.clips_norm or step.histograms:
@@ -199,16 +207,19 @@ class Rank:
         """Update, unless the loss or a gradient of some rank is not finite and that is to be left out;
         where the driver ends the run for it, the state does not matter any more."""
         found = [[0.0, 0.0] for _ in weights]
-        if self._way.agrees:
+        if self._setup.sums:
+            found = gathered([loss, float(failed), self._way.count])
+            weights = [count for _, _, count in found]
+        elif self._way.agrees:
             found = gathered([loss, float(failed)])
-        if any(flag for _, flag in found):
+        if any(one[1] for one in found):
             self._held.live.flat.refresh()
             return []
         contributions = self._way.contributions(step.rows, weights)
         self._way.committed()
         clock.lap("reduce")
         total = sum(weights)
-        mean = sum(one * w for (one, _), w in zip(found, weights, strict=True) if w)
+        mean = sum(one[0] * w for one, w in zip(found, weights, strict=True) if w)
         return self._update(step, contributions, mean / total if total else 0.0, clock)
 
     def _weights(self, step: Step, weight: float) -> list[float]:

@@ -12,7 +12,7 @@ from sparkdl.clock import Clock
 from sparkdl.data.assemble import Batch
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.live import LiveReplica
-from sparkdl.step.compute import Gradients, MiniBatch, Spare, take_gradients
+from sparkdl.step.compute import Gradients, MiniBatch, Passed, Spare, take_gradients
 from sparkdl.step.replica import Work, to_mini_batch
 from sparkdl.sync.contribution import NOTHING, SPARE, Contribution, sums_up
 from sparkdl.sync.plan import SlicePlan
@@ -84,7 +84,7 @@ class Summed(Way):
         rows = to_mini_batch(spare, live, training=False)
         self._spare = Spare(rows.inputs, rows.targets)
         self._vector = GradientVector(live.flat.layout, live.flat.flat.device)
-        self._gradients, self._counts = Gradients([], {}), False
+        self._gradients, self._counts, self._total = Gradients([], {}), False, 0.0
 
     def compute(
         self, work: Work, batch: MiniBatch | None, weights: Sequence[float], clock: Clock
@@ -99,14 +99,21 @@ class Summed(Way):
         self._counts = bool(own)
         batch = batch if own and batch is not None else self._spare
         with keeping_company(not own):
-            loss = self._pass(work, batch, own / total if total else 0.0, clock)
+            loss, count = self._pass(work, batch, own / total if total else 0.0, clock)
+        self._counted(count, weights, own)
         self._gradients = take_gradients(self._live)
         if tells and not math.isfinite(loss):
             return loss, f"the loss ({loss})"
         name = self._not_finite()
         return loss if tells else 0.0, f'the gradient of "{name}"' if name else ""
 
-    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> float:
+    def _counted(self, count: float, weights: Sequence[float], own: float) -> None:
+        """Note what ``own``, of rows that this rank has together with others, turned out to count for:
+        each rank its part."""
+        self._total = sum(weights)
+        self.count = count * (weights[self._rank] / own) if own else 0.0
+
+    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> Passed:
         """Forward and backward; the gradients are summed, each rank's times its share."""
         raise NotImplementedError
 
@@ -118,9 +125,13 @@ class Summed(Way):
         self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
     ) -> dict[int, list[Contribution]]:
         """For each of this rank's plans, by its index, what its update is made of: the sum of all
-        gradients as the first replica's, and the buffers of each."""
+        gradients as the first replica's, and the buffers of each. ``weights``: what each rank's rows
+        count for, as they turned out."""
         layout = self._live.flat.layout
         flat, absent = self._summed()
+        found, known = sum(weights), self._total
+        if found and found != known:  # see [Note: sums are divided twice]
+            flat.mul_(known / found)
         if any(weights):
             buffers = self._buffers(len(weights))
         else:  # nothing counts: what spare rows did to the buffers does not either
@@ -128,12 +139,12 @@ class Summed(Way):
             absent = frozenset(range(len(self._live.flat.parameters)))
         self._gradients = Gradients([], {})
         taking_part = [r for r, (start, stop) in enumerate(rows) if stop > start]
-        found: dict[int, list[Contribution]] = {}
+        contributions: dict[int, list[Contribution]] = {}
         for plan in self._plans:
             low = plan.start + plan.buffers_start - layout.buffers_start
             high = plan.stop - layout.buffers_start
             whole = flat[plan.start : plan.start + plan.dense_length]
-            found[plan.index] = [
+            contributions[plan.index] = [
                 Contribution(
                     r,
                     weights[r],
@@ -144,7 +155,7 @@ class Summed(Way):
                 )
                 for r in taking_part
             ]
-        return found
+        return contributions
 
     def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
         """The gradients, end to end, and which there are none of; what is kept of them may go."""

@@ -28,9 +28,10 @@ from sparkdl.errors import ModelError
 from sparkdl.infer.predictor import evaluating
 from sparkdl.replica.flat import FlatModule, Layout, layout_of, local
 from sparkdl.replica.live import LiveReplica
+from sparkdl.replica.model_loss import called
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.seeding import seeded
-from sparkdl.step.compute import MiniBatch, forward_backward, to_tensors
+from sparkdl.step.compute import MiniBatch, Passed, forward_backward, to_tensors
 from sparkdl.step.replica import Work
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.train.parallel.layers import plan_of
@@ -91,15 +92,15 @@ def parallelise(
     """
     plan = plan_of(strategy, module, mesh.size())
     styles = {n: STYLES[way]() if isinstance(way, str) else way for n, way in plan.items()}
-    inputs = to_tensors(spare.inputs, device)
-    right = _output(recipe.build().to(device), inputs)
+    inputs, targets = to_tensors(spare.inputs, device), to_tensors(spare.targets, device)
+    right = _output(recipe, recipe.build().to(device), inputs, targets)
     parallelize_module(module.to(device), mesh, styles, src_data_rank=None)
     for name in styles:
         child = module.get_submodule(name)
         child.forward = functools.partial(_without_inference_mode, child.forward)
         child.register_forward_hook(_arrived)
     try:
-        found = _output(module, inputs)
+        found = _output(recipe, module, inputs, targets)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ModelError(
@@ -137,10 +138,15 @@ def cut_by_layer(
     return LiveReplica.around(recipe, FlatModule(module, device)), layout
 
 
-def _output(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
+def _output(
+    recipe: Recipe,
+    module: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+) -> Any:
     """In evaluation."""
     with evaluating(module), seeded(0):
-        return module(*inputs)
+        return called(recipe.loss, module, inputs, targets)
 
 
 _HINT = (
@@ -182,11 +188,11 @@ class TensorParallel(Copied):
         super().__init__(live, plans, rank, spare)
         self._model_group, self._alike = group, alike
 
-    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> float:
+    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> Passed:
         seed, scale = work.seed(), work.step.loss_scale
-        loss = forward_backward(self._live, batch, seed, scale, clock, share=share)
+        passed = forward_backward(self._live, batch, seed, scale, clock, share=share, by_rows=True)
         settle(self._live)
-        return loss
+        return passed
 
     def scored(self, batches: int, score: Any) -> Any:
         """See :class:`sparkdl.train.rank.summing.Summed`."""

@@ -13,11 +13,12 @@ class Way:
 
     ``agrees``: whether an update needs to know every rank's loss, or that it is finite: then a rank
     must know that of its own samples. ``kept``: what a hook left out of the gradients so far, by
-    parameter number; None where nothing is.
+    parameter number; None where nothing is. ``count``: what the rank's rows of the last pass count for,
+    which of a loss that returns ``(sum, count)`` is known only then.
     """
 
     def __init__(self, rank: int) -> None:
-        self._rank, self.agrees = rank, True
+        self._rank, self.agrees, self.count = rank, True, 0.0
         self.kept: ByParameter | None = None
 
     @property

@@ -1,0 +1,131 @@
+"""Losses that say how they are to be taken: a model's own, and one of each replica's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparkdl.errors import ModelError
+
+IGNORED = -100
+"""The label that torch's losses leave out by default, and those of transformers' models."""
+
+
+@dataclass(frozen=True)
+class ModelLoss:
+    """``loss=sparkdl.ModelLoss()``: the model is called with its labels and computes its own loss, as
+    the models of ``transformers`` do.
+
+    The loss is what the model returns, if that is one number; its attribute or key ``loss``; or the one
+    number in a tuple. It must be a mean over the labels: replicas are averaged by how many they have.
+    """
+
+    labels: str | Sequence[str] | None = "labels"
+    """The keyword by which the model takes its label, or one for each of several; None: labels follow
+    the inputs, ``model(x, label)``."""
+    loss: Callable[[Any], Any] | None = None
+    """A function of what the model returns that gives its loss: the mean, or ``(sum, count)``."""
+    count: Callable[[Any], Any] | None = None
+    """A function of the label (a tuple, if there are several) that gives how many numbers the mean is
+    over. None: all labels but -100 where they are whole numbers, and without the first of each row
+    where the model returns what transformers' causal language models do; else the rows."""
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """Those of the labels; None: they have none."""
+        if self.labels is None:
+            return None
+        return (self.labels,) if isinstance(self.labels, str) else tuple(self.labels)
+
+    def __call__(self, output: Any, target: Any = ()) -> Any:
+        """The loss in what the model returned: a mean, or ``(sum, count)``."""
+        found = _found(output) if self.loss is None else self.loss(output)
+        if isinstance(found, tuple):  # (sum, count), from the user's function
+            return found
+        if not isinstance(found, torch.Tensor) or found.numel() != 1:
+            shape = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+            raise ModelError(
+                f"the model's own loss is {shape}, not one number: say with "
+                "sparkdl.ModelLoss(loss=function) how to make the mean, or (sum, count), of what the "
+                "model returns."
+            )
+        found = found.reshape(())
+        count = self.count(target) if self.count is not None else _counted(output, target)
+        if count is None:
+            return found
+        number = float(torch.as_tensor(count).double().sum())
+        # the mean of nothing is NaN, and its sum is 0
+        return (found * number if number else found.nan_to_num() * 0.0), number
+
+
+@dataclass(frozen=True)
+class PerReplica:
+    """``loss=sparkdl.PerReplica(loss)``: whatever ``loss`` makes of the rows that a replica has at a
+    time, averaged over replicas by their rows, as DistributedDataParallel does.
+
+    For a loss in which rows depend on each other, such as one with negatives from the batch: the result
+    then depends on ``replicas`` and ``accumulate``.
+    """
+
+    loss: Callable[..., Any]
+    """Of (output, target), or a :class:`ModelLoss`."""
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """As ``loss`` is called."""
+        return self.loss(*given, **named)
+
+
+def inner(loss: Any) -> Any:
+    """What :class:`PerReplica` was made of; any other loss itself."""
+    return loss.loss if isinstance(loss, PerReplica) else loss
+
+
+def is_model_loss(loss: Any) -> bool:
+    """Whether the model computes it."""
+    return isinstance(inner(loss), ModelLoss)
+
+
+def called(
+    loss: Any,
+    model: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+) -> Any:
+    """What ``model`` returns for ``inputs``; where it computes its own loss, for ``targets`` too."""
+    own = inner(loss)
+    if not isinstance(own, ModelLoss):
+        return model(*inputs)
+    if own.names is None:
+        return model(*inputs, *targets)
+    return model(*inputs, **dict(zip(own.names, targets, strict=True)))
+
+
+def _found(output: Any) -> Any:
+    """The loss in what a model returned."""
+    if isinstance(output, torch.Tensor):
+        return output
+    found = getattr(output, "loss", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("loss")
+    if found is None and isinstance(output, (tuple, list)):
+        alone = [t for t in output if isinstance(t, torch.Tensor) and t.ndim == 0]
+        found = alone[0] if len(alone) == 1 else None
+    if found is None:
+        raise ModelError(
+            f"no loss was found in what the model returned, a {type(output).__name__}: it must be one "
+            "number, have an attribute or key loss, or be a tuple with one number in it. Else say with "
+            "sparkdl.ModelLoss(loss=function) where it is."
+        )
+    return found
+
+
+def _counted(output: Any, target: Any) -> torch.Tensor | None:
+    """How many labels the mean in what a model returned is over; None: its rows."""
+    if not isinstance(target, torch.Tensor) or target.is_floating_point():
+        return None
+    # in a causal model's loss each label belongs to the position before it
+    shifts = target.ndim > 1 and "CausalLM" in type(output).__name__
+    return ((target[:, 1:] if shifts else target) != IGNORED).sum()

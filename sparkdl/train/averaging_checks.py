@@ -1,0 +1,318 @@
+"""Whether replicas can average a loss: on real rows, all at once beside their parts.
+
+What such a loss gives for some rows follows from what it gives for two parts of them: it is a mean over
+rows, or ``(sum, count)``. Compared are losses of the same outputs, so that neither batch norm nor
+dropout plays a part; only where the model computes its loss itself, it goes forward with each part, in
+evaluation mode.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from sparkdl.data.assemble import Batch
+from sparkdl.data.ragged import Ragged, Rows, dense
+from sparkdl.errors import ModelError
+from sparkdl.infer.predictor import evaluating
+from sparkdl.replica.model_loss import PerReplica, called, inner, is_model_loss
+from sparkdl.replica.recipe import Recipe
+from sparkdl.replica.seeding import seeded
+from sparkdl.step.compute import MiniBatch, to_tensors, weigh
+from sparkdl.step.loss import Loss, call_loss, is_sum, loss_of, masses_of
+
+ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-4}
+"""By how much the same sum may differ where numbers have this dtype, relative to the largest of what is
+compared."""
+ROUNDING_OF_16_BITS = 0.01
+
+
+@dataclass(frozen=True)
+class Sum:
+    """What a loss made of some rows, and of how many (rows, tokens, ...)."""
+
+    total: float
+    count: float
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+
+Take = Callable[[np.ndarray, int], Sum]
+"""The loss of the rows with these numbers, its random draws seeded."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of all rows and of two parts together; which ``kind`` of loss may do so."""
+
+    whole: float
+    together: float
+    kind: str
+
+
+def gives_sums(
+    module: nn.Module, recipe: Recipe, batch: Batch, labels: Sequence[Rows], averaged: bool
+) -> bool:
+    """Whether the loss returns ``(sum, count)``.
+
+    ``batch``: some rows of the data, as in training; ``labels``: theirs, not padded yet. ``averaged``:
+    whether losses of several mini-batches are: then raises :class:`ModelError` where the loss of all
+    rows is not that of their parts. ``module`` is a private copy, which takes the rows.
+    """
+    loss, inputs, targets = recipe.loss, _tensors(batch.inputs), _tensors(batch.targets)
+    own = None if batch.weights is None else torch.from_numpy(batch.weights)
+    weights = weigh(targets, own, recipe.policy)
+    known = MiniBatch(inputs, targets, weights, masses_of(loss, targets))
+    with torch.no_grad(), seeded(recipe.seed):
+        module.train()
+        output = called(loss, module, inputs, targets)
+        sums = is_sum(call_loss(loss, output, targets))
+        if not averaged or len(known) < 2 or isinstance(loss, PerReplica):
+            return sums
+        if is_model_loss(loss):
+            take: Take | None = _of_model(module, loss, known)
+            rounding = max((_rounding(p) for p in module.parameters()), default=ROUNDING_OF_16_BITS)
+            rounding = max(rounding, ROUNDING[torch.float32])
+        else:
+            take, rounding = _of_output(loss, output, known, labels)
+        found = None if take is None else _difference(take, len(known), rounding, sums)
+        if found is not None:
+            hint = _count_of_model(module, loss, known, rounding) if is_model_loss(loss) else ""
+            raise ModelError(_message(found, len(known), sums, hint))
+    return sums
+
+
+def _tensors(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+    return to_tensors(arrays, torch.device("cpu"))
+
+
+def _rounding(tensor: torch.Tensor) -> float:
+    return ROUNDING.get(tensor.dtype, ROUNDING_OF_16_BITS)
+
+
+def _sum(loss: Loss, output: Any, batch: MiniBatch) -> Sum:
+    value, count = loss_of(loss, output, batch.targets, batch.weights, batch.masses)
+    if count is not None:
+        return Sum(float(value), count)
+    weight = batch.weight
+    return Sum(float(value) * weight if weight else 0.0, weight)
+
+
+def _of_model(module: nn.Module, loss: Loss, known: MiniBatch) -> Take:
+    """The loss that the model itself computes, in evaluation mode."""
+
+    def take(numbers: np.ndarray, seed: int) -> Sum:
+        some = _rows(known, numbers)
+        with evaluating(module), seeded(seed):
+            output = called(loss, module, some.inputs, some.targets)
+        return _sum(loss, output, some)
+
+    return take
+
+
+def _of_output(
+    loss: Loss, output: Any, known: MiniBatch, labels: Sequence[Rows]
+) -> tuple[Take | None, float]:
+    """The loss of some rows of ``output``, in float64 where it can be had, and how exact it is. None:
+    nobody knows which part of the output is of which row."""
+    tensors = list(_leaves(output))
+    if not all(isinstance(t, torch.Tensor) for t in tensors):
+        return None, 0.0
+    of_rows = [t for t in tensors if t.ndim]
+    if not of_rows or any(len(t) != len(known) for t in of_rows):
+        return None, 0.0
+    try:
+        wide = copy.deepcopy(loss)
+        wide = wide.double() if isinstance(wide, nn.Module) else wide
+        targets = [_wide(target) for target in known.targets]
+        take = _of_rows(
+            wide, _mapped(output, _wide), dataclasses.replace(known, targets=targets), labels
+        )
+        take(np.arange(len(known)), 0)
+    except Exception:
+        return _of_rows(loss, output, known, labels), max(map(_rounding, of_rows))
+    return take, ROUNDING[torch.float64]
+
+
+def _of_rows(loss: Loss, output: Any, known: MiniBatch, labels: Sequence[Rows]) -> Take:
+    """Labels of varying length are padded as in a mini-batch of its own."""
+    lengths = [rows.padded().shape[1] if isinstance(rows, Ragged) else 0 for rows in labels]
+
+    def take(numbers: np.ndarray, seed: int) -> Sum:
+        chosen = torch.from_numpy(numbers)
+        mine = _mapped(output, lambda tensor: tensor[chosen] if tensor.ndim else tensor)
+        some = _rows(known, numbers)
+        for n, padded in enumerate(dense([rows[numbers] for rows in labels])):
+            length = padded.shape[1] if lengths[n] else 0
+            if length < lengths[n]:
+                some.targets[n] = some.targets[n][:, :length]
+                mine = _mapped(mine, _Cut(lengths[n], length))
+        with seeded(seed):
+            return _sum(loss, mine, some)
+
+    return take
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The one dimension of a tensor that has a length, at another."""
+
+    longest: int
+    length: int
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        places = [d for d in range(1, tensor.ndim) if tensor.shape[d] == self.longest]
+        return tensor.narrow(places[0], 0, self.length) if len(places) == 1 else tensor
+
+
+def _rows(batch: MiniBatch, numbers: np.ndarray) -> MiniBatch:
+    chosen = torch.from_numpy(numbers)
+    return MiniBatch(
+        [t[chosen] for t in batch.inputs],
+        [t[chosen] for t in batch.targets],
+        None if batch.weights is None else batch.weights[chosen],
+        None if batch.masses is None else batch.masses[chosen],
+    )
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _leaves(output: Any) -> Iterator[Any]:
+    """What is in dicts, tuples and lists, but for numbers and text."""
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    if isinstance(output, (tuple, list)):
+        for value in output:
+            yield from _leaves(value)
+    elif not isinstance(output, (int, float, str, type(None))):
+        yield output
+
+
+def _mapped(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``output`` with every tensor in it changed."""
+    if isinstance(output, torch.Tensor):
+        return change(output)
+    if isinstance(output, Mapping):
+        changed: Any = copy.copy(output)
+        for name, value in output.items():
+            changed[name] = _mapped(value, change)
+        return changed
+    if isinstance(output, (tuple, list)):
+        values = [_mapped(value, change) for value in output]
+        return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
+    return output
+
+
+def _difference(take: Take, rows: int, rounding: float, sums: bool) -> Difference | None:
+    """None: there is none, or nobody can say."""
+    everything = np.arange(rows)
+    try:
+        whole, again = take(everything, 0), take(everything, 1)
+    except Exception:
+        return None
+    if not math.isfinite(whole.mean) or _differ(whole.mean, again.mean, rounding):
+        return None  # it draws random numbers, say
+    shown, adds_up, between = None, not sums, True
+    for one, other in _splits(everything):
+        try:
+            parts = take(one, 0), take(other, 0)
+        except Exception:  # it takes no single row
+            continue
+        means = [part.mean for part in parts if part.count]
+        if not all(map(math.isfinite, means)):
+            continue
+        together = Sum(sum(p.total for p in parts), sum(p.count for p in parts))
+        if _differ(whole.mean, together.mean, rounding, means) or _differ(
+            whole.count, together.count, rounding
+        ):
+            shown = shown or together
+        adds_up &= not _differ(whole.mean, sum(means), rounding, means)
+        between &= bool(means) and min(means) <= whole.mean <= max(means)
+    if shown is None:
+        return None
+    kind = "adds up" if adds_up else "another mean" if between else "depends"
+    return Difference(whole.mean, shown.mean, kind)
+
+
+def _splits(rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    half = len(rows) // 2
+    found = [(rows[:half], rows[half:])]
+    if len(rows) > 2:
+        found += [(rows[::2], rows[1::2]), (rows[:1], rows[1:]), (rows[:-1], rows[-1:])]
+    return found
+
+
+def _differ(one: float, other: float, rounding: float, parts: Sequence[float] = ()) -> bool:
+    return abs(one - other) > rounding * max(map(abs, (one, other, *parts)))
+
+
+_PAIR = "return both, (sum, count), such as ((losses * mask).sum(), mask.sum())"
+_ALONE = (
+    "train with replicas=1 and accumulate=1, or take what each replica makes of its own rows, as "
+    "torch's DDP does: loss=sparkdl.PerReplica(loss)."
+)
+
+
+def _message(found: Difference, rows: int, sums: bool, hint: str) -> str:
+    told = (
+        f"the loss of the first {rows} rows is {found.whole:.5g}, and {found.together:.5g} where it is "
+        "put together from two parts of them as replicas and accumulate do, each part weighted by its "
+        f"{'count' if sums else 'rows'}: "
+    )
+    if hint:
+        return told + hint
+    if found.kind == "adds up":
+        return f"{told}it adds up. Return its mean over the rows, or {_PAIR}."
+    if found.kind == "another mean" and not sums:
+        return (
+            f"{told}it is no mean over the rows. If it is one over tokens, pairs or labels that are "
+            f"not padding, {_PAIR}. If rows depend on each other in it, {_ALONE}"
+        )
+    return (
+        f"{told}rows depend on each other in it, as with negatives from the batch, or it is no mean. "
+        f"{'' if sums else f'If it is one over something else than rows, {_PAIR}. Else '}"
+        f"{_ALONE if not sums else _ALONE[0].upper() + _ALONE[1:]}"
+    )
+
+
+_COUNTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "lambda labels: (labels != -100).sum()": lambda labels: (labels != -100).sum(),
+    "lambda labels: (labels[:, 1:] != -100).sum()": lambda labels: (labels[:, 1:] != -100).sum(),
+    "lambda labels: (labels != -1).sum()": lambda labels: (labels != -1).sum(),
+    "lambda labels: (labels[:, 1:] != -1).sum()": lambda labels: (labels[:, 1:] != -1).sum(),
+    "lambda labels: (labels != 0).sum()": lambda labels: (labels != 0).sum(),
+    "lambda labels: (labels[:, 1:] != 0).sum()": lambda labels: (labels[:, 1:] != 0).sum(),
+    "len": len,
+}
+"""What a model's mean is often over, as it is written."""
+
+
+def _count_of_model(module: nn.Module, loss: Loss, known: MiniBatch, rounding: float) -> str:
+    """What to do where the model's own loss is a mean over something else than is counted."""
+    if len(known.targets) == 1:
+        for written, count in _COUNTS.items():
+            tried = dataclasses.replace(inner(loss), count=count)
+            with torch.no_grad():
+                take = _of_model(module, tried, known)
+                try:
+                    take(np.arange(len(known)), 0)
+                except Exception:  # of other dimensions
+                    continue
+                if _difference(take, len(known), rounding, sums=True) is None:
+                    return f"its mean is over others. Give loss=sparkdl.ModelLoss(count={written})."
+    return (
+        "say how many numbers the mean is over with sparkdl.ModelLoss(count=function of the label). If "
+        f"rows depend on each other in it, {_ALONE}"
+    )

@@ -1,0 +1,268 @@
+"""Losses whose mean is over something else than rows: exact for any number of replicas and parts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from feature_runs import (
+    CLASSES,
+    ITERATIONS,
+    WIDTH,
+    Parts,
+    assert_close,
+    differ,
+    fit_here,
+    parts_of,
+    plainly,
+    recipe_of,
+    snapshot,
+    trainer_of,
+)
+from torch import nn
+
+import sparkdl
+
+pytestmark = pytest.mark.parity
+SIZES = [((43,), 5), ((40, 3), 1), ((0, 43), 2), ((12, 3, 20, 8), 3)]
+cuts = pytest.mark.parametrize(("sizes", "slices"), SIZES, ids=str)
+WORDS, IGNORED = 4, -100
+
+
+def tagged(generator):
+    """Some words with a class each, and padding."""
+    labels = generator.integers(CLASSES, size=WORDS)
+    labels[generator.integers(1, WORDS + 1) :] = IGNORED
+    return sparkdl.Sample(generator.normal(size=WIDTH), labels)
+
+
+def tagged_weighted(generator):
+    return replace(tagged(generator), weight=float(generator.gamma(2.0)))
+
+
+def of_words():
+    """[rows, words, classes]"""
+    layers = nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WORDS * CLASSES)
+    return nn.Sequential(*layers, nn.Unflatten(1, (WORDS, CLASSES))).double()
+
+
+def by_word(output, target):
+    """A number for each word, 0 where it is padding."""
+    return F.cross_entropy(output.movedim(-1, 1), target, reduction="none")
+
+
+def words(output, target):
+    return by_word(output, target).sum(), (target != IGNORED).sum()
+
+
+def words_by_row(output, target):
+    return by_word(output, target).sum(1), (target != IGNORED).sum(1)
+
+
+def pairs(output, target):
+    """Of neighbouring words, those that differ; a count that is a Python number."""
+    each = (output[:, 1:] - output[:, :-1]).square().sum(-1)
+    chosen = target[:, 1:] != target[:, :-1]
+    return (each * chosen).sum(), int(chosen.sum())
+
+
+def mean_of(loss):
+    """What plain PyTorch minimises on the global batch."""
+
+    def mean(module, part):
+        total, count = loss(module(*part.inputs), *part.targets)
+        return total.sum() / (count.sum() if isinstance(count, torch.Tensor) else count)
+
+    return mean
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"accumulate": 3}, {"clip_norm": 0.05}, {"accumulate": 2, "clip_norm": 0.05, "slices": 1}],
+    ids=str,
+)
+@pytest.mark.parametrize("loss", [words, words_by_row, pairs])
+@cuts
+def test_a_sum_and_its_count(sizes, slices, loss, changes):
+    parts = Parts.of(sizes, tagged)
+    trainer = trainer_of(sizes, **{"slices": slices, "model": of_words, "loss": loss, **changes})
+    seen = fit_here(trainer, parts)
+
+    def before(module):
+        if "clip_norm" in changes:
+            nn.utils.clip_grad_norm_(module.parameters(), changes["clip_norm"])
+
+    wanted, losses = plainly(trainer, parts, mean_of(loss), before)
+    assert_close(seen.steps, wanted, 1e-9 if "clip_norm" in changes else 1e-11)
+    assert seen.losses == pytest.approx(losses, rel=1e-11)
+    if sum(map(bool, sizes)) > 1:  # it matters: the mean of the replicas' means is another
+        by_rows = fit_here(replace(trainer, loss=sparkdl.PerReplica(token_mean)), parts)
+        assert loss is pairs or differ(by_rows.steps, wanted)
+
+
+def token_mean(output, target):
+    total, count = words(output, target)
+    return total / count
+
+
+def test_what_each_replica_makes_of_its_own_rows():
+    """As torch's DDP would, but that replicas count by their rows."""
+    sizes = (15, 14, 14)
+    parts, loss = Parts.of(sizes, tagged), sparkdl.PerReplica(token_mean)
+    trainer = trainer_of(sizes, 2, model=of_words, loss=loss)
+    seen, module = fit_here(trainer, parts), recipe_of(trainer).build()
+    optimizer = recipe_of(trainer).build_optimizer(module)
+    for t in range(ITERATIONS):
+        pieces = [part for part in parts_of(trainer, parts, t) if part is not None]
+        rows = sum(map(len, pieces))
+        means = [token_mean(module(*p.inputs), *p.targets) * (len(p) / rows) for p in pieces]
+        optimizer.zero_grad()
+        sum(means).backward()
+        optimizer.step()
+        assert_close([seen.steps[t]], [snapshot(module)])
+        assert seen.losses[t] == pytest.approx(float(sum(means).detach()), rel=1e-11)
+
+
+@pytest.mark.parametrize("changes", [{}, {"accumulate": 3}, {"clip_norm": 0.05}], ids=str)
+@cuts
+def test_rows_of_a_sum_have_weights(sizes, slices, changes):
+    parts = Parts.of(sizes, tagged_weighted)
+    given = {"model": of_words, "loss": words_by_row, "weight": "weight", **changes}
+    trainer = trainer_of(sizes, slices, **given)
+    seen = fit_here(trainer, parts)
+
+    def loss(module, part):
+        total, count = words_by_row(module(*part.inputs), *part.targets)
+        return (total * part.weights).sum() / (count * part.weights).sum()
+
+    def before(module):
+        if "clip_norm" in changes:
+            nn.utils.clip_grad_norm_(module.parameters(), changes["clip_norm"])
+
+    wanted, losses = plainly(trainer, parts, loss, before)
+    assert_close(seen.steps, wanted, 1e-9 if "clip_norm" in changes else 1e-11)
+    assert seen.losses == pytest.approx(losses, rel=1e-11)
+
+
+def test_weights_need_the_sum_of_each_row():
+    trainer = trainer_of((12,), model=of_words, loss=words, weight="weight")
+    with pytest.raises(sparkdl.ModelError, match="samples together"):
+        fit_here(trainer, Parts.of((12,), tagged_weighted))
+
+
+@pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"local_steps": 2}], ids=str)
+def test_a_replica_that_counts_nothing_changes_nothing(changes):
+    parts = Parts.of((22, 21), tagged)
+    nothing = np.full(WORDS, IGNORED)
+    parts.records[0] = [replace(sample, label=nothing) for sample in parts.records[0]]
+    trainer = trainer_of((22, 21), 2, model=of_words, loss=words, **changes)
+    seen = fit_here(trainer, parts)
+    assert all(map(math.isfinite, seen.losses))
+    if "local_steps" not in changes:
+        assert_close(seen.steps, plainly(trainer, parts, mean_of(words))[0])
+
+
+@pytest.mark.parametrize("changes", [{}, {"accumulate": 2}], ids=str)
+def test_a_batch_that_counts_nothing_changes_no_parameter(changes):
+    def rarely(generator):
+        sample = tagged(generator)
+        empty = generator.random() < 0.7
+        return replace(sample, label=np.full(WORDS, IGNORED)) if empty else sample
+
+    sizes = (12, 12)
+    parts = Parts.of(sizes, rarely)
+    trainer = trainer_of(sizes, 2, model=of_words, loss=words, batch_size=2, **changes)
+    seen, module = fit_here(trainer, parts), recipe_of(trainer).build()
+    optimizer, passed = recipe_of(trainer).build_optimizer(module), 0
+    for t in range(ITERATIONS):
+        pieces = [part for part in parts_of(trainer, parts, t) if part is not None]
+        found = [words(module(*part.inputs), *part.targets) for part in pieces]
+        count = sum(int(c) for _, c in found)
+        if count:
+            optimizer.zero_grad()
+            (sum(total for total, _ in found) / count).backward()
+            optimizer.step()
+        else:
+            passed += 1
+            assert math.isnan(seen.losses[t])
+        assert_close([seen.steps[t]], [snapshot(module)])
+    assert 0 < passed < ITERATIONS - 1
+
+
+def test_validation_and_evaluation_count_likewise():
+    parts, more = Parts.of((15, 14, 14), tagged), Parts.of((7, 20, 3), tagged, seed=1)
+    validation = sparkdl.Validation(more, every=sparkdl.every(ITERATIONS), batch_size=4)
+    trainer = trainer_of((15, 14, 14), 2, model=of_words, loss=words, validation=validation)
+    seen = fit_here(trainer, parts)
+    samples = [sample for some in more.records for sample in some]
+    inputs = torch.tensor(np.array([sample.features for sample in samples]))
+    labels = torch.tensor(np.array([sample.label for sample in samples]))
+    with torch.no_grad():
+        total, count = words(seen.trained.module(inputs), labels)
+    found = seen.trained.history.validations[-1]
+    assert found["metrics"]["loss"] == pytest.approx(float(total / count), rel=1e-11)
+
+
+class OwnLoss(nn.Module):
+    """Computes its loss as causal language models of transformers do: each word against the next."""
+
+    def __init__(self, kind="CausalLMOutput"):
+        super().__init__()
+        self.kind, self.body = kind, of_words()
+
+    def forward(self, x, labels=None):
+        logits = self.body(x)
+        if labels is None:
+            return logits
+        if self.kind == "tuple":
+            return logits, F.cross_entropy(logits.movedim(-1, 1), labels)
+        if self.kind == "dict":
+            return {"loss": F.cross_entropy(logits.movedim(-1, 1), labels), "logits": logits}
+        shifted = logits[:, :-1].movedim(-1, 1), labels[:, 1:]
+        return CausalLMOutput(F.cross_entropy(*shifted), logits)
+
+
+class CausalLMOutput:
+    def __init__(self, loss, logits):
+        self.loss, self.logits = loss, logits
+
+
+def own_words(generator):
+    """At least two words, so that the next is known of one in every row."""
+    sample = tagged(generator)
+    sample.label[:2] = generator.integers(CLASSES, size=2)
+    return sample
+
+
+def shifted_words(output, target):
+    return words(output[:, :-1], target[:, 1:])
+
+
+@pytest.mark.parametrize("changes", [{}, {"accumulate": 3}, {"clip_norm": 0.05}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "labels", "loss"),
+    [
+        ("CausalLMOutput", "labels", shifted_words),
+        ("tuple", None, words),
+        ("dict", "labels", words),
+    ],
+)
+@cuts
+def test_a_model_that_computes_its_own_loss(sizes, slices, kind, labels, loss, changes):
+    parts = Parts.of(sizes, own_words)
+    given = {"model": partial(OwnLoss, kind), "loss": sparkdl.ModelLoss(labels), **changes}
+    trainer = trainer_of(sizes, slices, **given)
+    seen = fit_here(trainer, parts)
+
+    def before(module):
+        if "clip_norm" in changes:
+            nn.utils.clip_grad_norm_(module.parameters(), changes["clip_norm"])
+
+    wanted, losses = plainly(trainer, parts, mean_of(loss), before)
+    assert_close(seen.steps, wanted, 1e-9 if "clip_norm" in changes else 1e-11)
+    assert seen.losses == pytest.approx(losses, rel=1e-11)
