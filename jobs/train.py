@@ -3,7 +3,8 @@
 Writes a new folder, ``runs/<name>-<time>``: config.yaml, history.json and .csv, curves.png,
 summary.json, model/ (the last), best/ (of the best validation), ema/, checkpoints/. Any key can be
 changed on the command line: ``--set training.epochs=5 --set model.width=16``. ``--resume`` goes on
-from the checkpoints of an earlier run, in a new folder.
+from the checkpoints of an earlier run, in a new folder. Ctrl-C ends the training after its iteration:
+the folder has the model as it stands, and the exit status is 130; a second Ctrl-C ends it at once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from jobs.resuming import LATEST, config_file, resume_point
 from jobs.run_folder import RunFolder, models_of
 from jobs.sections import Config
 from sparkdl import summaries
+from sparkdl.train.interrupt import INTERRUPTED
 
 
 def main() -> None:
@@ -79,9 +81,15 @@ def train(spark: Any, config: Config, trainer: sparkdl.Trainer, resume: str | No
             callbacks=[folder, lines, *summaries_of(config, folder.path), *trainer.callbacks],
         )
         trained = trainer.fit(samples, resume=resume)
+        interrupted = trained.history.stopped == INTERRUPTED
+        if interrupted and not len(trained.history):
+            raise KeyboardInterrupt
         folder.write_training(trained)
         summary = summarize(trained, count, lines.state, config)
         folder.write_summary(summary)
+        if interrupted:
+            print(f"what was trained is in {folder.path}", file=sys.stderr)
+            raise KeyboardInterrupt
         if test:
             metrics = building.metrics_of(config.metrics)
             for which, model in models_of(trained).items():
@@ -129,6 +137,7 @@ def summarize(
         "seconds": state.seconds,
         "samples/s": state.samples / state.seconds,
         "train loss": epochs[-1]["loss"],
+        **({"stopped": stopped} if (stopped := trained.history.stopped) else {}),
         **{f"validation {name}": value for name, value in state.metrics.items()},
     }
     if trained.best is not None and config.validation is not None and config.validation.best:

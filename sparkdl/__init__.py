@@ -21,7 +21,7 @@ from sparkdl.infer.metrics import MeanMetric, Metric
 from sparkdl.replica.model_loss import ModelLoss, PerReplica
 from sparkdl.session import session
 from sparkdl.sync.compression import GradBucket, PowerSGD, TopK
-from sparkdl.train.callbacks import Callback
+from sparkdl.train.callbacks import Callback, StopTraining
 from sparkdl.train.checkpoint import Checkpoint
 from sparkdl.train.history import History
 from sparkdl.train.parallel.strategy import DDP, FSDP, Pipeline, Tensor
@@ -72,6 +72,7 @@ __all__ = [
     "SparkdlError",
     "StalledError",
     "StateLostError",
+    "StopTraining",
     "Tensor",
     "TopK",
     "TrainState",

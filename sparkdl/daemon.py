@@ -30,6 +30,7 @@ import signal
 from pathlib import Path
 
 from sparkdl.slab.root import marked_directory
+from sparkdl.system import longest_socket_path
 from sparkdl.worker import quiet_hang_ups
 
 MODULES = (
@@ -42,19 +43,35 @@ MODULES = (
 )
 
 
+ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Torch's variable: where it is 1, looking whether there is a GPU does not start CUDA."""
 SOCKETS = "PYTHON_WORKER_FACTORY_SOCK_DIR"
 """Where Spark wants the daemon's socket; not set where it listens on TCP."""
 _SIGNAL_AT_PARENTS_DEATH = 1
 """``PR_SET_PDEATHSIG`` of Linux's prctl."""
-LONGEST_PARENT = 107 - len("/sparkdl-12345678") - len("/.01234567-0123-0123-0123-012345678901.sock")
-"""Of the 107 bytes that the path of a Unix socket may have."""
+LONGEST_PARENT = (
+    longest_socket_path()
+    - len("/sparkdl-12345678")
+    - len("/.01234567-0123-0123-0123-012345678901.sock")
+)
+"""Bytes that are left for it in the path of a Unix socket."""
 
 
 def preload() -> None:
-    """Import :data:`MODULES`, and take all that there is now out of the collector's sight."""
+    """Import :data:`MODULES`, and take all that there is now out of the collector's sight.
+
+    A module may ask torch for GPUs when it is imported. Torch then asks the driver's library of
+    management, and not CUDA itself, which no process could use that is forked afterwards.
+    """
     gc.disable()
+    asked_before = os.environ.get(ASK_NVML)
+    os.environ[ASK_NVML] = "1"
     for module in MODULES:
         importlib.import_module(module)
+    if asked_before is None:
+        del os.environ[ASK_NVML]
+    else:
+        os.environ[ASK_NVML] = asked_before
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -125,6 +125,11 @@ def stored_frames(rdd: RDD) -> RDD:
     return RDD(blocks, rdd.ctx, NoOpSerializer())
 
 
+def store_frames(rdd: RDD) -> None:
+    """Compute the partitions of a persisted RDD that are not stored; nothing comes to the driver."""
+    rdd._jrdd.count()
+
+
 def stored_for(rdd: RDD, wanted: Sequence[Sequence[int]]) -> RDD:
     """An RDD whose m-th partition has the frames of those partitions of a persisted RDD that
     ``wanted[m]`` names, one or more, from wherever they are stored; without its lineage.

@@ -16,7 +16,9 @@ _TASK = re.compile(
 _TRACE = re.compile(r"Traceback \(most recent call last\):\n.*?(?=\n\s*at |\n ?SQLSTATE|\Z)", re.S)
 _NOT_STARTED = re.compile(r"Error from python worker:\n(?P<said>.*?)\n *PYTHONPATH was:", re.S)
 _WAITED = re.compile(rf"{WAITED} .*?timeout\.seconds\.", re.S)
-_JAVA_CLASS = re.compile(r"^(:? ?(java|org)\.[\w.]+: )+")
+_JAVA_CLASS = re.compile(r"^(:? ?(Caused by: )?(java|org)\.[\w.]+: )+")
+_FUTURE = re.compile(r"^:? ?java\.util\.concurrent\.ExecutionException: ")
+"""What Java puts around the error of a job that runs in the background."""
 
 
 def of_python(text: str) -> bool:
@@ -53,7 +55,9 @@ def explain(text: str) -> str:
         first = text[place.end() :].lstrip(": ").partition("\n")[0]
     else:
         lines = [line for line in text.splitlines() if not line.startswith("\tat ")]
-        first = next((line for line in lines if "Exception" in line or "Error" in line), text)
+        named = [line for line in lines if "Exception" in line or "Error" in line]
+        causes = [line for line in named if not _FUTURE.match(line)]
+        first = next(iter(causes or named), text)
     reason = _JAVA_CLASS.sub("", first.strip())
     if reason.startswith("Python worker exited unexpectedly"):
         reason = "The Python worker died: it was killed, ran out of memory, or crashed."

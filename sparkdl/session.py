@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import SessionError
+from sparkdl.plain import plain
 from sparkdl.settings import NEEDED_FOR_SPEED, PREFIX, SPARK_SETTINGS, Settings
 
 if TYPE_CHECKING:
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sparkdl")
 _told: set[str] = set()
+DAEMON = "spark.python.daemon.module"
+_ANOTHERS_DAEMON = (
+    "slower than need be: %s=%s is another library's, and stays as it is (%s). It can import torch "
+    "before it forks: with sparkdl.daemon.preload()."
+)
 _SET_BY_THE_LAUNCHER = ("spark.ui.showConsoleProgress",)
 """Keys that PySpark sets by itself where it starts the JVM, which nobody asked for."""
 _MASTER = re.compile(
@@ -47,11 +53,13 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
         (key if "." in key else key.replace("_", ".")): str(value).lower()
         if isinstance(value, bool)
         else str(value)
-        for key, value in settings.items()
+        for key, value in plain(settings).items()
     }
     conf = _launched(given)
     python = given.get("spark.pyspark.python") or conf.get("spark.pyspark.python")
     os.environ.setdefault("PYSPARK_PYTHON", python or sys.executable)
+    if sys.platform == "darwin":  # the workers are forked, with torch imported
+        os.environ.setdefault("OBJC_DISABLE_INITIALIZE_FORK_SAFETY", "YES")
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     builder = SparkSession.builder
     for key, (value, _) in SPARK_SETTINGS.items():
@@ -137,5 +145,8 @@ def tell_what_costs_speed(context: SparkContext) -> list[str]:
         _told.add(context.applicationId)
         for key in missing:
             value, reason = SPARK_SETTINGS[key]
-            logger.warning("slower than need be: set %s=%s (%s)", key, value, reason)
+            if key == DAEMON and conf.get(key, "") not in ("", "pyspark.daemon"):
+                logger.warning(_ANOTHERS_DAEMON, key, conf.get(key, ""), reason)
+            else:
+                logger.warning("slower than need be: set %s=%s (%s)", key, value, reason)
     return missing

@@ -30,10 +30,10 @@ class Setting:
 SETTINGS: dict[str, Setting] = {
     "spark.sparkdl.slab.dir": Setting(
         default="auto",
-        doc="Directory of the node-local slabs. 'auto': /dev/shm while it has room, then Spark's "
-        "local directory. A relative path is taken from the executor's working directory, so "
-        "that executors of one host stay apart. A slab root inside it has mode 0700, a random "
-        "name, and is removed when the run ends.",
+        doc="Directory of the node-local slabs. 'auto': /dev/shm while it has room and a tenth of the "
+        "memory (2 GiB at most) is left, then Spark's local directory. A relative path is taken from "
+        "the executor's working directory, so that executors of one host stay apart. A slab root "
+        "inside it has mode 0700, a random name, and is removed when the run ends.",
     ),
     "spark.sparkdl.stages": Setting(
         default="auto",

@@ -1,4 +1,4 @@
-"""The PySpark worker that runs our tasks: two adjustments, and whether Spark still wants its result.
+"""The PySpark worker that runs our tasks: some adjustments, and whether Spark still wants its result.
 
 Tasks call :func:`settle_worker` at their end.
 
@@ -6,6 +6,8 @@ Tasks call :func:`settle_worker` at their end.
 that walks about half a million objects: 100 ms and more, several times an iteration. They are
 modules, functions and the live replica, and stay as long as the process: freezing them takes them
 out of the walk. It is done after tasks 1, 2, 4, 8, ..., since the first few still import and build.
+
+*torch's settings.* What a task has set of them is put back, see :mod:`sparkdl.numerics`.
 
 *Hanging up.* Spark drops a worker that was idle for a minute, and all of them when it stops. Over a
 Unix socket the worker then fails to say goodbye, and the daemon prints a BrokenPipeError for it. That
@@ -19,17 +21,20 @@ worker goes on until it next reads or writes, :func:`hung_up` tells.
 from __future__ import annotations
 
 import gc
-import select
 import sys
 import traceback
 from typing import Any
+
+from sparkdl.numerics import put_back
+from sparkdl.system import has_hung_up
 
 _tasks = 0
 
 
 def settle_worker() -> None:
-    """Keep the collector out of the way, and hang-ups quiet. Does nothing outside a worker."""
+    """Put torch's settings back; in a worker, keep the collector out of the way, and hang-ups quiet."""
     global _tasks
+    put_back()
     if not quiet_hang_ups():
         return
     _tasks += 1
@@ -45,9 +50,7 @@ def hung_up() -> bool:
         code = frame.f_code
         if code.co_name == "worker" and code.co_filename.endswith("pyspark/daemon.py"):
             quiet_hang_ups()
-            poll = select.poll()
-            poll.register(frame.f_locals["sock"], select.POLLRDHUP)
-            return bool(poll.poll(0))
+            return has_hung_up(frame.f_locals["sock"])
         frame = frame.f_back  # type: ignore[assignment]
     return False
 

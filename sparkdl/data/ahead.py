@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from sparkdl.data.ragged import Rows
+from sparkdl.replica.seeding import seen_to_draw, work_beside
 
 Prepare = Callable[[int, int], list[Rows]]
 """``prepare(start, stop)``: the rows of that range of an order, one entry a field."""
@@ -43,7 +44,7 @@ class Ahead:
     def __init__(self, worth_seconds: float = 0.002, max_kept: int = 4, patience: int = 8) -> None:
         self.worth_seconds, self.max_kept, self.patience = worth_seconds, max_kept, patience
         self.used = self.wasted = 0
-        self._thread = ThreadPoolExecutor(1, "sparkdl-ahead")
+        self._thread = ThreadPoolExecutor(1, "sparkdl-ahead", work_beside)
         self._ranges: OrderedDict[Hashable, _Range] = OrderedDict()
         self._slow: set[Hashable] = set()
         self._quick: set[Hashable] = set()
@@ -105,13 +106,14 @@ class Ahead:
 
 
 def _random_states() -> list[Any]:
-    """Of the generators that code may draw from without being handed one."""
+    """Of the generators that code may draw from without being handed one, and who was seen to."""
     numpys = np.random.get_state(legacy=False)["state"]
     return [
         random.getstate(),
         numpys["key"].tobytes(),
         numpys["pos"],
         torch.get_rng_state().numpy().tobytes(),
+        seen_to_draw(),
     ]
 
 

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparkdl.data.batches import drawn, generator, permutation, remembered
+from sparkdl.data.batches import derive_seed, drawn, generator, permutation, remembered
 from sparkdl.data.handle import Field
 from sparkdl.data.objects import masked
 from sparkdl.data.ragged import Ragged, Rows, dense, model_inputs
 from sparkdl.errors import ParameterError
+from sparkdl.replica.seeding import steadily
 
 if TYPE_CHECKING:
     from sparkdl.data.mapped import MappedPartition
@@ -38,7 +39,8 @@ class Assembly:
     weighted: bool = False
     augment: Callable[..., Any] | None = None
     """``augment(*features, rng)`` -> features: the arrays of one sample as stored (a sequence before
-    padding) and a ``numpy.random.Generator``; a tuple, or a single array for a single feature."""
+    padding) and a ``numpy.random.Generator``; a tuple, or a single array for a single feature. The
+    generators of torch, numpy and random are seeded for each sample where it draws from them."""
     bucketing: int | None = None
     """Mini-batches of rows of like length, chosen among about so many rows; None: any rows."""
     float_dtype: str = "float32"
@@ -94,8 +96,9 @@ def training_batch(
 ) -> Batch:
     """The mini-batch of these rows (numbers in canonical order), augmented.
 
-    The random numbers of a row follow from (seed, epoch, replica, row): they are the same in any
-    mini-batch. Raises :class:`ParameterError` where ``augment`` fails.
+    The random numbers of a row follow from (seed, epoch, replica, row), also those that ``augment``
+    draws from global generators: they are the same in any mini-batch. Raises
+    :class:`ParameterError` where ``augment`` fails.
     """
     return fields_to_batch(assembly, training_rows(assembly, partition, rows, epoch, replica))
 
@@ -104,7 +107,7 @@ def training_rows(
     assembly: Assembly, partition: MappedPartition, rows: np.ndarray, epoch: int, replica: int
 ) -> list[Rows]:
     """The fields of :func:`training_batch`, not yet padded."""
-    return _at_place(assembly, partition.gather(rows), (rows, epoch, replica))
+    return _at_place(assembly, lambda: partition.gather(rows), (rows, epoch, replica))
 
 
 def plain_batch(assembly: Assembly, partition: MappedPartition, rows: np.ndarray) -> Batch:
@@ -117,7 +120,7 @@ def preview_batch(assembly: Assembly, preview: Sequence[Rows], augment: bool = F
     if not augment:
         return fields_to_batch(assembly, preview)
     everything = np.arange(len(preview[0]))
-    rows = _at_place(assembly, [rows[everything] for rows in preview], (everything, 0, 0))
+    rows = _at_place(assembly, lambda: [rows[everything] for rows in preview], (everything, 0, 0))
     return fields_to_batch(assembly, rows)
 
 
@@ -144,17 +147,24 @@ def fields_to_batch(assembly: Assembly, fields: Sequence[Rows]) -> Batch:
 
 
 def _at_place(
-    assembly: Assembly, fields: Sequence[Rows], place: tuple[np.ndarray, int, int]
+    assembly: Assembly,
+    gather: Callable[[], Sequence[Rows]],
+    place: tuple[np.ndarray, int, int],
 ) -> list[Rows]:
-    """The fields, augmented, if at all, at ``place``: (rows, epoch, replica). ``augment`` may write
-    into them."""
-    if assembly.augment is None:
-        return list(fields)
-    features = fields[: assembly.num_features]
-    return [
-        *_augmented(assembly, assembly.augment, features, *place),
-        *fields[assembly.num_features :],
-    ]
+    """The fields that ``gather`` gives, augmented, if at all, at ``place``: (rows, epoch, replica).
+    ``augment`` may write into them."""
+    augment = assembly.augment
+    if augment is None:
+        return list(gather())
+
+    def work(seed: Callable[[int], object]) -> list[Rows]:
+        fields = gather()
+        features = fields[: assembly.num_features]
+        augmented = _augmented(assembly, augment, features, *place, seed)
+        return [*augmented, *fields[assembly.num_features :]]
+
+    name = getattr(augment, "__qualname__", type(augment).__qualname__)
+    return steadily(name, work)
 
 
 def _augmented(
@@ -164,10 +174,12 @@ def _augmented(
     rows: np.ndarray,
     epoch: int,
     replica: int,
+    seed: Callable[[int], object],
 ) -> list[Rows]:
     results: list[list[np.ndarray]] = [[] for _ in features]
     for row, sample in zip(rows.tolist(), zip(*features, strict=True), strict=True):
         rng = generator(assembly.seed, "augment", epoch, replica, row)
+        seed(derive_seed(assembly.seed, "draws of augment", epoch, replica, row))
         try:
             found = augment(*sample, rng)
         except Exception as error:

@@ -13,10 +13,9 @@ from collections import abc
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from sparkdl.data.ragged import Padding
 from sparkdl.errors import ParameterError, nearest, raise_all
+from sparkdl.plain import make_plain
 
 MODES = {"L": 1, "RGB": 3, "RGBA": 4}
 """Pillow's name of a colour mode -> channels."""
@@ -40,7 +39,9 @@ class Image:
 
     def __post_init__(self) -> None:
         problems = []
-        _make_plain(self)
+        make_plain(self)
+        if isinstance(self.size, list):
+            object.__setattr__(self, "size", tuple(self.size))
         if self.size is not None:
             good = isinstance(self.size, tuple) and len(self.size) == 2
             if not good or not all(_whole(side, 1) for side in self.size):
@@ -70,7 +71,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         problems = []
-        _make_plain(self)
+        make_plain(self)
         if self.max_length is not None and not _whole(self.max_length, 1):
             problems.append(f"max_length={self.max_length!r}: give a whole number of at least 1.")
         if not _number(self.padding):
@@ -221,21 +222,9 @@ def _resolve(module: str, path: str) -> Any:
     return found
 
 
-def _make_plain(spec: Image | Sequence) -> None:
-    """NumPy's numbers as Python's, which JSON knows, and lists as tuples."""
-    for name, value in vars(spec).items():
-        if isinstance(value, (list, tuple)):
-            value = tuple(one.item() if isinstance(one, np.generic) else one for one in value)
-        elif isinstance(value, np.generic):
-            value = value.item()
-        object.__setattr__(spec, name, value)
-
-
 def _whole(value: object, least: int) -> bool:
-    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    return whole and int(value) >= least  # type: ignore[call-overload, no-any-return]
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _number(value: object) -> bool:
-    number = isinstance(value, (int, float, np.integer, np.floating))
-    return number and not isinstance(value, bool) and math.isfinite(float(value))  # type: ignore[arg-type]
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -35,6 +35,8 @@ __all__ = [
     "open_partition",
 ]
 
+CHECKED_BYTES = 16 << 20
+"""How much is written before the memory that is left is looked at again."""
 PART_BYTES = 16 << 20
 """How much of what grows when it is decoded, and of the records of an RDD, is held at a time."""
 
@@ -56,7 +58,7 @@ class PartitionWriter:
         self._hashes: list[np.ndarray] = []
         self._partitions: list[np.ndarray] = []
         self._extremes: Extremes = {}
-        self._nbytes = 0
+        self._nbytes = self._unchecked = 0
         self.num_rows = 0
 
     @property
@@ -98,7 +100,8 @@ class PartitionWriter:
 
     def _append(self, columns: Sequence[Rows]) -> None:
         """To the last segment, or to a new one in the first directory that has room."""
-        if self._writers:
+        nbytes = sum(column.nbytes for column in columns)
+        if self._writers and self._stays(nbytes):
             try:
                 return self._writers[-1].append(columns)
             except OSError as error:
@@ -116,7 +119,17 @@ class PartitionWriter:
             return writer
 
         rows = self.num_rows + len(columns[0])
-        self._writers.append(where_there_is_room(self._root, begin, rows))
+        self._writers.append(where_there_is_room(self._root, begin, rows, nbytes))
+        self._unchecked = 0
+
+    def _stays(self, nbytes: int) -> bool:
+        """Whether the last segment is where so much more is best put. That is asked now and then."""
+        self._unchecked += nbytes
+        if self._unchecked < CHECKED_BYTES:
+            return True
+        self._unchecked = 0
+        places = self._root.directories_for(max(nbytes, CHECKED_BYTES))
+        return Path(self._writers[-1].segment.path).parent in places
 
     def _note_extremes(self, number: int, column: Rows) -> None:
         if isinstance(column, Ragged):

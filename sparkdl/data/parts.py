@@ -75,7 +75,9 @@ def join_parts(config: SlabConfig, parts: Sequence[Part]) -> SampleHandle:
     for part, begin in zip(parts, begins, strict=True):
         for extreme in part.extremes:
             keep_extreme(extremes, replace(extreme, row=extreme.row + begin))
-    order_path = where_there_is_room(root, lambda folder: _save(folder, order), len(order))
+    order_path = where_there_is_room(
+        root, lambda folder: _save(folder, order), len(order), order.nbytes
+    )
     return SampleHandle(
         token=root.token,
         segments=segments,
@@ -95,9 +97,9 @@ def keep_extreme(extremes: Extremes, found: Extreme) -> None:
         extremes[key] = found
 
 
-def where_there_is_room(root: Root, write: Callable[[Path], _T], num_rows: int) -> _T:
-    """``write(directory)`` in the first directory of the slab root that has room for it."""
-    for directory in root.directories:
+def where_there_is_room(root: Root, write: Callable[[Path], _T], num_rows: int, nbytes: int) -> _T:
+    """``write(directory)``, of ``nbytes``, in the first directory of the slab root that has room."""
+    for directory in root.directories_for(nbytes):
         try:
             return write(directory)
         except OSError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +40,58 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Names:
+    """The names that a trainer gives to features, labels and weight. A record whose values have names
+    of their own (a Row, a named tuple, a mapping) is read by them, never by position."""
+
+    features: tuple[str, ...]
+    label: tuple[str, ...] = ()
+    weight: str | None = None
+
+    def sample(self, record: Any, row: int, bare: int | None = 0) -> Any:
+        """The :class:`Sample` that a record with these names is; any other record as it is.
+
+        ``bare``: a record of so many values (None: of any number) that has other names is taken for
+        the features alone, in order. Raises :class:`RowProblem` for one that is not.
+        """
+        values = _named_values(record)
+        if values is None:
+            return record
+        weight = () if self.weight is None else (self.weight,)
+        missing = [name for name in (*self.features, *self.label, *weight) if name not in values]
+        if not missing:
+            features, label = ([values[n] for n in names] for names in (self.features, self.label))
+            return Sample(
+                features[0] if len(features) == 1 else tuple(features),
+                (label[0] if len(label) == 1 else tuple(label)) if label else None,
+                values[self.weight] if self.weight is not None else None,
+            )
+        if bare is None or bare == len(values):
+            return record
+        raise RowProblem(
+            "record",
+            row,
+            f"is a {type(record).__name__} of {', '.join(map(str, values))}, which has no "
+            f"{', '.join(missing)}",
+            "A record with names is read by them: give the trainer these names, as "
+            "Trainer(features=..., label=...), or make (features, label) pairs with rdd.map.",
+        )
+
+
+def _named_values(record: Any) -> Mapping[Any, Any] | None:
+    """The values of a record by name, where it has names."""
+    if isinstance(record, Mapping):
+        return record
+    names = getattr(record, "__fields__", None) or getattr(record, "_fields", None)
+    if isinstance(record, tuple) and names and len(names) == len(record):
+        return dict(zip(names, record, strict=True))
+    return None
+
+
+@dataclass(frozen=True)
 class WriteRecords:
-    """Task over an RDD of ``(features, label)`` pairs or :class:`Sample`: likewise."""
+    """Task over an RDD of ``(features, label)`` pairs, :class:`Sample`, or records with names:
+    likewise."""
 
     config: SlabConfig
     labelled: bool
@@ -49,6 +99,7 @@ class WriteRecords:
     specs: Specs | None = None
     weighted: bool = False
     fields: Sequence[Field] = ()
+    names: Names = Names(("features",), ("label",))
 
     def __call__(self, partition: int, records: Iterable[Any]) -> Iterator[bytes]:
         writer = PartitionWriter(self.config, weighted=self.weighted)
@@ -75,6 +126,7 @@ class WriteRecords:
         settle_worker()
 
     def _parts(self, record: Any, row: int) -> list[tuple[str, np.ndarray]]:
+        record = self.names.sample(record, row, 0 if self.labelled else None)
         features, label = split_record(record, self.labelled, row)
         values = [*named("features", features), *(named("label", label) if self.labelled else ())]
         parts = [

@@ -16,7 +16,7 @@ from sparkdl.data.handle import Field, SampleHandle
 from sparkdl.data.parts import Part, join_parts
 from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Rows
-from sparkdl.data.records import Sample, WriteRecords, record_array, split_record
+from sparkdl.data.records import Names, Sample, WriteRecords, record_array, split_record
 from sparkdl.data.schema import Column, read_schema
 from sparkdl.data.tables import (
     JoinParts,
@@ -88,7 +88,7 @@ class Source:
     ``fields``: what the samples must be, where there were others before; whole numbers become floats
     where there were floats. ``columns``: specifications by name; of an RDD's fields ("features",
     "label[1]") only a :class:`sparkdl.Sequence` can be one. ``weight``: the column of weights; for an
-    RDD any name stands for :attr:`Sample.weight`.
+    RDD of :class:`Sample` any name stands for its weight.
     """
 
     data: DataFrame | RDD
@@ -110,6 +110,7 @@ class Source:
             self.columns,
             self.weight is not None,
             self.fields,
+            Names(self.features, self.label, self.weight),
         )
 
     @property

@@ -155,7 +155,7 @@ def _specified(
         )
     column = _column(name, data_type, float_dtype)
     if isinstance(column, str):
-        return column
+        return column + (_way_out(name, data_type) if role != "weight" else "")
     column = replace(column, dtype=dtype_as(column.dtype, field))
     if role == "weight":
         if column.depth or column.dtype == "bool":
@@ -168,6 +168,35 @@ def _specified(
             return f"is of type {shown}, of which padding={spec.padding} is no value."
         return Column(name, column.dtype, column.depth, spec=spec)
     return column
+
+
+_CONVERTIBLE = ("timestamp", "date", "time", "struct", "map", "daytime", "yearmonth", "matrixudt")
+"""Beginnings of the names of types of whose values a function can make numbers."""
+
+
+def _way_out(name: str, data_type: DataType) -> str:
+    """What to do with a column of a type that has numbers in it, and is none."""
+    inner = data_type
+    while inner.typeName() == "array":
+        inner = inner.elementType  # type: ignore[attr-defined]
+    kind = inner.typeName()
+    convert = f'columns={{"{name}": sparkdl.Convert(function)}}, a function of its Python value.'
+    if not kind.startswith(_CONVERTIBLE):
+        return ""
+    if inner is not data_type:
+        return f" Or give {convert}"
+    if kind.startswith(("timestamp", "date")):
+        return (
+            f' Make a number of it, such as functions.datediff("{name}", start), or '
+            f'functions.unix_timestamp("{name}") less a start (float32 has 7 digits), or give {convert}'
+        )
+    if kind == "struct":
+        field = data_type.names[0] if data_type.names else "a"  # type: ignore[attr-defined]
+        make = f'df.withColumn("{field}", df["{name}"]["{field}"])'
+        return f" Make its fields columns, as {make}, or give {convert}"
+    if kind == "map":
+        return f' Make values of it columns, as df["{name}"]["a key"], or give {convert}'
+    return f" Or give {convert}"
 
 
 def _holds(dtype: str, value: float) -> bool:

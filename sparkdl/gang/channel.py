@@ -20,6 +20,7 @@ import threading
 from typing import Any
 
 from sparkdl.errors import SparkdlError
+from sparkdl.system import end_unanswered, keep_alive
 
 _HEAD = struct.Struct("<Q32s")
 _FIRST_BYTES = 1 << 16
@@ -31,11 +32,7 @@ HELLO_SECONDS = 5.0
 CONNECT_SECONDS = 60.0
 
 
-_KEEPALIVE = (
-    (socket.TCP_KEEPIDLE, 60),
-    (socket.TCP_KEEPINTVL, 15),
-    (socket.TCP_KEEPCNT, 4),
-)
+_SILENT_SECONDS, _PROBE_SECONDS, _PROBES = 60, 15, 4
 """A host that has gone dark hangs up on nobody: the connection ends after two minutes of silence."""
 _UNANSWERED_MS = 120_000
 """So it does where something has been sent to it and is not acknowledged, when nothing else is probed.
@@ -51,11 +48,9 @@ class Channel:
 
     def __init__(self, connection: socket.socket, key: bytes, nonce: bytes, driver: bool) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE:
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        keep_alive(connection, _SILENT_SECONDS, _PROBE_SECONDS, _PROBES)
         if driver:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED_MS)
+            end_unanswered(connection, _UNANSWERED_MS)
         self._connection, self._key, self._nonce = connection, key, nonce
         self._out, self._in = (b"D", b"R") if driver else (b"R", b"D")
         self._sent = self._received = 0

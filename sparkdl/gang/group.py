@@ -4,7 +4,8 @@ The ranks meet through their channels to the driver. Where all of them see one p
 is torch's store and nobody listens for it; else rank 0 listens on the address that Spark knows of its
 node, at a port that the system chose, and hands the listening socket itself to torch's store: no port
 is picked, let go of and taken again. Gloo and NCCL are told to use the network interface of that
-address. They connect the ranks by TCP, which neither Spark's authentication nor its encryption covers.
+address, unless the environment names one. They connect the ranks by TCP, which neither Spark's
+authentication nor its encryption covers.
 """
 
 from __future__ import annotations
@@ -29,18 +30,24 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from sparkdl.gang.environment import Announce, Where, gpus_of_ranks, keep_port, say, variables
 from sparkdl.gang.member import Command, Member
 from sparkdl.slab.root import marked_directory
+from sparkdl.system import address_call
 
-_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""The variables that name the network interface of a group."""
+_SLOT = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+"""By these NCCL knows a GPU: those of its parts are the same. Not every torch tells them."""
 Call = Callable[[Command], list[Any]]
 """Runs a command on every rank; the results in rank order."""
 
 
-def form_group(call: Call, seconds: float) -> None:
-    """Give every rank the default process group: Gloo, and NCCL for what is on GPUs.
+def form_group(call: Call, seconds: float) -> list[Where]:
+    """Give every rank the default process group: Gloo, and NCCL for what is on GPUs. Where they are.
 
-    NCCL wants a GPU for each rank; where several share one, Gloo carries everything.
+    NCCL wants a GPU for each rank; where several share one, or have parts of it, Gloo carries
+    everything.
     ``seconds``: how long a rank waits for the others, here and in each collective.
     """
     folder = call(offer_folder)[0]
@@ -48,9 +55,11 @@ def form_group(call: Call, seconds: float) -> None:
         store: Store = FileStore(os.path.join(folder, "store"))
     else:
         store = NetworkStore(*call(functools.partial(listen, seconds))[0])
-    devices = call(device_of_node)
-    alone = all(devices) and len(set(devices)) == len(devices)
+    ranks = call(where)
+    call(Announce(variables(ranks, os.path.basename(folder))))
+    alone = len(gpus_of_ranks(ranks)) == len(ranks)
     call(functools.partial(join, store, seconds, "cpu:gloo,cuda:nccl" if alone else "gloo"))
+    return ranks
 
 
 @dataclass(frozen=True)
@@ -147,11 +156,14 @@ def listen(seconds: float, member: Member) -> tuple[str, int] | None:
     return member.address, port
 
 
-def device_of_node(member: Member) -> tuple[str, str] | None:
-    """Which GPU of which node the rank has, if any."""
+def where(member: Member) -> Where:
+    """Where the rank is."""
+    port = keep_port(member) if member.rank == 0 else 0
     if member.device.type != "cuda":
-        return None
-    return member.address, str(torch.cuda.get_device_properties(member.device).uuid)
+        return Where(member.address, port=port)
+    gpu = torch.cuda.get_device_properties(member.device)
+    slot = [str(getattr(gpu, key, gpu.uuid)) for key in _SLOT]
+    return Where(member.address, member.device.index, " ".join(slot), port)
 
 
 def join(store: Store, seconds: float, backend: str, member: Member) -> None:
@@ -160,9 +172,9 @@ def join(store: Store, seconds: float, backend: str, member: Member) -> None:
     Not bound to the device: torch then makes the groups of a mesh by splitting this one, which ends a
     process that has been in another before (seen with torch 2.13).
     """
-    os.environ["GLOO_SOCKET_IFNAME"] = interface_of(member.address)
-    os.environ["NCCL_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"]
-    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(member.rank), str(member.size)
+    missing = [name for name in INTERFACES if name not in os.environ]  # else the user has named one
+    if missing:
+        say(member.at_end, dict.fromkeys(missing, interface_of(member.address)))
     timeout = datetime.timedelta(seconds=seconds)
     dist.init_process_group(
         backend,
@@ -185,7 +197,8 @@ def leave() -> None:
     for thing in gc.get_objects():
         if issubclass(type(thing), DistributedDataParallel):
             thing.reducer = thing.logger = None
-    dist.destroy_process_group()
+    if dist.is_initialized():  # a user's function may have done it
+        dist.destroy_process_group()
 
 
 def interface_of(address: str) -> str:
@@ -195,11 +208,11 @@ def interface_of(address: str) -> str:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             try:
-                answer = fcntl.ioctl(any_socket.fileno(), _ADDRESS_OF_INTERFACE, request)
+                answer = fcntl.ioctl(any_socket.fileno(), address_call(), request)
             except OSError:  # it has no address
                 continue
             if socket.inet_ntoa(answer[20:24]) in wanted:
                 return name
     if any(found.startswith("127.") for found in wanted):  # 127.0.1.1, say: all of them are there
-        return "lo"
+        return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     raise ValueError(f"no network interface of this node has the address {address}")

@@ -29,7 +29,8 @@ from typing import Any
 import torch
 from pyspark import BarrierTaskContext, cloudpickle
 
-from sparkdl.gang.member import Hello, Meeting, Member, sees_gpu
+from sparkdl.devices import Gpu, use_gpu
+from sparkdl.gang.member import Hello, Meeting, Member, gpus_here
 from sparkdl.gang.sharing import Place
 from sparkdl.gang.turns import END_SECONDS
 
@@ -61,7 +62,7 @@ class Seat:
     """A rank's: which one, its GPU (None: the CPU), the frames of its partition."""
 
     rank: int
-    gpu: int | None
+    gpu: Gpu | None
     frames: list[Any]
 
 
@@ -74,12 +75,8 @@ class Look:
 
     def __call__(self, member: Member) -> Place:
         node = self.node_here()
-        if not sees_gpu(self.device):
-            return Place(node, member.address)
-        assigned = BarrierTaskContext.get().resources().get("gpu")
-        if assigned is None:
-            return Place(node, member.address, tuple(range(torch.cuda.device_count())))
-        return Place(node, member.address, tuple(map(int, assigned.addresses)), True)
+        gpus, assigned = gpus_here(self.device, BarrierTaskContext.get())
+        return Place(node, member.address, tuple(gpus), assigned and bool(gpus))
 
 
 @dataclass(frozen=True)
@@ -128,8 +125,7 @@ class TakePart:
     def _member(self, at_end: contextlib.ExitStack) -> Member:
         device = torch.device("cpu")
         if self.seat.gpu is not None:
-            device = torch.device("cuda", self.seat.gpu)
-            torch.cuda.set_device(device)
+            device = use_gpu(self.seat.gpu)
         hello = self.hello
         return Member(hello.rank, hello.ranks, self.address, device, self.seat.frames, at_end)
 

@@ -25,6 +25,7 @@ from sparkdl.errors import (
 from sparkdl.frames import collect_and_forget, map_frames, stage_name
 from sparkdl.gang.arrivals import Arrivals
 from sparkdl.gang.channel import Listener
+from sparkdl.gang.environment import Where
 from sparkdl.gang.group import form_group
 from sparkdl.gang.hosting import Host, Hosting, Look, Pack, Seat, ended
 from sparkdl.gang.member import Command, Meeting
@@ -69,6 +70,7 @@ class Gang:
         self._device, self._timeout, self._output = device, timeout, output
         self._stage, self._hosting = Stage(context, group, retried, profile), hosting
         self._listener: Listener | None = None
+        self.where: list[Where] = []
         self._ranks: Team | None = None
         self._hosts: Team | None = None
 
@@ -105,7 +107,7 @@ class Gang:
                 self._ranks = self._gather_hosted(deadline)
             again = True
         joining = functools.partial(self.call, doing="joining the process group")
-        form_group(joining, self._timeout or YEAR_SECONDS)
+        self.where = form_group(joining, self._timeout or YEAR_SECONDS)
 
     def _slots(self, again: bool, deadline: float) -> int:
         """How many tasks the stage shall have."""

@@ -16,9 +16,11 @@ from typing import Any, TextIO
 import torch
 from pyspark import BarrierTaskContext, cloudpickle
 
-from sparkdl.errors import SparkdlError
+from sparkdl.devices import Gpu, Sight, gpus_of, use_gpu
+from sparkdl.errors import SessionError
 from sparkdl.gang.channel import Channel, ChannelError, connect
 from sparkdl.gang.turns import Commands, Results
+from sparkdl.replica.gpu_memory import give_back, make_room
 from sparkdl.worker import settle_worker
 
 ERROR, OUTPUT = "error", "output"
@@ -91,6 +93,7 @@ class Meeting:
         hello = Hello(partition, self.job, context.taskAttemptId(), ranks, socket.gethostname())
         own = list(frames)
         self.attend(hello, lambda at_end: self._member(context, own, at_end))
+        give_back()
         settle_worker()
         yield from ()  # a generator of nothing
 
@@ -115,6 +118,8 @@ class Meeting:
         infos, rank = context.getTaskInfos(), context.partitionId()
         address = infos[rank].address.rpartition(":")[0]
         device = device_of(self.device, context)
+        if device.type == "cuda":
+            make_room()
         return Member(rank, len(infos), address, device, frames, at_end, self)
 
 
@@ -164,29 +169,33 @@ def _packed(result: Any) -> bytes:
 
 
 def device_of(kind: str, context: BarrierTaskContext) -> torch.device:
-    """The GPU that Spark assigned to this task; without an assignment the ranks of a node take its
-    GPUs in turn; the CPU where there is none, or it is asked for."""
-    if not sees_gpu(kind):
+    """The GPU that Spark assigned to this task, the first where there are several; without an
+    assignment the ranks of a node take its GPUs in turn; the CPU where there is none, or it is asked
+    for."""
+    gpus, assigned = gpus_here(kind, context)
+    if not gpus:
         return torch.device("cpu")
+    if assigned:
+        return use_gpu(gpus[0])
+    hosts = [info.address.rpartition(":")[0] for info in context.getTaskInfos()]
+    before = hosts[: context.partitionId()].count(hosts[context.partitionId()])
+    return use_gpu(gpus[before % len(gpus)])
+
+
+def gpus_here(kind: str, context: BarrierTaskContext) -> tuple[list[Gpu], bool]:
+    """The GPUs that ranks of this kind of device may use here, and whether Spark assigned them to the
+    task; else they are those of the node. Raises :class:`SessionError` where there must be one."""
+    if kind == "cpu":
+        return [], False
     gpu = context.resources().get("gpu")
+    found: list[Gpu] = []
     if gpu is not None:
-        number = int(gpu.addresses[0])
-    else:
-        hosts = [info.address.rpartition(":")[0] for info in context.getTaskInfos()]
-        before = hosts[: context.partitionId()].count(hosts[context.partitionId()])
-        number = before % torch.cuda.device_count()
-    torch.cuda.set_device(number)
-    return torch.device("cuda", number)
-
-
-def sees_gpu(kind: str) -> bool:
-    """Whether ranks of this kind of device have a GPU here. Raises :class:`SparkdlError` where they
-    must and there is none."""
-    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
-        return False
-    if not torch.cuda.is_available():
-        raise SparkdlError('device="cuda": torch sees no GPU on this node.')
-    return True
+        found = gpus_of(gpu.addresses)
+    elif torch.cuda.is_available():
+        found = list(range(torch.cuda.device_count()))
+    if kind == "cuda" and not found:
+        raise SessionError(f'device="cuda": torch sees no GPU on this node: {Sight.here().reason}')
+    return found, gpu is not None
 
 
 def _failure(error: BaseException) -> Failure:

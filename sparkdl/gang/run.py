@@ -15,9 +15,12 @@ from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ParameterError, SessionError
+from sparkdl.frames import is_local
+from sparkdl.gang.environment import check_unshared
 from sparkdl.gang.launch import Gang
 from sparkdl.gang.member import Member
 from sparkdl.gang.slots import task_slots
+from sparkdl.plain import plain
 from sparkdl.sync.state import mapped
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -41,7 +44,8 @@ def run(
     ``dist.get_rank()`` and every collective work. ``fn`` may be any function that cloudpickle takes:
     a lambda, a nested one, one that executors can import.
 
-    ``ranks``: how many; None: as many as there are task slots. ``device``: "cuda", "cpu" or "auto" (a
+    ``ranks``: how many; None: as many as there are task slots, in ``local[...]`` no more than GPUs,
+    where there are some. ``device``: "cuda", "cpu" or "auto" (a
     GPU where there is one; each rank's current device is the one that Spark assigned to it).
     ``timeout``: seconds that the ranks may take to come together, that they wait for each other, and
     that the function may take; None: no bound.
@@ -58,6 +62,7 @@ def run(
         raise ParameterError(f"fn is {type(fn).__name__}: give a function.")
     if device not in DEVICES:
         raise ParameterError(f'device = "{device}": use one of {", ".join(DEVICES)}.')
+    ranks, timeout = plain(ranks), plain(timeout)
     if ranks is not None and (not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1):
         raise ParameterError(f"ranks = {ranks!r}: give a whole number of at least 1.")
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
@@ -65,6 +70,8 @@ def run(
         raise ParameterError(f"timeout = {timeout!r}: give a number of seconds, or None.")
     context = _context_of(spark)
     count = ranks or task_slots(context, resource_profile)
+    if ranks is None and device != "cpu" and is_local(context):
+        count = min(count, torch.cuda.device_count() or count)
     gang = Gang(
         context,
         context.parallelize(range(count), count),
@@ -77,6 +84,8 @@ def run(
     )
     with contextlib.closing(gang):
         gang.start()
+        if ranks is None:
+            check_unshared(gang.where)
         name = getattr(fn, "__name__", type(fn).__name__)
         return gang.call(functools.partial(_call, fn, args, kwargs), name)
 

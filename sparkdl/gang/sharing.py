@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sparkdl.devices import Gpu
 from sparkdl.errors import SessionError
 
 
@@ -15,7 +16,7 @@ class Place:
 
     node: str
     address: str
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
     assigned: bool = False
 
 
@@ -40,10 +41,10 @@ def shared_out(ranks: Sequence[str], tasks: Sequence[str]) -> list[list[int]]:
 
 def gpus_shared_out(
     places: Sequence[Place], shares: Sequence[Sequence[int]]
-) -> dict[int, int | None]:
+) -> dict[int, Gpu | None]:
     """The GPU of each rank, None: the CPU. Raises :class:`SessionError` where two would share one,
     which NCCL refuses."""
-    found: dict[int, int | None] = {}
+    found: dict[int, Gpu | None] = {}
     on_node: dict[str, int] = {}
     for place, share in zip(places, shares, strict=True):
         taken = 0 if place.assigned else on_node.get(place.address, 0)

@@ -1,7 +1,8 @@
-"""How many ranks of a gang can run at once."""
+"""How many tasks, or ranks of a gang, can run at once."""
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -10,9 +11,10 @@ from pyspark.resource import ResourceProfile
 
 from sparkdl.errors import ParameterError, SessionError
 from sparkdl.frames import is_local
-from sparkdl.gang.profile import check_profile, cpus_of, in_java
+from sparkdl.gang.profile import check_profile, in_java
 from sparkdl.session import conf_of
 
+logger = logging.getLogger("sparkdl")
 SLOT_SECONDS = 30.0
 """How long executors may take to come before too few task slots are an error, or are made do with."""
 
@@ -22,20 +24,46 @@ def slots_now(context: SparkContext, profile: ResourceProfile | None = None) -> 
     return _count(context, in_java(context, profile))
 
 
-def task_slots(context: SparkContext, profile: ResourceProfile | None = None) -> int:
-    """:func:`slots_now`, which counts GPUs too; before the first executor has come, by the cores that
-    Spark expects."""
+def task_slots(
+    context: SparkContext,
+    profile: ResourceProfile | None = None,
+    seconds: float = SLOT_SECONDS,
+) -> int:
+    """Return :func:`slots_now`, at least 1; wait up to ``seconds`` for the first executor."""
     if profile is not None:
         check_profile(context, profile)
-    return slots_now(context, profile) or max(
-        1, context.defaultParallelism // cpus_of(context, profile)
-    )
+    given, began, fixed = in_java(context, profile), time.monotonic(), is_local(context)
+    while not (slots := _count(context, given)):
+        if fixed or time.monotonic() - began >= seconds:
+            return 1
+        time.sleep(0.2)
+    return slots
 
 
-def default_replicas(context: SparkContext) -> int:
-    """Partitions where nobody says how many: as Spark does it, else :func:`task_slots`."""
-    given = conf_of(context).contains("spark.default.parallelism")
-    return context.defaultParallelism if given else task_slots(context)
+def default_replicas(context: SparkContext, seconds: float = SLOT_SECONDS) -> int:
+    """Return how many replicas there are where nobody says it: as many as tasks can run at once.
+
+    ``spark.default.parallelism`` makes them fewer, never more: clusters set it for queries, to several
+    times their cores, and a replica that waits for a slot only makes an iteration longer. What a user
+    may not expect is logged.
+    """
+    slots, conf = task_slots(context, seconds=seconds), conf_of(context)
+    wanted = int(conf.get("spark.default.parallelism", "") or slots)
+    if wanted > slots:
+        logger.warning(
+            "training with %d replicas, as many as tasks run at once here; "
+            "spark.default.parallelism=%d is for queries. Give Trainer(replicas=...) for others.",
+            slots,
+            wanted,
+        )
+    elif conf.get("spark.dynamicAllocation.enabled", "false") == "true":
+        logger.warning(
+            "training with %d replicas, as many as tasks run at once on the executors that are here "
+            "now; spark.dynamicAllocation.enabled lets others come later. Give Trainer(replicas=...) "
+            "for more.",
+            min(slots, wanted),
+        )
+    return max(1, min(slots, wanted))
 
 
 def check_slots(

@@ -15,10 +15,10 @@ from sparkdl.errors import StateLostError, TrainingError
 from sparkdl.frames import map_frames, shuffle_frames, stage_name
 from sparkdl.gang.member import Meeting
 from sparkdl.gang.profile import with_profile
+from sparkdl.properties import own_properties
 from sparkdl.report import explain, of_python
 
 CLOSE_SECONDS = 15.0
-_PROPERTIES = ("spark.jobGroup.id", "spark.job.description", "spark.job.interruptOnCancel")
 
 
 class Stage:
@@ -38,18 +38,13 @@ class Stage:
     def submit(self, source: RDD, meeting: Meeting, description: str) -> None:
         """In place of any before: ``meeting`` is the body of its tasks, one a partition."""
         self.cancel()
-        before = {key: self._context.getLocalProperty(key) for key in _PROPERTIES}
-        self._context.setJobGroup(self._group, description)
-        try:
-            with stage_name(self._context, "gang"):
-                ranks = map_frames(source, meeting, barrier=True)
-                if self._profile is not None:
-                    ranks = with_profile(ranks, self._profile)
-                ending = shuffle_frames(ranks, 1) if self._retried else ranks
-                self._job = ending._jrdd.collectAsync()
-        finally:
-            for key, value in before.items():
-                self._context.setLocalProperty(key, value)  # type: ignore[arg-type]
+        with own_properties(self._context), stage_name(self._context, "gang"):
+            self._context.setJobGroup(self._group, description)
+            ranks = map_frames(source, meeting, barrier=True)
+            if self._profile is not None:
+                ranks = with_profile(ranks, self._profile)
+            ending = shuffle_frames(ranks, 1) if self._retried else ranks
+            self._job = ending._jrdd.collectAsync()
 
     def cancel(self) -> None:
         """Free the slots of the last job: where Spark has begun it anew, its tasks wait for a driver

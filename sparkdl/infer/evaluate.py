@@ -18,7 +18,14 @@ from sparkdl.data.handle import Field, with_fields
 from sparkdl.data.problems import RowProblem
 from sparkdl.data.ragged import Rows, dense
 from sparkdl.data.reading import reading_explained
-from sparkdl.data.records import check_alike, named, record_field, split_record, stack_records
+from sparkdl.data.records import (
+    Names,
+    check_alike,
+    named,
+    record_field,
+    split_record,
+    stack_records,
+)
 from sparkdl.data.schema import Column, columns_of
 from sparkdl.data.tables import select_columns
 from sparkdl.data.values import to_numpy
@@ -122,7 +129,7 @@ class EvaluateRecords:
     """Task over an RDD: one (partition, pickled states) a partition."""
 
     evaluation: Evaluation
-    labelled: bool
+    names: Names
     float_dtype: str
     specs: Specs
     fields: Sequence[Field]
@@ -149,8 +156,10 @@ class EvaluateRecords:
             yield stack_records(names, waiting, self.specs)
 
     def _fields(self, record: Any, row: int) -> list[tuple[str, np.ndarray]]:
-        features, label = split_record(record, self.labelled, row)
-        parts = [*named("features", features), *(named("label", label) if self.labelled else ())]
+        labelled = bool(self.names.label)
+        record = self.names.sample(record, row, 0 if labelled else None)
+        features, label = split_record(record, labelled, row)
+        parts = [*named("features", features), *(named("label", label) if labelled else ())]
         return [
             (name, record_field(value, name, row, self.float_dtype, self.specs, field))
             for (name, value), field in with_fields(parts, self.fields)
@@ -183,7 +192,8 @@ def evaluate(
             schema = "partition int, states binary"
             rows = [tuple(row) for row in chosen.mapInArrow(task, schema).collect()]  # type: ignore[arg-type]
         else:
-            of_records = EvaluateRecords(evaluation, bool(label), float_dtype, specs or {}, fields)
+            names = Names(tuple(features), tuple(label))
+            of_records = EvaluateRecords(evaluation, names, float_dtype, specs or {}, fields)
             rows = data.mapPartitionsWithIndex(of_records).collect()
     many = []
     for _, packed in sorted(rows):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, TypeAlias
 
@@ -31,11 +31,8 @@ def _accuracy(
     classes: bool = False,
     ignored: int | None = None,
 ) -> torch.Tensor:
-    """Classes by argmax over dimension 1; one output a sample means a logit, positive for class 1.
-
-    ``threshold``: above it an output means class 1. ``classes``: a target of the output's shape is a
-    probability of each class. ``ignored``: targets that do not count.
-    """
+    """Classes by argmax over dimension 1; one output a sample means a logit, positive for class 1. The
+    others: see :class:`Judging`."""
     if output.ndim <= 2:
         output, target = _without_ones(output, target)
     if classes and output.ndim > 1 and output.shape == target.shape:
@@ -119,18 +116,42 @@ def resolve(metrics: Metrics) -> list[Metric]:
     return list(resolved.values())
 
 
-def suited(metrics: Iterable[Metric], loss: Any) -> tuple[Metric, ...]:
-    """``metrics``, the accuracies among them as ``loss`` takes output and label: BCELoss a probability,
-    CrossEntropyLoss and NLLLoss classes, of which they may ignore one."""
-    how: dict[str, Any] = {}
-    function, _ = unwrapped(loss)
-    if isinstance(function, nn.BCELoss) or function is nn.functional.binary_cross_entropy:
-        how = {"threshold": 0.5}
-    elif (of_classes := OfClasses.of(loss)) is not None:
-        how = {"classes": True, "ignored": of_classes.ignored}
+@dataclass(frozen=True, kw_only=True)
+class Judging:
+    """How output and label are taken by an accuracy, which is as the loss takes them; a saved model
+    tells it, which has no loss.
+
+    ``threshold``: above it an output means class 1. ``classes``: a label of the output's shape is a
+    probability of each class. ``ignored``: a label that does not count.
+    """
+
+    threshold: float = 0.0
+    classes: bool = False
+    ignored: int | None = None
+
+    @staticmethod
+    def of(loss: Any) -> Judging:
+        """BCELoss takes a probability, CrossEntropyLoss and NLLLoss classes, of which they may ignore
+        one."""
+        function, _ = unwrapped(loss)
+        if isinstance(function, nn.BCELoss) or function is nn.functional.binary_cross_entropy:
+            return Judging(threshold=0.5)
+        of_classes = OfClasses.of(loss)
+        return (
+            Judging() if of_classes is None else Judging(classes=True, ignored=of_classes.ignored)
+        )
+
+
+def suited(
+    metrics: Iterable[Metric], loss: Any, judging: Judging | None = None
+) -> tuple[Metric, ...]:
+    """``metrics``, the accuracies among them as ``loss`` takes output and label; where there is no loss
+    as ``judging`` says."""
+    judging = judging or Judging()
+    how = vars(judging if loss is None else Judging.of(loss))
     return tuple(
         replace(one, function=partial(_accuracy, **how))
-        if how and isinstance(one, MeanMetric) and one.function is _accuracy
+        if how != vars(Judging()) and isinstance(one, MeanMetric) and one.function is _accuracy
         else one
         for one in metrics
     )

@@ -18,6 +18,7 @@ from sparkdl.data.handle import Field, with_fields
 from sparkdl.data.problems import RowProblem
 from sparkdl.data.ragged import Rows
 from sparkdl.data.records import (
+    Names,
     Sample,
     check_alike,
     feature_names,
@@ -85,6 +86,7 @@ class PredictRecords:
     """Task over an RDD: one prediction a record, in order."""
 
     module: ShippedModule
+    names: Names
     num_features: int
     float_dtype: str
     batch_size: int
@@ -109,11 +111,8 @@ class PredictRecords:
         self, record: Any, row: int, before: Sequence[Sequence[np.ndarray]]
     ) -> list[np.ndarray]:
         """The features of a record, found alike those of the records ``before``."""
-        features = record.features if isinstance(record, Sample) else record
-        if isinstance(features, tuple) and len(features) == 2 and not isinstance(record, Sample):
-            pair = self.num_features == 1 or isinstance(features[0], tuple)
-            features = features[0] if pair else features
         try:
+            features = self._features(record, row)
             parts = [
                 (name, record_field(value, name, row, self.float_dtype, self.specs, field))
                 for (name, value), field in with_fields(named("features", features), self.fields)
@@ -122,6 +121,15 @@ class PredictRecords:
             return [value for _, value in parts]
         except RowProblem as error:
             raise DataError(error.problem.message(_place(), "field")) from None
+
+    def _features(self, record: Any, row: int) -> Any:
+        record = self.names.sample(record, row, self.num_features)
+        if isinstance(record, Sample):
+            return record.features
+        if isinstance(record, tuple) and len(record) == 2:
+            pair = self.num_features == 1 or isinstance(record[0], tuple)
+            return record[0] if pair else record
+        return record
 
     def _predict(self, module: Any, waiting: list[list[np.ndarray]]) -> Iterator[Any]:
         arrays = stack_records(feature_names(len(waiting[0])), waiting, self.specs)
@@ -186,6 +194,7 @@ def _over_columns(
 def predict_rdd(
     records: RDD,
     module: ShippedModule,
+    features: Sequence[str],
     num_features: int,
     float_dtype: str,
     batch_size: int,
@@ -195,7 +204,8 @@ def predict_rdd(
     dimensions: Dimensions = (None, None),
 ) -> RDD:
     """One prediction (a number, or an array) for each record, in order."""
+    names = Names(tuple(features))
     task = PredictRecords(
-        module, num_features, float_dtype, batch_size, finish, specs, fields, dimensions
+        module, names, num_features, float_dtype, batch_size, finish, specs, fields, dimensions
     )
     return records.mapPartitions(task)

@@ -10,23 +10,26 @@ import pickle
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from py4j.protocol import Py4JError
-from pyspark import SparkContext, SparkFiles, cloudpickle
-from pyspark.core.broadcast import Broadcast
+from pyspark import SparkContext, SparkFiles
 from pyspark.core.rdd import RDD
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from sparkdl.broadcasts import BroadcastBytes
 from sparkdl.data.ragged import Rows, dense, model_inputs
-from sparkdl.errors import ModelError
+from sparkdl.errors import ModelError, cannot_travel
 from sparkdl.infer.output import in_rows
+from sparkdl.numerics import Numerics
 from sparkdl.replica.cache import task_device
+from sparkdl.replica.gpu_memory import kept_while_used
 from sparkdl.replica.model_loss import called, is_model_loss
+from sparkdl.replica.pickling import dumps
+from sparkdl.replica.rebuilding import Rebuilt
 from sparkdl.step.compute import to_tensors
 
 Dimensions = tuple[int | None, int | None]
@@ -69,47 +72,58 @@ def sender_to(data: Any) -> Any:
 
 @dataclass(frozen=True)
 class ShippedModule:
-    """A pickled module on its way to the workers: in the task, or apart from it where large."""
+    """A pickled module on its way to the workers: in the task, or apart from it where large; and
+    torch's settings of the driver."""
 
     digest: str
     inline: bytes | None
-    apart: Broadcast[bytes] | Artifact | None = None
+    apart: BroadcastBytes | Artifact | None = None
     sender: Any = None
+    numerics: Numerics = field(default_factory=Numerics.here)
 
-    def __getstate__(self) -> tuple[str, bytes | None, Any]:
-        return self.digest, self.inline, self.apart
+    def __getstate__(self) -> tuple[str, bytes | None, Any, Numerics]:
+        return self.digest, self.inline, self.apart, self.numerics
 
-    def __setstate__(self, state: tuple[str, bytes | None, Any]) -> None:
-        for name, value in zip(("digest", "inline", "apart"), state, strict=True):
+    def __setstate__(self, state: tuple[str, bytes | None, Any, Numerics]) -> None:
+        for name, value in zip(("digest", "inline", "apart", "numerics"), state, strict=True):
             object.__setattr__(self, name, value)
 
     @staticmethod
-    def of(module: nn.Module, sender: Any, before: ShippedModule | None = None) -> ShippedModule:
+    def of(
+        module: nn.Module,
+        sender: Any,
+        before: ShippedModule | None = None,
+        model: Any = None,
+    ) -> ShippedModule:
         """``sender``: see :func:`sender_to`.
 
-        ``before``: shipped earlier; taken again where the module has not changed since.
+        ``before``: shipped earlier; taken again where neither module nor settings have changed since.
+        ``model``: what built it, which is shipped with its tensors where the module itself cannot be
+        pickled. Raises :class:`ModelError` where neither can be.
         """
-        data = cloudpickle.dumps(module)
+        data = _pickled(module, model)
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
-        if before is not None and before.digest == digest and before.sender is sender:
+        known = before is not None and before.digest == digest and before.sender is sender
+        if before is not None and known and before.numerics == Numerics.here():
             return before
         if len(data) <= INLINE_BYTES:
             return ShippedModule(digest, data, None, sender)
         if isinstance(sender, SparkContext):
-            return ShippedModule(digest, None, sender.broadcast(data), sender)
+            return ShippedModule(digest, None, BroadcastBytes.of(sender, [data]), sender)
         artifact = Artifact.of(data, f"sparkdl-{digest}.module", sender)
         return ShippedModule(digest, None, artifact, sender)
 
     def destroy(self) -> None:
         """Delete a broadcast, here and on the executors: nothing that uses it may come any more."""
         if self.apart is not None:
-            with contextlib.suppress(Py4JError):  # of a session that has stopped it is gone
-                self.apart.destroy()
+            self.apart.destroy()
 
     def load(self) -> nn.Module:
         """The module in evaluation mode on this task's device, from this process's cache where it is
         there."""
-        before = next((device for digest, device in _loaded if digest == self.digest), None)
+        self.numerics.use()
+        known = list(_loaded)  # a thread may let go of some
+        before = next((device for digest, device in known if digest == self.digest), None)
         device = task_device(before)
         key = self.digest, device
         module = _loaded.get(key)
@@ -120,11 +134,25 @@ class ShippedModule:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             while len(_loaded) > MAX_LOADED:
                 _loaded.popitem(last=False)
+        _loaded[key] = module  # also where it was let go of meanwhile
         _loaded.move_to_end(key)
+        if device.type == "cuda":
+            _on_gpus.used()
         return module
 
 
+def _pickled(module: nn.Module, model: Any) -> bytes:
+    try:
+        return dumps(module)
+    except Exception as error:
+        if isinstance(model, nn.Module) or not callable(model):
+            remedy = "Load it with model=make_model, a function that builds the module."
+            raise ModelError(cannot_travel("the module", error, remedy)) from None
+    return dumps(Rebuilt.of(module, model))
+
+
 _loaded: OrderedDict[tuple[str, torch.device], nn.Module] = OrderedDict()
+_on_gpus = kept_while_used(_loaded.clear)
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import torch
 
+from sparkdl.devices import gpus_of, use_gpu
+from sparkdl.replica.gpu_memory import make_room
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import Recipe
 
@@ -20,11 +22,17 @@ MAX_LIVE_REPLICAS = 2
 _live: OrderedDict[tuple[str, torch.device], LiveReplica] = OrderedDict()
 
 
-def live_replica(run: str, load: Callable[[], Recipe]) -> LiveReplica:
-    """The replica of ``run`` on this task's device; ``load`` gives its recipe on a miss."""
+def live_replica(
+    run: str, load: Callable[[], Recipe], on_gpu: Callable[[], None] = lambda: None
+) -> LiveReplica:
+    """The replica of ``run`` on this task's device; ``load`` gives its recipe on a miss. ``on_gpu``:
+    called where there is one more on a GPU from here on."""
     device = task_device()
     replica = _live.get((run, device))
     if replica is None:
+        if device.type == "cuda":
+            make_room()
+            on_gpu()
         replica = _live[run, device] = LiveReplica.of(load(), device)
         while len(_live) > MAX_LIVE_REPLICAS:
             _live.popitem(last=False)
@@ -34,30 +42,28 @@ def live_replica(run: str, load: Callable[[], Recipe]) -> LiveReplica:
 
 def forget(run: str) -> None:
     """Drop the replica of ``run`` from this process."""
-    for key in [key for key in _live if key[0] == run]:
-        del _live[key]
+    for key in [key for key in list(_live) if key[0] == run]:
+        _live.pop(key, None)  # a thread may have done so
 
 
 def task_device(before: torch.device | None = None) -> torch.device:
-    """The GPU that Spark assigned to this task; without an assignment the one from ``before``, where
-    something is kept there, else the GPUs of its node in turn, by partition; the CPU where there is
-    none. A GPU is torch's current one from here on: memory is pinned for it, and a user's ``.cuda()``
-    goes there."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = _gpu_of_task(before)
-    torch.cuda.set_device(device)
-    return device
+    """The GPU that Spark assigned to this task, the first where there are several; without an
+    assignment the one from ``before``, where something is kept there, else the GPUs of its node in
+    turn, by partition; the CPU where there is none. A GPU is torch's current one from here on: memory
+    is pinned for it, and a user's ``.cuda()`` goes there.
 
-
-def _gpu_of_task(before: torch.device | None) -> torch.device:
+    Raises :class:`sparkdl.SessionError` where Spark assigned one that torch does not see.
+    """
     from pyspark import TaskContext
 
     context = TaskContext.get()
     gpu = None if context is None else context.resources().get("gpu")
     if gpu is not None:
-        return torch.device("cuda", int(gpu.addresses[0]))
-    if before is not None:
-        return before
+        found = gpus_of(gpu.addresses)
+        return use_gpu(found[0]) if found else torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if before is not None and before.type == "cuda":
+        return use_gpu(before.index)
     partition = 0 if context is None else context.partitionId()
-    return torch.device("cuda", partition % torch.cuda.device_count())
+    return use_gpu(partition % torch.cuda.device_count())

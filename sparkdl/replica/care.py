@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -48,10 +49,12 @@ def freeze(module: nn.Module, frozen: Iterable[str], unfrozen: Iterable[str]) ->
 def start_from(module: nn.Module, weights: Mapping[str, torch.Tensor], strict: bool) -> None:
     """Load ``weights`` (a state_dict) into ``module``.
 
-    Not ``strict``: names that only one of the two has are left out, such as a new head's. Raises
-    :class:`sparkdl.ModelError` for names or shapes that do not fit.
+    Not ``strict``: names that only one of the two has are left out, such as a new head's. The names may
+    be those of a compiled module. Raises :class:`sparkdl.ModelError` for names or shapes that do not
+    fit.
     """
     own = module.state_dict()
+    weights = {name if name in own else name.replace(WRAPPED, ""): w for name, w in weights.items()}
     for name, value in weights.items():
         if not isinstance(value, torch.Tensor):
             raise ModelError(
@@ -77,6 +80,53 @@ def start_from(module: nn.Module, weights: Mapping[str, torch.Tensor], strict: b
     module.load_state_dict({k: v for k, v in weights.items() if k in own}, strict=False)
 
 
+def passing_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that are not in the state_dict (``persistent=False``), by name.
+
+    What a model computes depends on them as much as on others: random features, masks, statistics.
+    """
+    return {
+        f"{path}.{name}".removeprefix("."): buffer
+        for path, part in module.named_modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name in part._non_persistent_buffers_set
+    }
+
+
+def take_buffers(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Copy those of ``buffers`` into ``module`` that it has in the same shape."""
+    for name, own in passing_buffers(module).items():
+        if name in buffers and buffers[name].shape == own.shape:
+            own.copy_(buffers[name])
+
+
+WRAPPED = "_orig_mod."
+"""What ``torch.compile`` puts before the names of a module's parameters."""
+_compilers: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
+"""What the user compiled these modules with."""
+
+
+def plain(module: nn.Module) -> nn.Module:
+    """``module``, or the module that the user has put through ``torch.compile``, so that names are
+    those of the plain one; likewise of all inside it. :func:`runnable` compiles them again."""
+    if (wraps := _wrapped(module)) is not None:
+        _compilers[wraps] = module.dynamo_ctx  # type: ignore[assignment]
+        return plain(wraps)
+    for owner in list(module.modules()):
+        for name, child in owner._modules.items():
+            if child is not None and _wrapped(child) is not None:
+                owner._modules[name] = plain(child)
+    return module
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    compiler = sys.modules.get("torch._dynamo")  # not imported, nothing is compiled
+    if compiler is None or not isinstance(module, compiler.OptimizedModule):
+        return None
+    wraps = module._orig_mod
+    return wraps if isinstance(wraps, nn.Module) else None
+
+
 def runnable(module: nn.Module, policy: Policy) -> Callable[..., Any]:
     """What to call for a forward pass in training: the module, checkpointed or compiled as asked.
 
@@ -92,7 +142,13 @@ def runnable(module: nn.Module, policy: Policy) -> Callable[..., Any]:
             counts = any(True for _ in child.buffers())
             child.forward = _Checkpointed(child, counts)  # type: ignore[method-assign]
     if not policy.compile:
-        return module
+        for child in module.children():
+            for inner in child.modules():
+                if (compiler := _compilers.get(inner)) is not None:
+                    # as inner.compile() does
+                    inner._compiled_call_impl = compiler(inner._call_impl)
+        compiler = _compilers.get(module)
+        return module if compiler is None else compiler(module)
     options = dict(policy.compile) if isinstance(policy.compile, Mapping) else {}
     return torch.compile(module, **options)  # type: ignore[call-overload]
 

@@ -147,6 +147,59 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if to_local is None else to_local()
 
 
+Form = tuple[tuple[int, ...], torch.dtype]
+
+
+def form_of(buffer: torch.Tensor | None) -> Form | None:
+    """Shape and dtype of a buffer, or None where there is none."""
+    return None if buffer is None else (tuple(buffer.shape), buffer.dtype)
+
+
+def changed_form(name: str, before: Form | None, after: Form | None) -> str:
+    """What to say of a buffer of the state_dict that forward gives another form."""
+    was, now = (
+        "None" if form is None else f"{list(form[0])} {str(form[1]).removeprefix('torch.')}"
+        for form in (before, after)
+    )
+    return (
+        f'forward makes the buffer "{name}" {now}, and it was built {was}: buffers are averaged over '
+        "the replicas, so they keep their form. Give it its last form in __init__ (as long as the "
+        "longest input, say); one that is only a cache is left alone if it is registered with "
+        "persistent=False."
+    )
+
+
+def _in_form(segment: Segment, owner: nn.Module, attribute: str) -> torch.Tensor | None:
+    """The buffer of ``segment``; None for one that forward has given another form, which is taken for
+    a cache of this process if no state_dict holds it. Raises :class:`sparkdl.errors.ModelError`."""
+    buffer = owner._buffers.get(attribute)
+    form = segment.shape, segment.dtype
+    if form_of(buffer) == form:
+        return buffer
+    if attribute not in owner._non_persistent_buffers_set:
+        raise ModelError(changed_form(segment.name, form, form_of(buffer)))
+    return None
+
+
+def _one_place_each(tensor: torch.Tensor) -> bool:
+    """Whether every element has a place in memory of its own, unlike those of an expanded tensor."""
+    return tensor.layout != torch.strided or all(
+        stride > 0 or length <= 1
+        for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+def filled(module: nn.Module, weights: torch.Tensor) -> nn.Module:
+    """``module`` with ``weights`` (a flat vector) in it, each tensor in memory of its own, in
+    evaluation mode."""
+    flat = FlatModule(module)
+    flat.flat.copy_(weights)
+    flat.refresh()
+    for _, parameter in flat.parameters:
+        parameter.data = parameter.data.clone()
+    return flat.module.eval()
+
+
 class FlatModule:
     """A module whose trainable parameters are views of one flat tensor, ``flat``.
 
@@ -172,7 +225,12 @@ class FlatModule:
                 self.parameters.append((segment, parameter))
             else:
                 path, _, attribute = segment.name.rpartition(".")
-                self._buffers.append((segment, module.get_submodule(path), attribute))
+                owner = module.get_submodule(path)
+                buffer = owner._buffers[attribute]
+                assert buffer is not None
+                if not _one_place_each(buffer):
+                    owner._buffers[attribute] = buffer.clone(memory_format=torch.contiguous_format)
+                self._buffers.append((segment, owner, attribute))
         self.save_buffers(self.flat)
 
     def _view(self, segment: Segment) -> torch.Tensor:
@@ -208,8 +266,9 @@ class FlatModule:
             if self._follows(parameter):
                 local(parameter).copy_(self._view(segment))
         for segment, owner, attribute in self._buffers:
-            buffer = owner._buffers[attribute]
-            assert buffer is not None
+            buffer = _in_form(segment, owner, attribute)
+            if buffer is None:
+                continue
             if segment.kind == "average":
                 buffer.copy_(self._view(segment))
             else:
@@ -235,10 +294,11 @@ class FlatModule:
     def _save_buffers(self, out: torch.Tensor, first: int) -> None:
         """Likewise, where ``out`` begins with element ``first`` of the flat vector."""
         for segment, owner, attribute in self._buffers:
-            buffer = owner._buffers[attribute]
-            assert buffer is not None
+            buffer = _in_form(segment, owner, attribute)
             place = out[segment.start - first : segment.stop - first]
-            if segment.kind == "average":
+            if buffer is None:
+                place.copy_(self.flat[segment.start : segment.stop])
+            elif segment.kind == "average":
                 place.view(segment.shape).copy_(buffer)
             else:
                 raw = buffer.contiguous().reshape(-1).view(torch.uint8)

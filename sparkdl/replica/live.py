@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparkdl.errors import ModelError
 from sparkdl.replica.care import runnable
 from sparkdl.replica.flat import FlatModule
 from sparkdl.replica.model_loss import PerReplica
@@ -39,8 +40,14 @@ class LiveReplica:
 
     @staticmethod
     def of(recipe: Recipe, device: torch.device | str = "cpu") -> LiveReplica:
-        """Build ``recipe`` on ``device``."""
-        return LiveReplica.around(recipe, FlatModule(recipe.build(), device))
+        """Build ``recipe`` on ``device``. A recipe that holds a module is built once: that module is
+        trained then, and who needs its first weights again loads the recipe again.
+
+        Raises :class:`sparkdl.ModelError` where the model has a part of one that was built before.
+        """
+        module = recipe.build()
+        _check_new(module)
+        return LiveReplica.around(recipe, FlatModule(module, device))
 
     @staticmethod
     def around(recipe: Recipe, flat: FlatModule, device: torch.device | None = None) -> LiveReplica:
@@ -74,6 +81,24 @@ class LiveReplica:
         """Let go of every parameter's gradient."""
         for _, parameter in self.flat.parameters:
             parameter.grad = None
+
+
+_trained: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
+"""Parameters of the replicas that were built in this process and of what else holds them, by id."""
+
+
+def _check_new(module: nn.Module) -> None:
+    """Raise :class:`sparkdl.ModelError` where another replica in this process was built with one of
+    the parameters: it has trained it."""
+    trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    for name, parameter in trainable:
+        if _trained.get(id(parameter)) is parameter:
+            raise ModelError(
+                f'model() returned the parameter "{name}" that it had returned before, and that has '
+                "been trained since: it must build anew, at each call, all that is trained. Make the "
+                "modules inside it, or pass a module itself (model=module)."
+            )
+    _trained.update({id(parameter): parameter for _, parameter in trainable})
 
 
 def _finished(replica: weakref.ref[LiveReplica], number: int, parameter: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError
-from sparkdl.replica.care import freeze, start_from
+from sparkdl.replica.care import freeze, plain, start_from, take_buffers
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.seeding import seeded
 
@@ -24,9 +24,9 @@ from sparkdl.replica.seeding import seeded
 class Recipe:
     """What the user gave: model (callable or module), loss, optimizer and policy, and the seed.
 
-    ``weights``: a state_dict to start from. ``frozen``, ``unfrozen``: patterns of parameter names.
-    ``augment``: what happens to a sample's inputs before each use. ``compression``: what becomes of
-    a gradient before it is sent.
+    ``weights``: a state_dict to start from; ``buffers``: what goes with it that no state_dict has.
+    ``frozen``, ``unfrozen``: patterns of parameter names. ``augment``: what happens to a sample's
+    inputs before each use. ``compression``: what becomes of a gradient before it is sent.
     """
 
     model: Callable[[], nn.Module] | nn.Module
@@ -40,6 +40,7 @@ class Recipe:
     unfrozen: tuple[str, ...] = ()
     augment: Callable[..., Any] | None = None
     compression: Callable[..., Any] | None = None
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def build(self) -> nn.Module:
         """The module with its initial weights, the same in every process.
@@ -50,19 +51,20 @@ class Recipe:
         module = self._made()
         if self.weights is not None:
             start_from(module, self.weights, self.strict_weights)
+            take_buffers(module, self.buffers)
         freeze(module, self.frozen, self.unfrozen)
         return module
 
     def _made(self) -> nn.Module:
         if isinstance(self.model, nn.Module):
-            return self.model
+            return plain(self.model)
         with seeded(self.seed):
             module = self.model()
         if not isinstance(module, nn.Module):
             raise ModelError(
                 f"model() returned a {type(module).__name__}: it must return a torch.nn.Module."
             )
-        return module
+        return plain(module)
 
     def build_optimizer(self, module: nn.Module) -> Any:
         """The optimizer as the user wrote it, where it is one callable.

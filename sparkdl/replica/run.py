@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import pickle
 import secrets
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,10 +17,12 @@ import torch
 
 from sparkdl.errors import StaleReferenceError
 from sparkdl.heap import keep_heap
-from sparkdl.replica.cache import live_replica
+from sparkdl.numerics import Numerics
+from sparkdl.replica.cache import forget, live_replica
+from sparkdl.replica.gpu_memory import hold
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import Recipe
-from sparkdl.slab.root import SlabConfig, open_root, read_private, write_private
+from sparkdl.slab.root import SlabConfig, open_private, open_root, write_private
 
 if TYPE_CHECKING:
     from sparkdl.data.assemble import Assembly
@@ -31,7 +35,8 @@ class Run:
 
     ``shares``: for each replica, about how many rows of its partition a mini-batch takes.
     ``whole_tensors``: slices are cut between tensors only, because the optimizer or the compression
-    wants it so. ``compressed``: gradients travel compressed.
+    wants it so. ``compressed``: gradients travel compressed. ``numerics``: torch's settings of the
+    driver.
     """
 
     slab: SlabConfig
@@ -43,6 +48,7 @@ class Run:
     threads: int
     whole_tensors: bool = False
     compressed: bool = False
+    numerics: Numerics = field(default_factory=Numerics)
 
     @property
     def key(self) -> str:
@@ -61,17 +67,18 @@ class ReplicaHandle:
     checksum: int
 
 
-def install_recipe(run: Run, payload: bytes) -> None:
-    """Put the pickled recipe into this node's slab root, unless it is there, where there is room."""
+def install_recipe(run: Run, pieces: Iterable[bytes], nbytes: int = 0) -> None:
+    """Put the pickled recipe, ``nbytes`` in ``pieces``, into this node's slab root, unless it is there,
+    where there is room."""
     root = open_root(run.slab, create=True)
     assert root is not None
-    places = [directory / RECIPE for directory in root.directories]
-    if any(path.exists() for path in places):
+    if any((directory / RECIPE).exists() for directory in root.directories):
         return
+    places = [directory / RECIPE for directory in root.directories_for(nbytes)]
     for path in places:
         draft = Path(f"{path}.{secrets.token_hex(8)}")
         try:
-            write_private(draft, payload)
+            write_private(draft, pieces)
             os.replace(draft, path)
             return
         except OSError as error:
@@ -82,9 +89,26 @@ def install_recipe(run: Run, payload: bytes) -> None:
 
 def open_replica(run: Run) -> LiveReplica:
     """The live replica of this process, built from the node's recipe where it is not cached."""
+    run.numerics.use()
     if torch.get_num_threads() != run.threads:
         torch.set_num_threads(run.threads)
-    return live_replica(run.key, lambda: _load_recipe(run))
+    return live_replica(run.key, lambda: _load_recipe(run), lambda: _hold(run))
+
+
+def _hold(run: Run) -> None:
+    """Until the run ends on this node."""
+    root = open_root(run.slab)
+    if root is not None:
+        hold(root.directories[-1], functools.partial(forget, run.key))
+
+
+def build_replica(run: Run) -> LiveReplica:
+    """The live replica of this process, built anew, whatever it was before: its weights are the
+    recipe's. In one that was there before they need not be, nor anything else that training changes,
+    even where nothing was read into it: it may have computed with weights that lay elsewhere.
+    """
+    forget(run.key)
+    return open_replica(run)
 
 
 def _load_recipe(run: Run) -> Recipe:
@@ -94,7 +118,8 @@ def _load_recipe(run: Run) -> Recipe:
         raise StaleReferenceError(f"this node has no slab root {run.slab.name}")
     for directory in root.directories:
         with contextlib.suppress(FileNotFoundError):
-            recipe = pickle.loads(read_private(directory / RECIPE))
+            with open(directory / RECIPE, "rb", opener=open_private) as file:
+                recipe = pickle.load(file)
             assert isinstance(recipe, Recipe)
             return recipe
     # the root was deleted, and is there anew

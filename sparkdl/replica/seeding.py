@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+
+T = TypeVar("T")
 
 
 class _Generators:
@@ -33,13 +36,7 @@ def seeded(seed: int) -> Iterator[None]:
         kept = None if own.lent and not own.depth else _states()
         own.depth += 1
         try:
-            # torch.manual_seed takes a hundred times longer: for each kind of accelerator that is not
-            # in use it keeps the stack as text, in case the call fails once it is
-            torch.default_generator.manual_seed(seed)
-            if torch.cuda.is_initialized():
-                torch.cuda.manual_seed_all(seed)
-            np.random.seed(seed % 2**32)
-            random.seed(seed)
+            _seed(seed)
             yield
         finally:
             own.depth -= 1
@@ -63,14 +60,78 @@ def generators_lent() -> Iterator[None]:
             _restore(kept)
 
 
-_States = tuple[torch.Tensor, object, object]
+def steadily(who: Hashable, work: Callable[[Callable[[int], object]], T]) -> T:
+    """``work(seed)``, so that what it draws from the generators is the same in any process: it calls
+    ``seed(number)`` before each piece of what ``who`` does, and is pure but for the draws. The
+    generators are left as they were.
+
+    To seed for each of many small pieces that draw nothing would take as long as these: work of
+    somebody who was not seen to draw is done without, and done again if it has drawn.
+    """
+    if getattr(_thread, "beside", False):
+        return work(_leave)
+    with _GENERATORS.lock:
+        before, drew = _states(), True
+        try:
+            if who not in _drawing:
+                result = work(_leave)
+                drew = not _alike(before, _states())
+                if not drew:
+                    return result
+                _drawing.add(who)
+                _restore(before)
+            return work(_seed)
+        finally:
+            if drew:
+                _restore(before)
+
+
+def seen_to_draw() -> frozenset[Hashable]:
+    """Who was seen to draw in :func:`steadily`, in this process."""
+    return frozenset(_drawing)
+
+
+def work_beside() -> None:
+    """From here on :func:`steadily` leaves the generators alone in this thread, which works beside one
+    that draws from them; nobody who draws may work in it."""
+    _thread.beside = True
+
+
+_drawing: set[Hashable] = set()
+_thread = threading.local()
+
+
+def _leave(seed: int) -> None:
+    """Seeds nothing."""
+
+
+def _seed(seed: int) -> None:
+    # torch.manual_seed takes a hundred times longer: for each kind of accelerator that is not
+    # in use it keeps the stack as text, in case the call fails once it is
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+_States = tuple[torch.Tensor, Any, object]
 
 
 def _states() -> _States:
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
+def _alike(one: _States, other: _States) -> bool:
+    return (
+        torch.equal(one[0], other[0])
+        and one[1][2:] == other[1][2:]
+        and np.array_equal(one[1][1], other[1][1])
+        and one[2] == other[2]
+    )
+
+
 def _restore(states: _States) -> None:
     torch.set_rng_state(states[0])
-    np.random.set_state(states[1])  # type: ignore[arg-type]
+    np.random.set_state(states[1])
     random.setstate(states[2])  # type: ignore[arg-type]

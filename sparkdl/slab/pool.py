@@ -33,6 +33,7 @@ import numpy as np
 
 from sparkdl.errors import SlabFullError, StaleReferenceError
 from sparkdl.slab.root import Root, SlabConfig, open_private, open_root
+from sparkdl.system import allocate, map_privately
 
 HEADER_BYTES = 4096
 _STAMP = struct.Struct("<8sq16s")
@@ -59,6 +60,11 @@ class Reference:
         """The reference to ``nbytes`` bytes of this one, ``offset`` bytes in."""
         return Reference(self.path, self.nonce, self.token, self.offset + offset, nbytes)
 
+    def parts(self, most: int) -> list[Reference]:
+        """It in parts of up to ``most`` bytes."""
+        starts = range(0, self.nbytes, most)
+        return [self.part(start, min(most, self.nbytes - start)) for start in starts]
+
 
 class _Mapped:
     """One mapped file, kept open by this process so that its pages stay mapped."""
@@ -76,9 +82,7 @@ class _Mapped:
 
     def private(self) -> np.ndarray:
         """The file as it is now. What is written to it stays in this process, until the next call."""
-        if self._private is None:
-            self._private = mmap.mmap(self.fd, 0, flags=mmap.MAP_PRIVATE)
-        self._private.madvise(mmap.MADV_DONTNEED)
+        self._private = map_privately(self.fd, self._private)
         return np.frombuffer(self._private, dtype=np.uint8)
 
     def close(self) -> None:
@@ -184,7 +188,7 @@ class Pool:
 
     def _create(self, root: Root, prefix: str, nbytes: int) -> tuple[str, _Mapped]:
         """Make a locked file; it gets its name only when it has its size and its lock."""
-        for directory in root.directories:
+        for directory in root.directories_for(HEADER_BYTES + nbytes):
             name = prefix + secrets.token_hex(8)
             path, draft = str(directory / name), str(directory / f"new-{name}")
             if not _reserve(draft, HEADER_BYTES + nbytes):
@@ -245,7 +249,7 @@ def _reserve(path: str, nbytes: int) -> bool:
     """Make a file with its blocks allocated (a sparse one would die by SIGBUS later)."""
     fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        os.posix_fallocate(fd, 0, nbytes)
+        allocate(fd, nbytes)
     except OSError as error:
         os.unlink(path)
         if error.errno == errno.ENOSPC:

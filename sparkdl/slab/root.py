@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import secrets
 import shutil
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sparkdl.slab.memory import for_files
+from sparkdl.system import boot_id, parent, pid_namespace, start_time
+
 SHARED_MEMORY = Path("/dev/shm")
+SMALL_BYTES = 64 << 10
+"""What is smaller goes into shared memory as long as there is a page."""
 MARK = "sparkdl-"
 SWEEP_AFTER_SECONDS = 60.0
 
@@ -46,6 +50,13 @@ class Root:
     token: str
     made: tuple[int, int] = (0, 0)
     """Which file the token is: one that was deleted and made again is another."""
+
+    def directories_for(self, nbytes: int) -> tuple[Path, ...]:
+        """Where to try to put so much, first choice first: not into shared memory where that would
+        leave too little memory, if there is another place."""
+        first, *others = self.directories
+        asks = others and nbytes >= SMALL_BYTES and first.is_relative_to(SHARED_MEMORY)
+        return tuple(others) if asks and for_files() < nbytes else self.directories
 
 
 _open_roots: dict[str, Root] = {}
@@ -114,10 +125,12 @@ def read_private(path: str | Path) -> bytes:
         return file.read()
 
 
-def write_private(path: str | Path, data: bytes) -> None:
-    """Make a file of a slab root. Raises FileExistsError where the name is taken."""
+def write_private(path: str | Path, data: bytes | Iterable[bytes]) -> None:
+    """Make a file of a slab root, of bytes or of pieces. Raises FileExistsError where the name is
+    taken."""
     with open(path, "xb", opener=open_private) as file:
-        file.write(data)
+        for piece in [data] if isinstance(data, bytes) else data:
+            file.write(piece)
 
 
 def remove_root(config: SlabConfig) -> None:
@@ -190,13 +203,13 @@ def _made(root: Path) -> tuple[int, int]:
 def _holder() -> int:
     """The process that outlives workers: the JVM above the worker daemon."""
     if "SPARK_PYTHON_RUNTIME" in os.environ or "PYTHON_WORKER_FACTORY_SOCK_DIR" in os.environ:
-        return _parent(os.getppid()) or os.getppid()
+        return parent(os.getppid()) or os.getppid()
     return os.getpid()
 
 
 def _mark_alive(root: Path, holder: int) -> None:
     """Leave the identity of the process that holds the directory."""
-    mark = root / f"alive.{_boot()}.{_namespace()}.{holder}.{_start_time(holder)}"
+    mark = root / f"alive.{boot_id()}.{pid_namespace()}.{holder}.{start_time(holder)}"
     os.close(open_private(mark, os.O_WRONLY | os.O_CREAT))
 
 
@@ -207,7 +220,7 @@ def _marks(root: Path) -> list[list[str]]:
 
 def _check_not_shared(root: Path) -> None:
     """Raise OSError where processes of another machine hold the directory."""
-    if any(boot != _boot() for boot, *_ in _marks(root)):
+    if any(boot != boot_id() for boot, *_ in _marks(root)):
         raise OSError(
             f"slab root {root} is in use by another machine: spark.sparkdl.slab.dir must be a "
             "directory of each node's own, not one that nodes share"
@@ -245,36 +258,4 @@ def _is_ours(path: Path) -> bool:
 
 def _is_dead(mark: list[str]) -> bool:
     """Whether a process is gone, as far as can be seen from here."""
-    return mark[:2] == [_boot(), _namespace()] and _start_time(int(mark[2])) != mark[3]
-
-
-@functools.cache
-def _boot() -> str:
-    """Of this machine since it was started; the same in all its containers."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
-    except OSError:
-        return ""
-
-
-def _namespace() -> str:
-    return str(os.stat("/proc/self/ns/pid").st_ino)
-
-
-def _stat_fields(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the third on; empty where there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-    return text.rpartition(")")[2].split()
-
-
-def _start_time(pid: int) -> str:
-    fields = _stat_fields(pid)
-    return fields[19] if fields and fields[0] != "Z" else ""
-
-
-def _parent(pid: int) -> int | None:
-    fields = _stat_fields(pid)
-    return int(fields[1]) if fields else None
+    return mark[:2] == [boot_id(), pid_namespace()] and start_time(int(mark[2])) != mark[3]

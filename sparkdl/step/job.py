@@ -67,7 +67,7 @@ class ForwardBackward:
     nodes: Nodes | None = None
 
     def __call__(self, seat: Seat) -> Iterator[bytes]:
-        step, nodes = self.step or posted(), self.nodes
+        step, nodes = self.step or posted(seat.run.key), self.nodes
         sent = contributions(seat, step, nodes)
         if nodes is not None:
             yield from offered(seat.index, nodes, [header for header, _ in sent])
@@ -89,7 +89,7 @@ class AtOnce:
     step: Step | None = None
 
     def __call__(self, seat: Seat) -> Iterator[bytes]:
-        step = self.step or posted()
+        step = self.step or posted(seat.run.key)
         reports: tuple[SliceReport, ...] = ()
         if step.pending is not None and seat.fault() is None:
             reports = tuple(apply_pending(step, n, seat.run) for n in range(seat.run.slices))

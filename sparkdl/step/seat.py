@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 
 from sparkdl.clock import Clock
 from sparkdl.data.handle import SampleHandle
-from sparkdl.data.mapped import lies_here
+from sparkdl.data.mapped import lies_here, open_partition
+from sparkdl.errors import StaleReferenceError
 from sparkdl.message import posted
+from sparkdl.replica.compare import Description, compared
 from sparkdl.replica.live import LiveReplica
-from sparkdl.replica.recipe import weights_digest
-from sparkdl.replica.run import ReplicaHandle, Run, install_recipe, open_replica
+from sparkdl.replica.run import ReplicaHandle, Run, build_replica, open_replica
 from sparkdl.slab.pool import Pool, open_pool
 from sparkdl.sync.fetch import Arrived, borrow_weights, load_weights, read_frame
 from sparkdl.sync.owners import RecipeSource
@@ -43,19 +44,24 @@ class PrepareReplica:
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         for frame in list(frames):
             handle: ReplicaHandle = pickle.loads(frame)
-            install_recipe(handle.run, self.recipe.payload())
+            self.recipe.install(handle.run)
             yield frame
 
 
-def check_seat(partition: int, seats: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-    """Body over (replica, samples) pairs: build the replica; a pickled (node token, digest of its
-    initial weights, whether its samples are on the node)."""
-    for replica, samples in list(seats):
-        run = pickle.loads(replica).run
-        token = open_pool(run.slab).token
-        digest = weights_digest(open_replica(run).recipe.build())
-        yield pickle.dumps((token, digest, lies_here(pickle.loads(samples), token)))
-    settle_worker()
+@dataclass(frozen=True)
+class CheckSeat:
+    """Body over (replica, samples) pairs: build the replica; a pickled (node token, how it compares
+    with the driver's, ``built``, whether its samples are on the node)."""
+
+    built: Description
+
+    def __call__(self, partition: int, seats: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+        for replica, samples in list(seats):
+            run = pickle.loads(replica).run
+            token = open_pool(run.slab).token
+            found = compared(build_replica(run).flat.module, self.built)
+            yield pickle.dumps((token, found, lies_here(pickle.loads(samples), token)))
+        settle_worker()
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ class Seat:
         def fault(kind: str) -> Fault:
             return Fault(kind, self.index, self.pool.token)
 
-        if self.samples.num_rows and self.samples.token != self.pool.token:
+        if not self._samples_here():
             return fault(SAMPLES_FOREIGN)
         if self.samples.checksum != self.checksum:
             return fault(SAMPLES_CHANGED)
@@ -107,6 +113,15 @@ class Seat:
             if n not in self.arrived and state.token != self.pool.token:
                 return fault(MOVED)
         return None
+
+    def _samples_here(self) -> bool:
+        """Whether the samples are on this node, and there: mapped already, or to be mapped."""
+        if not self.samples.num_rows:
+            return True
+        try:
+            return self.samples.token == self.pool.token and bool(open_partition(self.samples))
+        except StaleReferenceError:
+            return False
 
     @property
     def received(self) -> dict[int, int]:
@@ -187,7 +202,7 @@ def _seat(
     pool = open_pool(handle.run.slab)
     states = body.states
     if states is None:
-        step: Step = posted()
+        step: Step = posted(handle.run.key)
         states, copies = step.states, step.copies
     mine = copies.get(pool.token, {})
     found = pickle.loads(samples)

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from sparkdl.errors import ParameterError
+from sparkdl.plain import make_plain
 from sparkdl.sync.packing import Tensors
 
 RESIDUAL = "sparkdl.residual"
@@ -75,6 +76,7 @@ class TopK:
     """Add what was left out to the next gradient."""
 
     def __post_init__(self) -> None:
+        make_plain(self)
         if not _is_number(self.ratio) or not 0 < self.ratio <= 1:
             raise ParameterError(f"TopK: ratio={self.ratio!r}: give a number above 0, at most 1.")
 
@@ -108,6 +110,7 @@ class PowerSGD:
     """Add what was left out to the next gradient."""
 
     def __post_init__(self) -> None:
+        make_plain(self)
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
             raise ParameterError(
                 f"PowerSGD: rank={self.rank!r}: give a whole number of at least 1."

@@ -79,11 +79,12 @@ class Install:
     step: Step | None = None
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        step = self.step or posted()
-        pool, reports, copies = None, [], {}
+        step, pool, reports, copies = self.step, None, [], {}
         for frame, replica in pairs:
             if pool is None:
-                pool = open_pool(pickle.loads(replica).run.slab)
+                run: Run = pickle.loads(replica).run
+                step, pool = step or posted(run.key), open_pool(run.slab)
+            assert step is not None
             header, payload = decode(frame)
             if header.report is not None:
                 reports.append(header.report)

@@ -53,7 +53,7 @@ class Synchronize:
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         frames, run = _read(pairs)
-        step = self.step or posted()
+        step = self.step or posted(run.key)
         yield from self.tell(synchronize(step, partition, run, frames), run)
         settle_worker()
 
@@ -106,7 +106,7 @@ class Reduce:
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         frames, run = _read(pairs)
-        header = reduce_slice(self.step or posted(), partition, run, frames)
+        header = reduce_slice(self.step or posted(run.key), partition, run, frames)
         yield from send(partition, encode(header))
         told = encode(ReducedHeader(partition, header.squares))
         for other in range(run.slices):
@@ -158,7 +158,7 @@ class Update:
         frames, run = _read(pairs)
         frames.sort(key=lambda frame: frame[0].index)
         headers = [header for header, _ in frames]
-        report = update_slice(self.step or posted(), partition, run, headers)
+        report = update_slice(self.step or posted(run.key), partition, run, headers)
         yield from self.tell(report, run)
         settle_worker()
 

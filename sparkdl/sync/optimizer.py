@@ -27,16 +27,20 @@ from sparkdl.sync.traits import Traits, find_traits
 class OptimizerPart:
     """One optimizer without its tensors.
 
-    ``groups``: the hyperparameters of each parameter group. ``members``: for each group, the
-    numbers of its trainable parameters in the layout's order. ``dimensions``: of the first
-    parameter of each group.
+    ``kind``: its class. ``groups``: the hyperparameters of each parameter group. ``members``: for each
+    group, the numbers of its trainable parameters in the layout's order. ``dimensions``: of the
+    first parameter of each group.
     """
 
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-    name: str
+    kind: type[torch.optim.Optimizer]
     groups: tuple[dict[str, Any], ...]
     members: tuple[tuple[int, ...], ...]
     dimensions: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.kind.__name__
 
     def build(
         self,
@@ -108,7 +112,7 @@ class OptimizerPlan:
             parts.append(
                 OptimizerPart(
                     make=make or _Rebuild(type(optimizer), dict(optimizer.defaults)),
-                    name=name,
+                    kind=type(optimizer),
                     groups=tuple(_fastest(optimizer, _without_tensors(group)) for group in groups),
                     members=tuple(
                         tuple(number[id(p)] for p in group["params"] if id(p) in number)
@@ -172,7 +176,7 @@ def _traits_of(part: OptimizerPart, dimensions: Sequence[int], tables: set[int])
             alone = replace(part, groups=(group,), members=((0, 1),), dimensions=(ndim,))
             dense = {dimensions[n] for n in members if n not in tables}
             plan = OptimizerPlan(parts=(alone,))
-            found.append(find_traits(plan, dense, any(n in tables for n in members)))
+            found.append(find_traits(plan, dense, any(n in tables for n in members), part.kind))
     return found
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from sparkdl.broadcasts import BroadcastBytes
+from sparkdl.errors import ModelError
 from sparkdl.frames import send
 from sparkdl.message import posted
-from sparkdl.replica.cache import forget
-from sparkdl.replica.run import Run, install_recipe, open_replica
-from sparkdl.slab.pool import open_pool
+from sparkdl.replica.run import Run, build_replica, install_recipe
+from sparkdl.slab.pool import Reference, open_pool
 from sparkdl.sync.codec import encode
 from sparkdl.sync.fetch import version_frame
-from sparkdl.sync.owner import EMA
+from sparkdl.sync.parts import left_where_large, read_part
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.plans import plans_of
 from sparkdl.sync.records import SliceHandle, SliceReport
@@ -30,10 +31,14 @@ class RecipeSource:
     """The pickled recipe: in the task itself where it is small, else in a broadcast."""
 
     inline: bytes | None
-    broadcast: Any = None
+    broadcast: BroadcastBytes | None = None
 
-    def payload(self) -> bytes:
-        return self.broadcast.value if self.inline is None else self.inline
+    def install(self, run: Run) -> None:
+        """Put it on this node."""
+        if self.broadcast is not None:
+            install_recipe(run, self.broadcast, sum(self.broadcast.lengths))
+        elif self.inline is not None:
+            install_recipe(run, [self.inline], len(self.inline))
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class PrepareOwner:
     def __call__(self, partition: int, records: Iterable[object]) -> Iterator[bytes]:
         for _ in records:
             pass
-        install_recipe(self.run, self.recipe.payload())
+        self.recipe.install(self.run)
         yield pickle.dumps(self.run)
         for _ in range(self.count - 1):
             yield b""
@@ -73,8 +78,9 @@ class Recount:
 class InitialState:
     """Body over the owner RDD: write version 0 of the slice; yields its :class:`SliceReport`.
 
-    ``read``: gives a slice's state from elsewhere (a checkpoint, an earlier run); None: the recipe's
-    weights and no optimizer state. Where it raises one of ``reported``, the frame is that exception.
+    ``read``: gives a slice's state from elsewhere (a checkpoint, an earlier run); None: the weights of
+    a replica that is built for it, and no optimizer state. Where it raises one of ``reported``, the
+    frame is that exception; so where the model cannot be built again.
     ``role``: of the buffers that are written, in ``tick``.
     """
 
@@ -85,27 +91,21 @@ class InitialState:
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
-        plans, pool = plans_of(run), open_pool(run.slab)
-        plan = plans.slices[partition]
         try:
-            if self.read is None:
-                state = SliceState(_initial_weights(run)[plan.start : plan.stop].cpu())
+            begun = build_replica(run).flat.flat if self.read is None else None
+            plans, pool = plans_of(run), open_pool(run.slab)
+            plan = plans.slices[partition]
+            if begun is not None:
+                state = SliceState(begun[plan.start : plan.stop].cpu())
             else:
+                assert self.read is not None
                 state = self.read(plan, plans.dtype)
-        except self.reported as error:
+        except (*self.reported, ModelError) as error:
             yield pickle.dumps(error)
         else:
             handle = first_version(pool, state, self.tick, self.role)
             yield pickle.dumps(SliceReport(partition, pool.token, handle))
         settle_worker()
-
-
-def _initial_weights(run: Run) -> torch.Tensor:
-    replica = open_replica(run)
-    if replica.version:  # this process has trained it already: start from the recipe again
-        forget(run.key)
-        replica = open_replica(run)
-    return replica.flat.flat
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class PublishWeights:
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
         pool = open_pool(run.slab)
-        states = posted().states if self.states is None else self.states
+        states = posted(run.key).states if self.states is None else self.states
         handle = states[partition]
         here = handle.token == pool.token
         by_reference = encode((partition, here, None))
@@ -138,32 +138,6 @@ class PublishWeights:
                     pool, partition, handle, plans_of(run).dtype, self.everything
                 )
             yield from send(replica, with_bytes)
-
-
-@dataclass(frozen=True)
-class CollectWeights:
-    """Body over the owner RDD: one frame with the weights of the slice, for the driver.
-
-    ``average``: their moving average (buffers as they are).
-    """
-
-    states: tuple[SliceHandle, ...]
-    average: bool = False
-
-    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        run = run_of(frames)
-        pool = open_pool(run.slab)
-        dtype = plans_of(run).dtype
-        state = read_version(pool, self.states[partition], dtype)
-        weights = state.weights
-        if self.average and EMA in state.arrays:
-            average = state.arrays[EMA]
-            weights = torch.cat([average, weights[len(average) :]])
-        frame = encode(partition, weights)
-        for reference in self.states[partition].references():
-            pool.check(reference)
-        yield frame
-        settle_worker()
 
 
 @dataclass(frozen=True)
@@ -184,10 +158,11 @@ class KeepWeights:
 @dataclass(frozen=True)
 class WithState:
     """Body over the owner RDD: ``use(partition, plan, state)`` on the slice's state; one frame, the
-    pickled result."""
+    pickled result, or where it is large what :func:`left_where_large` makes of it in ``tick``."""
 
     states: tuple[SliceHandle, ...]
     use: Callable[[int, SlicePlan, SliceState], Any]
+    tick: int
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
@@ -197,7 +172,20 @@ class WithState:
         result = self.use(partition, plans.slices[partition], state)
         for reference in handle.references():
             pool.check(reference)
-        yield pickle.dumps(result)
+        yield pickle.dumps(left_where_large(pool, result, self.tick))
+        settle_worker()
+
+
+@dataclass(frozen=True)
+class ReadParts:
+    """Body over the owner RDD: from the owners that ``parts`` names, a frame with the raw bytes."""
+
+    parts: Mapping[int, Reference]
+
+    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
+        run = run_of(frames)
+        if partition in self.parts:
+            yield read_part(open_pool(run.slab), self.parts[partition])
         settle_worker()
 
 

@@ -28,7 +28,9 @@ class ApplyPending:
     step: Step | None = None
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        yield pickle.dumps(apply_pending(self.step or posted(), partition, run_of(frames)))
+        run = run_of(frames)
+        step = self.step or posted(run.key)
+        yield pickle.dumps(apply_pending(step, partition, run))
         settle_worker()
 
 
@@ -37,7 +39,8 @@ class ReducePending:
     """Body over the owner RDD: what the reduction stage does, with what is pending."""
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        step, run = posted(), run_of(frames)
+        run = run_of(frames)
+        step = posted(run.key)
         yield pickle.dumps(reduce_slice(step, partition, run, _frames(step, partition)))
         settle_worker()
 
@@ -55,8 +58,9 @@ class UpdateReduced:
     """Body over the owner RDD: what the update stage does, with :class:`Reductions`."""
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        given: Reductions = posted()
-        report = update_slice(given.step, partition, run_of(frames), given.headers)
+        run = run_of(frames)
+        given: Reductions = posted(run.key)
+        report = update_slice(given.step, partition, run, given.headers)
         yield pickle.dumps(report)
         settle_worker()
 

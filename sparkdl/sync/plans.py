@@ -51,6 +51,7 @@ _KEEP = 2
 
 def plans_of(run: Run) -> RunPlans:
     """The plans of ``run``, kept between tasks."""
+    run.numerics.use()
     plans = _plans.get(run.key)
     if plans is None:
         plans = _plans[run.key] = RunPlans.of(open_replica(run), run)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import pickle
 import struct
+from collections.abc import Iterator
 
 from sparkdl.slab.pool import Pool
 from sparkdl.sync.packing import (
@@ -21,6 +22,7 @@ from sparkdl.sync.packing import (
     packed_nbytes,
     specs_of,
 )
+from sparkdl.sync.parts import fill
 from sparkdl.sync.records import ResidualHandle
 
 _LENGTH = struct.Struct("<q")
@@ -41,6 +43,16 @@ def write_residuals(
         claim.bytes[_LENGTH.size : _LENGTH.size + len(head)] = memoryview(head)
         copy_packed(open_packed(specs, claim.bytes[start:nbytes]), kept)
         return ResidualHandle(claim.reference.part(0, nbytes), version)
+
+
+def copy_residuals(
+    pool: Pool, replica: int, nbytes: int, frames: Iterator[bytes], tick: int
+) -> ResidualHandle:
+    """Write what was kept in ``nbytes`` elsewhere, which ``frames`` bring (see
+    :func:`sparkdl.sync.parts.frames_of`), as the first version."""
+    with pool.claim(f"residual.{replica}.1", _one_of_few(nbytes), tick, floor=tick) as claim:
+        fill(claim.bytes[:nbytes], frames)
+        return ResidualHandle(claim.reference.part(0, nbytes), 1)
 
 
 def read_residuals(pool: Pool, handle: ResidualHandle) -> ByParameter:

@@ -1,47 +1,60 @@
 """Snapshots of the state, which Spark keeps on more than one executor. Task bodies only.
 
 A snapshot's frames are persisted by Spark with two copies; what is lost with one executor is there on
-another. Reading one writes slabs anew, wherever the owners are by then.
+another. Reading one writes slabs anew, wherever the owners are by then. The first frame of a partition
+says what there is; its bytes follow in frames of bounded length, see [Note: large bytes].
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sparkdl.slab.pool import open_pool
+from sparkdl.slab.pool import Reference, open_pool
 from sparkdl.sync.owners import run_of
-from sparkdl.sync.packing import ByParameter
-from sparkdl.sync.records import SliceHandle, SliceReport
-from sparkdl.sync.residuals import write_residuals
-from sparkdl.sync.store import copy_of, write_copy
+from sparkdl.sync.parts import frames_of, num_frames
+from sparkdl.sync.records import ResidualHandle, SliceHandle, SliceReport
+from sparkdl.sync.residuals import copy_residuals
+from sparkdl.sync.store import write_copy
 from sparkdl.worker import settle_worker
 
 if TYPE_CHECKING:
     from sparkdl.replica.run import Run
+    from sparkdl.step.seat import Seat
 
 
 @dataclass(frozen=True)
 class TakeSnapshot:
-    """Body over the owner RDD: the slice's state, and what is kept as the best, in one frame.
+    """Body over the owner RDD: the slice's state, and what is kept as the best.
 
-    ``count``: how many frames, the rest of them empty, because a zip with the owner RDD wants as
-    many. ``best`` is empty where none is kept.
+    ``best`` is empty where none is kept. Every partition has :attr:`count` frames, some of them empty,
+    because a zip wants as many.
     """
 
     states: tuple[SliceHandle, ...]
     best: tuple[SliceHandle, ...]
-    count: int
+
+    @property
+    def count(self) -> int:
+        return 1 + max(num_frames(_references(self._handles(n))) for n in range(len(self.states)))
+
+    def _handles(self, partition: int) -> list[SliceHandle]:
+        return [states[partition] for states in (self.states, self.best) if states]
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        pool = open_pool(run_of(frames).slab)
-        kept = copy_of(pool, self.best[partition]) if self.best else None
-        yield pickle.dumps((copy_of(pool, self.states[partition]), kept), protocol=5)
-        for _ in range(self.count - 1):
+        pool, handles = open_pool(run_of(frames).slab), self._handles(partition)
+        yield pickle.dumps(handles)
+        references = _references(handles)
+        yield from frames_of(pool, references)
+        for _ in range(self.count - 1 - num_frames(references)):
             yield b""
         settle_worker()
+
+
+def _references(handles: Sequence[SliceHandle]) -> list[Reference]:
+    return [reference for handle in handles for reference in handle.references()]
 
 
 @dataclass(frozen=True)
@@ -54,45 +67,63 @@ class RestoreSlice:
     tick: int
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        snapshot, owner = _first(pairs)
+        owner, handles, frames = _opened(pairs)
         run: Run = pickle.loads(owner)
         pool = open_pool(run.slab)
-        current, kept = pickle.loads(snapshot)
-        handle = write_copy(pool, current, "state", self.tick)
-        best = None if kept is None else write_copy(pool, kept, "best", self.tick)
-        yield pickle.dumps((SliceReport(partition, pool.token, handle), best))
+        roles = zip(("state", "best"), handles, strict=False)
+        found = [write_copy(pool, handle, frames, role, self.tick) for role, handle in roles]
+        best = found[1] if len(found) > 1 else None
+        for _ in frames:
+            pass
+        yield pickle.dumps((SliceReport(partition, pool.token, found[0]), best))
         settle_worker()
 
 
-def copied(replica: int, kept: ByParameter) -> ByParameter:
-    """Run at a replica's place: what it keeps between iterations, with memory of its own."""
-    return {m: {name: tensor.clone() for name, tensor in some.items()} for m, some in kept.items()}
+@dataclass(frozen=True)
+class TakeResidual:
+    """At every replica's place: what it keeps between iterations; :attr:`count` frames."""
+
+    handles: tuple[ResidualHandle | None, ...]
+
+    @property
+    def count(self) -> int:
+        return 1 + max(num_frames([handle.reference]) for handle in self.handles if handle)
+
+    def __call__(self, seat: Seat) -> Iterator[bytes]:
+        handle = self.handles[seat.index]
+        references = [handle.reference] if handle else []
+        yield pickle.dumps((seat.index, handle))
+        yield from frames_of(seat.pool, references)
+        for _ in range(self.count - 1 - num_frames(references)):
+            yield b""
+        settle_worker()
 
 
 @dataclass(frozen=True)
 class RestoreResidual:
     """Body over (snapshot, padded seat) pairs: write what a replica kept into this node's slabs.
 
-    The snapshot's frame is a pickled (replica, kept or None). Yields a pickled (replica, handle or
-    None).
+    Yields a pickled (replica, handle or None).
     """
 
     tick: int
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        snapshot, seat = _first(pairs)
-        replica, kept = pickle.loads(snapshot)
+        seat, (replica, kept), frames = _opened(pairs)
         run: Run = pickle.loads(pickle.loads(seat)[0]).run
         handle = None
         if kept is not None:
-            handle = write_residuals(open_pool(run.slab), replica, None, kept, self.tick)
+            nbytes = kept.reference.nbytes
+            handle = copy_residuals(open_pool(run.slab), replica, nbytes, frames, self.tick)
+        for _ in frames:
+            pass
         yield pickle.dumps((replica, handle))
         settle_worker()
 
 
-def _first(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
-    """The first that is not empty of each; reads all, so that Spark keeps the worker."""
-    left = right = b""
-    for one, other in pairs:
-        left, right = left or one, right or other
-    return left, right
+def _opened(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, Any, Iterator[bytes]]:
+    """The first frame of the right side, the first of a snapshot unpickled, and its others. These are
+    to be read to the end, so that Spark keeps the worker."""
+    rest = iter(pairs)
+    first, place = next(rest)
+    return place, pickle.loads(first), (frame for frame, _ in rest if frame)

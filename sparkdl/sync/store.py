@@ -13,6 +13,7 @@ import torch
 
 from sparkdl.slab.pool import Claim, Pool, Reference
 from sparkdl.sync.codec import as_tensor
+from sparkdl.sync.parts import fill
 from sparkdl.sync.records import SliceHandle
 from sparkdl.sync.state import ARRAY_DTYPES, SliceState, mapped
 
@@ -165,38 +166,30 @@ def copy_weights(pool: Pool, handle: SliceHandle, tick: int) -> SliceHandle:
         return SliceHandle(claim.reference)
 
 
-Copied = tuple[SliceHandle, tuple[bytes, ...]]
-"""A handle, and the bytes that its references were for."""
-
-
-def copy_of(pool: Pool, handle: SliceHandle) -> Copied:
-    """What a handle refers to, to be kept elsewhere."""
-    contents = tuple(pool.read(reference).tobytes() for reference in handle.references())
-    for reference in handle.references():
-        pool.check(reference)
-    return handle, contents
-
-
-def write_copy(pool: Pool, copied: Copied, role: str, tick: int) -> SliceHandle:
-    """Bring it back, into buffers of ``role``; those of earlier ticks are free."""
-    handle, contents = copied
+def write_copy(
+    pool: Pool, handle: SliceHandle, frames: Iterator[bytes], role: str, tick: int
+) -> SliceHandle:
+    """Write what ``handle`` referred to, which ``frames`` bring (see
+    :func:`sparkdl.sync.parts.frames_of`), into buffers of ``role``; those of earlier ticks are free."""
     with contextlib.ExitStack() as claims:
 
-        def written(data: bytes, room: int) -> Reference:
+        def written(reference: Reference, room: int) -> Reference:
             claim = claims.enter_context(pool.claim(role, room, tick, tick))
-            claim.bytes[: len(data)] = np.frombuffer(data, dtype=np.uint8)
-            return claim.reference.part(0, len(data))
+            fill(claim.bytes[: reference.nbytes], frames)
+            return claim.reference.part(0, reference.nbytes)
 
-        exact = contents[:-1] if handle.others else contents
-        weights, *arrays = [written(data, len(data)) for data in exact]
-        others = _whole_pages(len(contents[-1])) if handle.others else 0
+        weights, *arrays = [
+            written(reference, reference.nbytes)
+            for reference in (handle.weights, *(reference for _, _, reference in handle.arrays))
+        ]
+        others = handle.others and written(handle.others, _whole_pages(handle.others.nbytes))
         return SliceHandle(
             weights,
             tuple(
                 (name, kind, reference)
                 for (name, kind, _), reference in zip(handle.arrays, arrays, strict=True)
             ),
-            written(contents[-1], others) if handle.others else None,
+            others,
         )
 
 

@@ -12,11 +12,20 @@ if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
 
 
+class StopTraining(Exception):
+    """A callback raises it to end the training: ``fit`` returns the model as it stands.
+
+    The other callbacks still hear of the event, the iteration under way is completed (of a gang also
+    those that its ranks have begun), and ``history.stopped`` is "callback", or "callback: " and what
+    this was given.
+    """
+
+
 class Callback:
     """Override what you need. Each hook is given the trainer and an immutable state.
 
-    The ranks of a gang may be some iterations ahead of the hooks, which hear of each in its turn; what
-    a hook raises ends the fit.
+    The ranks of a gang may be some iterations ahead of the hooks, which hear of each in its turn.
+    :class:`sparkdl.StopTraining` ends the training well; what else a hook raises ends the fit.
     """
 
     def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
@@ -45,7 +54,8 @@ class Callback:
         No iteration is told of twice."""
 
     def on_fit_end(self, trainer: Trainer, state: TrainState) -> None:
-        """The last iteration is committed; not called where the fit fails or is interrupted."""
+        """The last iteration is committed; not called where the fit fails, or is interrupted a second
+        time."""
 
 
 class ProgressBar(Callback):

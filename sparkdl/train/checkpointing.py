@@ -16,9 +16,10 @@ from sparkdl.sync.state import SliceState
 from sparkdl.train.checkpoint.config import describe, describe_trainer
 from sparkdl.train.checkpoint.identity import DataIdentity, ModelIdentity
 from sparkdl.train.checkpoint.manifest import Best, Manifest, SliceFile
+from sparkdl.train.checkpoint.packed import PackSlice
 from sparkdl.train.checkpoint.residuals import WriteResiduals
 from sparkdl.train.checkpoint.store import CheckpointStore
-from sparkdl.train.checkpoint.tasks import try_probe, write_slice
+from sparkdl.train.checkpoint.tasks import try_probe, write_packed, write_slice
 from sparkdl.train.engine import BEST, CURRENT, Engine, Later, Used, Uses
 from sparkdl.train.history import History
 from sparkdl.train.state import TrainState
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
 
 logger = logging.getLogger("sparkdl")
+TAIL = 10_000
+"""Of so many iterations a checkpoint of an endless run holds the history."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,11 @@ class Identity:
             frozen_digest(model.module),
         )
 
+    def batches_as_in(self, manifest: Manifest) -> bool:
+        """Whether an epoch's batches are of the same numbers of rows as in a checkpoint."""
+        constants = all(getattr(manifest, name) == own for name, own in self.constants.items())
+        return constants and self.data.rows == manifest.data.rows
+
 
 @dataclass(frozen=True)
 class Begun:
@@ -82,9 +90,16 @@ class Checkpointer:
         history: History,
         noting: Callable[[], Callable[[str, Manifest], None]] | None = None,
         background: Callable[[Uses], Later] | None = None,
+        *,
+        told: Mapping[str, Any],
+        begun: TrainState,
+        endless: bool = False,
     ) -> None:
         """``noting`` is called when a checkpoint begins; what it gives is told the URI and the manifest
-        when it is complete. ``background``: writes while training goes on."""
+        when it is complete. ``background``: writes while training goes on. ``told``: what a
+        manifest tells of the model. ``begun``: where the run goes
+        on. ``endless``: another pass will follow, so that the end of this one is not the run's, and the
+        history has no end that is known."""
         assert trainer.checkpoint is not None
         self._trainer, self._engine, self._identity = trainer, engine, identity
         self.every, self._keep = trainer.checkpoint.every, trainer.checkpoint.keep
@@ -93,6 +108,9 @@ class Checkpointer:
         self._config = describe_trainer(trainer)
         self._noting, self._background = noting, background
         self._begun: Begun | None = None
+        self._endless, self._model = endless, told
+        own = begun.checkpoint is not None and self._store.holds(begun.checkpoint)
+        self._last = begun.iteration if own else 0  # the iteration of the last one
         self._told = False  # that older ones stay
 
     def check(self) -> None:
@@ -116,21 +134,38 @@ class Checkpointer:
             with _explained(state):
                 self._begun = self._begin(state)
         elif due:
-            state = self._written(state)
+            state = replace(state, checkpoint=self.written(state))
         return state
 
     def finish(self, state: TrainState) -> TrainState:
-        """Complete the one that is under way."""
-        return state if self._begun is None else self._settled(self._begun, state, again=True)
+        """Complete the one that is under way; leave one of the end, where there is none yet."""
+        if self._begun is not None:
+            state = self._settled(self._begun, state, again=True)
+        ends = not self._endless or self._history.stopped is not None
+        if ends and self._last != state.iteration:
+            state = replace(state, checkpoint=self.written(state))
+        return state
 
-    def _written(self, state: TrainState) -> TrainState:
-        """Write one, while training waits."""
+    def written(self, state: TrainState, here: bool = False) -> str:
+        """Write one, while training waits; its URI. ``here``: by this process, in a folder that only it
+        has; it is for the model's sake, and has nothing of what replicas keep."""
         with _explained(state):
             begun = self._opened(state)
             uses, residuals = self._uses(begun)
-            states = tuple(self._engine.with_states(use, which) for use, which in uses)
-            used = Used(states, self._engine.with_residuals(residuals))
-            return replace(state, checkpoint=self._complete(begun, used))
+            if here:
+                used = Used(tuple(self._written_here(use, which) for use, which in uses), [])
+            else:
+                states = tuple(self._engine.with_states(use, which) for use, which in uses)
+                used = Used(states, self._engine.with_residuals(residuals))
+            return self._complete(begun, used)
+
+    def _written_here(self, use: WriteSlice, which: str) -> list[SliceFile]:
+        bounds = self._engine.with_states(_bounds, which)
+        packed = self._engine.with_states(PackSlice(), which)
+        return [
+            write_packed(use.directory, n, own, data, use.kind)
+            for n, (own, data) in enumerate(zip(bounds, packed, strict=True))
+        ]
 
     def _settled(self, begun: Begun, state: TrainState, again: bool) -> TrainState:
         """Complete ``begun``. Where it is lost with its ranks, write one of ``state`` instead, if
@@ -141,7 +176,7 @@ class Checkpointer:
             used = begun.work.used()
             if used is not None:
                 return replace(state, checkpoint=self._complete(begun, used))
-        return self._written(state) if again else state
+        return replace(state, checkpoint=self.written(state)) if again else state
 
     def _begin(self, state: TrainState) -> Begun:
         """Begin to write one, while training goes on."""
@@ -154,12 +189,12 @@ class Checkpointer:
         return Begun(
             self._store.begin(state.iteration),
             state,
-            self._history.to_json_bytes(),
+            (self._history.tail(TAIL) if self._endless else self._history).to_json_bytes(),
             self._noting() if self._noting is not None else None,
             state.best is not None and validation is not None and validation.best is not None,
         )
 
-    def _uses(self, begun: Begun) -> tuple[Any, WriteResiduals]:
+    def _uses(self, begun: Begun) -> tuple[tuple[tuple[WriteSlice, str], ...], WriteResiduals]:
         """What owners and replicas write."""
         states: list[tuple[WriteSlice, str]] = [(WriteSlice(begun.directory, "slice"), CURRENT)]
         if begun.best:
@@ -172,6 +207,7 @@ class Checkpointer:
         self._store.commit(begun.directory, manifest, begun.history)
         if begun.committed is not None:
             begun.committed(begun.directory, manifest)
+        self._last = begun.state.iteration
         self._prune()
         return begun.directory
 
@@ -226,6 +262,7 @@ class Checkpointer:
             validations=state.validations,
             best=self._best(begun, used),
             config=self._config,
+            model=self._model,
             extra={
                 "loss_scale_age": state.loss_scale_age,
                 "scales_loss": self._trainer.policy.scales_loss,
@@ -254,6 +291,11 @@ class TryFolder:
 
     def __call__(self, index: int, plan: SlicePlan, state: SliceState) -> str | CheckpointError:
         return try_probe(self.directory)
+
+
+def _bounds(index: int, plan: SlicePlan, state: SliceState) -> tuple[int, int]:
+    """Run on the owner: which elements of the flat vector are its slice."""
+    return plan.start, plan.stop
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from pyspark.resource import ResourceProfile
 from torch import nn
@@ -40,6 +39,14 @@ _COUNTS = (
     "bucketing",
 )
 _OPTIONAL = ("replicas", "min_ranks", "slices", "bucketing", "clip_norm", "clip_value", "ema")
+VALUES = (
+    *_COUNTS,
+    *("clip_norm", "clip_value", "ema", "l1", "l2", "class_weights", "seed", "mesh"),
+    *("strict_weights", "sync_batchnorm", "keep_optimizer_state"),
+)
+"""What may come as numbers of NumPy, pandas or torch."""
+NAMES = ("features", "label", "freeze", "unfreeze", "activation_checkpointing")
+"""Lists of names, which may come as an array or an Index."""
 _PATTERNS = ("freeze", "unfreeze", "activation_checkpointing")
 _KINDS: tuple[tuple[str, Any, str], ...] = (
     ("model", Callable, "give a function that builds a torch.nn.Module, or a module"),
@@ -140,9 +147,7 @@ def _numbers(trainer: Trainer) -> Iterator[str]:
         value = getattr(trainer, name)
         if value is None and name in _OPTIONAL:
             continue
-        if isinstance(value, np.integer):
-            yield f"{name}={value!r} is a NumPy number: give {name}=int({int(value)})."
-        elif not is_count(value):
+        if not is_count(value):
             yield f"{name}={value!r}: give a whole number of at least 1."
     for name in ("clip_norm", "clip_value"):
         value = getattr(trainer, name)
@@ -177,7 +182,7 @@ def _class_weights(weights: Any) -> Iterator[str]:
     classes = list(weights) if isinstance(weights, Mapping) else []
     if not values or not all(_is_number(value) and value >= 0 for value in values):
         yield f"class_weights={weights!r}: {remedy}"
-    elif not all(isinstance(c, int) and not isinstance(c, bool) and c >= 0 for c in classes):
+    elif not all(_is_number(c) and c >= 0 and c == int(c) for c in classes):
         yield f"class_weights={weights!r}: classes are whole numbers from 0 on."
     elif not any(values) and (not classes or len(classes) == max(classes) + 1):
         yield f"class_weights={weights!r}: nothing would count; give a class more than 0."

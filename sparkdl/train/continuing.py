@@ -10,7 +10,7 @@ from sparkdl.errors import ParameterError
 from sparkdl.replica.recipe import weights_digest
 from sparkdl.session import context_of
 from sparkdl.train.checkpoint.identity import ModelIdentity, first_few
-from sparkdl.train.history import History
+from sparkdl.train.schedule import Schedule
 from sparkdl.train.state import TrainState
 
 if TYPE_CHECKING:
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Carried:
-    """What one ``partial_fit`` hands to the next: its result, where it ended, and the slices of the
-    best weights, where they are kept."""
+    """What one ``partial_fit`` hands to the next: its result, where it ended, the slices of the best
+    weights, where they are kept, and the schedule as it stands; None: to be made anew and brought
+    there."""
 
     trained: TrainedModel
     state: TrainState
     best: tuple[bytes, ...] | None = None
+    schedule: Schedule | None = None
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,3 @@ def has_rows(data: Any) -> bool:
 def begin_batch(before: TrainState, iterations_per_epoch: int) -> TrainState:
     """The state at the start of new data: counters go on, the position is the beginning."""
     return replace(before, position=0, iterations_per_epoch=iterations_per_epoch)
-
-
-def history_of(before: TrainedModel | None) -> History:
-    """The history to go on with, a copy of its own."""
-    return History() if before is None else History.from_json_bytes(before.history.to_json_bytes())

@@ -117,6 +117,10 @@ class Engine(Protocol):
 
     plan: EpochPlan
 
+    @property
+    def begins_ahead(self) -> bool:
+        """Whether it begins iterations that :meth:`step` is told will follow."""
+
     def start(
         self,
         read: ReadState | None = None,

@@ -8,11 +8,10 @@ import functools
 import logging
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from pyspark import SparkContext
 from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame, SparkSession
@@ -22,9 +21,9 @@ from sparkdl.data.assemble import input_fields, preview_batch
 from sparkdl.data.batches import EpochPlan
 from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ParameterError, TrainingError
-from sparkdl.gang.slots import default_replicas, task_slots
+from sparkdl.gang.slots import SLOT_SECONDS, default_replicas, task_slots
 from sparkdl.infer.output import Output
-from sparkdl.replica.flat import FlatModule
+from sparkdl.replica.flat import filled
 from sparkdl.replica.recipe import Recipe, weights_digest
 from sparkdl.replica.seeding import seeded
 from sparkdl.session import context_of, settings_of, tell_what_costs_speed
@@ -35,7 +34,9 @@ from sparkdl.train.checkpoint.identity import ModelIdentity
 from sparkdl.train.checkpoint.manifest import Manifest
 from sparkdl.train.checkpoint.packed import PackSlice, ReadCarried, WithoutAverage
 from sparkdl.train.checkpoint.store import CheckpointStore
+from sparkdl.train.checkpoint_model import told_in_manifest
 from sparkdl.train.checkpointing import Checkpointer, Identity
+from sparkdl.train.cluster.gpus import within_gpus
 from sparkdl.train.cluster.locality import places_awaited
 from sparkdl.train.cluster.places import INLINE_BYTES
 from sparkdl.train.cluster.placing import assembly, place, source, validation_set
@@ -47,7 +48,6 @@ from sparkdl.train.continuing import (
     begin_batch,
     chosen_state,
     has_rows,
-    history_of,
 )
 from sparkdl.train.engine import (
     AVERAGE,
@@ -63,15 +63,19 @@ from sparkdl.train.engines.build import build_engine
 from sparkdl.train.engines.recovery import Recovering
 from sparkdl.train.gang_checks import check_gang
 from sparkdl.train.history import History
+from sparkdl.train.interrupt import interruptible
 from sparkdl.train.loop import Stage, train
 from sparkdl.train.parallel.parallel import parallel_of
 from sparkdl.train.parallel.stages import check_one_length
 from sparkdl.train.parallel.units import check_all_used
+from sparkdl.train.plain_state import PlainState
 from sparkdl.train.prepare import Prepared, prepare
 from sparkdl.train.probe import check_scorer, try_model
 from sparkdl.train.progress import caught_up, first_state
+from sparkdl.train.rescue import Rescue
 from sparkdl.train.resuming import Restored, Resuming
 from sparkdl.train.single_rows import check_single_rows
+from sparkdl.train.sizes import check_sizes
 from sparkdl.train.state import TrainState
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.trainer import Trainer
@@ -88,15 +92,18 @@ def fit(
     resume: str | os.PathLike[str] | None = None,
     start: TrainedModel | None = None,
     optimizer_state: bool | None = None,
+    any_data: bool = False,
 ) -> TrainedModel:
     """See :meth:`sparkdl.Trainer.fit`."""
+    if any_data and resume is None:
+        raise ParameterError("any_data= says what to do with resume=: give that too.")
     if resume is not None and start is not None:
         raise ParameterError(
             "resume= and start= exclude each other: a resumed run has its weights."
         )
     kept = chosen_state(start, optimizer_state)
     with daemons_starting(context_of(data)):
-        return run(trainer, data, resume=resume, start=start, kept=kept).trained
+        return run(trainer, data, resume=resume, start=start, kept=kept, any_data=any_data).trained
 
 
 def partial_fit(
@@ -108,6 +115,8 @@ def partial_fit(
         if not has_rows(data):
             return before.trained
         resume = None
+        # its schedule moves with this pass: where that fails, the next one makes a schedule anew
+        trainer._carried[:] = [replace(before, schedule=None)]
     with daemons_starting(context_of(data)):
         done = run(trainer, data, resume=resume, carried=before, one_pass=True)
     trainer._carried[:] = [done]
@@ -122,11 +131,12 @@ def run(
     kept: KeptState | None = None,
     carried: Carried | None = None,
     one_pass: bool = False,
+    any_data: bool = False,
 ) -> Carried:
     """Train; the result and where the run ended.
 
     ``kept``: state to begin with. ``one_pass``: over the data, which are a part of what is trained
-    on; ``carried``: the pass before it.
+    on; ``carried``: the pass before it. ``any_data``: the checkpoint may be of other data.
     """
     context = context_of(data)
     session = data.sparkSession if isinstance(data, DataFrame) else SparkSession.getActiveSession()
@@ -135,10 +145,14 @@ def run(
     model = prepare(trainer, start)
     if kept is not None:
         kept.check(ModelIdentity.of(model.layout), model.optimizers)
-    resuming = None if resume is None else Resuming(trainer, resume, any_data=one_pass)
+    resuming = None if resume is None else Resuming(trainer, resume, one_pass or any_data)
     if trainer.checkpoint is not None:
         CheckpointStore(trainer.checkpoint.path).prepare()
-    replicas = trainer.replicas or (resuming and resuming.replicas) or _replicas(trainer, context)
+    chosen = trainer.replicas or (resuming and resuming.replicas)
+    replicas = chosen or _replicas(trainer, context, settings.timeout)
+    if trainer.resource_profile is None:
+        replicas = within_gpus(context, replicas, bool(chosen))
+    check_sizes(trainer, model.layout, replicas, context, settings.slab_dir)
     slab = SlabConfig.new(settings.slab_dir, context.applicationId)
     bar = ProgressBar(settings.progress, one_pass)
     if trainer.engine == "gang":
@@ -158,24 +172,8 @@ def run(
             validation = replace(validation, scorer=scorer)
         engine = build_engine(trainer, settings, model, samples, validation, replicas, resources)
         identity = Identity.of(trainer, model, samples.handles)
-        state, history = _begin(
-            trainer, engine, identity, resuming, kept, carried, resources, anew=one_pass
-        )
-        if one_pass:
-            trainer = replace(trainer, stop=MaxEpoch(state.epoch + 1))
-        state = caught_up(model.schedule, state, history)
-        stages = _stages(trainer, engine, validation, identity, history)
-        state = train(
-            trainer, engine, model.schedule, stages, [*trainer.callbacks, bar], state, history
-        )
-        flats = _weights(trainer, engine, state)
-        wanted = trainer.keep_optimizer_state or one_pass
-        packed = _packed(engine, lose_it=not one_pass) if wanted else None
-        best = BEST in flats and one_pass
-        packed_best = tuple(engine.with_states(PackSlice(), BEST)) if best else None
-    results = {
-        which: TrainedModel(
-            module=_with_weights(pickle.loads(model.payload), flat),
+        result = functools.partial(
+            TrainedModel,
             model=trainer.model,
             loss=trainer.loss,
             features=trainer.feature_columns,
@@ -185,23 +183,50 @@ def run(
             num_features=samples.num_features,
             float_dtype=model.float_dtype,
             output=output,
-            history=history,
+            seed=trainer.seed,
         )
-        for which, flat in flats.items()
-    }
-    trained = results[CURRENT]
-    trained.ema, trained.best = results.get(AVERAGE), results.get(BEST)
+        state, history = _begin(
+            trainer, engine, identity, resuming, kept, carried, resources, anew=one_pass
+        )
+        if one_pass:
+            trainer = replace(trainer, stop=MaxEpoch(state.epoch + 1))
+        if carried is not None and carried.schedule is not None:
+            schedule = carried.schedule
+            schedule.after(schedule.at, state)
+        else:
+            schedule = model.schedule
+            state = caught_up(schedule, state, history)
+        told = told_in_manifest(trainer, result(module=model.module, history=history))
+        stages = _stages(trainer, engine, validation, identity, told, state, history, one_pass)
+        model = replace(model, module=nn.Module())  # which was for trying, and takes memory
+        rescue = Rescue(trainer, engine, identity, told, history, one_pass)
+        with interruptible() as interrupt, rescue:
+            callbacks = [rescue, *trainer.callbacks, bar]
+            state = train(trainer, engine, schedule, stages, callbacks, state, history, interrupt)
+            results = {
+                which: result(
+                    module=filled(_rebuilt(model), engine.weights(which)), history=history
+                )
+                for which in _wanted(trainer, state)
+            }
+            trained = results[CURRENT]
+            trained.ema, trained.best = results.get(AVERAGE), results.get(BEST)
+            wanted = trainer.keep_optimizer_state or one_pass
+            packed = _packed(engine, lose_it=not one_pass) if wanted else None
+            best = BEST in results and one_pass
+            packed_best = tuple(engine.with_states(PackSlice(), BEST)) if best else None
     if packed is not None:
         digest = weights_digest(trained.module)
         trained.optimizer_state = KeptState(packed, identity.model, model.optimizers, digest)
-    return Carried(trained, state, packed_best)
+    return Carried(trained, state, packed_best, schedule if one_pass else None)
 
 
-def _replicas(trainer: Trainer, context: SparkContext) -> int:
-    """M where nobody says it."""
+def _replicas(trainer: Trainer, context: SparkContext, timeout: float | None) -> int:
+    """Return M where nobody says it; ``timeout`` bounds the wait for the first executor, in seconds."""
+    seconds = min(SLOT_SECONDS, timeout or SLOT_SECONDS)
     if trainer.engine == "gang":  # all at once
-        return task_slots(context, trainer.resource_profile)
-    return default_replicas(context)
+        return task_slots(context, trainer.resource_profile, seconds)
+    return default_replicas(context, seconds)
 
 
 def _try_out(
@@ -216,13 +241,22 @@ def _try_out(
 
     ``endless``: ``stop`` plays no part.
     """
+    if trainer.bucketing is not None and not any(field.ragged for field in samples.fields):
+        raise ParameterError(
+            f"bucketing={trainer.bucketing} brings samples of like length together, and all samples of "
+            'this data have one length: declare the column that varies, columns={"...": '
+            "sparkdl.Sequence()}, or leave bucketing out."
+        )
     how = replace(assembly(trainer, samples, model.float_dtype), augment=trainer.augment)
     with seeded(trainer.seed):
         batch = preview_batch(how, samples.preview, augment=True)
     recipe = replace(model.recipe, loss=copy.deepcopy(trainer.loss))  # it may count its calls
     labels = slice(samples.num_features, samples.num_features + samples.num_labels)
     inputs_are, labels_are = input_fields(how, samples.fields), samples.fields[labels]
-    output = try_model(model.module, recipe, batch, inputs_are, labels_are)
+    run = functools.partial(try_model, model.module, recipe, batch, inputs_are, labels_are)
+    state = PlainState(model.module)
+    output = run()
+    state.check(run)
     plan = EpochPlan(samples.counts, trainer.batch_size * trainer.local_steps)
     limit = None if endless else trainer.stop.limit(plan.num_iterations)
     for dimension, part in trainer.parts.items():
@@ -283,6 +317,7 @@ def _begin(
     restored = None if resuming is None else resuming.restore(engine, identity)
     if restored is not None:
         state = replace(restored.state, iterations_per_epoch=per_epoch)
+        anew = anew or not restored.midway
         return begin_batch(state, per_epoch) if anew else state, restored.history
 
     def read(packed: tuple[bytes, ...]) -> ReadState:
@@ -296,7 +331,7 @@ def _begin(
     if carried is not None and carried.best is not None:
         engine.start(read(carried.best), which=BEST)
     if carried is not None:
-        return begin_batch(carried.state, per_epoch), history_of(carried.trained)
+        return begin_batch(carried.state, per_epoch), carried.trained.history.branch()
     return begin_batch(first_state(trainer.policy), per_epoch), History()
 
 
@@ -305,7 +340,10 @@ def _stages(
     engine: Engine,
     validation: ValidationSet | None,
     identity: Identity,
+    told: Mapping[str, Any],
+    state: TrainState,
     history: History,
+    one_pass: bool,
 ) -> list[Stage]:
     stages: list[Stage] = []
     if validation is not None and trainer.validation is not None:
@@ -316,7 +354,17 @@ def _stages(
             noting = functools.partial(_noting, trainer, engine)
             if trainer.checkpoint.asynchronous:
                 background = functools.partial(_in_background, engine)
-        checkpointer = Checkpointer(trainer, engine, identity, history, noting, background)
+        checkpointer = Checkpointer(
+            trainer,
+            engine,
+            identity,
+            history,
+            noting,
+            background,
+            told=told,
+            begun=state,
+            endless=one_pass,
+        )
         checkpointer.check()
         stages.append(checkpointer)
     return stages
@@ -338,21 +386,16 @@ def _in_background(engine: Recovering, uses: Uses) -> Later:
     return engine.later(lambda gang: gang.in_background(uses))
 
 
-def _weights(trainer: Trainer, engine: Engine, state: TrainState) -> dict[str, torch.Tensor]:
-    """The flat vectors that the result holds."""
+def _rebuilt(model: Prepared) -> nn.Module:
+    recipe: Recipe = pickle.loads(model.payload)
+    return recipe.build()
+
+
+def _wanted(trainer: Trainer, state: TrainState) -> list[str]:
+    """Which weights the result holds."""
     wanted = [CURRENT]
     if trainer.ema is not None:
         wanted.append(AVERAGE)
     if state.best is not None:
         wanted.append(BEST)
-    return {which: engine.weights(which) for which in wanted}
-
-
-def _with_weights(recipe: Recipe, weights: torch.Tensor) -> nn.Module:
-    """The recipe's module with ``weights`` (a flat vector) in it, each tensor its own memory."""
-    flat = FlatModule(recipe.build())
-    flat.flat.copy_(weights)
-    flat.refresh()
-    for _, parameter in flat.parameters:
-        parameter.data = parameter.data.clone()
-    return flat.module.eval()
+    return wanted

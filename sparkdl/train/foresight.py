@@ -37,15 +37,20 @@ class Planned:
 
 class Foresight:
     """``between``: triggers of what is done between iterations beside the stop. ``schedule`` stands at
-    ``state``."""
+    ``state``. ``ahead``: whether anything is to be foreseen."""
 
     def __init__(
-        self, trainer: Trainer, between: Sequence[Trigger], schedule: Schedule, state: TrainState
+        self,
+        trainer: Trainer,
+        between: Sequence[Trigger],
+        schedule: Schedule,
+        state: TrainState,
+        ahead: bool = True,
     ) -> None:
         self._between, self._schedule = [trainer.stop, *between], schedule
         self._wants_histograms, histograms = trainer.wants_histograms, trainer.histograms
         asked = [*self._between, *([] if histograms is None else [histograms])]
-        self._sees = not trainer.policy.scales_loss and all(map(foreseeable, asked))
+        self._sees = ahead and not trainer.policy.scales_loss and all(map(foreseeable, asked))
         self._at = state
         self._coming: deque[Planned] = deque()
 
@@ -61,6 +66,11 @@ class Foresight:
         if self._sees and len(self._coming) <= MOST // 2:
             self._look_ahead(state)
         return replace(now, iteration=told), tuple(planned.iteration for planned in self._coming)
+
+    def cut(self) -> bool:
+        """Foresee nothing more. Returns whether all that was foreseen has been planned."""
+        self._sees = False
+        return not self._coming
 
     def _look_ahead(self, state: TrainState) -> None:
         seconds = state.timings.get("iteration", SECONDS)

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from sparkdl.data.handle import Field
 from sparkdl.replica.model_loss import ModelLoss, inner
+
+_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def shape_of(output: Any) -> str:
@@ -35,6 +38,20 @@ def text_of(error: Exception) -> str:
 
 def _range(tensor: torch.Tensor) -> str:
     return f"from {int(tensor.min())} to {int(tensor.max())}"
+
+
+def precision_hint(module: nn.Module, inputs: Sequence[torch.Tensor]) -> str:
+    """What to do where a model with weights of half precision fails on floats of the model's inputs."""
+    floats = {short(t) for t in inputs if t.is_floating_point()}
+    lower = {short(p) for p in module.parameters()} & set(_PRECISIONS)
+    if not floats or len(lower) != 1:
+        return ""
+    (name,) = lower
+    return (
+        f" The model has weights of {name}, and columns of floats arrive as {' and '.join(floats)}: "
+        f'build it in float32 and pass precision="{_PRECISIONS[name]}", which computes in {name}, or '
+        f"begin its forward with x = x.to(torch.{name})."
+    )
 
 
 def input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequence[Field]) -> str:
@@ -98,9 +115,14 @@ def loss_hint(
             "write a loss that takes it, or, where the model computes its own loss from the label, use "
             "loss=sparkdl.ModelLoss()."
         )
+    if len(targets) > 1:
+        names = ", ".join(f'"{label.name}"' for label in labels)
+        return (
+            f" The {len(targets)} labels arrive as a tuple of tensors, loss(output, labels): give a "
+            f"loss that takes it, or make one array column of them: functions.array({names})."
+        )
     if isinstance(error, TypeError):
         called = "loss(output, label)" if targets else "loss(output)"
-        called = "loss(output, labels), a tuple of them" if len(targets) > 1 else called
         return f" It is called as {called}."
     if "size" in str(error) and targets and output.shape != targets[0].shape:
         return (

@@ -19,12 +19,24 @@ _CODES: dict[type, Any] = {int: "q", float: "d", bool: "q"}  # "skipped" is kept
 
 
 class History:
-    """Figures of every iteration, about 150 bytes each, and every validation."""
+    """Figures of every iteration, about 150 bytes each, and every validation.
+
+    [Note: histories with a common beginning] That of a run which goes on is that of the run before it
+    and more. Both refer to the same columns, each to the first ``_length`` rows of them. Who has all
+    rows adds to them in place; who has not copies its own first. Rows are never changed, nor taken
+    away.
+    """
+
+    stopped: str | None = None
+    """Why the training ended before its stop trigger said so: "interrupted", or "callback" (and what
+    :class:`sparkdl.StopTraining` was given); None where it did not."""
 
     def __init__(self) -> None:
         self._columns = {name: array(_CODES[kind]) for name, kind in KINDS.items()}
         self._timings: dict[str, array[float]] = {}
+        self._length = 0
         self._validations: list[Validated] = []
+        self._validated = 0
         self._start: dict[str, Any] = {"samples": 0, "seconds": 0.0, "skipped": 0}
 
     @staticmethod
@@ -37,6 +49,36 @@ class History:
             "skipped": state.skipped,
         }
         history._validations = list(state.validations)
+        history._validated = len(state.validations)
+        return history
+
+    def branch(self) -> History:
+        """A history that goes on from here while this one stays as it is; it costs the same however
+        long they are."""
+        history = History()
+        history._columns, history._timings = dict(self._columns), dict(self._timings)
+        history._length = self._length
+        history._validations, history._validated = self._validations, self._validated
+        history._start = dict(self._start)
+        return history
+
+    def tail(self, count: int) -> History:
+        """The last ``count`` iterations and the validations after them, as a history that begins
+        there; one that is not longer as it is."""
+        first = self._length - count
+        if first <= 0:
+            return self
+        history = self.branch()
+        for name in self._start:
+            history._start[name] = self._columns[name][first - 1]
+        for columns in (history._columns, history._timings):
+            for name, column in columns.items():
+                columns[name] = column[first : self._length]
+        history._length = count
+        begin = self._columns["iteration"][first]
+        history._validations = [v for v in self._known if v.iteration >= begin]
+        history._validated = len(history._validations)
+        history.stopped = self.stopped
         return history
 
     def append(self, state: TrainState, epoch: int) -> None:
@@ -54,35 +96,46 @@ class History:
             state.skipped,
             state.bytes_sent,
         )
+        if len(self._columns["loss"]) > self._length:  # another history has gone on
+            for columns in (self._columns, self._timings):
+                for name, column in columns.items():
+                    columns[name] = column[: self._length]
         for activity in state.timings:
             if activity not in self._timings:
-                self._timings[activity] = array("d", [math.nan]) * len(self)
+                self._timings[activity] = array("d", [math.nan]) * self._length
         for activity, column in self._timings.items():
             column.append(state.timings.get(activity, math.nan))
         for column, value in zip(self._columns.values(), row, strict=True):
             column.append(value)
+        self._length += 1
 
     def append_validation(self, validated: Validated) -> None:
         """Record a validation."""
+        if len(self._validations) > self._validated:
+            self._validations = self._known
         self._validations.append(validated)
+        self._validated += 1
+
+    @property
+    def _known(self) -> list[Validated]:
+        return self._validations[: self._validated]
 
     def truncate(self, iteration: int) -> None:
         """Forget what came after ``iteration``: a run goes back to it."""
-        length = bisect_right(self._columns["iteration"], iteration)
-        for column in (*self._columns.values(), *self._timings.values()):
-            del column[length:]
-        self._validations = [v for v in self._validations if v.iteration <= iteration]
+        self._length = bisect_right(self._columns["iteration"], iteration, hi=self._length)
+        self._validations = [v for v in self._known if v.iteration <= iteration]
+        self._validated = len(self._validations)
 
     def follow(self, state: TrainState) -> None:
         """The run goes on from ``state``: what a CSV does not tell of the time before it is counted."""
-        counts = self._columns["skipped"]
+        counts = self._columns["skipped"] = self._columns["skipped"][: self._length]
         offset = state.skipped - (counts[-1] if counts else self._start["skipped"])
         self._start["skipped"] += offset
         for i in range(len(counts)):
             counts[i] += offset
 
     def __len__(self) -> int:
-        return len(self._columns["loss"])
+        return self._length
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """One record an iteration: iteration (from 1), epoch, loss, learning_rate (of the first
@@ -110,7 +163,7 @@ class History:
     @property
     def losses(self) -> list[float]:
         """The loss of each iteration."""
-        return list(self._columns["loss"])
+        return list(self._columns["loss"][: self._length])
 
     @property
     def validations(self) -> list[dict[str, Any]]:
@@ -121,7 +174,7 @@ class History:
                 "epoch": v.epoch,
                 "metrics": {name: float(value) for name, value in v.metrics.items()},
             }
-            for v in self._validations
+            for v in self._known
         ]
 
     def epochs(self) -> list[dict[str, Any]]:
@@ -134,7 +187,7 @@ class History:
         counted: list[int] = []
         seen, clock = self._start["samples"], self._start["seconds"]
         names = ("epoch", "loss", "samples", "seconds")
-        rows = zip(*(self._columns[name] for name in names), strict=True)
+        rows = zip(*(self._columns[name][: self._length] for name in names), strict=True)
         for epoch, loss, samples, seconds in rows:
             if not records or records[-1]["epoch"] != epoch:
                 empty = {"loss": 0.0, "iterations": 0, "samples": 0, "seconds": 0.0}
@@ -159,7 +212,9 @@ class History:
         one counts, so the shares need not add up to 1. ``share`` is NaN where the whole of the
         iterations was not recorded.
         """
-        return history_tables.timings(self._timings)
+        return history_tables.timings(
+            {name: column[: self._length] for name, column in self._timings.items()}
+        )
 
     def timing_table(self) -> str:
         """:meth:`timings` as lines of text: where the time of an iteration went."""
@@ -173,9 +228,9 @@ class History:
         """Write a file: all of it as ``.json``, or one row an iteration as ``.csv``.
 
         JSON: ``{"iterations": [...], "epochs": [...], "validations": [...], "timings": {...},
-        "start": {...}}``. CSV: columns as in a record, ``timings/NAME``, and ``validation/NAME``,
-        filled at the iterations that were validated. Raises :class:`sparkdl.ParameterError` for
-        another suffix.
+        "start": {...}, "stopped": ...}``. CSV: columns as in a record, ``timings/NAME``, and
+        ``validation/NAME``, filled at the iterations that were validated. Raises
+        :class:`sparkdl.ParameterError` for another suffix.
         """
         history_files.write(Path(path), self._content())
 
@@ -209,10 +264,11 @@ class History:
             "epochs": self.epochs(),
             "validations": self.validations,
             "timings": {
-                name: [None if math.isnan(value) else value for value in column]
+                name: [None if math.isnan(value) else value for value in column[: self._length]]
                 for name, column in self._timings.items()
             },
             "start": dict(self._start),
+            "stopped": self.stopped,
         }
 
     @staticmethod
@@ -240,6 +296,8 @@ class History:
         history = History()
         for name, before in history._start.items():
             history._start[name] = type(before)(content.get("start", {}).get(name, before))
+        stopped = content.get("stopped")
+        history.stopped = None if stopped is None else str(stopped)
         timings = content.get("timings", {})
         skipped = history._start["skipped"]
         for i, row in enumerate(content["iterations"]):

@@ -1,7 +1,8 @@
 """The content of a history as JSON and as CSV.
 
 ``content`` is ``{"iterations": [record, ...], "epochs": [...], "validations": [record, ...],
-"timings": {activity: [seconds or None, ...]}, "start": {...}}``, of plain values.
+"timings": {activity: [seconds or None, ...]}, "start": {...}, "stopped": why or None}``, of plain
+values.
 """
 
 from __future__ import annotations

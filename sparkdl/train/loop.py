@@ -6,10 +6,11 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from sparkdl.train.callbacks import Callback
+from sparkdl.train.callbacks import Callback, StopTraining
 from sparkdl.train.engine import Lasting
 from sparkdl.train.foresight import Foresight
 from sparkdl.train.history import History
+from sparkdl.train.interrupt import INTERRUPTED, Interrupt
 from sparkdl.train.progress import advanced, before
 from sparkdl.train.schedule import Schedule
 from sparkdl.train.state import TrainState
@@ -42,15 +43,31 @@ def train(
     callbacks: Sequence[Callback],
     state: TrainState,
     history: History,
+    interrupt: Interrupt,
 ) -> TrainState:
-    """Iterate from ``state`` until ``trainer.stop`` says so; where that is."""
+    """Iterate from ``state`` until ``trainer.stop`` says so, or a callback or the user, see
+    :attr:`History.stopped`; where that is.
+
+    Raises KeyboardInterrupt where an iteration fails that the user has interrupted: what was asked to
+    end with it may have ended before it, such as Spark.
+    """
     policy, recoveries = trainer.policy, engine.recoveries
     previous = before(state, history)
-    foresight = Foresight(trainer, [stage.every for stage in stages], schedule, state)
+    between = [stage.every for stage in stages]
+    foresight = Foresight(trainer, between, schedule, state, ahead=engine.begins_ahead)
+    history.stopped = None
 
     def tell(hook: str) -> None:
         for callback in callbacks:
-            getattr(callback, hook)(trainer, state)
+            try:
+                getattr(callback, hook)(trainer, state)
+            except StopTraining as asked:
+                history.stopped = history.stopped or f"callback: {asked}".removesuffix(": ")
+
+    def stopped() -> bool:
+        if interrupt.asked:
+            history.stopped = history.stopped or INTERRUPTED
+        return history.stopped is not None
 
     def after(stage: Stage, changed: TrainState) -> None:
         nonlocal state
@@ -67,13 +84,18 @@ def train(
 
     tell("on_fit_start")
     started = time.monotonic() - state.seconds
-    while not trainer.stop(previous, state):
+    while not (foresight.cut() if stopped() else trainer.stop(previous, state)):
         if state.position == 0:
             tell("on_epoch_start")
         tell("on_iteration_start")
         planned, then = foresight.plan(previous, state)
         rates, epoch = planned.learning_rates, state.epoch + 1
-        result = engine.step(planned.iteration, then)
+        try:
+            result = engine.step(planned.iteration, then)
+        except Exception as error:
+            if interrupt.asked:
+                raise KeyboardInterrupt from error
+            raise
         told_of_losses()
         seconds = (result.ended or time.monotonic()) - started
         previous, state = state, advanced(state, result, policy, rates, seconds)

@@ -1,9 +1,10 @@
 """A trained model on disk: safetensors, JSON, and how to build the module again.
 
 A folder with ``model.safetensors`` (the plain state_dict), ``model.json`` (the recipe by name, the
-columns, the output) and ``history.json``. Where the recipe is importable by name, no pickle is
-written; else ``recipe.pkl`` holds it, which :func:`load` opens only with ``trust=True``. ``model.json``
-is written last and has a checksum of each of the others. They find damage, not forgery.
+seed, the columns, the output, how a metric takes it) and ``history.json``; ``buffers.safetensors``
+where the model has buffers that are not in the state_dict. Where the recipe is importable by name, no
+pickle is written; else ``recipe.pkl`` holds it, which :func:`load` opens only with ``trust=True``.
+``model.json`` is written last and has a checksum of each of the others. They find damage, not forgery.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import logging
 import os
 import secrets
 from collections.abc import Callable
@@ -20,15 +22,19 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from pyspark import cloudpickle
 from safetensors.torch import save_model
 from torch import nn
 
 from sparkdl.data.columns import NamedFunction, Specs, specs_from_json, specs_to_json
 from sparkdl.errors import ModelError, ParameterError, TrustError
+from sparkdl.replica.care import passing_buffers, plain
+from sparkdl.replica.pickling import dumps
+from sparkdl.replica.seeding import seeded
+from sparkdl.train.checkpoint.store import holds_checkpoints
 from sparkdl.train.history import History
-from sparkdl.train.reading import mappable, path_here
+from sparkdl.train.reading import is_uri, mappable, path_here
 from sparkdl.train.saved import (
+    BUFFERS,
     FORMAT,
     HISTORY,
     MODEL,
@@ -38,8 +44,11 @@ from sparkdl.train.saved import (
     Saved,
     file_checksum,
 )
-from sparkdl.train.saved_recipe import by_name, read_recipe
+from sparkdl.train.saved_buffers import load_buffers, save_buffers, take_dtypes
+from sparkdl.train.saved_recipe import REMEDY, WithoutName, read_recipe, recipe_by_name
 from sparkdl.train.trained import TrainedModel
+
+logger = logging.getLogger("sparkdl")
 
 
 def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
@@ -47,11 +56,45 @@ def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = 
     folder = path_here(path)
     if (folder / "model.json").exists() and not overwrite:
         raise FileExistsError(f"{folder} holds a model already: pass overwrite=True to replace it.")
-    recipe = by_name(trained.model)
-    content: dict[str, Any] = {
+    why = None
+    try:
+        recipe = recipe_by_name(trained.model)
+    except WithoutName as error:
+        recipe, why = {"kind": "pickle"}, str(error)
+    content = content_of(trained, recipe)
+    json.dumps(content)  # before a file of an older model is replaced
+    pickled = dumps(trained.model) if why is not None else b""
+    buffers = passing_buffers(trained.module)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {
+        WEIGHTS: _place(folder / WEIGHTS, functools.partial(_save_weights, trained.module)),
+        HISTORY: _place(folder / HISTORY, trained.history.save),
+    }
+    if buffers:
+        files[BUFFERS] = _place(folder / BUFFERS, functools.partial(save_buffers, buffers))
+    if why is not None:
+        files[PICKLE] = _place(folder / PICKLE, lambda draft: draft.write_bytes(pickled))
+        logger.warning(
+            "%s: the model is saved as a pickle, which sparkdl.load opens with trust=True only, or "
+            "with model=make_model: %s. %s",
+            folder / PICKLE,
+            why,
+            REMEDY,
+        )
+    for name in {PICKLE, BUFFERS} - files.keys():
+        (folder / name).unlink(missing_ok=True)
+    text = json.dumps({**content, "files": files}, indent=1) + "\n"
+    _place(folder / MODEL, lambda draft: draft.write_text(text))
+    return folder
+
+
+def content_of(trained: TrainedModel, recipe: dict[str, Any]) -> dict[str, Any]:
+    """``model.json``, but for its files."""
+    return {
         "format": FORMAT,
         "version": VERSION,
-        "recipe": {"kind": "pickle"} if recipe is None else recipe,
+        "recipe": recipe,
+        "seed": trained.seed,
         "columns": specs_to_json(trained.columns),
         "features": list(trained.features),
         "label": list(trained.label),
@@ -59,21 +102,8 @@ def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = 
         "num_features": trained.num_features,
         "float_dtype": trained.float_dtype,
         "output": asdict(trained.output) if trained.output else None,
+        "judging": asdict(trained.judging),
     }
-    json.dumps(content)  # before a file of an older model is replaced
-    pickled = cloudpickle.dumps(trained.model) if recipe is None else b""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {
-        WEIGHTS: _place(folder / WEIGHTS, functools.partial(_save_weights, trained.module)),
-        HISTORY: _place(folder / HISTORY, trained.history.save),
-    }
-    if recipe is None:
-        files[PICKLE] = _place(folder / PICKLE, lambda draft: draft.write_bytes(pickled))
-    else:
-        (folder / PICKLE).unlink(missing_ok=True)
-    text = json.dumps({**content, "files": files}, indent=1) + "\n"
-    _place(folder / MODEL, lambda draft: draft.write_text(text))
-    return folder
 
 
 def _save_weights(module: nn.Module, draft: Path) -> None:
@@ -106,25 +136,37 @@ def load(
     loss: Callable[..., Any] | None = None,
     trust: bool = False,
 ) -> TrainedModel:
-    """Read what :func:`save` wrote.
+    """Read what :func:`save` wrote, or the model of a checkpoint: of that folder, or the newest of a
+    folder of checkpoints.
 
-    ``model``: the module or the callable that builds it, instead of the saved recipe. ``loss``: for
-    ``evaluate``, which a saved model does not hold. ``trust``: allow the folder to run code of its
-    own choice (its pickle, or any function that it names). Without it only ``torch.nn.Module``
-    classes and functions annotated ``-> torch.nn.Module`` are called. Links in the folder are not
-    followed. Raises :class:`sparkdl.TrustError`, :class:`sparkdl.ModelError` for files that are
-    damaged or do not fit, FileNotFoundError.
+    ``model``: the module or the callable that builds it, instead of the saved recipe; it is called with
+    seeded random numbers, as in ``fit``. ``loss``: for ``evaluate``, which a saved model does not hold.
+    ``trust``: allow the folder to run code of its own choice (its pickle, or any function that it
+    names). Without it only ``torch.nn.Module`` classes and functions annotated ``-> torch.nn.Module``
+    are called. Links in the folder are not followed. Raises :class:`sparkdl.TrustError`,
+    :class:`sparkdl.ModelError` for files that are damaged or do not fit,
+    :class:`sparkdl.CheckpointError`, FileNotFoundError.
     """
+    if is_uri(path) or holds_checkpoints(Path(path)):
+        from sparkdl.train.checkpoint_model import load_checkpoint
+
+        return load_checkpoint(path, model, loss, trust)
     folder = path_here(path)
     saved = Saved.read(folder)
-    columns = _columns(saved.content.get("columns", {}), folder, trust)
+    columns = columns_of(saved, trust)
     history = _history(saved)
     build = model if model is not None else read_recipe(saved, trust)
-    module = _module(build, folder)
+    module = built(build, saved)
     try:
         with mappable(folder / WEIGHTS) as file:
             saved.compare(file, WEIGHTS)
+            if model is None:
+                take_dtypes(module, file)
             safetensors.torch.load_model(_apart(module), file)
+        if BUFFERS in saved.told.files:
+            with mappable(folder / BUFFERS) as file:
+                saved.compare(file, BUFFERS)
+                load_buffers(module, file, folder)
     except ModelError:
         raise
     except (OSError, ValueError) as error:
@@ -141,14 +183,17 @@ def load(
         float_dtype=saved.told.float_dtype,
         output=saved.told.output,
         history=history,
+        seed=saved.told.seed,
+        judging=saved.told.judging,
     )
 
 
-def _columns(content: Any, folder: Path, trust: bool) -> Specs:
+def columns_of(saved: Saved, trust: bool) -> Specs:
     """How columns become tensors; a function that the folder names is imported with trust only."""
     found: dict[str, Any] = {}
+    folder = saved.folder
     try:
-        specs = specs_from_json(content)
+        specs = specs_from_json(saved.content.get("columns", {}))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(f"{folder}/{MODEL} is damaged: columns: {error}") from error
     for name, spec in specs.items():
@@ -163,12 +208,14 @@ def _columns(content: Any, folder: Path, trust: bool) -> Specs:
     return found
 
 
-def _module(build: Any, folder: Path) -> nn.Module:
+def built(build: Any, saved: Saved) -> nn.Module:
     """The module to fill, in whatever way the saved arguments, or the given function, make it."""
     if isinstance(build, nn.Module):
-        return build
+        return plain(build)
+    folder = saved.folder
     try:
-        module = build()
+        with seeded(saved.told.seed):
+            module = build()
     except Exception as error:
         raise ModelError(
             f"the model of {folder} cannot be built ({type(error).__name__}: {error}). Pass "
@@ -178,7 +225,7 @@ def _module(build: Any, folder: Path) -> nn.Module:
         raise ModelError(
             f"the model of {folder} is a {type(module).__name__}: it must be a torch.nn.Module."
         )
-    return module
+    return plain(module)
 
 
 def _history(saved: Saved) -> History:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import safetensors.torch
 import torch
 from torch import nn
@@ -16,6 +18,8 @@ from torch import nn
 from sparkdl.errors import ParameterError, SessionError
 from sparkdl.infer.evaluate import check_metrics
 from sparkdl.infer.metrics import resolve
+from sparkdl.replica.care import passing_buffers
+from sparkdl.replica.compare import Description, describe
 from sparkdl.replica.flat import Layout, layout_of
 from sparkdl.replica.recipe import Recipe
 from sparkdl.session import context_of
@@ -39,15 +43,20 @@ if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
 
 
+logger = logging.getLogger("sparkdl")
+
+
 @dataclass(frozen=True)
 class Prepared:
-    """The recipe and what follows from it; ``module`` is for trying. ``sums``: whether the loss returns
-    ``(sum, count)``, which trying has shown."""
+    """The recipe and what follows from it; ``module`` is for trying. ``built``: how it was before,
+    which executors compare with what they build; of no use where there are none. ``sums``: whether the
+    loss returns ``(sum, count)``, which trying has shown."""
 
     recipe: Recipe
     payload: bytes
     module: nn.Module
     layout: Layout
+    built: Description
     optimizer: OptimizerPlan
     schedule: Schedule
     sums: bool = False
@@ -83,11 +92,14 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
         tuple(trainer.unfreeze),
         trainer.augment,
         trainer.compression,
+        {} if start is None else passing_buffers(start.module),
     )
+    _tell_of_compilation(trainer)
     payload = pickled(recipe)
     check_columns(trainer.columns)
     module = build_model(payload)
     layout = layout_of(module)
+    built = {} if trainer.engine == "local" else describe(module)
     check_policy(policy, module, layout)
     check_compression(recipe, layout)
     _import_compiler()
@@ -99,7 +111,21 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
     if "pipe" in trainer.parts:
         check_stages(trainer.parts["pipe"], module, layout, optimizer, policy)
     schedule = Schedule(optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric)
-    return Prepared(recipe, payload, module, layout, optimizer, schedule)
+    return Prepared(recipe, payload, module, layout, built, optimizer, schedule)
+
+
+def _tell_of_compilation(trainer: Trainer) -> None:
+    """Warn where ``module.compile()`` was called, which leaves no trace in a pickle."""
+    if isinstance(trainer.model, nn.Module) and not trainer.compile:
+        for name, module in trainer.model.named_modules():
+            if module._compiled_call_impl is not None:
+                where = f'its "{name}"' if name else "it"
+                logger.warning(
+                    "model is a module, and %s was compiled with .compile(), which does not travel to "
+                    "the executors: it is trained as it is. Pass compile=True to compile it there.",
+                    where,
+                )
+                return
 
 
 def _import_compiler() -> None:
@@ -125,8 +151,11 @@ def _check_data(data: object) -> None:
 def _weights_file(trainer: Trainer) -> Mapping[str, torch.Tensor] | None:
     """The state_dict to start from."""
     weights = trainer.weights
-    if weights is None or isinstance(weights, Mapping):
-        return weights
+    if weights is None:
+        return None
+    if isinstance(weights, Mapping):
+        arrays = {n: torch.tensor(v) for n, v in weights.items() if isinstance(v, np.ndarray)}
+        return {**weights, **arrays}
     try:
         with mappable(weights, links=True) as path:
             return safetensors.torch.load_file(path)

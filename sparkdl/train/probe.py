@@ -37,6 +37,7 @@ from sparkdl.train.hints import (
     label_hint,
     loss_hint,
     own_loss_hint,
+    precision_hint,
     shape_of,
     short,
     text_of,
@@ -70,7 +71,11 @@ def try_model(
         try:
             output = called(loss, module, inputs, targets)
         except Exception as error:
-            hint = own_loss_hint(error, loss) or input_hint(error, inputs, inputs_are)
+            hint = (
+                own_loss_hint(error, loss)
+                or precision_hint(module, inputs)
+                or input_hint(error, inputs, inputs_are)
+            )
             raise ModelError(
                 f"the model fails on the first rows ({shown}; {dtypes_of(inputs)}): "
                 f"{type(error).__name__}: {text_of(error)}.{hint}"

@@ -31,10 +31,15 @@ _LENGTH_BYTES = 8
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
+def is_uri(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` names a place of another file system."""
+    return _URI.match(os.fspath(path)) is not None
+
+
 def path_here(path: str | os.PathLike[str]) -> Path:
     """A path of this machine. Raises :class:`sparkdl.ParameterError` for a URI, of which a folder named
     "s3:" would be made."""
-    if _URI.match(os.fspath(path)):
+    if is_uri(path):
         raise ParameterError(
             f'"{without_credentials(os.fspath(path))}" is a URI, and only checkpoints go there: give a '
             "path of the driver's file system, and copy what is there."

@@ -15,6 +15,7 @@ from sparkdl.data.columns import Specs
 from sparkdl.errors import ModelError, cannot_travel, nearest
 from sparkdl.replica.care import check_modules
 from sparkdl.replica.flat import Layout, Segment, layout_of
+from sparkdl.replica.pickling import dumps
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.recipe import Recipe
 from sparkdl.sync.compression import GradBucket, compress
@@ -25,10 +26,8 @@ from sparkdl.train.hints import text_of
 
 def pickled(recipe: Recipe) -> bytes:
     """The recipe as bytes. Raises :class:`ModelError` that names the part that cannot travel."""
-    from pyspark import cloudpickle
-
     try:
-        data = cloudpickle.dumps(recipe)
+        data = dumps(recipe)
         pickle.loads(data)
         return data
     except Exception as error:
@@ -37,12 +36,10 @@ def pickled(recipe: Recipe) -> bytes:
 
 def _cannot_travel(recipe: Recipe, error: Exception) -> ModelError:
     """Which part of the recipe it was."""
-    from pyspark import cloudpickle
-
     culprit = "model"
     for name in ("model", "loss", "optimizer", "augment", "compression"):
         try:
-            pickle.loads(cloudpickle.dumps(getattr(recipe, name)))
+            pickle.loads(dumps(getattr(recipe, name)))
         except Exception as cause:
             culprit, error = name, cause
             break

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
 
 LATEST = "latest"
+_ANY_DATA = " To go on with what is given here, pass any_data=True."
 logger = logging.getLogger("sparkdl")
 
 
@@ -41,6 +42,7 @@ class Restored:
 
     ``metric``: by which the run that goes on keeps the best weights, if it does. ``policy``: of it;
     ``compression``: its hook in words, None where replicas are to begin with nothing left out.
+    ``midway``: whether the run goes on within an epoch: its batches are those of the checkpoint's.
     """
 
     uri: str
@@ -49,15 +51,21 @@ class Restored:
     policy: Policy
     metric: str | None = None
     compression: str | None = None
+    midway: bool = True
 
     @staticmethod
     def of(
-        trainer: Trainer, uri: str, manifest: Manifest, history: History, any_data: bool = False
+        trainer: Trainer,
+        uri: str,
+        manifest: Manifest,
+        history: History,
+        any_data: bool = False,
+        midway: bool = True,
     ) -> Restored:
         """For the run of ``trainer``; ``any_data``: only the state is wanted."""
         metric = trainer.validation.best if trainer.validation else None
         compression = None if any_data else describe(trainer.compression)
-        return Restored(uri, manifest, history, trainer.policy, metric, compression)
+        return Restored(uri, manifest, history, trainer.policy, metric, compression, midway)
 
     @property
     def state(self) -> TrainState:
@@ -171,7 +179,7 @@ class Resuming:
         for uri, manifest in self._found:
             self._check(uri, manifest, identity)
             try:
-                restored = self._restored(uri, manifest)
+                restored = self._restored(uri, manifest, identity)
                 restored.load(engine)
             except DamagedCheckpoint as error:
                 self._store.skip(uri, str(error))
@@ -183,12 +191,13 @@ class Resuming:
             return None
         raise self._store.none_usable()
 
-    def _restored(self, uri: str, manifest: Manifest) -> Restored:
+    def _restored(self, uri: str, manifest: Manifest, identity: Identity) -> Restored:
         """What the manifest and the history say. Raises DamagedCheckpoint where that is nonsense."""
         data = self._store.read_history(uri, manifest)
         try:
             history = History.from_json_bytes(data)
-            found = Restored.of(self._trainer, uri, manifest, history, self._any_data)
+            midway = identity.batches_as_in(manifest)
+            found = Restored.of(self._trainer, uri, manifest, history, self._any_data, midway)
             _ = found.state
         except (ValueError, TypeError, OverflowError) as error:
             raise DamagedCheckpoint(f"it tells no state of a run: {error}") from error
@@ -211,7 +220,14 @@ class Resuming:
             raise ParameterError(
                 f"the checkpoint {Folder(uri)} is of another run: {'; '.join(differences)}. Give "
                 "what it was made with, or fit without resume= (in another folder)."
+                + (_ANY_DATA if self._trains(manifest, identity) else "")
             )
+
+    def _trains(self, manifest: Manifest, identity: Identity) -> bool:
+        """Whether its state would do for the model and optimizers that are here."""
+        others = [*identity.model.differences(manifest.layout)]
+        others += _other_optimizers(identity.optimizers, manifest.optimizers)
+        return not others and manifest.frozen in ("", identity.frozen)
 
     def _tell(self) -> None:
         for skipped in self._store.skipped:

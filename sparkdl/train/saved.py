@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from sparkdl.data.handle import Field
 from sparkdl.errors import ModelError
+from sparkdl.infer.metrics import Judging
 from sparkdl.infer.output import Output
 from sparkdl.train.checkpoint.records import from_plain
 from sparkdl.train.reading import MAX_JSON_BYTES, parse_json, read_plain
@@ -21,11 +22,14 @@ FORMAT = "sparkdl-model"
 VERSION = 1
 MODEL, WEIGHTS, HISTORY = "model.json", "model.safetensors", "history.json"
 PICKLE = "recipe.pkl"
+BUFFERS = "buffers.safetensors"
+"""Buffers that are not in the state_dict (``persistent=False``); only where there are such."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """What ``model.json`` tells beside recipe and columns; ``files``: name -> checksum."""
+    """What ``model.json`` tells beside recipe and columns; ``files``: name -> checksum; ``seed``: under
+    which the module is built."""
 
     features: tuple[str, ...]
     label: tuple[str, ...]
@@ -34,6 +38,8 @@ class Told:
     float_dtype: str
     output: Output | None = None
     files: Mapping[str, str]
+    seed: int = 0
+    judging: Judging = field(default_factory=Judging)
 
     def check(self) -> None:
         """Raise ValueError for what was never saved."""
@@ -46,6 +52,8 @@ class Told:
         )
         if any(not 0 <= length < 2**63 for shape in shapes for length in shape):
             raise ValueError("a shape has a length that none has")
+        if self.seed < 0:
+            raise ValueError(f"the seed is {self.seed}")
         if not 0 <= self.num_features <= len(self.fields):
             raise ValueError(f"num_features is {self.num_features}")
 

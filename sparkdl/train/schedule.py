@@ -48,11 +48,18 @@ class Schedule:
         self._totals = [min(_total_steps(s), default=None) for s in self._schedulers]
         self._steps = [0] * len(self._schedulers)
         self._exhausted: set[int] = set()
+        self.at = TrainState()
+        """The state that it stands at."""
         self._plateaus = [isinstance(s, ReduceLROnPlateau) for s in self._schedulers]
         if metric is not None and not any(self._plateaus):
             raise ModelError(
                 f'schedule_metric="{metric}" is for ReduceLROnPlateau, which schedule is not: '
                 "leave it out."
+            )
+        if per == "epoch" and make is None:
+            raise ModelError(
+                'schedule_per="epoch" says when a schedule is stepped, and there is none: give '
+                "schedule=..., or leave it out."
             )
 
     @property
@@ -77,6 +84,7 @@ class Schedule:
         others = [not plateau for plateau in self._plateaus]
         for _ in range(getattr(current, self._per) - getattr(previous, self._per)):
             self._step(others)
+        self.at = current
 
     def catch_up(self, state: TrainState) -> None:
         """Bring a fresh schedule to where that of a run stood after ``state``, bit for bit."""
@@ -97,6 +105,11 @@ class Schedule:
                     "none: give validation=..., or a schedule that follows the iterations."
                 )
             self._check_metric(metrics)
+            if self._per == "epoch" and all(self._plateaus):
+                raise ModelError(
+                    'schedule_per="epoch" does nothing to ReduceLROnPlateau, which is stepped at each '
+                    "validation: leave it out, and say how often with Validation(every=...)."
+                )
         if limit is None:
             return
         per_epoch = self._per == "epoch"

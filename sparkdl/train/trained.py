@@ -17,11 +17,12 @@ from sparkdl.data.handle import Field
 from sparkdl.data.records import feature_names, named
 from sparkdl.errors import DataError, ModelError, ParameterError
 from sparkdl.infer.evaluate import Evaluation, check_metrics, evaluate
-from sparkdl.infer.metrics import Metrics, resolve, suited
+from sparkdl.infer.metrics import Judging, Metrics, resolve, suited
 from sparkdl.infer.output import Output
 from sparkdl.infer.predict import Finish, predict_dataframe, predict_rdd
 from sparkdl.infer.predictor import Dimensions, ShippedModule, sender_to
 from sparkdl.infer.scoring import Scorer
+from sparkdl.plain import plain
 from sparkdl.step.loss import check_averages
 from sparkdl.train.continuing import KeptState
 from sparkdl.train.history import History
@@ -55,7 +56,11 @@ class TrainedModel:
         output: Output | None,
         history: History,
         columns: Specs | None = None,
+        seed: int = 0,
+        judging: Judging | None = None,
     ) -> None:
+        """``seed``: with which ``model`` is called. ``judging``: how an accuracy takes output and label
+        where there is no ``loss``."""
         self.module = module
         self.model = model
         self.loss = loss
@@ -67,7 +72,14 @@ class TrainedModel:
         self.output = output
         self.history = history
         self.columns = dict(columns or {})
+        self.seed = seed
+        self._judging = judging
         self._shipped: ShippedModule | None = None
+
+    @property
+    def judging(self) -> Judging:
+        """How an accuracy takes output and label: as the loss does."""
+        return (self._judging or Judging()) if self.loss is None else Judging.of(self.loss)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what a pickle makes, ships for itself."""
@@ -108,8 +120,9 @@ class TrainedModel:
     def predict(self, records: RDD, batch_size: int = 1024, postprocess: Finish = None) -> RDD:
         """An RDD with one prediction (a number or an array) for each record, in the same order.
 
-        Records are features, ``(features, label)`` pairs or :class:`sparkdl.Sample`; a tuple of as
-        many values as the model has inputs is features. ``batch_size``, ``postprocess``: see
+        Records are features, ``(features, label)`` pairs, :class:`sparkdl.Sample`, or have the names
+        of the feature columns (a Row, say); a tuple of as many values as the model has inputs is
+        features. ``batch_size``, ``postprocess``: see
         :meth:`transform`.
         """
         _check_kind("predict", records, RDD, "an RDD", "For a DataFrame use transform.")
@@ -117,6 +130,7 @@ class TrainedModel:
         return predict_rdd(
             records,
             self._ship(records),
+            self.features,
             self.num_features,
             self.float_dtype,
             _batch_size(batch_size),
@@ -141,7 +155,7 @@ class TrainedModel:
         output or the label, and :class:`ModelError` for a loss that adds up.
         """
         _check_kind("evaluate", data, (DataFrame, RDD), "a DataFrame or an RDD")
-        resolved = suited(resolve(metrics), self.loss)
+        resolved = suited(resolve(metrics), self.loss, self._judging)
         if self.loss is None and not resolved:
             raise ParameterError(
                 "nothing to evaluate: a loaded model has no loss. Name metrics, or load it with "
@@ -155,7 +169,7 @@ class TrainedModel:
         records = isinstance(data, RDD)
         specs = self._specs_of_records(len(self.fields)) if records else self.columns
         size, before = _batch_size(batch_size), self._shipped
-        module = ShippedModule.of(self.module, sender_to(data), before)
+        module = ShippedModule.of(self.module, sender_to(data), before, self.model)
         scorer = Scorer(self.loss, resolved, self.output.dimensions if self.output else None)
         try:
             return evaluate(
@@ -174,7 +188,8 @@ class TrainedModel:
     def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
         """Write the model into the folder ``path``: safetensors, JSON, and the recipe.
 
-        Raises FileExistsError where it holds a model, unless ``overwrite``.
+        Where the recipe has no name it is written as a pickle, and a warning says why. Raises
+        FileExistsError where it holds a model, unless ``overwrite``.
         """
         from sparkdl.train.persistence import save
 
@@ -183,7 +198,7 @@ class TrainedModel:
     def _ship(self, data: DataFrame | RDD) -> ShippedModule:
         """The module on its way to the workers, which stays there, since what uses it is lazy; a large
         one is sent once, not at each call."""
-        self._shipped = ShippedModule.of(self.module, sender_to(data), self._shipped)
+        self._shipped = ShippedModule.of(self.module, sender_to(data), self._shipped, self.model)
         return self._shipped
 
     def _specs_of_records(self, count: int) -> Specs:
@@ -243,6 +258,7 @@ def _check_kind(method: str, data: Any, kind: Any, wanted: str, hint: str = "") 
 
 
 def _batch_size(value: int) -> int:
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ParameterError(f"batch_size={value!r}: give a whole number of at least 1.")
     return value

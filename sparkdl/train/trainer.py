@@ -15,11 +15,12 @@ from torch import nn
 
 from sparkdl.data.columns import Spec
 from sparkdl.errors import ParameterError, raise_all
+from sparkdl.plain import make_plain, plain_list
 from sparkdl.replica.policy import Policy
 from sparkdl.sync.compression import GradBucket
 from sparkdl.train.callbacks import Callback
 from sparkdl.train.checkpoint import Checkpoint
-from sparkdl.train.checks import problems_of, problems_of_start
+from sparkdl.train.checks import NAMES, VALUES, problems_of, problems_of_start
 from sparkdl.train.parallel.parallel import parts_of
 from sparkdl.train.parallel.strategy import Strategy
 from sparkdl.train.state import TrainState, expected
@@ -74,19 +75,21 @@ class Trainer:
     :class:`sparkdl.Sequence`, :class:`sparkdl.Convert`."""
     augment: Callable[..., Any] | None = None
     """``augment(*features, rng)`` -> features: what happens to one sample (NumPy arrays) each time
-    it is trained on. ``rng`` is a ``numpy.random.Generator`` seeded by sample and epoch."""
+    it is trained on. ``rng`` is a ``numpy.random.Generator`` seeded by sample and epoch, as are the
+    generators of torch, numpy and random where it draws from them."""
     bucketing: int | None = None
     """Bring samples of like length together: rows of a window that is sorted by length."""
     class_weights: Sequence[float] | Mapping[int, float] | None = None
-    """The weight of each class, by number: samples count that much. In a mapping name the last class;
-    one below it that is missing counts 1."""
+    """The weight of each class, by number: samples count that much; an array, a tensor and a Series are
+    taken too. In a mapping (a Series is one, by its index) name the last class; one below it that is
+    missing counts 1."""
 
     # An iteration.
     batch_size: int = 256
     """The global batch: samples of all replicas together. The last batch of an epoch may be short."""
     replicas: int | None = None
-    """M; None: the checkpoint's; else ``spark.default.parallelism`` where it is set (a gang takes no
-    notice), else as many as tasks run at once, by cores and GPUs of the executors and of a task."""
+    """M; None: the checkpoint's; else as many as tasks run at once on the executors that are there, by
+    cores and GPUs, or fewer where ``spark.default.parallelism`` says so (a gang takes no notice)."""
     min_ranks: int | None = None
     """Of a gang: with how few task slots it goes on where executors are lost for good, or too few come.
     It still has M ranks, and the same bits: several then share a slot, each a process of its own. That
@@ -177,6 +180,9 @@ class Trainer:
     _carried: list[Carried] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        make_plain(self, *VALUES)
+        for name in NAMES:
+            object.__setattr__(self, name, plain_list(getattr(self, name)))
         raise_all(ParameterError, list(problems_of(self)))
 
     @property
@@ -232,13 +238,21 @@ class Trainer:
         resume: str | os.PathLike[str] | None = None,
         start: TrainedModel | None = None,
         optimizer_state: bool | None = None,
+        any_data: bool = False,
     ) -> TrainedModel:
-        """Train on ``data``: a DataFrame, or an RDD of ``(features, label)`` or ``Sample``.
+        """Train on ``data``: a DataFrame, or an RDD of ``(features, label)``, of ``Sample``, or of
+        records with the names of the columns (``Row``, named tuples, mappings).
 
         ``resume``: go on from a checkpoint, "latest" (of ``checkpoint``'s path; from the beginning
-        where there is none) or a path; the bits are those of a run without a break. ``start``: begin
-        with an earlier result's weights; with its ``optimizer_state`` too where it was kept (None),
-        always (True: an error where it was not), or never (False).
+        where there is none) or a path; the bits are those of a run without a break. ``any_data``: the
+        checkpoint may be of other rows, or of another batch size, seed or number of replicas: its state
+        goes on with these. Where they are divided into batches otherwise, the epoch that was under way
+        begins anew. ``start``: begin with an earlier result's weights; with its ``optimizer_state`` too
+        where it was kept (None), always (True: an error where it was not), or never (False).
+
+        The user's interrupt (Ctrl-C, a notebook's stop button; in the main thread) ends the training
+        after the iteration under way, and the model comes as it stands: ``history.stopped`` says so. A
+        second one raises KeyboardInterrupt at once.
 
         Raises :class:`sparkdl.UserError` before anything trains where the data, the model or a
         parameter cannot work, :class:`sparkdl.TrainingError` where an iteration fails for good, and
@@ -247,7 +261,7 @@ class Trainer:
         from sparkdl.train.fit import fit
 
         raise_all(ParameterError, list(problems_of_start(resume, start, optimizer_state)))
-        return fit(self, data, resume=resume, start=start, optimizer_state=optimizer_state)
+        return fit(self, data, resume, start, optimizer_state, any_data)
 
     def partial_fit(
         self, data: DataFrame | RDD[Any], *, resume: str | os.PathLike[str] | None = None
@@ -256,7 +270,8 @@ class Trainer:
 
         Weights, optimizer state, schedule, counters and history go on; ``stop`` plays no part. For
         ``foreachBatch`` of Structured Streaming. ``resume``: in the first call, a checkpoint of
-        earlier ones ("latest" or a path). An empty batch changes nothing.
+        earlier ones ("latest" or a path). An empty batch changes nothing. A call costs the same however
+        many came before it; a checkpoint holds the history of the last 10,000 iterations.
         """
         from sparkdl.train.fit import partial_fit
 
@@ -266,5 +281,5 @@ class Trainer:
 
 def _table(weights: Sequence[float] | Mapping[int, float] | None) -> tuple[float, ...] | None:
     if isinstance(weights, Mapping):
-        return tuple(float(weights.get(i, 1.0)) for i in range(max(weights) + 1))
+        return tuple(float(weights.get(i, 1.0)) for i in range(int(max(weights)) + 1))
     return None if weights is None else tuple(float(w) for w in weights)

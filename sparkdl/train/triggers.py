@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from sparkdl.errors import ParameterError
+from sparkdl.plain import plain
 from sparkdl.train.state import TrainState
 from sparkdl.train.trigger_logic import Trigger
 
@@ -202,11 +203,13 @@ def plateau(metric: str, patience: int, min_delta: float = 0.0) -> Trigger:
     that is not a number is no improvement.
     """
     call = f"plateau({metric!r}, {patience!r}, {min_delta!r})"
+    patience = plain(patience)
     if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
         raise ParameterError(f"{call}: give a patience of at least 1 validation.")
-    if _number(call, min_delta) < 0:
+    least = _number(call, min_delta)
+    if least < 0:
         raise ParameterError(f"{call}: give a min_delta of at least 0.")
-    return Plateau(_name(call, metric), patience, float(min_delta))
+    return Plateau(_name(call, metric), patience, least)
 
 
 def _sign(metric: str, state: TrainState) -> int:
@@ -215,18 +218,21 @@ def _sign(metric: str, state: TrainState) -> int:
 
 
 def _positive(name: str, value: int) -> int:
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ParameterError(f"{name}({value!r}): give a whole number of at least 1.")
     return value
 
 
 def _duration(name: str, value: float) -> float:
-    if _number(f"{name}({value!r})", value) <= 0:
+    seconds = _number(f"{name}({value!r})", value)
+    if seconds <= 0:
         raise ParameterError(f"{name}({value!r}): give more than 0 seconds.")
-    return float(value)
+    return seconds
 
 
 def _number(call: str, value: float) -> float:
+    value = plain(value)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value):
         raise ParameterError(f"{call}: {value!r} is not a finite number.")

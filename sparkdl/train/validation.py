@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import ParameterError, raise_all
 from sparkdl.infer.metrics import resolve
+from sparkdl.plain import make_plain
 from sparkdl.train.engine import Engine, ValidationSet
 from sparkdl.train.history import History
 from sparkdl.train.state import TrainState, Validated
@@ -42,6 +43,7 @@ class Validation:
 
     def __post_init__(self) -> None:
         problems = []
+        make_plain(self, "batch_size", "best")
         if not isinstance(self.every, Trigger):
             problems.append(
                 f"Validation(every={self.every!r}): give a trigger, such as sparkdl.every_epoch()."

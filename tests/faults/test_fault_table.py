@@ -2,15 +2,17 @@
 
 Faults strike on a standalone cluster whose master, workers and executors are real processes: two
 replicas on two executors and six on three, whose slab roots are one (references travel) or apart
-(bytes do), always with speculation on.
+(bytes do), always with speculation on; and in local mode, the rows that can.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import fault_table
 import pytest
@@ -30,12 +32,14 @@ SPECULATION = {
 }
 
 
-ROWS = list(fault_table.rows(fault_table.Cluster(2, Path(), "slabs")))
+ROWS = fault_table.rows(fault_table.Cluster(2, Path(), "slabs"))
+LOCAL_ROWS = fault_table.rows(fault_table.Cluster(2, Path(), "slabs", executors=False))
 
 
 @dataclass(frozen=True)
 class Shape:
-    """``executors`` with ``cores`` each. ``quick``: the rows that are always tried; the others soak."""
+    """``executors`` with ``cores`` each; none: local mode. ``quick``: the rows that are always tried; the
+    others soak."""
 
     replicas: int
     executors: int
@@ -44,14 +48,20 @@ class Shape:
     quick: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.replicas} on {self.executors}, {self.way}"
+        place = f"on {self.executors}" if self.executors else "in local mode"
+        return f"{self.replicas} {place}, {self.way}"
+
+    @property
+    def rows(self) -> dict[str, fault_table.Row]:
+        return ROWS if self.executors else LOCAL_ROWS
 
     def group(self, row: str) -> list[str]:
         """Rows that are tried in one session with ``row``."""
-        return [other for other in ROWS if (other in self.quick) == (row in self.quick)]
+        return [other for other in self.rows if (other in self.quick) == (row in self.quick)]
 
 
 SHAPES = [
+    Shape(2, 0, 2, "references", tuple(LOCAL_ROWS)),
     Shape(2, 2, 1, "references", tuple(ROWS)),
     Shape(2, 2, 1, "bytes"),
     Shape(6, 3, 2, "references"),
@@ -62,18 +72,22 @@ CASES = [
         shape, row, id=f"{shape}: {row}", marks=() if row in shape.quick else pytest.mark.soak
     )
     for shape in SHAPES
-    for row in ROWS
+    for row in shape.rows
 ]
 
 
 def train(shape: Shape, folder: Path, rows: list[str], **settings: str) -> dict:
     slabs = "slabs" if shape.way == "bytes" else str(folder / "slabs")
-    with Standalone(shape.executors, shape.cores, folder / "cluster") as cluster:
+    with contextlib.ExitStack() as stack:
+        master = f"local[{shape.cores},8]"
+        if shape.executors:
+            cluster = Standalone(shape.executors, shape.cores, folder / "cluster")
+            master = stack.enter_context(cluster).url
         return launch(
             Path(fault_table.__file__),
             folder,
             seconds=850,
-            master=cluster.url,
+            master=master,
             local=str(folder / "cluster"),
             slabs=slabs,
             notes=str(folder / "notes"),
@@ -82,7 +96,7 @@ def train(shape: Shape, folder: Path, rows: list[str], **settings: str) -> dict:
             settings={
                 **PATIENT,
                 "spark.sparkdl.snapshot.seconds": "0" if shape.way == "bytes" else "30",
-                "spark.cores.max": str(shape.executors * shape.cores),
+                "spark.cores.max": str(max(1, shape.executors) * shape.cores),
                 "spark.executor.cores": str(shape.cores),
                 **settings,
             },
@@ -101,27 +115,30 @@ def results(tmp_path_factory) -> Callable[[Shape, str], dict]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(spark) -> Callable[[int], dict]:
+def undisturbed(spark) -> Callable[[int, str], dict]:
     """What comes of one process, which knows no faults."""
 
     @functools.cache
-    def trained(replicas: int) -> dict:
+    def trained(replicas: int, changes: tuple[tuple[str, Any], ...]) -> dict:
         df = frame(spark, replicas)
         validation = sparkdl.Validation(df, metrics=["accuracy"], every=sparkdl.every(4))
-        return outcome(trainer(replicas, engine="local", validation=validation).fit(df))
+        given = {"engine": "local", "validation": validation, **dict(changes)}
+        return outcome(trainer(replicas, **given).fit(df))
 
-    return trained
+    return lambda replicas, row: trained(replicas, tuple(ROWS[row].changes.items()))
 
 
 @pytest.mark.parametrize(("shape", "row"), CASES)
 def test_the_fault_happened_and_the_bits_are_the_same(results, undisturbed, shape, row):
-    tried, expected = results(shape, row), undisturbed(shape.replicas)
+    tried, expected = results(shape, row), undisturbed(shape.replicas, row)
     result = tried[row]
     assert "error" not in result, result["error"]
     assert {name: result[name] for name in expected} == expected
     assert result["struck"] == result["expected"]
     assert all(files > 0 for files in result["deleted"])
     assert not any(map(processes.alive, result["killed executors"]))
+    if not shape.rows[row].snapshots:
+        assert any("Went on from the beginning" in line for line in result["log"]), result["log"]
     if row == "straggler":
         assert result["passed"] != [[]]  # a twin ran while it slept
         assert result["seconds"] < fault_table.STRAGGLER_SECONDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import re
 import signal
@@ -53,12 +54,11 @@ class Fails(nn.Module):
 
     def __init__(self, how: str, folder: str) -> None:
         super().__init__()
-        self.layer, self.calls = nn.Linear(WIDTH, CLASSES), 0
+        self.layer, self.passes = nn.Linear(WIDTH, CLASSES), itertools.count(1).__next__
         self.how, self.folder = how, folder
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls == 3 and os.environ.get("RANK") == "1":
+        if self.passes() == 3 and os.environ.get("RANK") == "1":
             if self.how == "raise":
                 raise RuntimeError("an operation of the user's")
             if not os.path.exists(f"{self.folder}/struck"):

@@ -6,6 +6,7 @@ sum: nothing here is equal to the bit, everything to 1e-5.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import replace
 from functools import partial
@@ -199,13 +200,12 @@ class Explodes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.calls = nn.Linear(WIDTH, CLASSES), 0
+        self.layer, self.passes = nn.Linear(WIDTH, CLASSES), itertools.count(1).__next__
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         import os
 
-        self.calls += self.training
-        if self.calls == 3 and os.environ.get("RANK") == "1":
+        if self.training and self.passes() == 3 and os.environ.get("RANK") == "1":
             x = x + torch.sqrt(self.layer.weight.sum() * 0.0)
         return self.layer(x)
 

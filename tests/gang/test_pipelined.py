@@ -6,6 +6,7 @@ bit, everything to 1e-5.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -367,11 +368,10 @@ class Fails(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = 0
+        self.passes = itertools.count(1).__next__
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += self.training
-        if self.calls == 3 and os.environ.get("RANK") == "1":
+        if self.training and self.passes() == 3 and os.environ.get("RANK") == "1":
             raise ValueError("an operation of the user's")
         return x
 
@@ -391,11 +391,10 @@ class Explodes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.calls = nn.Linear(WIDTH, 8), 0
+        self.layer, self.passes = nn.Linear(WIDTH, 8), itertools.count(1).__next__
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += self.training
-        if self.calls == 3:
+        if self.training and self.passes() == 3:
             x = x + torch.sqrt(self.layer.weight.sum() * 0.0)
         return self.layer(x)
 
@@ -416,11 +415,10 @@ class Lost(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = 0
+        self.passes = itertools.count(1).__next__
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += self.training
-        return x * math.nan if self.calls == 3 else x
+        return x * math.nan if self.training and self.passes() == 3 else x
 
 
 def test_a_loss_that_is_not_finite_is_told_of_every_rank_whose_rows_it_is_of(frames):

@@ -53,15 +53,20 @@ def test_a_trainers_gang_has_them_too(found):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("parallelism", [None, 3])
+@pytest.mark.parametrize("parallelism", [None, 1, 2000])
 def test_by_default_there_are_as_many_ranks_as_gpus(tmp_path, parallelism):
-    """And not as cores: two a GPU would wait for each other, and a gang for the second for good."""
+    """And not as cores, or as a cluster sets for queries: what waits makes iterations longer."""
     settings = {} if parallelism is None else {"spark.default.parallelism": str(parallelism)}
     found = launch(Path(gpus.__file__), tmp_path, settings=settings)
     assert found["cores"] == (parallelism or 4)
+    for told in found["told"].values():  # before the data are read: never silently on the CPU
+        assert told.startswith(
+            "SessionError: Spark assigned the GPU 'GPU-1f2e3d4c' to this task, and torch sees none: "
+        )
     assert len(found["places"]) == len(set(found["places"])) == 2
-    partitions = parallelism or 2
+    partitions = 1 if parallelism == 1 else 2
     assert found["replicas"] == {"shuffle": partitions, "gang": 2, "local": partitions}
+    assert found["logged"] == (parallelism == 2000)
 
 
 def test_there_are_none_in_local_mode(spark):

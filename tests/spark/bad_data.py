@@ -31,6 +31,14 @@ IN_ARRAYS = (
 MEND = "Filter such records out, or mend them with rdd.map."
 
 
+CONVERT = 'columns={{"{0}": sparkdl.Convert(function)}}, a function of its Python value.'.format
+TIME = (
+    ' Make a number of it, such as functions.datediff("label", start), or '
+    'functions.unix_timestamp("label") less a start (float32 has 7 digits), or give '
+    + CONVERT("label")
+)
+
+
 COLUMNS = [
     Mistake(
         "missing column",
@@ -77,14 +85,15 @@ COLUMNS = [
         lambda fit: fit(fit.good().withColumn("label", functions.current_timestamp())),
         DataError,
         'label column "label" is of type timestamp, which cannot become a tensor: use numbers, '
-        "arrays of numbers or pyspark.ml.linalg vectors.",
+        "arrays of numbers or pyspark.ml.linalg vectors." + TIME,
     ),
     Mistake(
         "struct column",
         lambda fit: fit(fit.features("struct<a:double,b:double>", (1.0, 2.0))),
         DataError,
         'feature column "features" is of type struct<a:double,b:double>, which cannot become a '
-        "tensor: use numbers, arrays of numbers or pyspark.ml.linalg vectors.",
+        "tensor: use numbers, arrays of numbers or pyspark.ml.linalg vectors. Make its fields "
+        'columns, as df.withColumn("a", df["features"]["a"]), or give ' + CONVERT("features"),
     ),
     Mistake(
         "array of vectors",
@@ -122,7 +131,8 @@ COLUMNS = [
         lambda fit: fit(fit.good().selectExpr("features", "map('a', 1.0) label")),
         DataError,
         'label column "label" is of type map<string,decimal(2,1)>, which cannot become a '
-        "tensor: use numbers, arrays of numbers or pyspark.ml.linalg vectors.",
+        "tensor: use numbers, arrays of numbers or pyspark.ml.linalg vectors. Make values of "
+        'it columns, as df["label"]["a key"], or give ' + CONVERT("label"),
     ),
     Mistake(
         "null column",
@@ -136,7 +146,7 @@ COLUMNS = [
         lambda fit: fit(fit.good().selectExpr("features", "interval 1 day label")),
         DataError,
         'label column "label" is of type interval day, which cannot become a tensor: use '
-        "numbers, arrays of numbers or pyspark.ml.linalg vectors.",
+        "numbers, arrays of numbers or pyspark.ml.linalg vectors. Or give " + CONVERT("label"),
     ),
     Mistake(
         "variant column",
@@ -150,7 +160,7 @@ COLUMNS = [
         lambda fit: fit(fit.good().selectExpr("features", "current_date() label")),
         DataError,
         'label column "label" is of type date, which cannot become a tensor: use numbers, '
-        "arrays of numbers or pyspark.ml.linalg vectors.",
+        "arrays of numbers or pyspark.ml.linalg vectors." + TIME,
     ),
     Mistake(
         "matrix column",
@@ -159,7 +169,7 @@ COLUMNS = [
         ),
         DataError,
         'feature column "features" is of type matrix, which cannot become a tensor: use '
-        "numbers, arrays of numbers or pyspark.ml.linalg vectors.",
+        "numbers, arrays of numbers or pyspark.ml.linalg vectors. Or give " + CONVERT("features"),
     ),
     Mistake(
         "binary column",
@@ -625,11 +635,21 @@ RECORDS = [
         jobs=2,
     ),
     Mistake(
-        "RDD of rows of a DataFrame",
-        lambda fit: fit(fit.good().rdd),
+        "RDD of rows with other names",
+        lambda fit: fit(fit.good().selectExpr("label y", "features x").rdd, replicas=3),
         DataError,
-        'field "record", row 0 of partition 0: is a Row of 4. Give (features, label) pairs '
-        "or sparkdl.Sample(features, label).",
+        'field "record", row 0 of partition 0: is a Row of y, x, which has no features, label. A '
+        "record with names is read by them: give the trainer these names, as "
+        "Trainer(features=..., label=...), or make (features, label) pairs with rdd.map.",
+        jobs=2,
+    ),
+    Mistake(
+        "RDD of rows without the weight",
+        lambda fit: fit(fit.good().rdd, weight="w"),
+        DataError,
+        'field "record", row 0 of partition 0: is a Row of features, label, n, s, which has no w. A '
+        "record with names is read by them: give the trainer these names, as "
+        "Trainer(features=..., label=...), or make (features, label) pairs with rdd.map.",
         jobs=2,
     ),
     Mistake(

@@ -36,6 +36,33 @@ from sparkdl import ModelError, ParameterError
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
+OWN_MODELS = (
+    "Each process calls model() for itself, with the modules and files that it finds. Where a module "
+    "was changed here, save and reload it, or give model() what it needs as arguments "
+    "(functools.partial); where it reads a file, ship that (spark.sparkContext.addFile). Or pass a "
+    "module instance."
+)
+OWN_WEIGHTS = (
+    "Each process calls model() for itself. Where it reads a file, ship that "
+    "(spark.sparkContext.addFile), or give weights=; draw weights with torch, numpy or random only "
+    "(all three are seeded); or pass a module instance."
+)
+
+
+def wider_elsewhere(here: int, width: int = 3) -> nn.Module:
+    """As where a constant of an imported module was changed in the driver's process only."""
+    width += os.getpid() != here
+    return nn.Sequential(nn.Sequential(nn.Linear(2, width)), nn.Linear(width, 1), nn.Flatten(0))
+
+
+def other_backbone_elsewhere(here: int) -> nn.Module:
+    """As where a file of weights is another one on the executors."""
+    model = wider_elsewhere(os.getpid())
+    with torch.no_grad():
+        model[0][0].weight.fill_(1.0 if os.getpid() == here else 1.001)
+    return model
+
+
 class SharedMemory(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -74,6 +101,37 @@ class Normed(Embedded):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(3, 1, max_norm=1.5)
+
+
+class Growing(ReturnsNothing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.training:
+            self.seen = torch.cat([self.seen, x.new_ones(1)])
+        return nn.Linear.forward(self, x)[:, 0]
+
+
+class Counting(nn.Sequential):
+    """Its part counts in a plain attribute, for annealing."""
+
+    def __init__(self) -> None:
+        super().__init__(Annealed())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[:, 0]
+
+
+class Annealed(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return super().forward(x) / self.passes
 
 
 class Squeezed(nn.Linear):
@@ -224,6 +282,25 @@ MODELS = [
         jobs=3,
     ),
     Mistake(
+        "a counter that is no buffer",
+        lambda fit: fit(fit.good(), model=Counting),
+        ModelError,
+        'forward changes "0.passes" in each pass, and it is neither a parameter nor a buffer: each '
+        "worker would have its own, and the trained model none. Make it a buffer: give "
+        "register_buffer a tensor in __init__, which forward may change.",
+        jobs=3,
+    ),
+    Mistake(
+        "a buffer that takes another form",
+        lambda fit: fit(fit.good(), model=Growing),
+        ModelError,
+        'forward makes the buffer "seen" [2] float32, and it was built [1] float32: buffers are '
+        "averaged over the replicas, so they keep their form. Give it its last form in __init__ (as "
+        "long as the longest input, say); one that is only a cache is left alone if it is registered "
+        "with persistent=False.",
+        jobs=3,
+    ),
+    Mistake(
         "one row a mini-batch for batch norm",
         lambda fit: fit(fit.good(), model=batch_normed, stop=sparkdl.max_epoch(1)),
         ModelError,
@@ -279,8 +356,10 @@ MODELS = [
         lambda fit: fit(fit.good(), model=lambda: scalar_model().half()),
         ModelError,
         'the model fails on the first rows ("features" [2, 2]; float32): RuntimeError: mat1 '
-        "and mat2 must have the same dtype, but got Float and Half. Each is [rows, ...]: build "
-        "the model for inputs of these shapes and types.",
+        "and mat2 must have the same dtype, but got Float and Half. The model has weights of float16, "
+        "and columns of floats arrive as float32: build it in float32 and pass "
+        'precision="fp16", which computes in float16, or begin its forward with '
+        "x = x.to(torch.float16).",
         jobs=3,
     ),
     Mistake(
@@ -341,6 +420,52 @@ MODELS = [
         ModelError,
         "model() gave different initial weights in different processes: draw them with "
         "torch, numpy or random only (all three are seeded), or pass a module instance.",
+        jobs=4,
+    ),
+    Mistake(
+        "a model of another shape on the executors",
+        lambda fit: fit(fit.good(), engine="shuffle", model=partial(wider_elsewhere, os.getpid())),
+        ModelError,
+        'the executors build another model than this process: "0.0.weight" is a trained parameter '
+        "[3, 2] of float32 here, and a trained parameter [4, 2] of float32 there (replica 0). "
+        + OWN_MODELS,
+        jobs=4,
+    ),
+    Mistake(
+        "a model of another shape on the ranks",
+        lambda fit: fit(fit.good(), engine="gang", model=partial(wider_elsewhere, os.getpid())),
+        ModelError,
+        'the executors build another model than this process: "0.0.weight" is a trained parameter '
+        "[3, 2] of float32 here, and a trained parameter [4, 2] of float32 there (replica 0). "
+        + OWN_MODELS,
+        jobs=4,
+    ),
+    Mistake(
+        "another frozen backbone on the executors",
+        lambda fit: fit(
+            fit.good(),
+            engine="shuffle",
+            model=partial(other_backbone_elsewhere, os.getpid()),
+            freeze=["0"],
+        ),
+        ModelError,
+        "the executors begin with other weights than this process: the frozen parameter "
+        '"0.0.weight" [3, 2] has other values here than there, 1 and 1.001 to begin with '
+        "(replica 0). " + OWN_WEIGHTS,
+        jobs=4,
+    ),
+    Mistake(
+        "another frozen backbone on the ranks",
+        lambda fit: fit(
+            fit.good(),
+            engine="gang",
+            model=partial(other_backbone_elsewhere, os.getpid()),
+            freeze=["0"],
+        ),
+        ModelError,
+        "the executors begin with other weights than this process: the frozen parameter "
+        '"0.0.weight" [3, 2] has other values here than there, 1 and 1.001 to begin with '
+        "(replica 0). " + OWN_WEIGHTS,
         jobs=4,
     ),
     Mistake(

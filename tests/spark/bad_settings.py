@@ -15,7 +15,7 @@ from pyspark.sql import functions
 from torch import nn
 
 import sparkdl
-from sparkdl import CheckpointError, ParameterError, SessionError
+from sparkdl import CheckpointError, ModelError, ParameterError, SessionError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -178,9 +178,9 @@ PARAMETERS = [
     ),
     Mistake(
         "batch size of NumPy",
-        lambda fit: fit(fit.good(), batch_size=np.int64(4)),
+        lambda fit: fit(fit.good(), batch_size=np.float64(4.5)),
         ParameterError,
-        "batch_size=np.int64(4) is a NumPy number: give batch_size=int(4).",
+        f"batch_size=4.5: {WHOLE}",
     ),
     Mistake(
         "clip_norm",
@@ -235,6 +235,22 @@ PARAMETERS = [
         lambda fit: fit(fit.good(), schedule_per="epochs"),
         ParameterError,
         'schedule_per="epochs": use one of iteration, epoch. Did you mean "epoch"?',
+    ),
+    Mistake(
+        "schedule_per of no schedule",
+        lambda fit: fit(fit.good(), schedule_per="epoch"),
+        ModelError,
+        'schedule_per="epoch" says when a schedule is stepped, and there is none: give '
+        "schedule=..., or leave it out.",
+    ),
+    Mistake(
+        "bucketing of samples of one length",
+        lambda fit: fit(fit.good(), bucketing=16),
+        ParameterError,
+        "bucketing=16 brings samples of like length together, and all samples of this data have one "
+        'length: declare the column that varies, columns={"...": sparkdl.Sequence()}, or leave '
+        "bucketing out.",
+        jobs=3,
     ),
     Mistake(
         "rounded weights",

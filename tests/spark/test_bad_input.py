@@ -127,6 +127,8 @@ def test_a_checkpoint_of_another_run(resumed: Resumed, spark: Any, checkpoints: 
         f"the checkpoint {next(checkpoints.iterdir())} is of another run: {resumed.message}. Give "
         "what it was made with, or fit without resume= (in another folder)."
     )
+    if resumed.name not in ("another model", "another optimizer"):
+        message += " To go on with what is given here, pass any_data=True."
     with expect(ParameterError, message):
         fit(data, resume=checkpoints, **changes)
     assert not fit.started

@@ -114,3 +114,10 @@ def test_less_is_sent_where_nodes_sum(results, case):
     summed, plain = (results[f"{case}, {way}"]["bytes_sent"] for way in ("summed", "plain"))
     assert len(summed) == len(plain) == 5
     assert all(0 < a < b for a, b in zip(summed, plain, strict=True))
+
+
+def test_what_is_larger_than_a_job_s_results_comes_from_other_nodes(results):
+    local, shuffle, gang = (results["brought"][e] for e in ("local", "shuffle", "gang"))
+    assert shuffle == local
+    assert len(gang) == len(local)
+    assert local[-1] == gang[-1] == "kept: True"

@@ -13,9 +13,11 @@ from functools import partial
 from pathlib import Path
 
 import innards
+import made_by_name
 import numpy as np
 import pytest
 import torch
+from made_by_name import Waves
 from pyspark import TaskContext, cloudpickle
 from torch import nn
 
@@ -32,6 +34,7 @@ def model(hidden: int = 8) -> nn.Module:
 
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+cloudpickle.register_pickle_by_value(made_by_name)
 
 
 @pytest.fixture(scope="module")
@@ -219,8 +222,14 @@ def test_a_path_that_cannot_be_written_is_found_before_the_data_are_read(
 
 
 def test_nothing_is_left_in_the_folder_of_a_run_without_a_checkpoint(df, tmp_path):
-    trainer(tmp_path / "run", iterations=1).fit(df)
+    """Where folders were tried, and no iteration was made."""
+    trainer(tmp_path / "run", callbacks=[StopAtOnce()]).fit(df)
     assert list((tmp_path / "run").iterdir()) == []
+
+
+class StopAtOnce(sparkdl.Callback):
+    def on_fit_start(self, trainer, state) -> None:
+        raise sparkdl.StopTraining
 
 
 class Away(sparkdl.Callback):
@@ -296,6 +305,129 @@ def test_a_slice_that_cannot_be_written_is_named(df, tmp_path, monkeypatch, noth
         r"No such file or directory\.",
         first,
     )
+
+
+# Other data
+
+
+def frame_of(spark, rows: int, noise: float = 0.0):
+    generator = np.random.default_rng(0)
+    records = [((generator.normal(size=WIDTH) * (1 + noise)).tolist(), i % 2) for i in range(rows)]
+    data = spark.sparkContext.parallelize(records, 2)
+    return spark.createDataFrame(data, "features array<float>, label long")
+
+
+OTHER_DATA = {  # rows, noise, changes -> epochs and place in the epoch where it goes on
+    "last bits that moved": (32, 1e-6, {}, (1, 1)),
+    "more rows": (48, 0.0, {}, (1, 0)),
+    "another batch size": (32, 0.0, {"batch_size": 8}, (1, 0)),
+    "more replicas": (32, 0.0, {"replicas": 4}, (1, 0)),
+}
+
+
+class First(sparkdl.Callback):
+    def on_fit_start(self, trainer, state) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("row", OTHER_DATA)
+def test_a_run_goes_on_with_data_that_changed(spark, df, tmp_path, row):
+    rows, noise, changes, place = OTHER_DATA[row]
+    trainer(tmp_path, 3, engine="local").fit(df)
+    first = First()
+    run = trainer(tmp_path, 7, **{"engine": "local", "callbacks": [first], **changes})
+    data = frame_of(spark, rows, noise)
+    with pytest.raises(sparkdl.ParameterError, match="is of another run") as caught:
+        run.fit(data, resume="latest")
+    assert str(caught.value).endswith("To go on with what is given here, pass any_data=True.")
+    trained = run.fit(data, resume="latest", any_data=True)
+    assert (first.state.epoch, first.state.position) == place
+    assert [record["iteration"] for record in trained.history] == [1, 2, 3, 4, 5, 6, 7]
+    with pytest.raises(sparkdl.ParameterError) as caught:
+        run.fit(data, any_data=True)
+    assert str(caught.value) == "any_data= says what to do with resume=: give that too."
+
+
+# The model of a checkpoint
+
+
+def as_they_are(one: sparkdl.TrainedModel, other: sparkdl.TrainedModel) -> bool:
+    """Weights and all buffers, to the bit."""
+    pairs = [{**dict(t.module.named_buffers()), **t.module.state_dict()} for t in (one, other)]
+    assert pairs[0].keys() == pairs[1].keys()
+    return all(torch.equal(value, pairs[1][name]) for name, value in pairs[0].items())
+
+
+def waves(spark, folder, **changes) -> tuple[sparkdl.TrainedModel, object]:
+    rows = frame_of(spark, 32).selectExpr("features", "float(label) AS label")
+    values = {
+        "model": partial(Waves, names={0: "no", 1: "yes"}),
+        "loss": nn.BCELoss(),
+        "freeze": ["frozen"],
+        "seed": 9,
+        "engine": "local",
+        "ema": 0.9,
+        "validation": sparkdl.Validation(rows, ["accuracy"], best="loss"),
+        **changes,
+    }
+    return trainer(folder, 5, **values).fit(rows), rows
+
+
+def test_the_model_of_a_checkpoint(spark, tmp_path):
+    """As fit returned it: to be scored, applied, saved; and so is what was saved."""
+    trained, rows = waves(spark, tmp_path / "run")
+    newest = max((tmp_path / "run").iterdir())
+    saved = sparkdl.load(trained.save(tmp_path / "model"))
+    found = sparkdl.load(newest)
+    assert found.module.names == {0: "no", 1: "yes"}
+    expected = trained.evaluate(rows, ["accuracy"])["accuracy"]
+    for loaded in (
+        saved,
+        found,
+        sparkdl.load(tmp_path / "run"),
+        sparkdl.load(found.save(tmp_path / "2")),
+    ):
+        assert as_they_are(loaded, trained)
+        assert loaded.evaluate(rows, ["accuracy"]) == {"accuracy": expected}
+        assert loaded.history.losses == trained.history.losses
+    assert as_they_are(found.ema, trained.ema)
+    assert as_they_are(found.best, trained.best)
+    older = sparkdl.load(min((tmp_path / "run").iterdir()))
+    assert len(older.history) == 2
+    assert not as_they_are(older, trained)
+    text = (newest / "manifest.json").read_bytes()
+    (newest / "manifest.json").write_bytes(text[:-9])
+    assert len(sparkdl.load(tmp_path / "run").history) == 4
+
+
+def test_what_a_checkpoint_does_not_tell_of_its_model(spark, tmp_path):
+    """No pickle is in it, and no secret: the model is given to load."""
+    trained, _ = waves(spark, tmp_path / "a", model=lambda: Waves())
+    with pytest.raises(
+        sparkdl.ModelError, match="does not say how its model is built: it is a lambda"
+    ):
+        sparkdl.load(tmp_path / "a")
+    assert as_they_are(sparkdl.load(tmp_path / "a", model=Waves), trained)
+    with pytest.raises(sparkdl.ModelError, match="frozen hold other values"):
+        sparkdl.load(tmp_path / "a", model=Waves(WIDTH))
+    with pytest.raises(sparkdl.ModelError, match=r'"angles" is \[7, 4\] here and \[6, 4\] in the'):
+        sparkdl.load(tmp_path / "a", model=partial(Waves, 7))
+    waves(spark, tmp_path / "b", model=partial(Waves, names={"api_key": "hunter2"}))
+    assert b"hunter2" not in max((tmp_path / "b").glob("*/manifest.json")).read_bytes()
+    with pytest.raises(sparkdl.ModelError, match="its arguments look like a secret"):
+        sparkdl.load(tmp_path / "b")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(FileNotFoundError):
+        sparkdl.load(tmp_path / "none")
+
+
+def test_a_model_of_a_checkpoint_elsewhere(spark):
+    pytest.importorskip("fsspec")
+    path = f"memory://{secrets.token_hex(4)}/run"
+    trained, _ = waves(spark, path)
+    assert as_they_are(sparkdl.load(path), trained)
+    with pytest.raises(sparkdl.ParameterError, match="there is no checkpoint in memory://"):
+        sparkdl.load(f"{path}-of-nobody")
 
 
 # Bounded

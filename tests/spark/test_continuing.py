@@ -13,9 +13,10 @@ import pytest
 import torch
 from pyspark import cloudpickle
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR
 
 import sparkdl
+from sparkdl.train import checkpointing
 
 pytestmark = pytest.mark.spark
 WIDTH, CLASSES = 5, 3
@@ -140,6 +141,33 @@ def test_buffers_begin_where_they_ended(frame):
         assert same == (not name.startswith("1.") or name in ("1.weight", "1.bias")), name
     count = int(first.module.state_dict()["1.num_batches_tracked"])
     assert int(second.module.state_dict()["1.num_batches_tracked"]) == 2 * count > 0
+
+
+class Centered(nn.Module):
+    """A running mean that no state_dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.rand(WIDTH), persistent=False)
+        self.linear = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        if self.training:
+            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return self.linear(x - self.mean)
+
+
+def test_buffers_of_no_state_dict_begin_where_they_ended_too(frame):
+    df = frame(16)
+    first = trainer(model=Centered).fit(df)
+    stopped = trainer(model=Centered, seed=3, callbacks=[StopAtOnce()]).fit(df, start=first)
+    assert torch.equal(stopped.module.mean, first.module.mean)
+    assert not torch.equal(trainer(model=Centered, seed=3).fit(df).module.mean, first.module.mean)
+
+
+class StopAtOnce(sparkdl.Callback):
+    def on_fit_start(self, trainer, state) -> None:
+        raise sparkdl.StopTraining
 
 
 def mistake(call) -> str:
@@ -354,6 +382,60 @@ def test_a_pass_that_fails_changes_nothing(spark, frame):
     expected.partial_fit(frame(12))
     assert bits(run.partial_fit(frame(9, 1))) == bits(expected.partial_fit(frame(9, 1)))
     assert len(first.history) == 1
+
+
+# As many passes as there may be
+
+
+class Counted:
+    """A schedule's function; how often it is called in a pass."""
+
+    calls = 0
+
+    def __call__(self, step: int) -> float:
+        Counted.calls += 1
+        return 1 / (1 + step)
+
+
+class FailsOnce(sparkdl.Callback):
+    def on_iteration_end(self, trainer, state) -> None:
+        if state.iteration == 5:
+            self.on_iteration_end = lambda *_: None
+            raise ArithmeticError("once")
+
+
+def test_a_pass_costs_the_same_however_many_came_before(frame, tmp_path):
+    """Neither the schedule nor the history is gone through again; where a pass fails, the next one
+    makes its schedule anew, and that stands where it would."""
+    df, per_pass, values = frame(16), [], []
+    made = {"schedule": partial(LambdaLR, lr_lambda=Counted()), "batch_size": 8}
+    run = online(**made, callbacks=[FailsOnce()])
+    for _ in range(5):
+        Counted.calls = 0
+        try:
+            values.append(run.partial_fit(df))
+        except ArithmeticError:
+            continue
+        per_pass.append(Counted.calls)
+    assert [len(one.history) for one in values] == [2, 4, 6, 8]
+    assert per_pass[3] == per_pass[1]  # the one between, after a failure, is the exception
+    rates = [record["learning_rate"] for record in values[-1].history]
+    assert rates == pytest.approx([0.05 / (1 + step) for step in range(8)])
+    assert [record["iteration"] for record in values[0].history] == [1, 2]
+
+
+def test_a_checkpoint_of_a_pass_does_not_grow_for_ever(frame, tmp_path, monkeypatch):
+    """It holds the end of the history, from which a new trainer goes on."""
+    monkeypatch.setattr(checkpointing, "TAIL", 3)
+    kept = {"checkpoint": sparkdl.Checkpoint(tmp_path, keep=None), "batch_size": 8}
+    expected = passes(online(**kept), frame, (0, 0, 0))
+    sizes = [p.stat().st_size for p in sorted(tmp_path.glob("*/history.json"))]
+    assert len(expected.history) == 9
+    assert max(sizes) < 1.2 * sizes[0]
+    fourth = online(**kept).partial_fit(frame(20), resume="latest")
+    assert [record["iteration"] for record in fourth.history] == [7, 8, 9, 10, 11, 12]
+    assert fourth.history.losses[:3] == expected.history.losses[6:]
+    assert fourth.history.epochs()[-1]["samples"] == 20
 
 
 # Structured Streaming

@@ -8,7 +8,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import innards
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from pyspark import StorageLevel, cloudpickle
 from pyspark.core.rdd import RDD
 from pyspark.ml.linalg import Matrices, Vectors
-from pyspark.sql import functions
+from pyspark.sql import Row, functions
 from pyspark.sql.types import DoubleType, StructField, StructType, UserDefinedType
 from torch import nn
 
@@ -522,12 +522,23 @@ def records(reader: Reader, values: list[Any], partitions: int = 2) -> Any:
     return reader.context.parallelize(values, partitions)
 
 
+class Reversed(NamedTuple):
+    """A record whose label comes first."""
+
+    label: int
+    features: list[float]
+
+
 PAIRS = {
     "lists": [([1.0, float(i)], i % 3) for i in range(20)],
     "arrays": [(np.array([1.0, float(i)]), np.int64(i % 3)) for i in range(20)],
     "float32 arrays": [(np.array([1.0, i], dtype=np.float32), i % 3) for i in range(20)],
     "tensors": [(torch.tensor([1.0, float(i)]), torch.tensor(i % 3)) for i in range(20)],
     "vectors": [(Vectors.dense([1.0, float(i)]), i % 3) for i in range(20)],
+    "rows": [Row(label=i % 3, features=[1.0, float(i)]) for i in range(20)],
+    "rows with more": [Row(id=i, label=i % 3, features=[1.0, float(i)]) for i in range(20)],
+    "named tuples": [Reversed(i % 3, [1.0, float(i)]) for i in range(20)],
+    "mappings": [{"label": i % 3, "features": [1.0, float(i)]} for i in range(20)],
     "samples": [Sample([1.0, float(i)], i % 3) for i in range(20)],
     "samples of tensors": [Sample(torch.tensor([1.0, float(i)]), i % 3) for i in range(20)],
 }
@@ -575,8 +586,8 @@ def test_records_with_several_inputs_and_labels(reader: Reader) -> None:
 
 def test_records_without_a_label(reader: Reader) -> None:
     bare = reader.samples(records(reader, [[1.0, 2.0]] * 4), label=())
-    wrapped = reader.samples(records(reader, [Sample([1.0, 2.0])] * 4), label=())
-    assert same(bare, wrapped)
+    for one in (Sample([1.0, 2.0]), Row(label=3, features=[1.0, 2.0]), Row(x=[1.0, 2.0])):
+        assert same(bare, reader.samples(records(reader, [one] * 4), label=()))
     assert [field.name for field in bare.fields] == ["features"]
 
 
@@ -585,6 +596,11 @@ def test_a_dataframe_and_its_records_agree(reader: Reader) -> None:
     frame = reader.samples(data, replicas=1)
     rdd = reader.samples(data.rdd.map(lambda row: (row.features, row.label)), replicas=1)
     assert [h.checksum for h in frame.handles] == [h.checksum for h in rdd.handles]
+    some = data.select(functions.col("label").alias("b"), functions.col("features").alias("a"))
+    several = reader.samples(some.rdd, ("a", "b"), ("b",), replicas=1)
+    assert [h.checksum for h in several.handles] == [
+        h.checksum for h in reader.samples(some, ("a", "b"), ("b",), replicas=1).handles
+    ]
 
 
 # What the model is tried on.

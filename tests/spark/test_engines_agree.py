@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import sys
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 from noisy import Noisy
 from pyspark import cloudpickle
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import sparkdl
 from sparkdl.train.engines import form, jobs, shuffle
@@ -88,6 +90,26 @@ class Large(nn.Module):
         return self.out(torch.tanh(self.layer(self.norm(self.wide(x)))))
 
 
+class Many(nn.Module):
+    """Parametrizations, a compiled part, a cache that grows with the batch, an expanded buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = parametrizations.weight_norm(nn.Linear(WIDTH, 8))
+        self.second = parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.out = torch.compile(nn.Linear(8, CLASSES), backend="eager", dynamic=False)
+        self.register_buffer("rows", torch.arange(2), persistent=False)
+        self.register_buffer("mean", torch.zeros(1).expand(8))
+
+    def forward(self, x):
+        if len(self.rows) < len(x):
+            self.rows = torch.arange(len(x))
+        hidden = torch.tanh(self.first(x)) * (1 + self.rows[: len(x), None] / 100)
+        if self.training:
+            self.mean = self.mean.lerp(hidden.detach().mean(0), 0.1)
+        return self.out(self.second(hidden) - self.mean)
+
+
 class Fragile(nn.Module):
     """Its gradient is NaN where a number of the batch is above 2.2, which few are."""
 
@@ -134,6 +156,12 @@ def counted(output, target):
 
 def jitter(features, rng):
     return features + rng.normal(scale=0.1, size=features.shape).astype(features.dtype)
+
+
+def draws(features, rng):
+    """From the generators of the process, as libraries of transforms do."""
+    noise = torch.randn(features.shape).numpy() * np.random.rand() * random.random()
+    return features + 0.1 * noise.astype(features.dtype)
 
 
 CASES = {
@@ -194,6 +222,7 @@ CASES = {
     "a sum and its count, accumulate": {"loss": counted, "model": smooth, "accumulate": 3},
     "a sum and its count, local_steps": {"loss": counted, "model": smooth, "local_steps": 2},
     "augment": {"augment": jitter},
+    "augment that draws, modules of many kinds": {"augment": draws, "model": Many},
     "sequences": {
         "model": Words,
         "features": "words",

@@ -86,6 +86,7 @@ def test_nothing_is_left_of_a_snapshot_whose_other_half_fails(spark: Any, monkey
     owners = context.parallelize([b"state"], 1)
     places = SimpleNamespace(owners=owners, seats_of=lambda task: map_frames(owners, lost))
     monkeypatch.setattr(committed, "TakeSnapshot", lambda *state: kept)
+    monkeypatch.setattr(committed, "TakeResidual", lambda *state: SimpleNamespace(count=1))
     before = context._jsc.getPersistentRDDs().size()
     with Resources(context, SlabConfig.new("auto", context.applicationId)) as resources:
         state = committed.Committed(places, resources, 1, 1)  # type: ignore[arg-type]

@@ -408,14 +408,24 @@ def test_mistakes(tmp_path: Path, changes: list[str], message: str | None) -> No
 
 
 def test_an_interrupted_job_goes_on_where_it_was(tmp_path: Path) -> None:
-    """It says no more than that, and leaves its checkpoints."""
+    """It says no more than that, and leaves its model as it stands and its checkpoints."""
     changes = [
         "training.epochs=60", "model.width=4", "validation=null", "schedule=null",
         "checkpoint.every_epochs=2", "name=cut",
     ]  # fmt: skip
     arguments = ["--config", CONFIG, *(part for change in changes for part in ("--set", change))]
     done = job("train", *arguments, cwd=tmp_path, interrupt_at="epoch")
-    assert (done.status, done.err) == (130, "error: interrupted.")
+    assert done.status == 130
+    told, kept, last = done.err.splitlines()
+    assert told.startswith("interrupted: training ends after the iteration under way")
+    assert last == "error: interrupted."
+    folder = tmp_path / kept.removeprefix("what was trained is in ")
+    trained = sparkdl.load(folder / "model", trust=True)
+    iterations = len(trained.history)
+    assert trained.history.stopped == "interrupted"
+    assert json.loads((folder / "summary.json").read_text())["stopped"] == "interrupted"
+    newest = sparkdl.load(folder / "checkpoints", model=trained.model)
+    assert len(newest.history) == iterations
     arguments += ["--set", "training.epochs=1", "--resume", "latest"]
     done = job("train", *arguments, cwd=tmp_path)
     assert (done.status, done.err) == (0, "")

@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,9 @@ import pytest
 import torch
 from pyspark import cloudpickle
 from pyspark.ml.linalg import Vectors
-from pyspark.sql import functions
+from pyspark.sql import Row, functions
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import sparkdl
 from sparkdl.data.handle import Field
@@ -418,13 +420,14 @@ def test_predict_keeps_the_order(spark: Any) -> None:
     for records in (
         rows,
         [(row, 1) for row in rows],
+        [Row(y=1, x=row) for row in rows],
         [sparkdl.Sample(row) for row in rows],
         [np.array(row) for row in rows],
         [torch.tensor(row) for row in rows],
         [Vectors.dense(row) for row in rows],
     ):
         rdd = spark.sparkContext.parallelize(records, 3)
-        found = model.predict(rdd, batch_size=4)
+        found = model.predict(rdd, batch_size=np.int64(4))
         assert found.getNumPartitions() == 3
         close(np.stack(found.collect()), expected)
 
@@ -451,7 +454,13 @@ def test_predict_numbers_and_several_inputs(spark: Any) -> None:
     expected = model.module(
         *[torch.tensor(column) for column in map(list, zip(*inputs, strict=True))]
     )
-    for records in (inputs, [(row, 0) for row in inputs], [sparkdl.Sample(r) for r in inputs]):
+    for records in (
+        inputs,
+        [(row, 0) for row in inputs],
+        [sparkdl.Sample(r) for r in inputs],
+        [Row(word=word, x=x, number=number, y=0) for number, x, word in inputs],
+        [Row(a=number, b=x, c=word) for number, x, word in inputs],  # names of something else
+    ):
         found = model.predict(spark.sparkContext.parallelize(records, 2)).collect()
         assert all(type(value) is float for value in found)
         close(found, expected)
@@ -679,7 +688,7 @@ METRICS = ["auc", "accuracy", "mae", "mse"]
 def test_evaluate_a_row_alone_that_is_squeezed(binary: Any, of: Callable[[Any], Any]) -> None:
     """Each partition of five rows ends in a batch of one."""
     model = trained(Squeezed(), loss=nn.BCEWithLogitsLoss(), example=(torch.zeros(2, 2),))
-    found = model.evaluate(of(binary), METRICS, batch_size=4)
+    found = model.evaluate(of(binary), METRICS, batch_size=torch.tensor(4))
     assert found == pytest.approx(model.evaluate(of(binary), METRICS, batch_size=5))
     assert set(found) == {"loss", *METRICS}
 
@@ -695,7 +704,7 @@ def test_evaluate_classes_of_a_row_alone(table: Any, of: Callable[[Any], Any]) -
 def test_predict_several_values_of_a_row_alone(binary: Any) -> None:
     model = trained(Squeezed(3), example=(torch.zeros(2, 2),))
     expected = model.module(inputs_of(binary, "x"))
-    close(predictions(model.transform(binary, batch_size=4)), expected)
+    close(predictions(model.transform(binary, batch_size=np.array(4))), expected)
     records = binary.rdd.map(lambda row: row.x)
     for finish in (None, torch.squeeze):
         close(model.predict(records, batch_size=4, postprocess=finish).collect(), expected)
@@ -767,6 +776,56 @@ def test_save_and_load(table: Any, tmp_path: Path, nothing_left: Any) -> None:
     assert loaded.evaluate(table, ["accuracy"]) == model.evaluate(table, ["accuracy"])
     assert loaded.history.losses == model.history.losses
     assert (loaded.features, loaded.label, loaded.output) == (("x",), ("y",), model.output)
+
+
+class Locked(nn.Linear):
+    """Cannot be pickled, and has a tensor that no state_dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 3)
+        self.lock = threading.Lock()
+        self.register_buffer("shift", torch.rand(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.lock:
+            return super().forward(x) + self.shift
+
+
+def parametrized() -> nn.Module:
+    return nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(2, 4)),
+        parametrizations.spectral_norm(nn.Linear(4, 4)),
+        parametrizations.orthogonal(nn.Linear(4, 3)),
+    )
+
+
+def compiled() -> nn.Module:
+    return torch.compile(linear(), backend="eager")  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("make", [parametrized, Locked, compiled])
+@pytest.mark.parametrize("given", ["a function", "a module"])
+def test_any_module_that_trains_is_used_and_saved(
+    table: Any, tmp_path: Path, make: Any, given: str
+) -> None:
+    """Those, too, that torch or pickle does not let be pickled."""
+    if make is Locked and given == "a module":
+        pytest.skip("refused before training")
+    validation = sparkdl.Validation(table, best="loss")
+    model = make if given == "a function" else make()
+    result = trainer(model=model, ema=0.5, validation=validation, engine="local").fit(table)
+    for one in (result, result.best, result.ema):
+        assert one is not None
+        expected = one.module(inputs_of(table, "x"))
+        close(predictions(one.transform(table)), expected)
+        close(np.array(one.predict(as_records(table)).collect()), expected)
+        assert one.evaluate(table, ["accuracy"])["loss"] < 10
+    again = sparkdl.load(result.save(tmp_path / "model"), trust=True)
+    assert not any("_orig_mod" in name for name in again.module.state_dict())
+    if make is not Locked:  # its function is not seeded there
+        close(predictions(again.transform(table)), result.module(inputs_of(table, "x")))
+    more = trainer(model=make).fit(table, start=result)
+    assert more.history.losses != result.history.losses
 
 
 class AuxiliaryHead(nn.Module):

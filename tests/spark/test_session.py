@@ -50,7 +50,7 @@ def table(spark: Any) -> Any:
 
 
 PROGRAM = """
-import json, logging, sys, time
+import json, logging, os, sys, time
 from functools import partial
 import sparkdl, torch
 from pyspark.sql import SparkSession
@@ -126,14 +126,19 @@ def test_an_executor_has_one_daemon(spark: Any) -> None:
 
 
 def test_the_users_settings_win(tmp_path: Path) -> None:
-    said, _ = run(
+    said, stderr = run(
         """
+os.environ["PYSPARK_SUBMIT_ARGS"] = "--conf spark.python.daemon.module=rapids.daemon pyspark-shell"
+logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
 spark = sparkdl.session("local[1]", spark_shuffle_compress=True, spark_app_name="mine",
                         **{**QUIET, "spark.log.level": "FATAL", "spark.sql.shuffle.partitions": 3})
 conf = spark.sparkContext.getConf()
 say(**{key: conf.get(key) for key in (
     "spark.master", "spark.shuffle.compress", "spark.app.name", "spark.sql.shuffle.partitions",
-    "spark.ui.showConsoleProgress", "spark.python.unix.domain.socket.enabled")})
+    "spark.ui.showConsoleProgress", "spark.python.unix.domain.socket.enabled",
+    "spark.python.daemon.module")})
+from sparkdl.session import tell_what_costs_speed
+tell_what_costs_speed(spark.sparkContext)
 say(level=str(spark._jvm.org.apache.logging.log4j.LogManager.getRootLogger().getLevel()),
     again=sparkdl.session().sparkContext is spark.sparkContext)
 """,
@@ -146,7 +151,12 @@ say(level=str(spark._jvm.org.apache.logging.log4j.LogManager.getRootLogger().get
         "spark.sql.shuffle.partitions": "3",
         "spark.ui.showConsoleProgress": "false",
         "spark.python.unix.domain.socket.enabled": "true",
+        "spark.python.daemon.module": "rapids.daemon",
     }
+    told = (
+        "sparkdl WARNING slower than need be: spark.python.daemon.module=rapids.daemon is another"
+    )
+    assert told in stderr
     assert said[1] == {"level": "FATAL", "again": True}
 
 
@@ -315,7 +325,8 @@ class FailsLate(nn.Linear):
 
 @pytest.mark.slow
 def test_ctrl_c(tmp_path: Path) -> None:
-    """SIGINT ends the fit within seconds, and nothing of it stays in the session."""
+    """SIGINT ends the fit within seconds, the first with its model, the second without; nothing of it
+    stays in the session."""
     body = """
 import glob
 
@@ -338,14 +349,18 @@ class Slow(nn.Linear):
 
 spark = sparkdl.session("local[2]", **QUIET)
 context = spark.sparkContext
-for sleep in (0, 60):  # in a job, between jobs
+for sleep in (0, 0, 60):  # in a job, twice, between jobs
+    how = "at once"
     try:
         stop = sparkdl.max_iteration(100_000)
-        trainer(model=Slow, callbacks=[Tell(sleep)], stop=stop).fit(table(spark))
+        fitted = trainer(model=Slow, callbacks=[Tell(sleep)], stop=stop).fit(table(spark))
+        how = fitted.history.stopped
     except KeyboardInterrupt:
+        pass
+    finally:
         stopped = time.time()
         context._jsc.sc().listenerBus().waitUntilEmpty()
-        say(stopped=stopped, slabs=glob.glob(f"/dev/shm/sparkdl-{context.applicationId}-*"),
+        say(how=how, stopped=stopped, slabs=glob.glob(f"/dev/shm/sparkdl-{context.applicationId}-*"),
             local=glob.glob(f"/tmp/blockmgr-*/sparkdl-{context.applicationId}-*"),
             persisted=context._jsc.getPersistentRDDs().size(),
             active=list(context.statusTracker().getActiveJobsIds()),
@@ -363,12 +378,15 @@ say(again=len(trainer(model=Slow).fit(table(spark)).history))
     left = {"slabs": [], "local": [], "persisted": 0, "active": [], "group": None}
     try:
         assert process.stdout is not None
-        for _ in range(2):
+        for times, how in (1, "interrupted"), (2, "at once"), (2, "at once"):
             assert json.loads(process.stdout.readline()) == {"training": True}
             time.sleep(0.5)
-            interrupted = time.time()
-            process.send_signal(signal.SIGINT)
+            for _ in range(times):
+                interrupted = time.time()
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.1)
             end = json.loads(process.stdout.readline())
+            assert end.pop("how") == how
             assert end.pop("stopped") - interrupted < 15
             assert end == left
         out, err = process.communicate(timeout=120)

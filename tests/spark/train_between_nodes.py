@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import sparkdl
+from sparkdl import broadcasts
 from sparkdl.frames import StoringJob
 from sparkdl.train.engines import blocks, node_sums
 from sparkdl.train.engines.blocks import MOST_NAMES
@@ -89,6 +90,31 @@ def frame(spark, rows: int = 120):
     return spark.createDataFrame(records, "features array<float>, label long")
 
 
+def wide() -> nn.Module:
+    """1.3 MB, and with Adam's moments 4."""
+    return nn.Sequential(nn.Linear(WIDTH, 10_000), nn.Tanh(), nn.Linear(10_000, 16))
+
+
+def brought(spark, df) -> dict[str, list[str]]:
+    """Weights, averages, and what a second fit makes of the state that was kept, with slabs that the
+    driver cannot see and jobs whose results may take 1 MB; of one process, too."""
+    from launch import digest
+
+    spark.sparkContext._jsc.sc().conf().set("spark.driver.maxResultSize", "1m")
+    broadcasts.PIECE_BYTES = 500_000
+    found = {}
+    for engine in ("local", "shuffle", "gang"):
+        changes = {"model": wide, "engine": engine, "replicas": 2}
+        if engine == "gang":
+            changes["strategy"] = "zero1"
+        first = trainer("even", **changes, ema=0.9, keep_optimizer_state=True).fit(df)
+        second = trainer("even", **changes).fit(df, start=first)
+        kept = first.optimizer_state is not None
+        digests = [digest(each.module) for each in (first, first.ema, second) if each]
+        found[engine] = [*digests, f"kept: {kept}"]
+    return found
+
+
 def stages_of_last_job(context) -> int:
     """Those that were run."""
     spark = context._jsc.sc()
@@ -161,6 +187,7 @@ def main() -> None:
                     "submissions": list(submissions),
                     "persisted": list(persisted),
                 }
+        results["brought"] = brought(spark, df)
     answer(results)
 
 

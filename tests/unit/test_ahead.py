@@ -14,6 +14,7 @@ import torch
 from sparkdl.data.ahead import Ahead
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.errors import ParameterError
+from sparkdl.replica.seeding import steadily
 
 ORDER = np.random.default_rng(0).permutation(100)
 LENGTHS = ORDER % 5 + 1
@@ -115,6 +116,18 @@ def test_what_draws_from_a_global_generator_stays_in_the_task(draw: Callable[[],
         ahead.take("me", 0, start, start + 10, 100, draws)
     time.sleep(0.03)
     assert source.asked == [(0, 10, True), (10, 20, True), (20, 30, True)]
+
+
+def test_what_draws_steadily_stays_in_the_task_too() -> None:
+    """The generators are then as they were."""
+    ahead, source = Ahead(), Source()
+
+    def draws(start: int, stop: int) -> list[Rows]:
+        return steadily("a test", lambda seed: (torch.rand(1), source(start, stop))[1])
+
+    ahead.take("me", 0, 0, 10, 100, draws)
+    time.sleep(0.03)
+    assert source.asked == [(0, 10, True)] * 2
 
 
 def test_what_was_quick_is_not_looked_at_and_becomes_slow() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -215,6 +218,42 @@ def test_augmented_rows_are_the_same_in_any_batch(make: Make) -> None:
         assert not np.array_equal(again.inputs[2], some.inputs[2])
     plain = plain_batch(assembly, partition, np.array([7, 3]))
     np.testing.assert_array_equal(plain.inputs[2], partition.gather(np.array([7, 3]))[1])
+
+
+def draws(words: np.ndarray, photo: np.ndarray, rng: np.random.Generator) -> tuple[Any, Any]:
+    """Writes into what it is given, and draws as most libraries of transforms do, if not always."""
+    photo //= 2
+    noise = float(rng.random() < 0.8) and torch.rand(1).item() + np.random.rand() + random.random()
+    return words, photo + np.float32(noise)
+
+
+class Draws:
+    """An object of that kind."""
+
+    def __call__(self, *given: Any) -> tuple[Any, Any]:
+        return draws(*given)
+
+
+@pytest.mark.parametrize("augment", [draws, Draws(), functools.partial(draws)])
+def test_global_generators_are_seeded_for_each_row(make: Make, augment: Any) -> None:
+    partition = make(some_rows(30))
+    assembly = replace(ASSEMBLY, augment=augment)
+    torch.manual_seed(3)
+    np.random.seed(3)
+    random.seed(3)
+    expected = torch.rand(1), np.random.rand(), random.random()
+    torch.manual_seed(3)
+    np.random.seed(3)
+    random.seed(3)
+    everything = training_batch(assembly, partition, np.arange(30), 1, 2)
+    assert (torch.rand(1), np.random.rand(), random.random()) == expected
+    some = training_batch(assembly, partition, np.array([7, 3]), 1, 2)
+    np.testing.assert_array_equal(some.inputs[2], everything.inputs[2][[7, 3]])
+    noise = everything.inputs[2] - partition.gather(np.arange(30))[1] // 2
+    assert len(np.unique(noise[:, 0, 0].round(2))) > 15  # of each row its own
+    for position in ((2, 2), (1, 3)):
+        again = training_batch(assembly, partition, np.arange(30), *position)
+        assert not np.array_equal(again.inputs[2], everything.inputs[2])
 
 
 def test_augment_of_a_single_feature(make: Make) -> None:

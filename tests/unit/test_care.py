@@ -5,21 +5,25 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import sparkdl
 from sparkdl.errors import ModelError
 from sparkdl.replica.care import (
     check_modules,
     freeze,
     matches,
     matches_module,
+    plain,
     runnable,
     start_from,
 )
 from sparkdl.replica.policy import Policy
+from sparkdl.train.prepare import prepare
 
 
 def make() -> nn.Module:
@@ -151,6 +155,43 @@ def test_not_strict_does_not_hide_mistakes(state, message) -> None:
     assert "strict_weights" not in str(error.value)
 
 
+def test_weights_may_have_the_names_of_a_compiled_module() -> None:
+    state = {f"_orig_mod.{name}": torch.full_like(v, 3) for name, v in make().state_dict().items()}
+    module = make()
+    start_from(module, state, strict=True)
+    assert all((v == 3).all() for v in module.state_dict().values())
+
+
+class Tanh(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x)
+
+
+@pytest.mark.parametrize("where", ["all", "a part"])
+def test_a_compiled_module_is_the_plain_one_and_runs_compiled(where: str) -> None:
+    compiled: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(where)
+        return graph.forward
+
+    module = nn.Sequential(nn.Linear(3, 4), Tanh())
+    names, x = list(module.state_dict()), torch.ones(2, 3)
+    expected = module(x)
+    if where == "all":
+        found = plain(torch.compile(module, backend=backend))
+    else:
+        module[1] = torch.compile(module[1], backend=backend)
+        found = plain(module)
+    assert found is module
+    assert list(found.state_dict()) == names
+    assert type(found[1]) is Tanh
+    found(x)
+    assert not compiled
+    assert torch.equal(runnable(found, Policy())(x), expected)
+    assert compiled == [where]
+
+
 class Chain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -248,3 +289,19 @@ def test_compile_takes_torchs_options() -> None:
     torch.testing.assert_close(call(x), module(x))
     assert len(graphs) == 1
     assert list(module.state_dict()) == ["0.weight", "0.bias"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_compiling_in_place_is_told_not_to_travel(
+    compiled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = nn.Sequential(nn.Linear(3, 4), Tanh())
+    if compiled:
+        module[1].compile(backend="eager")
+    trainer = sparkdl.Trainer(model=module, loss=nn.MSELoss(), optimizer=torch.optim.Adam)
+    prepare(trainer, None)
+    told = [record.getMessage() for record in caplog.records if record.name == "sparkdl"]
+    assert told == compiled * [
+        'model is a module, and its "1" was compiled with .compile(), which does not travel to the '
+        "executors: it is trained as it is. Pass compile=True to compile it there."
+    ]

@@ -93,6 +93,36 @@ def test_what_is_forked_has_everything_and_runs_no_thread() -> None:
     assert found["missing"] == found["later"] == []
 
 
+ASKS = """
+import os, torch
+from sparkdl import daemon
+daemon.MODULES = (*daemon.MODULES, "asks_for_gpus")
+daemon.preload()
+import asks_for_gpus as module
+print(module.found, module.calls, os.environ.get(daemon.ASK_NVML), torch.cuda.is_initialized())
+"""
+ASKS_FOR_GPUS = """
+import torch
+calls = []
+torch._C._cuda_getDeviceCount = lambda: calls.append("started") or 1
+torch.cuda._device_count_nvml = lambda: calls.append("asked") or 1
+found = torch.cuda.is_available()
+"""
+
+
+def test_a_module_that_asks_for_gpus_does_not_start_cuda(tmp_path: Path) -> None:
+    """What is forked from a process that has could not use it. No GPU is here: torch's own functions
+    are told what one would say."""
+    (tmp_path / "asks_for_gpus.py").write_text(ASKS_FOR_GPUS)
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    environment.pop(daemon.ASK_NVML, None)
+    result = subprocess.run(
+        [sys.executable, "-c", ASKS], env=environment, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "True ['asked'] None False"
+
+
 FORKS = """
 import json, os, sys, time
 from sparkdl.daemon import give_workers_sessions

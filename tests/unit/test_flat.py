@@ -339,3 +339,60 @@ def test_a_buffer_keeps_its_memory_on_refresh() -> None:
     flat.refresh()
     assert module.running_mean is mean
     assert mean.tolist() == [3.0, 3.0]
+
+
+class Cache(nn.Module):
+    """Its buffer is made anew where a batch is longer."""
+
+    def __init__(self, persistent: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("cache", torch.arange(2.0), persistent=persistent)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if len(rows) > len(self.cache):
+            self.cache = torch.arange(float(len(rows)))
+        return self.weight * rows + self.cache[: len(rows), None]
+
+
+@pytest.mark.parametrize("form", [torch.arange(5.0), torch.arange(2), None])
+def test_a_cache_that_takes_another_form_is_left_alone(form: torch.Tensor | None) -> None:
+    flat = FlatModule(Cache())
+    begun = flat.flat.clone()
+    flat.module.cache = form
+    flat.module.mean = torch.ones(2)
+    ends = flat.buffers()
+    saved = torch.zeros_like(flat.flat)
+    flat.save_buffers(saved)
+    start = flat.layout.buffers_start
+    assert torch.equal(ends, saved[start:])
+    mean, cache = (s for s in flat.layout.segments if s.kind != "parameter")
+    assert torch.equal(saved[mean.start : mean.stop], torch.ones(2))
+    assert torch.equal(saved[cache.start : cache.stop], begun[cache.start : cache.stop])
+    flat.refresh()
+    assert flat.module.cache is form
+    assert torch.equal(flat.module.mean, torch.zeros(2))
+
+
+def test_another_buffer_that_takes_another_form_is_told() -> None:
+    flat = FlatModule(nn.Sequential(Cache(persistent=True)))
+    flat.module(torch.ones(5, 2))
+    with pytest.raises(ModelError) as caught:
+        flat.save_buffers(flat.flat)
+    assert str(caught.value) == (
+        'forward makes the buffer "0.cache" [5] float32, and it was built [2] float32: buffers are '
+        "averaged over the replicas, so they keep their form. Give it its last form in __init__ (as "
+        "long as the longest input, say); one that is only a cache is left alone if it is registered "
+        "with persistent=False."
+    )
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_expanded_buffer_can_be_written_to(count: int) -> None:
+    module = Cache()
+    module.register_buffer("mean", torch.zeros(1).expand(count, 2))
+    flat = FlatModule(module)
+    flat.flat.fill_(3)
+    flat.refresh()
+    assert torch.equal(module.mean, torch.full((count, 2), 3.0))

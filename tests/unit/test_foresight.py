@@ -125,3 +125,20 @@ def test_which_triggers_are_foreseeable() -> None:
     assert foreseeable(~(early & sparkdl.every(3)))
     assert not foreseeable(early | Own(3))
     assert not foreseeable(~sparkdl.min_loss(0.1))
+
+
+def test_nothing_is_foreseen_for_who_begins_nothing_ahead_nor_after_the_cut() -> None:
+    """What was foreseen before is still planned: the ranks have begun it."""
+    own = trainer(stop=sparkdl.max_epoch(9))
+    state = TrainState(iterations_per_epoch=100, loss=1.0, timings={"iteration": SECONDS / 3})
+    assert Foresight(own, [], schedule_of(None), state, ahead=False).plan(state, state)[1] == ()
+    foresight = Foresight(own, [], schedule_of(None), state)
+    begun = list(foresight.plan(state, state)[1])
+    assert len(begun) == 3
+    while begun:
+        assert not foresight.cut()
+        previous, state = state, replace(expected(state), timings=state.timings)
+        planned, then = foresight.plan(previous, state)
+        assert planned.iteration.index == begun.pop(0).index
+        assert list(then) == begun
+    assert foresight.cut()

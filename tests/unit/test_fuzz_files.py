@@ -41,6 +41,7 @@ from sparkdl.train.checkpoint.manifest import Best, Manifest, checksum
 from sparkdl.train.checkpoint.residuals import WriteResiduals
 from sparkdl.train.checkpoint.store import CheckpointStore
 from sparkdl.train.checkpoint.tasks import write_slice
+from sparkdl.train.checkpoint_model import told_in_manifest
 from sparkdl.train.checkpointing import Identity
 from sparkdl.train.history import History
 from sparkdl.train.persistence import load, save
@@ -52,8 +53,10 @@ from sparkdl.train.trained import TrainedModel
 CASES = {
     "model.json": 2200,
     "model.safetensors": 1500,
+    "buffers.safetensors of a model": 800,
     "history.json of a model": 800,
     "manifest.json": 2500,
+    "manifest.json to load": 800,
     "slice": 2200,
     "residual": 1000,
     "history.json": 800,
@@ -73,6 +76,7 @@ class Net(nn.Module):
             raise ValueError(f"no such sizes: {sizes}")
         self.body = nn.Sequential(*map(nn.Linear, sizes, sizes[1:]))
         self.norm = nn.BatchNorm1d(width)
+        self.register_buffer("angles", torch.rand(width, 2), persistent=False)
 
 
 # What is mutated: real files.
@@ -96,7 +100,7 @@ def some_history() -> History:
 
 
 def save_a_model(folder: Path, model: Any = None) -> None:
-    model = model or partial(Net, 4, layers=[5, 3])
+    model = model or partial(Net, 4, layers=(5, 3))  # a tuple is told as one
     columns = {"a": sparkdl.Image(size=(4, 4)), "b": sparkdl.Sequence(max_length=7, lengths=True)}
     trained = TrainedModel(
         module=model().eval(),
@@ -118,7 +122,16 @@ def save_a_model(folder: Path, model: Any = None) -> None:
     save(trained, folder)
 
 
-MODULE = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+class Made(nn.Sequential):
+    """What a checkpoint names."""
+
+    def __init__(self, *, width: int) -> None:
+        if width != 8:
+            raise ValueError(f"no such width: {width}")
+        super().__init__(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 3))
+
+
+MODULE = Made(width=8)
 LAYOUT = layout_of(MODULE)
 DATA = DataIdentity(
     rows=(7, 8), checksums=(2**64 - 1, 5), fields=(FieldIdentity(name="x", dtype="f4", shape=(4,)),)
@@ -166,6 +179,7 @@ def write_a_checkpoint(root: Path) -> Path:
         validations=(validated,),
         best=Best(iteration=4, epoch=2, metric="loss", value=0.5, files=kinds["best"]),
         config={"batch_size": "8"},
+        model=told_in_manifest(TRAINER, UNTRAINED),
         extra={"loss_scale_age": 0, "higher_is_better": {"loss": False}, "compression": "None"},
         **CONSTANTS,
     )
@@ -181,7 +195,19 @@ def read_model(folder: Path) -> object:
     assert isinstance(trained.module, Net)
     assert all(type(name) is str for name in (*trained.features, *trained.label))
     use_history(trained.history)
-    return {name: tensor.tolist() for name, tensor in trained.module.state_dict().items()}
+    return values_of(trained)
+
+
+def values_of(trained: TrainedModel) -> object:
+    tensors = {**trained.module.state_dict(), **dict(trained.module.named_buffers())}
+    return {name: tensor.tolist() for name, tensor in tensors.items()}
+
+
+def load_the_checkpoint(root: Path) -> object:
+    trained = load(root)
+    assert isinstance(trained.module, Made)
+    use_history(trained.history)
+    return values_of(trained), values_of(trained.best) if trained.best else None
 
 
 def use_history(history: History) -> None:
@@ -211,10 +237,24 @@ class Reader:
 
 
 TRAINER = sparkdl.Trainer(
-    model=Net,
+    model=partial(Made, width=8),
     loss=nn.MSELoss(),
     optimizer=torch.optim.Adam,
     validation=sparkdl.Validation(None, best="loss"),
+)
+
+
+UNTRAINED = TrainedModel(
+    module=MODULE,
+    model=TRAINER.model,
+    loss=None,
+    features=("x",),
+    label=(),
+    fields=(Field("x", "float32", (4,)),),
+    num_features=1,
+    float_dtype="float32",
+    output=Output((3,), "float32"),
+    history=History(),
 )
 
 
@@ -338,8 +378,9 @@ def files_of(case: str, place: Place) -> tuple[Path, list[Path], Callable[[], ob
         name = case.partition(" ")[0]
         return place.target, [place.target / name], partial(read_model, place.target)
     folder = write_a_checkpoint(place.target)
-    names = sorted(folder.glob(f"{case}*"))
-    return folder, names, partial(read_checkpoint, place.target)
+    names = sorted(folder.glob(f"{case.partition(' ')[0]}*"))
+    read = load_the_checkpoint if "load" in case else read_checkpoint
+    return folder, names, partial(read, place.target)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -25,6 +25,12 @@ LONG = ' If "y" holds class numbers, cast it: df.withColumn("y", df["y"].cast("l
 FLOAT = ' If "y" holds measurements, cast it: df.withColumn("y", df["y"].cast("array<float>")).'
 
 
+TUPLE = (
+    " The 2 labels arrive as a tuple of tensors, loss(output, labels): give a loss that takes it, or "
+    'make one array column of them: functions.array("y", "z").'
+)
+
+
 def error_of(call: Any, *inputs: Any) -> Exception:
     try:
         call(*inputs)
@@ -82,3 +88,13 @@ def test_a_model_that_is_called_with_its_label() -> None:
     assert own_loss_hint(error, nn.MSELoss()) == ""
     assert "called with its label as labels=:" in own_loss_hint(error, sparkdl.ModelLoss())
     assert "label after its inputs:" in own_loss_hint(error, sparkdl.ModelLoss(None))
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.MSELoss(), nn.CrossEntropyLoss(), lambda output, a, b: output.mean()]
+)
+def test_a_loss_of_one_label_that_is_given_several(loss: Any) -> None:
+    output, targets = torch.zeros(2, 2), [torch.zeros(2), torch.ones(2)]
+    error = error_of(loss, output, tuple(targets))
+    labels = [Field("y", "", ()), Field("z", "", ())]
+    assert loss_hint(error, output, targets, labels) == TUPLE

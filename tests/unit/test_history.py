@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,7 @@ def test_the_file_is_json_for_anyone(tmp_path: Path, history: History) -> None:
         "validations": history.validations,
         "timings": {name: [row.get(name) for row in timings] for name in names},
         "start": {"samples": 0, "seconds": 0.0, "skipped": 0},
+        "stopped": None,
     }
     assert same(content, expected)
 
@@ -365,3 +367,87 @@ def test_an_epochs_mean_is_over_what_has_a_loss() -> None:
     first, second = history.epochs()
     assert (first["loss"], first["samples"], first["iterations"]) == (3.0, 30, 3)
     assert math.isnan(second["loss"])
+
+
+# A common beginning
+
+
+def content(history: History) -> bytes:
+    return history.to_json_bytes()
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("append validate branch truncate skips".split()), st.integers(0, 9)
+        ),
+        max_size=40,
+    )
+)
+@settings(max_examples=150)
+def test_histories_that_go_on_from_one_leave_each_other_alone(steps: list[tuple[str, int]]) -> None:
+    """Each is what it would be alone: read anew from what was written before each step."""
+    shared, alone = [History()], [History()]
+    for what, number in steps:
+        i = number % len(shared)
+        pair = (shared[i], alone[i])
+        last = len(pair[0])
+        state = TrainState(
+            iteration=last + 1, samples=10 * last, loss=number, timings={f"t{number % 3}": 1.0}
+        )
+        if what == "branch":
+            shared.append(shared[i].branch())
+            alone.append(History.from_json_bytes(content(alone[i])))
+        for history in () if what == "branch" else pair:
+            if what == "append":
+                history.append(state, 1 + number)
+            elif what == "validate":
+                metrics = {"a": float(number)}
+                history.append_validation(Validated(iteration=last, epoch=1, metrics=metrics))
+            elif what == "truncate":
+                history.truncate(number)
+            else:
+                history.follow(TrainState(skipped=number))
+        for one, other in zip(shared, alone, strict=True):
+            assert content(one) == content(other)
+            assert (len(one), one.losses) == (len(other), other.losses)
+
+
+def long_history(count: int) -> History:
+    history = History()
+    for i in range(count):
+        state = TrainState(iteration=i + 1, samples=8 * (i + 1), loss=1.0, seconds=0.5 * i)
+        history.append(state, 1 + i // 10)
+    return history
+
+
+def test_going_on_costs_nothing_however_long_it_is() -> None:
+    history = long_history(20_000)
+    tracemalloc.start()
+    try:
+        for _ in range(100):
+            history = history.branch()
+            history.append(TrainState(iteration=len(history) + 1, loss=1.0), 1)
+        assert tracemalloc.get_traced_memory()[1] < 500_000  # a copy has 1.6 MB
+    finally:
+        tracemalloc.stop()
+    assert len(history) == 20_100
+
+
+def test_the_end_of_a_history() -> None:
+    history = full_history()
+    assert history.tail(9) is history
+    end = history.tail(2)
+    assert list(end) == list(history)[3:]
+    assert [v["iteration"] for v in end.validations] == [4]
+    assert end.epochs()[-1] == history.epochs()[-1]
+    assert end.timings()["reduce"] == history.timings()["reduce"]
+    assert len(long_history(500).tail(50).to_json_bytes()) < 15_000
+
+
+def test_why_it_was_stopped_is_kept(tmp_path: Path) -> None:
+    history = some_history()
+    history.stopped = "interrupted"
+    history.save(tmp_path / "history.json")
+    assert History.load(tmp_path / "history.json").stopped == "interrupted"
+    assert history.branch().stopped is None

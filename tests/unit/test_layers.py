@@ -6,9 +6,10 @@ from collections import OrderedDict
 
 import pytest
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from sparkdl import ModelError, Tensor
-from sparkdl.train.parallel.layers import plan_of
+from sparkdl.train.parallel.layers import _check_ways, plan_of
 
 
 def cut(module: nn.Module, ranks: int = 2) -> dict[str, str]:
@@ -47,6 +48,19 @@ def test_a_width_that_does_not_come_out_even_is_left_whole():
     module.append(nn.Linear(8, 2))
     assert cut(module) == {"4": "column", "6": "row"}
     assert cut(module, 3) == {"0": "column", "2": "row"}
+
+
+def test_a_layer_with_parametrizations_is_left_whole():
+    module = nn.Sequential(
+        nn.Linear(4, 8), nn.ReLU(), weight_norm(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 6)
+    )
+    assert cut(module.append(nn.Linear(6, 2))) == {"4": "column", "5": "row"}
+    with pytest.raises(ModelError) as caught:
+        _check_ways(Tensor(plan={"2": "row"}), module)
+    assert str(caught.value) == (
+        'strategy=Tensor: "2" has parametrizations, which need its whole weight: leave it out of the '
+        "plan."
+    )
 
 
 def test_layers_that_no_list_shows_are_no_pair():

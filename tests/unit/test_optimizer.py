@@ -155,6 +155,69 @@ def test_an_optimizer_of_ones_own_that_wants_whole_tensors_is_known() -> None:
         assert (plan.elementwise, plan.separate) == (False, True)
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Adafactor"), reason="this torch has no Adafactor")
+@pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)])
+@pytest.mark.parametrize("make", [sparkdl.optim.LAMB, sparkdl.optim.LARS, Normalized, "Adafactor"])
+def test_a_learning_rate_that_begins_at_0_hides_nothing(make: Any, lr: Any) -> None:
+    kind = torch.optim.Adafactor if make == "Adafactor" else make
+    assert not plan_of(make_net(), partial(kind, lr=lr)).elementwise
+    assert plan_of(make_net(), partial(SGD, lr=lr)).elementwise
+
+
+class Sometimes(torch.optim.Optimizer):
+    """Scales a tensor's gradient where ``where(step, weights, gradient)``."""
+
+    def __init__(self, params: Any, where: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "where": where})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                step = self.state[p].setdefault("step", torch.tensor(0.0))
+                step += 1
+                looks = group["where"](float(step), float(p.norm()), float(p.grad.norm()))
+                p.sub_(p.grad / p.grad.norm() if looks else p.grad, alpha=group["lr"])
+
+
+LOOKS = {
+    "above a large norm": lambda step, weights, gradient: gradient > 1e4,
+    "above a very large norm": lambda step, weights, gradient: gradient > 1e7,
+    "below a small norm": lambda step, weights, gradient: 0 < gradient < 1e-2,
+    "at large weights": lambda step, weights, gradient: weights > 1e3,
+    "after a few steps": lambda step, weights, gradient: step > 40,
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_an_optimizer_that_looks_around_only_sometimes_is_known(name: str) -> None:
+    plan = plan_of(make_net(), partial(Sometimes, where=LOOKS[name]))
+    assert (plan.elementwise, plan.separate) == (False, True)
+
+
+def test_one_that_never_looks_around_may_be_cut() -> None:
+    assert plan_of(make_net(), partial(Sometimes, where=lambda *_: False)).elementwise
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [("element", (True, True)), ("tensor", (False, True)), ("all", (False, False))],
+)
+def test_a_class_may_say_what_it_is(answer: str, expected: tuple[bool, bool]) -> None:
+    for base in (SGD, Global):
+        kind = type("Declared", (base,), {"update_depends_on": answer})
+        plan = plan_of(make_net(), partial(kind, lr=0.1))
+        assert (plan.elementwise, plan.separate) == expected
+
+
+def test_a_class_that_says_nonsense_is_refused() -> None:
+    kind = type("Declared", (SGD,), {"update_depends_on": "tensors"})
+    assert refusal(kind, make_net()) == (
+        "Declared.update_depends_on is 'tensors': an element's update depends on that \"element\", "
+        'on its "tensor", or on "all" of them.'
+    )
+
+
 class Global(Normalized):
     """Divides by the norm of all gradients."""
 

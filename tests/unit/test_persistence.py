@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import operator
+import random
 import subprocess
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +21,10 @@ from torch import nn
 import sparkdl
 from sparkdl.data.partition import Field
 from sparkdl.errors import ModelError, ParameterError, TrustError
+from sparkdl.infer.metrics import Judging, resolve, suited
 from sparkdl.infer.output import Output
+from sparkdl.infer.scoring import Scorer
+from sparkdl.replica.seeding import seeded
 from sparkdl.summaries import Curves, HistoryFile
 from sparkdl.train.history import History
 from sparkdl.train.persistence import load, save
@@ -156,12 +162,33 @@ BY_NAME: dict[str, tuple[Callable[..., nn.Module], str, list[Any], dict[str, Any
     ),
 }
 
-BY_PICKLE: dict[str, Any] = {
-    "lambda": lambda: Net(),
-    "function in __main__": in_main,
-    "module": nn.Sequential(nn.Linear(2, 3)),
-    "partial with an argument that is no JSON": partial(Net, layers=(3, 2)),
-    "partial of a lambda": partial(lambda width: Net(width), 2),
+ENCODED: dict[str, dict[str, Any]] = {
+    "a dict with numbers as keys": {"names": {0: "no", 1: "yes"}},
+    "a tuple": {"sizes": (3, 2), "deep": [{"a": (1, (2,))}]},
+    "infinite numbers": {"low": -math.inf, "nested": {True: None}},
+    "dtypes and classes": {"dtype": torch.float64, "parts": [nn.ReLU, Net]},
+}
+
+BY_PICKLE: dict[str, tuple[Any, str]] = {
+    "lambda": (lambda: Net(), "it is a lambda"),
+    "function in __main__": (in_main, '"in_main" is defined in the program or notebook itself'),
+    "module": (
+        nn.Sequential(nn.Linear(2, 3)),
+        "it is a module, not a function that builds one",
+    ),
+    "callable object": (
+        operator.methodcaller("narrow"),
+        "it is a methodcaller, not a class or a function",
+    ),
+    "partial with an argument of another kind": (
+        partial(Net, layers=[3, {"a": Path("x")}]),
+        "its argument \"layers\"[1]['a'] is a PosixPath",
+    ),
+    "partial with a lambda": (
+        partial(Net, layers=[lambda x: x]),
+        'its argument "layers"[0] cannot be named: it is a lambda',
+    ),
+    "partial of a lambda": (partial(lambda width: Net(width), 2), "it is a lambda"),
 }
 
 
@@ -188,11 +215,58 @@ def test_by_name_no_pickle_is_written_and_no_trust_needed(row: str, tmp_path: Pa
     assert torch.equal(loaded.module(inputs), trained.module(inputs))
 
 
+class Keeps(nn.Linear):
+    """Whatever it is given."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(2, 3)
+        self.given = given
+
+
+@pytest.mark.parametrize("row", ENCODED)
+def test_arguments_come_back_as_they_were(row: str, tmp_path: Path) -> None:
+    """Also those that JSON alone would change, or not take: no pickle, no trust."""
+    folder = save(trained_on(partial(Keeps, **ENCODED[row])), tmp_path)
+    assert files(folder) == WITHOUT_PICKLE
+    module: Any = load(folder).module
+    assert repr(module.given) == repr(ENCODED[row])
+
+
+def test_a_function_among_the_arguments_is_named_with_trust_only(tmp_path: Path) -> None:
+    folder = save(trained_on(partial(Keeps, call=subprocess.call)), tmp_path)
+    assert files(folder) == WITHOUT_PICKLE
+    with pytest.raises(TrustError, match='names "subprocess:call", which is no module class'):
+        load(folder)
+    assert load(folder, trust=True).module.given == {"call": subprocess.call}
+
+
+@pytest.mark.parametrize(
+    "told", [{"leaf": {"dtype": "nn"}}, {"leaf": {"x": "y"}}, {"dict": 3}, {"a": 1}, {"leaf": {}}]
+)
+def test_arguments_that_are_damaged(told: Any, tmp_path: Path) -> None:
+    folder = save(trained_on(Net), tmp_path)
+    tamper(folder, name=f"{__name__}:Net", args=[told], encoded=True)
+    with pytest.raises(ModelError, match="is damaged: the arguments of its recipe"):
+        load(folder)
+
+
 @pytest.mark.parametrize("row", BY_PICKLE)
-def test_by_pickle_trust_is_needed(row: str, tmp_path: Path) -> None:
-    trained = trained_on(BY_PICKLE[row])
+def test_by_pickle_trust_is_needed(
+    row: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And saving says why."""
+    model, why = BY_PICKLE[row]
+    builds = "argument" not in why and row != "callable object"
+    trained = trained_on(model, None if builds else Net())
     folder = save(trained, tmp_path)
     assert files(folder) == {*WITHOUT_PICKLE, "recipe.pkl"}
+    assert caplog.messages == [
+        f"{folder}/recipe.pkl: the model is saved as a pickle, which sparkdl.load opens with "
+        f"trust=True only, or with model=make_model: {why}. A class or function of a module that can "
+        "be imported, or a partial of one with plain values, is built by its name."
+    ]
+    if not builds:
+        return
     with pytest.raises(TrustError) as caught:
         load(folder)
     assert str(caught.value) == (
@@ -227,9 +301,9 @@ def test_a_pickled_module_is_loaded_with_the_saved_weights(tmp_path: Path) -> No
 
 
 def test_everything_else_comes_back(tmp_path: Path) -> None:
-    trained = trained_on(Net)
+    trained = trained_on(Net, seed=5)
     loaded = sparkdl.load(trained.save(tmp_path))
-    for name in ("features", "label", "fields", "num_features", "float_dtype", "output"):
+    for name in ("seed", "features", "label", "fields", "num_features", "float_dtype", "output"):
         assert getattr(loaded, name) == getattr(trained, name), name
     assert list(loaded.history) == list(trained.history)
     assert not loaded.module.training
@@ -327,6 +401,101 @@ def test_weights_keep_their_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     loaded = load(folder, model=lambda: nn.Linear(2, 3, dtype=dtype))
     assert loaded.module.weight.dtype == dtype
     assert same_weights(loaded.module, module)
+
+
+# What predictions and metrics depend on
+
+
+class Random(nn.Module):
+    """Draws of its own that no state_dict has; a buffer that comes with the first forward pass."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.randn(2, width), persistent=False)
+        self.shift = random.random() + np.random.rand() + float(torch.rand(()))
+        self.linear = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "cache"):
+            self.register_buffer("cache", torch.rand(3), persistent=False)
+        return self.linear(torch.cos(x @ self.angles + self.shift)) + self.cache
+
+
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("given", [None, Random, lambda: Random()])
+def test_what_the_state_dict_lacks_comes_back(changed: bool, given: Any, tmp_path: Path) -> None:
+    """The buffers as they are by then, other draws as of the seed."""
+    with seeded(7):
+        module = Random()
+    inputs = torch.randn(5, 2)
+    if changed:
+        module.angles.mul_(2)
+        module(inputs)
+    folder = save(trained_on(Random, module, seed=7), tmp_path)
+    assert files(folder) == {*WITHOUT_PICKLE, "buffers.safetensors"}
+    random.seed(11)
+    loaded: Any = load(folder, model=given)
+    assert torch.equal(loaded.module.angles, module.angles)
+    assert loaded.module.shift == module.shift
+    if changed:
+        assert torch.equal(loaded.module(inputs), module(inputs))
+    save(loaded, folder, overwrite=True)
+    assert "buffers.safetensors" in files(folder)
+    save(trained_on(Net), folder, overwrite=True)
+    assert files(folder) == WITHOUT_PICKLE
+
+
+def test_buffers_without_a_place(tmp_path: Path) -> None:
+    folder = save(trained_on(Random, Random()), tmp_path)
+    data = (folder / "buffers.safetensors").read_bytes()
+    other = {"shift": torch.rand(3)}
+    safetensors.torch.save_file(other, folder / "buffers.safetensors")
+    with pytest.raises(ModelError, match=r"buffers\.safetensors is not the file that was saved"):
+        load(folder)
+    (folder / "buffers.safetensors").write_bytes(data)
+    other_model = nn.Sequential()
+    other_model.linear = nn.Linear(4, 3)
+    other_model.angles = nn.Identity()
+    with pytest.raises(ModelError, match=f'no place for the buffer "angles" of {folder}'):
+        load(folder, model=other_model)
+
+
+JUDGED = {
+    "probability": (nn.BCELoss(), [0.6, 0.2, 0.9, 0.4], [1.0, 0.0, 1.0, 1.0], 0.75),
+    "its function": (nn.functional.binary_cross_entropy, [0.6, 0.2], [1.0, 0.0], 1.0),
+    "logit": (nn.BCEWithLogitsLoss(), [0.6, 0.2], [1.0, 0.0], 0.5),
+    "classes": (
+        partial(nn.functional.cross_entropy, ignore_index=1),
+        [[0.1, 0.9], [0.9, 0.1], [0.8, 0.2]],
+        [1, 0, 0],
+        1.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("row", JUDGED)
+def test_accuracies_take_the_output_as_before(row: str, tmp_path: Path) -> None:
+    """As the loss takes it, which is not saved; one that is given says it anew."""
+    loss, output, label, expected = JUDGED[row]
+    loaded = load(save(trained_on(Net, loss=loss), tmp_path))
+    for one in (loaded, load(save(loaded, tmp_path / "again"))):
+        scorer = Scorer(None, suited(resolve(["accuracy"]), one.loss, one.judging))
+        states = scorer.update(scorer.start(), torch.tensor(output), [torch.tensor(label)])
+        assert scorer.values(states) == {"accuracy": pytest.approx(expected)}
+    assert load(tmp_path, loss=nn.BCELoss()).judging == Judging(threshold=0.5)
+
+
+def test_the_default_dtype_may_be_another_by_then(tmp_path: Path) -> None:
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        trained = trained_on(Net)
+        folder = save(trained, tmp_path)
+    finally:
+        torch.set_default_dtype(before)
+    loaded = load(folder)
+    assert same_weights(loaded.module, trained.module)
+    assert loaded.module.norm.running_mean.dtype == torch.float64
 
 
 # A model given on loading
@@ -543,8 +712,8 @@ def test_a_uri_is_no_folder_here(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    uses = (partial(save, trained_on(Net)), load, HistoryFile, Curves)
-    for use, name in zip(uses, ("", "", "/h.csv", "/c.png"), strict=True):
+    uses = (partial(save, trained_on(Net)), HistoryFile, Curves)
+    for use, name in zip(uses, ("", "/h.csv", "/c.png"), strict=True):
         with pytest.raises(ParameterError) as caught:
             use(f"{path}{name}")
         assert str(caught.value) == (

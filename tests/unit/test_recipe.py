@@ -148,7 +148,7 @@ def test_a_recipe_that_was_deleted_is_state_that_is_lost(tmp_path, gone) -> None
     """Not an error of the user's: it is put there again when the replicas are placed anew."""
     slab = SlabConfig.new(str(tmp_path), f"app-{gone.split()[1]}")
     run = Run(slab, 0, 1, 1, None, (1,), torch.get_num_threads())  # type: ignore[arg-type]
-    install_recipe(run, pickle.dumps(recipe(partial(nn.Linear, 3, 2))))
+    install_recipe(run, [pickle.dumps(recipe(partial(nn.Linear, 3, 2)))])
     (directory,) = open_root(slab).directories
     (directory / "recipe").unlink()
     if gone == "the root":
@@ -168,7 +168,7 @@ def test_a_recipe_goes_where_there_is_room(tmp_path, monkeypatch) -> None:
 
     def write(path, data) -> None:
         if path.is_relative_to(memory):
-            path.write_bytes(data[:10])
+            path.write_bytes(b"the first ")
             raise OSError(errno.ENOSPC, "No space left on device")
         written(path, data)
 
@@ -176,7 +176,7 @@ def test_a_recipe_goes_where_there_is_room(tmp_path, monkeypatch) -> None:
     slab = SlabConfig.new("auto", "full")
     run = Run(slab, 0, 1, 1, None, (1,), torch.get_num_threads())  # type: ignore[arg-type]
     for _ in range(2):
-        install_recipe(run, pickle.dumps(recipe(partial(nn.Linear, 3, 2))))
+        install_recipe(run, [pickle.dumps(recipe(partial(nn.Linear, 3, 2)))])
     assert [path.name for path in (memory / slab.name).glob("recipe*")] == []
     assert [path.name for path in (local / slab.name).glob("recipe*")] == ["recipe"]
     assert open_replica(run).flat.module.weight.shape == (2, 3)

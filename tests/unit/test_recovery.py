@@ -12,7 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkdl.errors import CheckpointError, StalledError, StateLostError, TrainingError
+from sparkdl.errors import (
+    CheckpointError,
+    ModelError,
+    StalledError,
+    StateLostError,
+    TrainingError,
+)
 from sparkdl.train.engine import BEST, Iteration, StepResult
 from sparkdl.train.engines.log import Log
 from sparkdl.train.engines.recovery import MAX_LOSSES, Recovering
@@ -253,11 +259,12 @@ def test_what_is_lost_again_and_again_is_an_error():
     assert engine.calls < 10 * MAX_LOSSES
 
 
-def test_where_nothing_can_be_read_the_error_says_both():
+@pytest.mark.parametrize("kind", [CheckpointError, ModelError])
+def test_where_nothing_can_be_read_the_error_says_both(kind):
     engine = Engine()
 
     def gone():
-        raise CheckpointError("it was deleted")
+        raise kind("it was deleted")
 
     recovering = Recovering(engine, None)
     recovering.start(lambda: 3)

@@ -51,6 +51,18 @@ def test_a_job_that_failed_without_a_task() -> None:
     assert explain("cancelled by hand") == "cancelled by hand"
 
 
+def test_a_job_in_the_background_tells_its_cause():
+    stack = "\n\tat java.base/java.util.concurrent.CompletableFuture.get(CompletableFuture.java:1)"
+    cause = "Could not compute split, block rdd_1_0 of RDD 2 not found"
+    said = (
+        "An error occurred while calling o89.get.\n: java.util.concurrent.ExecutionException: "
+        f"Exception thrown by job{stack}\nCaused by: org.apache.spark.SparkException: {cause}{stack}"
+        "\n\t... 1 more\n"
+    )
+    assert explain(said) == cause
+    assert explain(said.partition("\nCaused")[0]) == "Exception thrown by job"
+
+
 LACKS = (
     "/env/bin/python: Error while finding module specification for 'sparkdl.daemon' "
     "(ModuleNotFoundError: No module named 'sparkdl')"

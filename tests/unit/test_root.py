@@ -32,17 +32,23 @@ from sparkdl.slab.root import (
     remove_root,
     write_private,
 )
+from sparkdl.system import boot_id, pid_namespace
 
-# Loads the module from its file: importing the package would load torch, which takes seconds.
+# A package without content: the real one would load torch, which takes seconds.
 OPEN_AND_PRINT = """
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("root", sys.argv[3])
-module = sys.modules["root"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
+import importlib, sys, types
+sys.modules["sparkdl"] = types.ModuleType("sparkdl")
+sys.modules["sparkdl"].__path__ = [sys.argv[3]]
+sys.modules["sparkdl.slab"] = types.ModuleType("sparkdl.slab")
+sys.modules["sparkdl.slab"].__path__ = [sys.argv[3] + "/slab"]
+module = importlib.import_module("sparkdl.slab.root")
 root = module.open_root(module.SlabConfig(sys.argv[1], sys.argv[2]), create=True)
 print(root.token, flush=True)
 sys.stdin.read()
 """
+
+
+PACKAGE = str(Path(module.__file__).parents[1])
 
 
 @pytest.fixture
@@ -55,7 +61,7 @@ def config(tmp_path: Path) -> Iterator[SlabConfig]:
 def start(config: SlabConfig) -> subprocess.Popen[str]:
     """A process that opens the root, prints the token, and lives until its input ends."""
     return subprocess.Popen(
-        [sys.executable, "-c", OPEN_AND_PRINT, config.directory, config.name, module.__file__],
+        [sys.executable, "-c", OPEN_AND_PRINT, config.directory, config.name, PACKAGE],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -76,7 +82,7 @@ def dead_mark() -> str:
     """A mark of a process of this PID namespace that is no more."""
     child = subprocess.Popen(["true"])
     child.wait()
-    return f"alive.{module._boot()}.{module._namespace()}.{child.pid}.12345"
+    return f"alive.{boot_id()}.{pid_namespace()}.{child.pid}.12345"
 
 
 def root_in(config: SlabConfig) -> Path:
@@ -392,8 +398,8 @@ def test_a_root_without_a_mark_is_swept_when_it_is_old(
     ("mark", "swept"),
     [
         ("<dead>", True),
-        (f"alive.{module._boot()}.another-namespace.1.1", False),  # not to be seen from here
-        (f"alive.another-boot.{module._namespace()}.1.1", False),  # of another machine, perhaps
+        (f"alive.{boot_id()}.another-namespace.1.1", False),  # not to be seen from here
+        (f"alive.another-boot.{pid_namespace()}.1.1", False),  # of another machine, perhaps
         ("alive.garbage", False),
     ],
 )
@@ -408,7 +414,7 @@ def test_marks(config: SlabConfig, tmp_path: Path, mark: str, swept: bool) -> No
 def test_a_process_number_used_again_is_not_the_holder(config: SlabConfig, tmp_path: Path) -> None:
     path = tmp_path / f"{MARK}other"
     path.mkdir(mode=0o700)
-    mark = f"alive.{module._boot()}.{module._namespace()}.{os.getpid()}.1"
+    mark = f"alive.{boot_id()}.{pid_namespace()}.{os.getpid()}.1"
     (path / mark).touch()  # started at another time
     open_root(config, create=True)
     assert not path.exists()
@@ -485,7 +491,7 @@ def test_sweeping_touches_nothing_else(config: SlabConfig, tmp_path: Path) -> No
 def test_a_root_that_another_machine_holds_is_refused(config: SlabConfig) -> None:
     """Through a file system that both have."""
     root_in(config).mkdir(mode=0o700)
-    (root_in(config) / f"alive.another-boot.{module._namespace()}.1.1").touch()
+    (root_in(config) / f"alive.another-boot.{pid_namespace()}.1.1").touch()
     with pytest.raises(OSError, match="must be a directory of each node's own") as caught:
         open_root(config, create=True)
     assert str(root_in(config)) in str(caught.value)
@@ -510,6 +516,7 @@ def test_a_dead_root_goes_from_every_directory(
     remove_root(config)
 
 
+@pytest.mark.linux
 def test_the_mark_names_this_process(config: SlabConfig) -> None:
     open_root(config, create=True)
     (mark,) = root_in(config).glob("alive.*")
@@ -520,6 +527,7 @@ def test_the_mark_names_this_process(config: SlabConfig) -> None:
     assert started == Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
+@pytest.mark.linux
 def test_the_mark_of_a_spark_worker_names_the_jvm(
     config: SlabConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -382,6 +382,13 @@ def test_a_plateau_wants_to_know_its_metric(metric: str | None, end: str) -> Non
     Schedule(plan_of(), PLATEAU, metric="accuracy").check(10, metrics=["loss", "accuracy"])
 
 
+def test_epochs_are_nothing_to_a_plateau() -> None:
+    with pytest.raises(
+        ModelError, match=r'^schedule_per="epoch" does nothing to ReduceLROnPlateau'
+    ):
+        Schedule(plan_of(), PLATEAU, "epoch").check(10, metrics=["loss"])
+
+
 def test_a_metric_is_for_a_plateau_only() -> None:
     with pytest.raises(ModelError, match=r'^schedule_metric="loss" is for ReduceLROnPlateau'):
         Schedule(plan_of(), HALVE, metric="loss")

@@ -322,6 +322,7 @@ _FIELDS: dict[str, sql.DataType] = {
     "string": sql.StringType(),
     "char": sql.CharType(3),
     "strings": sql.ArrayType(sql.StringType()),
+    "dates": sql.ArrayType(sql.DateType()),
     "timestamp": sql.TimestampType(),
     "date": sql.DateType(),
     "binary": sql.BinaryType(),
@@ -337,6 +338,14 @@ TEXT = (
 )
 NO_TENSOR = (
     "which cannot become a tensor: use numbers, arrays of numbers or pyspark.ml.linalg vectors."
+)
+
+
+CONVERT = 'columns={{"{0}": sparkdl.Convert(function)}}, a function of its Python value.'
+TIME = (
+    ' Make a number of it, such as functions.datediff("{0}", start), or '
+    'functions.unix_timestamp("{0}") '
+    f"less a start (float32 has 7 digits), or give {CONVERT}"
 )
 
 
@@ -383,20 +392,30 @@ def test_columns_keep_the_order_they_are_named_in() -> None:
         ("string", f"is of type string: {TEXT}"),
         ("char", f"is of type char(3): {TEXT}"),
         ("strings", f"is of type array<string>: {TEXT}"),
-        ("timestamp", f"is of type timestamp, {NO_TENSOR}"),
-        ("date", f"is of type date, {NO_TENSOR}"),
+        ("timestamp", f"is of type timestamp, {NO_TENSOR}{TIME}"),
+        ("date", f"is of type date, {NO_TENSOR}{TIME}"),
+        ("dates", f"is of type array<date>, {NO_TENSOR} Or give {CONVERT}"),
         (
             "binary",
             "is of type binary, which cannot become a tensor by itself: specify it, as "
             'columns={"binary": sparkdl.Image()} for encoded images, or with '
             "sparkdl.Convert(function).",
         ),
-        ("map", f"is of type map<string,int>, {NO_TENSOR}"),
-        ("struct", f"is of type struct<a:int>, {NO_TENSOR}"),
+        (
+            "map",
+            f"is of type map<string,int>, {NO_TENSOR} Make values of it columns, as "
+            f'df["map"]["a key"], or give {CONVERT}',
+        ),
+        (
+            "struct",
+            f"is of type struct<a:int>, {NO_TENSOR} Make its fields columns, as "
+            f'df.withColumn("a", df["struct"]["a"]), or give {CONVERT}',
+        ),
         ("vectors", "is an array of vectors: use nested arrays, or one vector a row."),
     ],
 )
 def test_columns_that_cannot(name: str, text: str) -> None:
+    text = text.replace("{0}", name).replace("{{", "{").replace("}}", "}")
     assert mistake([name]) == f'feature column "{name}" {text}'
     assert mistake(["int"], [name]) == f'label column "{name}" {text}'
 

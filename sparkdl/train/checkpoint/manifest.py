@@ -110,6 +110,9 @@ class Manifest:
     """For people; values whose keys speak of secrets are hidden when the manifest is written."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What else the loop keeps (a schedule's state): nested plain values."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """How to build the model and which columns it takes, as in a saved model's ``model.json``, for
+    :func:`sparkdl.load`; empty in the checkpoints of older versions."""
     history: StoredFile | None = None
     """Set when the checkpoint is committed."""
     sparkdl: str = field(default_factory=_version)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from sparkdl.sync.owner import EMA
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.state import SliceState
-from sparkdl.train.checkpoint.slices import Part, recut, to_bytes, unpack
+from sparkdl.train.checkpoint.slices import recut, to_bytes, unpack
 
 
 @dataclass(frozen=True)
@@ -22,19 +22,26 @@ class PackSlice:
         return to_bytes(plan, state)
 
 
+class InTasks(Protocol):
+    """Byte strings that tasks have, such as :class:`sparkdl.broadcasts.BroadcastBytes`."""
+
+    def parts(self) -> Iterator[bytes]:
+        """One after another, none of which is kept."""
+
+
 @dataclass(frozen=True)
 class ReadCarried:
     """Run on the owner: its slice out of all slices of an earlier run, whatever their number.
 
-    ``packed``: the bytes, or a broadcast of them.
+    ``packed``: the bytes, or what has them in a task.
     """
 
-    packed: Any
+    packed: Sequence[bytes] | InTasks
 
     def __call__(self, plan: SlicePlan, dtype: torch.dtype) -> SliceState:
-        slices: Sequence[bytes] = getattr(self.packed, "value", self.packed)
-        parts: list[Part] = [unpack(data) for data in slices]
-        return recut(parts, plan, dtype)
+        packed = self.packed
+        slices = packed if isinstance(packed, Sequence) else packed.parts()
+        return recut(map(unpack, slices), plan, dtype)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import os
 from dataclasses import KW_ONLY, dataclass
 
 from sparkdl.errors import ParameterError, raise_all
+from sparkdl.plain import make_plain
 from sparkdl.train.triggers import EveryEpoch, Trigger
 
 EVERY_EPOCH = EveryEpoch()
@@ -29,6 +30,7 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         problems = []
+        make_plain(self, "keep", "asynchronous")
         if not isinstance(self.path, (str, os.PathLike)) or not str(self.path).strip():
             problems.append(
                 f"Checkpoint path={self.path!r}: give a folder, such as "

@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
 from sparkdl.train.checkpoint.files import Entry, Folder, unfinished
@@ -41,6 +42,15 @@ _FOLDER = re.compile(r"iteration-(\d{10,})-([0-9a-f]{12})[0-9a-f]{8}")
 _OWN = re.compile(
     r"manifest\.json|history\.json|[a-z]+-\d{5,}-[0-9a-f]{16}\.safetensors|probe-[0-9a-f]{16}"
 )
+
+
+def holds_checkpoints(folder: Path) -> bool:
+    """Whether a folder of this machine is a checkpoint, or has any in it."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return False
+    return MANIFEST in names or any(map(_FOLDER.fullmatch, [folder.name, *names]))
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,10 @@ class CheckpointStore:
 
     def __str__(self) -> str:
         return str(self._root)
+
+    def holds(self, uri: str) -> bool:
+        """Whether the checkpoint ``uri`` is one of these."""
+        return any(folder.uri == uri for _, folder in self._folders())
 
     def prepare(self) -> None:
         """Make the folder and write into it, so that a path that cannot be written fails early.

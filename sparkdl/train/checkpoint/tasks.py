@@ -23,7 +23,13 @@ def write_slice(
     No two attempts write the same file, so a task may run twice. ``kind`` begins the file's name.
     Raises :class:`sparkdl.CheckpointError`.
     """
-    data = to_bytes(plan, state)
+    return write_packed(directory, index, (plan.start, plan.stop), to_bytes(plan, state), kind)
+
+
+def write_packed(
+    directory: str, index: int, bounds: tuple[int, int], data: bytes, kind: str
+) -> SliceFile:
+    """Likewise, of a slice that is packed already; ``bounds``: its own in the flat vector."""
     name = f"{kind}-{index:05d}-{secrets.token_hex(8)}.safetensors"
     Folder(directory).write(name, data)
     return SliceFile(
@@ -31,8 +37,8 @@ def write_slice(
         nbytes=len(data),
         checksum=checksum(data),
         index=index,
-        start=plan.start,
-        stop=plan.stop,
+        start=bounds[0],
+        stop=bounds[1],
     )
 
 

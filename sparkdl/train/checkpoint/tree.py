@@ -1,9 +1,9 @@
 """Nested plain values with tensors as leaves <-> JSON and a dict of tensors. No pickle.
 
 JSON has no tuples, no keys but strings and no infinities, so these are written as marked objects:
-``{"tuple": [...]}``, ``{"dict": [[key, value], ...]}``, ``{"float": "inf"}`` and
-``{"tensor": "name"}``. Finite floats come back bit for bit (Python writes the shortest digits that
-read back exactly).
+``{"tuple": [...]}``, ``{"dict": [[key, value], ...]}``, ``{"float": "inf"}``, ``{"tensor": "name"}``
+and ``{"leaf": ...}``, of which the caller knows. Finite floats come back bit for bit (Python writes the
+shortest digits that read back exactly).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 STORABLE = frozenset(
@@ -31,13 +32,21 @@ STORABLE = frozenset(
 """The dtypes of tensors that a checkpoint holds."""
 
 
-def encode(value: Any, where: str, keep: Callable[[torch.Tensor, str], str] | None = None) -> Any:
-    """``value`` as JSON; ``keep(tensor, where)`` stores a tensor and says its name.
+def encode(
+    value: Any,
+    where: str,
+    keep: Callable[[torch.Tensor, str], str] | None = None,
+    leaf: Callable[[Any, str], Any] | None = None,
+) -> Any:
+    """``value`` as JSON; ``keep(tensor, where)`` stores a tensor and says its name; ``leaf(value,
+    where)`` is JSON of what else there may be, or raises TypeError.
 
     ``where`` names the place for errors. Raises TypeError for a value that has no such form.
     """
     if isinstance(value, torch.Tensor) and keep is not None:
         return {"tensor": keep(value, where)}
+    if isinstance(value, np.generic):  # a learning rate, say
+        value = value.item()
     if value is None or isinstance(value, str):
         return value if value is None else str(value)
     if isinstance(value, (bool, int)):
@@ -46,23 +55,30 @@ def encode(value: Any, where: str, keep: Callable[[torch.Tensor, str], str] | No
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
     # Subclasses (named tuples, ordered dicts) would come back as something else: refuse them.
     if type(value) is list:
-        return [encode(item, f"{where}[{i}]", keep) for i, item in enumerate(value)]
+        return [encode(item, f"{where}[{i}]", keep, leaf) for i, item in enumerate(value)]
     if type(value) in (tuple, torch.Size):
-        return {"tuple": [encode(item, f"{where}[{i}]", keep) for i, item in enumerate(value)]}
+        items = [encode(item, f"{where}[{i}]", keep, leaf) for i, item in enumerate(value)]
+        return {"tuple": items}
     if type(value) is dict:
         for key in value:
             if type(key) not in (str, int, bool, type(None)):
                 raise TypeError(f"{where} has the key {key!r}, a {type(key).__name__}")
         return {
-            "dict": [[key, encode(item, f"{where}[{key!r}]", keep)] for key, item in value.items()]
+            "dict": [
+                [key, encode(item, f"{where}[{key!r}]", keep, leaf)] for key, item in value.items()
+            ]
         }
+    if leaf is not None:
+        return {"leaf": leaf(value, where)}
     raise TypeError(f"{where} is a {type(value).__name__}")
 
 
-def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def decode(
+    value: Any, tensors: Mapping[str, torch.Tensor], leaf: Callable[[Any], Any] | None = None
+) -> Any:
     """What :func:`encode` was given. Raises ValueError, KeyError or TypeError for other JSON."""
     if isinstance(value, list):
-        return [decode(item, tensors) for item in value]
+        return [decode(item, tensors, leaf) for item in value]
     if not isinstance(value, dict):
         return value
     ((mark, content),) = value.items()
@@ -71,7 +87,9 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if mark == "float":
         return float(content)
     if mark == "tuple":
-        return tuple(decode(item, tensors) for item in content)
+        return tuple(decode(item, tensors, leaf) for item in content)
     if mark == "dict":
-        return {key: decode(item, tensors) for key, item in content}
+        return {key: decode(item, tensors, leaf) for key, item in content}
+    if mark == "leaf" and leaf is not None:
+        return leaf(content)
     raise ValueError(f'unknown mark "{mark}"')

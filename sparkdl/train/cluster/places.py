@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pyspark import StorageLevel
 from pyspark.core.rdd import RDD
 
 from sparkdl.data.samples import SampleSet
-from sparkdl.errors import ModelError, StateLostError, TrainingError
+from sparkdl.errors import StateLostError, TrainingError
 from sparkdl.frames import (
     collect_and_forget,
     is_local,
     map_frames,
     shuffle_frames,
     stage_name,
+    store_frames,
     stored_for,
     stored_frames,
     zip_frames,
 )
+from sparkdl.replica.compare import Description, check_same
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.run import ReplicaHandle, Run
 from sparkdl.step.seat import (
     AtSeats,
     AtSeatsWithBytes,
+    CheckSeat,
     PadFrames,
     PrepareReplica,
     SeatTask,
-    check_seat,
 )
 from sparkdl.sync.owners import PrepareOwner, PublishWeights, RecipeSource, Recount
 from sparkdl.sync.records import (
@@ -73,17 +75,20 @@ class Places:
         run: Run,
         recipe: bytes,
         policy: Policy,
+        built: Description,
         resources: Resources,
     ) -> None:
+        """``built``: what the driver's model is to begin with."""
         self.few_bytes = layout.nbytes <= FEW_BYTES
         assert samples.rdd is not None
         self.samples, self._run, self._policy = samples.rdd, run, policy
+        self._built = built
         self._context = resources.context
         self.tokens: tuple[str, ...] = ()
         self._stored: dict[RDD, RDD] = {}
         context = self._context
         if len(recipe) > INLINE_BYTES:
-            source = RecipeSource(None, resources.broadcast(recipe))
+            source = RecipeSource(None, resources.broadcast([recipe]))
         else:
             source = RecipeSource(recipe)
         handles = [
@@ -110,12 +115,12 @@ class Places:
         for _ in range(MAX_SUBMISSIONS):
             with stage_name(self._context, "set up replicas"):
                 seats = zip_frames(self._replicas, self.samples)
-                checked = self.pickled(map_frames(seats, check_seat))
-            tokens, digests, here = zip(*checked, strict=True)
+                checked = self.pickled(map_frames(seats, CheckSeat(self._built)))
+            tokens, found, here = zip(*checked, strict=True)
             if all(here):
                 break
             self._write_again(self.samples)
-        check_digests(digests)
+        check_same(found)
         self.tokens = tokens
 
     def counted(self, count: int) -> RDD:
@@ -159,13 +164,14 @@ class Places:
         """A task at every replica's place that needs no weights."""
         return map_frames(zip_frames(self._replicas, self.samples), AtSeats(task, ()))
 
-    def zipped_with_owners(self, frames: RDD, task: Callable[..., Any]) -> list[Any]:
-        """The pickled results of a task over (frame, owner) pairs, as many as there are replicas."""
-        return self.pickled(map_frames(zip_frames(frames, self.owners), task))
+    def zipped_with_owners(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
+        """The pickled results of a task over (frame, owner) pairs, ``count`` in a partition."""
+        owners = map_frames(self.owners, Recount(count))
+        return self.pickled(map_frames(zip_frames(frames, owners), task))
 
-    def zipped_with_seats(self, frames: RDD, task: Callable[..., Any]) -> list[Any]:
-        """Likewise over (frame, padded seat) pairs, one a replica."""
-        seats = self._padded(self.samples, (1,) * self._run.replicas)
+    def zipped_with_seats(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
+        """Likewise over (frame, padded seat) pairs."""
+        seats = self._padded(self.samples, (count,) * self._run.replicas)
         return self.pickled(map_frames(zip_frames(frames, seats), task))
 
     def pickled(self, rdd: RDD) -> list[Any]:
@@ -197,6 +203,11 @@ class Places:
         padded = self._padded(samples, (self._run.slices,) * self._run.replicas)
         body = AtSeatsWithBytes(task, given, checksums)
         return map_frames(zip_frames(padded, published), body)
+
+    @property
+    def fit(self) -> str:
+        """The key of the run, by which its tasks know what they are told."""
+        return self._run.key
 
     @property
     def everything_travels(self) -> bool:
@@ -270,9 +281,13 @@ class Places:
             self._write_again(samples)
 
     def _write_again(self, samples: RDD) -> None:
-        """Each partition will be written where it is read."""
+        """Each partition will be written where it is read; in local mode now, since there tasks read
+        stored blocks, see :func:`sparkdl.frames.stored_frames`."""
         compute_again(samples)
         self._stored.pop(samples, None)
+        if is_local(self._context):
+            with faults_explained("writing the samples again"):
+                store_frames(samples)
 
     def give_up_on(self, faults: list[Fault], doing: str) -> None:
         """Raise for what no other submission could mend."""
@@ -291,15 +306,6 @@ class Places:
                 raise samples_changed(doing, fault.partition)
 
 
-def check_digests(digests: Iterable[str]) -> None:
-    """Raise :class:`ModelError` unless all processes have built the same initial weights."""
-    if len(set(digests)) > 1:
-        raise ModelError(
-            "model() gave different initial weights in different processes: draw them with "
-            "torch, numpy or random only (all three are seeded), or pass a module instance."
-        )
-
-
 def samples_changed(doing: str, partition: int) -> TrainingError:
     """What to raise where a partition that was computed again is another."""
     return TrainingError(
@@ -312,7 +318,8 @@ def compute_again(rdd: RDD) -> None:
     """Let go of what is persisted of ``rdd``; it is persisted again as it is computed.
 
     Nobody waits for that: an executor that has just died does not answer for two minutes. A block
-    that is let go of too late, when it is there anew, is computed once more.
+    that is let go of too late, when it is there anew, is computed once more. In local mode, where
+    blocks are read without what computes them, it must not be let go of too late, and nobody dies.
     """
-    rdd.unpersist(blocking=False)
+    rdd.unpersist(blocking=is_local(rdd.ctx))
     rdd.persist(StorageLevel.MEMORY_AND_DISK)

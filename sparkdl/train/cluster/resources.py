@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from py4j.protocol import Py4JError
@@ -12,12 +12,14 @@ from pyspark import SparkContext, StorageLevel
 from pyspark.core.rdd import RDD
 from pyspark.errors import PySparkException
 
+from sparkdl.broadcasts import BroadcastBytes
 from sparkdl.data.partition import close_partitions
 from sparkdl.frames import forget_shuffles, is_local, stage_name
-from sparkdl.message import PROPERTY
+from sparkdl.properties import own_properties
 from sparkdl.replica.cache import forget
+from sparkdl.replica.gpu_memory import holders_awaited
 from sparkdl.slab.pool import close_pool
-from sparkdl.slab.root import SlabConfig, remove_root
+from sparkdl.slab.root import SlabConfig, open_root, remove_root
 from sparkdl.train.cluster.locality import executor_awaited
 from sparkdl.train.cluster.neighbours import Executor, executors, one_each
 from sparkdl.train.cluster.watch import Watch
@@ -29,20 +31,13 @@ LAG_SECONDS = 5.0
 
 
 class Resources:
-    """Persisted RDDs, broadcasts, and slabs of one fit; its Spark jobs are one job group.
+    """Persisted RDDs, broadcasts, and slabs of one fit; its Spark jobs are one job group, and the
+    thread has local properties of its own meanwhile.
 
     A context manager: on leaving, what still runs is cancelled, the slabs are deleted on every node
     that may have some, RDDs are unpersisted and broadcasts destroyed. What a killed
     node kept is swept there when the next fit begins, see :mod:`sparkdl.slab.root`.
     """
-
-    _LOCAL_PROPERTIES = (
-        "spark.jobGroup.id",
-        "spark.job.description",
-        "spark.job.interruptOnCancel",
-        "callSite.short",
-        PROPERTY,
-    )
 
     def __init__(
         self, context: SparkContext, slab: SlabConfig, timeout: float | None = None
@@ -52,13 +47,13 @@ class Resources:
         self._watch: Watch | None = None
         self._rdds: list[RDD] = []
         self._passing: list[RDD] = []
-        self._broadcasts: list[Any] = []
+        self._broadcasts: list[BroadcastBytes] = []
         self._shuffled: RDD | None = None
         self._closing = contextlib.ExitStack()
-        self._before: dict[str, str | None] = {}
+        self._properties = contextlib.ExitStack()
 
     def __enter__(self) -> Resources:
-        self._before = {key: self.context.getLocalProperty(key) for key in self._LOCAL_PROPERTIES}
+        self._properties.enter_context(own_properties(self.context))
         self.context.setJobGroup(self.slab.name, "sparkdl: reading the samples")
         self._watch = Watch(self.context, self.slab.name, self._timeout)
         return self
@@ -90,9 +85,9 @@ class Resources:
         with contextlib.suppress(Py4JError):
             rdd.unpersist()
 
-    def broadcast(self, value: Any) -> Any:
-        """Broadcast ``value`` until the end."""
-        self._broadcasts.append(self.context.broadcast(value))
+    def broadcast(self, parts: Sequence[bytes]) -> BroadcastBytes:
+        """Broadcast them until the end."""
+        self._broadcasts.append(BroadcastBytes.of(self.context, parts))
         return self._broadcasts[-1]
 
     def closing(self, thing: Any) -> None:
@@ -106,8 +101,8 @@ class Resources:
         self._shuffled = rdd
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        alive = self.context._jsc is not None and not self.context._jsc.sc().isStopped()
-        with contextlib.suppress(Py4JError):
+        alive = self._is_alive()
+        with contextlib.suppress(Py4JError, OSError):
             self._closing.close()
         if alive:
             with contextlib.suppress(Py4JError, PySparkException):
@@ -123,10 +118,15 @@ class Resources:
                 with contextlib.suppress(Py4JError):
                     rdd.unpersist()
             for broadcast in self._broadcasts:
-                with contextlib.suppress(Py4JError):
-                    broadcast.destroy()
-            for key, value in self._before.items():
-                self.context.setLocalProperty(key, value)  # type: ignore[arg-type]
+                broadcast.destroy()
+        self._properties.close()
+
+    def _is_alive(self) -> bool:
+        """Whether Spark is. Its JVM may have been killed, while the model was on its way back, say."""
+        try:
+            return self.context._jsc is not None and not self.context._jsc.sc().isStopped()
+        except (Py4JError, OSError):
+            return False
 
     def _cancel(self, failed: bool) -> None:
         """Cancel the fit's jobs and wait until their tasks are gone, so that none makes a slab.
@@ -196,4 +196,8 @@ def _clean_here(slab: SlabConfig) -> None:
     forget(slab.name)
     close_partitions()
     close_pool(slab)
-    remove_root(slab)
+    root = None
+    with contextlib.suppress(OSError):  # it is none of ours
+        root = open_root(slab)
+    with holders_awaited([] if root is None else list(root.directories)):
+        remove_root(slab)

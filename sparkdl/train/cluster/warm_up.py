@@ -16,6 +16,7 @@ from py4j.protocol import Py4JError
 from pyspark import SparkContext
 
 from sparkdl.frames import map_frames, stage_name
+from sparkdl.properties import own_properties
 from sparkdl.train.cluster.neighbours import executors, one_each
 
 SECONDS_TO_END = 5
@@ -35,7 +36,7 @@ def daemons_starting(context: SparkContext) -> Iterator[None]:
         return
     _begun.add(context)
     jvm: Any = context._jvm
-    with stage_name(context, "start Python"):
+    with own_properties(context), stage_name(context, "start Python"):
         places = one_each(context, executors(context) or [None])
         starting = map_frames(places, nothing)._jrdd.countAsync()
     try:

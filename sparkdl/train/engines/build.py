@@ -12,6 +12,7 @@ from sparkdl.data.ragged import Ragged
 from sparkdl.data.samples import SampleSet
 from sparkdl.frames import is_local
 from sparkdl.gang.profile import cpus_of
+from sparkdl.numerics import Numerics
 from sparkdl.replica.run import Run
 from sparkdl.replica.seeding import seeded
 from sparkdl.settings import Settings
@@ -56,6 +57,7 @@ def build_engine(
         whole_tensors=not (model.optimizer.elementwise and model.optimizer.separate)
         or trainer.compression is not None,
         compressed=trainer.compression is not None,
+        numerics=Numerics.here(),
     )
     if trainer.engine == "local":
         return LocalEngine(samples, made, model.payload, batch_size)
@@ -76,6 +78,7 @@ def build_engine(
             model.layout,
             made,
             model.payload,
+            model.built,
             spare,
             batch_size,
             resources,
@@ -93,6 +96,7 @@ def build_engine(
         made,
         model.payload,
         trainer.policy,
+        model.built,
         batch_size,
         resources,
         settings.stages,

@@ -2,42 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from pyspark.core.rdd import RDD
 
+from sparkdl.errors import ParameterError
 from sparkdl.frames import collect_frames, map_frames, stage_name
 from sparkdl.infer.validate import Score
+from sparkdl.slab.pool import Reference
 from sparkdl.step.compressing import InitialResiduals, ReadResiduals, WithResiduals
-from sparkdl.sync.codec import as_tensor, decode
-from sparkdl.sync.owners import CollectWeights, InitialState, KeepWeights, WithState
+from sparkdl.sync.owner import EMA
+from sparkdl.sync.owners import InitialState, KeepWeights, ReadParts, WithState
 from sparkdl.sync.packing import ByParameter
+from sparkdl.sync.parts import Left
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.records import Fault, ReplicaReport, ResidualHandle, SliceHandle, SliceReport
-from sparkdl.sync.snapshot import RestoreResidual, RestoreSlice, TakeSnapshot, copied
+from sparkdl.sync.snapshot import RestoreResidual, RestoreSlice, TakeResidual, TakeSnapshot
 from sparkdl.sync.state import SliceState
+from sparkdl.train.cluster.delivery import Wanted, bring, most_at_once, not_here
 from sparkdl.train.cluster.failure import faults_explained
-from sparkdl.train.cluster.places import Places
+from sparkdl.train.cluster.places import FEW_BYTES, Places
 from sparkdl.train.cluster.resources import Resources
 from sparkdl.train.engine import AVERAGE, BEST, CURRENT, ReadState, ValidationSet
 
-COLLECT_BYTES = 256 << 20
-"""Weights up to this size come to the driver in one job, larger ones slice by slice."""
+MAX_RECORD_BYTES = (1 << 31) - (1 << 20)
+"""Of what Python and Spark hand each other, less what is before the bytes."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """The state as Spark keeps it, on two executors where there are as many.
 
-    ``slices``: RDD of frames, see :class:`sparkdl.sync.snapshot.TakeSnapshot`; ``residuals``: of what
-    replicas keep, None where they keep nothing.
+    ``slices``: RDD of ``slice_frames`` frames a partition, see
+    :class:`sparkdl.sync.snapshot.TakeSnapshot`; ``residuals``: of what replicas keep, None where they
+    keep nothing.
     """
 
     slices: RDD
+    slice_frames: int
     residuals: RDD | None
+    residual_frames: int
 
 
 class Committed:
@@ -83,6 +91,23 @@ class Committed:
             self.best = states_of(reports)
         else:
             self.commit(states_of(reports), self.tick)
+        self._check_frames()
+
+    def _check_frames(self) -> None:
+        """Raise :class:`sparkdl.ParameterError` for slices that no record can take to another node."""
+        largest = max((state.weights.nbytes for state in self.states), default=0)
+        if largest <= FEW_BYTES or self._places.one_node(self.states):
+            return
+        conf = self._context._jsc.sc().conf()  # type: ignore[union-attr]
+        most = min(MAX_RECORD_BYTES, conf.getSizeAsBytes("spark.executor.memory", "1g"))
+        if largest > most:
+            total = sum(state.weights.nbytes for state in self.states)
+            raise ParameterError(
+                f"a slice of the model has {largest:,} bytes and goes from node to node as one record, "
+                f"for which an executor has {most:,} bytes at the most (spark.executor.memory, and "
+                f"2 GB). Train with more slices: slices={-(-8 * total // most)} (a tensor may have to "
+                "stay in one)."
+            )
 
     def forget(self) -> None:
         """What there is is out of reach: it is to be started, or restored, at new places."""
@@ -125,30 +150,48 @@ class Committed:
             task = KeepWeights(self.states, self.tick)
             self.best = tuple(self._places.at_owners(task, "keep the best weights"))
 
-    def weights(self, which: str, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """One job, or one a slice where they are large."""
-        self._context.setJobDescription("sparkdl: collecting the weights")
+    def weights(self, which: str, dtype: torch.dtype) -> torch.Tensor:
+        """Read from slabs where these are on the driver's node, else in jobs that bring a part."""
         states = self.best if which == BEST else self.states
-        with (
-            faults_explained("collecting the weights"),
-            stage_name(self._context, "collect the weights"),
-        ):
-            rdd = map_frames(self._places.owners, CollectWeights(states, which == AVERAGE))
-            few = nbytes <= COLLECT_BYTES
-            frames = collect_frames(rdd) if few else rdd.toLocalIterator()
-            parts = {}
-            for frame in frames:
-                index, payload = decode(frame)
-                parts[index] = as_tensor(payload, dtype)
-        return torch.cat([parts[n] for n in range(self._slices)])
+        pieces = [_weights_of(state, which == AVERAGE) for state in states]
+        flat = torch.empty(
+            sum(r.nbytes for some in pieces for r in some) // dtype.itemsize, dtype=dtype
+        )
+        wanted: list[Wanted] = []
+        rest = flat.numpy().view(np.uint8)
+        for number, some in enumerate(pieces):
+            for reference in some:
+                wanted.append((number, reference, rest[: reference.nbytes]))
+                rest = rest[reference.nbytes :]
+        self._deliver(wanted, "collecting the weights", "collect the weights")
+        return flat
 
     def with_states(
         self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
     ) -> list[Any]:
-        """One task a slice, in parallel."""
+        """One task a slice, in parallel; large results come as the weights do."""
         states = self.best if which == BEST else self.states
+        self.tick += 1
         with faults_explained("reading the state"):
-            return self._places.at_owners(WithState(states, use), "read the state")
+            task = WithState(states, use, self.tick)
+            results = self._places.at_owners(task, "read the state")
+        for number, result in enumerate(results):
+            if isinstance(result, Left):
+                data = np.empty(result.reference.nbytes, dtype=np.uint8)
+                wanted = [(number, result.reference, data)]
+                self._deliver(wanted, "reading the state", "bring the state")
+                results[number] = data.tobytes()
+        return results
+
+    def _deliver(self, wanted: Sequence[Wanted], doing: str, stage: str) -> None:
+        def read(parts: Mapping[int, Reference]) -> list[bytes]:
+            return collect_frames(map_frames(self._places.owners, ReadParts(parts)))
+
+        far = not_here(self._resources.slab, wanted)
+        if far:
+            self._context.setJobDescription(f"sparkdl: {doing}")
+            with faults_explained(doing), stage_name(self._context, stage):
+                bring(far, read, most_at_once(self._context))
 
     def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
         """One task a replica, in parallel; no job where none keeps any."""
@@ -162,21 +205,22 @@ class Committed:
     def take_snapshot(self) -> Snapshot:
         """Let Spark keep a copy."""
         self._context.setJobDescription("sparkdl: taking a snapshot")
-        task = TakeSnapshot(self.states, self.best, self._replicas)
+        task = TakeSnapshot(self.states, self.best)
         with (
             faults_explained("taking a snapshot"),
             stage_name(self._context, "take a snapshot"),
         ):
             slices = self._resources.replicated(map_frames(self._places.owners, task))
-            residuals = None
+            residuals, count = None, 0
             if any(self.residuals):
                 try:
-                    seats = self._places.seats_of(WithResiduals(self.residuals, copied))
-                    residuals = self._resources.replicated(seats)
+                    kept = TakeResidual(self.residuals)
+                    count = kept.count
+                    residuals = self._resources.replicated(self._places.seats_of(kept))
                 except BaseException:
                     self._resources.forget(slices)
                     raise
-        return Snapshot(slices, residuals)
+        return Snapshot(slices, task.count, residuals, count)
 
     def drop(self, snapshot: Snapshot) -> None:
         """Let Spark forget it."""
@@ -192,11 +236,14 @@ class Committed:
         ):
             if not self._places.tokens:
                 self._places.place_replicas()
-            found = self._places.zipped_with_owners(snapshot.slices, RestoreSlice(self.tick))
+            found = self._places.zipped_with_owners(
+                snapshot.slices, snapshot.slice_frames, RestoreSlice(self.tick)
+            )
             kept: dict[int, ResidualHandle | None] = {}
             if snapshot.residuals is not None:
                 task = RestoreResidual(self.tick)
-                kept = dict(self._places.zipped_with_seats(snapshot.residuals, task))
+                frames = snapshot.residual_frames
+                kept = dict(self._places.zipped_with_seats(snapshot.residuals, frames, task))
         self.commit(states_of([report for report, _ in found]), self.tick)
         self.best = tuple(best for _, best in found if best is not None)
         self.residuals = tuple(kept.get(m) for m in range(self._replicas))
@@ -205,6 +252,14 @@ class Committed:
 def states_of(reports: Sequence[SliceReport]) -> tuple[SliceHandle, ...]:
     """The slices' new version."""
     return tuple(report.state for report in reports if report.state)
+
+
+def _weights_of(handle: SliceHandle, average: bool) -> list[Reference]:
+    """Where they lie; ``average``: those of their moving average, which buffers have none of."""
+    found = next((ref for name, _, ref in handle.arrays if average and name == EMA), None)
+    if found is None:
+        return [handle.weights]
+    return [found, handle.weights.part(found.nbytes, handle.weights.nbytes - found.nbytes)]
 
 
 def _raise_first(results: Sequence[Any]) -> None:

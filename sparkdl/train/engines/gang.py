@@ -27,17 +27,20 @@ from sparkdl.errors import StalledError, StateLostError, TrainingError
 from sparkdl.frames import zip_frames
 from sparkdl.gang.hosting import Hosting
 from sparkdl.gang.launch import Gang
+from sparkdl.replica.compare import Description, check_same
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.run import Run
+from sparkdl.slab.pool import Reference
 from sparkdl.slab.root import SlabConfig, open_root
 from sparkdl.step.compressing import ReadResiduals
 from sparkdl.sync.packing import ByParameter
+from sparkdl.sync.parts import Left
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.records import ReplicaReport, Step
 from sparkdl.sync.state import SliceState
+from sparkdl.train.cluster.delivery import AT_ONCE_BYTES, Wanted, bring, not_here
 from sparkdl.train.cluster.places import (
     MAX_SUBMISSIONS,
-    check_digests,
     compute_again,
     samples_changed,
 )
@@ -87,6 +90,8 @@ class InBackground:
 class GangEngine:
     """See the note in :mod:`sparkdl.train.rank.ranks`."""
 
+    begins_ahead = True
+
     def __init__(
         self,
         samples: SampleSet,
@@ -94,6 +99,7 @@ class GangEngine:
         layout: Layout,
         run: Run,
         recipe: bytes,
+        built: Description,
         spare: Batch,
         batch_size: int,
         resources: Resources,
@@ -114,9 +120,10 @@ class GangEngine:
             assert validation.samples.rdd is not None
             self._samples.append(validation.samples.rdd)
         checksums = tuple(handle.checksum for handle in samples.handles)
-        self._setup = Setup(run, recipe, spare, checksums, parallel, weighs, sums)
+        self._setup = Setup(run, recipe, built, spare, checksums, parallel, weighs, sums)
         self._tokens: tuple[str, ...] = ()
         self._writing = False
+        self._times_left = 0  # how often something was left in slabs
         source = self._samples[0]
         if validation is not None:
             source = zip_frames(source, self._samples[1])
@@ -137,6 +144,8 @@ class GangEngine:
         which: str = CURRENT,
     ) -> None:
         """See :class:`sparkdl.train.engine.Engine`."""
+        if read is None and which == CURRENT:
+            self._gang.leave()  # ranks that have trained do not have the recipe's weights any more
         self._ready()
         results = self._call("setting up the ranks", "read", read, reported, which)
         _raise_first(results)
@@ -161,7 +170,7 @@ class GangEngine:
                 f"setting up the ranks: after {MAX_SUBMISSIONS} times some still find themselves on "
                 "other nodes than their samples."
             )
-        check_digests(standing.digest for standing in found)
+        check_same([standing.compared for standing in found])
         for rank, standing in enumerate(found):
             if not standing.unchanged:
                 raise samples_changed("setting up the ranks", rank)
@@ -221,18 +230,49 @@ class GangEngine:
 
     def weights(self, which: str = CURRENT) -> torch.Tensor:
         """Of the ranks that answer for them."""
-        found = self._of_slices(self._call("reading the weights", "weights", which))
-        return torch.from_numpy(np.concatenate(found))
+        doing = "reading the weights"
+        found = self._ask_for_large(doing, "weights", which)
+        sizes = [one.reference.nbytes if isinstance(one, Left) else one.nbytes for one in found]
+        flat = np.empty(sum(sizes), dtype=np.uint8)
+        wanted: list[Wanted] = []
+        for n, place in enumerate(np.split(flat, np.cumsum(sizes)[:-1])):
+            if isinstance(found[n], Left):
+                wanted.append((n, found[n].reference, place))
+            else:
+                place[:] = found[n].view(np.uint8)
+        self._bring(doing, wanted)
+        return torch.from_numpy(flat).view(self._layout.dtype)
 
     def with_states(
         self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
     ) -> list[Any]:
         """On the ranks that answer for the slices."""
-        return self._of_slices(self._call("reading the state", "with_states", use, which))
+        doing = "reading the state"
+        results = self._ask_for_large(doing, "with_states", use, which)
+        for n, result in enumerate(results):
+            if isinstance(result, Left):
+                data = np.empty(result.reference.nbytes, dtype=np.uint8)
+                self._bring(doing, [(n, result.reference, data)])
+                results[n] = data.tobytes()
+        return results
 
     def _of_slices(self, results: Sequence[Mapping[int, Any]]) -> list[Any]:
         found = {n: result for some in results for n, result in some.items()}
         return [found[n] for n in range(self._run.slices)]
+
+    def _ask_for_large(self, doing: str, method: str, *arguments: Any) -> list[Any]:
+        """Results by slice, the large ones left in slabs."""
+        self._times_left += 1
+        return self._of_slices(self._call(doing, method, *arguments, self._times_left))
+
+    def _bring(self, doing: str, wanted: Sequence[Wanted]) -> None:
+        """What ranks have left in slabs."""
+
+        def read(parts: Mapping[int, Reference]) -> list[bytes]:
+            told = self._call(doing, "read_parts", parts)
+            return [some[n] for n in sorted(parts) for some in told if n in some]
+
+        bring(not_here(self._run.slab, wanted), read, AT_ONCE_BYTES)
 
     def start_residuals(
         self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()

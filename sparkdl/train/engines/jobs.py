@@ -155,7 +155,7 @@ class IterationJobs:
         self, name: str, told: Any, build: Callable[[], RDD], count: int | None = None
     ) -> list[Any] | None:
         """The reports of a job over the RDD that was once built; None: it cannot be told that much."""
-        if not post(self._context, told):
+        if not post(self._context, self._places.fit, told):
             return None
         if name not in self._here:
             self._here[name] = build()
@@ -174,7 +174,7 @@ class IterationJobs:
         step = replace(step, copies=self._places.copies_of(states))
         name = SYNCHRONIZATION if nodes is None else INSTALLATION
         count = self._slices if nodes is None else len(self._places.tokens)
-        if not post(self._context, step):
+        if not post(self._context, self._places.fit, step):
             alone = self._build(states, nodes, step)
             return _joined(self._run(alone, count, name, lambda: self._resources.shuffled(alone)))
         storing = nodes is None and self._blocks.pay(states)

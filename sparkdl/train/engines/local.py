@@ -56,13 +56,14 @@ class LocalEngine:
     """M replicas one after another on one live module, N slices one after another."""
 
     recoveries = 0
+    begins_ahead = False
 
     def __init__(self, samples: SampleSet, run: Run, recipe: bytes, batch_size: int) -> None:
         self.plan = EpochPlan(samples.counts, batch_size)
         self._run = run
         self._partitions = _open(samples)
-        loaded: Recipe = pickle.loads(recipe)
-        self._replica = LiveReplica.of(loaded)
+        self._recipe = recipe
+        self._replica = _built(recipe)
         self._plans = RunPlans.of(self._replica, run)
         self._states: list[SliceState] = []
         self._best: list[SliceState] = []
@@ -75,6 +76,8 @@ class LocalEngine:
         which: str = CURRENT,
     ) -> None:
         """Copy the recipe's weights, or read every slice."""
+        if read is None and self._states:  # the replica holds others by now
+            self._replica = _built(self._recipe)
         flat = self._replica.flat.flat
         states = [
             SliceState(flat[plan.start : plan.stop].clone())
@@ -248,6 +251,11 @@ class LocalEngine:
     def _load(self, weights: torch.Tensor) -> None:
         self._replica.flat.flat.copy_(weights)
         self._replica.flat.refresh()
+
+
+def _built(recipe: bytes) -> LiveReplica:
+    loaded: Recipe = pickle.loads(recipe)
+    return LiveReplica.of(loaded)
 
 
 def _open(samples: SampleSet) -> list[MappedPartition | None]:

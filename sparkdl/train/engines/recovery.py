@@ -19,7 +19,13 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from sparkdl.data.batches import EpochPlan
-from sparkdl.errors import CheckpointError, StalledError, StateLostError, TrainingError
+from sparkdl.errors import (
+    CheckpointError,
+    StalledError,
+    StateLostError,
+    TrainingError,
+    UserError,
+)
 from sparkdl.step.compressing import ReadResiduals
 from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.plan import SlicePlan
@@ -110,6 +116,10 @@ class Recovering:
         self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
     ) -> None:
         self._begin(lambda: self._engine.start_residuals(read, reported))
+
+    @property
+    def begins_ahead(self) -> bool:
+        return self._engine.begins_ahead
 
     def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> StepResult:
         """A snapshot that comes to be due while iterations follow one another is taken after these."""
@@ -206,6 +216,8 @@ class Recovering:
                 point.load()
             except StalledError:  # so would every other point, after as long a wait
                 raise
+            except UserError as error:  # no other point would change it
+                raise _beyond_recovery(lost, error) from None
             except (TrainingError, CheckpointError) as error:
                 if tries[point] >= TRIES and point is not self._beginning:
                     self._give_up(point, error)

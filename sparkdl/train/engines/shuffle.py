@@ -19,6 +19,7 @@ import torch
 from sparkdl.data.batches import EpochPlan
 from sparkdl.data.samples import SampleSet
 from sparkdl.gang.slots import task_slots
+from sparkdl.replica.compare import Description
 from sparkdl.replica.flat import Layout
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.run import Run
@@ -52,6 +53,8 @@ class ShuffleEngine:
     """See "One iteration" in docs/architecture.md. Holds the persisted RDDs and the handles of
     version t."""
 
+    begins_ahead = False
+
     def __init__(
         self,
         samples: SampleSet,
@@ -59,6 +62,7 @@ class ShuffleEngine:
         run: Run,
         recipe: bytes,
         policy: Policy,
+        built: Description,
         batch_size: int,
         resources: Resources,
         stages: str = "auto",
@@ -68,7 +72,7 @@ class ShuffleEngine:
         self._context = resources.context
         self._context.setJobDescription("sparkdl: setting up the replicas")
         self._pending: Pending | None = None
-        self._places = Places(samples, layout, run, recipe, policy, resources)
+        self._places = Places(samples, layout, run, recipe, policy, built, resources)
         self._state = Committed(self._places, resources, run.replicas, run.slices)
         self._jobs = IterationJobs(
             self._places, run.slices, NodeSums(layout, run, policy), resources
@@ -221,7 +225,7 @@ class ShuffleEngine:
         self._settled().keep_best()
 
     def weights(self, which: str = CURRENT) -> torch.Tensor:
-        return self._settled().weights(which, self._layout.nbytes, self._layout.dtype)
+        return self._settled().weights(which, self._layout.dtype)
 
     def with_states(
         self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT

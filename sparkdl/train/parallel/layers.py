@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from sparkdl.errors import ModelError, ParameterError, nearest
 from sparkdl.replica.care import matches_module
@@ -79,18 +80,18 @@ def _pairs(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, str, int]
     """The names of linear layers that follow each other, and the width between them."""
     if isinstance(module, FEED_FORWARD):
         yield f"{prefix}linear1", f"{prefix}linear2", module.linear1.out_features
-    last: tuple[str, nn.Linear] | None = None
+    last: tuple[str, int] | None = None
     for name, child in module.named_children():
-        if not isinstance(module, nn.Sequential) or not isinstance(
-            child, (nn.Linear, *ELEMENTWISE)
-        ):
+        linear = child if isinstance(child, nn.Linear) and not is_parametrized(child) else None
+        in_list = isinstance(module, nn.Sequential)
+        if not in_list or (linear is None and not isinstance(child, ELEMENTWISE)):
             last = None
-        if isinstance(child, nn.Linear):
+        if linear is not None:
             if last is not None:
-                yield last[0], prefix + name, last[1].out_features
+                yield last[0], prefix + name, last[1]
                 last = None
-            elif isinstance(module, nn.Sequential):
-                last = prefix + name, child
+            elif in_list:
+                last = prefix + name, linear.out_features
         else:
             yield from _pairs(child, f"{prefix}{name}.")
 
@@ -117,6 +118,11 @@ def _check_ways(strategy: Tensor, module: nn.Module) -> None:
                 f'strategy=Tensor: "{name}" is a {type(child).__name__}, and "{way}" is a way to cut '
                 "an nn.Linear or an nn.Embedding: name these, or give a style of "
                 "torch.distributed.tensor.parallel."
+            )
+        if isinstance(way, str) and is_parametrized(child):
+            raise ModelError(
+                f'strategy=Tensor: "{name}" has parametrizations, which need its whole weight: leave '
+                "it out of the plan."
             )
         for parameter in child.parameters():
             others = [user for user in users[id(parameter)] if not _inside(user, name)]

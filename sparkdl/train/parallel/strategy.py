@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 from sparkdl.errors import nearest
+from sparkdl.plain import make_plain
 from sparkdl.replica.policy import PRECISIONS
 
 STRATEGIES = ("ddp", "zero1", "fsdp", "tensor", "pipeline")
@@ -39,6 +40,9 @@ class DDP:
     find_unused_parameters: bool = False
     shard_optimizer: bool = False
 
+    def __post_init__(self) -> None:
+        make_plain(self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP:
@@ -66,6 +70,9 @@ class FSDP:
     reshard_after_forward: bool = True
     param_dtype: str = "fp32"
     cpu_offload: bool = False
+
+    def __post_init__(self) -> None:
+        make_plain(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +119,9 @@ class Pipeline:
     micro_batches: int = 4
     schedule: str = "1f1b"
     stages_per_rank: int = 1
+
+    def __post_init__(self) -> None:
+        make_plain(self)
 
 
 Strategy: TypeAlias = DDP | FSDP | Tensor | Pipeline

@@ -34,8 +34,11 @@ from sparkdl.errors import ModelError, SessionError
 from sparkdl.gang.member import Member
 from sparkdl.infer.scoring import Scorer
 from sparkdl.infer.validate import score_partition
-from sparkdl.replica.recipe import Recipe, weights_digest
+from sparkdl.numerics import put_back
+from sparkdl.replica.compare import compared
+from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.seeding import generators_lent
+from sparkdl.slab.pool import Reference, open_pool
 from sparkdl.slab.root import open_root
 from sparkdl.step.compressing import ReadResiduals
 from sparkdl.step.replica import Work, to_mini_batch
@@ -44,10 +47,11 @@ from sparkdl.sync.contribution import Contribution
 from sparkdl.sync.gradient import Reduced
 from sparkdl.sync.owner import Owner
 from sparkdl.sync.packing import ByParameter
+from sparkdl.sync.parts import Left, left_where_large, read_part
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.sync.records import ReplicaReport, SliceReport, Step
 from sparkdl.sync.state import SliceState
-from sparkdl.train.engine import BEST, CURRENT, ReadState, Uses, weights_of
+from sparkdl.train.engine import BEST, ReadState, Uses, weights_of
 from sparkdl.train.rank.background import Background, Results, copied_residuals, on_copies
 from sparkdl.train.rank.building import hold
 from sparkdl.train.rank.holding import States
@@ -76,6 +80,8 @@ class SetUp:
 
     def __call__(self, member: Member) -> Standing:
         torch.set_num_threads(self.setup.run.threads)
+        self.setup.run.numerics.use()
+        member.at_end.callback(put_back)
         member.at_end.enter_context(generators_lent())
         rank = member.kept["rank"] = Rank(self.setup, member)
         member.at_end.callback(close_partitions)
@@ -108,7 +114,7 @@ class Rank:
         train = self._handles[0]
         return Standing(
             Samples(self._token, train),
-            weights_digest(self._recipe.build()),
+            compared(self._recipe.build(), self._setup.built),
             tuple(lies_here(handle, self._token) for handle in self._handles),
             train.checksum == self._setup.checksums[self._member.rank],
         )
@@ -282,19 +288,30 @@ class Rank:
         states = self._held.states
         self._held.best = {n: SliceState(state.weights.clone()) for n, state in states.items()}
 
-    def weights(self, which: str) -> dict[int, np.ndarray]:
+    def weights(self, which: str, tick: int) -> dict[int, np.ndarray | Left]:
         """Of the slices that this rank answers for; as arrays, which travel with fewer copies."""
-        held = self._held
+        held, pool = self._held, open_pool(self._run.slab)
         states = held.best if which == BEST else held.states
         slices = held.as_slices({n: SliceState(weights_of(s, which)) for n, s in states.items()})
-        return {n: s.weights.numpy() for n, s in slices.items() if self.answers_for(n)}
+        return {
+            n: left_where_large(pool, s.weights.numpy(), tick)
+            for n, s in slices.items()
+            if self.answers_for(n)
+        }
 
     def with_states(
-        self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
+        self, use: Callable[[int, SlicePlan, SliceState], Any], which: str, tick: int
     ) -> dict[int, Any]:
         """``use(index, plan, state)`` of the slices that this rank answers for."""
-        plans, states = self._held.slices, self._slices(which)
-        return {n: use(n, plans[n], state) for n, state in states.items()}
+        plans, states, pool = self._held.slices, self._slices(which), open_pool(self._run.slab)
+        return {
+            n: left_where_large(pool, use(n, plans[n], state), tick) for n, state in states.items()
+        }
+
+    def read_parts(self, parts: Mapping[int, Reference]) -> dict[int, bytes]:
+        """Of what this rank has left in slabs."""
+        pool = open_pool(self._run.slab)
+        return {n: read_part(pool, part) for n, part in parts.items() if self.answers_for(n)}
 
     def _slices(self, which: str) -> States:
         """Those that this rank answers for."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sparkdl.data.assemble import Batch
 from sparkdl.data.handle import SampleHandle
+from sparkdl.replica.compare import Compared, Description
 from sparkdl.replica.run import Run
 from sparkdl.sync.records import ReplicaReport, SliceReport
 from sparkdl.train.parallel.parallel import Parallel
@@ -13,13 +14,14 @@ from sparkdl.train.parallel.parallel import Parallel
 
 @dataclass(frozen=True)
 class Setup:
-    """What a rank begins with. ``recipe``: pickled. ``spare``: a few rows of the data, for a rank
-    that has none in an iteration. ``checksums``: of the partitions of training samples. ``weighs``:
-    whether a mini-batch may count for something else than its rows, so that ranks have to tell.
-    ``sums``: whether the loss returns ``(sum, count)``."""
+    """What a rank begins with. ``recipe``: pickled. ``built``: what the driver has made of it.
+    ``spare``: a few rows of the data, for a rank that has none in an iteration. ``checksums``: of the
+    partitions of training samples. ``weighs``: whether a mini-batch may count for something else than
+    its rows, so that ranks have to tell. ``sums``: whether the loss returns ``(sum, count)``."""
 
     run: Run
     recipe: bytes
+    built: Description
     spare: Batch
     checksums: tuple[int, ...]
     parallel: Parallel
@@ -37,11 +39,11 @@ class Samples:
 
 @dataclass(frozen=True)
 class Standing:
-    """What a rank finds where it is: its samples, a digest of the initial weights, which of its
-    partitions are on the node, and whether the training rows are those of before."""
+    """What a rank finds where it is: its samples, how its model compares with the driver's, which
+    of its partitions are on the node, and whether the training rows are those of before."""
 
     samples: Samples
-    digest: str
+    compared: Compared
     here: tuple[bool, ...]
     unchanged: bool
 

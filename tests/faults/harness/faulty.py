@@ -13,17 +13,21 @@ import sparkdl
 from harness.inject import Fault
 
 WIDTH, CLASSES, ROWS = 8, 4, 96
+LARGE = (1024, 1024)
+"""Layers of a model so large that replicas compute with its weights where they lie in slabs."""
 
 
 class Model(nn.Module):
     """Batch norm and dropout; a fault strikes when the buffers have changed already."""
 
-    def __init__(self, faults: Sequence[Fault]) -> None:
+    def __init__(self, faults: Sequence[Fault], sizes: Sequence[int] = (16,)) -> None:
         super().__init__()
         self.faults = tuple(faults)
-        self.layers = nn.Sequential(
-            nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, CLASSES)
-        )
+        layers, width = list[nn.Module](), WIDTH
+        for size in sizes:
+            layers += [nn.Linear(width, size), nn.BatchNorm1d(size), nn.Dropout(0.3)]
+            width = size
+        self.layers = nn.Sequential(*layers, nn.Linear(width, CLASSES))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,11 +68,21 @@ class Adam(torch.optim.Adam):
 
 
 def trainer(
-    replicas: int, faults: Sequence[Fault] = (), iterations: int = 10, **changes
+    replicas: int,
+    faults: Sequence[Fault] = (),
+    iterations: int = 10,
+    sizes: Sequence[int] = (16,),
+    instance: bool = False,
+    **changes,
 ) -> sparkdl.Trainer:
-    """An epoch is 4 iterations."""
+    """An epoch is 4 iterations. ``instance``: the model is a module, not what builds one."""
+    model = partial(Model, faults, sizes)
+    if instance:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            model = model()
     values = {
-        "model": partial(Model, faults),
+        "model": model,
         "loss": nn.CrossEntropyLoss(),
         "optimizer": partial(Adam, lr=1e-2, faults=faults),
         "batch_size": 24,

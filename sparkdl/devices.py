@@ -1,0 +1,176 @@
+"""Which GPU a task computes on, by what Spark assigned to it and what torch sees.
+
+Spark hands on what the discovery script printed: numbers as ``nvidia-smi`` counts, or names, of whole
+GPUs ("GPU-...") and of parts ("MIG-..."). Torch counts what ``CUDA_VISIBLE_DEVICES`` leaves. So
+
+* an address that stands in the variable is the device at that place;
+* a name that does not is looked for among the names of the devices that torch sees;
+* a number that does not is one that counts what the variable leaves (inside a container, say);
+* of the parts of GPUs a process sees one alone, and it is the one that the variable names when CUDA
+  starts: a process that has none yet is given its own.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sparkdl.errors import SessionError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+ORDER = "CUDA_DEVICE_ORDER"
+Gpu = int | str
+"""A device by torch's number, or a part of a GPU by its name."""
+
+
+def choose_gpus(
+    addresses: Sequence[str], visible: str | None, count: int, names: Callable[[], Sequence[str]]
+) -> list[Gpu]:
+    """The devices of these addresses. ``visible``: ``CUDA_VISIBLE_DEVICES``; ``count`` and ``names``:
+    of the devices that torch sees.
+
+    Raises :class:`SessionError` for an address that is none of them.
+    """
+    return [_choose(address.strip(), visible, count, names) for address in addresses]
+
+
+def _choose(
+    address: str, visible: str | None, count: int, names: Callable[[], Sequence[str]]
+) -> Gpu:
+    if address.startswith("MIG-"):
+        return address
+    entries = [] if visible is None else [entry.strip() for entry in visible.split(",")]
+    place = _find(address, entries)
+    if place is None and address.isdigit():
+        place = int(address)
+    elif place is None:
+        place = _find(address, names())
+    if place is None or place >= count:
+        told = "not set" if visible is None else f'"{visible}"'
+        raise SessionError(
+            f'Spark assigned the GPU "{address}" to this task, and it is none of the {count} that '
+            f"torch sees ({VISIBLE} is {told}): let the discovery script print what "
+            "nvidia-smi --query-gpu=index prints (or uuid), and let the variable name all of these or "
+            "leave it out."
+        )
+    return place
+
+
+def _find(address: str, known: Sequence[str]) -> int | None:
+    """Where it is among ``known``, in which names may be shortened, and without their prefix."""
+    if address.isdigit():
+        return known.index(address) if address in known else None
+    short = address.removeprefix("GPU-")
+    for place, name in enumerate(known):
+        other = name.removeprefix("GPU-")
+        if other and not other.isdigit() and (short.startswith(other) or other.startswith(short)):
+            return place
+    return None
+
+
+def gpus_of(addresses: Sequence[str]) -> list[Gpu]:
+    """The devices of the addresses that Spark assigned; empty where the executors' environment hides
+    all GPUs. Raises :class:`SessionError` where torch sees none, or others."""
+    if hidden(os.environ.get(VISIBLE)):
+        return []
+    before = os.environ.get(VISIBLE)
+    if not torch.cuda.is_initialized():
+        os.environ.setdefault(ORDER, "PCI_BUS_ID")  # as nvidia-smi, and so Spark's script, counts
+        if addresses[0].startswith("MIG-"):  # before torch is asked what it sees
+            os.environ[VISIBLE] = addresses[0]
+    if not torch.cuda.is_available():
+        raise SessionError(
+            f"Spark assigned the GPU {addresses[0]!r} to this task, and torch sees none: "
+            f"{Sight.here().reason} To compute on the CPU, hide the GPUs from the executors: "
+            f"{VISIBLE}= (empty) in their environment."
+        )
+    return choose_gpus(addresses, before, torch.cuda.device_count(), _names)
+
+
+def use_gpu(gpu: Gpu) -> torch.device:
+    """Make it torch's current device. Raises :class:`SessionError` for a part of a GPU where this
+    process has begun on another."""
+    if isinstance(gpu, str):
+        if torch.cuda.is_initialized() and os.environ.get(VISIBLE) != gpu:
+            raise SessionError(
+                f"Spark assigned {gpu} to this task, whose Python process computes on "
+                f"{os.environ.get(VISIBLE)} already, and a process sees one part of a GPU alone: set "
+                "spark.python.worker.reuse=false, or let each executor have one part and run one task."
+            )
+        os.environ[VISIBLE] = gpu
+        gpu = 0
+    device = torch.device("cuda", gpu)
+    torch.cuda.set_device(device)
+    return device
+
+
+def hidden(visible: str | None) -> bool:
+    """Whether the variable is set, and leaves no GPU: empty, or -1."""
+    return visible is not None and visible.split(",")[0].strip() in ("", "-1")
+
+
+def _names() -> list[str]:
+    """Of the GPUs that torch sees."""
+    count = torch.cuda.device_count()
+    return [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What decides whether torch sees a GPU. ``address_space``: its limit in bytes, if any; ``said``:
+    what torch says when it is made to start CUDA."""
+
+    built: bool
+    visible: str | None
+    forked: bool
+    address_space: int | None
+    driver: bool
+    said: str
+
+    @staticmethod
+    def here() -> Sight:
+        """Of this process."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+        said = ""
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            said = str(error).strip().partition("\n")[0]
+        return Sight(
+            torch.version.cuda is not None or torch.version.hip is not None,
+            os.environ.get(VISIBLE),
+            torch.cuda._is_in_bad_fork(),
+            None if soft == resource.RLIM_INFINITY else soft,
+            Path("/proc/driver/nvidia/version").exists() or Path("/dev/kfd").exists(),
+            said,
+        )
+
+    @property
+    def reason(self) -> str:
+        """Why none is seen, and what to do."""
+        if not self.built:
+            return (
+                f"torch {torch.__version__} of the executors' Python is built without CUDA. Install a "
+                "build with it there."
+            )
+        if self.forked:
+            return (
+                "CUDA had been started in the process that this Python worker was forked from. Set "
+                "spark.python.daemon.module=sparkdl.daemon, or see to it that the daemon's imports "
+                "leave CUDA alone (PYTORCH_NVML_BASED_CUDA_CHECK=1 in its environment helps)."
+            )
+        if self.address_space is not None:
+            return (
+                f"its address space is limited to {self.address_space / 2**30:.3g} GiB, and CUDA "
+                "reserves more than a node has memory. Unset spark.executor.pyspark.memory."
+            )
+        if self.visible is not None:
+            return f"{VISIBLE}={self.visible} names none that is there."
+        if not self.driver:
+            return "there is no GPU driver on the node, or none in the container."
+        return f"it says: {self.said or 'nothing'}."

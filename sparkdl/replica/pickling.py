@@ -1,0 +1,42 @@
+"""Pickles of whatever holds modules, those with parametrizations included.
+
+torch gives a module with parametrizations (``torch.nn.utils.parametrizations``) a class that it makes
+on the spot, and forbids to pickle it. Here the class from before travels, and torch makes its own
+of it where the pickle is opened.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+from pyspark import cloudpickle
+from torch import nn
+from torch.nn.utils import parametrize
+
+
+def dumps(value: Any) -> bytes:
+    """``value`` as ``pickle.loads`` takes it; by value what a session defines, as Spark does it."""
+    with io.BytesIO() as file:
+        _Pickler(file).dump(value)
+        return file.getvalue()
+
+
+class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
+            kind = parametrize.type_before_parametrizations(obj)
+            state = kind.__getstate__(obj)  # type: ignore[call-arg]
+            return _parametrized, (kind, tuple(obj.parametrizations)), state  # type: ignore[arg-type]
+        return super().reducer_override(obj)
+
+
+def _parametrized(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    """A module of ``kind`` whose tensors ``names`` are parametrized; its state is set afterwards."""
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    for name in names:
+        module.register_parameter(name, nn.Parameter(torch.empty(0)))
+        parametrize.register_parametrization(module, name, nn.Identity())
+    return module

@@ -1,0 +1,49 @@
+"""A module as what builds it and its tensors: of modules that cannot be pickled themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparkdl.replica.care import plain
+from sparkdl.replica.seeding import seeded
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """``make`` builds a module with the same names; ``tensors`` are all its parameters and buffers.
+
+    A pickle of it is opened as the module.
+    """
+
+    make: Callable[[], nn.Module]
+    tensors: Mapping[str, torch.Tensor]
+
+    @staticmethod
+    def of(module: nn.Module, make: Callable[[], nn.Module]) -> Rebuilt:
+        """``module``, which ``make`` has built."""
+        return Rebuilt(make, {name: tensor.detach() for name, tensor in _tensors(module)})
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (self.make, dict(self.tensors))
+
+
+def _rebuild(make: Callable[[], nn.Module], tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    with seeded(0):
+        module = plain(make())
+    for name, tensor in _tensors(module):
+        if name in tensors:
+            tensor.data = tensors[name]
+    return module
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, also those that no state_dict holds; a tied one by each name."""
+    return [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]

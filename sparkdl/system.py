@@ -1,0 +1,175 @@
+"""What operating systems do in their own ways: Linux, which clusters run, and macOS, which laptops run.
+
+Everything that only one of them has stands here, with what takes its place on the other. The rest of
+the package asks this module, and names neither ``/proc`` nor a constant that one of them lacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import os
+import select
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+PROC = Path("/proc")
+"""Linux's view of its processes; other systems are asked by ``ps`` and ``sysctl``."""
+_ZEROS = bytes(1 << 20)
+_MACOS_KEEPALIVE = 0x10
+"""``TCP_KEEPALIVE`` of macOS: what ``TCP_KEEPIDLE`` is on Linux."""
+_MACOS_ADDRESS = 0xC0206921
+"""``SIOCGIFADDR`` of macOS, the number of the call for an interface's address."""
+_LINUX_ADDRESS = 0x8915
+
+
+@functools.cache
+def on_linux() -> bool:
+    """Return whether this is Linux, judged by what it has."""
+    return (PROC / "self" / "stat").exists()
+
+
+def keep_alive(connection: socket.socket, idle: int, interval: int, count: int) -> None:
+    """Probe a silent TCP connection, so that it ends where the other host has gone dark.
+
+    Args:
+        connection: The connection.
+        idle: Seconds of silence before the first probe.
+        interval: Seconds between two probes.
+        count: Probes without an answer after which the connection ends.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    first = getattr(socket, "TCP_KEEPIDLE", None)
+    if first is None:
+        first = None if on_linux() else _MACOS_KEEPALIVE
+    options = {
+        first: idle,
+        getattr(socket, "TCP_KEEPINTVL", None): interval,
+        getattr(socket, "TCP_KEEPCNT", None): count,
+    }
+    for option, value in options.items():
+        if option is not None:
+            with contextlib.suppress(OSError):  # probes then come when the system says
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def end_unanswered(connection: socket.socket, milliseconds: int) -> None:
+    """End a TCP connection that leaves sent bytes unacknowledged for so long, where the system can."""
+    option = getattr(socket, "TCP_USER_TIMEOUT", None)
+    if option is not None:
+        connection.setsockopt(socket.IPPROTO_TCP, option, milliseconds)
+
+
+def has_hung_up(connection: socket.socket) -> bool:
+    """Return whether the other end of a stream socket has closed it; reads nothing from it."""
+    poll = select.poll()
+    closed = getattr(select, "POLLRDHUP", None)
+    if closed is not None:
+        poll.register(connection, closed)
+        return bool(poll.poll(0))
+    poll.register(connection, select.POLLIN)
+    events = dict(poll.poll(0)).get(connection.fileno(), 0)
+    if events & (select.POLLHUP | select.POLLERR):
+        return True
+    if not events:
+        return False
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def allocate(descriptor: int, nbytes: int) -> None:
+    """Give a new file of ``nbytes`` bytes its blocks. Raises OSError (ENOSPC) where there is no room.
+
+    A file without blocks would end the process that writes to its mapping once the disk is full.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, nbytes)
+        return
+    left = nbytes
+    while left:
+        left -= os.write(descriptor, _ZEROS[: min(left, len(_ZEROS))])
+
+
+def map_privately(descriptor: int, known: mmap.mmap | None) -> mmap.mmap:
+    """Map a file as it is now; what is written to the map stays in this process.
+
+    Args:
+        descriptor: The open file.
+        known: The private map of an earlier call, whose content may be given up, or None.
+    """
+    if known is not None and on_linux():
+        known.madvise(mmap.MADV_DONTNEED)  # only Linux promises that the file is read again
+        return known
+    return mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE)
+
+
+@functools.cache
+def boot_id() -> str:
+    """Return what names this machine since it was started, in all its containers; "" if unknown."""
+    try:
+        found = (PROC / "sys/kernel/random/boot_id").read_text()
+    except OSError:
+        found = _output("sysctl", "-n", "kern.bootsessionuuid")
+    return found.strip().replace("-", "")
+
+
+def pid_namespace() -> str:
+    """Return the name of the namespace that this process's number belongs to; "" where there is one."""
+    try:
+        return str(os.stat(PROC / "self/ns/pid").st_ino)
+    except OSError:
+        return ""
+
+
+def start_time(pid: int) -> str:
+    """Return when process ``pid`` was started, as the system says it; "" where there is no such one."""
+    if on_linux():
+        fields = _stat_fields(pid)
+        return fields[19] if fields and fields[0] != "Z" else ""
+    state, _, started = _output("ps", "-o", "stat=,lstart=", "-p", str(pid)).strip().partition(" ")
+    return "" if state.startswith("Z") else "".join(c for c in started if c.isalnum())
+
+
+def parent(pid: int) -> int | None:
+    """Return the number of the parent of process ``pid``, or None where there is no such process."""
+    if on_linux():
+        fields = _stat_fields(pid)
+        return int(fields[1]) if fields else None
+    found = _output("ps", "-o", "ppid=", "-p", str(pid)).strip()
+    return int(found) if found.isdigit() else None
+
+
+def address_call() -> int:
+    """Return the number of the ioctl call that tells an interface's IPv4 address."""
+    return _MACOS_ADDRESS if sys.platform == "darwin" else _LINUX_ADDRESS
+
+
+def longest_socket_path() -> int:
+    """Return how many bytes the path of a Unix socket may have, without the final zero."""
+    return 103 if sys.platform == "darwin" else 107
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` from the third on; none where it is gone."""
+    try:
+        text = (PROC / str(pid) / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return text.rpartition(")")[2].split()
+
+
+def _output(*command: str) -> str:
+    """Return what a program of the system prints, in English; "" where it fails or is not there."""
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}
+        ).stdout
+    except OSError:
+        return ""

@@ -1,0 +1,126 @@
+"""What is left of a run that fails when its last iteration is done: the model, in a checkpoint.
+
+That may be in a callback's last hook, or on the way of the model to the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from sparkdl.errors import CheckpointError, SparkdlError, StalledError
+from sparkdl.train.callbacks import Callback
+from sparkdl.train.checkpoint.settings import Checkpoint
+from sparkdl.train.checkpoint.store import CheckpointStore
+from sparkdl.train.checkpointing import Checkpointer, Identity
+from sparkdl.train.engine import Engine
+from sparkdl.train.history import History
+from sparkdl.train.state import TrainState
+
+if TYPE_CHECKING:
+    from sparkdl.train.trainer import Trainer
+
+logger = logging.getLogger("sparkdl")
+
+
+class Rescue(Callback):
+    """A context manager around the loop and what follows, and the first of the loop's callbacks, by
+    which it knows where the run stands."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        engine: Engine,
+        identity: Identity,
+        told: Mapping[str, Any],
+        history: History,
+        one_pass: bool = False,
+    ) -> None:
+        """``told``: what a manifest tells of the model. ``one_pass``: of a ``partial_fit``."""
+        self._told, self._one_pass = told, one_pass
+        self._trainer, self._engine = trainer, engine
+        self._identity, self._history = identity, history
+        self._before: TrainState | None = None
+        self._state: TrainState | None = None
+
+    def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
+        self._state = state
+
+    def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:
+        self._before, self._state = self._state, state
+
+    def on_validation_end(self, trainer: Trainer, state: TrainState) -> None:
+        self._state = state
+
+    def on_checkpoint(self, trainer: Trainer, state: TrainState) -> None:
+        self._state = state
+
+    def __enter__(self) -> Rescue:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Keep the model where ``error`` came after the last iteration, and let the error say so."""
+        before, state = self._before, self._state
+        if not isinstance(error, Exception) or before is None or state is None:
+            return
+        try:
+            if self._history.stopped is None and not self._trainer.stop(before, state):
+                return
+            if isinstance(error, StalledError):  # so would be this, after as long a wait
+                raise CheckpointError("Spark does nothing")
+            then = "fit(data, resume=...) with this path gives it without training again"
+            if self._one_pass:
+                then = "partial_fit(data, resume=...) of a new trainer, with this path, goes on with it"
+            told = (
+                f"All {state.iteration} iterations were done. The model is kept in the checkpoint "
+                f"{self._kept(state)}: {then}."
+            )
+        except Exception as failure:
+            reason = str(failure).partition("\n")[0].rstrip(".") or type(failure).__name__
+            told = f"The trained model could not be kept in a checkpoint ({reason})."
+            if state.checkpoint is not None:
+                told += f' The last one is {state.checkpoint}: go on with fit(data, resume="...").'
+        logger.error("%s", told)
+        if isinstance(error, SparkdlError) and error.args:
+            error.args = (f"{error.args[0]}\n{told}", *error.args[1:])
+        else:
+            error.add_note(told)
+
+    def _kept(self, state: TrainState) -> str:
+        """The checkpoint that has this state: the run's last, else a new one, in the run's folder or in
+        one of this machine."""
+        if state.checkpoint is not None:
+            (_, manifest), *_ = CheckpointStore.open(state.checkpoint).candidates()
+            if manifest.iteration == state.iteration:
+                return state.checkpoint
+        own = self._trainer.checkpoint
+        if own is not None:
+            with contextlib.suppress(CheckpointError):  # its disk is full, say
+                return self._written(own, state)
+        folder = tempfile.mkdtemp(prefix="kept-by-sparkdl-")
+        try:
+            try:
+                return self._written(Checkpoint(folder), state)
+            except CheckpointError:  # executors do not share it
+                return self._written(Checkpoint(folder), state, here=True)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _written(self, where: Checkpoint, state: TrainState, here: bool = False) -> str:
+        trainer = replace(self._trainer, checkpoint=where)
+        writer = Checkpointer(
+            trainer, self._engine, self._identity, self._history, told=self._told, begun=state
+        )
+        return writer.written(state, here)

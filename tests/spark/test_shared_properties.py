@@ -1,0 +1,119 @@
+"""Fits in threads that share one set of Spark's local properties, as those of pyspark.ml.tuning do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyspark import inheritable_thread_target
+from test_session import run
+from torch import nn
+
+import sparkdl
+from sparkdl.frames import collect_frames, map_frames
+from sparkdl.message import post, posted
+from sparkdl.properties import own_properties
+
+KEYS = ("spark.jobGroup.id", "spark.job.description", "callSite.short", "sparkdl.message")
+
+
+@pytest.fixture(scope="module")
+def table(spark: Any) -> Iterator[Any]:
+    rows = spark.range(400).selectExpr("array(rand(1), rand(2)) AS features", "id % 2 AS label")
+    yield rows.cache()
+    rows.unpersist()
+
+
+def trainer(lr: float, **changes: Any) -> sparkdl.Trainer:
+    values: dict[str, Any] = {
+        "model": partial(nn.Linear, 2, 2),
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": partial(torch.optim.Adam, lr=lr),
+        "batch_size": 40,
+        "replicas": 2,
+        "stop": sparkdl.max_epoch(1),
+        **changes,
+    }
+    return sparkdl.Trainer(**values)
+
+
+class Asks(sparkdl.Callback):
+    """Notes after each iteration what ``asked`` returns."""
+
+    def __init__(self, asked: Any) -> None:
+        self.asked, self.found = asked, []
+
+    def on_iteration_end(self, trainer: Any, state: Any) -> None:
+        self.found.append(self.asked())
+
+
+def test_no_thread_sees_what_a_fit_in_another_sets(spark: Any, table: Any) -> None:
+    context = spark.sparkContext
+    context.setLocalProperty("spark.scheduler.pool", "mine")
+
+    def properties() -> list[Any]:
+        return [context.getLocalProperty(key) for key in (*KEYS, "spark.scheduler.pool")]
+
+    nothing = [None] * len(KEYS) + ["mine"]
+    try:
+        shared = inheritable_thread_target(spark)
+        with ThreadPool(1) as one, ThreadPool(1) as other:
+            inside = Asks(properties)
+            outside = Asks(lambda: other.apply(shared(properties)))
+            fit = partial(trainer(0.1, callbacks=[inside, outside]).fit, table)
+            one.apply(shared(fit))
+            assert one.apply(shared(properties)) == nothing
+        assert outside.found == [nothing] * 10
+        assert all(group and description for group, description, *_ in inside.found)
+        assert all(found[-1] == "mine" for found in inside.found)
+    finally:
+        context.setLocalProperty("spark.scheduler.pool", None)
+
+
+def test_fits_at_once_give_the_bits_of_each_alone(spark: Any, table: Any) -> None:
+    rates = [0.001, 0.1, 0.01] * 2
+    alone = {lr: trainer(lr).fit(table).history.losses for lr in sorted(set(rates))}
+    shared = inheritable_thread_target(spark)
+    fits = [shared(partial(trainer(lr).fit, table)) for lr in rates]
+    with ThreadPool(2) as pool:
+        found = pool.map(lambda fit: fit(), fits, chunksize=1)
+    assert [each.history.losses for each in found] == [alone[lr] for lr in rates]
+
+
+def test_a_task_takes_no_message_of_another_fit(spark: Any) -> None:
+    context = spark.sparkContext
+
+    def told(fit: str) -> list[bytes]:
+        def task(partition: int, records: Any) -> Iterator[bytes]:
+            list(records)
+            yield str(posted(fit)).encode()
+
+        return collect_frames(map_frames(context.parallelize([0], 1), task))
+
+    with own_properties(context):
+        with pytest.raises(Exception, match="was told nothing"):
+            told("one")
+        assert post(context, "one", 7)
+        assert told("one") == [b"7"]
+        with pytest.raises(Exception, match=r"TrainingError.*the step of another fit"):
+            told("other")
+
+
+@pytest.mark.slow
+def test_without_pinned_threads_the_bits_are_the_same(tmp_path: Path) -> None:
+    said, _ = run(
+        """
+import os
+os.environ["PYSPARK_PIN_THREAD"] = "false"
+spark = sparkdl.session("local[2]", **QUIET)
+data = table(spark)
+say(shuffle=trainer().fit(data).history.losses, local=trainer(engine="local").fit(data).history.losses)
+""",
+        tmp_path,
+    )
+    assert said[0]["shuffle"] == said[0]["local"]

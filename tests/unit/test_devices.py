@@ -1,0 +1,180 @@
+"""Which GPU an address of Spark's means, and why torch sees none. Without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pyspark import TaskContext
+
+from sparkdl import devices
+from sparkdl.devices import Sight, choose_gpus
+from sparkdl.errors import SessionError
+from sparkdl.gang.member import gpus_here
+from sparkdl.replica.cache import task_device
+
+A, B = "GPU-1f2e3d4c-0000-1111-2222-333344445555", "GPU-9a8b7c6d-0000-1111-2222-333344445555"
+PART = "MIG-41b35014-ef42-5f4f-8d8d-ba1dbe7a3a7f"
+
+
+@pytest.mark.parametrize(
+    ("address", "visible", "expected"),
+    [
+        ("1", None, 1),
+        (" 1", None, 1),
+        ("6", "4,6", 1),  # as nvidia-smi counts, and torch counts what the variable leaves
+        ("4", " 4 , 6", 0),
+        ("1", "4,6", 1),  # of a container, where both count from 0
+        ("1", f"{A},{B}", 1),
+        (B, f"{A},{B}", 1),
+        (B, "GPU-1f2e,GPU-9a8b", 1),  # CUDA takes names cut short
+        ("GPU-9a8b", f"{A},{B}", 1),
+        (B, None, 1),
+        (B, "0,1", 1),
+        (PART, None, PART),
+        (PART, f"{PART},MIG-other", PART),
+        ("MIG-GPU-1f2e3d4c/1/0", None, "MIG-GPU-1f2e3d4c/1/0"),
+    ],
+)
+def test_an_address_is_a_device(address, visible, expected):
+    names = [A.removeprefix("GPU-"), B.removeprefix("GPU-")]  # as torch says them
+    assert choose_gpus([address], visible, 2, lambda: names) == [expected]
+
+
+def test_each_of_several():
+    assert choose_gpus(["7", "5"], "4,5,6,7", 4, list) == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("address", "visible"), [("2", None), ("7", "4,6"), ("GPU-00", None), ("GPU-00", f"{A},{B}")]
+)
+def test_an_address_that_is_none_of_them(address, visible):
+    with pytest.raises(SessionError) as caught:
+        choose_gpus([address], visible, 2, lambda: [A, B])
+    told = "not set" if visible is None else f'"{visible}"'
+    assert f'the GPU "{address}" to this task, and it is none of the 2 that torch' in str(
+        caught.value
+    )
+    assert f"(CUDA_VISIBLE_DEVICES is {told})" in str(caught.value)
+
+
+@pytest.fixture
+def torch_sees(monkeypatch):
+    """A torch that sees so many GPUs; what it is told to take from here on."""
+    current: list[torch.device] = []
+
+    def of(count, started=False):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: started)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", current.append)
+        return current
+
+    for key in (devices.VISIBLE, devices.ORDER):
+        monkeypatch.setenv(key, "")  # so that it is as it was, afterwards
+        monkeypatch.delenv(key)
+    return of
+
+
+@pytest.fixture
+def assigned(monkeypatch):
+    """A task that Spark assigned these GPUs to."""
+
+    def of(*addresses):
+        gpu = {"gpu": SimpleNamespace(addresses=list(addresses))} if addresses else {}
+        context = SimpleNamespace(resources=lambda: gpu, partitionId=lambda: 0)
+        monkeypatch.setattr(TaskContext, "get", lambda: context)
+        return context
+
+    return of
+
+
+def test_torch_counts_as_sparks_script_does(torch_sees, assigned):
+    """By default CUDA puts the fastest first."""
+    torch_sees(4)
+    assigned("3")
+    assert task_device() == torch.device("cuda", 3)
+    assert os.environ[devices.ORDER] == "PCI_BUS_ID"
+
+
+def test_a_process_is_given_its_part_of_a_gpu(torch_sees, assigned):
+    current = torch_sees(1)
+    assigned(PART)
+    assert task_device() == torch.device("cuda", 0)
+    assert os.environ[devices.VISIBLE] == PART
+    assert current == [torch.device("cuda", 0)]
+    torch_sees(1, started=True)
+    assert task_device() == torch.device("cuda", 0)
+    assigned("MIG-other")
+    with pytest.raises(SessionError, match=r"computes on MIG-41.*worker\.reuse=false"):
+        task_device()
+    assert os.environ[devices.VISIBLE] == PART
+
+
+def test_a_gpu_that_torch_does_not_see_is_no_reason_for_the_cpu(torch_sees, assigned):
+    torch_sees(0)
+    context = assigned("0")
+    told = r"assigned the GPU '0' to this task, and torch sees none: torch .* built without CUDA\."
+    with pytest.raises(SessionError, match=told):
+        task_device()
+    with pytest.raises(SessionError, match=told):
+        gpus_here("auto", context)
+    assert gpus_here("cpu", context) == ([], False)
+    assigned()
+    assert task_device() == torch.device("cpu")
+
+
+@pytest.mark.parametrize("visible", ["", "-1", " -1,0"])
+def test_gpus_that_are_hidden_are_left_alone(torch_sees, assigned, monkeypatch, visible):
+    torch_sees(0)
+    monkeypatch.setenv(devices.VISIBLE, visible)
+    context = assigned("0")
+    assert task_device() == torch.device("cpu")
+    assert gpus_here("auto", context) == ([], True)
+    with pytest.raises(SessionError, match="torch sees no GPU on this node: "):
+        gpus_here("cuda", context)
+
+
+SEEN = Sight(True, None, False, None, True, "too old a driver")
+
+
+@pytest.mark.parametrize(
+    ("sight", "reason"),
+    [
+        ({"built": False}, "built without CUDA"),
+        ({"forked": True}, "spark.python.daemon.module=sparkdl.daemon"),
+        ({"address_space": 2 << 30}, "limited to 2 GiB, .* Unset spark.executor.pyspark.memory"),
+        ({"visible": "7"}, "CUDA_VISIBLE_DEVICES=7 names none that is there"),
+        ({"driver": False}, "no GPU driver on the node"),
+        ({}, "it says: too old a driver"),
+    ],
+)
+def test_why_torch_sees_none(sight, reason):
+    assert re.search(reason, replace(SEEN, **sight).reason)
+
+
+LIMITED = "import json; from sparkdl.devices import Sight; print(json.dumps(vars(Sight.here())))"
+
+
+def test_the_limits_of_this_process_are_seen():
+    limit = 32 << 30
+    result = subprocess.run(
+        [sys.executable, "-c", LIMITED],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "7"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(result.stdout)
+    assert found["address_space"] == limit
+    assert found["visible"] == "7"
+    assert not found["forked"]

@@ -1,0 +1,118 @@
+"""Who keeps something on a GPU lets go of it in time. A list stands for what is kept."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import time
+
+import pytest
+
+from sparkdl.replica import gpu_memory
+from sparkdl.replica.cache import live_replica
+from sparkdl.replica.gpu_memory import Idle, hold, holders_awaited, kept_while_used
+
+
+def holder(root, notes):
+    """Another worker of the node, which has no task just now."""
+
+    def let_go():
+        time.sleep(0.3)  # of something large
+        (notes / str(os.getpid())).touch()
+
+    thread = hold(root, let_go)
+    (notes / "holds").touch()
+    thread.join()
+
+
+def test_after_a_run_every_process_of_the_node_has_let_go(tmp_path):
+    root, notes = tmp_path / "root", tmp_path / "notes"
+    root.mkdir()
+    notes.mkdir()
+    kept = [1]
+    hold(root, kept.clear)  # the one that cleans holds something itself
+    other = multiprocessing.get_context("fork").Process(target=holder, args=(root, notes))
+    other.start()
+    while not (notes / "holds").exists():
+        time.sleep(0.01)
+    with holders_awaited([root]):
+        assert kept == [1]
+        shutil.rmtree(root)
+    assert kept == []
+    assert (notes / str(other.pid)).exists()
+    other.join(20)
+    assert other.exitcode == 0
+
+
+def test_a_holder_that_was_killed_is_not_waited_for(tmp_path):
+    other = multiprocessing.get_context("fork").Process(target=holder, args=(tmp_path, tmp_path))
+    other.start()
+    while not (tmp_path / "holds").exists():
+        time.sleep(0.01)
+    other.kill()
+    other.join()
+    began = time.monotonic()
+    with holders_awaited([tmp_path, tmp_path / "none"]):
+        pass
+    assert time.monotonic() - began < gpu_memory.AWAITED_SECONDS / 2
+
+
+def test_what_predicts_is_kept_while_it_is_used():
+    kept = [1]
+    idle = Idle(kept.clear, seconds=0.4)
+    for _ in range(4):
+        idle.used()
+        time.sleep(0.2)
+        assert kept == [1]
+    time.sleep(0.6)
+    assert kept == []
+    kept.append(2)
+    idle.used()
+    time.sleep(0.8)
+    assert kept == []
+
+
+def test_a_replica_on_a_gpu_is_held_and_finds_room(monkeypatch):
+    """Of this process no GPU is asked for more than its name."""
+    import torch
+
+    from sparkdl.replica import cache
+
+    gpu, done = torch.device("cuda", 0), []
+    monkeypatch.setattr(gpu_memory, "_idle", [])
+    kept_while_used(lambda: done.append("room"))
+    monkeypatch.setattr(cache, "task_device", lambda: gpu)
+    monkeypatch.setattr(cache, "_live", type(cache._live)())
+    monkeypatch.setattr(cache.LiveReplica, "of", lambda recipe, device: done.append("built"))
+    live_replica("run", lambda: done.append("read"), lambda: done.append("held"))
+    assert done == ["room", "held", "read", "built"]
+
+
+def test_what_is_given_back_is_looked_for_where_it_is_frozen(monkeypatch):
+    import gc
+    import weakref
+
+    import torch
+
+    class Cycle:
+        pass
+
+    thing = Cycle()
+    thing.own = thing
+    seen = weakref.ref(thing)
+    del thing
+    gc.freeze()
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(seen()))
+    gpu_memory.give_back()  # this process has not begun with CUDA
+    assert emptied == []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    gpu_memory.give_back()
+    gc.unfreeze()
+    assert emptied == [None]
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(gpu_memory, "LOOK_SECONDS", 0.02)

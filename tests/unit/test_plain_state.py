@@ -1,0 +1,172 @@
+"""State beside parameters and buffers is told; what every pass leaves behind in one way is not."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, spectral_norm, weight_norm
+
+from sparkdl.errors import ModelError
+from sparkdl.replica.seeding import seeded
+from sparkdl.train.plain_state import PlainState
+
+INPUTS = torch.arange(12.0).reshape(6, 2)
+
+
+class Keeps(nn.Module):
+    """Has ``value``, of which ``change(module, inputs)`` makes something in each pass in training."""
+
+    def __init__(self, value: Any, change: Callable[[Any, torch.Tensor], object]) -> None:
+        super().__init__()
+        self.body, self.value, self.change = nn.Linear(2, 2), value, change
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.change(self, inputs)
+        return self.body(inputs)
+
+
+class Plain:
+    """An object of the user's own."""
+
+    def __init__(self) -> None:
+        self.parts = {"seen": [0]}
+
+
+def keeping(name: str, value: Any) -> Callable[[Any, torch.Tensor], object]:
+    """A change that gives the module an attribute."""
+    return lambda module, inputs: setattr(module, name, value(module, inputs))
+
+
+def mean(module: Any, inputs: torch.Tensor) -> torch.Tensor:
+    return 0.9 * module.value + 0.1 * inputs.mean(0)
+
+
+def once(module: Any, inputs: torch.Tensor) -> None:
+    """A constant made at the first call, as of a buffer that was registered as None."""
+    if module.value is None:
+        module.value = torch.linspace(0, 1, 7)
+        module.register_buffer("late", torch.ones(3))
+
+
+def count_in(module: Any, inputs: torch.Tensor) -> None:
+    module.value.parts["seen"][0] += len(inputs)
+
+
+def count_late(module: Any, inputs: torch.Tensor) -> None:
+    """In a buffer that an engine knows nothing of."""
+    late = getattr(module, "late", None)
+    module.register_buffer("late", torch.ones(()) if late is None else late + 1)
+
+
+STATE = {
+    "a counter": (0, keeping("value", lambda m, x: m.value + 1)),
+    "a number": (1.0, keeping("value", lambda m, x: m.value * 0.99)),
+    "an iterator that counts": (itertools.count(), lambda m, x: next(m.value)),
+    "a running mean": (torch.zeros(2), keeping("value", mean)),
+    "a running mean in place": (torch.zeros(2), lambda m, x: m.value.add_(x.mean(0))),
+    "an array": (np.zeros(2), lambda m, x: m.value.__iadd__(1)),
+    "a list": ([], lambda m, x: m.value.append(float(x.mean()))),
+    "an object's": (Plain(), count_in),
+    "hidden state": (torch.zeros(6, 2), keeping("value", lambda m, x: torch.tanh(m.value + x))),
+    "a generator of torch": (torch.Generator(), lambda m, x: torch.rand(2, generator=m.value)),
+    "a generator of numpy": (np.random.default_rng(0), lambda m, x: m.value.random()),
+    "an old generator of numpy": (np.random.RandomState(0), lambda m, x: m.value.rand()),
+    "a generator of random": (random.Random(0), lambda m, x: m.value.random()),
+    "a buffer that comes late": (None, count_late),
+}
+NONE = {
+    "nothing": (None, lambda m, x: None),
+    "a constant made at the first call": (None, once),
+    "the last activations": (None, keeping("value", lambda m, x: x * 2)),
+    "the last draws": (None, keeping("value", lambda m, x: torch.rand(3) + np.random.rand())),
+    "whether it was called": (False, keeping("value", lambda m, x: True)),
+    "a cache by size": ({}, lambda m, x: m.value.update({len(x): torch.arange(len(x))})),
+    "a function": (None, keeping("value", lambda m, x: lambda: x)),
+    "NaN": (None, keeping("value", lambda m, x: float("nan"))),
+}
+
+
+def check(module: nn.Module) -> None:
+    def run() -> None:
+        with seeded(3):
+            module(INPUTS).sum().backward()
+
+    module.train()
+    state = PlainState(module)
+    run()
+    state.check(run)
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_state_is_told(name: str) -> None:
+    value, change = STATE[name]
+    module = nn.Sequential(nn.Identity(), Keeps(value, change))
+    with pytest.raises(ModelError) as caught:
+        check(module)
+    place = "1.late" if "late" in name else "1.value"
+    assert str(caught.value) == (
+        f'forward changes "{place}" in each pass, and it is neither a parameter nor a buffer: each '
+        "worker would have its own, and the trained model none. Make it a buffer: give "
+        "register_buffer a tensor in __init__, which forward may change."
+    )
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_what_is_no_state_is_not(name: str) -> None:
+    check(nn.Sequential(Keeps(*NONE[name])))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout()),
+        lambda: nn.Sequential(nn.Unflatten(1, (2, 1)), nn.LSTM(1, 2, batch_first=True), First()),
+        lambda: weight_norm(nn.Linear(2, 2)),
+        lambda: spectral_norm(nn.Linear(2, 2)),
+        lambda: parametrizations.spectral_norm(nn.Linear(2, 2)),
+        lambda: nn.Sequential(nn.Linear(2, 4), nn.ReLU()).append(nn.GRUCell(4, 2)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_layers_of_torch_have_none(make: Callable[[], nn.Module]) -> None:
+    check(make())
+
+
+class First(nn.Module):
+    def forward(self, both: Any) -> Any:
+        return both[0]
+
+
+class Rotary(nn.Module):
+    """A cache of positions, made anew where a sequence is longer."""
+
+    def __init__(self, persistent: bool, length: int = 4) -> None:
+        super().__init__()
+        self.body = nn.Linear(2, 2)
+        self.register_buffer("cache", torch.arange(length), persistent=persistent)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if len(inputs) > len(self.cache):
+            self.cache = torch.arange(len(inputs))
+        return self.body(inputs) + self.cache[: len(inputs), None]
+
+
+def test_a_cache_may_grow_if_it_is_no_part_of_the_state() -> None:
+    check(nn.Sequential(Rotary(persistent=False)))
+    check(Rotary(persistent=True, length=6))
+    with pytest.raises(ModelError) as caught:
+        check(nn.Sequential(Rotary(persistent=True)))
+    assert str(caught.value) == (
+        'forward makes the buffer "0.cache" [6] int64, and it was built [4] int64: buffers are '
+        "averaged over the replicas, so they keep their form. Give it its last form in __init__ (as "
+        "long as the longest input, say); one that is only a cache is left alone if it is registered "
+        "with persistent=False."
+    )
