@@ -62,7 +62,7 @@ class Difference:
 
 
 def is_averaged(parallel: Parallel, counts: Sequence[int], accumulate: int) -> bool:
-    """Whether the loss of a batch is put together from those of several mini-batches. ``counts``: of the
+    """Whether the loss of a batch is put together from those of several mini-batches. ``counts``: the
     rows of each replica."""
     copies = [sum(counts[rank] for rank in group) for group in parallel.mesh.model_groups]
     return sum(map(bool, copies)) > 1 or accumulate > 1 or parallel.pipeline is not None
