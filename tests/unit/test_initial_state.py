@@ -19,7 +19,7 @@ from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.run import ReplicaHandle, Run, open_replica
 from sparkdl.slab.pool import close_pool, open_pool
 from sparkdl.slab.root import SlabConfig, remove_root
-from sparkdl.step.seat import PrepareReplica, check_seat
+from sparkdl.step.seat import CheckSeat, PrepareReplica
 from sparkdl.sync.fetch import borrow_weights, load_weights
 from sparkdl.sync.owners import InitialState, PrepareOwner, RecipeSource
 from sparkdl.sync.plans import plans_of
@@ -54,7 +54,7 @@ class Process:
 
     def digest(self) -> str:
         """Of the initial weights, as a replica tells it to the driver."""
-        return pickle.loads(next(check_seat(0, iter([self.seat]))))[1]
+        return pickle.loads(next(CheckSeat({})(0, iter([self.seat]))))[1].digest
 
     def bytes(self, states: list[SliceHandle]) -> list[bytes]:
         return [open_pool(self.run.slab).read(state.weights).tobytes() for state in states]
@@ -133,7 +133,8 @@ def test_a_run_that_begins_again_has_the_same_weights(process, built_from, distu
     ],
 )
 def test_a_model_that_keeps_what_is_trained_is_refused(process, monkeypatch, given):
-    """It would go on from trained weights where it is to begin. By reference, as of an imported module."""
+    """It would go on from trained weights where it is to begin. The recipe is the same each time, as
+    what an imported module holds is."""
     recipe = Recipe(partial(given, model()), nn.CrossEntropyLoss(), torch.optim.SGD, 0)
     monkeypatch.setattr("sparkdl.replica.run._load_recipe", lambda run: recipe)
     here = process(model)

@@ -31,6 +31,7 @@ from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.model_loss import called
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.seeding import seeded
+from sparkdl.replica.signature import parts_of
 from sparkdl.step.compute import MiniBatch, Passed, buffers_kept, forward_backward, to_tensors
 from sparkdl.step.replica import Work
 from sparkdl.sync.plan import SlicePlan
@@ -156,7 +157,7 @@ def _output(
 ) -> Any:
     """In evaluation."""
     with evaluating(module), seeded(0):
-        return called(recipe.loss, module, inputs, targets)
+        return called(recipe.loss, recipe.signature.bound(module), inputs, targets)
 
 
 _HINT = (
@@ -170,9 +171,8 @@ def _alike(right: Any, found: Any) -> bool:
         if not isinstance(found, torch.Tensor) or right.shape != found.shape:
             return False
         return torch.allclose(local(found), right, rtol=1e-2, atol=1e-3, equal_nan=True)
-    if isinstance(right, (tuple, list)):
-        return len(right) == len(found) and all(map(_alike, right, found))
-    return True
+    one, other = parts_of(right), parts_of(found)
+    return one.keys() == other.keys() and all(_alike(one[name], other[name]) for name in one)
 
 
 def settle(live: LiveReplica) -> None:
