@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pyspark import cloudpickle
 from torch import nn
 
 import sparkdl
 
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ROOT = Path(__file__).resolve().parents[1]
 SAME_BYTES = 64 << 20
 """So much may differ from round to round."""
