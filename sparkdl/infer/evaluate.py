@@ -35,6 +35,7 @@ from sparkdl.infer.predictor import ShippedModule, device_of, run_batches
 from sparkdl.infer.scoring import Scorer, States
 from sparkdl.replica.signature import BY_POSITION, Signature
 from sparkdl.step.compute import to_tensors
+from sparkdl.usercode import accompanied
 from sparkdl.worker import settle_worker
 
 
@@ -197,13 +198,13 @@ def evaluate(
             inputs, labels = columns_of(data.schema, features, label, float_dtype, specs, fields)
             columns = (*inputs, *labels)
             chosen = select_columns(data, columns)
-            task = EvaluateDataFrame(evaluation, columns)
+            task = accompanied(EvaluateDataFrame(evaluation, columns))
             schema = "partition int, states binary"
-            rows = [tuple(row) for row in chosen.mapInArrow(task, schema).collect()]  # type: ignore[arg-type]
+            rows = [tuple(row) for row in chosen.mapInArrow(task, schema).collect()]
         else:
             names = Names(tuple(features), tuple(label), inputs=evaluation.keywords)
             of_records = EvaluateRecords(evaluation, names, float_dtype, specs or {}, fields)
-            rows = data.mapPartitionsWithIndex(of_records).collect()
+            rows = data.mapPartitionsWithIndex(accompanied(of_records)).collect()
     many = []
     for _, packed in sorted(rows):
         states = pickle.loads(packed)

@@ -32,6 +32,7 @@ from sparkdl.errors import DataError
 from sparkdl.infer.output import Output, as_numpy, pieces, to_arrow
 from sparkdl.infer.predictor import Dimensions, ShippedModule, run_batches
 from sparkdl.replica.signature import BY_POSITION, Signature
+from sparkdl.usercode import accompanied
 from sparkdl.worker import settle_worker
 
 Finish = Callable[[torch.Tensor], torch.Tensor] | None
@@ -174,7 +175,9 @@ def predict_dataframe(
             f'the DataFrame already has a column "{taken[0]}": drop it, or choose another '
             "name with prediction_col=."
         )
-    body = PredictColumn(module, inputs, batch_size, finish, dimensions, signature)
+    body: PredictColumn = accompanied(
+        PredictColumn(module, inputs, batch_size, finish, dimensions, signature)
+    )
     udf = functions.arrow_udf(
         _over_columns(body) if len(inputs) > 1 else _over_column(body),  # type: ignore[call-overload]
         returnType=output.sql_type,

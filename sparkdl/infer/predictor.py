@@ -31,6 +31,7 @@ from sparkdl.replica.pickling import dumps
 from sparkdl.replica.rebuilding import Rebuilt
 from sparkdl.replica.signature import BY_POSITION, Signature, with_tensors
 from sparkdl.step.compute import to_tensors
+from sparkdl.usercode import accompanied
 
 Dimensions = tuple[int | None, int | None]
 """Of a batch's output, and of what is made of it."""
@@ -94,14 +95,15 @@ class ShippedModule:
         sender: Any,
         before: ShippedModule | None = None,
         model: Any = None,
+        seed: int = 0,
     ) -> ShippedModule:
         """``sender``: see :func:`sender_to`.
 
         ``before``: shipped earlier; taken again where neither module nor settings have changed since.
-        ``model``: what built it, which is shipped with its tensors where the module itself cannot be
-        pickled. Raises :class:`ModelError` where neither can be.
+        ``model``: what built it, with ``seed``, and is shipped with its tensors where the module itself
+        cannot be pickled. Raises :class:`ModelError` where neither can be.
         """
-        data = _pickled(module, model)
+        data = _pickled(module, model, seed)
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
         known = before is not None and before.digest == digest and before.sender is sender
         if before is not None and known and before.numerics == Numerics.here():
@@ -141,14 +143,14 @@ class ShippedModule:
         return module
 
 
-def _pickled(module: nn.Module, model: Any) -> bytes:
+def _pickled(module: nn.Module, model: Any, seed: int) -> bytes:
     try:
-        return dumps(module)
+        return dumps(accompanied(module))
     except Exception as error:
         if isinstance(model, nn.Module) or not callable(model):
             remedy = "Load it with model=make_model, a function that builds the module."
             raise ModelError(cannot_travel("the module", error, remedy)) from None
-    return dumps(Rebuilt.of(module, model))
+    return dumps(accompanied(Rebuilt.of(module, model, seed)))
 
 
 _loaded: OrderedDict[tuple[str, torch.device], nn.Module] = OrderedDict()

@@ -91,6 +91,7 @@ class InitialState:
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
+        reported: tuple[type[Exception], ...] = (*self.reported, ModelError)
         try:
             begun = build_replica(run).flat.flat if self.read is None else None
             plans, pool = plans_of(run), open_pool(run.slab)
@@ -100,7 +101,7 @@ class InitialState:
             else:
                 assert self.read is not None
                 state = self.read(plan, plans.dtype)
-        except (*self.reported, ModelError) as error:
+        except reported as error:
             yield pickle.dumps(error)
         else:
             handle = first_version(pool, state, self.tick, self.role)

@@ -29,6 +29,7 @@ from sparkdl.replica.seeding import seeded
 from sparkdl.replica.signature import Signature
 from sparkdl.step.compute import MiniBatch, to_tensors, weigh
 from sparkdl.step.loss import Loss, call_loss, is_sum, loss_of, masses_of
+from sparkdl.train.parallel.parallel import Parallel
 
 ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-4}
 """By how much the same sum may differ where numbers have this dtype, relative to the largest of what is
@@ -59,6 +60,13 @@ class Difference:
     whole: float
     together: float
     kind: str
+
+
+def is_averaged(parallel: Parallel, counts: Sequence[int], accumulate: int) -> bool:
+    """Whether the loss of a batch is put together from those of several mini-batches. ``counts``: the
+    rows of each replica."""
+    copies = [sum(counts[rank] for rank in group) for group in parallel.mesh.model_groups]
+    return sum(map(bool, copies)) > 1 or accumulate > 1 or parallel.pipeline is not None
 
 
 def gives_sums(

@@ -119,7 +119,7 @@ def try_model(
             )
             raise ModelError(
                 f"the loss returned {found}: it must return one number, the mean over the batch "
-                '(reduction="mean" in torch.nn losses).'
+                '(reduction="mean" in torch.nn losses), or (sum, count).'
             )
         counts = bool(count) if count is not None else masses is None or bool(masses.sum())
         # else the loss ignores every label

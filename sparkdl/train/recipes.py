@@ -22,12 +22,13 @@ from sparkdl.sync.compression import GradBucket, compress
 from sparkdl.sync.optimizer import OptimizerPlan
 from sparkdl.sync.traits import SEVERAL
 from sparkdl.train.hints import text_of
+from sparkdl.usercode import accompanied
 
 
 def pickled(recipe: Recipe) -> bytes:
     """The recipe as bytes. Raises :class:`ModelError` that names the part that cannot travel."""
     try:
-        data = dumps(recipe)
+        data = dumps(accompanied(recipe))
         pickle.loads(data)
         return data
     except Exception as error:

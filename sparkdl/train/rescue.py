@@ -79,12 +79,13 @@ class Rescue(Callback):
                 return
             if isinstance(error, StalledError):  # so would be this, after as long a wait
                 raise CheckpointError("Spark does nothing")
-            then = "fit(data, resume=...) with this path gives it without training again"
+            again = "so does fit(data, resume=...), without training again"
             if self._one_pass:
-                then = "partial_fit(data, resume=...) of a new trainer, with this path, goes on with it"
+                again = "partial_fit(data, resume=...) of a new trainer goes on with it"
             told = (
-                f"All {state.iteration} iterations were done. The model is kept in the checkpoint "
-                f"{self._kept(state)}: {then}."
+                f"Training was over, after {state.iteration} iterations. The model is kept in the "
+                f"checkpoint {self._kept(state)}: sparkdl.load(...) with this path gives it, and "
+                f"{again}."
             )
         except Exception as failure:
             reason = str(failure).partition("\n")[0].rstrip(".") or type(failure).__name__

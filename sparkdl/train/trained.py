@@ -32,6 +32,7 @@ from sparkdl.replica.signature import BY_POSITION, Part, Signature, problems_of_
 from sparkdl.step.loss import check_averages
 from sparkdl.train.continuing import KeptState
 from sparkdl.train.history import History
+from sparkdl.usercode import accompanied
 
 
 class TrainedModel:
@@ -164,7 +165,7 @@ class TrainedModel:
         )
         first_rows = functools.partial(first_records_of, records, task)
         _, dimensions = self._found(signature, postprocess, first_rows)
-        return records.mapPartitions(replace(task, dimensions=dimensions))
+        return records.mapPartitions(accompanied(replace(task, dimensions=dimensions)))
 
     def evaluate(
         self,
@@ -198,7 +199,7 @@ class TrainedModel:
         records = isinstance(data, RDD)
         specs = self._specs_of_records(len(self.fields)) if records else self.columns
         size, before = _batch_size(batch_size), self._shipped
-        module = ShippedModule.of(self.module, sender_to(data), before, self.model)
+        module = ShippedModule.of(self.module, sender_to(data), before, self.model, self.seed)
         part = self._signature(output).part
         known = self.output if part == self.signature.part else None
         scorer = Scorer(
@@ -242,7 +243,9 @@ class TrainedModel:
     def _ship(self, data: DataFrame | RDD) -> ShippedModule:
         """The module on its way to the workers, which stays there, since what uses it is lazy; a large
         one is sent once, not at each call."""
-        self._shipped = ShippedModule.of(self.module, sender_to(data), self._shipped, self.model)
+        self._shipped = ShippedModule.of(
+            self.module, sender_to(data), self._shipped, self.model, self.seed
+        )
         return self._shipped
 
     def _specs_of_records(self, count: int) -> Specs:

@@ -481,6 +481,8 @@ def _shows(case, states, trained):
         assert any(state.gradient_norm for state in states)
     if case.startswith("skip"):
         assert 0 < states[-1].skipped < 6
+    if "modules of many kinds" in case:
+        assert trained.module.rows.tolist() == [0, 1]  # as it was built
     if case == "precision fp16":
         assert states[-1].loss_scale < 2.0**16
         assert 0 < states[-1].skipped < 6

@@ -7,11 +7,13 @@ import re
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+import lose_the_jvm
 import numpy as np
 import pytest
 import torch
-from launch import digest
+from launch import digest, launch
 from pyspark import cloudpickle
 from torch import nn
 
@@ -44,10 +46,10 @@ def df(spark):
 
 @pytest.fixture
 def narrow(spark, monkeypatch):
-    """A job may bring the driver 1 MB, and a broadcast has 300 kB."""
+    """A job may bring the driver 1 MB, and a broadcast has 1 MB."""
     conf = spark.sparkContext._jsc.sc().conf()
     before = conf.get("spark.driver.maxResultSize", "1g")
-    monkeypatch.setattr(broadcasts, "PIECE_BYTES", 300_000)
+    monkeypatch.setattr(broadcasts, "PIECE_BYTES", 1_000_000)
     conf.set("spark.driver.maxResultSize", "1m")
     yield
     conf.set("spark.driver.maxResultSize", before)
@@ -96,6 +98,11 @@ def test_partial_fit_brings_all_of_the_state(df, narrow):
     assert found[0] == found[1]
 
 
+def test_weights_on_the_driver_s_node_come_back_without_spark(tmp_path):
+    found = launch(Path(lose_the_jvm.__file__), tmp_path, seconds=200)
+    assert found["trained"] == found["expected"]
+
+
 # What fails when all iterations are done
 
 
@@ -128,8 +135,9 @@ def test_a_model_is_kept_where_something_fails_after_the_last_iteration(
     (note,) = caught.value.__notes__
     assert note in caplog.text
     path = re.search(rf"kept in the checkpoint ({kept}\S+):", note)[1]
-    again = run.fit(df, resume=path)
+    again, loaded = run.fit(df, resume=path), sparkdl.load(path, model=model)
     expected = run.fit(df)
+    assert digest(loaded.module) == digest(expected.module)
     assert digest(again.module) == digest(expected.module)
     assert digest(again.ema.module) == digest(expected.ema.module)
     assert again.history.losses == expected.history.losses
@@ -148,7 +156,10 @@ def test_the_last_checkpoint_is_told_of_where_it_has_the_model(df, kept, tmp_pat
     checkpoint = sparkdl.Checkpoint(path, every=sparkdl.every(3))
     run = trainer(engine="local", checkpoint=checkpoint)
     error = sparkdl.TrainingError("the disk is full")
-    with pytest.raises(sparkdl.TrainingError, match=rf"the disk is full\nAll 3 .*{path}/iter"):
+    with pytest.raises(
+        sparkdl.TrainingError,
+        match=rf"the disk is full\nTraining was over, after 3 iterations\..*{path}/iter",
+    ):
         replace(run, callbacks=[Fails("on_fit_end", error)]).fit(df)
     assert len(list(path.iterdir())) == 1
 

@@ -825,8 +825,7 @@ def test_any_module_that_trains_is_used_and_saved(
         assert one.evaluate(table, ["accuracy"])["loss"] < 10
     again = sparkdl.load(result.save(tmp_path / "model"), trust=True)
     assert not any("_orig_mod" in name for name in again.module.state_dict())
-    if make is not Locked:  # its function is not seeded there
-        close(predictions(again.transform(table)), result.module(inputs_of(table, "x")))
+    close(predictions(again.transform(table)), result.module(inputs_of(table, "x")))
     more = trainer(model=make).fit(table, start=result)
     assert more.history.losses != result.history.losses
 

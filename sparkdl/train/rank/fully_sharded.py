@@ -47,10 +47,16 @@ from sparkdl.train.rank.summing import (
     gathered_counts,
 )
 from sparkdl.train.rank.tensor_parallel import parallelise
+from sparkdl.train.rank.turn import Turn
 
 
 def sharded(
-    recipe: Recipe, parallel: Parallel, groups: Groups, spare: Batch, device: torch.device
+    recipe: Recipe,
+    parallel: Parallel,
+    groups: Groups,
+    spare: Batch,
+    device: torch.device,
+    turn: Turn,
 ) -> tuple[LiveReplica, Layout]:
     """The replica with this rank's shards in its flat vector, and the layout of the whole.
 
@@ -63,7 +69,7 @@ def sharded(
     layout = layout_of(module)
     units = units_of(module, strategy.units)
     if parallel.tensor is not None:
-        parallelise(recipe, module, parallel.tensor, groups.mesh("tensor"), spare, device)
+        parallelise(recipe, module, parallel.tensor, groups.mesh("tensor"), spare, device, turn)
     policy = recipe.policy
     if policy.sync_batchnorm:
         synchronise(module)

@@ -32,7 +32,7 @@ from sparkdl.replica.model_loss import called
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.seeding import seeded
 from sparkdl.replica.signature import parts_of
-from sparkdl.step.compute import MiniBatch, Passed, forward_backward, to_tensors
+from sparkdl.step.compute import MiniBatch, Passed, buffers_kept, forward_backward, to_tensors
 from sparkdl.step.replica import Work
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.train.parallel.layers import plan_of
@@ -40,6 +40,7 @@ from sparkdl.train.parallel.strategy import Tensor
 from sparkdl.train.rank.model_group import ModelGroup
 from sparkdl.train.rank.one_round import all_reduce
 from sparkdl.train.rank.summing import Copied, gathered_counts
+from sparkdl.train.rank.turn import Turn
 
 
 class Row(RowwiseParallel):
@@ -85,17 +86,21 @@ def parallelise(
     mesh: DeviceMesh,
     spare: Batch,
     device: torch.device,
+    turn: Turn,
 ) -> None:
     """Cut the layers of ``module`` over ``mesh``, which has one dimension. All ranks have built the
-    same, so nothing is sent.
+    same, so nothing is sent, and each may do so in its ``turn``, which then ends.
 
     Raises :class:`sparkdl.ModelError` where the model then puts out something else for ``spare``.
     """
     plan = plan_of(strategy, module, mesh.size())
     styles = {n: STYLES[way]() if isinstance(way, str) else way for n, way in plan.items()}
     inputs, targets = to_tensors(spare.inputs, device), to_tensors(spare.targets, device)
-    right = _output(recipe, recipe.build().to(device), inputs, targets)
-    parallelize_module(module.to(device), mesh, styles, src_data_rank=None)
+    module.to(device)
+    with buffers_kept(module):
+        right = _output(recipe, module, inputs, targets)
+    parallelize_module(module, mesh, styles, src_data_rank=None)
+    turn.ends()
     for name in styles:
         child = module.get_submodule(name)
         child.forward = functools.partial(_without_inference_mode, child.forward)
@@ -130,12 +135,17 @@ def _arrived(module: nn.Module, inputs: object, output: object) -> object:
 
 
 def cut_by_layer(
-    recipe: Recipe, strategy: Tensor, mesh: DeviceMesh, spare: Batch, device: torch.device
+    recipe: Recipe,
+    strategy: Tensor,
+    mesh: DeviceMesh,
+    spare: Batch,
+    device: torch.device,
+    turn: Turn,
 ) -> tuple[LiveReplica, Layout]:
     """The replica with this rank's parts in its flat vector, and the layout of the whole."""
     module = recipe.build()
     layout = layout_of(module)
-    parallelise(recipe, module, strategy, mesh, spare, device)
+    parallelise(recipe, module, strategy, mesh, spare, device, turn)
     return LiveReplica.around(recipe, FlatModule(module, device)), layout
 
 
