@@ -9,6 +9,12 @@ from sparkdl.frames import PLACE
 
 WAITED = "sparkdl waited"
 """How the reason begins where a job was cancelled because nothing happened in it."""
+REMEDY = (
+    "Install it there, or ship it: your own modules with spark.sparkContext.addPyFile or spark-submit "
+    "--py-files, all else with --archives; see docs/guide/packaging.md."
+)
+"""For a module that the executors do not have."""
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 _TASK = re.compile(
     r"Task (?P<partition>\d+) in stage [\d.]+ failed (?P<attempts>\d+) times?, most recent "
     r"failure: Lost task \S+ in stage \S+ \(TID \d+\) \((?P<node>[^)]*)\)"
@@ -50,7 +56,10 @@ def explain(text: str) -> str:
         lines = PLACE.sub("", trace[0]).strip().splitlines()
         heads = [i for i, line in enumerate(lines) if line.startswith("Traceback")]
         after = [line for line in lines[heads[-1] + 1 :] if line and not line.startswith(" ")]
-        return f"{where}{after[0] if after else lines[-1]}\n" + "\n".join(lines)
+        first = after[0] if after else lines[-1]
+        if missing := _MISSING.match(first):
+            first += f'. The executors have no module "{missing[1]}". {REMEDY}'
+        return f"{where}{first}\n" + "\n".join(lines)
     if place:  # no Python error: what Spark says after naming the task
         first = text[place.end() :].lstrip(": ").partition("\n")[0]
     else:

@@ -45,6 +45,14 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["SPARK_CONF_DIR"] = NO_CONFIGURATION
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m gpu`` only files that have such tests are read: a machine with a GPU may have little of
+    what others import."""
+    if config.option.markexpr == "gpu" and collection_path.name.startswith("test_"):
+        return "mark.gpu" not in collection_path.read_text() or None
+    return None
+
+
 @pytest.fixture(scope="session")
 def spark(request: pytest.FixtureRequest) -> Iterator[SparkSession]:
     """One quiet local[2] session for the whole run."""

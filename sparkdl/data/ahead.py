@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from sparkdl.data.ragged import Rows
-from sparkdl.replica.seeding import seen_to_draw, work_beside
+from sparkdl.replica.seeding import times_seeded, work_beside
 
 Prepare = Callable[[int, int], list[Rows]]
 """``prepare(start, stop)``: the rows of that range of an order, one entry a field."""
@@ -106,14 +106,15 @@ class Ahead:
 
 
 def _random_states() -> list[Any]:
-    """Of the generators that code may draw from without being handed one, and who was seen to."""
+    """Of the generators that code may draw from without being handed one, and how often they were
+    seeded for such code."""
     numpys = np.random.get_state(legacy=False)["state"]
     return [
         random.getstate(),
         numpys["key"].tobytes(),
         numpys["pos"],
         torch.get_rng_state().numpy().tobytes(),
-        seen_to_draw(),
+        times_seeded(),
     ]
 
 

@@ -9,7 +9,7 @@ using sequence bucketing and multi-GPU data parallelization", 2017 (https://arxi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +37,13 @@ class Assembly:
     num_features: int
     num_labels: int
     weighted: bool = False
+    inputs: tuple[str, ...] = ()
+    """The keywords of the features, where the model takes them so."""
     augment: Callable[..., Any] | None = None
     """``augment(*features, rng)`` -> features: the arrays of one sample as stored (a sequence before
-    padding) and a ``numpy.random.Generator``; a tuple, or a single array for a single feature. The
-    generators of torch, numpy and random are seeded for each sample where it draws from them."""
+    padding) and a ``numpy.random.Generator``; a tuple, or a single array for a single feature. With
+    ``inputs`` it is ``augment(**features, rng=rng)``, and may return a mapping. The generators of
+    torch, numpy and random are seeded for each sample where it draws from them."""
     bucketing: int | None = None
     """Mini-batches of rows of like length, chosen among about so many rows; None: any rows."""
     float_dtype: str = "float32"
@@ -181,13 +184,18 @@ def _augmented(
         rng = generator(assembly.seed, "augment", epoch, replica, row)
         seed(derive_seed(assembly.seed, "draws of augment", epoch, replica, row))
         try:
-            found = augment(*sample, rng)
+            if assembly.inputs:
+                found = augment(**dict(zip(assembly.inputs, sample, strict=True)), rng=rng)
+            else:
+                found = augment(*sample, rng)
         except Exception as error:
             shapes = ", ".join(f"{value.dtype}{list(value.shape)}" for value in sample)
             raise ParameterError(
                 f"augment raised {type(error).__name__}: {error}. It is called with the arrays of "
                 f"one sample ({shapes}) and a numpy.random.Generator."
             ) from error
+        if isinstance(found, Mapping):
+            found = _in_order(assembly.inputs, found)
         found = found if isinstance(found, tuple) else (found,)
         if len(found) != len(features):
             raise ParameterError(
@@ -208,6 +216,16 @@ def _augmented(
         Ragged.of(values, feature.padding) if isinstance(feature, Ragged) else np.stack(values)
         for values, feature in zip(results, features, strict=True)
     ]
+
+
+def _in_order(inputs: Sequence[str], found: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What ``augment`` returned by keyword, in the order of the features."""
+    if set(found) != set(inputs):
+        raise ParameterError(
+            f"augment returned a mapping of {', '.join(map(str, found)) or 'nothing'}: return the "
+            f"features, {', '.join(inputs) or 'as a tuple'}."
+        )
+    return tuple(found[name] for name in inputs)
 
 
 def _value(value: Any, dtype: np.dtype, float_dtype: str) -> np.ndarray:

@@ -152,18 +152,19 @@ def check_specs(
 
 @dataclass(frozen=True, kw_only=True)
 class NamedFunction:
-    """A ``Convert`` as a file names it. Nothing is imported before :meth:`load`: it needs trust."""
+    """The function of a ``Convert``, say, as a file names it. Nothing is imported before :meth:`load`:
+    it needs trust."""
 
     name: str
 
-    def load(self) -> Convert:
+    def load(self) -> abc.Callable[[Any], Any]:
         """Import the function. Raises :class:`ParameterError` where that fails."""
         module, _, path = self.name.partition(":")
         try:
-            return Convert(_resolve(module, path))
+            return Convert(_resolve(module, path)).function
         except (ImportError, AttributeError, ValueError) as error:
             raise ParameterError(
-                f'the function "{self.name}" of a column cannot be imported ({error}). Put it on '
+                f'the function "{self.name}" cannot be imported ({error}). Put it on '
                 "the Python path."
             ) from None
 
@@ -176,7 +177,8 @@ def specs_to_json(specs: Specs) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for name, spec in specs.items():
         if isinstance(spec, Convert):
-            content[name] = {"kind": "convert", "function": _name_of(name, spec.function)}
+            function = name_of(spec.function, f'of column "{name}"')
+            content[name] = {"kind": "convert", "function": function}
         else:
             content[name] = {"kind": type(spec).__name__.lower(), **asdict(spec)}
     return content
@@ -201,7 +203,9 @@ def specs_from_json(content: abc.Mapping[str, Any]) -> dict[str, Spec | NamedFun
     return specs
 
 
-def _name_of(column: str, function: Any) -> str:
+def name_of(function: Any, where: str) -> str:
+    """The name by which a file says a function, which can be imported by it. Raises
+    :class:`ParameterError` for one that has none; ``where``: what it is of."""
     module, path = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     try:
         if module and module != "__main__" and _resolve(module, path) is function:
@@ -210,8 +214,8 @@ def _name_of(column: str, function: Any) -> str:
         pass
     shown = path or type(function).__name__
     raise ParameterError(
-        f'the function {shown} of column "{column}" cannot be saved by name: define it at the top '
-        "level of a module that can be imported."
+        f"the function {shown} {where} cannot be saved by name: define it at the top level of a module "
+        "that can be imported."
     )
 
 

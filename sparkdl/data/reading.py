@@ -9,19 +9,21 @@ from collections.abc import Iterator
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 
-from sparkdl.errors import DataError, StalledError, TrainingError
+from sparkdl.errors import DataError, ModelError, StalledError, TrainingError
 from sparkdl.report import WAITED, explain, of_python
 
 
 @contextlib.contextmanager
 def reading_explained(doing: str = "reading the data") -> Iterator[None]:
     """What Spark reports while it reads the data: a :class:`DataError` where the data's own query
-    fails (a cast, a UDF, a function of ``rdd.map``), else a :class:`TrainingError`. ``doing``: what
-    the data are read for."""
+    fails (a cast, a UDF, a function of ``rdd.map``), a :class:`ModelError` where a module of the user's
+    is not there, else a :class:`TrainingError`. ``doing``: what the data are read for."""
     try:
         yield
     except (Py4JError, PySparkException) as error:
         text = str(error)
+        if mistake := _OF_MODULES.search(text):
+            raise ModelError(f"{doing}: {mistake[1]}") from None
         if isinstance(error, Py4JError) or "sparkdl.errors." in text:
             reason = of_query(explain(text))
             kind = StalledError if reason.startswith(WAITED) else TrainingError
@@ -39,4 +41,6 @@ def of_query(text: str) -> str:
     return _LABEL.sub("", first) + (newline + trace if trace.startswith("Traceback") else "")
 
 
+_OF_MODULES = re.compile(r"errors\.ModelError: (the executors (?:cannot import|have other) .*)")
+"""See :mod:`sparkdl.usercode`."""
 _LABEL = re.compile(r"^\[[A-Z_.0-9]+\] | SQLSTATE: \w+.*$")

@@ -47,6 +47,19 @@ class Names:
     features: tuple[str, ...]
     label: tuple[str, ...] = ()
     weight: str | None = None
+    inputs: tuple[str, ...] = ()
+    """The keywords by which the model takes the features, if it does; a record may give them so."""
+
+    def in_order(self, features: Any, row: int) -> Any:
+        """The features of a record; of a mapping by keyword, in the order of the keywords."""
+        if not self.inputs or not isinstance(features, Mapping):
+            return features
+        missing = [name for name in self.inputs if name not in features]
+        if missing:
+            text = f"is a {type(features).__name__} of {', '.join(map(str, features)) or 'nothing'}"
+            raise RowProblem("features", row, f"{text}, and lacks {', '.join(missing)}", _MEND)
+        found = tuple(features[name] for name in self.inputs)
+        return found[0] if len(found) == 1 else found
 
     def sample(self, record: Any, row: int, bare: int | None = 0) -> Any:
         """The :class:`Sample` that a record with these names is; any other record as it is.
@@ -128,6 +141,7 @@ class WriteRecords:
     def _parts(self, record: Any, row: int) -> list[tuple[str, np.ndarray]]:
         record = self.names.sample(record, row, 0 if self.labelled else None)
         features, label = split_record(record, self.labelled, row)
+        features = self.names.in_order(features, row)
         values = [*named("features", features), *(named("label", label) if self.labelled else ())]
         parts = [
             (name, record_field(value, name, row, self.float_dtype, self.specs, field))

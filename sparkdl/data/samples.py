@@ -40,6 +40,7 @@ from sparkdl.frames import (
     stage_name,
 )
 from sparkdl.slab.root import SlabConfig
+from sparkdl.usercode import accompanied
 
 __all__ = [
     "Sample",
@@ -88,7 +89,8 @@ class Source:
     ``fields``: what the samples must be, where there were others before; whole numbers become floats
     where there were floats. ``columns``: specifications by name; of an RDD's fields ("features",
     "label[1]") only a :class:`sparkdl.Sequence` can be one. ``weight``: the column of weights; for an
-    RDD of :class:`Sample` any name stands for its weight.
+    RDD of :class:`Sample` any name stands for its weight. ``inputs``: the keywords of the features,
+    where the model takes them so.
     """
 
     data: DataFrame | RDD
@@ -100,6 +102,7 @@ class Source:
     columns: Specs = field(default_factory=dict)
     weight: str | None = None
     fields: tuple[Field, ...] = ()
+    inputs: tuple[str, ...] = ()
 
     @property
     def records_task(self) -> WriteRecords:
@@ -110,7 +113,7 @@ class Source:
             self.columns,
             self.weight is not None,
             self.fields,
-            Names(self.features, self.label, self.weight),
+            Names(self.features, self.label, self.weight, self.inputs),
         )
 
     @property
@@ -133,7 +136,10 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
     else:
         _check_specs(source)
         records = _redistribute(source)
-        rdd, moved = map_frames(records, source.records_task), records is not source.data
+        rdd, moved = (
+            map_frames(records, accompanied(source.records_task)),
+            records is not source.data,
+        )
     rdd = persist(rdd)
     with stage_name(rdd.ctx, "write samples into slabs"):
         handles = [pickle.loads(frame) for frame in collect_frames(rdd)]
@@ -202,11 +208,11 @@ def _write_table(source: Source) -> tuple[RDD, bool]:
     if stay or not is_local(context):
         if not stay:
             chosen = chosen.repartition(source.replicas, content_hash(chosen))
-        rows = chosen.mapInArrow(task, "handle binary").rdd  # type: ignore[arg-type]
+        rows = chosen.mapInArrow(accompanied(task), "handle binary").rdd
         return map_frames(rows, first_field), not stay
     # Every process can map every file: rows stay where they are read, and only numbers are shuffled.
     written = _in_few_tasks(chosen, source.replicas).mapInArrow(
-        WriteParts(task, source.replicas),  # type: ignore[arg-type]
+        accompanied(WriteParts(task, source.replicas)),
         "partition int, part binary",
     )
     addressed = map_frames(written.rdd, address_parts)

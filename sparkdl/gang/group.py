@@ -183,11 +183,12 @@ def join(store: Store, seconds: float, backend: str, member: Member) -> None:
         world_size=member.size,
         timeout=timeout,
     )
-    member.at_end.callback(leave)
+    member.at_end.push(lambda kind, error, trace: leave(failed=kind is not None))
 
 
-def leave() -> None:
-    """Destroy the process group, and before it what else would hold it.
+def leave(failed: bool = False) -> None:
+    """Destroy the process group, and before it what else would hold it. ``failed``: others of it may be
+    lost, and what NCCL has begun with them is not waited for.
 
     A DistributedDataParallel may outlive the function that made it, in a cycle or a traceback. Were its
     reducer the last to hold the group, the collector would wait for Gloo's threads in some later
@@ -197,7 +198,12 @@ def leave() -> None:
     for thing in gc.get_objects():
         if issubclass(type(thing), DistributedDataParallel):
             thing.reducer = thing.logger = None
-    if dist.is_initialized():  # a user's function may have done it
+    if not dist.is_initialized():  # a user's function may have done it
+        return
+    if failed and "nccl" in dist.get_backend_config():
+        with contextlib.suppress(RuntimeError):  # torch's guard may have been quicker
+            dist.distributed_c10d._abort_process_group()
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 

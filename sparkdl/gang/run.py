@@ -22,6 +22,7 @@ from sparkdl.gang.member import Member
 from sparkdl.gang.slots import task_slots
 from sparkdl.plain import plain
 from sparkdl.sync.state import mapped
+from sparkdl.usercode import accompanied
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -87,7 +88,7 @@ def run(
         if ranks is None:
             check_unshared(gang.where)
         name = getattr(fn, "__name__", type(fn).__name__)
-        return gang.call(functools.partial(_call, fn, args, kwargs), name)
+        return gang.call(functools.partial(_call, accompanied(fn), args, kwargs), name)
 
 
 def _context_of(spark: SparkSession | None) -> SparkContext:

@@ -33,7 +33,9 @@ from sparkdl.errors import DataError, ParameterError, TrainingError, UserError, 
 from sparkdl.infer.metric import Metric
 from sparkdl.infer.predictor import ShippedModule, device_of, run_batches
 from sparkdl.infer.scoring import Scorer, States
+from sparkdl.replica.signature import BY_POSITION, Signature
 from sparkdl.step.compute import to_tensors
+from sparkdl.usercode import accompanied
 from sparkdl.worker import settle_worker
 
 
@@ -50,12 +52,18 @@ def check_metrics(metrics: Iterable[Metric]) -> None:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What to run on each partition: the module, then the scorer on its outputs."""
+    """What to run on each partition: the module, then the scorer on what it returns.
+
+    ``signature``: how the module is called; its part is the scorer's to take. ``keywords``: those of
+    the features.
+    """
 
     module: ShippedModule
     scorer: Scorer
     num_features: int
     batch_size: int
+    signature: Signature = BY_POSITION
+    keywords: tuple[str, ...] = ()
 
     def update(self, states: States, arrays: Sequence[Any]) -> States:
         """``states`` with some rows more. ``arrays``: one a column, features first, then labels."""
@@ -63,8 +71,9 @@ class Evaluation:
         device = device_of(module)
         scorer = self.scorer.on(device)
         inputs, labels = arrays[: self.num_features], arrays[self.num_features :]
-        own = self.scorer.loss, labels
-        for output, rows in run_batches(module, inputs, self.batch_size, own=own):
+        own, signature = (self.scorer.loss, labels), self.signature
+        returned = run_batches(module, inputs, self.batch_size, signature=signature, own=own)
+        for output, rows in returned:
             targets = to_tensors(dense([label[rows] for label in labels]), device)
             count = len(inputs[0][rows])
             states = scorer.update(states, output, targets, samples=count)
@@ -159,6 +168,7 @@ class EvaluateRecords:
         labelled = bool(self.names.label)
         record = self.names.sample(record, row, 0 if labelled else None)
         features, label = split_record(record, labelled, row)
+        features = self.names.in_order(features, row)
         parts = [*named("features", features), *(named("label", label) if labelled else ())]
         return [
             (name, record_field(value, name, row, self.float_dtype, self.specs, field))
@@ -188,13 +198,13 @@ def evaluate(
             inputs, labels = columns_of(data.schema, features, label, float_dtype, specs, fields)
             columns = (*inputs, *labels)
             chosen = select_columns(data, columns)
-            task = EvaluateDataFrame(evaluation, columns)
+            task = accompanied(EvaluateDataFrame(evaluation, columns))
             schema = "partition int, states binary"
-            rows = [tuple(row) for row in chosen.mapInArrow(task, schema).collect()]  # type: ignore[arg-type]
+            rows = [tuple(row) for row in chosen.mapInArrow(task, schema).collect()]
         else:
-            names = Names(tuple(features), tuple(label))
+            names = Names(tuple(features), tuple(label), inputs=evaluation.keywords)
             of_records = EvaluateRecords(evaluation, names, float_dtype, specs or {}, fields)
-            rows = data.mapPartitionsWithIndex(of_records).collect()
+            rows = data.mapPartitionsWithIndex(accompanied(of_records)).collect()
     many = []
     for _, packed in sorted(rows):
         states = pickle.loads(packed)

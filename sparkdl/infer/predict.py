@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 import torch
 from pyspark import TaskContext
-from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame, functions
 
 from sparkdl.data.columns import Specs
@@ -32,6 +31,8 @@ from sparkdl.data.values import to_numpy
 from sparkdl.errors import DataError
 from sparkdl.infer.output import Output, as_numpy, pieces, to_arrow
 from sparkdl.infer.predictor import Dimensions, ShippedModule, run_batches
+from sparkdl.replica.signature import BY_POSITION, Signature
+from sparkdl.usercode import accompanied
 from sparkdl.worker import settle_worker
 
 Finish = Callable[[torch.Tensor], torch.Tensor] | None
@@ -46,6 +47,7 @@ class PredictColumn:
     batch_size: int
     finish: Finish
     dimensions: Dimensions = (None, None)
+    signature: Signature = BY_POSITION
 
     def __call__(self, batches: Iterator[tuple[pa.Array, ...] | pa.Array]) -> Iterator[pa.Array]:
         module = self.module.load()
@@ -67,7 +69,9 @@ class PredictColumn:
         for start in range(0, count, max(1, rows)):
             parts = [array.slice(start, rows) for array in columns]
             arrays = self._arrays(parts, seen + start)
-            found = run_batches(module, arrays, self.batch_size, self.finish, self.dimensions)
+            found = run_batches(
+                module, arrays, self.batch_size, self.finish, self.dimensions, self.signature
+            )
             for output, _ in found:
                 yield from map(to_arrow, pieces(as_numpy(output)))
 
@@ -83,7 +87,7 @@ class PredictColumn:
 
 @dataclass(frozen=True)
 class PredictRecords:
-    """Task over an RDD: one prediction a record, in order."""
+    """Task over an RDD: one prediction (a number, or an array) a record, in order."""
 
     module: ShippedModule
     names: Names
@@ -94,12 +98,13 @@ class PredictRecords:
     specs: Specs | None = None
     fields: Sequence[Field] = ()
     dimensions: Dimensions = (None, None)
+    signature: Signature = BY_POSITION
 
     def __call__(self, records: Iterable[Any]) -> Iterator[Any]:
         module = self.module.load()
         waiting: list[list[np.ndarray]] = []
         for row, record in enumerate(records):
-            waiting.append(self._inputs(record, row, waiting))
+            waiting.append(self.inputs(record, row, waiting))
             if len(waiting) == self.batch_size:
                 yield from self._predict(module, waiting)
                 waiting = []
@@ -107,12 +112,12 @@ class PredictRecords:
             yield from self._predict(module, waiting)
         settle_worker()
 
-    def _inputs(
+    def inputs(
         self, record: Any, row: int, before: Sequence[Sequence[np.ndarray]]
     ) -> list[np.ndarray]:
         """The features of a record, found alike those of the records ``before``."""
         try:
-            features = self._features(record, row)
+            features = self.names.in_order(self._features(record, row), row)
             parts = [
                 (name, record_field(value, name, row, self.float_dtype, self.specs, field))
                 for (name, value), field in with_fields(named("features", features), self.fields)
@@ -133,7 +138,9 @@ class PredictRecords:
 
     def _predict(self, module: Any, waiting: list[list[np.ndarray]]) -> Iterator[Any]:
         arrays = stack_records(feature_names(len(waiting[0])), waiting, self.specs)
-        found = run_batches(module, arrays, self.batch_size, self.finish, self.dimensions)
+        found = run_batches(
+            module, arrays, self.batch_size, self.finish, self.dimensions, self.signature
+        )
         for output, _ in found:
             for value in as_numpy(output):
                 yield value if value.ndim else value.item()
@@ -157,6 +164,7 @@ def predict_dataframe(
     specs: Specs | None = None,
     fields: Sequence[Field] = (),
     dimensions: Dimensions = (None, None),
+    signature: Signature = BY_POSITION,
 ) -> DataFrame:
     """``data`` with the column ``prediction_col``; lazy, and on a streaming DataFrame too. ``fields``:
     see :func:`sparkdl.data.schema.columns_of`."""
@@ -167,7 +175,9 @@ def predict_dataframe(
             f'the DataFrame already has a column "{taken[0]}": drop it, or choose another '
             "name with prediction_col=."
         )
-    body = PredictColumn(module, inputs, batch_size, finish, dimensions)
+    body: PredictColumn = accompanied(
+        PredictColumn(module, inputs, batch_size, finish, dimensions, signature)
+    )
     udf = functions.arrow_udf(
         _over_columns(body) if len(inputs) > 1 else _over_column(body),  # type: ignore[call-overload]
         returnType=output.sql_type,
@@ -189,23 +199,3 @@ def _over_columns(
         return body(batches)
 
     return predict
-
-
-def predict_rdd(
-    records: RDD,
-    module: ShippedModule,
-    features: Sequence[str],
-    num_features: int,
-    float_dtype: str,
-    batch_size: int,
-    finish: Finish,
-    specs: Specs | None = None,
-    fields: Sequence[Field] = (),
-    dimensions: Dimensions = (None, None),
-) -> RDD:
-    """One prediction (a number, or an array) for each record, in order."""
-    names = Names(tuple(features))
-    task = PredictRecords(
-        module, names, num_features, float_dtype, batch_size, finish, specs, fields, dimensions
-    )
-    return records.mapPartitions(task)

@@ -18,11 +18,10 @@ import torch
 from pyspark import SparkContext, SparkFiles
 from pyspark.core.rdd import RDD
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from sparkdl.broadcasts import BroadcastBytes
 from sparkdl.data.ragged import Rows, dense, model_inputs
-from sparkdl.errors import ModelError, cannot_travel
+from sparkdl.errors import ModelError, UserError, cannot_travel
 from sparkdl.infer.output import in_rows
 from sparkdl.numerics import Numerics
 from sparkdl.replica.cache import task_device
@@ -30,7 +29,9 @@ from sparkdl.replica.gpu_memory import kept_while_used
 from sparkdl.replica.model_loss import called, is_model_loss
 from sparkdl.replica.pickling import dumps
 from sparkdl.replica.rebuilding import Rebuilt
+from sparkdl.replica.signature import BY_POSITION, Signature, with_tensors
 from sparkdl.step.compute import to_tensors
+from sparkdl.usercode import accompanied
 
 Dimensions = tuple[int | None, int | None]
 """Of a batch's output, and of what is made of it."""
@@ -94,14 +95,15 @@ class ShippedModule:
         sender: Any,
         before: ShippedModule | None = None,
         model: Any = None,
+        seed: int = 0,
     ) -> ShippedModule:
         """``sender``: see :func:`sender_to`.
 
         ``before``: shipped earlier; taken again where neither module nor settings have changed since.
-        ``model``: what built it, which is shipped with its tensors where the module itself cannot be
-        pickled. Raises :class:`ModelError` where neither can be.
+        ``model``: what built it, with ``seed``, and is shipped with its tensors where the module itself
+        cannot be pickled. Raises :class:`ModelError` where neither can be.
         """
-        data = _pickled(module, model)
+        data = _pickled(module, model, seed)
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
         known = before is not None and before.digest == digest and before.sender is sender
         if before is not None and known and before.numerics == Numerics.here():
@@ -141,14 +143,14 @@ class ShippedModule:
         return module
 
 
-def _pickled(module: nn.Module, model: Any) -> bytes:
+def _pickled(module: nn.Module, model: Any, seed: int) -> bytes:
     try:
-        return dumps(module)
+        return dumps(accompanied(module))
     except Exception as error:
         if isinstance(model, nn.Module) or not callable(model):
             remedy = "Load it with model=make_model, a function that builds the module."
             raise ModelError(cannot_travel("the module", error, remedy)) from None
-    return dumps(Rebuilt.of(module, model))
+    return dumps(accompanied(Rebuilt.of(module, model, seed)))
 
 
 _loaded: OrderedDict[tuple[str, torch.device], nn.Module] = OrderedDict()
@@ -180,6 +182,7 @@ def run_batches(
     batch_size: int,
     finish: Callable[[Any], Any] | None = None,
     dimensions: Dimensions = (None, None),
+    signature: Signature = BY_POSITION,
     own: tuple[Any, Sequence[Rows]] = (None, ()),
 ) -> Iterator[tuple[Any, slice]]:
     """The module's output, and which rows it is for, batch by batch.
@@ -187,8 +190,9 @@ def run_batches(
     ``arrays``: one a feature. Rows of varying length are padded batch by batch, and their lengths
     follow them where their :class:`sparkdl.data.ragged.Padding` says so. ``finish``: is given what
     the model puts out on the CPU. ``dimensions``: of the model's output and of what ``finish`` makes of
-    it, see :func:`sparkdl.infer.output.in_rows`. ``own``: the loss, and arrays of labels for
-    a model that computes it itself. Raises :class:`ModelError` where the model fails.
+    it, see :func:`sparkdl.infer.output.in_rows`. ``signature``: how the model is called, and what is
+    its output. ``own``: the loss, and arrays of labels for a model that computes it itself. Raises
+    :class:`ModelError` where the model fails.
     """
     device = device_of(module)
     for start in range(0, len(arrays[0]), batch_size):
@@ -200,8 +204,9 @@ def run_batches(
             targets = to_tensors(dense([label[rows] for label in labels]), device)
         with evaluating(module):
             try:
-                output = in_rows(called(loss, module, inputs, targets), count, dimensions[0])
-            except torch.OutOfMemoryError:
+                returned = called(loss, signature.bound(module), inputs, targets)
+                output = in_rows(signature.output(returned), count, dimensions[0])
+            except (torch.OutOfMemoryError, UserError):
                 raise
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 shapes = ", ".join(
@@ -218,4 +223,4 @@ def run_batches(
 
 def _on_cpu(output: Any) -> Any:
     """All tensors of it: a user's function was tried with such."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), output)
+    return with_tensors(output, torch.Tensor.cpu)

@@ -12,6 +12,7 @@ from sparkdl.errors import ModelError, ParameterError, raise_all
 from sparkdl.infer.metric import Metric
 from sparkdl.infer.output import in_rows
 from sparkdl.replica.live import on_device
+from sparkdl.replica.signature import Part, described, for_example, part_of
 from sparkdl.step.loss import Loss, loss_of, masses_of, weighted_mean
 
 States: TypeAlias = list[Any]
@@ -33,6 +34,15 @@ class Scorer:
     metrics: tuple[Metric, ...] = ()
     dimensions: int | None = None
     """Of a batch's output, as far as they are known."""
+    part: Part = None
+    """Of what the model returns, what the metrics are of."""
+    loss_part: Part = None
+    """What the loss is given."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether the metrics are of another part than the loss."""
+        return self.part != self.loss_part
 
     def on(self, device: torch.device) -> Scorer:
         """For outputs on ``device``."""
@@ -61,7 +71,7 @@ class Scorer:
         count = _rows(output, targets) if samples is None else samples
         if not count:
             return states
-        output = in_rows(output, count, self.dimensions)
+        returned, output = output, self._part(output, self.loss_part, count)
         total, mass = states[1]
         try:
             if self.loss is not None:
@@ -77,7 +87,7 @@ class Scorer:
             ) from error
         updated = [states[0] + count, (total, mass)]
         if self.metrics:
-            plain, target = self._plain(output, targets)
+            plain, target = self._plain(self._part(returned, self.part, count), targets)
             for metric, state in zip(self.metrics, states[2:], strict=True):
                 try:
                     with torch.autocast("cpu", enabled=False):  # validation may be inside one
@@ -88,6 +98,10 @@ class Scorer:
                         f"{_shape(target)}."
                     ) from error
         return updated
+
+    def _part(self, returned: Any, part: Part, count: int) -> Any:
+        dimensions = self.dimensions if part == self.part else None
+        return in_rows(part_of(returned, part), count, dimensions)
 
     def merge(self, many: Sequence[States]) -> States:
         """Of several parts of the data, in order, those of all of it."""
@@ -138,7 +152,7 @@ class Scorer:
         """
         problems = []
         for metric in self.metrics:
-            alone = Scorer(None, (metric,))
+            alone = Scorer(None, (metric,), part=self.part)
             try:
                 states = [alone.update(alone.start(), output, targets) for _ in range(2)]
                 merged = alone.merge(states)
@@ -161,8 +175,8 @@ class Scorer:
             raise ParameterError(f"metrics need one label; the model has {len(targets)} ({names}).")
         if not isinstance(output, torch.Tensor):
             raise ParameterError(
-                f"metrics need a model that returns one tensor, and this one returns a "
-                f"{type(output).__name__} ({names}). Leave the metrics out, or wrap the model."
+                f"metrics need one tensor, and the model returns {described(output)} ({names}). Say "
+                f"which part they are of: {for_example(output)}."
             )
         return _wide(output.detach().cpu()), targets[0].detach().cpu()
 

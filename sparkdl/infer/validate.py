@@ -40,7 +40,8 @@ def score_partition(
         rows = np.arange(start, min(start + batch_size, len(partition.order)))
         batch = to_mini_batch(plain_batch(assembly, partition, rows), live, training=False)
         with evaluating(live.flat.module) as module, cast:
-            output = called(scorer.loss, module, batch.inputs, batch.targets)
+            call = live.recipe.signature.bound(module)
+            output = called(scorer.loss, call, batch.inputs, batch.targets)
             states = scorer.update(states, output, batch.targets, batch.weights, len(batch))
     return states
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from sparkdl.errors import ModelError
+from sparkdl.errors import ModelError, UserError
 
 SOME = 16
 """So many values of a tensor are compared as numbers."""
@@ -121,11 +121,16 @@ def _order(names: Description) -> str:
     return ", ".join(f'"{name}"' for name in list(names)[:5])
 
 
-def check_same(found: Sequence[Compared]) -> None:
+def check_same(told: Sequence[Compared | UserError]) -> None:
     """Raise :class:`sparkdl.ModelError` unless all processes have built what the driver has.
 
-    ``found``: of each replica, in order.
+    ``told``: of each replica, in order; or the mistake that kept it from building any, which is raised.
     """
+    found: list[Compared] = []
+    for one in told:
+        if isinstance(one, UserError):
+            raise one
+        found.append(one)
     for replica, one in enumerate(found):
         if one.form:
             raise ModelError(

@@ -173,11 +173,11 @@ def _in_form(segment: Segment, owner: nn.Module, attribute: str) -> torch.Tensor
     """The buffer of ``segment``; None for one that forward has given another form, which is taken for
     a cache of this process if no state_dict holds it. Raises :class:`sparkdl.errors.ModelError`."""
     buffer = owner._buffers.get(attribute)
-    form = segment.shape, segment.dtype
-    if form_of(buffer) == form:
+    if buffer is not None and buffer.dtype == segment.dtype and buffer.shape == segment.shape:
         return buffer
     if attribute not in owner._non_persistent_buffers_set:
-        raise ModelError(changed_form(segment.name, form, form_of(buffer)))
+        built = segment.shape, segment.dtype
+        raise ModelError(changed_form(segment.name, built, form_of(buffer)))
     return None
 
 

@@ -15,25 +15,29 @@ from sparkdl.replica.seeding import seeded
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """``make`` builds a module with the same names; ``tensors`` are all its parameters and buffers.
+    """``make`` builds, with ``seed``, a module with the same names; ``tensors`` are all its parameters
+    and buffers.
 
     A pickle of it is opened as the module.
     """
 
     make: Callable[[], nn.Module]
+    seed: int
     tensors: Mapping[str, torch.Tensor]
 
     @staticmethod
-    def of(module: nn.Module, make: Callable[[], nn.Module]) -> Rebuilt:
+    def of(module: nn.Module, make: Callable[[], nn.Module], seed: int) -> Rebuilt:
         """``module``, which ``make`` has built."""
-        return Rebuilt(make, {name: tensor.detach() for name, tensor in _tensors(module)})
+        return Rebuilt(make, seed, {name: tensor.detach() for name, tensor in _tensors(module)})
 
     def __reduce__(self) -> Any:
-        return _rebuild, (self.make, dict(self.tensors))
+        return _rebuild, (self.make, self.seed, dict(self.tensors))
 
 
-def _rebuild(make: Callable[[], nn.Module], tensors: Mapping[str, torch.Tensor]) -> nn.Module:
-    with seeded(0):
+def _rebuild(
+    make: Callable[[], nn.Module], seed: int, tensors: Mapping[str, torch.Tensor]
+) -> nn.Module:
+    with seeded(seed):
         module = plain(make())
     for name, tensor in _tensors(module):
         if name in tensors:

@@ -18,6 +18,7 @@ from sparkdl.errors import ModelError
 from sparkdl.replica.care import freeze, plain, start_from, take_buffers
 from sparkdl.replica.policy import Policy
 from sparkdl.replica.seeding import seeded
+from sparkdl.replica.signature import BY_POSITION, Signature
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Recipe:
     ``weights``: a state_dict to start from; ``buffers``: what goes with it that no state_dict has.
     ``frozen``, ``unfrozen``: patterns of parameter names. ``augment``: what happens to a sample's
     inputs before each use. ``compression``: what becomes of a gradient before it is sent.
+    ``signature``: how the model is called, and what is its output.
     """
 
     model: Callable[[], nn.Module] | nn.Module
@@ -41,6 +43,7 @@ class Recipe:
     augment: Callable[..., Any] | None = None
     compression: Callable[..., Any] | None = None
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    signature: Signature = BY_POSITION
 
     def build(self) -> nn.Module:
         """The module with its initial weights, the same in every process.

@@ -8,6 +8,7 @@ import functools
 import os
 import pickle
 import secrets
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,11 +96,17 @@ def open_replica(run: Run) -> LiveReplica:
     return live_replica(run.key, lambda: _load_recipe(run), lambda: _hold(run))
 
 
+_holding: dict[str, threading.Thread] = {}
+"""What lets go of a run's replica on a GPU, by the run."""
+
+
 def _hold(run: Run) -> None:
-    """Until the run ends on this node."""
+    """Until the run ends on this node, however often its replica is built."""
     root = open_root(run.slab)
-    if root is not None:
-        hold(root.directories[-1], functools.partial(forget, run.key))
+    for key in [key for key, thread in _holding.items() if not thread.is_alive()]:
+        del _holding[key]
+    if root is not None and run.key not in _holding:
+        _holding[run.key] = hold(root.directories[-1], functools.partial(forget, run.key))
 
 
 def build_replica(run: Run) -> LiveReplica:

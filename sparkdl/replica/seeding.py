@@ -16,11 +16,12 @@ T = TypeVar("T")
 
 class _Generators:
     """Those of this process. ``depth``: how many blocks that seed them are open; ``lent``: whether
-    nobody wants them back as they were before the outermost of these."""
+    nobody wants them back as they were before the outermost of these; ``seeded``: how often they were
+    for work in :func:`steadily`."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.depth, self.lent = 0, False
+        self.depth, self.lent, self.seeded = 0, False, 0
 
 
 _GENERATORS = _Generators()
@@ -70,7 +71,8 @@ def steadily(who: Hashable, work: Callable[[Callable[[int], object]], T]) -> T:
     """
     if getattr(_thread, "beside", False):
         return work(_leave)
-    with _GENERATORS.lock:
+    own = _GENERATORS
+    with own.lock:
         before, drew = _states(), True
         try:
             if who not in _drawing:
@@ -80,15 +82,16 @@ def steadily(who: Hashable, work: Callable[[Callable[[int], object]], T]) -> T:
                     return result
                 _drawing.add(who)
                 _restore(before)
+            own.seeded += 1
             return work(_seed)
         finally:
             if drew:
                 _restore(before)
 
 
-def seen_to_draw() -> frozenset[Hashable]:
-    """Who was seen to draw in :func:`steadily`, in this process."""
-    return frozenset(_drawing)
+def times_seeded() -> int:
+    """How often work was seeded in :func:`steadily`, since it draws."""
+    return _GENERATORS.seeded
 
 
 def work_beside() -> None:

@@ -220,16 +220,18 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
 def _loss(replica: LiveReplica, part: MiniBatch) -> tuple[torch.Tensor, float | None]:
     """The loss of a micro-batch, see :func:`sparkdl.step.loss.loss_of`."""
     with autocasting(replica):
-        output = called(replica.loss, replica.call, part.inputs, part.targets)
+        call = replica.recipe.signature.bound(replica.call)
+        output = called(replica.loss, call, part.inputs, part.targets)
     return loss_of_output(replica, output, part)
 
 
 def loss_of_output(
     replica: LiveReplica, output: object, part: MiniBatch
 ) -> tuple[torch.Tensor, float | None]:
-    """Likewise, of what the model put out for ``part``."""
+    """Likewise, of what the model returned for ``part``."""
     with autocasting(replica):
-        return loss_of(replica.loss, output, part.targets, part.weights, part.masses)
+        given = replica.recipe.signature.for_loss(replica.loss, output)
+        return loss_of(replica.loss, given, part.targets, part.weights, part.masses)
 
 
 _AS_IT_IS = contextlib.nullcontext()

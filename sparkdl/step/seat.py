@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from sparkdl.clock import Clock
 from sparkdl.data.handle import SampleHandle
 from sparkdl.data.mapped import lies_here, open_partition
-from sparkdl.errors import StaleReferenceError
+from sparkdl.errors import ModelError, StaleReferenceError, UserError
 from sparkdl.message import posted
-from sparkdl.replica.compare import Description, compared
+from sparkdl.replica.compare import Compared, Description, compared
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.run import ReplicaHandle, Run, build_replica, open_replica
+from sparkdl.report import REMEDY
 from sparkdl.slab.pool import Pool, open_pool
 from sparkdl.sync.fetch import Arrived, borrow_weights, load_weights, read_frame
 from sparkdl.sync.owners import RecipeSource
@@ -51,7 +52,8 @@ class PrepareReplica:
 @dataclass(frozen=True)
 class CheckSeat:
     """Body over (replica, samples) pairs: build the replica; a pickled (node token, how it compares
-    with the driver's, ``built``, whether its samples are on the node)."""
+    with the driver's, ``built``, whether its samples are on the node). A mistake of the user's that is
+    found meanwhile is in place of the comparison."""
 
     built: Description
 
@@ -59,7 +61,13 @@ class CheckSeat:
         for replica, samples in list(seats):
             run = pickle.loads(replica).run
             token = open_pool(run.slab).token
-            found = compared(build_replica(run).flat.module, self.built)
+            found: Compared | UserError
+            try:
+                found = compared(build_replica(run).flat.module, self.built)
+            except UserError as error:
+                found = error
+            except ModuleNotFoundError as error:
+                found = ModelError(f"model() fails on the executors: {error}. {REMEDY}")
             yield pickle.dumps((token, found, lies_here(pickle.loads(samples), token)))
         settle_worker()
 

@@ -26,8 +26,10 @@ from sparkdl.infer.predictor import evaluating
 from sparkdl.replica.model_loss import PerReplica, called, inner, is_model_loss
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.seeding import seeded
+from sparkdl.replica.signature import Signature
 from sparkdl.step.compute import MiniBatch, to_tensors, weigh
 from sparkdl.step.loss import Loss, call_loss, is_sum, loss_of, masses_of
+from sparkdl.train.parallel.parallel import Parallel
 
 ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-4}
 """By how much the same sum may differ where numbers have this dtype, relative to the largest of what is
@@ -60,6 +62,13 @@ class Difference:
     kind: str
 
 
+def is_averaged(parallel: Parallel, counts: Sequence[int], accumulate: int) -> bool:
+    """Whether the loss of a batch is put together from those of several mini-batches. ``counts``: the
+    rows of each replica."""
+    copies = [sum(counts[rank] for rank in group) for group in parallel.mesh.model_groups]
+    return sum(map(bool, copies)) > 1 or accumulate > 1 or parallel.pipeline is not None
+
+
 def gives_sums(
     module: nn.Module, recipe: Recipe, batch: Batch, labels: Sequence[Rows], averaged: bool
 ) -> bool:
@@ -75,19 +84,22 @@ def gives_sums(
     known = MiniBatch(inputs, targets, weights, masses_of(loss, targets))
     with torch.no_grad(), seeded(recipe.seed):
         module.train()
-        output = called(loss, module, inputs, targets)
+        call, part = recipe.signature.bound(module), recipe.signature.for_loss
+        output = part(loss, called(loss, call, inputs, targets))
         sums = is_sum(call_loss(loss, output, targets))
         if not averaged or len(known) < 2 or isinstance(loss, PerReplica):
             return sums
         if is_model_loss(loss):
-            take: Take | None = _of_model(module, loss, known)
+            take: Take | None = _of_model(module, recipe.signature, loss, known)
             rounding = max((_rounding(p) for p in module.parameters()), default=ROUNDING_OF_16_BITS)
             rounding = max(rounding, ROUNDING[torch.float32])
         else:
             take, rounding = _of_output(loss, output, known, labels)
         found = None if take is None else _difference(take, len(known), rounding, sums)
         if found is not None:
-            hint = _count_of_model(module, loss, known, rounding) if is_model_loss(loss) else ""
+            hint = ""
+            if is_model_loss(loss):
+                hint = _count_of_model(module, recipe.signature, loss, known, rounding)
             raise ModelError(_message(found, len(known), sums, hint))
     return sums
 
@@ -108,13 +120,13 @@ def _sum(loss: Loss, output: Any, batch: MiniBatch) -> Sum:
     return Sum(float(value) * weight if weight else 0.0, weight)
 
 
-def _of_model(module: nn.Module, loss: Loss, known: MiniBatch) -> Take:
+def _of_model(module: nn.Module, signature: Signature, loss: Loss, known: MiniBatch) -> Take:
     """The loss that the model itself computes, in evaluation mode."""
 
     def take(numbers: np.ndarray, seed: int) -> Sum:
         some = _rows(known, numbers)
         with evaluating(module), seeded(seed):
-            output = called(loss, module, some.inputs, some.targets)
+            output = called(loss, signature.bound(module), some.inputs, some.targets)
         return _sum(loss, output, some)
 
     return take
@@ -299,13 +311,15 @@ _COUNTS: dict[str, Callable[[torch.Tensor], Any]] = {
 """What a model's mean is often over, as it is written."""
 
 
-def _count_of_model(module: nn.Module, loss: Loss, known: MiniBatch, rounding: float) -> str:
+def _count_of_model(
+    module: nn.Module, signature: Signature, loss: Loss, known: MiniBatch, rounding: float
+) -> str:
     """What to do where the model's own loss is a mean over something else than is counted."""
     if len(known.targets) == 1:
         for written, count in _COUNTS.items():
             tried = dataclasses.replace(inner(loss), count=count)
             with torch.no_grad():
-                take = _of_model(module, tried, known)
+                take = _of_model(module, signature, tried, known)
                 try:
                     take(np.arange(len(known)), 0)
                 except Exception:  # of other dimensions

@@ -25,7 +25,7 @@ from sparkdl.train.checkpoint.store import CheckpointStore
 from sparkdl.train.checkpoint.tasks import read_slice_files
 from sparkdl.train.engine import AVERAGE, CURRENT, weights_of
 from sparkdl.train.history import History
-from sparkdl.train.persistence import built, columns_of, content_of
+from sparkdl.train.persistence import built, columns_of, content_of, signature_of
 from sparkdl.train.saved import Saved, Told
 from sparkdl.train.saved_recipe import WithoutName, read_recipe, recipe_by_name
 from sparkdl.train.trained import TrainedModel
@@ -53,7 +53,7 @@ def told_in_manifest(trainer: Trainer, untrained: TrainedModel) -> dict[str, Any
         recipe = {"kind": "none", "why": str(error)}
     try:
         content = json.loads(json.dumps(content_of(untrained, recipe)))
-    except ParameterError as error:  # a column's function without a name
+    except ParameterError as error:  # a function of a column, or of the output, has no name
         return {"unknown": str(error)}
     return {**content, "freeze": list(trainer.freeze), "unfreeze": list(trainer.unfreeze)}
 
@@ -111,7 +111,7 @@ def _model_of(
     except (ValueError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"it tells no model: {error}") from error
     saved = Saved(Path(str(where)), dict(manifest.model), told)
-    columns = columns_of(saved, trust)
+    columns, signature = columns_of(saved, trust), signature_of(saved, trust)
     build = model if model is not None else read_recipe(saved, trust)
 
     def made() -> nn.Module:
@@ -146,6 +146,7 @@ def _model_of(
             history=history,
             seed=told.seed,
             judging=told.judging,
+            signature=signature,
         )
 
     ema = trained(manifest.files, AVERAGE)

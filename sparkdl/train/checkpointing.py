@@ -140,7 +140,7 @@ class Checkpointer:
     def finish(self, state: TrainState) -> TrainState:
         """Complete the one that is under way; leave one of the end, where there is none yet."""
         if self._begun is not None:
-            state = self._settled(self._begun, state, again=True)
+            return self._settled(self._begun, state, again=True)
         ends = not self._endless or self._history.stopped is not None
         if ends and self._last != state.iteration:
             state = replace(state, checkpoint=self.written(state))

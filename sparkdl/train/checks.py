@@ -15,6 +15,7 @@ from torch import nn
 from sparkdl.data.columns import check_specs
 from sparkdl.errors import nearest
 from sparkdl.replica.policy import PRECISIONS
+from sparkdl.replica.signature import problems_of_part
 from sparkdl.train.callbacks import Callback
 from sparkdl.train.checkpoint import Checkpoint
 from sparkdl.train.combinations import is_count, problems_of_combinations
@@ -40,6 +41,7 @@ _COUNTS = (
 )
 _OPTIONAL = ("replicas", "min_ranks", "slices", "bucketing", "clip_norm", "clip_value", "ema")
 VALUES = (
+    "output",
     *_COUNTS,
     *("clip_norm", "clip_value", "ema", "l1", "l2", "class_weights", "seed", "mesh"),
     *("strict_weights", "sync_batchnorm", "keep_optimizer_state"),
@@ -120,6 +122,7 @@ def problems_of(trainer: Trainer) -> Iterator[str]:
         value = getattr(trainer, name)
         if not isinstance(value, kind):
             yield f"{name} is a {type(value).__name__}: {remedy}."
+    yield from problems_of_part(trainer.output)
     yield from _names(trainer)
     yield from _callbacks(trainer)
     yield from _compile_options(trainer.compile)
@@ -200,6 +203,11 @@ def _compile_options(options: Any) -> Iterator[str]:
 def _wrong_names(trainer: Trainer) -> Iterator[str]:
     for name, value in (("features", trainer.features), ("label", trainer.label)):
         names = [value] if isinstance(value, str) else value
+        if name == "features" and isinstance(value, Mapping):
+            if not all(isinstance(keyword, str) and keyword.isidentifier() for keyword in value):
+                yield f"features={value!r}: give columns by the keywords of forward."
+                continue
+            names = list(value.values())
         if name == "label" and value is None:
             continue
         if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from sparkdl.errors import nearest
@@ -103,6 +103,14 @@ def _of_strategies(trainer: Trainer) -> Iterator[str]:
             yield (
                 f"strategy=DDP(static_graph=True) with accumulate={trainer.accumulate}: torch looks at "
                 "the graph in a pass that sums, and the first parts do not. Leave one of the two out."
+            )
+        if dimension == "pipe" and (
+            isinstance(trainer.features, Mapping) or trainer.output is not None
+        ):
+            name = "output" if trainer.output is not None else "features by keyword"
+            yield (
+                f'{name} with strategy="{part.word}": stages take tensors by position and hand tensors '
+                "on. Give a list of columns, and a model that returns its output alone."
             )
         if dimension == "pipe" and is_model_loss(trainer.loss):
             yield (

@@ -28,7 +28,7 @@ from sparkdl.replica.recipe import Recipe, weights_digest
 from sparkdl.replica.seeding import seeded
 from sparkdl.session import context_of, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
-from sparkdl.train.averaging_checks import gives_sums
+from sparkdl.train.averaging_checks import gives_sums, is_averaged
 from sparkdl.train.callbacks import ProgressBar
 from sparkdl.train.checkpoint.identity import ModelIdentity
 from sparkdl.train.checkpoint.manifest import Manifest
@@ -151,7 +151,7 @@ def run(
     chosen = trainer.replicas or (resuming and resuming.replicas)
     replicas = chosen or _replicas(trainer, context, settings.timeout)
     if trainer.resource_profile is None:
-        replicas = within_gpus(context, replicas, bool(chosen))
+        replicas = within_gpus(context, replicas, bool(chosen), trainer.engine)
     check_sizes(trainer, model.layout, replicas, context, settings.slab_dir)
     slab = SlabConfig.new(settings.slab_dir, context.applicationId)
     bar = ProgressBar(settings.progress, one_pass)
@@ -167,7 +167,7 @@ def run(
         validation = validation_set(trainer, training, samples, resources)
         output, sums = _try_out(trainer, model, samples, validation, endless=one_pass)
         model = replace(model, sums=sums)
-        if validation is not None and output is not None:
+        if validation is not None and output is not None and not validation.scorer.apart:
             scorer = replace(validation.scorer, dimensions=output.dimensions)
             validation = replace(validation, scorer=scorer)
         engine = build_engine(trainer, settings, model, samples, validation, replicas, resources)
@@ -184,6 +184,7 @@ def run(
             float_dtype=model.float_dtype,
             output=output,
             seed=trainer.seed,
+            signature=model.recipe.signature,
         )
         state, history = _begin(
             trainer, engine, identity, resuming, kept, carried, resources, anew=one_pass
@@ -254,7 +255,7 @@ def _try_out(
     labels = slice(samples.num_features, samples.num_features + samples.num_labels)
     inputs_are, labels_are = input_fields(how, samples.fields), samples.fields[labels]
     run = functools.partial(try_model, model.module, recipe, batch, inputs_are, labels_are)
-    state = PlainState(model.module)
+    state = PlainState(model.module, recipe.loss)
     output = run()
     state.check(run)
     plan = EpochPlan(samples.counts, trainer.batch_size * trainer.local_steps)
@@ -268,15 +269,13 @@ def _try_out(
         if part is not None:
             check_one_length(part.word, samples.fields)
     check_single_rows(model.module, recipe, batch, plan, limit, parallel)
-    groups = [sum(samples.counts[rank] for rank in group) for group in parallel.mesh.model_groups]
-    averaged = len([rows for rows in groups if rows]) > 1 or trainer.accumulate > 1
-    averaged = averaged or parallel.pipeline is not None
+    averaged = is_averaged(parallel, samples.counts, trainer.accumulate)
     sums = gives_sums(model.module, recipe, batch, samples.preview[labels], averaged)
     metrics = list(validation.scorer.higher_is_better) if validation else []
     model.schedule.check(limit, plan.num_iterations, metrics)
     if validation is not None:
-        check_scorer(model.module, validation)
-    check_writes(model.module, batch.inputs)
+        check_scorer(model.module, recipe.signature, validation)
+    check_writes(model.module, recipe.signature, batch.inputs)
     model.module.zero_grad()  # as much memory as the model has
     return output, sums
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from sparkdl.data.handle import Field
 from sparkdl.replica.model_loss import ModelLoss, inner
+from sparkdl.replica.signature import described, for_example
 
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
 
@@ -111,9 +112,9 @@ def loss_hint(
     """What to do where the loss fails on the output and the label."""
     if not isinstance(output, torch.Tensor):
         return (
-            f" The loss is given what the model returns, a {type(output).__name__}: return a tensor, "
-            "write a loss that takes it, or, where the model computes its own loss from the label, use "
-            "loss=sparkdl.ModelLoss()."
+            f" The loss is given what the model returns, {described(output)}: say which part it is of, "
+            f"{for_example(output)}, write a loss that takes it, or, where the model computes its own "
+            "loss from the label, use loss=sparkdl.ModelLoss()."
         )
     if len(targets) > 1:
         names = ", ".join(f'"{label.name}"' for label in labels)

@@ -32,7 +32,8 @@ class Stage(Protocol):
         """Do it, where it is due, and return what is known since; else ``state`` itself."""
 
     def finish(self, state: TrainState) -> TrainState:
-        """Training ends here: complete what is under way. Returns likewise."""
+        """Training ends here: do one thing of what is left to be done. Returns likewise; ``state``
+        itself where nothing is left."""
 
 
 def train(
@@ -106,6 +107,9 @@ def train(
         if state.epoch > previous.epoch:
             tell("on_epoch_end")
     for stage in stages:
-        after(stage, stage.finish(state))
+        left = None
+        while left is not state:
+            left = state
+            after(stage, stage.finish(state))
     tell("on_fit_end")
     return state

@@ -25,11 +25,19 @@ import torch
 from safetensors.torch import save_model
 from torch import nn
 
-from sparkdl.data.columns import NamedFunction, Specs, specs_from_json, specs_to_json
+from sparkdl.data.columns import (
+    Convert,
+    NamedFunction,
+    Specs,
+    name_of,
+    specs_from_json,
+    specs_to_json,
+)
 from sparkdl.errors import ModelError, ParameterError, TrustError
 from sparkdl.replica.care import passing_buffers, plain
 from sparkdl.replica.pickling import dumps
 from sparkdl.replica.seeding import seeded
+from sparkdl.replica.signature import Signature, problems_of_part
 from sparkdl.train.checkpoint.store import holds_checkpoints
 from sparkdl.train.history import History
 from sparkdl.train.reading import is_uri, mappable, path_here
@@ -90,6 +98,7 @@ def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = 
 
 def content_of(trained: TrainedModel, recipe: dict[str, Any]) -> dict[str, Any]:
     """``model.json``, but for its files."""
+    part = trained.signature.part
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -103,6 +112,8 @@ def content_of(trained: TrainedModel, recipe: dict[str, Any]) -> dict[str, Any]:
         "float_dtype": trained.float_dtype,
         "output": asdict(trained.output) if trained.output else None,
         "judging": asdict(trained.judging),
+        "inputs": list(trained.signature.inputs),
+        "part": {"function": name_of(part, "given as output=")} if callable(part) else part,
     }
 
 
@@ -153,7 +164,7 @@ def load(
         return load_checkpoint(path, model, loss, trust)
     folder = path_here(path)
     saved = Saved.read(folder)
-    columns = columns_of(saved, trust)
+    columns, signature = columns_of(saved, trust), signature_of(saved, trust)
     history = _history(saved)
     build = model if model is not None else read_recipe(saved, trust)
     module = built(build, saved)
@@ -182,6 +193,7 @@ def load(
         num_features=saved.told.num_features,
         float_dtype=saved.told.float_dtype,
         output=saved.told.output,
+        signature=signature,
         history=history,
         seed=saved.told.seed,
         judging=saved.told.judging,
@@ -203,9 +215,25 @@ def columns_of(saved: Saved, trust: bool) -> Specs:
                     f'{folder} names the function "{spec.name}" for the column "{name}". Pass '
                     "trust=True if you trust the folder to run it."
                 )
-            spec = spec.load()
+            spec = Convert(spec.load())
         found[name] = spec
     return found
+
+
+def signature_of(saved: Saved, trust: bool) -> Signature:
+    """How the module is called, and what is its output; a function that the folder names is imported
+    with trust only."""
+    folder, part = saved.folder, saved.content.get("part")
+    if isinstance(part, dict) and isinstance(part.get("function"), str):
+        if not trust:
+            raise TrustError(
+                f'{folder} names the function "{part["function"]}" for what the output is. Pass '
+                "trust=True if you trust the folder to run it."
+            )
+        part = NamedFunction(name=part["function"]).load()
+    elif problems_of_part(part):
+        raise ModelError(f"{folder}/{MODEL} is damaged: part is a {type(part).__name__}.")
+    return Signature(saved.told.inputs, part)
 
 
 def built(build: Any, saved: Saved) -> nn.Module:

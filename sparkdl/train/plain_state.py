@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import random
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -24,82 +25,108 @@ from torch import nn
 from sparkdl.errors import ModelError
 from sparkdl.replica.flat import changed_form, form_of
 
+logger = logging.getLogger("sparkdl")
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters, buffers, children, hooks."""
 _NOT_LOOKED_INTO = (type, types.FunctionType, types.MethodType, types.ModuleType, weakref.ref)
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEPTH = 8
 
 
 class PlainState:
-    """What the modules inside ``module`` hold now, beside parameters and buffers."""
+    """What the modules inside ``module``, and ``loss``, hold now beside parameters and buffers."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, loss: object = None) -> None:
+        self._module, self._loss = module, loss
         self._forms = {
-            (owner, name): form_of(buffer)
-            for owner in module.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
+            inner: {
+                name: form_of(buffer)
+                for name, buffer in inner._buffers.items()
+                if buffer is not None
+            }
+            for inner in module.modules()
         }
         self._before = self._held()
 
     def check(self, run: Callable[[], object]) -> None:
         """Raise :class:`ModelError` for state that the pass has changed which was made since, and for a
-        buffer of the state_dict that has taken another form. ``run()`` makes that pass again."""
-        for path, module in self._module.named_modules():
-            for (owner, name), form in self._forms.items():
-                found = form_of(module._buffers.get(name))
-                if owner is module and found != form and _persistent(module, name):
-                    raise ModelError(changed_form(f"{path}.{name}".lstrip("."), form, found))
+        buffer of the state_dict that has taken another form. State of the loss is warned of: it may be
+        without effect. ``run()`` makes that pass again."""
+        self._check_forms()
         if self._held() == self._before:
             return
         buffers = self._carried()
         once = self._after(run, buffers)
         twice = self._after(run, buffers)
-        for place, value in twice.items():
-            if once.get(place) != value:
+        for (whose, place), value in twice.items():
+            if once.get((whose, place)) == value:
+                continue
+            if whose == "model":
                 raise ModelError(
                     f'forward changes "{place}" in each pass, and it is neither a parameter nor a '
-                    "buffer: each worker would have its own, and the trained model none. Make it a "
-                    "buffer: give register_buffer a tensor in __init__, which forward may change."
+                    "buffer: each worker would have its own, and the trained model none. "
+                    f"{self._remedy(place)}"
                 )
+            logger.warning(
+                'the loss changes its "%s" in each call, and each worker has its own. Where the value '
+                "depends on it, let the model hold it in a buffer and return it.",
+                place,
+            )
+
+    def _remedy(self, place: str) -> str:
+        path, _, name = place.rpartition(".")
+        if isinstance(vars(self._module.get_submodule(path)).get(name), _GENERATORS):
+            return (
+                "Draw from the generators of torch, numpy or random themselves, which are seeded."
+            )
+        return (
+            "Make it a buffer: give register_buffer a tensor in __init__, which forward may change."
+        )
+
+    def _check_forms(self) -> None:
+        for path, module in self._module.named_modules():
+            for name, form in self._forms.get(module, {}).items():
+                found = form_of(module._buffers.get(name))
+                if found != form and name not in module._non_persistent_buffers_set:
+                    raise ModelError(changed_form(f"{path}.{name}".lstrip("."), form, found))
+
+    def _carried(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
+        """Copies of the buffers that an engine carries: those of the form that they were built in."""
+        return [
+            (module, name, buffer.detach().clone())
+            for module, forms in self._forms.items()
+            for name, form in forms.items()
+            if (buffer := module._buffers.get(name)) is not None and form_of(buffer) == form
+        ]
 
     def _after(
-        self, run: Callable[[], object], buffers: Mapping[tuple[nn.Module, str], torch.Tensor]
-    ) -> dict[str, Hashable]:
+        self, run: Callable[[], object], buffers: Sequence[tuple[nn.Module, str, torch.Tensor]]
+    ) -> dict[tuple[str, str], Hashable]:
         """What is held after a pass that begins with these buffers."""
-        for (owner, name), content in buffers.items():
-            owner._buffers[name] = content.clone()
+        for module, name, content in buffers:
+            module._buffers[name] = content.clone()
         run()
         return self._held()
 
-    def _carried(self) -> dict[tuple[nn.Module, str], torch.Tensor]:
-        """The buffers that an engine carries: all that have the form that they were built with."""
-        return {
-            (owner, name): buffer.detach().clone()
-            for (owner, name), form in self._forms.items()
-            if (buffer := owner._buffers.get(name)) is not None and form_of(buffer) == form
-        }
-
-    def _held(self) -> dict[str, Hashable]:
-        """A value for each attribute, by its path."""
+    def _held(self) -> dict[tuple[str, str], Hashable]:
+        """A value for each attribute, by whose it is, "model" or "loss", and its path."""
         known: list[Any] = [*self._module.modules(), *self._module.parameters()]
         found = {}
         for path, module in self._module.named_modules():
             own = {k: v for k, v in vars(module).items() if k not in _OF_ALL_MODULES}
+            forms = self._forms.get(module, {})
             for name, buffer in module._buffers.items():
-                if form_of(buffer) == self._forms.get((module, name)):
+                if name in forms and form_of(buffer) == forms[name]:
                     known.append(buffer)
                 else:
                     own[name] = buffer
             seen = {id(value): value for value in known}
             for name, value in own.items():
-                found[f"{path}.{name}".lstrip(".")] = _value(value, seen, _DEPTH)
+                found["model", f"{path}.{name}".lstrip(".")] = _value(value, seen, _DEPTH)
+        for name, value in getattr(self._loss, "__dict__", {}).items():
+            if name != "training":
+                found["loss", name.lstrip("_")] = _value(value, {}, _DEPTH)
         return found
-
-
-def _persistent(module: nn.Module, name: str) -> bool:
-    return name not in module._non_persistent_buffers_set
 
 
 def _value(value: Any, seen: dict[int, Any], depth: int) -> Hashable:

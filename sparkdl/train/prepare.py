@@ -93,6 +93,7 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
         trainer.augment,
         trainer.compression,
         {} if start is None else passing_buffers(start.module),
+        trainer.signature,
     )
     _tell_of_compilation(trainer)
     payload = pickled(recipe)

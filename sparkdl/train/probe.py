@@ -18,6 +18,7 @@ from sparkdl.infer.predictor import evaluating, run_batches
 from sparkdl.replica.model_loss import called, inner, is_model_loss
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.seeding import seeded
+from sparkdl.replica.signature import Signature, described
 from sparkdl.step.compute import to_tensors, weigh
 from sparkdl.step.loss import (
     Loss,
@@ -69,7 +70,7 @@ def try_model(
     with seeded(recipe.seed), warnings.catch_warnings():
         warnings.filterwarnings("error", message="Using a target size")
         try:
-            output = called(loss, module, inputs, targets)
+            output = called(loss, recipe.signature.bound(module), inputs, targets)
         except Exception as error:
             hint = (
                 own_loss_hint(error, loss)
@@ -82,6 +83,8 @@ def try_model(
             ) from error
         if output is None:
             raise ModelError("the model returned None: its forward must return the output.")
+        if not is_model_loss(loss):
+            output = _part_of(output, recipe.signature)
         _check_loss(loss)
         if not is_model_loss(loss):
             _check_shapes(loss, output, targets, len(inputs[0]), labels_are)
@@ -116,7 +119,7 @@ def try_model(
             )
             raise ModelError(
                 f"the loss returned {found}: it must return one number, the mean over the batch "
-                '(reduction="mean" in torch.nn losses).'
+                '(reduction="mean" in torch.nn losses), or (sum, count).'
             )
         counts = bool(count) if count is not None else masses is None or bool(masses.sum())
         # else the loss ignores every label
@@ -137,7 +140,7 @@ def try_model(
             raise ModelError(
                 f"the loss cannot be differentiated: RuntimeError: {text_of(error)}.{hint}"
             ) from error
-        return _output_in_use(module, inputs, is_model_loss(loss))
+        return _output_in_use(module, inputs, recipe.signature, is_model_loss(loss))
 
 
 def _checked(found: Any, rows: int) -> tuple[Any, float | None]:
@@ -184,7 +187,20 @@ def _check_classes(
         )
 
 
-def check_scorer(module: nn.Module, validation: ValidationSet) -> None:
+def _part_of(returned: Any, signature: Signature) -> Any:
+    """The output in what the model returned."""
+    try:
+        return signature.output(returned)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"output=, the function of what the model returns, fails on {described(returned)}: "
+            f"{type(error).__name__}: {text_of(error)}."
+        ) from error
+
+
+def check_scorer(module: nn.Module, signature: Signature, validation: ValidationSet) -> None:
     """Try the model, the loss and the metrics on a few rows of the validation data.
 
     Raises :class:`ModelError`, and :class:`sparkdl.ParameterError` for metrics.
@@ -195,9 +211,8 @@ def check_scorer(module: nn.Module, validation: ValidationSet) -> None:
     weights = None if batch.weights is None else torch.from_numpy(batch.weights)
     loss = replace(validation.scorer, metrics=())
     try:
-        [(output, _)] = list(
-            run_batches(module, batch.inputs, rows, own=(loss.loss, batch.targets))
-        )
+        own, whole = (loss.loss, batch.targets), replace(signature, part=None)
+        [(output, _)] = list(run_batches(module, batch.inputs, rows, signature=whole, own=own))
         loss.update(loss.start(), output, targets, weights, rows)
     except ModelError as error:
         raise ModelError(f"validation data: {error}") from error.__cause__
@@ -237,13 +252,13 @@ def _check_loss(loss: Any) -> None:
 
 
 def _output_in_use(
-    module: nn.Module, inputs: Sequence[torch.Tensor], own_loss: bool
+    module: nn.Module, inputs: Sequence[torch.Tensor], signature: Signature, own_loss: bool
 ) -> Output | None:
     """The output in evaluation mode, which may differ from that in training (auxiliary heads).
     ``own_loss``: in training it had the labels too, and it may not do without."""
     with evaluating(module):
         try:
-            output = module(*inputs)
+            output = _part_of(signature.call(module, inputs), signature)
         except Exception:
             if not own_loss:
                 raise

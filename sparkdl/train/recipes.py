@@ -22,12 +22,13 @@ from sparkdl.sync.compression import GradBucket, compress
 from sparkdl.sync.optimizer import OptimizerPlan
 from sparkdl.sync.traits import SEVERAL
 from sparkdl.train.hints import text_of
+from sparkdl.usercode import accompanied
 
 
 def pickled(recipe: Recipe) -> bytes:
     """The recipe as bytes. Raises :class:`ModelError` that names the part that cannot travel."""
     try:
-        data = dumps(recipe)
+        data = dumps(accompanied(recipe))
         pickle.loads(data)
         return data
     except Exception as error:
@@ -37,9 +38,11 @@ def pickled(recipe: Recipe) -> bytes:
 def _cannot_travel(recipe: Recipe, error: Exception) -> ModelError:
     """Which part of the recipe it was."""
     culprit = "model"
-    for name in ("model", "loss", "optimizer", "augment", "compression"):
+    parts = [(name, getattr(recipe, name)) for name in ("model", "loss", "optimizer", "augment")]
+    parts += [("compression", recipe.compression), ("output", recipe.signature.part)]
+    for name, part in parts:
         try:
-            pickle.loads(dumps(getattr(recipe, name)))
+            pickle.loads(dumps(part))
         except Exception as cause:
             culprit, error = name, cause
             break

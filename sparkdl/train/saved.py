@@ -37,6 +37,7 @@ class Told:
     num_features: int
     float_dtype: str
     output: Output | None = None
+    inputs: tuple[str, ...] = ()
     files: Mapping[str, str]
     seed: int = 0
     judging: Judging = field(default_factory=Judging)

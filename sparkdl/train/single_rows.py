@@ -82,7 +82,8 @@ def _refused(module: nn.Module, recipe: Recipe, batch: Batch) -> tuple[str, str,
     with seeded(0), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of shapes: what they give is right
         try:
-            output = called(recipe.loss, module, inputs, targets)
+            returned = called(recipe.loss, recipe.signature.bound(module), inputs, targets)
+            output = recipe.signature.for_loss(recipe.loss, returned)
         except Exception as error:
             return "model", text_of(error), error
         try:

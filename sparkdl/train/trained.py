@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +16,23 @@ from torch import nn
 
 from sparkdl.data.columns import Convert, Sequence, Specs
 from sparkdl.data.handle import Field
-from sparkdl.data.records import feature_names, named
-from sparkdl.errors import DataError, ModelError, ParameterError
+from sparkdl.data.ragged import Rows
+from sparkdl.data.records import Names, feature_names, named
+from sparkdl.errors import DataError, ParameterError, raise_all
 from sparkdl.infer.evaluate import Evaluation, check_metrics, evaluate
 from sparkdl.infer.metrics import Judging, Metrics, resolve, suited
 from sparkdl.infer.output import Output
-from sparkdl.infer.predict import Finish, predict_dataframe, predict_rdd
-from sparkdl.infer.predictor import Dimensions, ShippedModule, sender_to
+from sparkdl.infer.predict import Finish, PredictRecords, predict_dataframe
+from sparkdl.infer.predictor import ShippedModule, sender_to
 from sparkdl.infer.scoring import Scorer
+from sparkdl.infer.trial import Found, Trial, first_records_of, first_rows_of
 from sparkdl.plain import plain
+from sparkdl.replica.model_loss import is_model_loss
+from sparkdl.replica.signature import BY_POSITION, Part, Signature, problems_of_part
 from sparkdl.step.loss import check_averages
 from sparkdl.train.continuing import KeptState
 from sparkdl.train.history import History
+from sparkdl.usercode import accompanied
 
 
 class TrainedModel:
@@ -58,6 +65,7 @@ class TrainedModel:
         columns: Specs | None = None,
         seed: int = 0,
         judging: Judging | None = None,
+        signature: Signature = BY_POSITION,
     ) -> None:
         """``seed``: with which ``model`` is called. ``judging``: how an accuracy takes output and label
         where there is no ``loss``."""
@@ -74,6 +82,7 @@ class TrainedModel:
         self.columns = dict(columns or {})
         self.seed = seed
         self._judging = judging
+        self.signature = signature
         self._shipped: ShippedModule | None = None
 
     @property
@@ -90,69 +99,90 @@ class TrainedModel:
         data: DataFrame,
         prediction_col: str = "prediction",
         batch_size: int = 1024,
-        postprocess: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        postprocess: Callable[[Any], torch.Tensor] | None = None,
+        output: Part = None,
     ) -> DataFrame:
         """``data`` with the model's output as a column: a number, or (nested) arrays of numbers.
 
         Lazy; only the feature columns travel to Python, as Arrow batches; works on a streaming
         DataFrame. ``prediction_col``: a new name. ``postprocess`` maps a batch's output (rows, ...) to
-        what the column shall hold, such as ``partial(torch.argmax, dim=1)``. ``batch_size``: rows a
-        forward pass.
+        what the column shall hold, such as ``partial(torch.argmax, dim=1)``; where it does not take the
+        rows that the model was trained on, the first two of ``data`` are looked at, by a job.
+        ``batch_size``: rows a forward pass. ``output``: which part of what the model returns is the
+        output, as ``Trainer.output``; None: that one.
         """
         _check_kind("transform", data, DataFrame, "a DataFrame", "For an RDD use predict.")
         if not isinstance(prediction_col, str):
             raise ParameterError(f"prediction_col={prediction_col!r}: give a column name.")
-        output = self._output(postprocess)
+        size = _batch_size(batch_size)
+
+        def first_rows() -> list[Rows] | None:
+            dtype, columns = self.float_dtype, self.columns
+            return first_rows_of(data, self.features, dtype, columns, self.fields)
+
+        signature = self._signature(output)
+        found, dimensions = self._found(signature, postprocess, first_rows)
         return predict_dataframe(
             data,
             self._ship(data),
             self.features,
-            output,
+            found,
             self.float_dtype,
             prediction_col,
-            _batch_size(batch_size),
+            size,
             postprocess,
             self.columns,
             self.fields,
-            self._dimensions(output),
+            dimensions,
+            signature,
         )
 
-    def predict(self, records: RDD, batch_size: int = 1024, postprocess: Finish = None) -> RDD:
+    def predict(
+        self,
+        records: RDD,
+        batch_size: int = 1024,
+        postprocess: Finish = None,
+        output: Part = None,
+    ) -> RDD:
         """An RDD with one prediction (a number or an array) for each record, in the same order.
 
         Records are features, ``(features, label)`` pairs, :class:`sparkdl.Sample`, or have the names
         of the feature columns (a Row, say); a tuple of as many values as the model has inputs is
-        features. ``batch_size``, ``postprocess``: see
-        :meth:`transform`.
+        features. ``batch_size``, ``postprocess``, ``output``: see :meth:`transform`.
         """
         _check_kind("predict", records, RDD, "an RDD", "For a DataFrame use transform.")
-        output = self._output(postprocess)
-        return predict_rdd(
-            records,
+        signature = self._signature(output)
+        task = PredictRecords(
             self._ship(records),
-            self.features,
+            Names(self.features, inputs=self._keywords),
             self.num_features,
             self.float_dtype,
             _batch_size(batch_size),
             postprocess,
             self._specs_of_records(self.num_features),
             self.fields,
-            self._dimensions(output),
+            signature=signature,
         )
+        first_rows = functools.partial(first_records_of, records, task)
+        _, dimensions = self._found(signature, postprocess, first_rows)
+        return records.mapPartitions(accompanied(replace(task, dimensions=dimensions)))
 
     def evaluate(
         self,
         data: DataFrame | RDD,
         metrics: Metrics = (),
         batch_size: int = 1024,
+        output: Part = None,
     ) -> dict[str, float]:
         """``loss``, the mean over all samples, and each of ``metrics``, by name.
 
         Computed on the executors in evaluation mode, ``batch_size`` rows a forward pass. A metric is a
         name ("accuracy", "top@5", "mae", "mse", "auc", "hit_ratio@10", "ndcg@10"), a
         :class:`sparkdl.Metric`, a ``torchmetrics.Metric``, or a pair (name, metric); see
-        docs/guide/metrics.md. Raises :class:`ParameterError` for a metric that does not go with the
-        output or the label, and :class:`ModelError` for a loss that adds up.
+        docs/guide/metrics.md. ``output``: what of the returned value the metrics are of, as
+        ``Trainer.output``; None: that one, of which the loss always is. Raises
+        :class:`ParameterError` for a metric that does not go with the output or the label, and
+        :class:`ModelError` for a loss that adds up.
         """
         _check_kind("evaluate", data, (DataFrame, RDD), "a DataFrame or an RDD")
         resolved = suited(resolve(metrics), self.loss, self._judging)
@@ -169,12 +199,27 @@ class TrainedModel:
         records = isinstance(data, RDD)
         specs = self._specs_of_records(len(self.fields)) if records else self.columns
         size, before = _batch_size(batch_size), self._shipped
-        module = ShippedModule.of(self.module, sender_to(data), before, self.model)
-        scorer = Scorer(self.loss, resolved, self.output.dimensions if self.output else None)
+        module = ShippedModule.of(self.module, sender_to(data), before, self.model, self.seed)
+        part = self._signature(output).part
+        known = self.output if part == self.signature.part else None
+        scorer = Scorer(
+            self.loss,
+            resolved,
+            known.dimensions if known else None,
+            part=part,
+            loss_part=None if is_model_loss(self.loss) else self.signature.part,
+        )
         try:
             return evaluate(
                 data,
-                Evaluation(module, scorer, self.num_features, size),
+                Evaluation(
+                    module,
+                    scorer,
+                    self.num_features,
+                    size,
+                    replace(self.signature, part=None),
+                    self._keywords,
+                ),
                 self.features,
                 self.label,
                 self.float_dtype,
@@ -198,7 +243,9 @@ class TrainedModel:
     def _ship(self, data: DataFrame | RDD) -> ShippedModule:
         """The module on its way to the workers, which stays there, since what uses it is lazy; a large
         one is sent once, not at each call."""
-        self._shipped = ShippedModule.of(self.module, sender_to(data), self._shipped, self.model)
+        self._shipped = ShippedModule.of(
+            self.module, sender_to(data), self._shipped, self.model, self.seed
+        )
         return self._shipped
 
     def _specs_of_records(self, count: int) -> Specs:
@@ -221,34 +268,32 @@ class TrainedModel:
                 specs[name] = spec
         return specs
 
-    def _output(self, postprocess: Finish) -> Output:
-        if self.output is None:
-            raise ModelError(
-                "this model's output is not one tensor with a row for each sample, so there is no "
-                "column to make of it. Use trained.module directly."
-            )
-        if postprocess is None:
-            return self.output
-        example = torch.zeros(2, *self.output.shape, dtype=getattr(torch, self.output.dtype))
-        if not callable(postprocess):
-            raise ParameterError(f"postprocess is a {type(postprocess).__name__}: give a function.")
-        try:
-            finished = postprocess(example)
-        except Exception as error:
-            raise ParameterError(
-                f"postprocess fails on a tensor of shape {list(example.shape)}: "
-                f"{type(error).__name__}: {error}. It is given the model's output for a batch."
-            ) from error
-        if not isinstance(finished, torch.Tensor) or finished.ndim == 0 or len(finished) != 2:
-            raise ParameterError(
-                "postprocess must map a tensor of shape (rows, ...) to one with as many rows."
-            )
-        return Output.of(finished)
+    @property
+    def _keywords(self) -> tuple[str, ...]:
+        """Of the features: those of the model's inputs that are no lengths."""
+        names, found = list(self.signature.inputs), []
+        for field in self.fields[: self.num_features] if names else ():
+            found.append(names.pop(0))
+            if field.padding is not None and field.padding.lengths:
+                names.pop(0)
+        return tuple(found)
 
-    def _dimensions(self, finished: Output) -> Dimensions:
-        """Of what the module puts out for a batch, and of what is made of it."""
-        assert self.output is not None
-        return self.output.dimensions, finished.dimensions
+    def _signature(self, part: Part) -> Signature:
+        """How the module is called, and ``part`` of what it returns, where that is not None."""
+        raise_all(ParameterError, problems_of_part(part))
+        return self.signature if part is None else replace(self.signature, part=part)
+
+    def _found(
+        self, signature: Signature, postprocess: Finish, first_rows: Callable[[], list[Rows] | None]
+    ) -> Found:
+        """What the predictions hold. ``first_rows``: those of the data, which may be looked at."""
+        if postprocess is not None and not callable(postprocess):
+            raise ParameterError(f"postprocess is a {type(postprocess).__name__}: give a function.")
+        known = self.output if signature.part == self.signature.part else None
+        if known is not None and postprocess is None:
+            return known, (known.dimensions, known.dimensions)
+        trial = Trial(self.module, signature, postprocess)
+        return trial.run(known, self.fields[: self.num_features], first_rows)
 
 
 def _check_kind(method: str, data: Any, kind: Any, wanted: str, hint: str = "") -> None:

@@ -13,10 +13,12 @@ from pyspark.resource import ResourceProfile
 from pyspark.sql import DataFrame
 from torch import nn
 
+from sparkdl.data.columns import Sequence as VaryingLength
 from sparkdl.data.columns import Spec
 from sparkdl.errors import ParameterError, raise_all
 from sparkdl.plain import make_plain, plain_list
 from sparkdl.replica.policy import Policy
+from sparkdl.replica.signature import Signature
 from sparkdl.sync.compression import GradBucket
 from sparkdl.train.callbacks import Callback
 from sparkdl.train.checkpoint import Checkpoint
@@ -63,9 +65,15 @@ class Trainer:
     """What ReduceLROnPlateau follows, a metric of the validation; None: the loss, where it is the
     only one."""
 
+    output: str | int | Callable[[Any], Any] | None = None
+    """Which part of what the model returns is its output, for the loss, metrics and predictions: a
+    field of a mapping, a named tuple, a dataclass or a ``ModelOutput`` by name, a member of a tuple by
+    number, a function of the whole. None: the whole, which a loss may take apart."""
+
     # The data.
-    features: str | Sequence[str] = "features"
-    """Feature column, or a list of columns: each is an input of its own, ``model(a, b)``."""
+    features: str | Sequence[str] | Mapping[str, str] = "features"
+    """Feature column, or a list of columns: each is an input of its own, ``model(a, b)``. A mapping
+    gives them by keyword: ``{"input_ids": "ids", "attention_mask": "mask"}``."""
     label: str | Sequence[str] | None = "label"
     """Label column, a list of columns, or None."""
     weight: str | None = None
@@ -75,8 +83,9 @@ class Trainer:
     :class:`sparkdl.Sequence`, :class:`sparkdl.Convert`."""
     augment: Callable[..., Any] | None = None
     """``augment(*features, rng)`` -> features: what happens to one sample (NumPy arrays) each time
-    it is trained on. ``rng`` is a ``numpy.random.Generator`` seeded by sample and epoch, as are the
-    generators of torch, numpy and random where it draws from them."""
+    it is trained on; with features by keyword ``augment(**features, rng=rng)``. ``rng`` is a
+    ``numpy.random.Generator`` seeded by sample and epoch, as are the generators of torch, numpy and
+    random where it draws from them."""
     bucketing: int | None = None
     """Bring samples of like length together: rows of a window that is sorted by length."""
     class_weights: Sequence[float] | Mapping[int, float] | None = None
@@ -187,7 +196,24 @@ class Trainer:
 
     @property
     def feature_columns(self) -> tuple[str, ...]:
+        if isinstance(self.features, Mapping):
+            return tuple(self.features.values())
         return (self.features,) if isinstance(self.features, str) else tuple(self.features)
+
+    @property
+    def keywords(self) -> tuple[str, ...]:
+        """Of the features, where the model takes them so."""
+        return tuple(self.features) if isinstance(self.features, Mapping) else ()
+
+    @property
+    def signature(self) -> Signature:
+        """How the model is called, with the lengths of sequences where they are wanted."""
+        inputs = []
+        for keyword, column in zip(self.keywords, self.feature_columns, strict=False):
+            spec = self.columns.get(column)
+            lengths = isinstance(spec, VaryingLength) and spec.lengths
+            inputs += [keyword, f"{keyword}_lengths"] if lengths else [keyword]
+        return Signature(tuple(inputs), self.output)
 
     @property
     def label_columns(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sparkdl.errors import ParameterError, raise_all
 from sparkdl.infer.metrics import resolve
 from sparkdl.plain import make_plain
+from sparkdl.replica.signature import Part, problems_of_part
 from sparkdl.train.engine import Engine, ValidationSet
 from sparkdl.train.history import History
 from sparkdl.train.state import TrainState, Validated
@@ -40,6 +41,8 @@ class Validation:
     """A metric: the weights with its best value are kept, and returned as ``trained.best``."""
     batch_size: int = 1024
     """Rows a forward pass of one replica."""
+    output: Part = None
+    """What of the returned value the metrics are of, where that is not ``Trainer.output``."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -52,6 +55,7 @@ class Validation:
             problems.append(f"Validation(batch_size={self.batch_size!r}): give a whole number.")
         elif self.batch_size < 1:
             problems.append(f"Validation(batch_size={self.batch_size}): give at least 1.")
+        problems += problems_of_part(self.output, "Validation: ")
         raise_all(ParameterError, problems)
         if isinstance(self.metrics, Iterator):  # it can be gone through once
             object.__setattr__(self, "metrics", tuple(self.metrics))

@@ -11,10 +11,11 @@ from torch import nn
 from sparkdl.errors import ModelError
 from sparkdl.replica.recipe import frozen_digests
 from sparkdl.replica.seeding import seeded
+from sparkdl.replica.signature import Signature
 from sparkdl.step.compute import to_tensors
 
 
-def check_writes(module: nn.Module, inputs: Sequence[np.ndarray]) -> None:
+def check_writes(module: nn.Module, signature: Signature, inputs: Sequence[np.ndarray]) -> None:
     """Raise :class:`sparkdl.ModelError` for a forward pass that writes to parameters which do not
     train, or that norms the rows of a table in place.
 
@@ -39,7 +40,7 @@ def check_writes(module: nn.Module, inputs: Sequence[np.ndarray]) -> None:
     module.train()
     try:
         with seeded(0):
-            module(*to_tensors(inputs, torch.device("cpu")))
+            signature.call(module, to_tensors(inputs, torch.device("cpu")))
     except Exception:  # it takes these rows, which is known, but not with all weights
         return
     after = frozen_digests(module)

@@ -38,8 +38,8 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Row:
-    """``faults`` in a fit of a trainer with ``changes``. ``snapshots``: whether there may be one: without
-    it there is nothing yet that a run could go on from, as in its first half minute."""
+    """``faults`` in a fit of a trainer with ``changes``. ``snapshots``: whether there may be one:
+    without it there is nothing yet that a run could go on from, as in its first half minute."""
 
     faults: Sequence[Fault] = ()
     changes: dict[str, Any] = field(default_factory=dict)

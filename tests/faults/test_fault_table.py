@@ -38,8 +38,8 @@ LOCAL_ROWS = fault_table.rows(fault_table.Cluster(2, Path(), "slabs", executors=
 
 @dataclass(frozen=True)
 class Shape:
-    """``executors`` with ``cores`` each; none: local mode. ``quick``: the rows that are always tried; the
-    others soak."""
+    """``executors`` with ``cores`` each; none: local mode. ``quick``: the rows that are always tried;
+    the others soak."""
 
     replicas: int
     executors: int

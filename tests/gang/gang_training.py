@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from pyspark import cloudpickle
+from structured import Structured
 from torch import nn
 
 import sparkdl
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
+for _module in (__name__, Structured.__module__):
+    cloudpickle.register_pickle_by_value(sys.modules[_module])
 WIDTH, CLASSES = 6, 3
 IGNORING = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5]), ignore_index=2)
 
@@ -69,6 +71,15 @@ def trainer_of(**changes: Any) -> sparkdl.Trainer:
         "seed": 4,
     }
     return sparkdl.Trainer(**{**values, **changes})
+
+
+def by_keyword(kind: str = "ModelOutput") -> dict[str, Any]:
+    """What trains a model of keywords, which returns several things."""
+    return {
+        "model": partial(Structured, WIDTH, CLASSES, kind),
+        "features": {"x": "features"},
+        "output": "logits",
+    }
 
 
 def close(one: sparkdl.TrainedModel | None, other: sparkdl.TrainedModel | None) -> None:

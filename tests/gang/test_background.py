@@ -126,9 +126,10 @@ def test_training_goes_on_and_the_state_is_that_of_when_it_began(
     opened = Open(held, at=5)
     run = trainer_of(tmp_path / "kept", every=3, strategy=strategy, stop=sparkdl.max_iteration(7))
     replace(run, callbacks=[opened]).fit(df)
-    (first, uri), (second, _) = opened.complete
+    (first, uri), (second, _), (last, end) = opened.complete
     assert first in (6, 7)  # begun after 3, complete when the next begins, if not before
-    assert second == 7
+    assert (second, last) == (7, 7)  # begun after 6; and the run's last
+    assert "iteration-0000000007-" in end
     assert "iteration-0000000003-" in uri
     assert [entry["iteration"] for entry in contents(tmp_path / "kept")] == [7, 6, 3]
     monkeypatch.undo()

@@ -19,6 +19,7 @@ from gang_training import (
     IGNORING,
     OWN,
     WIDTH,
+    by_keyword,
     close,
     counted,
     goes_on_elsewhere,
@@ -92,6 +93,8 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizer": {"0": partial(torch.optim.SGD, lr=0.1), "": partial(torch.optim.Adam, lr=0.01)}
     },
     "a schedule": {"schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=2)},
+    "inputs by keyword, an output of several fields": by_keyword("dict"),
+    "inputs by keyword, an output that is a dataclass": by_keyword("dataclass"),
 }
 
 

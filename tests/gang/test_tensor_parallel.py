@@ -17,6 +17,7 @@ from gang_training import (
     CLASSES,
     IGNORING,
     WIDTH,
+    by_keyword,
     close,
     counted,
     goes_on_elsewhere,
@@ -147,6 +148,7 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizer": {"0": partial(torch.optim.SGD, lr=0.1), "": partial(torch.optim.Adam, lr=0.01)}
     },
     "a schedule": {"schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=2)},
+    "inputs by keyword, an output of several fields": by_keyword(),
     "shards of one rank": {"mesh": {"shard": 1, "tensor": 2}},
     "copies of layers that are whole": {"mesh": {"data": 2, "tensor": 1}},
 }
@@ -182,13 +184,13 @@ def test_batch_norm_over_the_mini_batch_of_all_parts(frames):
 
 
 @pytest.mark.parametrize("sizes", [(20, 12), (0, 24)], ids=str)
-@pytest.mark.parametrize("made", [model, Words])
+@pytest.mark.parametrize("made", [{}, {"model": Words}, by_keyword()], ids=["", "words", "keyword"])
 def test_validation_is_that_of_one_process(frames, sizes, made):
     """Ranks have different numbers of batches to validate; histograms count each weight once."""
     df = frames(*sizes)
     validation = sparkdl.Validation(df, metrics=["accuracy"], best="loss", every=sparkdl.every(2))
     validation = replace(validation, batch_size=5)
-    run = trainer_of(model=made, validation=validation, histograms=sparkdl.every(2))
+    run = trainer_of(**made, validation=validation, histograms=sparkdl.every(2))
     there, here = run.fit(df), replace(run, engine="local").fit(df)
     assert len(there.history.validations) == 3
     for one, other in zip(there.history.validations, here.history.validations, strict=True):

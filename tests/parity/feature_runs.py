@@ -134,6 +134,7 @@ class NoCluster:
     _jsc = None
     applicationId = "local-features"
     defaultParallelism = 2
+    master = "local[2]"
 
     def __init__(self) -> None:
         self._conf = SparkConf(loadDefaults=False).set("spark.sparkdl.progress", "false")

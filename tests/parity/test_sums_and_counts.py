@@ -110,6 +110,15 @@ def token_mean(output, target):
     return total / count
 
 
+@pytest.mark.parametrize("sizes", [(43,), (0, 43)], ids=str)
+def test_a_replica_alone_may_have_any_loss(sizes):
+    """It sees the whole batch, unless that goes through in parts."""
+    parts, trainer = Parts.of(sizes, tagged), trainer_of(sizes, model=of_words, loss=token_mean)
+    assert_close(fit_here(trainer, parts).steps, plainly(trainer, parts)[0])
+    with pytest.raises(sparkdl.ModelError, match="it is no mean over the rows"):
+        fit_here(replace(trainer, accumulate=2), parts)
+
+
 def test_what_each_replica_makes_of_its_own_rows():
     """As torch's DDP would, but that replicas count by their rows."""
     sizes = (15, 14, 14)

@@ -490,7 +490,8 @@ ROWS = [
             fit.good(), validation=sparkdl.Validation(fit.features("array<double>", [1.0]))
         ),
         DataError,
-        'validation data: "features" is float32[1], in the training data float32[2].',
+        'validation data: "features" is float32[1], in the training data float32[2]. Rows of any '
+        'length are a sequence, in both: Trainer(columns={"features": sparkdl.Sequence()}).',
         jobs=6,
     ),
     Mistake(

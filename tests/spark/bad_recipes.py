@@ -400,9 +400,25 @@ MODELS = [
         lambda fit: fit(fit.good(), model=ReturnsTuple),
         ModelError,
         "the loss fails on output tuple and label [2] float32: AttributeError: 'tuple' "
-        "object has no attribute 'size'. The loss is given what the model returns, a tuple: "
-        "return a tensor, write a loss that takes it, or, where the model computes its own loss "
-        "from the label, use loss=sparkdl.ModelLoss().",
+        "object has no attribute 'size'. The loss is given what the model returns, a tuple of 0 [2], "
+        "1 [2, 2]: say which part it is of, output=0, or output=function of what it returns, write a "
+        "loss that takes it, or, where the model computes its own loss from the label, use "
+        "loss=sparkdl.ModelLoss().",
+        jobs=3,
+    ),
+    Mistake(
+        "a part that the model does not return",
+        lambda fit: fit(fit.good(), model=ReturnsTuple, output="logits"),
+        ModelError,
+        "output='logits': the model returned a tuple of 0 [2], 1 [2, 2], which has no such part.",
+        jobs=3,
+    ),
+    Mistake(
+        "a function of the output that fails",
+        lambda fit: fit(fit.good(), output=lambda returned: returned["logits"]),
+        ModelError,
+        "output=, the function of what the model returns, fails on a tensor of shape [2]: IndexError: "
+        "too many indices for tensor of dimension 1.",
         jobs=3,
     ),
     Mistake(

@@ -20,6 +20,26 @@ from sparkdl import CheckpointError, ModelError, ParameterError, SessionError
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 PARAMETERS = [
+    Mistake(
+        "output",
+        lambda fit: fit(fit.good(), output=["logits"]),
+        ParameterError,
+        "output=['logits']: name a field of what the model returns, or give a function of that, or "
+        "None.",
+    ),
+    Mistake(
+        "keywords that are none",
+        lambda fit: fit(fit.good(), features={"input ids": "features"}),
+        ParameterError,
+        "features={'input ids': 'features'}: give columns by the keywords of forward.",
+    ),
+    Mistake(
+        "keywords for a pipeline",
+        lambda fit: fit(fit.good(), features={"x": "features"}, engine="gang", strategy="pipeline"),
+        ParameterError,
+        'features by keyword with strategy="pipeline": stages take tensors by position and hand '
+        "tensors on. Give a list of columns, and a model that returns its output alone.",
+    ),
     *[
         Mistake(
             f"{name}={value!r}",

@@ -14,6 +14,7 @@ import pytest
 import torch
 from noisy import Noisy
 from pyspark import cloudpickle
+from structured import ModelOutput
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -24,6 +25,7 @@ from sparkdl.train.engines.local import LocalEngine
 from sparkdl.train.engines.shuffle import ShuffleEngine
 
 pytestmark = pytest.mark.spark
+cloudpickle.register_pickle_by_value(sys.modules[ModelOutput.__module__])
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
 
 WIDTH, CLASSES, NAMES = 6, 3, 40
@@ -63,6 +65,20 @@ class Words(nn.Module):
 
     def forward(self, words, lengths):
         return self.out(torch.tanh(self.words(words).sum(1) / lengths[:, None]))
+
+
+class Named(nn.Module):
+    """Its inputs come by keyword, and it returns more than its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(NAMES, 5, padding_idx=0), nn.LayerNorm(5 + WIDTH)
+        self.out = nn.Linear(5 + WIDTH, CLASSES)
+
+    def forward(self, *, words_lengths, x, words):
+        summed = self.words(words).sum(1) / words_lengths[:, None]
+        hidden = torch.tanh(self.norm(torch.cat([x, summed], 1)))
+        return ModelOutput(self.out(hidden), hidden)
 
 
 class Amplified(nn.Module):
@@ -148,6 +164,10 @@ def half_at_random(bucket):
     return {"values": flat[chosen], "indices": chosen, "calls": calls}
 
 
+def jitter_by_name(x, words, rng):
+    return {"words": words[::-1], "x": jitter(x, rng)}
+
+
 def counted(output, target):
     """A sum over the classes but the last, and how many they are."""
     each = nn.functional.cross_entropy(output, target, ignore_index=2, reduction="none")
@@ -228,6 +248,15 @@ CASES = {
         "features": "words",
         "columns": {"words": sparkdl.Sequence(lengths=True)},
         "bucketing": 16,
+    },
+    "inputs by keyword, an output of several fields": {
+        "model": Named,
+        "features": {"words": "words", "x": "features"},
+        "columns": {"words": sparkdl.Sequence(lengths=True)},
+        "output": "logits",
+        "augment": jitter_by_name,
+        "weight": "weight",
+        "accumulate": 2,
     },
     "draws": {"optimizer": partial(Noisy, lr=0.1), "slices": 1},
     "draws, local_steps": {
@@ -452,6 +481,8 @@ def _shows(case, states, trained):
         assert any(state.gradient_norm for state in states)
     if case.startswith("skip"):
         assert 0 < states[-1].skipped < 6
+    if "modules of many kinds" in case:
+        assert trained.module.rows.tolist() == [0, 1]  # as it was built
     if case == "precision fp16":
         assert states[-1].loss_scale < 2.0**16
         assert 0 < states[-1].skipped < 6

@@ -20,6 +20,7 @@ import torch
 from pyspark import cloudpickle
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import Row, functions
+from structured import KINDS, Structured
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -27,9 +28,11 @@ import sparkdl
 from sparkdl.data.handle import Field
 from sparkdl.infer.output import Output
 from sparkdl.infer.predictor import INLINE_BYTES, ShippedModule
+from sparkdl.replica.signature import Part, Signature, part_of
 
 pytestmark = pytest.mark.spark
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
+for _module in (__name__, Structured.__module__):
+    cloudpickle.register_pickle_by_value(sys.modules[_module])
 
 
 def trained(
@@ -822,8 +825,7 @@ def test_any_module_that_trains_is_used_and_saved(
         assert one.evaluate(table, ["accuracy"])["loss"] < 10
     again = sparkdl.load(result.save(tmp_path / "model"), trust=True)
     assert not any("_orig_mod" in name for name in again.module.state_dict())
-    if make is not Locked:  # its function is not seeded there
-        close(predictions(again.transform(table)), result.module(inputs_of(table, "x")))
+    close(predictions(again.transform(table)), result.module(inputs_of(table, "x")))
     more = trainer(model=make).fit(table, start=result)
     assert more.history.losses != result.history.losses
 
@@ -915,3 +917,85 @@ def test_no_gradients_stay_on_the_driver(spark: Any) -> None:
         callbacks=[counting],
     ).fit(df)
     assert counting.found == 0
+
+
+# outputs of several fields, rows of other lengths
+
+
+def structured(kind: str, part: Part = None) -> sparkdl.TrainedModel:
+    module = Structured(kind=kind).eval()
+    return sparkdl.TrainedModel(
+        module=module,
+        model=module,
+        loss=lambda output, target: nn.functional.cross_entropy(
+            part_of(output, NAMES[kind]), target
+        ),
+        features=("x",),
+        label=("y",),
+        fields=(Field("x", "float32", (2,)), Field("y", "int64", ())),
+        num_features=1,
+        float_dtype="float32",
+        output=None,
+        history=sparkdl.History(),
+        signature=Signature(("x",), part),
+    )
+
+
+NAMES: dict[str, Any] = dict.fromkeys(KINDS, "logits") | {"tuple": 0}
+
+
+@pytest.mark.parametrize("kind", ["ModelOutput", "tuple"])
+def test_a_part_of_what_the_model_returns(table: Any, num_jobs: Any, kind: str) -> None:
+    model, part, before = structured(kind), NAMES[kind], num_jobs()
+    named = model.transform(table, output=part)
+    best = model.transform(table, postprocess=lambda returned: part_of(returned, part).argmax(1))
+    assert num_jobs() == before  # both are lazy
+    with torch.no_grad():
+        expected = part_of(model.module(x=inputs_of(table, "x")), part)
+    close(predictions(named), expected)
+    assert best.schema["prediction"].dataType.simpleString() == "bigint"
+    close(predictions(best), expected.argmax(1))
+    close(np.stack(model.predict(table.rdd, output=part).collect()), expected)
+    wanted = {
+        "loss": float(nn.functional.cross_entropy(expected, inputs_of(table, "y", torch.long))),
+        "accuracy": float((expected.argmax(1) == inputs_of(table, "y", torch.long)).float().mean()),
+    }
+    for data in (table, table.rdd):
+        assert model.evaluate(data, ["accuracy"], output=part) == pytest.approx(wanted)
+
+
+def test_a_prediction_of_no_part_is_told_without_a_job(table: Any, num_jobs: Any) -> None:
+    model, before = structured("dict"), num_jobs()
+    with pytest.raises(sparkdl.ModelError, match=r"output='logits', or output=function"):
+        model.transform(table)
+    with pytest.raises(sparkdl.ModelError, match=r'no such part\. Did you mean "logits"'):
+        model.predict(table.rdd, output="logit")
+    with pytest.raises(sparkdl.ParameterError, match=r"output=1.5: name a field"):
+        model.evaluate(table, output=1.5)  # type: ignore[arg-type]
+    assert num_jobs() == before
+
+
+class Candidates(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return -x
+
+
+def best_three(output: torch.Tensor) -> torch.Tensor:
+    return output.topk(3, dim=1).indices
+
+
+def test_postprocess_is_tried_on_rows_like_those_to_be_scored(spark: Any) -> None:
+    """They may be longer than those that the model was trained on, which had two candidates."""
+    model = trained(Candidates())
+    rows = [[float((3 * i + j) % 7) for j in range(7)] for i in range(9)]
+    data = spark.createDataFrame([(row,) for row in rows], "x array<float>").coalesce(1)
+    expected = torch.tensor(rows).topk(3, dim=1, largest=False).indices.tolist()
+    found = model.transform(data, postprocess=best_three).collect()
+    assert [row.prediction for row in found] == expected
+    records = spark.sparkContext.parallelize(rows, 2)
+    assert np.stack(model.predict(records, postprocess=best_three).collect()).tolist() == expected
+    with pytest.raises(sparkdl.ParameterError, match=r"on a tensor of shape \[2, 2\]"):
+        model.transform(data.limit(0), postprocess=best_three)
+    stream = spark.readStream.format("rate").load().selectExpr("array(1.0F) x")
+    with pytest.raises(sparkdl.ParameterError, match=r"on a tensor of shape \[2, 2\]"):
+        model.transform(stream, postprocess=best_three)

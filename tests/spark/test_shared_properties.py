@@ -34,7 +34,7 @@ def trainer(lr: float, **changes: Any) -> sparkdl.Trainer:
         "model": partial(nn.Linear, 2, 2),
         "loss": nn.CrossEntropyLoss(),
         "optimizer": partial(torch.optim.Adam, lr=lr),
-        "batch_size": 40,
+        "batch_size": 80,
         "replicas": 2,
         "stop": sparkdl.max_epoch(1),
         **changes,
@@ -68,7 +68,7 @@ def test_no_thread_sees_what_a_fit_in_another_sets(spark: Any, table: Any) -> No
             fit = partial(trainer(0.1, callbacks=[inside, outside]).fit, table)
             one.apply(shared(fit))
             assert one.apply(shared(properties)) == nothing
-        assert outside.found == [nothing] * 10
+        assert outside.found == [nothing] * 5
         assert all(group and description for group, description, *_ in inside.found)
         assert all(found[-1] == "mine" for found in inside.found)
     finally:
@@ -76,8 +76,8 @@ def test_no_thread_sees_what_a_fit_in_another_sets(spark: Any, table: Any) -> No
 
 
 def test_fits_at_once_give_the_bits_of_each_alone(spark: Any, table: Any) -> None:
-    rates = [0.001, 0.1, 0.01] * 2
-    alone = {lr: trainer(lr).fit(table).history.losses for lr in sorted(set(rates))}
+    rates = [0.001, 0.1] * 2
+    alone = {lr: trainer(lr).fit(table).history.losses for lr in rates[:2]}
     shared = inheritable_thread_target(spark)
     fits = [shared(partial(trainer(lr).fit, table)) for lr in rates]
     with ThreadPool(2) as pool:

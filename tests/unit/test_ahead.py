@@ -125,9 +125,11 @@ def test_what_draws_steadily_stays_in_the_task_too() -> None:
     def draws(start: int, stop: int) -> list[Rows]:
         return steadily("a test", lambda seed: (torch.rand(1), source(start, stop))[1])
 
-    ahead.take("me", 0, 0, 10, 100, draws)
+    for who in ("me", "another"):
+        for start in (0, 10):
+            ahead.take(who, 0, start, start + 10, 100, draws)
     time.sleep(0.03)
-    assert source.asked == [(0, 10, True)] * 2
+    assert source.asked == [(0, 10, True)] + 2 * [(0, 10, True), (10, 20, True)]
 
 
 def test_what_was_quick_is_not_looked_at_and_becomes_slow() -> None:

@@ -220,6 +220,20 @@ def test_augmented_rows_are_the_same_in_any_batch(make: Make) -> None:
     np.testing.assert_array_equal(plain.inputs[2], partition.gather(np.array([7, 3]))[1])
 
 
+def test_augment_by_keyword(make: Make) -> None:
+    """What it returns has the order of the features, whatever order it is written in."""
+    partition, rows = make(some_rows(30)), np.arange(30)
+    assembly = replace(ASSEMBLY, augment=lambda a, b, rng: (a[::-1], b))
+    named = replace(ASSEMBLY, inputs=("a", "b"), augment=lambda b, rng, a: {"b": b, "a": a[::-1]})
+    expected = training_batch(assembly, partition, rows, 0, 0)
+    found = training_batch(named, partition, rows, 0, 0)
+    for one, other in zip(found.inputs, expected.inputs, strict=True):
+        np.testing.assert_array_equal(one, other)
+    short = replace(named, augment=lambda a, b, rng: {"a": a})
+    with pytest.raises(ParameterError, match="a mapping of a: return the features, a, b"):
+        training_batch(short, partition, rows, 0, 0)
+
+
 def draws(words: np.ndarray, photo: np.ndarray, rng: np.random.Generator) -> tuple[Any, Any]:
     """Writes into what it is given, and draws as most libraries of transforms do, if not always."""
     photo //= 2

@@ -137,7 +137,7 @@ def test_json_names_a_function_and_imports_nothing() -> None:
     found = specs_from_json(content)["x"]
     assert found == NamedFunction(name=f"{__name__}:count_letters")
     assert isinstance(found, NamedFunction)
-    assert found.load() == Convert(count_letters)
+    assert found.load() is count_letters
     with pytest.raises(ParameterError, match="cannot be imported"):
         NamedFunction(name="no_such_module:f").load()
 

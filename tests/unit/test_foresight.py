@@ -43,7 +43,7 @@ def run(
     """What is asked for, by iteration; after which iterations something else is done; and the last
     iteration that was known at each."""
     state = TrainState(iterations_per_epoch=an_epoch)
-    foresight = Foresight(own, [every], schedule_of(make, per), state)
+    foresight = Foresight(own, [every], schedule_of(make, per if make else "iteration"), state)
     asked, between, furthest, previous = [], [], [], state
     said: tuple[Any, ...] = ()
     while not own.stop(previous, state):

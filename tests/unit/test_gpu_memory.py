@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import shutil
+import threading
 import time
+import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from sparkdl.replica import gpu_memory
+from sparkdl.replica import cache, gpu_memory, run
 from sparkdl.replica.cache import live_replica
 from sparkdl.replica.gpu_memory import Idle, hold, holders_awaited, kept_while_used
+from sparkdl.slab.root import SlabConfig, open_root
+from sparkdl.train.cluster.resources import _clean_here
 
 
 def holder(root, notes):
@@ -75,10 +83,6 @@ def test_what_predicts_is_kept_while_it_is_used():
 
 def test_a_replica_on_a_gpu_is_held_and_finds_room(monkeypatch):
     """Of this process no GPU is asked for more than its name."""
-    import torch
-
-    from sparkdl.replica import cache
-
     gpu, done = torch.device("cuda", 0), []
     monkeypatch.setattr(gpu_memory, "_idle", [])
     kept_while_used(lambda: done.append("room"))
@@ -89,12 +93,27 @@ def test_a_replica_on_a_gpu_is_held_and_finds_room(monkeypatch):
     assert done == ["room", "held", "read", "built"]
 
 
+def test_the_replica_of_a_run_goes_with_the_run(monkeypatch, tmp_path):
+    """Of a process that has no task when the run ends, too."""
+    slab = SlabConfig.new(str(tmp_path), "app-1")
+    open_root(slab, create=True)
+    numerics = SimpleNamespace(use=lambda: None)
+    made: Any = SimpleNamespace(key=slab.name, slab=slab, threads=1, numerics=numerics)
+    monkeypatch.setattr(cache, "task_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(cache, "_live", type(cache._live)())
+    monkeypatch.setattr(cache.LiveReplica, "of", lambda recipe, device: recipe)
+    monkeypatch.setattr(run, "_load_recipe", lambda made: "replica")
+    for _ in range(2):
+        assert run.build_replica(made) == "replica"
+    assert [thread.name for thread in threading.enumerate()].count("sparkdl-gpu") == 1
+    _clean_here(slab)
+    assert not cache._live
+    until = time.monotonic() + 10
+    while run._holding[slab.name].is_alive():
+        assert time.monotonic() < until
+
+
 def test_what_is_given_back_is_looked_for_where_it_is_frozen(monkeypatch):
-    import gc
-    import weakref
-
-    import torch
-
     class Cycle:
         pass
 

@@ -58,7 +58,7 @@ def local(monkeypatch):
     ("gpus", "chosen", "expected"), [(0, False, 4), (2, False, 2), (8, False, 4), (2, True, 4)]
 )
 def test_in_local_mode_there_are_as_many_replicas_as_gpus(local, gpus, chosen, expected):
-    assert within_gpus(local(gpus), 4, chosen) == expected
+    assert within_gpus(local(gpus), 4, chosen, "shuffle") == expected
 
 
 @pytest.mark.spark

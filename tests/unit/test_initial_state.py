@@ -7,23 +7,29 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from pyspark import cloudpickle
 from torch import nn
 
+from sparkdl.data.assemble import Assembly
 from sparkdl.data.handle import SampleHandle
+from sparkdl.data.partition import PartitionWriter
+from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ModelError, StaleReferenceError
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.run import ReplicaHandle, Run, open_replica
 from sparkdl.slab.pool import close_pool, open_pool
 from sparkdl.slab.root import SlabConfig, remove_root
-from sparkdl.step.seat import PrepareReplica, check_seat
+from sparkdl.step.seat import CheckSeat, PrepareReplica
 from sparkdl.sync.fetch import borrow_weights, load_weights
 from sparkdl.sync.owners import InitialState, PrepareOwner, RecipeSource
 from sparkdl.sync.plans import plans_of
 from sparkdl.sync.records import SliceHandle, SliceReport
+from sparkdl.train.engine import Iteration
+from sparkdl.train.engines.local import LocalEngine
 
 SLICES = 2
 
@@ -54,7 +60,7 @@ class Process:
 
     def digest(self) -> str:
         """Of the initial weights, as a replica tells it to the driver."""
-        return pickle.loads(next(check_seat(0, iter([self.seat]))))[1]
+        return pickle.loads(next(CheckSeat({})(0, iter([self.seat]))))[1].digest
 
     def bytes(self, states: list[SliceHandle]) -> list[bytes]:
         return [open_pool(self.run.slab).read(state.weights).tobytes() for state in states]
@@ -133,7 +139,8 @@ def test_a_run_that_begins_again_has_the_same_weights(process, built_from, distu
     ],
 )
 def test_a_model_that_keeps_what_is_trained_is_refused(process, monkeypatch, given):
-    """It would go on from trained weights where it is to begin. By reference, as of an imported module."""
+    """It would go on from trained weights where it is to begin. The recipe is the same each time, as
+    what an imported module holds is."""
     recipe = Recipe(partial(given, model()), nn.CrossEntropyLoss(), torch.optim.SGD, 0)
     monkeypatch.setattr("sparkdl.replica.run._load_recipe", lambda run: recipe)
     here = process(model)
@@ -160,3 +167,24 @@ def test_what_is_frozen_may_be_shared(process, monkeypatch):
     here = process(model)
     assert here.digest() == here.digest()
     assert here.begun() == here.begun()
+
+
+@pytest.mark.parametrize("built_from", [model, model()], ids=["function", "instance"])
+def test_so_it_has_in_one_process(tmp_path, built_from):
+    slab = SlabConfig.new(str(tmp_path), "one-process")
+    assembly = Assembly(num_features=1, num_labels=1)
+    run = Run(slab, 0, 1, SLICES, assembly, (6,), threads=1)
+    recipe = Recipe(built_from, nn.CrossEntropyLoss(), partial(torch.optim.SGD, lr=0.1), 0)
+    writer = PartitionWriter(slab)
+    rows = np.random.default_rng(0).normal(size=(6, 200)).astype("float32")
+    writer.add(["features", "label"], [rows, np.arange(6) % 3])
+    handle = writer.finish()
+    samples = SampleSet(None, (handle,), handle.fields, 1, [], num_labels=1)
+    engine = LocalEngine(samples, run, cloudpickle.dumps(recipe), batch_size=6)
+    engine.start()
+    first = engine.weights().clone()
+    engine.step(Iteration(0, 0, 0, None, ""))
+    assert not torch.equal(engine.weights(), first)
+    engine.start()
+    assert torch.equal(engine.weights(), first)
+    remove_root(slab)

@@ -25,6 +25,7 @@ from sparkdl.infer.metrics import Judging, resolve, suited
 from sparkdl.infer.output import Output
 from sparkdl.infer.scoring import Scorer
 from sparkdl.replica.seeding import seeded
+from sparkdl.replica.signature import Signature
 from sparkdl.summaries import Curves, HistoryFile
 from sparkdl.train.history import History
 from sparkdl.train.persistence import load, save
@@ -762,6 +763,37 @@ def test_what_cannot_be_saved_leaves_the_model_before(tmp_path: Path) -> None:
     with pytest.raises(ParameterError):
         trained_on(make_net, columns=columns).save(tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def first_of(returned: Any) -> Any:
+    return returned[0]
+
+
+@pytest.mark.parametrize("part", [None, "logits", 1, first_of])
+def test_how_the_model_is_called_comes_back(tmp_path: Path, part: Any) -> None:
+    signature = Signature(("x", "n", "n_lengths"), part)
+    folder = trained_on(make_net, signature=signature).save(tmp_path)
+    assert load(folder, trust=callable(part)).signature == signature
+    content = json.loads((folder / "model.json").read_text())
+    if callable(part):
+        with pytest.raises(TrustError, match="names the function"):
+            load(folder)
+        content["part"] = [1]
+    else:
+        del content["inputs"], content["part"]  # as one was saved before there were such
+    (folder / "model.json").write_text(json.dumps(content))
+    if callable(part):
+        with pytest.raises(ModelError, match="is damaged: part is a list"):
+            load(folder, trust=True)
+    else:
+        assert load(folder).signature == Signature()
+
+
+def test_an_output_that_has_no_name_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    signature = Signature((), lambda returned: returned[0])
+    with pytest.raises(ParameterError, match="given as output= cannot be saved by name"):
+        trained_on(make_net, signature=signature).save(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
 
 
 def test_specifications_may_hold_numbers_of_numpy(tmp_path: Path) -> None:

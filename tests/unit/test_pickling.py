@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from sparkdl.replica.pickling import dumps
 from sparkdl.replica.rebuilding import Rebuilt
+from sparkdl.replica.seeding import seeded
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -77,19 +78,22 @@ class Locked(nn.Module):
         self.one, self.other = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
         self.other.weight = self.one.weight
         self.register_buffer("shift", torch.rand(2), persistent=False)
+        self.plain = torch.rand(2)
         self.lock = threading.Lock()
 
 
 @pytest.mark.parametrize("make", [Locked, lambda: torch.compile(Locked(), backend="eager")])
 def test_what_cannot_be_pickled_is_built_again(make: Callable[[], nn.Module]) -> None:
-    module = Locked()
+    with seeded(3):
+        module = Locked()
     with pytest.raises(TypeError, match="lock"):
         dumps(module)
     state = random.getstate()
-    again = pickle.loads(dumps(Rebuilt.of(module, make)))
+    again = pickle.loads(dumps(Rebuilt.of(module, make, 3)))
     assert type(again).__name__ == "Locked"
     assert again.one.weight is again.other.weight
     for name in ("one.weight", "other.bias"):
         assert torch.equal(again.state_dict()[name], module.state_dict()[name])
     assert torch.equal(again.shift, module.shift)
+    assert torch.equal(again.plain, module.plain)  # drawn again
     assert random.getstate() == state

@@ -94,13 +94,13 @@ NONE = {
 }
 
 
-def check(module: nn.Module) -> None:
+def check(module: nn.Module, loss: Any = torch.sum) -> None:
     def run() -> None:
         with seeded(3):
-            module(INPUTS).sum().backward()
+            loss(module(INPUTS)).backward()
 
     module.train()
-    state = PlainState(module)
+    state = PlainState(module, loss)
     run()
     state.check(run)
 
@@ -112,10 +112,14 @@ def test_state_is_told(name: str) -> None:
     with pytest.raises(ModelError) as caught:
         check(module)
     place = "1.late" if "late" in name else "1.value"
+    remedy = (
+        "Draw from the generators of torch, numpy or random themselves, which are seeded."
+        if "generator" in name
+        else "Make it a buffer: give register_buffer a tensor in __init__, which forward may change."
+    )
     assert str(caught.value) == (
         f'forward changes "{place}" in each pass, and it is neither a parameter nor a buffer: each '
-        "worker would have its own, and the trained model none. Make it a buffer: give "
-        "register_buffer a tensor in __init__, which forward may change."
+        f"worker would have its own, and the trained model none. {remedy}"
     )
 
 
@@ -170,3 +174,26 @@ def test_a_cache_may_grow_if_it_is_no_part_of_the_state() -> None:
         "long as the longest input, say); one that is only a cache is left alone if it is registered "
         "with persistent=False."
     )
+
+
+class Annealed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("center", torch.zeros(2))
+
+    def forward(self, output: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.center = self.center.lerp(output.detach().mean(0), 0.1)
+        return (output - self.center).square().mean() / self.calls
+
+
+def test_state_of_the_loss_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    check(nn.Linear(2, 2), lambda output: nn.MSELoss()(output, output * 0))
+    assert not caplog.records
+    check(nn.Linear(2, 2), Annealed())
+    assert [record.getMessage() for record in caplog.records] == [
+        f'the loss changes its "{name}" in each call, and each worker has its own. Where the value '
+        "depends on it, let the model hold it in a buffer and return it."
+        for name in ("buffers", "calls")
+    ]

@@ -95,3 +95,9 @@ def test_a_python_that_does_not_start(said: str, reason: str, hinted: bool) -> N
     )
     assert (NEEDS in first) == hinted
     assert rest == (said if "\n" in said else "")
+
+
+def test_a_module_that_is_missing_on_the_executors_is_told_with_the_remedy() -> None:
+    first = explain(f"{FAILED}org.apache.spark.SparkException: {TRACE}\n\tat org.a.B.c(B.scala:1)")
+    assert 'The executors have no module "torch". Install it there, or ship it' in first
+    assert "addPyFile" in first.partition("\n")[0]

@@ -68,11 +68,11 @@ def outcome_of(
     x = torch.randn(9, WIDTH, generator=torch.Generator().manual_seed(1))
     x[:, 0] = torch.linspace(1, -1, 9)
     batch = MiniBatch([x], [torch.ones(9, WIDTH)])
-    value = forward_backward(live, batch, 0, scale, Clock(), writer)
+    passed = forward_backward(live, batch, 0, scale, Clock(), writer)
     gradients = take_gradients(live)
     if writer is not None:
         gradients = writer.finish(gradients)
-    outcome = Outcome(value, 9.0, 9, gradients)
+    outcome = Outcome(passed.loss, passed.weight, 9, gradients)
     sections = write_sections(live, plans, maps, outcome, out)
     assert all(parameter.grad is None for _, parameter in live.flat.parameters)
     content = np.concatenate(

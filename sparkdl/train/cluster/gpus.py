@@ -29,8 +29,9 @@ _looked: dict[tuple[str, frozenset[str]], list[int]] = {}
 """What was found, by application and its executors."""
 
 
-def within_gpus(context: SparkContext, replicas: int, chosen: bool) -> int:
-    """How many replicas there shall be. ``chosen``: the user says how many.
+def within_gpus(context: SparkContext, replicas: int, chosen: bool, engine: str) -> int:
+    """How many replicas there shall be. ``chosen``: the user says how many. ``engine``: "local" uses no
+    GPU, and has as many replicas as others in the same session.
 
     Raises :class:`SessionError` where Spark assigns GPUs that torch does not see, and where tasks of a
     cluster would share GPUs though nobody has said so.
@@ -38,7 +39,9 @@ def within_gpus(context: SparkContext, replicas: int, chosen: bool) -> int:
     assigned = conf_of(context).contains(AMOUNT)
     if is_local(context):
         return replicas if chosen else _capped(replicas, torch.cuda.device_count())
-    if not assigned and torch.version.cuda is None and torch.version.hip is None:
+    if engine == "local" or (
+        not assigned and torch.version.cuda is None and torch.version.hip is None
+    ):
         return replicas
     there = executors(context)
     counts = _look(context, there)

@@ -17,6 +17,7 @@ from sparkdl.data.samples import SampleSet, Source, materialize, materialize_her
 from sparkdl.errors import DataError
 from sparkdl.infer.metrics import resolve, suited
 from sparkdl.infer.scoring import Scorer
+from sparkdl.replica.model_loss import is_model_loss
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train.cluster.neighbours import side_by_side
 from sparkdl.train.cluster.resources import Resources
@@ -43,6 +44,7 @@ def source(
         slab,
         columns=trainer.columns,
         weight=trainer.weight,
+        inputs=trainer.keywords,
     )
 
 
@@ -63,6 +65,7 @@ def assembly(trainer: Trainer, samples: SampleSet, float_dtype: str) -> Assembly
         num_features=samples.num_features,
         num_labels=samples.num_labels,
         weighted=samples.weighted,
+        inputs=trainer.keywords,
         bucketing=trainer.bucketing,
         float_dtype=float_dtype,
         seed=trainer.seed,
@@ -94,11 +97,30 @@ def validation_set(
         if alike != other:
             raise DataError(
                 f'validation data: "{one.name}" is {one}, in the training data {other}.'
+                f"{_remedy(one, other)}"
             )
     loss = copy.deepcopy(trainer.loss)  # it may count its calls
-    scorer = Scorer(loss, suited(resolve(validation.metrics), loss))
+    part = trainer.output if validation.output is None else validation.output
+    metrics = suited(resolve(validation.metrics), loss)
+    loss_part = None if is_model_loss(loss) else trainer.output
+    scorer = Scorer(loss, metrics, part=part, loss_part=loss_part)
     how = assembly(trainer, samples, training.float_dtype)
     return ValidationSet(found, scorer, how, validation.batch_size)
+
+
+def _remedy(one: Field, other: Field) -> str:
+    """What to do where two kinds of rows differ in their length alone."""
+    arrays = one.shape and other.shape and not one.ragged and not other.ragged
+    if (
+        arrays
+        and replace(other, shape=one.shape, name=one.name) == one
+        and one.shape[1:] == other.shape[1:]
+    ):
+        return (
+            f' Rows of any length are a sequence, in both: Trainer(columns={{"{other.name}": '
+            "sparkdl.Sequence()})."
+        )
+    return ""
 
 
 def _whole(field: Field) -> bool:

@@ -28,6 +28,7 @@ from sparkdl.train.cluster.failure import faults_explained
 from sparkdl.train.cluster.places import FEW_BYTES, Places
 from sparkdl.train.cluster.resources import Resources
 from sparkdl.train.engine import AVERAGE, BEST, CURRENT, ReadState, ValidationSet
+from sparkdl.usercode import accompanied
 
 MAX_RECORD_BYTES = (1 << 31) - (1 << 20)
 """Of what Python and Spark hand each other, less what is before the bytes."""
@@ -131,7 +132,7 @@ class Committed:
         samples = validation.samples
         rdd = samples.rdd
         assert rdd is not None
-        task = Score(validation.scorer, validation.assembly, validation.batch_size)
+        task = Score(accompanied(validation.scorer), validation.assembly, validation.batch_size)
         checksums = tuple(handle.checksum for handle in samples.handles)
 
         def submit() -> tuple[dict[int, Any], list[Fault]]:

@@ -23,7 +23,7 @@ from sparkdl.data.assemble import Batch
 from sparkdl.data.batches import EpochPlan
 from sparkdl.data.handle import SampleHandle
 from sparkdl.data.samples import SampleSet
-from sparkdl.errors import StalledError, StateLostError, TrainingError
+from sparkdl.errors import StalledError, StateLostError, TrainingError, UserError
 from sparkdl.frames import zip_frames
 from sparkdl.gang.hosting import Hosting
 from sparkdl.gang.launch import Gang
@@ -158,7 +158,9 @@ class GangEngine:
         self._asked.forget()
         for _ in range(MAX_SUBMISSIONS):
             self._gang.start()
-            found: list[Standing] = self._gang.call(SetUp(self._setup), "setting up the ranks")
+            told = self._gang.call(SetUp(self._setup), "setting up the ranks")
+            _raise_first([each for each in told if isinstance(each, UserError)])
+            found: list[Standing] = told
             if all(all(standing.here) for standing in found):
                 break
             self._gang.close()

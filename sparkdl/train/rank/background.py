@@ -9,15 +9,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from sparkdl.sync.packing import ByParameter
 from sparkdl.sync.state import SliceState
 
 
 def copied(state: SliceState) -> SliceState:
     """A state that training leaves alone."""
-    arrays = {name: array.clone() for name, array in state.arrays.items()}
+    arrays = {name: _aside(array) for name, array in state.arrays.items()}
     others = copy.deepcopy(state.others)
-    return SliceState(state.weights.clone(), arrays, dict(state.held), others)
+    return SliceState(_aside(state.weights), arrays, dict(state.held), others)
+
+
+def _aside(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy. Of what is on a GPU it is in pinned memory, and made while the GPU and this thread go on:
+    a GPU has no room for two."""
+    if tensor.device.type != "cuda":
+        return tensor.clone()
+    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return there.copy_(tensor, non_blocking=True)
 
 
 def copied_residuals(kept: ByParameter) -> ByParameter:
@@ -46,6 +57,9 @@ class Background:
         self.name = name
         self._states, self._residuals = list(states), list(residuals)
         self._results = Results()
+        self._copied = torch.cuda.Event() if torch.cuda.is_initialized() else None
+        if self._copied is not None:
+            self._copied.record()
         self._thread = threading.Thread(target=self._run, name="sparkdl-background", daemon=True)
         self._thread.start()
 
@@ -60,6 +74,8 @@ class Background:
 
     def _run(self) -> None:
         results = self._results
+        if self._copied is not None:
+            self._copied.synchronize()
         try:
             while self._states:  # copies are let go of as they are used
                 calls = self._states.pop(0)

@@ -29,6 +29,7 @@ from sparkdl.train.rank.near_rows import NearRows
 from sparkdl.train.rank.records import Samples, Setup
 from sparkdl.train.rank.shards import RowsOf, nested_rows, spans_of
 from sparkdl.train.rank.summing import Summed
+from sparkdl.train.rank.turn import Turn
 
 Built = tuple[Holding, Summed | Exchanged]
 
@@ -70,16 +71,18 @@ def _cut(recipe: Recipe, setup: Setup, samples: Sequence[Samples], member: Membe
     seats = None
     if parallel.tensor is not None:
         at_end.enter_context(layer_by_layer())
-    with memory_given_back():
+    root = open_root(run.slab)
+    assert root is not None
+    with memory_given_back(), Turn(root.directories[-1]) as turn:
         if parallel.pipeline is not None:
-            made = staged(recipe, parallel, groups, rank, spare, device)
+            made = staged(recipe, parallel, groups, rank, spare, device, turn)
             live, whole, seats = made.live, made.whole, made.seats
         elif parallel.fsdp is not None:
-            live, whole = sharded(recipe, parallel, groups, spare, device)
+            live, whole = sharded(recipe, parallel, groups, spare, device, turn)
         else:
             assert parallel.tensor is not None
             layers = groups.mesh("tensor")
-            live, whole = cut_by_layer(recipe, parallel.tensor, layers, spare, device)
+            live, whole = cut_by_layer(recipe, parallel.tensor, layers, spare, device, turn)
     if parallel.fsdp is not None:
         here = [each.token for each in samples].count(samples[rank].token)
         if is_scarce(whole.nbytes // mesh.pipe, here):

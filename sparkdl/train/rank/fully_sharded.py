@@ -29,6 +29,7 @@ from sparkdl.replica.flat import FlatModule, Layout, layout_of, local
 from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.policy import PRECISIONS, Policy
 from sparkdl.replica.recipe import Recipe
+from sparkdl.replica.signature import with_tensors
 from sparkdl.step.compute import MiniBatch, Passed, forward_backward
 from sparkdl.step.replica import Work
 from sparkdl.sync.plan import SlicePlan
@@ -46,10 +47,16 @@ from sparkdl.train.rank.summing import (
     gathered_counts,
 )
 from sparkdl.train.rank.tensor_parallel import parallelise
+from sparkdl.train.rank.turn import Turn
 
 
 def sharded(
-    recipe: Recipe, parallel: Parallel, groups: Groups, spare: Batch, device: torch.device
+    recipe: Recipe,
+    parallel: Parallel,
+    groups: Groups,
+    spare: Batch,
+    device: torch.device,
+    turn: Turn,
 ) -> tuple[LiveReplica, Layout]:
     """The replica with this rank's shards in its flat vector, and the layout of the whole.
 
@@ -62,7 +69,7 @@ def sharded(
     layout = layout_of(module)
     units = units_of(module, strategy.units)
     if parallel.tensor is not None:
-        parallelise(recipe, module, parallel.tensor, groups.mesh("tensor"), spare, device)
+        parallelise(recipe, module, parallel.tensor, groups.mesh("tensor"), spare, device, turn)
     policy = recipe.policy
     if policy.sync_batchnorm:
         synchronise(module)
@@ -126,14 +133,12 @@ def let_go(module: nn.Module) -> None:
 def _no_view(unit: nn.Module, inputs: object, output: object) -> object:
     """An operation in place on an output that is a view, of ``squeeze`` say, would drop what torch
     hangs on the output to gather the unit for backward; torch warns of it."""
-    return (
-        _copied(unit, inputs, output) if torch.is_tensor(output) and output._is_view() else output
-    )
+    return with_tensors(output, lambda tensor: tensor.clone() if tensor._is_view() else tensor)
 
 
 def _copied(unit: nn.Module, inputs: object, output: object) -> object:
     """What the ranks of a tensor-parallel model summed are views that do not say so."""
-    return output.clone() if isinstance(output, torch.Tensor) else output
+    return with_tensors(output, torch.Tensor.clone)
 
 
 class FullySharded(Summed):

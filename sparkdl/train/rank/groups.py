@@ -42,6 +42,14 @@ class Groups:
         self._mesh = init_device_mesh(
             device.type, tuple(sizes[name] for name in names), mesh_dim_names=self._own(*names)
         )
+        if device.type != "cpu":
+            self.meet(device)
+
+    def meet(self, device: torch.device) -> None:
+        """The first sum of every group. NCCL connects the ranks of a group with what they first do
+        together, which all of them must do: a message from one to another is too few."""
+        for own in self._mesh.mesh_dim_names or ():
+            dist.all_reduce(torch.zeros(1, device=device), group=self._mesh.get_group(own))
 
     def _own(self, *names: str) -> tuple[str, ...]:
         return tuple(name + self._suffix for name in names)

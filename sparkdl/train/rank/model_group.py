@@ -151,7 +151,8 @@ class ModelGroup:
                     module(*inputs, **named)
         for _ in range(most - sum(counts[r] for r in self.ranks)):
             with evaluating(module), autocasting(self._live):
-                called(self._live.loss, module, self._like.inputs, self._like.targets)
+                call = self._live.recipe.signature.bound(module)
+                called(self._live.loss, call, self._like.inputs, self._like.targets)
         return result
 
     def _tell(

@@ -30,14 +30,16 @@ from sparkdl.clock import Clock
 from sparkdl.data.assemble import Assembly
 from sparkdl.data.handle import SampleHandle
 from sparkdl.data.mapped import close_partitions, lies_here, open_partition
-from sparkdl.errors import ModelError, SessionError
+from sparkdl.errors import ModelError, SessionError, UserError
 from sparkdl.gang.member import Member
+from sparkdl.heap import memory_given_back
 from sparkdl.infer.scoring import Scorer
 from sparkdl.infer.validate import score_partition
 from sparkdl.numerics import put_back
-from sparkdl.replica.compare import compared
+from sparkdl.replica.compare import Compared, compared
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.seeding import generators_lent
+from sparkdl.report import REMEDY
 from sparkdl.slab.pool import Reference, open_pool
 from sparkdl.slab.root import open_root
 from sparkdl.step.compressing import ReadResiduals
@@ -59,6 +61,7 @@ from sparkdl.train.rank.node_files import SnapshotFiles
 from sparkdl.train.rank.records import RankStep, Samples, Setup, Standing
 from sparkdl.train.rank.snapshots import Snapshots
 from sparkdl.train.rank.summing import gathered
+from sparkdl.train.rank.turn import Turn
 
 
 @dataclass(frozen=True)
@@ -74,33 +77,37 @@ class Do:
 
 @dataclass(frozen=True)
 class SetUp:
-    """The first command: build the replica; a :class:`Standing`."""
+    """The first command: build the replica; a :class:`Standing`, or the mistake of the user's that was
+    found meanwhile."""
 
     setup: Setup
 
-    def __call__(self, member: Member) -> Standing:
+    def __call__(self, member: Member) -> Standing | UserError:
         torch.set_num_threads(self.setup.run.threads)
         self.setup.run.numerics.use()
         member.at_end.callback(put_back)
         member.at_end.enter_context(generators_lent())
-        rank = member.kept["rank"] = Rank(self.setup, member)
-        member.at_end.callback(close_partitions)
-        return rank.standing()
+        try:
+            recipe = pickle.loads(self.setup.recipe)
+            rank = member.kept["rank"] = Rank(self.setup, recipe, member)
+            member.at_end.callback(close_partitions)
+            return rank.standing()
+        except UserError as error:
+            return error
+        except ModuleNotFoundError as error:
+            return ModelError(f"model() fails on the ranks: {error}. {REMEDY}")
 
 
 class Rank:
     """See the note above. ``_read``: which state the driver had it read, to be placed."""
 
-    def __init__(self, setup: Setup, member: Member) -> None:
+    def __init__(self, setup: Setup, recipe: Recipe, member: Member) -> None:
         self._setup, self._run, self._member = setup, setup.run, member
         root = open_root(self._run.slab, create=True)
         assert root is not None
-        self._token = root.token
-        self._recipe: Recipe = pickle.loads(setup.recipe)
-        files, compresses = (
-            SnapshotFiles(root.directories[-1]),
-            self._recipe.compression is not None,
-        )
+        self._token, self._folder = root.token, root.directories[-1]
+        self._recipe = recipe
+        files, compresses = SnapshotFiles(root.directories[-1]), recipe.compression is not None
         self.snapshots = Snapshots(files, member.rank, self._run.slices, member.size * compresses)
         handles = [pickle.loads(frame) for frame in frames_of(member.frames)]
         self._handles: list[SampleHandle] = handles
@@ -114,10 +121,18 @@ class Rank:
         train = self._handles[0]
         return Standing(
             Samples(self._token, train),
-            compared(self._recipe.build(), self._setup.built),
+            self._compared(),
             tuple(lies_here(handle, self._token) for handle in self._handles),
             train.checksum == self._setup.checksums[self._member.rank],
         )
+
+    def _compared(self) -> Compared:
+        """What is built here beside what the driver has built. A model that is cut is built in turn,
+        and let go of."""
+        if not self._setup.parallel.cuts:
+            return compared(self._recipe.build(), self._setup.built)
+        with memory_given_back(), Turn(self._folder):
+            return compared(self._recipe.build(), self._setup.built)
 
     def begin(self, samples: Sequence[Samples]) -> ModelError | SessionError | None:
         """All ranks are where their ``samples`` are: make them one. What is wrong with how the model is

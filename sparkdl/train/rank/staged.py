@@ -24,6 +24,7 @@ from sparkdl.train.parallel.units import units_of
 from sparkdl.train.rank.fully_sharded import cut_units
 from sparkdl.train.rank.groups import Groups
 from sparkdl.train.rank.tensor_parallel import parallelise
+from sparkdl.train.rank.turn import Turn
 
 
 class Stage(nn.Module):
@@ -85,6 +86,7 @@ def staged(
     rank: int,
     spare: Batch,
     device: torch.device,
+    turn: Turn,
 ) -> Staged:
     """Build the replica, and let go of what other ranks have. ``parallel``: with every cut named."""
     strategy, mesh = parallel.pipeline, parallel.mesh
@@ -94,7 +96,7 @@ def staged(
     items = chain_of(module, strategy.split, to_tensors(spare.inputs, torch.device("cpu")))
     units = [] if parallel.fsdp is None else units_of(module, parallel.fsdp.units)
     if parallel.tensor is not None:
-        parallelise(recipe, module, parallel.tensor, groups.mesh("tensor"), spare, device)
+        parallelise(recipe, module, parallel.tensor, groups.mesh("tensor"), spare, device, turn)
     cuts = list(itertools.pairwise(bounds_of(strategy, items)))
     stage_of = {
         id(tensor): stage

@@ -31,7 +31,8 @@ from sparkdl.replica.live import LiveReplica
 from sparkdl.replica.model_loss import called
 from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.seeding import seeded
-from sparkdl.step.compute import MiniBatch, Passed, forward_backward, to_tensors
+from sparkdl.replica.signature import parts_of
+from sparkdl.step.compute import MiniBatch, Passed, buffers_kept, forward_backward, to_tensors
 from sparkdl.step.replica import Work
 from sparkdl.sync.plan import SlicePlan
 from sparkdl.train.parallel.layers import plan_of
@@ -39,6 +40,7 @@ from sparkdl.train.parallel.strategy import Tensor
 from sparkdl.train.rank.model_group import ModelGroup
 from sparkdl.train.rank.one_round import all_reduce
 from sparkdl.train.rank.summing import Copied, gathered_counts
+from sparkdl.train.rank.turn import Turn
 
 
 class Row(RowwiseParallel):
@@ -84,17 +86,21 @@ def parallelise(
     mesh: DeviceMesh,
     spare: Batch,
     device: torch.device,
+    turn: Turn,
 ) -> None:
     """Cut the layers of ``module`` over ``mesh``, which has one dimension. All ranks have built the
-    same, so nothing is sent.
+    same, so nothing is sent, and each may do so in its ``turn``, which then ends.
 
     Raises :class:`sparkdl.ModelError` where the model then puts out something else for ``spare``.
     """
     plan = plan_of(strategy, module, mesh.size())
     styles = {n: STYLES[way]() if isinstance(way, str) else way for n, way in plan.items()}
     inputs, targets = to_tensors(spare.inputs, device), to_tensors(spare.targets, device)
-    right = _output(recipe, recipe.build().to(device), inputs, targets)
-    parallelize_module(module.to(device), mesh, styles, src_data_rank=None)
+    module.to(device)
+    with buffers_kept(module):
+        right = _output(recipe, module, inputs, targets)
+    parallelize_module(module, mesh, styles, src_data_rank=None)
+    turn.ends()
     for name in styles:
         child = module.get_submodule(name)
         child.forward = functools.partial(_without_inference_mode, child.forward)
@@ -129,12 +135,17 @@ def _arrived(module: nn.Module, inputs: object, output: object) -> object:
 
 
 def cut_by_layer(
-    recipe: Recipe, strategy: Tensor, mesh: DeviceMesh, spare: Batch, device: torch.device
+    recipe: Recipe,
+    strategy: Tensor,
+    mesh: DeviceMesh,
+    spare: Batch,
+    device: torch.device,
+    turn: Turn,
 ) -> tuple[LiveReplica, Layout]:
     """The replica with this rank's parts in its flat vector, and the layout of the whole."""
     module = recipe.build()
     layout = layout_of(module)
-    parallelise(recipe, module, strategy, mesh, spare, device)
+    parallelise(recipe, module, strategy, mesh, spare, device, turn)
     return LiveReplica.around(recipe, FlatModule(module, device)), layout
 
 
@@ -146,7 +157,7 @@ def _output(
 ) -> Any:
     """In evaluation."""
     with evaluating(module), seeded(0):
-        return called(recipe.loss, module, inputs, targets)
+        return called(recipe.loss, recipe.signature.bound(module), inputs, targets)
 
 
 _HINT = (
@@ -160,9 +171,8 @@ def _alike(right: Any, found: Any) -> bool:
         if not isinstance(found, torch.Tensor) or right.shape != found.shape:
             return False
         return torch.allclose(local(found), right, rtol=1e-2, atol=1e-3, equal_nan=True)
-    if isinstance(right, (tuple, list)):
-        return len(right) == len(found) and all(map(_alike, right, found))
-    return True
+    one, other = parts_of(right), parts_of(found)
+    return one.keys() == other.keys() and all(_alike(one[name], other[name]) for name in one)
 
 
 def settle(live: LiveReplica) -> None:

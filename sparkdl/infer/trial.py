@@ -1,0 +1,171 @@
+"""What predictions will hold, found on the driver with a few rows before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pyspark.core.rdd import RDD
+from pyspark.sql import DataFrame
+from torch import nn
+
+from sparkdl.data.columns import Specs
+from sparkdl.data.handle import Field
+from sparkdl.data.problems import RowProblem
+from sparkdl.data.ragged import Ragged, Rows, concatenate, model_inputs
+from sparkdl.data.reading import reading_explained
+from sparkdl.data.records import feature_names, stack_records
+from sparkdl.data.schema import columns_of
+from sparkdl.data.tables import select_columns, ship_batches
+from sparkdl.data.values import to_numpy
+from sparkdl.errors import DataError, ModelError, ParameterError, UserError
+from sparkdl.infer.output import Output
+from sparkdl.infer.predict import Finish, PredictRecords
+from sparkdl.infer.predictor import Dimensions, device_of, evaluating
+from sparkdl.replica.seeding import seeded
+from sparkdl.replica.signature import Signature, described, for_example
+from sparkdl.step.compute import buffers_kept, to_tensors
+
+Found: TypeAlias = tuple[Output, Dimensions]
+"""What a prediction holds for one row, and the dimensions of a batch: of the output, and of that."""
+ROWS = 2
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A module, what is its output, and what becomes of that."""
+
+    module: nn.Module
+    signature: Signature
+    finish: Finish
+
+    def run(
+        self,
+        known: Output | None,
+        fields: Sequence[Field],
+        first_rows: Callable[[], list[Rows] | None],
+    ) -> Found:
+        """``known``: the output, if it is known; else the module is run, on zeros that look like
+        ``fields``. Where that fails, on the ``first_rows`` of the data, which may be of other lengths.
+
+        Raises :class:`UserError` where they fail too, or there are none.
+        """
+        try:
+            if known is not None:
+                dtype = getattr(torch, known.dtype)
+                return self._finished(torch.zeros(ROWS, *known.shape, dtype=dtype), ROWS)
+            return self._of(_zeros(fields))
+        except _Failed as failed:
+            rows = first_rows()
+            if rows is None:
+                raise failed.error from failed.__cause__
+        try:
+            return self._of(rows)
+        except _Failed as failed:
+            raise failed.error from failed.__cause__
+
+    def _of(self, arrays: Sequence[Rows]) -> Found:
+        inputs = to_tensors(model_inputs(arrays), device_of(self.module))
+        with seeded(0), evaluating(self.module), buffers_kept(self.module):
+            try:
+                returned = self.signature.call(self.module, inputs)
+            except Exception as error:
+                shapes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
+                text = f"the model fails on a batch of {shapes}: {_told(error)}."
+                raise _Failed(ModelError(text)) from error
+            try:
+                output = self.signature.output(returned)
+            except UserError:
+                raise
+            except Exception as error:
+                text = f"output=, a function, fails on {described(returned)}: {_told(error)}."
+                raise _Failed(ParameterError(text)) from error
+            return self._finished(output, len(arrays[0]))
+
+    def _finished(self, output: Any, rows: int) -> Found:
+        dimensions = output.ndim if isinstance(output, torch.Tensor) else None
+        if self.finish is None:
+            if not isinstance(output, torch.Tensor) or not output.ndim or len(output) != rows:
+                raise ModelError(
+                    f"the model returns {described(output)}, and a prediction is one tensor with a "
+                    f"row for each sample. Say which part of it: {for_example(output)}; or give "
+                    "postprocess, a function of it that returns such a tensor."
+                )
+            return Output.of(output), (dimensions, dimensions)
+        try:
+            finished = self.finish(output)
+        except Exception as error:
+            text = (
+                f"postprocess fails on {described(output)}: {_told(error)}. It is given the model's "
+                "output for a batch."
+            )
+            raise _Failed(ParameterError(text)) from error
+        if not isinstance(finished, torch.Tensor) or not finished.ndim or len(finished) != rows:
+            given = "a tensor of shape (rows, ...)" if dimensions else "what the model returns"
+            wanted = "one" if dimensions else "a tensor"
+            raise ParameterError(f"postprocess must map {given} to {wanted} with as many rows.")
+        return Output.of(finished), (dimensions, finished.ndim)
+
+
+class _Failed(Exception):
+    """Something that may be of the rows that it was tried on."""
+
+    def __init__(self, error: UserError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).rstrip('. ')}"
+
+
+def _zeros(fields: Sequence[Field]) -> list[Rows]:
+    """Two rows of zeros; of a field of varying length, of two elements each."""
+    arrays: list[Rows] = []
+    for field in fields:
+        if field.padding is None:
+            arrays.append(np.zeros((ROWS, *field.shape), field.dtype))
+        else:
+            elements = np.zeros((ROWS, *field.shape), field.dtype)
+            arrays.append(Ragged.of([elements] * ROWS, field.padding))
+    return arrays
+
+
+def first_rows_of(
+    data: DataFrame,
+    features: Sequence[str],
+    float_dtype: str,
+    specs: Specs,
+    fields: Sequence[Field],
+) -> list[Rows] | None:
+    """The feature columns of the first two rows, by a Spark job; None of a stream and of no rows."""
+    if data.isStreaming:
+        return None
+    columns, _ = columns_of(data.schema, features, (), float_dtype, specs, fields)
+    with reading_explained("looking at the first rows"):
+        chosen = select_columns(data, columns).limit(ROWS)
+        shipped = chosen.mapInArrow(ship_batches, "source int, batches binary").collect()
+    batches = [batch for row in shipped for batch in _batches(bytes(row[1])) if batch.num_rows]
+    try:
+        rows = [[to_numpy(batch.column(i), c) for batch in batches] for i, c in enumerate(columns)]
+    except RowProblem as error:
+        raise DataError(error.problem.message("the data")) from None
+    return [concatenate(parts) for parts in rows] if batches else None
+
+
+def _batches(data: bytes) -> Iterator[pa.RecordBatch]:
+    yield from pa.ipc.open_stream(data)
+
+
+def first_records_of(records: RDD, task: PredictRecords) -> list[Rows] | None:
+    """The features of the first two records, likewise. ``task``: how they are read."""
+    with reading_explained("looking at the first records"):
+        found = records.take(ROWS)
+    waiting: list[list[np.ndarray]] = []
+    for row, record in enumerate(found):
+        waiting.append(task.inputs(record, row, waiting))
+    return stack_records(feature_names(len(waiting[0])), waiting, task.specs) if waiting else None

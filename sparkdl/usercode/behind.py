@@ -1,0 +1,149 @@
+"""Which modules of the user's stand behind a value."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import os
+import sys
+import sysconfig
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from sparkdl.usercode.code import codes_in
+
+_OUR_OWN = {"sparkdl", "pyspark", "torch", "__main__"}
+_LIBRARIES = ("site-packages", "dist-packages")
+_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL")
+_CLOSED = {"torch", "numpy", "pandas", "pyarrow", "pyspark", "py4j"}
+"""Objects of these hold none of the user's functions."""
+_MOST = 10_000
+"""Longer containers hold data."""
+_ENOUGH = 200_000
+"""So many values are looked at, at most."""
+
+
+def modules_behind(
+    values: Iterable[Any], into_modules: bool = False
+) -> dict[str, types.ModuleType]:
+    """The user's modules behind ``values``; ``into_modules``: and behind these, and what functions
+    import."""
+    found: dict[str, types.ModuleType] = {}
+    todo, seen = list(values), dict[int, Any]()
+    while todo and len(seen) < _ENOUGH:
+        value = todo.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, types.ModuleType):
+            if is_own(value):
+                found[value.__name__] = value
+                todo += _names_of(value) if into_modules else ()
+        else:
+            todo += _behind(value, into_modules)
+    return found
+
+
+def _behind(value: Any, imports: bool) -> Iterator[Any]:
+    """What ``value`` refers to, by name or by itself."""
+    if isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, types.FunctionType):
+        if _goes_by_name(value):
+            yield sys.modules[value.__module__]
+        else:
+            yield from _globals_of(value, imports)
+    elif isinstance(value, type):
+        for kind in value.__mro__:
+            if _goes_by_name(kind):
+                yield sys.modules[kind.__module__]
+            else:
+                yield from vars(kind).values()
+    elif isinstance(value, nn.Module):
+        yield from {type(child) for child in value.modules()}
+    elif isinstance(value, Mapping):
+        yield from value.values() if len(value) <= _MOST else ()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from value if len(value) <= _MOST else ()
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield value.__func__
+    elif isinstance(value, property):
+        yield from (value.fget, value.fset)
+    elif value is not None:
+        kind = type(value)
+        yield kind
+        if kind.__module__.partition(".")[0] not in _CLOSED:
+            yield from getattr(value, "__dict__", {}).values()
+
+
+def _goes_by_name(value: types.FunctionType | type) -> bool:
+    """Whether it is looked up in its module where it arrives, and not sent along."""
+    module = sys.modules.get(value.__module__ or "")
+    if module is None or _by_value(module):
+        return False
+    if isinstance(value, type) and not is_own(module):
+        return True
+    found: Any = module
+    for name in value.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is value
+
+
+def _globals_of(function: types.FunctionType, imports: bool) -> Iterator[Any]:
+    """Of a function that travels by value: what it closes over, and what its code names; what it
+    ``imports`` when it runs."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # empty
+            continue
+    yield from function.__defaults__ or ()
+    for code in codes_in(function.__code__):
+        for step in dis.get_instructions(code):
+            if step.opname in _GLOBALS and step.argval in function.__globals__:
+                yield function.__globals__[step.argval]
+            elif imports and step.opname == "IMPORT_NAME":
+                yield sys.modules.get(step.argval)
+
+
+def _names_of(module: types.ModuleType) -> Iterator[Any]:
+    for value in list(vars(module).values()):
+        if isinstance(value, types.ModuleType):
+            yield value
+        elif isinstance(value, (type, types.FunctionType)) and value.__module__ in sys.modules:
+            yield sys.modules[value.__module__]
+
+
+def _by_value(module: types.ModuleType) -> bool:
+    """Whether what is defined in it travels by value."""
+    if module.__name__ == "__main__":
+        return True
+    pickler = sys.modules.get("pyspark.cloudpickle.cloudpickle")
+    registered = getattr(pickler, "_PICKLE_BY_VALUE_MODULES", ())
+    parts = module.__name__.split(".")
+    return any(".".join(parts[: n + 1]) in registered for n in range(len(parts)))
+
+
+def is_own(module: types.ModuleType) -> bool:
+    """Whether it is of the user's own files, and travels by name."""
+    name, file = module.__name__, getattr(module, "__file__", None)
+    top = name.partition(".")[0]
+    if not file or not file.endswith(".py") or top in _OUR_OWN or top in sys.stdlib_module_names:
+        return False
+    parts = Path(file).parts
+    library = any(part in _LIBRARIES for part in parts) or file.startswith(_library_folders())
+    return not library and not _by_value(module) and sys.modules.get(name) is module
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return tuple(
+        f"{paths[name]}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    )

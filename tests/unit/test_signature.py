@@ -1,0 +1,216 @@
+"""How a model is called, and which part of what it returns is its output."""
+
+from __future__ import annotations
+
+import math
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from structured import KINDS, AsDataclass, AsNamedTuple, ModelOutput, Structured
+from torch import nn
+
+from sparkdl.data.handle import Field
+from sparkdl.data.ragged import Padding
+from sparkdl.errors import ModelError
+from sparkdl.infer.metrics import resolve
+from sparkdl.infer.scoring import Scorer
+from sparkdl.infer.trial import Trial
+from sparkdl.replica.live import LiveReplica
+from sparkdl.replica.model_loss import ModelLoss, called
+from sparkdl.replica.recipe import Recipe
+from sparkdl.replica.signature import Signature, part_of, problems_of_part, with_tensors
+from sparkdl.step.compute import MiniBatch, loss_of_output
+
+LOGITS, HIDDEN = torch.arange(6.0).view(2, 3), torch.ones(2, 8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_of_what_a_model_returns(kind: str) -> None:
+    returned = KINDS[kind](LOGITS, HIDDEN)
+    name: Any = 0 if kind == "tuple" else "logits"
+    assert part_of(returned, name) is LOGITS
+    assert part_of(returned, None) is returned
+    first = (lambda it: it[0]) if kind == "tuple" else (lambda it: part_of(it, "logits"))
+    assert part_of(returned, lambda it: first(it)[:, 0]).tolist() == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("returned", "part", "told"),
+    [
+        (
+            {"logits": LOGITS, "note": "x"},
+            "logit",
+            "output='logit': the model returned a dict of 'logits' [2, 3], 'note' str, which has no "
+            'such part. Did you mean "logits"?',
+        ),
+        (
+            (LOGITS, HIDDEN),
+            2,
+            "output=2: the model returned a tuple of 0 [2, 3], 1 [2, 8], which has no such part.",
+        ),
+        (
+            AsNamedTuple(LOGITS, HIDDEN),
+            "x",
+            "output='x': the model returned a AsNamedTuple of 'logits' [2, 3], 'hidden' [2, 8], which "
+            "has no such part.",
+        ),
+        (
+            LOGITS,
+            "T",
+            "output='T': the model returned a tensor of shape [2, 3], which has no such part.",
+        ),
+        (
+            LOGITS,
+            0,
+            "output=0: the model returned a tensor of shape [2, 3], which has no such part.",
+        ),
+    ],
+)
+def test_a_part_that_is_not_there(returned: Any, part: Any, told: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        part_of(returned, part)
+    assert str(caught.value) == told
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_that_move_stay_in_what_holds_them(kind: str) -> None:
+    returned = KINDS[kind](LOGITS, HIDDEN)
+    moved = with_tensors(returned, lambda tensor: tensor + 1)
+    assert type(moved) is type(returned)
+    name: Any = 0 if kind == "tuple" else "logits"
+    assert torch.equal(part_of(moved, name), LOGITS + 1)
+    assert part_of(returned, name) is LOGITS
+    if kind == "ModelOutput":
+        assert torch.equal(moved["logits"], moved.logits)
+
+
+def test_tensors_that_lie_deeper() -> None:
+    for value in ("text", 3, None, math.inf):
+        assert with_tensors(value, torch.neg) is value
+    deep = with_tensors({"a": [(LOGITS, "x")], "b": MappingProxyType({"c": HIDDEN})}, torch.neg)
+    assert torch.equal(deep["a"][0][0], -LOGITS)
+    assert deep["a"][0][1] == "x"
+    assert torch.equal(deep["b"]["c"], -HIDDEN)
+
+
+def test_what_can_be_named() -> None:
+    for part in (None, "logits", 0, len):
+        assert problems_of_part(part) == []
+    for part in (True, 1.5, ["logits"]):
+        (told,) = problems_of_part(part)
+        assert told == (
+            f"output={part!r}: name a field of what the model returns, or give a function of that, or "
+            "None."
+        )
+
+
+TARGETS = [torch.tensor([0, 2])]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_metrics_are_of_a_part(kind: str) -> None:
+    part: Any = 0 if kind == "tuple" else "logits"
+    module = Structured(kind=kind)
+    recipe = Recipe(
+        module, nn.CrossEntropyLoss(), torch.optim.SGD, 0, signature=Signature(("x",), part)
+    )
+    live, inputs = LiveReplica.of(recipe), [torch.ones(2, 2)]
+    returned = recipe.signature.call(live.call, inputs)
+    expected = nn.functional.cross_entropy(part_of(returned, part), TARGETS[0])
+    assert torch.equal(loss_of_output(live, returned, MiniBatch(inputs, TARGETS))[0], expected)
+    scorer = Scorer(recipe.loss, tuple(resolve(["top@3"])), part=part, loss_part=part)
+    with torch.no_grad():
+        values = scorer.values(scorer.update(scorer.start(), returned, TARGETS))
+    assert values == {"loss": pytest.approx(float(expected.detach())), "top@3": 1.0}
+
+
+def test_metrics_of_another_part_than_the_loss() -> None:
+    returned = AsDataclass(LOGITS, HIDDEN)
+    whole = Scorer(lambda it, target: it.hidden.sum(), tuple(resolve(["top@3"])), part="logits")
+    assert whole.values(whole.update(whole.start(), returned, TARGETS)) == {"loss": 16, "top@3": 1}
+    assert whole.apart
+
+
+FIELDS = [Field("x", "float32", (2,))]
+
+
+def nothing() -> None:
+    return None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_prediction_holds(kind: str) -> None:
+    part: Any = 0 if kind == "tuple" else "logits"
+    module = Structured(kind=kind).eval()
+    found, dimensions = Trial(module, Signature(("x",), part), None).run(None, FIELDS, nothing)
+    assert ((found.shape, found.dtype), dimensions) == (((3,), "float32"), (2, 2))
+    best = Trial(module, Signature(("x",)), lambda it: part_of(it, part).argmax(1))
+    found, dimensions = best.run(None, FIELDS, nothing)
+    assert ((found.shape, found.dtype), dimensions) == (((), "int64"), (None, 1))
+
+
+def test_what_is_no_prediction() -> None:
+    module = Structured(kind="dict").eval()
+    signature = Signature(("x",))
+    with pytest.raises(ModelError) as caught:
+        Trial(module, signature, None).run(None, FIELDS, nothing)
+    assert str(caught.value) == (
+        "the model returns a dict of 'logits' [2, 3], 'hidden' [2, 8], and a prediction is one tensor "
+        "with a row for each sample. Say which part of it: output='logits', or output=function of what "
+        "it returns; or give postprocess, a function of it that returns such a tensor."
+    )
+
+
+class Scores(nn.Module):
+    """As many scores as there are candidates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = nn.Buffer(torch.zeros(1))
+
+    def forward(self, candidates: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return candidates.float()
+
+
+def test_a_trial_goes_on_with_the_rows_of_the_data() -> None:
+    """Which may be longer than those that were trained on; nothing stays of the trial."""
+    fields, asked, module = [Field("candidates", "int64", (), Padding())], [], Scores()
+
+    def rows() -> Any:
+        asked.append(True)
+        return [torch.arange(200).view(2, 100).numpy()]
+
+    trial = Trial(module, Signature(), lambda output: output.topk(10, dim=1).indices)
+    assert trial.run(None, fields, rows)[0].shape == (10,)
+    assert asked == [True]
+    assert float(module.passes) == 0
+    with pytest.raises(ValueError, match=r"postprocess fails on a tensor of shape \[2, 2\]"):
+        trial.run(None, fields, nothing)
+    assert isinstance(ModelOutput(LOGITS)["logits"], torch.Tensor)
+
+
+class OwnLoss(Structured):
+    """As the models of transformers: called with its labels, it returns its loss beside the logits."""
+
+    def forward(self, *, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        returned = dict(super().forward(x=x))
+        if labels is not None:
+            returned["loss"] = nn.functional.cross_entropy(returned["logits"], labels)
+        return returned
+
+
+def test_a_model_that_computes_its_own_loss_of_inputs_by_keyword() -> None:
+    """Its loss is given all that it returns; metrics are of the part."""
+    loss, signature = ModelLoss(), Signature(("x",), "logits")
+    live = LiveReplica.of(Recipe(OwnLoss(), loss, torch.optim.SGD, 0, signature=signature))
+    batch = MiniBatch([torch.ones(2, 2)], TARGETS)
+    with torch.no_grad():
+        returned = called(loss, signature.bound(live.call), batch.inputs, batch.targets)
+        value, count = loss_of_output(live, returned, batch)
+        assert float(value) / (count or 1) == pytest.approx(float(returned["loss"]))
+        scorer = Scorer(loss, tuple(resolve(["top@3"])), part="logits")
+        values = scorer.values(scorer.update(scorer.start(), returned, TARGETS))
+    assert values == {"loss": pytest.approx(float(returned["loss"])), "top@3": 1.0}
