@@ -105,6 +105,7 @@ def trainer_of(config: Config) -> sparkdl.Trainer:
         activation_checkpointing=care.activation_checkpointing,
         compile=care.compile,
         ema=care.ema,
+        output=care.output,
         stop=stop_of(config),
         validation=validation,
         checkpoint=checkpoint,

@@ -37,8 +37,8 @@ class DataSection:
     """Options of ``spark.read``."""
     prepare: str | None = None
     """A known data set to write to ``train`` and ``test`` where these do not exist."""
-    features: str | list[str] = "features"
-    """Input column, or a list of them."""
+    features: str | list[str] | dict[str, str] = "features"
+    """Input column, a list of them, or the column of each keyword of the model."""
     label: str | list[str] | None = "label"
     """Label column, a list of them, or null."""
     weight: str | None = None
@@ -183,6 +183,8 @@ class CareSection:
     """``torch.compile``; a mapping holds its options."""
     ema: float | None = None
     """Decay of a moving average of the weights, which is saved too."""
+    output: str | int | None = None
+    """The part of what the model returns that is its output: a name or a number; null: all."""
 
 
 @dataclass(frozen=True, kw_only=True)

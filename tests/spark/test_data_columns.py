@@ -19,10 +19,11 @@ from sparkdl.data.columns import Convert, Image, Sequence
 from sparkdl.data.handle import Field
 from sparkdl.data.mapped import close_partitions, open_partition
 from sparkdl.data.ragged import Padding, Ragged, concatenate
+from sparkdl.data.records import Names
 from sparkdl.data.samples import Sample, SampleSet, Source, materialize, materialize_here
 from sparkdl.errors import DataError
 from sparkdl.infer.output import Output
-from sparkdl.infer.predict import predict_dataframe, predict_rdd
+from sparkdl.infer.predict import PredictRecords, predict_dataframe
 from sparkdl.infer.predictor import ShippedModule
 from sparkdl.slab.pool import close_pool
 from sparkdl.slab.root import SlabConfig, remove_root
@@ -345,16 +346,11 @@ def test_predictions_on_sequences_and_text(reader: Reader) -> None:
         assert row.p == pytest.approx(sum(row.words) / len(row.words) + number(row.text))
     values = [([1, 2, 3], 1), ([4], 0), ([5, 7], 2)]
     for batch_size in (1, 2, 10):
-        outputs = predict_rdd(
-            records(reader, [(value,) for value in values], 1).map(lambda v: v[0]),
-            module,
-            2,
-            "float32",
-            batch_size,
-            None,
-            {"features[0]": Sequence(lengths=True)},
-        )
-        assert outputs.collect() == [3.0, 4.0, 8.0]
+        specs = {"features[0]": Sequence(lengths=True)}
+        names = Names(("words", "number"))
+        task = PredictRecords(module, names, 2, "float32", batch_size, None, specs)
+        given = records(reader, [(value,) for value in values], 1).map(lambda v: v[0])
+        assert given.mapPartitions(task).collect() == [3.0, 4.0, 8.0]
 
 
 def test_an_output_as_long_as_the_sequences(reader: Reader) -> None:

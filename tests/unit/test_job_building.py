@@ -35,7 +35,7 @@ SMALLEST: dict[str, Any] = {
 EVERYTHING = """
 data:
   train: a.parquet
-  features: [photo, text]
+  features: {picture: photo, words: text}
   label: digit
   weight: trust
   class_weights: {0: 2}
@@ -63,7 +63,7 @@ checkpoint: {path: there, every_iterations: 5, every_seconds: 30, keep: null}
 gradients: {clip_norm: 1, clip_value: 2, accumulate: 2, local_steps: 3, l1: {"*.weight": 1e-4},
   l2: 0.5, on_nan: skip}
 care: {weights: a.safetensors, strict_weights: false, freeze: [weight], unfreeze: [bias],
-  activation_checkpointing: ["*"], compile: {mode: default}, ema: 0.9}
+  activation_checkpointing: ["*"], compile: {mode: default}, ema: 0.9, output: logits}
 summaries: {histograms: 50}
 callbacks: [sparkdl:Callback]
 """
@@ -115,6 +115,8 @@ def test_what_the_fields_are_set_to() -> None:
     trainer = trainer_of(parse(everything()))
     assert trainer.columns["photo"] == sparkdl.Image(size=(8, 8))
     assert trainer.columns["text"] == sparkdl.Convert(len)
+    assert trainer.feature_columns == ("photo", "text")
+    assert trainer.output == "logits"
     assert isinstance(trainer.optimizer, dict)
     assert trainer.optimizer["weight"].keywords == {"lr": 1}
     assert trainer.optimizer[""] is torch.optim.Adam
