@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 import os
 import pickle
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,29 +15,22 @@ from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
-from sparkdl.data.assemble import input_fields, preview_batch
-from sparkdl.data.batches import EpochPlan
-from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ParameterError, TrainingError
 from sparkdl.gang.slots import SLOT_SECONDS, default_replicas, task_slots
-from sparkdl.infer.output import Output
 from sparkdl.replica.flat import filled
 from sparkdl.replica.recipe import Recipe, weights_digest
-from sparkdl.replica.seeding import seeded
 from sparkdl.session import context_of, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
-from sparkdl.train.averaging_checks import gives_sums, is_averaged
 from sparkdl.train.callbacks import ProgressBar
 from sparkdl.train.checkpoint.identity import ModelIdentity
-from sparkdl.train.checkpoint.manifest import Manifest
 from sparkdl.train.checkpoint.packed import PackSlice, ReadCarried, WithoutAverage
 from sparkdl.train.checkpoint.store import CheckpointStore
 from sparkdl.train.checkpoint_model import told_in_manifest
-from sparkdl.train.checkpointing import Checkpointer, Identity
+from sparkdl.train.checkpointing import Identity
 from sparkdl.train.cluster.gpus import within_gpus
 from sparkdl.train.cluster.locality import places_awaited
 from sparkdl.train.cluster.places import INLINE_BYTES
-from sparkdl.train.cluster.placing import assembly, place, source, validation_set
+from sparkdl.train.cluster.placing import place, source, validation_set
 from sparkdl.train.cluster.resources import Resources
 from sparkdl.train.cluster.warm_up import daemons_starting
 from sparkdl.train.continuing import (
@@ -54,34 +45,24 @@ from sparkdl.train.engine import (
     BEST,
     CURRENT,
     Engine,
-    Later,
     ReadState,
-    Uses,
-    ValidationSet,
 )
 from sparkdl.train.engines.build import build_engine
-from sparkdl.train.engines.recovery import Recovering
 from sparkdl.train.gang_checks import check_gang
 from sparkdl.train.history import History
 from sparkdl.train.interrupt import interruptible
-from sparkdl.train.loop import Stage, train
-from sparkdl.train.parallel.parallel import parallel_of
-from sparkdl.train.parallel.stages import check_one_length
-from sparkdl.train.parallel.units import check_all_used
-from sparkdl.train.plain_state import PlainState
+from sparkdl.train.loop import train
+from sparkdl.train.loop_stages import stages_of
+from sparkdl.train.preflight import preflight
 from sparkdl.train.prepare import Prepared, prepare
-from sparkdl.train.probe import check_scorer, try_model
 from sparkdl.train.progress import caught_up, first_state
 from sparkdl.train.rescue import Rescue
-from sparkdl.train.resuming import Restored, Resuming
-from sparkdl.train.single_rows import check_single_rows
+from sparkdl.train.resuming import Resuming
 from sparkdl.train.sizes import check_sizes
 from sparkdl.train.state import TrainState
 from sparkdl.train.trained import TrainedModel
 from sparkdl.train.trainer import Trainer
 from sparkdl.train.triggers import MaxEpoch
-from sparkdl.train.validation import Validator
-from sparkdl.train.writes import check_writes
 
 logger = logging.getLogger("sparkdl")
 
@@ -165,7 +146,7 @@ def run(
         training = source(trainer, data, replicas, model.float_dtype, slab)
         samples = place(trainer, training, resources)
         validation = validation_set(trainer, training, samples, resources)
-        output, sums = _try_out(trainer, model, samples, validation, endless=one_pass)
+        output, sums = preflight(trainer, model, samples, validation, endless=one_pass)
         model = replace(model, sums=sums)
         if validation is not None and output is not None and not validation.scorer.apart:
             scorer = replace(validation.scorer, dimensions=output.dimensions)
@@ -198,7 +179,7 @@ def run(
             schedule = model.schedule
             state = caught_up(schedule, state, history)
         told = told_in_manifest(trainer, result(module=model.module, history=history))
-        stages = _stages(trainer, engine, validation, identity, told, state, history, one_pass)
+        stages = stages_of(trainer, engine, validation, identity, told, state, history, one_pass)
         model = replace(model, module=nn.Module())  # which was for trying, and takes memory
         rescue = Rescue(trainer, engine, identity, told, history, one_pass)
         with interruptible() as interrupt, rescue:
@@ -228,56 +209,6 @@ def _replicas(trainer: Trainer, context: SparkContext, timeout: float | None) ->
     if trainer.engine == "gang":  # all at once
         return task_slots(context, trainer.resource_profile, seconds)
     return default_replicas(context, seconds)
-
-
-def _try_out(
-    trainer: Trainer,
-    model: Prepared,
-    samples: SampleSet,
-    validation: ValidationSet | None,
-    endless: bool,
-) -> tuple[Output | None, bool]:
-    """Run model, loss and metrics on a few rows, here; what the model puts out, and whether the loss
-    returns ``(sum, count)``.
-
-    ``endless``: ``stop`` plays no part.
-    """
-    if trainer.bucketing is not None and not any(field.ragged for field in samples.fields):
-        raise ParameterError(
-            f"bucketing={trainer.bucketing} brings samples of like length together, and all samples of "
-            'this data have one length: declare the column that varies, columns={"...": '
-            "sparkdl.Sequence()}, or leave bucketing out."
-        )
-    how = replace(assembly(trainer, samples, model.float_dtype), augment=trainer.augment)
-    with seeded(trainer.seed):
-        batch = preview_batch(how, samples.preview, augment=True)
-    recipe = replace(model.recipe, loss=copy.deepcopy(trainer.loss))  # it may count its calls
-    labels = slice(samples.num_features, samples.num_features + samples.num_labels)
-    inputs_are, labels_are = input_fields(how, samples.fields), samples.fields[labels]
-    run = functools.partial(try_model, model.module, recipe, batch, inputs_are, labels_are)
-    state = PlainState(model.module, recipe.loss)
-    output = run()
-    state.check(run)
-    plan = EpochPlan(samples.counts, trainer.batch_size * trainer.local_steps)
-    limit = None if endless else trainer.stop.limit(plan.num_iterations)
-    for dimension, part in trainer.parts.items():
-        if dimension != "data":
-            check_all_used(part.word, model.module)
-    mesh = trainer.mesh if trainer.engine == "gang" else None
-    parallel = parallel_of(trainer.parts, mesh, len(samples.counts))
-    for part in (parallel.pipeline, parallel.tensor):
-        if part is not None:
-            check_one_length(part.word, samples.fields)
-    check_single_rows(model.module, recipe, batch, plan, limit, parallel)
-    averaged = is_averaged(parallel, samples.counts, trainer.accumulate)
-    sums = gives_sums(model.module, recipe, batch, samples.preview[labels], averaged)
-    metrics = list(validation.scorer.higher_is_better) if validation else []
-    model.schedule.check(limit, plan.num_iterations, metrics)
-    if validation is not None:
-        check_scorer(model.module, recipe.signature, validation)
-    check_writes(model.module, recipe.signature, batch.inputs)
-    model.module.zero_grad()  # as much memory as the model has
-    return output, sums
 
 
 def _packed(engine: Engine, lose_it: bool) -> tuple[bytes, ...] | None:
@@ -332,57 +263,6 @@ def _begin(
     if carried is not None:
         return begin_batch(carried.state, per_epoch), carried.trained.history.branch()
     return begin_batch(first_state(trainer.policy), per_epoch), History()
-
-
-def _stages(
-    trainer: Trainer,
-    engine: Engine,
-    validation: ValidationSet | None,
-    identity: Identity,
-    told: Mapping[str, Any],
-    state: TrainState,
-    history: History,
-    one_pass: bool,
-) -> list[Stage]:
-    stages: list[Stage] = []
-    if validation is not None and trainer.validation is not None:
-        stages.append(Validator(engine, trainer.validation, validation, history))
-    if trainer.checkpoint is not None:
-        noting, background = None, None
-        if isinstance(engine, Recovering):
-            noting = functools.partial(_noting, trainer, engine)
-            if trainer.checkpoint.asynchronous:
-                background = functools.partial(_in_background, engine)
-        checkpointer = Checkpointer(
-            trainer,
-            engine,
-            identity,
-            history,
-            noting,
-            background,
-            told=told,
-            begun=state,
-            endless=one_pass,
-        )
-        checkpointer.check()
-        stages.append(checkpointer)
-    return stages
-
-
-def _noting(trainer: Trainer, engine: Recovering) -> Callable[[str, Manifest], None]:
-    """For a checkpoint of the state as it stands: the engine may go back to it once it is committed."""
-    return functools.partial(_note_checkpoint, trainer, engine, engine.done)
-
-
-def _note_checkpoint(
-    trainer: Trainer, engine: Recovering, done: int, uri: str, manifest: Manifest
-) -> None:
-    load = Restored.of(trainer, uri, manifest, History()).load
-    engine.checkpointed(done, manifest.iteration, load)
-
-
-def _in_background(engine: Recovering, uses: Uses) -> Later:
-    return engine.later(lambda gang: gang.in_background(uses))
 
 
 def _rebuilt(model: Prepared) -> nn.Module:

@@ -1,0 +1,76 @@
+"""What the driver tries before any task trains: model, loss, metrics, schedule on a few rows."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import replace
+
+from sparkdl.data.assemble import input_fields, preview_batch
+from sparkdl.data.batches import EpochPlan
+from sparkdl.data.samples import SampleSet
+from sparkdl.errors import ParameterError
+from sparkdl.infer.output import Output
+from sparkdl.replica.seeding import seeded
+from sparkdl.train.averaging_checks import gives_sums, is_averaged
+from sparkdl.train.cluster.placing import assembly
+from sparkdl.train.engine import ValidationSet
+from sparkdl.train.parallel.parallel import parallel_of
+from sparkdl.train.parallel.stages import check_one_length
+from sparkdl.train.parallel.units import check_all_used
+from sparkdl.train.plain_state import PlainState
+from sparkdl.train.prepare import Prepared
+from sparkdl.train.probe import check_scorer, try_model
+from sparkdl.train.single_rows import check_single_rows
+from sparkdl.train.trainer import Trainer
+from sparkdl.train.writes import check_writes
+
+
+def preflight(
+    trainer: Trainer,
+    model: Prepared,
+    samples: SampleSet,
+    validation: ValidationSet | None,
+    endless: bool,
+) -> tuple[Output | None, bool]:
+    """Run model, loss and metrics on a few rows, here; what the model puts out, and whether the loss
+    returns ``(sum, count)``.
+
+    ``endless``: ``stop`` plays no part.
+    """
+    if trainer.bucketing is not None and not any(field.ragged for field in samples.fields):
+        raise ParameterError(
+            f"bucketing={trainer.bucketing} brings samples of like length together, and all samples of "
+            'this data have one length: declare the column that varies, columns={"...": '
+            "sparkdl.Sequence()}, or leave bucketing out."
+        )
+    how = replace(assembly(trainer, samples, model.float_dtype), augment=trainer.augment)
+    with seeded(trainer.seed):
+        batch = preview_batch(how, samples.preview, augment=True)
+    recipe = replace(model.recipe, loss=copy.deepcopy(trainer.loss))  # it may count its calls
+    labels = slice(samples.num_features, samples.num_features + samples.num_labels)
+    inputs_are, labels_are = input_fields(how, samples.fields), samples.fields[labels]
+    run = functools.partial(try_model, model.module, recipe, batch, inputs_are, labels_are)
+    state = PlainState(model.module, recipe.loss)
+    output = run()
+    state.check(run)
+    plan = EpochPlan(samples.counts, trainer.batch_size * trainer.local_steps)
+    limit = None if endless else trainer.stop.limit(plan.num_iterations)
+    for dimension, part in trainer.parts.items():
+        if dimension != "data":
+            check_all_used(part.word, model.module)
+    mesh = trainer.mesh if trainer.engine == "gang" else None
+    parallel = parallel_of(trainer.parts, mesh, len(samples.counts))
+    for part in (parallel.pipeline, parallel.tensor):
+        if part is not None:
+            check_one_length(part.word, samples.fields)
+    check_single_rows(model.module, recipe, batch, plan, limit, parallel)
+    averaged = is_averaged(parallel, samples.counts, trainer.accumulate)
+    sums = gives_sums(model.module, recipe, batch, samples.preview[labels], averaged)
+    metrics = list(validation.scorer.higher_is_better) if validation else []
+    model.schedule.check(limit, plan.num_iterations, metrics)
+    if validation is not None:
+        check_scorer(model.module, recipe.signature, validation)
+    check_writes(model.module, recipe.signature, batch.inputs)
+    model.module.zero_grad()  # as much memory as the model has
+    return output, sums
