@@ -13,7 +13,7 @@ from harness import inject, processes
 from harness.inject import at
 from pyspark import TaskContext
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.linux]
 
 
 class Attempt:

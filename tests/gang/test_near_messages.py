@@ -25,7 +25,7 @@ from torch.distributed.pipelining.schedules import Schedule1F1B
 from sparkdl.gang.member import _by_group
 from sparkdl.train.rank.near_messages import SLOT_BYTES, SLOTS, Line, NearGroup, near_group
 
-pytestmark = pytest.mark.gang
+pytestmark = [pytest.mark.gang, pytest.mark.linux]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 KINDS: list[tuple[torch.dtype, tuple[int, ...]]] = [
     (torch.float32, (3, 5)),

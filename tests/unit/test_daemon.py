@@ -76,6 +76,7 @@ def test_a_socket_with_a_long_path_stays_where_spark_wants_it(
     assert list(deep.iterdir()) == []
 
 
+@pytest.mark.linux
 def test_what_is_forked_has_everything_and_runs_no_thread() -> None:
     """A lock that a thread of the parent held would stay locked for ever in the child."""
     result = subprocess.run(

@@ -383,6 +383,7 @@ def files_of(case: str, place: Place) -> tuple[Path, list[Path], Callable[[], ob
     return folder, names, partial(read, place.target)
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("case", CASES)
 def test_a_mutated_file_is_refused_or_read_right(case: str, place: Place) -> None:
     chance = random.Random(f"sparkdl, {case}")
@@ -468,6 +469,7 @@ def test_saving_replaces_a_link_and_writes_nothing_through_it(place: Place) -> N
     assert not any(path.is_symlink() for path in place.target.iterdir())
 
 
+@pytest.mark.linux
 def test_a_header_too_large_is_not_read(place: Place) -> None:
     """A sparse file that has all the bytes that it says."""
     save_a_model(place.target)
@@ -489,6 +491,7 @@ def test_a_header_too_large_is_not_read(place: Place) -> None:
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("name", ["model.json", "manifest.json"])
 def test_json_too_large_is_not_read(name: str, place: Place) -> None:
     _, (path,), read = files_of(name, place)

@@ -36,6 +36,7 @@ print(kept(33 << 20))
 """
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize(
     ("environment", "found"),
     [
@@ -75,6 +76,7 @@ print(bool(middle.eq(2).all()), int(whole[999]), int(whole[-1000]))
 """
 
 
+@pytest.mark.linux
 def test_the_memory_of_values_that_are_forgotten_is_given_back_and_of_no_others():
     run = subprocess.run([sys.executable, "-c", FORGET], check=True, capture_output=True, text=True)
     assert run.stdout.split() == ["True", "True", "True", "1", "1"]

@@ -410,6 +410,7 @@ def test_a_partition_is_mapped_once(slab: SlabConfig) -> None:
     assert open_partition(handle) is not mapped
 
 
+@pytest.mark.linux
 def test_mapping_copies_nothing(slab: SlabConfig) -> None:
     """Every column lies in the mapped file itself."""
     handle = write(slab, some_rows(5))
@@ -604,6 +605,7 @@ def test_batches_are_let_go_of_while_rows_are_divided(slab: SlabConfig) -> None:
     assert held < 14 * rows  # 8 of them are hashes, 4 partitions
 
 
+@pytest.mark.linux
 def test_what_has_been_deleted_is_let_go_of(tmp_path: Path) -> None:
     """As by a worker that goes from fit to fit: memory that is mapped is not free."""
     handles, configs = [], [SlabConfig.new(str(tmp_path), name) for name in "abc"]

@@ -62,6 +62,7 @@ def test_what_is_asked_of_the_system_is_answered_without_proc() -> None:
     }
 
 
+@pytest.mark.linux
 def test_this_process_is_found_in_proc() -> None:
     assert system.on_linux()
     assert system.parent(os.getpid()) == os.getppid()
