@@ -14,10 +14,10 @@ export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 unexport SPARK_HOME SPARK_CONF_DIR PYSPARK_DRIVER_PYTHON PYTHONPATH VIRTUAL_ENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check bench format clean
+.PHONY: help setup train test test-all check bench format clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
 setup: $(STAMP)  ## build .venv, with Spark set up in it
 	@:
@@ -28,6 +28,10 @@ train: $(STAMP)  ## train the example job
 
 test: $(ARCHIVE)  ## run the tests
 	@$(PYTEST)
+
+test-all: $(ARCHIVE)  ## run all tests, also those that take minutes, and those without Linux's own
+	@$(PYTEST) -m ""
+	@PYTHONPATH=tests/as_on_macos $(PYTEST) -m "not spark and not linux and not soak"
 
 check: $(ARCHIVE)  ## what CI runs: format, lint, types, rooms, tests
 	@$(BIN)/ruff format --quiet --check .
