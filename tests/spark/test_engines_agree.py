@@ -384,9 +384,9 @@ def test_what_is_too_much_to_be_told_goes_through_a_shuffle(frames, alone, monke
     """An iteration whose second half cannot be told is computed again; later ones are not tried."""
     asked, post = [], jobs.post
 
-    def limited(context, value):
+    def limited(context, fit, value):
         asked.append(getattr(value, "pending", None) is not None)
-        return fits and not asked[-1] and post(context, value)
+        return fits and not asked[-1] and post(context, fit, value)
 
     monkeypatch.setattr(jobs, "post", limited)
     monkeypatch.setattr(shuffle, "Form", lambda _, *sizes: form.Form("two", *sizes))
