@@ -3,10 +3,14 @@
 The first rows of the data, and for each integer field the rows with its smallest and its largest
 value: a class number or an embedding index that is out of range shows there or nowhere. Likewise the
 shortest and the longest row of a field of varying length: positions may run out.
+
+Some more rows follow, on which a loss of the user's own is compared with its parts: a rare label or a
+rule of whole batches shows on many rows only.
 """
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,16 +23,21 @@ from sparkdl.data.mapped import open_partition
 from sparkdl.data.ragged import Rows, concatenate
 
 FIRST_ROWS = 2
+MORE_ROWS, MORE_BYTES = 37, 8 << 20
+"""So many rows there are with those that follow, where they take no more bytes. A prime number: a
+dimension of the model's is hardly ever as long."""
 
 
 @dataclass(frozen=True)
 class Preview:
     """Task over the sample RDD: the rows to try, one array (or :class:`Ragged`) a field.
 
-    ``rows``: for each partition to look at, the numbers of its rows in canonical order.
+    ``rows``: for each partition to look at, the numbers of its rows in canonical order. ``more``: how
+    many of those of the first of these partitions, its last ones, are the rows that follow.
     """
 
     rows: Mapping[int, Sequence[int]]
+    more: int = 0
 
     @staticmethod
     def of(handles: Sequence[SampleHandle]) -> Preview:
@@ -45,7 +54,11 @@ class Preview:
             chosen = rows.setdefault(partition, [])
             if extreme.row not in chosen:
                 chosen.append(extreme.row)
-        return Preview(rows)
+        some = sum(map(len, rows.values()))
+        wanted = min(MORE_ROWS, MORE_BYTES // max(1, _row_bytes(handles[first]))) - some
+        others = [i for i in range(handles[first].num_rows) if i not in rows[first]]
+        more = others[: max(0, wanted)]
+        return Preview({**rows, first: [*rows[first], *more]}, len(more))
 
     def read(self, partition: int, handle: SampleHandle) -> list[Rows]:
         """The chosen rows of one partition, which is on this node."""
@@ -56,7 +69,21 @@ class Preview:
         assert context is not None
         return [self.read(context.partitionId(), pickle.loads(frame)) for frame in frames]
 
-    @staticmethod
-    def join(parts: Sequence[Sequence[Rows]]) -> list[Rows]:
-        """What was read from several partitions, as one array a field."""
-        return [concatenate(arrays) for arrays in zip(*parts, strict=True)]
+    def join(self, parts: Sequence[Sequence[Rows]]) -> tuple[list[Rows], list[Rows]]:
+        """What was read from the partitions, as one array a field: the rows to try the model on, and
+        these with those that follow."""
+        first, *others = parts
+        tried = [rows[: len(rows) - self.more] for rows in first]
+        followed = [rows[len(rows) - self.more :] for rows in first]
+        preview = [concatenate(arrays) for arrays in zip(tried, *others, strict=True)]
+        if not self.more:
+            return preview, preview
+        return preview, [concatenate(pair) for pair in zip(preview, followed, strict=True)]
+
+
+def _row_bytes(handle: SampleHandle) -> int:
+    """What a row takes, by the fields of one length, and about that of the others."""
+    return sum(
+        math.prod(field.shape) * np.dtype(field.dtype).itemsize * (1024 if field.ragged else 1)
+        for field in handle.fields
+    )

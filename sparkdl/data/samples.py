@@ -65,7 +65,8 @@ class SampleSet:
     ``rdd`` holds one frame a partition, a pickled :class:`SampleHandle`; None where the samples
     are in this process (``handles``). ``fields`` describes a sample: the ``num_features`` inputs
     first, then the ``num_labels`` labels, then the weight if samples are ``weighted``. ``preview``
-    holds a few rows to try the model on, one array (or :class:`Ragged`) a field.
+    holds a few rows to try the model on, one array (or :class:`Ragged`) a field; ``more`` these and
+    some others, on which a loss is compared with its parts.
     """
 
     rdd: RDD | None
@@ -75,6 +76,7 @@ class SampleSet:
     preview: list[Rows]
     num_labels: int = 0
     weighted: bool = False
+    more: list[Rows] = field(default_factory=list)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -149,7 +151,7 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
     preview = Preview.of(handles)
     with stage_name(rdd.ctx, "look at the first samples"):
         parts = rdd.ctx.runJob(rdd, preview, list(preview.rows))
-    return _sample_set(source, rdd, handles, Preview.join(parts))
+    return _sample_set(source, rdd, handles, preview.join(parts))
 
 
 def materialize_here(source: Source) -> SampleSet:
@@ -164,11 +166,14 @@ def materialize_here(source: Source) -> SampleSet:
     check_handles(handles, source.noun)
     preview = Preview.of(handles)
     first = [preview.read(partition, handles[partition]) for partition in preview.rows]
-    return _sample_set(source, None, handles, Preview.join(first))
+    return _sample_set(source, None, handles, preview.join(first))
 
 
 def _sample_set(
-    source: Source, rdd: RDD | None, handles: list[SampleHandle], rows: list[Rows]
+    source: Source,
+    rdd: RDD | None,
+    handles: list[SampleHandle],
+    rows: tuple[list[Rows], list[Rows]],
 ) -> SampleSet:
     fields = next(handle.fields for handle in handles if handle.num_rows)
     weighted = source.weight is not None
@@ -185,7 +190,8 @@ def _sample_set(
                 f"They have: {', '.join(f.name for f in fields)}."
             )
     num_labels = len(fields) - num_features - weighted
-    return SampleSet(rdd, tuple(handles), fields, num_features, rows, num_labels, weighted)
+    preview, more = rows
+    return SampleSet(rdd, tuple(handles), fields, num_features, preview, num_labels, weighted, more)
 
 
 def _check_specs(source: Source) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +132,8 @@ class PredictRecords:
         if isinstance(record, Sample):
             return record.features
         if isinstance(record, tuple) and len(record) == 2:
-            pair = self.num_features == 1 or isinstance(record[0], tuple)
+            by_keyword = bool(self.names.inputs) and isinstance(record[0], Mapping)
+            pair = self.num_features == 1 or isinstance(record[0], tuple) or by_keyword
             return record[0] if pair else record
         return record
 

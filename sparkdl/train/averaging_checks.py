@@ -69,6 +69,13 @@ def is_averaged(parallel: Parallel, counts: Sequence[int], accumulate: int) -> b
     return sum(map(bool, copies)) > 1 or accumulate > 1 or parallel.pipeline is not None
 
 
+def needs_more_rows(loss: Loss) -> bool:
+    """Whether a loss is looked at on more rows than a model is tried on: it is none of torch's own."""
+    if is_model_loss(loss) or isinstance(loss, PerReplica):
+        return False
+    return type(loss).__module__ != "torch.nn.modules.loss"
+
+
 def gives_sums(
     module: nn.Module, recipe: Recipe, batch: Batch, labels: Sequence[Rows], averaged: bool
 ) -> bool:
@@ -76,7 +83,8 @@ def gives_sums(
 
     ``batch``: some rows of the data, as in training; ``labels``: theirs, not padded yet. ``averaged``:
     whether losses of several mini-batches are: then raises :class:`ModelError` where the loss of all
-    rows is not that of their parts. ``module`` is a private copy, which takes the rows.
+    rows is not that of their parts. Else it is raised for a pair whose second number is no count.
+    ``module`` is a private copy, which takes the rows.
     """
     loss, inputs, targets = recipe.loss, _tensors(batch.inputs), _tensors(batch.targets)
     own = None if batch.weights is None else torch.from_numpy(batch.weights)
@@ -87,7 +95,7 @@ def gives_sums(
         call, part = recipe.signature.bound(module), recipe.signature.for_loss
         output = part(loss, called(loss, call, inputs, targets))
         sums = is_sum(call_loss(loss, output, targets))
-        if not averaged or len(known) < 2 or isinstance(loss, PerReplica):
+        if not (averaged or sums) or len(known) < 2 or isinstance(loss, PerReplica):
             return sums
         if is_model_loss(loss):
             take: Take | None = _of_model(module, recipe.signature, loss, known)
@@ -96,7 +104,7 @@ def gives_sums(
         else:
             take, rounding = _of_output(loss, output, known, labels)
         found = None if take is None else _difference(take, len(known), rounding, sums)
-        if found is not None:
+        if found is not None and (averaged or found.kind == "no count"):
             hint = ""
             if is_model_loss(loss):
                 hint = _count_of_model(module, recipe.signature, loss, known, rounding)
@@ -236,7 +244,7 @@ def _difference(take: Take, rows: int, rounding: float, sums: bool) -> Differenc
         return None
     if not math.isfinite(whole.mean) or _differ(whole.mean, again.mean, rounding):
         return None  # it draws random numbers, say
-    shown, adds_up, between = None, not sums, True
+    shown, adds_up, between, counts = None, not sums, True, not sums
     for one, other in _splits(everything):
         try:
             parts = take(one, 0), take(other, 0)
@@ -252,9 +260,11 @@ def _difference(take: Take, rows: int, rounding: float, sums: bool) -> Differenc
             shown = shown or together
         adds_up &= not _differ(whole.mean, sum(means), rounding, means)
         between &= bool(means) and min(means) <= whole.mean <= max(means)
+        counts |= whole.count > max(part.count for part in parts)
     if shown is None:
         return None
     kind = "adds up" if adds_up else "another mean" if between else "depends"
+    kind = kind if counts else "no count"
     return Difference(whole.mean, shown.mean, kind)
 
 
@@ -285,6 +295,12 @@ def _message(found: Difference, rows: int, sums: bool, hint: str) -> str:
     )
     if hint:
         return told + hint
+    if found.kind == "no count":
+        return (
+            "the loss returned two values, which are taken as (sum, count), and the second one is no "
+            "count: it does not grow with the rows. Return the loss alone (metrics belong into "
+            f"Validation), or {_PAIR}."
+        )
     if found.kind == "adds up":
         return f"{told}it adds up. Return its mean over the rows, or {_PAIR}."
     if found.kind == "another mean" and not sums:

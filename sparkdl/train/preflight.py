@@ -12,7 +12,7 @@ from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ParameterError
 from sparkdl.infer.output import Output
 from sparkdl.replica.seeding import seeded
-from sparkdl.train.averaging_checks import gives_sums, is_averaged
+from sparkdl.train.averaging_checks import gives_sums, is_averaged, needs_more_rows
 from sparkdl.train.cluster.placing import assembly
 from sparkdl.train.engine import ValidationSet
 from sparkdl.train.parallel.parallel import parallel_of
@@ -46,7 +46,7 @@ def preflight(
         )
     how = replace(assembly(trainer, samples, model.float_dtype), augment=trainer.augment)
     with seeded(trainer.seed):
-        batch = preview_batch(how, samples.preview, augment=True)
+        tried = batch = preview_batch(how, samples.preview, augment=True)
     recipe = replace(model.recipe, loss=copy.deepcopy(trainer.loss))  # it may count its calls
     labels = slice(samples.num_features, samples.num_features + samples.num_labels)
     inputs_are, labels_are = input_fields(how, samples.fields), samples.fields[labels]
@@ -66,11 +66,16 @@ def preflight(
             check_one_length(part.word, samples.fields)
     check_single_rows(model.module, recipe, batch, plan, limit, parallel)
     averaged = is_averaged(parallel, samples.counts, trainer.accumulate)
-    sums = gives_sums(model.module, recipe, batch, samples.preview[labels], averaged)
+    looked_at = samples.preview
+    if needs_more_rows(recipe.loss) and len(samples.more[0]) > len(samples.preview[0]):
+        looked_at = samples.more
+        with seeded(trainer.seed):
+            batch = preview_batch(how, looked_at, augment=True)
+    sums = gives_sums(model.module, recipe, batch, looked_at[labels], averaged)
     metrics = list(validation.scorer.higher_is_better) if validation else []
     model.schedule.check(limit, plan.num_iterations, metrics)
     if validation is not None:
         check_scorer(model.module, recipe.signature, validation)
-    check_writes(model.module, recipe.signature, batch.inputs)
+    check_writes(model.module, recipe.signature, tried.inputs)
     model.module.zero_grad()  # as much memory as the model has
     return output, sums

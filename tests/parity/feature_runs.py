@@ -153,7 +153,7 @@ def _handed_over(source: Source) -> SampleSet:
     handles = [pickle.loads(next(task(m, part))) for m, part in enumerate(parts.records)]
     preview = Preview.of(handles)
     first = [preview.read(m, handles[m]) for m in preview.rows]
-    samples = _sample_set(source, None, handles, Preview.join(first))
+    samples = _sample_set(source, None, handles, preview.join(first))
     parts.num_features, parts.num_labels = samples.num_features, samples.num_labels
     parts.rows = [
         [np.array(column) for column in open_partition(h).gather(np.arange(h.num_rows))]

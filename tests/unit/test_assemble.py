@@ -321,11 +321,14 @@ def test_the_preview_has_the_longest_row_and_extreme_words(make: Make, tmp_path:
         writer.add(NAMES, columns)
         handles.append(writer.finish())
     preview = Preview.of(handles)
-    fields = Preview.join([preview.read(m, handles[m]) for m in preview.rows])
+    fields, more = preview.join([preview.read(m, handles[m]) for m in preview.rows])
     words = fields[0]
     assert isinstance(words, Ragged)
     assert words.lengths.max() == 44
     assert words.values.max() == 500
+    assert [row.tolist() for row in more[0]][: len(words)] == [row.tolist() for row in words]
+    assert len(more[0]) == len(words) + preview.more
+    assert preview.more > 10
     before = [row.tolist() for row in words]
     batch = preview_batch(ASSEMBLY, fields)
     assert [len(array) for array in batch.inputs] == [len(words)] * 3

@@ -125,7 +125,12 @@ def drawing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target + torch.randn_like(target)).square().mean()
 
 
+def with_accuracy(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return F.cross_entropy(output, target), (output.argmax(1) == target).float().mean()
+
+
 TOLD = {
+    "with an accuracy": (with_accuracy, CLASS, of_rows, "no count"),
     "a mean over tokens": (lambda o, t: F.cross_entropy(o, t), PADDED, of_words, "no mean over"),
     "with a margin of its own": (
         partial(torch.nn.functional.multi_margin_loss, reduction="sum"),
@@ -179,6 +184,12 @@ FINE = {
 NOT_OF_16_BITS = "weighing", "of margins"
 DTYPES = [(case, torch.float32) for case in FINE]
 DTYPES += [(case, torch.bfloat16) for case in FINE if case not in NOT_OF_16_BITS]
+
+
+def test_a_pair_is_looked_at_also_where_nothing_is_averaged() -> None:
+    with pytest.raises(ModelError, match="Return the loss alone"):
+        check(with_accuracy, CLASS, of_rows(), averaged=False)
+    assert check(contrastive_sum, CLASS, Pair(), averaged=False)
 
 
 @pytest.mark.parametrize(("case", "dtype"), DTYPES, ids=str)
