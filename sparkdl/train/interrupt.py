@@ -24,6 +24,32 @@ class Interrupt:
     """Whether the user has asked for the end."""
 
     asked = False
+    again = False
+    """Whether that has been asked twice: at once, then."""
+
+
+def _raises(handler: object) -> bool:
+    """Whether a handler comes to KeyboardInterrupt alone: Python's own, and that of PySpark, which
+    cancels jobs before that. A fit cancels its jobs itself, and not in the midst of a call to Spark."""
+    of_pyspark = str(getattr(handler, "__module__", "")).partition(".")[0] == "pyspark"
+    return handler is signal.default_int_handler or of_pyspark
+
+
+@contextlib.contextmanager
+def _without_stack_of_py4j() -> Iterator[None]:
+    """Inside the block Py4J does not log that a call into the JVM was interrupted: who asked knows."""
+    loggers = [logging.getLogger(name) for name in (None, "py4j.clientserver", "py4j.java_gateway")]
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "py4j" not in record.pathname
+
+    for each in loggers:
+        each.addFilter(keep)
+    try:
+        yield
+    finally:
+        for each in loggers:
+            each.removeFilter(keep)
 
 
 @contextlib.contextmanager
@@ -40,12 +66,19 @@ def interruptible() -> Iterator[Interrupt]:
         yield interrupt
         return
 
+    quiet = contextlib.ExitStack()
+
     def ask(number: int, frame: FrameType | None) -> None:
         if not interrupt.asked:
             interrupt.asked = True
             # in a thread: this one may hold a lock of logging's, or be in the midst of writing
             _thread.start_new_thread(logger.warning, (_TOLD,))
-        elif callable(before):
+            return
+        interrupt.again = True
+        quiet.enter_context(_without_stack_of_py4j())
+        if _raises(before):
+            raise KeyboardInterrupt
+        if callable(before):
             before(number, frame)
         else:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -54,6 +87,11 @@ def interruptible() -> Iterator[Interrupt]:
     signal.signal(signal.SIGINT, ask)
     try:
         yield interrupt
+    except Exception as error:
+        if interrupt.again:  # of what was cut short by it, such as a call into Spark's JVM
+            raise KeyboardInterrupt from error
+        raise
     finally:
+        quiet.close()
         if signal.getsignal(signal.SIGINT) is ask:  # else a callback has put another in its place
             signal.signal(signal.SIGINT, before)

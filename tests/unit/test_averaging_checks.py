@@ -130,7 +130,6 @@ def with_accuracy(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Ten
 
 
 TOLD = {
-    "with an accuracy": (with_accuracy, CLASS, of_rows, "no count"),
     "a mean over tokens": (lambda o, t: F.cross_entropy(o, t), PADDED, of_words, "no mean over"),
     "with a margin of its own": (
         partial(torch.nn.functional.multi_margin_loss, reduction="sum"),
@@ -187,8 +186,9 @@ DTYPES += [(case, torch.bfloat16) for case in FINE if case not in NOT_OF_16_BITS
 
 
 def test_a_pair_is_looked_at_also_where_nothing_is_averaged() -> None:
-    with pytest.raises(ModelError, match="Return the loss alone"):
-        check(with_accuracy, CLASS, of_rows(), averaged=False)
+    for averaged in (True, False):
+        with pytest.raises(ModelError, match="Return the loss alone"):
+            check(with_accuracy, CLASS, of_rows(), averaged)
     assert check(contrastive_sum, CLASS, Pair(), averaged=False)
 
 
