@@ -73,6 +73,38 @@ class PlainState:
                 place,
             )
 
+    def check_made(
+        self, other: Callable[[nn.Module], object], build: Callable[[], nn.Module]
+    ) -> None:
+        """Raise :class:`ModelError` for what the first pass has made of its rows, and kept.
+
+        Each worker would make its own, of the rows that it sees first. What any rows come to, such as
+        a mask or a table of positions, is none.
+
+        Args:
+            other: Makes a pass over other rows of the same shapes.
+            build: Builds the module anew.
+        """
+        now = self._held()
+        made = {place for place, value in now.items() if self._before.get(place) is None and value}
+        if not made:
+            return
+        other(self._module)
+        after = self._held()
+        kept = {place for place in made if place[0] == "model" and after[place] == now[place]}
+        if not kept:
+            return
+        anew = PlainState(build())
+        other(anew._module)
+        found = anew._held()
+        for place in sorted(kept):
+            if found.get(place) not in (None, now[place]):
+                raise ModelError(
+                    f'forward makes "{place[1]}" of the rows of its first call: each worker would make '
+                    "its own, of the rows that it sees first. Reckon it before, and give it to the "
+                    "model in __init__."
+                )
+
     def _remedy(self, place: str) -> str:
         path, _, name = place.rpartition(".")
         if isinstance(vars(self._module.get_submodule(path)).get(name), _GENERATORS):

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import pickle
+from collections.abc import Sequence
 from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import nn
 
 from sparkdl.data.assemble import input_fields, preview_batch
 from sparkdl.data.batches import EpochPlan
 from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ParameterError
 from sparkdl.infer.output import Output
+from sparkdl.replica.recipe import Recipe
 from sparkdl.replica.seeding import seeded
+from sparkdl.step.compute import to_tensors
 from sparkdl.train.averaging_checks import gives_sums, is_averaged, needs_more_rows
 from sparkdl.train.cluster.placing import assembly
 from sparkdl.train.engine import ValidationSet
@@ -54,6 +63,9 @@ def preflight(
     state = PlainState(model.module, recipe.loss)
     output = run()
     state.check(run)
+    state.check_made(
+        functools.partial(_first_row_only, recipe, batch.inputs), pickle.loads(model.payload).build
+    )
     plan = EpochPlan(samples.counts, trainer.batch_size * trainer.local_steps)
     limit = None if endless else trainer.stop.limit(plan.num_iterations)
     for dimension, part in trainer.parts.items():
@@ -79,3 +91,12 @@ def preflight(
     check_writes(model.module, recipe.signature, tried.inputs)
     model.module.zero_grad()  # as much memory as the model has
     return output, sums
+
+
+def _first_row_only(recipe: Recipe, inputs: Sequence[np.ndarray], module: nn.Module) -> None:
+    """Go forward with as many rows, each of them the first."""
+    rows = np.zeros(len(inputs[0]), np.int64)
+    tensors = to_tensors([array[rows] for array in inputs], torch.device("cpu"))
+    module.train()
+    with torch.no_grad(), seeded(recipe.seed), contextlib.suppress(Exception):
+        recipe.signature.bound(module)(*tensors)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -197,3 +199,45 @@ def test_state_of_the_loss_is_warned_of(caplog: pytest.LogCaptureFixture) -> Non
         "depends on it, let the model hold it in a buffer and return it."
         for name in ("buffers", "calls")
     ]
+
+
+class OfFirstRows(nn.Module):
+    """Makes something at its first call; ``made`` says what, ``where`` what it is kept as."""
+
+    def __init__(
+        self, made: Callable[[torch.Tensor], torch.Tensor], where: str, once: bool
+    ) -> None:
+        super().__init__()
+        self.linear, self.made, self.once = nn.Linear(2, 2), made, once
+        self.plain = None
+        self.register_buffer("buffer", None)
+        self.register_buffer("passing", None, persistent=False)
+        self.where = where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if getattr(self, self.where) is None or not self.once:
+            setattr(self, self.where, self.made(x.detach()))
+        return self.linear(x) * getattr(self, self.where)
+
+
+def scale(x: torch.Tensor) -> torch.Tensor:
+    return x.abs().mean(0)
+
+
+@pytest.mark.parametrize("where", ["plain", "buffer", "passing"])
+@pytest.mark.parametrize(
+    ("made", "once", "told"),
+    [(scale, True, True), (torch.ones_like, True, False), (scale, False, False)],
+    ids=["of its rows", "of any rows", "of each pass"],
+)
+def test_what_is_made_of_the_first_rows_is_told(
+    where: str, made: Callable[[torch.Tensor], torch.Tensor], once: bool, told: bool
+) -> None:
+    inputs, others = torch.randn(5, 2), torch.randn(5, 2)
+    build = partial(OfFirstRows, made, where, once)
+    module = build()
+    state = PlainState(module)
+    module(inputs)
+    outcome = pytest.raises(ModelError, match=f'makes "{where}" of the rows of its first call')
+    with outcome if told else contextlib.nullcontext():
+        state.check_made(lambda each: each(others), build)
