@@ -80,10 +80,6 @@ SPARK_SETTINGS: dict[str, tuple[str, str]] = {
         "false",
         "SQL's Python tasks differ from others in it, and each kind has a daemon: torch is there twice",
     ),
-    "spark.shuffle.compress": (
-        "false",
-        "float gradients do not compress; compressing them costs CPU for nothing",
-    ),
     "spark.broadcast.blockSize": (
         "256k",
         "each stage broadcasts its tasks, some kB, in a fresh block of this size: 4 MB by default",
@@ -104,7 +100,6 @@ SPARK_SETTINGS: dict[str, tuple[str, str]] = {
 NEEDED_FOR_SPEED = (
     "spark.python.unix.domain.socket.enabled",
     "spark.python.daemon.module",
-    "spark.shuffle.compress",
 )
 """Those that cost time when they are missing; fit says so once."""
 
