@@ -242,6 +242,8 @@ def _difference(take: Take, rows: int, rounding: float, sums: bool) -> Differenc
         whole, again = take(everything, 0), take(everything, 1)
     except Exception:
         return None
+    if sums and whole.total and not whole.count:
+        return Difference(whole.mean, whole.mean, "no count")
     if not math.isfinite(whole.mean) or _differ(whole.mean, again.mean, rounding):
         return None  # it draws random numbers, say
     shown, adds_up, between, counts = None, not sums, True, not sums

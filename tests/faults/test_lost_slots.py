@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.faults,
     pytest.mark.gang,
     pytest.mark.spark,
-    pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.timeout(600),
 ]
 WAYS = {

@@ -11,7 +11,7 @@ from harness.cluster import PATIENT, Standalone
 from harness.processes import wait_until
 from launch import launch
 
-pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.soak, pytest.mark.timeout(400)]
 DOING = {"none from the beginning": "reading the data", "all lost": "iteration 3, epoch 1"}
 
 

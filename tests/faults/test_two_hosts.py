@@ -21,7 +21,7 @@ from launch import digest, launch
 
 from sparkdl.sync.nodes import least_bytes
 
-pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.soak, pytest.mark.timeout(600)]
 CUT_SECONDS = 10.0
 
 

@@ -62,7 +62,12 @@ def test_the_digest_sees_one_bit(spark, parquet, expected):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "masters",
-    [["local[1]", "local[4]"], ["local-cluster[2,1,1024]", "local-cluster[3,1,1024]"]],
+    [
+        ["local[1]", "local[4]"],
+        pytest.param(
+            ["local-cluster[2,1,1024]", "local-cluster[3,1,1024]"], marks=pytest.mark.soak
+        ),
+    ],
     ids="+".join,
 )
 def test_other_masters_by_references(parquet, expected, tmp_path, masters):
@@ -74,7 +79,7 @@ def test_other_masters_by_references(parquet, expected, tmp_path, masters):
         assert result["roots"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_executors_with_roots_apart_by_bytes(parquet, expected, tmp_path):
     """A relative slab directory lies in each executor's own working directory."""

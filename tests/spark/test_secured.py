@@ -43,7 +43,7 @@ def test_the_bits_are_those_of_one_process(spark, found):
 def test_its_checkpoint_goes_on(spark, found, folder):
     df = train_between_nodes.frame(spark)
     kept = sorted((folder / "checkpoints").iterdir())
-    assert len(kept) == 2
+    assert len(kept) == 3  # with that of the end
     resumed = script.trainer(df, engine="local").fit(df, resume=kept[0])
     assert script.outcome(resumed, df)["digest"] == found["digest"]
     assert found["slabs"] == []
