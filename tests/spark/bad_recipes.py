@@ -536,7 +536,7 @@ LOSSES = [
         "a loss that is no mean over rows",
         lambda fit: fit(fit.good(), replicas=2, loss=root_mean_square),
         ModelError,
-        "the loss of the first 2 rows is …, and … where it is put together from two parts of them as "
+        "the loss of the first 3 rows is …, and … where it is put together from two parts of them as "
         "replicas and accumulate do, each part weighted by its rows: it is no mean over the rows. If "
         "it is one over tokens, pairs or labels that are not padding, return both, (sum, count), such "
         "as ((losses * mask).sum(), mask.sum()). If rows depend on each other in it, train with "
