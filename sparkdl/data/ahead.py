@@ -106,8 +106,8 @@ class Ahead:
 
 
 def _random_states() -> list[Any]:
-    """Of the generators that code may draw from without being handed one, and how often they were
-    seeded for such code."""
+    """Return the states of the generators that code may draw from without being handed one, and how
+    often they were seeded for such code."""
     numpys = np.random.get_state(legacy=False)["state"]
     return [
         random.getstate(),

@@ -219,7 +219,7 @@ def _augmented(
 
 
 def _in_order(inputs: Sequence[str], found: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What ``augment`` returned by keyword, in the order of the features."""
+    """Return in the order of the features what ``augment`` returned by keyword."""
     if set(found) != set(inputs):
         raise ParameterError(
             f"augment returned a mapping of {', '.join(map(str, found)) or 'nothing'}: return the "

@@ -10,6 +10,7 @@ rule of whole batches shows on many rows only.
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,8 +57,8 @@ class Preview:
                 chosen.append(extreme.row)
         some = sum(map(len, rows.values()))
         wanted = min(MORE_ROWS, MORE_BYTES // max(1, _row_bytes(handles[first]))) - some
-        others = [i for i in range(handles[first].num_rows) if i not in rows[first]]
-        more = others[: max(0, wanted)]
+        others = (i for i in range(handles[first].num_rows) if i not in rows[first])
+        more = list(itertools.islice(others, max(0, wanted)))
         return Preview({**rows, first: [*rows[first], *more]}, len(more))
 
     def read(self, partition: int, handle: SampleHandle) -> list[Rows]:
@@ -70,8 +71,8 @@ class Preview:
         return [self.read(context.partitionId(), pickle.loads(frame)) for frame in frames]
 
     def join(self, parts: Sequence[Sequence[Rows]]) -> tuple[list[Rows], list[Rows]]:
-        """What was read from the partitions, as one array a field: the rows to try the model on, and
-        these with those that follow."""
+        """Put together what was read from the partitions, as one array a field: the rows to try the
+        model on, and these with those that follow."""
         first, *others = parts
         tried = [rows[: len(rows) - self.more] for rows in first]
         followed = [rows[len(rows) - self.more :] for rows in first]
@@ -82,7 +83,7 @@ class Preview:
 
 
 def _row_bytes(handle: SampleHandle) -> int:
-    """What a row takes, by the fields of one length, and about that of the others."""
+    """Return the bytes of a row; a field of varying length is taken to have 1,024 elements."""
     return sum(
         math.prod(field.shape) * np.dtype(field.dtype).itemsize * (1024 if field.ragged else 1)
         for field in handle.fields
