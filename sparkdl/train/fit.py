@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import os
-import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import nn
 from sparkdl.errors import ParameterError, TrainingError
 from sparkdl.gang.slots import SLOT_SECONDS, default_replicas, task_slots
 from sparkdl.replica.flat import filled
-from sparkdl.replica.recipe import Recipe, weights_digest
+from sparkdl.replica.recipe import weights_digest
 from sparkdl.session import context_of, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train.callbacks import ProgressBar
@@ -54,8 +53,9 @@ from sparkdl.train.interrupt import interruptible
 from sparkdl.train.loop import train
 from sparkdl.train.loop_stages import stages_of
 from sparkdl.train.preflight import preflight
-from sparkdl.train.prepare import Prepared, prepare
+from sparkdl.train.prepare import prepare
 from sparkdl.train.progress import caught_up, first_state
+from sparkdl.train.recipes import build_model
 from sparkdl.train.rescue import Rescue
 from sparkdl.train.resuming import Resuming
 from sparkdl.train.sizes import check_sizes
@@ -187,7 +187,8 @@ def run(
             state = train(trainer, engine, schedule, stages, callbacks, state, history, interrupt)
             results = {
                 which: result(
-                    module=filled(_rebuilt(model), engine.weights(which)), history=history
+                    module=filled(build_model(model.payload), engine.weights(which)),
+                    history=history,
                 )
                 for which in _wanted(trainer, state)
             }
@@ -263,11 +264,6 @@ def _begin(
     if carried is not None:
         return begin_batch(carried.state, per_epoch), carried.trained.history.branch()
     return begin_batch(first_state(trainer.policy), per_epoch), History()
-
-
-def _rebuilt(model: Prepared) -> nn.Module:
-    recipe: Recipe = pickle.loads(model.payload)
-    return recipe.build()
 
 
 def _wanted(trainer: Trainer, state: TrainState) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -30,6 +29,7 @@ from sparkdl.train.parallel.units import check_all_used
 from sparkdl.train.plain_state import PlainState
 from sparkdl.train.prepare import Prepared
 from sparkdl.train.probe import check_scorer, try_model
+from sparkdl.train.recipes import build_model
 from sparkdl.train.single_rows import check_single_rows
 from sparkdl.train.trainer import Trainer
 from sparkdl.train.writes import check_writes
@@ -64,7 +64,8 @@ def preflight(
     output = run()
     state.check(run)
     state.check_made(
-        functools.partial(_first_row_only, recipe, batch.inputs), pickle.loads(model.payload).build
+        functools.partial(_first_row_only, recipe, batch.inputs),
+        functools.partial(build_model, model.payload),
     )
     plan = EpochPlan(samples.counts, trainer.batch_size * trainer.local_steps)
     limit = None if endless else trainer.stop.limit(plan.num_iterations)
