@@ -30,8 +30,8 @@ import torch
 from torch import nn
 
 import sparkdl
-from sparkdl.sync.nodes import least_bytes
-from sparkdl.train.engines import node_sums
+from sparkdl.engines.shuffle import node_sums
+from sparkdl.engines.shuffle.traffic import least_bytes
 
 WIDTH_AND_DEPTH = {1: (256, 4), 25: (1024, 6), 100: (1024, 25)}
 NODES, GLOBAL_BATCH = 2, 64

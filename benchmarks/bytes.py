@@ -29,17 +29,17 @@ import torch.multiprocessing as mp
 from pyspark import cloudpickle
 from torch import nn
 
-from sparkdl.data.assemble import Assembly
-from sparkdl.data.partition import PartitionWriter
-from sparkdl.replica.recipe import Recipe
+from sparkdl.data.batches import Assembly
+from sparkdl.data.partition_writer import PartitionWriter
+from sparkdl.engines.shuffle.messages import Step
+from sparkdl.engines.shuffle.replica_context import AtSeats, PrepareReplica
+from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
+from sparkdl.engines.shuffle.state_tasks import InitialState, PrepareOwner, RecipeSource
+from sparkdl.engines.shuffle.update_tasks import Synchronize
+from sparkdl.model.recipe import Recipe
 from sparkdl.replica.run import ReplicaHandle, Run
 from sparkdl.slab.pool import close_pool
 from sparkdl.slab.root import SlabConfig, remove_root
-from sparkdl.step.job import ForwardBackward
-from sparkdl.step.seat import AtSeats, PrepareReplica
-from sparkdl.sync.job import Synchronize
-from sparkdl.sync.owners import InitialState, PrepareOwner, RecipeSource
-from sparkdl.sync.records import Step
 
 RANKS = 2
 ROWS = 32

@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 from harness import hardware, markdown, options, write_json
 
-from sparkdl.gang.collectives import ALGORITHMS
-from sparkdl.gang.communicator import Communicator
-from sparkdl.gang.costs import cost
-from sparkdl.gang.halving import even_bounds
-from sparkdl.gang.link import GroupLink
+from sparkdl.collectives.algorithms import ALGORITHMS
+from sparkdl.collectives.communicator import Communicator
+from sparkdl.collectives.costs import cost
+from sparkdl.collectives.halving import even_bounds
+from sparkdl.collectives.link import GroupLink
 
 NAMES = ("linear", "tree", "ring", "halving-doubling")
 WARM_UP = 2
@@ -75,7 +75,7 @@ def numbers(text: str) -> list[int]:
 def on_ranks(ranks: int, plan: Plan) -> dict[str, Any]:
     """What rank 0 of as many new processes found."""
     start = multiprocessing.get_context("forkserver")
-    start.set_forkserver_preload(["torch", "torch.distributed", "sparkdl.gang.communicator"])
+    start.set_forkserver_preload(["torch", "torch.distributed", "sparkdl.collectives.communicator"])
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             start.Process(target=be_rank, args=(rank, ranks, folder, plan)) for rank in range(ranks)

@@ -22,14 +22,14 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import sparkdl
-from sparkdl.data.assemble import Assembly
-from sparkdl.replica.live import LiveReplica
-from sparkdl.replica.recipe import Recipe
-from sparkdl.step.compressing import compress_outcome
-from sparkdl.step.compute import Gradients
-from sparkdl.step.replica import Outcome, Work, section_maps, sections_nbytes
-from sparkdl.sync.plan import slice_plans
-from sparkdl.sync.records import Step
+from sparkdl.data.batches import Assembly
+from sparkdl.engines.shuffle.compression_tasks import compress_outcome
+from sparkdl.engines.shuffle.messages import Step
+from sparkdl.model.live_replica import LiveReplica
+from sparkdl.model.recipe import Recipe
+from sparkdl.replica.compute import Gradients
+from sparkdl.replica.step import Outcome, Work, section_maps, sections_nbytes
+from sparkdl.slices.spec import slice_plans
 
 REPLICAS = 4
 ROWS: dict[str, dict[str, Any]] = {

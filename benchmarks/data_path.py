@@ -36,9 +36,9 @@ from torch import nn
 from usage import cpu_seconds
 
 import sparkdl
-from sparkdl.data.mapped import open_partition
-from sparkdl.data.partition import PartitionWriter
-from sparkdl.data.parts import join_parts
+from sparkdl.data.partition_join import join_parts
+from sparkdl.data.partition_reader import open_partition
+from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.data.samples import Source, materialize
 from sparkdl.slab.root import SlabConfig, remove_root
 

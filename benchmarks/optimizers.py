@@ -17,12 +17,12 @@ from functools import partial
 import torch
 from torch import nn, optim
 
-from sparkdl.replica.flat import FlatModule
-from sparkdl.replica.recipe import Recipe
-from sparkdl.sync.apply import step_slice
-from sparkdl.sync.optimizer import OptimizerPlan
-from sparkdl.sync.plan import slice_plans
-from sparkdl.sync.state import SliceState
+from sparkdl.model.flat import FlatModule
+from sparkdl.model.recipe import Recipe
+from sparkdl.slices.optimizer import OptimizerPlan
+from sparkdl.slices.optimizer_step import step_slice
+from sparkdl.slices.spec import slice_plans
+from sparkdl.slices.state import SliceState
 
 WIDTH_AND_DEPTH = {"0.67 M": (256, 10), "25 M": (1024, 24)}
 OPTIMIZERS = {

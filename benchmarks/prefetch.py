@@ -29,7 +29,7 @@ from harness import (
 from models import WORKS
 
 import sparkdl
-from sparkdl.data.ahead import AHEAD
+from sparkdl.data.prefetch import AHEAD
 
 SIDE = 28
 

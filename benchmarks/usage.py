@@ -188,7 +188,7 @@ def address_space() -> int:
     """Of this process, at most so far, in bytes, when it has imported what a gang's rank needs."""
     import torch.distributed.fsdp  # noqa: F401
 
-    import sparkdl.train.rank.ranks  # noqa: F401
+    import sparkdl.engines.gang.rank  # noqa: F401
 
     lines = Path("/proc/self/status").read_text().splitlines()
     (peak,) = [line for line in lines if line.startswith("VmPeak")]

@@ -12,9 +12,9 @@ import sparkdl
 from jobs.components import Component
 from jobs.run_folder import find_model
 from jobs.sections import CheckpointSection, Config, TrainingSection, ValidationSection
-from sparkdl.data.columns import specs_to_json
+from sparkdl.data.columns.base import specs_to_json
 from sparkdl.errors import raise_all
-from sparkdl.infer.metrics import resolve
+from sparkdl.metrics.named import resolve
 
 
 @dataclass(frozen=True)

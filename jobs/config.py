@@ -15,8 +15,8 @@ import yaml
 from jobs.components import Component
 from jobs.sections import Config, Single
 from sparkdl import ParameterError
+from sparkdl.codec.redaction import REDACTED
 from sparkdl.errors import nearest, raise_all
-from sparkdl.redaction import REDACTED
 
 
 def read_config(path: str | Path, changes: Sequence[str] = ()) -> Config:

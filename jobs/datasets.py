@@ -11,7 +11,7 @@ from urllib.parse import unquote
 from jobs.sections import DataSection
 from jobs.spark_errors import told
 from sparkdl import ParameterError
-from sparkdl.data.tables import content_hash
+from sparkdl.data.arrow_tasks import content_hash
 from sparkdl.errors import nearest
 
 if TYPE_CHECKING:

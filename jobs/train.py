@@ -24,7 +24,7 @@ from jobs.resuming import LATEST, config_file, resume_point
 from jobs.run_folder import RunFolder, models_of
 from jobs.sections import Config
 from sparkdl import summaries
-from sparkdl.train.interrupt import INTERRUPTED
+from sparkdl.loop.interrupt import INTERRUPTED
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
 """Deep learning that is native to Spark: a DataFrame in, a trained PyTorch model out."""
 
 from sparkdl import gang, optim
+from sparkdl.checkpoint import Checkpoint
 from sparkdl.data import Sample
-from sparkdl.data.columns import Convert, Image, Sequence
+from sparkdl.data.columns.base import Convert, Image, Sequence
 from sparkdl.errors import (
     CheckpointError,
     DamagedCheckpoint,
@@ -17,19 +18,12 @@ from sparkdl.errors import (
     TrustError,
     UserError,
 )
-from sparkdl.infer.metrics import MeanMetric, Metric
-from sparkdl.replica.model_loss import ModelLoss, PerReplica
-from sparkdl.session import session
-from sparkdl.sync.compression import GradBucket, PowerSGD, TopK
-from sparkdl.train.callbacks import Callback, StopTraining
-from sparkdl.train.checkpoint import Checkpoint
-from sparkdl.train.history import History
-from sparkdl.train.parallel.strategy import DDP, FSDP, Pipeline, Tensor
-from sparkdl.train.persistence import load
-from sparkdl.train.state import TrainState, Validated
-from sparkdl.train.trained import TrainedModel
-from sparkdl.train.trainer import Trainer
-from sparkdl.train.triggers import (
+from sparkdl.infer.persistence import load
+from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.loop.callbacks import Callback, StopTraining
+from sparkdl.loop.history import History
+from sparkdl.loop.state import TrainState, Validated
+from sparkdl.loop.triggers import (
     Trigger,
     every,
     every_epoch,
@@ -42,7 +36,13 @@ from sparkdl.train.triggers import (
     plateau,
     several_iterations,
 )
-from sparkdl.train.validation import Validation
+from sparkdl.loop.validation import Validation
+from sparkdl.metrics.named import MeanMetric, Metric
+from sparkdl.model.model_loss import ModelLoss, PerReplica
+from sparkdl.parallel.base import DDP, FSDP, Pipeline, Tensor
+from sparkdl.session import session
+from sparkdl.slices.compression import GradBucket, PowerSGD, TopK
+from sparkdl.train.trainer import Trainer
 
 __version__ = "0.1.0"
 

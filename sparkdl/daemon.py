@@ -29,14 +29,14 @@ import shutil
 import signal
 from pathlib import Path
 
+from sparkdl.process.system import longest_socket_path
 from sparkdl.slab.root import marked_directory
-from sparkdl.system import longest_socket_path
-from sparkdl.worker import quiet_hang_ups
+from sparkdl.spark.worker import quiet_hang_ups
 
 MODULES = (
     "pandas",  # pyarrow imports it where it makes NumPy arrays
     "pyspark.worker",
-    "sparkdl.train.engines.shuffle",  # the tasks of a fit, and torch
+    "sparkdl.engines.shuffle.engine",  # the tasks of a fit, and torch
     "sparkdl.infer.predict",
     "sparkdl.infer.evaluate",
     "torch._dynamo",  # the first optimizer of a process imports it

@@ -57,7 +57,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def spark(request: pytest.FixtureRequest) -> Iterator[SparkSession]:
     """One quiet local[2] session for the whole run."""
     import sparkdl
-    from sparkdl.train.cluster import warm_up
+    from sparkdl.spark import warm_up
 
     session = sparkdl.session(
         "local[2]",

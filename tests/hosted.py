@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from sparkdl.gang.hosting import MODULE
+from sparkdl.gang.oversubscribe import MODULE
 
 RUN = "SPARKDL_TEST_RUN"
 """Environment variable, of one value in all processes of a test run: others may test beside it."""

@@ -1,6 +1,9 @@
-"""From a DataFrame or an RDD to mini-batches of tensors."""
+"""Rows to mini-batches: columns, partitions in slabs, the order of rows, batches.
 
-from sparkdl.data.columns import Convert, Image, Sequence
-from sparkdl.data.records import Sample
+May import: ``slab``, ``spark`` and ``codec``. Must not know: models, training.
+"""
+
+from sparkdl.data.columns.base import Convert, Image, Sequence
+from sparkdl.data.record_tasks import Sample
 
 __all__ = ["Convert", "Image", "Sample", "Sequence"]

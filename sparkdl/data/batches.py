@@ -1,127 +1,244 @@
-"""Which rows make mini-batch t: pure arithmetic on (seed, epoch, iteration, counts).
+"""From a mapped partition to the arrays of a mini-batch: order, augmentation, padding.
 
-An epoch is a traverse: every sample exactly once, in an order drawn anew each epoch from the seed.
-Iteration i of an epoch takes global batch i; replica m gives a share of it that follows the sizes
-of the partitions, by the Sainte-Laguë method (the divisor method of Webster), which is monotone in the
-number of seats: the shares of successive iterations are exact, disjoint, and cover each partition.
+Pure: a function of (assembly, partition, epoch, replica, rows), the same on every engine.
+
+Batches of rows of like length waste little on padding; to draw them from windows of a random
+permutation keeps the epoch random: Khomenko et al., "Accelerating recurrent neural network training
+using sequence bucketing and multi-GPU data parallelization", 2017 (https://arxiv.org/abs/1708.05604).
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sparkdl.data.columns.convert import masked
+from sparkdl.data.epoch import derive_seed, drawn, generator, permutation, remembered
+from sparkdl.data.fields import Field
+from sparkdl.data.ragged import Ragged, Rows, dense, model_inputs
+from sparkdl.errors import ParameterError
+from sparkdl.process.determinism import steadily
 
-def derive_seed(seed: int, purpose: str, *position: int) -> int:
-    """A 63-bit seed for one purpose at one position, such as ``("forward", iteration, replica)``.
+if TYPE_CHECKING:
+    from sparkdl.data.partition_reader import MappedPartition
 
-    Independent of attempts, executors and the order of tasks.
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """How the fields of samples become the arrays of a mini-batch; constants of a run.
+
+    The fields of a sample are ``num_features`` inputs, ``num_labels`` labels and, if ``weighted``,
+    the weight. How a field of varying length is padded is in the field itself.
     """
-    text = "/".join([str(seed), purpose, *map(str, position)])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
-
-def generator(seed: int, purpose: str, *position: int) -> np.random.Generator:
-    """NumPy's random numbers for one purpose at one position, see :func:`derive_seed`."""
-    return np.random.Generator(np.random.PCG64(derive_seed(seed, purpose, *position)))
-
-
-ORDER_BYTES = 64 << 20
-"""How much memory the orders of a process may take, beside the two that were used last."""
-_MAX_ORDERS = 32
-_orders: OrderedDict[Hashable, np.ndarray] = OrderedDict()
-_lock = threading.Lock()
-"""Of the orders: a driver may train in several threads."""
-
-
-def remembered(key: Hashable, draw: Callable[[], np.ndarray]) -> np.ndarray:
-    """The order of this ``key``, drawn where it is not remembered; shared, hence read-only.
-
-    An order takes 8 bytes a row, and a partition may be larger than memory: few are kept.
-    """
-    with _lock:
-        if key in _orders:
-            _orders.move_to_end(key)
-            return _orders[key]
-    order = draw()
-    order.flags.writeable = False
-    with _lock:
-        _orders[key] = order
-        _orders.move_to_end(key)
-        while len(_orders) > _MAX_ORDERS or (
-            len(_orders) > 2 and sum(kept.nbytes for kept in _orders.values()) > ORDER_BYTES
-        ):
-            _orders.popitem(last=False)
-    return order
-
-
-def permutation(seed: int, epoch: int, replica: int, num_rows: int) -> np.ndarray:
-    """The order in which ``replica`` visits its ``num_rows`` rows in ``epoch`` (int64)."""
-    return remembered(
-        (seed, epoch, replica, num_rows), lambda: drawn(seed, epoch, replica, num_rows)
-    )
-
-
-def drawn(seed: int, epoch: int, replica: int, num_rows: int) -> np.ndarray:
-    """As :func:`permutation`, but a new array."""
-    return generator(seed, "shuffle", epoch, replica).permutation(num_rows)
-
-
-def seats(counts: Sequence[int], position: int) -> np.ndarray:
-    """How many of the first ``position`` samples of an epoch each replica gives (int64, (M,)).
-
-    Sums to ``position`` (at most ``sum(counts)``), never exceeds ``counts``, and grows with
-    ``position`` in every component.
-    """
-    sizes = np.asarray(counts, dtype=np.int64)
-    total, replicas = int(sizes.sum()), len(sizes)
-    if position >= total:
-        return sizes.copy()
-    # A start that is below the final seats everywhere, then the few that are missing, by key.
-    start = np.floor(sizes * ((position - replicas / 2) / total) - 0.5).astype(np.int64)
-    taken = np.clip(start, 0, sizes)
-    missing = position - int(taken.sum())
-    while missing > 0:
-        keys = np.full(replicas, np.inf)
-        left = taken < sizes
-        keys[left] = (taken[left] + 0.5) / sizes[left]
-        taken[int(np.argmin(keys))] += 1
-        missing -= 1
-    return taken
+    num_features: int
+    num_labels: int
+    weighted: bool = False
+    inputs: tuple[str, ...] = ()
+    """The keywords of the features, where the model takes them so."""
+    augment: Callable[..., Any] | None = None
+    """``augment(*features, rng)`` -> features: the arrays of one sample as stored (a sequence before
+    padding) and a ``numpy.random.Generator``; a tuple, or a single array for a single feature. With
+    ``inputs`` it is ``augment(**features, rng=rng)``, and may return a mapping. The generators of
+    torch, numpy and random are seeded for each sample where it draws from them."""
+    bucketing: int | None = None
+    """Mini-batches of rows of like length, chosen among about so many rows; None: any rows."""
+    float_dtype: str = "float32"
+    """What ``augment``'s floats become where the feature itself is of integers (uint8 images)."""
+    seed: int = 0
 
 
 @dataclass(frozen=True)
-class EpochPlan:
-    """An epoch over partitions of ``counts`` rows, cut into global batches of ``batch_size``."""
+class Batch:
+    """A mini-batch: what the model is called with, what the loss compares with, and weights.
 
-    counts: tuple[int, ...]
-    batch_size: int
+    Each array has the rows first. ``inputs`` may be more than the features: lengths of sequences
+    follow them. ``weights``: floats of shape (rows,), or None.
+    """
 
-    @property
-    def num_samples(self) -> int:
-        return sum(self.counts)
-
-    @property
-    def num_iterations(self) -> int:
-        """Iterations an epoch; the last batch may be short."""
-        return -(-self.num_samples // self.batch_size)
-
-    def rows(self, index: int) -> tuple[tuple[int, int], ...]:
-        """For each replica, the range of its permutation that global batch ``index`` takes."""
-        if not 0 <= index < self.num_iterations:
-            raise IndexError(f"batch {index} of an epoch of {self.num_iterations}")
-        start = _remembered_seats(self.counts, index * self.batch_size)
-        stop = _remembered_seats(self.counts, (index + 1) * self.batch_size)
-        return tuple(zip(start, stop, strict=True))
+    inputs: list[np.ndarray]
+    targets: list[np.ndarray]
+    weights: np.ndarray | None = None
 
 
-@functools.lru_cache(maxsize=8)
-def _remembered_seats(counts: tuple[int, ...], position: int) -> list[int]:
-    """As :func:`seats`: a batch starts where the one before stopped."""
-    return seats(counts, position).tolist()
+def visit_order(
+    assembly: Assembly, partition: MappedPartition, epoch: int, replica: int, share: int
+) -> np.ndarray:
+    """The order (int64) in which ``replica`` visits the rows of its partition in ``epoch``.
+
+    A seeded permutation. With bucketing it is cut into windows, each of as many whole chunks of
+    ``share`` rows (about the replica's part of a mini-batch) as ``bucketing`` holds; rows of a
+    window are sorted by length, and the chunks are shuffled. What is left over comes last.
+    """
+    seed, count = assembly.seed, len(partition.order)
+    if assembly.bucketing is None or not any(field.ragged for field in partition.fields):
+        return permutation(seed, epoch, replica, count)
+    share = max(1, share)
+    window = share * max(1, assembly.bucketing // share)
+
+    def draw() -> np.ndarray:
+        order = drawn(seed, epoch, replica, count)
+        lengths = partition.lengths()
+        assert lengths is not None
+        for start in range(0, count, window):
+            rows = order[start : start + window]
+            order[start : start + window] = rows[np.argsort(lengths[rows], kind="stable")]
+        chunks = count // share
+        whole = order[: chunks * share].reshape(chunks, share)
+        whole[:] = whole[generator(seed, "buckets", epoch, replica).permutation(chunks)]
+        return order
+
+    return remembered((seed, epoch, replica, count, window, share, partition.name), draw)
+
+
+def training_batch(
+    assembly: Assembly, partition: MappedPartition, rows: np.ndarray, epoch: int, replica: int
+) -> Batch:
+    """The mini-batch of these rows (numbers in canonical order), augmented.
+
+    The random numbers of a row follow from (seed, epoch, replica, row), also those that ``augment``
+    draws from global generators: they are the same in any mini-batch. Raises
+    :class:`ParameterError` where ``augment`` fails.
+    """
+    return fields_to_batch(assembly, training_rows(assembly, partition, rows, epoch, replica))
+
+
+def training_rows(
+    assembly: Assembly, partition: MappedPartition, rows: np.ndarray, epoch: int, replica: int
+) -> list[Rows]:
+    """The fields of :func:`training_batch`, not yet padded."""
+    return _at_place(assembly, lambda: partition.gather(rows), (rows, epoch, replica))
+
+
+def plain_batch(assembly: Assembly, partition: MappedPartition, rows: np.ndarray) -> Batch:
+    """The mini-batch of these rows, not augmented: for validation."""
+    return fields_to_batch(assembly, partition.gather(rows))
+
+
+def preview_batch(assembly: Assembly, preview: Sequence[Rows], augment: bool = False) -> Batch:
+    """The rows of a preview as a mini-batch, to try the model (and ``augment``) on."""
+    if not augment:
+        return fields_to_batch(assembly, preview)
+    everything = np.arange(len(preview[0]))
+    rows = _at_place(assembly, lambda: [rows[everything] for rows in preview], (everything, 0, 0))
+    return fields_to_batch(assembly, rows)
+
+
+def input_fields(assembly: Assembly, fields: Sequence[Field]) -> list[Field]:
+    """A description of each of :attr:`Batch.inputs`; ``fields`` are those of a sample."""
+    found: list[Field] = []
+    for field in fields[: assembly.num_features]:
+        found.append(field)
+        if field.padding is not None and field.padding.lengths:
+            found.append(Field(f"lengths of {field.name}", "int64", ()))
+    return found
+
+
+def fields_to_batch(assembly: Assembly, fields: Sequence[Rows]) -> Batch:
+    """The rows of each field as a mini-batch."""
+    labels = assembly.num_features + assembly.num_labels
+    weights = fields[labels] if assembly.weighted else None
+    assert not isinstance(weights, Ragged)
+    return Batch(
+        model_inputs(fields[: assembly.num_features]),
+        dense(fields[assembly.num_features : labels]),
+        weights,
+    )
+
+
+def _at_place(
+    assembly: Assembly,
+    gather: Callable[[], Sequence[Rows]],
+    place: tuple[np.ndarray, int, int],
+) -> list[Rows]:
+    """The fields that ``gather`` gives, augmented, if at all, at ``place``: (rows, epoch, replica).
+    ``augment`` may write into them."""
+    augment = assembly.augment
+    if augment is None:
+        return list(gather())
+
+    def work(seed: Callable[[int], object]) -> list[Rows]:
+        fields = gather()
+        features = fields[: assembly.num_features]
+        augmented = _augmented(assembly, augment, features, *place, seed)
+        return [*augmented, *fields[assembly.num_features :]]
+
+    name = getattr(augment, "__qualname__", type(augment).__qualname__)
+    return steadily(name, work)
+
+
+def _augmented(
+    assembly: Assembly,
+    augment: Callable[..., Any],
+    features: Sequence[Rows],
+    rows: np.ndarray,
+    epoch: int,
+    replica: int,
+    seed: Callable[[int], object],
+) -> list[Rows]:
+    results: list[list[np.ndarray]] = [[] for _ in features]
+    for row, sample in zip(rows.tolist(), zip(*features, strict=True), strict=True):
+        rng = generator(assembly.seed, "augment", epoch, replica, row)
+        seed(derive_seed(assembly.seed, "draws of augment", epoch, replica, row))
+        try:
+            if assembly.inputs:
+                found = augment(**dict(zip(assembly.inputs, sample, strict=True)), rng=rng)
+            else:
+                found = augment(*sample, rng)
+        except Exception as error:
+            shapes = ", ".join(f"{value.dtype}{list(value.shape)}" for value in sample)
+            raise ParameterError(
+                f"augment raised {type(error).__name__}: {error}. It is called with the arrays of "
+                f"one sample ({shapes}) and a numpy.random.Generator."
+            ) from error
+        if isinstance(found, Mapping):
+            found = _in_order(assembly.inputs, found)
+        found = found if isinstance(found, tuple) else (found,)
+        if len(found) != len(features):
+            raise ParameterError(
+                f"augment returned {len(found)} values for {len(features)} features: return as "
+                "many as it is given, as a tuple."
+            )
+        for values, value, feature in zip(results, found, features, strict=True):
+            values.append(_value(value, feature.dtype, assembly.float_dtype))
+            first = values[0]
+            varying = isinstance(feature, Ragged)
+            if values[-1].shape[varying:] != first.shape[varying:] or values[-1].ndim < varying:
+                raise ParameterError(
+                    f"augment returned an array of shape {list(values[-1].shape)} after one of "
+                    f"{list(first.shape)}: they must be of one shape"
+                    f"{' but for the length' if varying else ''}."
+                )
+    return [
+        Ragged.of(values, feature.padding) if isinstance(feature, Ragged) else np.stack(values)
+        for values, feature in zip(results, features, strict=True)
+    ]
+
+
+def _in_order(inputs: Sequence[str], found: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return in the order of the features what ``augment`` returned by keyword."""
+    if set(found) != set(inputs):
+        raise ParameterError(
+            f"augment returned a mapping of {', '.join(map(str, found)) or 'nothing'}: return the "
+            f"features, {', '.join(inputs) or 'as a tuple'}."
+        )
+    return tuple(found[name] for name in inputs)
+
+
+def _value(value: Any, dtype: np.dtype, float_dtype: str) -> np.ndarray:
+    """What ``augment`` returned for a feature of ``dtype``: integers may become floats."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().numpy()
+    if masked(value):
+        raise ParameterError("augment returned a masked value: fill it, with value.filled(0), say.")
+    array = np.asarray(value)
+    if array.dtype.kind not in "fiub":
+        raise ParameterError(
+            f"augment returned a {type(value).__name__}, which is no array of numbers."
+        )
+    if dtype.kind == "f":
+        return array.astype(dtype, copy=False)
+    return array.astype(float_dtype, copy=False) if array.dtype.kind == "f" else array

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sparkdl.data.handle import SampleHandle
-from sparkdl.data.problems import SAME_SHAPE, SAME_TYPE
+from sparkdl.data.fields import SampleHandle
+from sparkdl.data.row_errors import SAME_SHAPE, SAME_TYPE
 from sparkdl.errors import DataError
 
 

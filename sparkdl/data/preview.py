@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from pyspark import TaskContext
 
-from sparkdl.data.handle import Extreme, SampleHandle
-from sparkdl.data.mapped import open_partition
+from sparkdl.data.fields import Extreme, SampleHandle
+from sparkdl.data.partition_reader import open_partition
 from sparkdl.data.ragged import Rows, concatenate
 
 FIRST_ROWS = 2

@@ -10,15 +10,7 @@ import pyarrow as pa
 from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame, functions
 
-from sparkdl.data.checks import check_handles, check_total_weight
-from sparkdl.data.columns import Sequence, Specs
-from sparkdl.data.handle import Field, SampleHandle
-from sparkdl.data.parts import Part, join_parts
-from sparkdl.data.preview import Preview
-from sparkdl.data.ragged import Rows
-from sparkdl.data.records import Names, Sample, WriteRecords, record_array, split_record
-from sparkdl.data.schema import Column, read_schema
-from sparkdl.data.tables import (
+from sparkdl.data.arrow_tasks import (
     JoinParts,
     WriteDataFrame,
     WriteParts,
@@ -30,8 +22,17 @@ from sparkdl.data.tables import (
     select_columns,
     ship_batches,
 )
+from sparkdl.data.checks import check_handles, check_total_weight
+from sparkdl.data.columns.base import Sequence, Specs
+from sparkdl.data.fields import Field, SampleHandle
+from sparkdl.data.partition_join import Part, join_parts
+from sparkdl.data.preview import Preview
+from sparkdl.data.ragged import Rows
+from sparkdl.data.record_tasks import Names, Sample, WriteRecords, record_array, split_record
+from sparkdl.data.schema import Column, read_schema
 from sparkdl.errors import DataError
-from sparkdl.frames import (
+from sparkdl.slab.root import SlabConfig
+from sparkdl.spark.frames import (
     collect_frames,
     forget_last_shuffle,
     is_local,
@@ -39,7 +40,6 @@ from sparkdl.frames import (
     shuffle_frames,
     stage_name,
 )
-from sparkdl.slab.root import SlabConfig
 from sparkdl.usercode import accompanied
 
 __all__ = [

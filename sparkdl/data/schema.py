@@ -3,7 +3,7 @@
 Numeric columns, arrays and nested arrays of numbers, and ``pyspark.ml.linalg`` vectors, dense and
 sparse. Floating columns take the model's floating dtype (float32 or float64); integers stay
 integers (int64 in a batch: indices for an embedding, class numbers); booleans stay booleans. Images
-and whatever else needs a word are specified, see :mod:`sparkdl.data.columns`.
+and whatever else needs a word are specified, see :mod:`sparkdl.data.columns.base`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sparkdl.data.columns import Convert, Image, Sequence, Spec, Specs
-from sparkdl.data.handle import Field, dtype_as
-from sparkdl.data.images import STRUCT
+from sparkdl.data.columns.base import Convert, Image, Sequence, Spec, Specs
+from sparkdl.data.columns.image import STRUCT
+from sparkdl.data.fields import Field, dtype_as
 from sparkdl.errors import DataError, nearest, raise_all
 
 if TYPE_CHECKING:

@@ -1,6 +1,10 @@
-"""All ranks at once: ``torch.distributed`` inside a Spark barrier stage."""
+"""Ranks in a barrier stage that serve commands: ``torch.distributed`` inside Spark.
 
-from sparkdl.gang.communicator import Communicator
+May import: ``slab``, ``spark``, ``codec`` and ``collectives``. Must not know: models, samples,
+training.
+"""
+
+from sparkdl.collectives.communicator import Communicator
 from sparkdl.gang.run import run
 
 __all__ = ["Communicator", "run"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sparkdl.gang.channel import Channel
-from sparkdl.gang.member import Hello
+from sparkdl.gang.rank_task import Hello
 
 
 class Arrivals:

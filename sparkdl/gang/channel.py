@@ -20,7 +20,7 @@ import threading
 from typing import Any
 
 from sparkdl.errors import SparkdlError
-from sparkdl.system import end_unanswered, keep_alive
+from sparkdl.process.system import end_unanswered, keep_alive
 
 _HEAD = struct.Struct("<Q32s")
 _FIRST_BYTES = 1 << 16

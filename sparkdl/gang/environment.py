@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sparkdl.errors import SessionError
-from sparkdl.gang.member import Member
+from sparkdl.gang.rank_task import Member
 
 logger = logging.getLogger("sparkdl")
 

@@ -1,4 +1,5 @@
-"""A rank as a process of its own: ``python -m sparkdl.gang.process``, see :mod:`sparkdl.gang.hosting`.
+"""A rank as a process of its own: ``python -m sparkdl.gang.process``, see
+:mod:`sparkdl.gang.oversubscribe`.
 
 What it has to do comes from its task, through the standard input, which stays open for as long as the
 task lives.
@@ -11,8 +12,8 @@ import pickle
 import sys
 import threading
 
-from sparkdl.gang.group import let_go_of_folders
-from sparkdl.gang.hosting import TakePart
+from sparkdl.gang.oversubscribe import TakePart
+from sparkdl.gang.process_group import let_go_of_folders
 
 
 def main() -> None:

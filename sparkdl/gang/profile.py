@@ -11,8 +11,8 @@ from pyspark.errors import PySparkException
 from pyspark.resource import ResourceProfile
 
 from sparkdl.errors import ParameterError, SessionError
-from sparkdl.frames import is_local
 from sparkdl.session import conf_of
+from sparkdl.spark.frames import is_local
 
 
 def check_profile(context: SparkContext, profile: ResourceProfile) -> None:

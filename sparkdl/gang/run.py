@@ -15,13 +15,13 @@ from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ParameterError, SessionError
-from sparkdl.frames import is_local
+from sparkdl.gang.driver import Gang
 from sparkdl.gang.environment import check_unshared
-from sparkdl.gang.launch import Gang
-from sparkdl.gang.member import Member
+from sparkdl.gang.rank_task import Member
 from sparkdl.gang.slots import task_slots
 from sparkdl.plain import plain
-from sparkdl.sync.state import mapped
+from sparkdl.slices.state import mapped
+from sparkdl.spark.frames import is_local
 from sparkdl.usercode import accompanied
 
 DEVICES = ("auto", "cpu", "cuda")

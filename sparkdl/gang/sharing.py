@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparkdl.devices import Gpu
 from sparkdl.errors import SessionError
+from sparkdl.spark.device import Gpu
 
 
 @dataclass(frozen=True)

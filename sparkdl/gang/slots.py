@@ -10,9 +10,9 @@ from pyspark import SparkContext
 from pyspark.resource import ResourceProfile
 
 from sparkdl.errors import ParameterError, SessionError
-from sparkdl.frames import is_local
 from sparkdl.gang.profile import check_profile, in_java
 from sparkdl.session import conf_of
+from sparkdl.spark.frames import is_local
 
 logger = logging.getLogger("sparkdl")
 SLOT_SECONDS = 30.0

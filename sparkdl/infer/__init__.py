@@ -1,1 +1,5 @@
-"""Using a trained module: predictions on DataFrames and RDDs, and metrics."""
+"""Trained models: predict, evaluate, save, load.
+
+May import: ``data``, ``metrics``, ``model``, ``spark``, ``replica``, ``checkpoint`` and
+``loop.history``. Must not know: ``Trainer``, engines.
+"""

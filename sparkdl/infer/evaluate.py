@@ -13,12 +13,12 @@ from pyspark import cloudpickle
 from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 
-from sparkdl.data.columns import Specs
-from sparkdl.data.handle import Field, with_fields
-from sparkdl.data.problems import RowProblem
+from sparkdl.data.arrow_tasks import select_columns
+from sparkdl.data.columns.base import Specs
+from sparkdl.data.columns.numeric import to_numpy
+from sparkdl.data.fields import Field, with_fields
 from sparkdl.data.ragged import Rows, dense
-from sparkdl.data.reading import reading_explained
-from sparkdl.data.records import (
+from sparkdl.data.record_tasks import (
     Names,
     check_alike,
     named,
@@ -26,17 +26,17 @@ from sparkdl.data.records import (
     split_record,
     stack_records,
 )
+from sparkdl.data.row_errors import RowProblem
 from sparkdl.data.schema import Column, columns_of
-from sparkdl.data.tables import select_columns
-from sparkdl.data.values import to_numpy
 from sparkdl.errors import DataError, ParameterError, TrainingError, UserError, cannot_travel
-from sparkdl.infer.metric import Metric
-from sparkdl.infer.predictor import ShippedModule, device_of, run_batches
-from sparkdl.infer.scoring import Scorer, States
-from sparkdl.replica.signature import BY_POSITION, Signature
-from sparkdl.step.compute import to_tensors
+from sparkdl.infer.shipped_module import ShippedModule, device_of, run_batches
+from sparkdl.metrics.base import Metric
+from sparkdl.metrics.scorer import Scorer, States
+from sparkdl.model.signature import BY_POSITION, Signature
+from sparkdl.replica.compute import to_tensors
+from sparkdl.spark.read_failures import reading_explained
+from sparkdl.spark.worker import settle_worker
 from sparkdl.usercode import accompanied
-from sparkdl.worker import settle_worker
 
 
 def check_metrics(metrics: Iterable[Metric]) -> None:
@@ -191,7 +191,7 @@ def evaluate(
 
     Raises :class:`DataError` for data without a row and for a bad row, :class:`ModelError` where the
     model or the loss fails on rows, :class:`ParameterError` for a metric that does not go with the
-    model's output or the label; and what :func:`sparkdl.data.reading.reading_explained` does.
+    model's output or the label; and what :func:`sparkdl.spark.read_failures.reading_explained` does.
     """
     with reading_explained("evaluating the model"):
         if isinstance(data, DataFrame):

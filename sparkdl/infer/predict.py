@@ -12,11 +12,12 @@ import torch
 from pyspark import TaskContext
 from pyspark.sql import DataFrame, functions
 
-from sparkdl.data.columns import Specs
-from sparkdl.data.handle import Field, with_fields
-from sparkdl.data.problems import RowProblem
+from sparkdl.data.arrow_tasks import check_unambiguous, columns_named
+from sparkdl.data.columns.base import Specs
+from sparkdl.data.columns.numeric import to_numpy
+from sparkdl.data.fields import Field, with_fields
 from sparkdl.data.ragged import Rows
-from sparkdl.data.records import (
+from sparkdl.data.record_tasks import (
     Names,
     Sample,
     check_alike,
@@ -25,15 +26,14 @@ from sparkdl.data.records import (
     record_field,
     stack_records,
 )
+from sparkdl.data.row_errors import RowProblem
 from sparkdl.data.schema import Column, columns_of, quoted
-from sparkdl.data.tables import check_unambiguous, columns_named
-from sparkdl.data.values import to_numpy
 from sparkdl.errors import DataError
 from sparkdl.infer.output import Output, as_numpy, pieces, to_arrow
-from sparkdl.infer.predictor import Dimensions, ShippedModule, run_batches
-from sparkdl.replica.signature import BY_POSITION, Signature
+from sparkdl.infer.shipped_module import Dimensions, ShippedModule, run_batches
+from sparkdl.model.signature import BY_POSITION, Signature
+from sparkdl.spark.worker import settle_worker
 from sparkdl.usercode import accompanied
-from sparkdl.worker import settle_worker
 
 Finish = Callable[[torch.Tensor], torch.Tensor] | None
 

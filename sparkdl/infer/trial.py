@@ -13,22 +13,22 @@ from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.data.columns import Specs
-from sparkdl.data.handle import Field
-from sparkdl.data.problems import RowProblem
+from sparkdl.data.arrow_tasks import select_columns, ship_batches
+from sparkdl.data.columns.base import Specs
+from sparkdl.data.columns.numeric import to_numpy
+from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Ragged, Rows, concatenate, model_inputs
-from sparkdl.data.reading import reading_explained
-from sparkdl.data.records import feature_names, stack_records
+from sparkdl.data.record_tasks import feature_names, stack_records
+from sparkdl.data.row_errors import RowProblem
 from sparkdl.data.schema import columns_of
-from sparkdl.data.tables import select_columns, ship_batches
-from sparkdl.data.values import to_numpy
 from sparkdl.errors import DataError, ModelError, ParameterError, UserError
 from sparkdl.infer.output import Output
 from sparkdl.infer.predict import Finish, PredictRecords
-from sparkdl.infer.predictor import Dimensions, device_of, evaluating
-from sparkdl.replica.seeding import seeded
-from sparkdl.replica.signature import Signature, described, for_example
-from sparkdl.step.compute import buffers_kept, to_tensors
+from sparkdl.infer.shipped_module import Dimensions, device_of, evaluating
+from sparkdl.model.signature import Signature, described, for_example
+from sparkdl.process.determinism import seeded
+from sparkdl.replica.compute import buffers_kept, to_tensors
+from sparkdl.spark.read_failures import reading_explained
 
 Found: TypeAlias = tuple[Output, Dimensions]
 """What a prediction holds for one row, and the dimensions of a batch: of the output, and of that."""

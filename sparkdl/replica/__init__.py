@@ -1,1 +1,5 @@
-"""A copy of the model: its recipe, its flat vector, and the live module of a process."""
+"""One replica in one iteration: mini-batch, forward, backward, and what it sends to each slice.
+
+May import: ``slices``, ``metrics``, ``model``, ``data`` and ``slab``. Must not know: Spark, other
+replicas, engines.
+"""

@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import torch
 
-from sparkdl.devices import gpus_of, use_gpu
+from sparkdl.model.live_replica import LiveReplica
+from sparkdl.model.recipe import Recipe
 from sparkdl.replica.gpu_memory import make_room
-from sparkdl.replica.live import LiveReplica
-from sparkdl.replica.recipe import Recipe
+from sparkdl.spark.device import gpus_of, use_gpu
 
 MAX_LIVE_REPLICAS = 2
 

@@ -78,7 +78,7 @@ def _free(held: int) -> bool:
 
 def give_back() -> None:
     """What this process does not use any more of GPUs. Modules may be in cycles, and frozen (see
-    :mod:`sparkdl.worker`), where the collector does not look for any."""
+    :mod:`sparkdl.spark.worker`), where the collector does not look for any."""
     if torch.cuda.is_initialized():
         gc.unfreeze()
         gc.collect()

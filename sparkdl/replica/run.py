@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparkdl.errors import StaleReferenceError
-from sparkdl.heap import keep_heap
-from sparkdl.numerics import Numerics
+from sparkdl.model.live_replica import LiveReplica
+from sparkdl.model.recipe import Recipe
+from sparkdl.process.memory import keep_heap
+from sparkdl.process.numerics import Numerics
 from sparkdl.replica.cache import forget, live_replica
 from sparkdl.replica.gpu_memory import hold
-from sparkdl.replica.live import LiveReplica
-from sparkdl.replica.recipe import Recipe
 from sparkdl.slab.root import SlabConfig, open_private, open_root, write_private
 
 if TYPE_CHECKING:
-    from sparkdl.data.assemble import Assembly
+    from sparkdl.data.batches import Assembly
 
 
 @dataclass(frozen=True)

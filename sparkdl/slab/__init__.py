@@ -1,1 +1,4 @@
-"""Node-local memory: slab roots with a token, and pooled, stamped buffers inside them."""
+"""Memory of a node that its processes share: directories of a run, and stamped buffers in them.
+
+May import: ``process`` and ``errors``. Must not know: what lies in the buffers; Spark.
+"""

@@ -32,8 +32,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparkdl.errors import SlabFullError, StaleReferenceError
+from sparkdl.process.system import allocate, map_privately
 from sparkdl.slab.root import Root, SlabConfig, open_private, open_root
-from sparkdl.system import allocate, map_privately
 
 HEADER_BYTES = 4096
 _STAMP = struct.Struct("<8sq16s")

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sparkdl.process.system import boot_id, parent, pid_namespace, start_time
 from sparkdl.slab.memory import for_files
-from sparkdl.system import boot_id, parent, pid_namespace, start_time
 
 SHARED_MEMORY = Path("/dev/shm")
 SMALL_BYTES = 64 << 10

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sparkdl.codec.files import path_here
 from sparkdl.errors import ParameterError
-from sparkdl.summaries.recorder import Recorder, check_replaceable, replacing
-from sparkdl.train.history import History
-from sparkdl.train.reading import path_here
-from sparkdl.train.state import TrainState
-from sparkdl.train.triggers import Trigger, every_epoch
+from sparkdl.loop.history import History
+from sparkdl.loop.state import TrainState
+from sparkdl.loop.triggers import Trigger, every_epoch
+from sparkdl.summaries.base import Recorder, check_replaceable, replacing
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer

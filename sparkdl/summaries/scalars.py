@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sparkdl.train.state import TrainState
+from sparkdl.loop.state import TrainState
 
 
 def scalars(before: TrainState, state: TrainState) -> Iterator[tuple[str, float]]:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparkdl.errors import ParameterError
-from sparkdl.summaries.recorder import check_writable, extra_needed
+from sparkdl.loop.callbacks import Callback
+from sparkdl.loop.state import TrainState
+from sparkdl.loop.triggers import Every, Trigger
+from sparkdl.slices.histogram import EDGES, Histogram
+from sparkdl.summaries.base import check_writable, extra_needed
 from sparkdl.summaries.scalars import scalars
-from sparkdl.sync.histogram import EDGES, Histogram
-from sparkdl.train.callbacks import Callback
-from sparkdl.train.state import TrainState
-from sparkdl.train.triggers import Every, Trigger
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer

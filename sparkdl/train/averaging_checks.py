@@ -19,17 +19,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from sparkdl.data.assemble import Batch
+from sparkdl.data.batches import Batch
 from sparkdl.data.ragged import Ragged, Rows, dense
 from sparkdl.errors import ModelError
-from sparkdl.infer.predictor import evaluating
-from sparkdl.replica.model_loss import PerReplica, called, inner, is_model_loss
-from sparkdl.replica.recipe import Recipe
-from sparkdl.replica.seeding import seeded
-from sparkdl.replica.signature import Signature
-from sparkdl.step.compute import MiniBatch, to_tensors, weigh
-from sparkdl.step.loss import Loss, call_loss, is_sum, loss_of, masses_of
-from sparkdl.train.parallel.parallel import Parallel
+from sparkdl.infer.shipped_module import evaluating
+from sparkdl.model.loss import Loss, call_loss, is_sum, loss_of, masses_of
+from sparkdl.model.model_loss import PerReplica, called, inner, is_model_loss
+from sparkdl.model.recipe import Recipe
+from sparkdl.model.signature import Signature
+from sparkdl.parallel.plan import Parallel
+from sparkdl.process.determinism import seeded
+from sparkdl.replica.compute import MiniBatch, to_tensors, weigh
 
 ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-4}
 """By how much the same sum may differ where numbers have this dtype, relative to the largest of what is

@@ -12,17 +12,17 @@ import torch
 from pyspark.resource import ResourceProfile
 from torch import nn
 
-from sparkdl.data.columns import check_specs
+from sparkdl.checkpoint import Checkpoint
+from sparkdl.data.columns.base import check_specs
 from sparkdl.errors import nearest
-from sparkdl.replica.policy import PRECISIONS
-from sparkdl.replica.signature import problems_of_part
-from sparkdl.train.callbacks import Callback
-from sparkdl.train.checkpoint import Checkpoint
+from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.loop.callbacks import Callback
+from sparkdl.loop.triggers import Trigger
+from sparkdl.loop.validation import Validation
+from sparkdl.model.policy import PRECISIONS
+from sparkdl.model.signature import problems_of_part
+from sparkdl.parallel.plan import problems_of as problems_of_parallel
 from sparkdl.train.combinations import is_count, problems_of_combinations
-from sparkdl.train.parallel.parallel import problems_of as problems_of_parallel
-from sparkdl.train.trained import TrainedModel
-from sparkdl.train.triggers import Trigger
-from sparkdl.train.validation import Validation
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer

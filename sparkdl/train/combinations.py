@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from sparkdl.checkpoint import Checkpoint
 from sparkdl.errors import nearest
-from sparkdl.infer.metrics import resolve
-from sparkdl.replica.model_loss import ModelLoss, inner, is_model_loss
-from sparkdl.train.checkpoint import Checkpoint
-from sparkdl.train.parallel.parallel import parts_of
-from sparkdl.train.triggers import Trigger
-from sparkdl.train.validation import Validation
+from sparkdl.loop.triggers import Trigger
+from sparkdl.loop.validation import Validation
+from sparkdl.metrics.named import resolve
+from sparkdl.model.model_loss import ModelLoss, inner, is_model_loss
+from sparkdl.parallel.plan import parts_of
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer

@@ -14,55 +14,55 @@ from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
+from sparkdl.checkpoint.identity import ModelIdentity
+from sparkdl.checkpoint.resume import Resuming
+from sparkdl.checkpoint.save import Identity
+from sparkdl.checkpoint.store import CheckpointStore
+from sparkdl.engines.gang.launch import check_gang
+from sparkdl.engines.registry import build_engine
+from sparkdl.engines.resources import Resources
+from sparkdl.engines.shuffle.placement import INLINE_BYTES
 from sparkdl.errors import ParameterError, TrainingError
 from sparkdl.gang.slots import SLOT_SECONDS, default_replicas, task_slots
-from sparkdl.replica.flat import filled
-from sparkdl.replica.recipe import weights_digest
-from sparkdl.session import context_of, settings_of, tell_what_costs_speed
-from sparkdl.slab.root import SlabConfig
-from sparkdl.train.callbacks import ProgressBar
-from sparkdl.train.checkpoint.identity import ModelIdentity
-from sparkdl.train.checkpoint.packed import PackSlice, ReadCarried, WithoutAverage
-from sparkdl.train.checkpoint.store import CheckpointStore
-from sparkdl.train.checkpoint_model import told_in_manifest
-from sparkdl.train.checkpointing import Identity
-from sparkdl.train.cluster.gpus import within_gpus
-from sparkdl.train.cluster.locality import places_awaited
-from sparkdl.train.cluster.places import INLINE_BYTES
-from sparkdl.train.cluster.placing import place, source, validation_set
-from sparkdl.train.cluster.resources import Resources
-from sparkdl.train.cluster.warm_up import daemons_starting
-from sparkdl.train.continuing import (
-    Carried,
-    KeptState,
-    begin_batch,
-    chosen_state,
-    has_rows,
-)
-from sparkdl.train.engine import (
+from sparkdl.infer.checkpoint_model import told_in_manifest
+from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.loop.advance import caught_up, first_state
+from sparkdl.loop.callbacks import ProgressBar
+from sparkdl.loop.engine import (
     AVERAGE,
     BEST,
     CURRENT,
     Engine,
     ReadState,
 )
-from sparkdl.train.engines.build import build_engine
-from sparkdl.train.gang_checks import check_gang
-from sparkdl.train.history import History
-from sparkdl.train.interrupt import interruptible
-from sparkdl.train.loop import train
-from sparkdl.train.loop_stages import stages_of
+from sparkdl.loop.history import History
+from sparkdl.loop.interrupt import interruptible
+from sparkdl.loop.loop import train
+from sparkdl.loop.state import TrainState
+from sparkdl.loop.triggers import MaxEpoch
+from sparkdl.model.flat import filled
+from sparkdl.model.recipe import weights_digest
+from sparkdl.session import context_of, settings_of, tell_what_costs_speed
+from sparkdl.slab.root import SlabConfig
+from sparkdl.slices.packed_slices import PackSlice, ReadCarried, WithoutAverage
+from sparkdl.spark.gpus import within_gpus
+from sparkdl.spark.locality import places_awaited
+from sparkdl.spark.warm_up import daemons_starting
+from sparkdl.train.carried import (
+    Carried,
+    KeptState,
+    begin_batch,
+    chosen_state,
+    has_rows,
+)
+from sparkdl.train.periodic_tasks import stages_of
+from sparkdl.train.place_samples import place, source, validation_set
 from sparkdl.train.preflight import preflight
 from sparkdl.train.prepare import prepare
-from sparkdl.train.progress import caught_up, first_state
 from sparkdl.train.recipes import build_model
 from sparkdl.train.rescue import Rescue
-from sparkdl.train.resuming import Resuming
 from sparkdl.train.sizes import check_sizes
-from sparkdl.train.state import TrainState
-from sparkdl.train.trained import TrainedModel
 from sparkdl.train.trainer import Trainer
-from sparkdl.train.triggers import MaxEpoch
 
 logger = logging.getLogger("sparkdl")
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.data.handle import Field
-from sparkdl.replica.model_loss import ModelLoss, inner
-from sparkdl.replica.signature import described, for_example
+from sparkdl.data.fields import Field
+from sparkdl.model.model_loss import ModelLoss, inner
+from sparkdl.model.signature import described, for_example
 
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError
-from sparkdl.replica.flat import changed_form, form_of
+from sparkdl.model.flat import changed_form, form_of
 
 logger = logging.getLogger("sparkdl")
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))

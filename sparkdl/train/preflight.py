@@ -12,25 +12,25 @@ import numpy as np
 import torch
 from torch import nn
 
-from sparkdl.data.assemble import input_fields, preview_batch
-from sparkdl.data.batches import EpochPlan
+from sparkdl.data.batches import input_fields, preview_batch
+from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ParameterError
 from sparkdl.infer.output import Output
-from sparkdl.replica.recipe import Recipe
-from sparkdl.replica.seeding import seeded
-from sparkdl.step.compute import to_tensors
+from sparkdl.loop.engine import ValidationSet
+from sparkdl.model.recipe import Recipe
+from sparkdl.parallel.fsdp import check_all_used
+from sparkdl.parallel.pipeline import check_one_length
+from sparkdl.parallel.plan import parallel_of
+from sparkdl.process.determinism import seeded
+from sparkdl.replica.compute import to_tensors
 from sparkdl.train.averaging_checks import gives_sums, is_averaged, needs_more_rows
-from sparkdl.train.cluster.placing import assembly
-from sparkdl.train.engine import ValidationSet
-from sparkdl.train.parallel.parallel import parallel_of
-from sparkdl.train.parallel.stages import check_one_length
-from sparkdl.train.parallel.units import check_all_used
+from sparkdl.train.forward_checks import check_single_rows
+from sparkdl.train.place_samples import assembly
 from sparkdl.train.plain_state import PlainState
 from sparkdl.train.prepare import Prepared
 from sparkdl.train.probe import check_scorer, try_model
 from sparkdl.train.recipes import build_model
-from sparkdl.train.single_rows import check_single_rows
 from sparkdl.train.trainer import Trainer
 from sparkdl.train.writes import check_writes
 

@@ -15,19 +15,21 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from sparkdl.codec.files import mappable
 from sparkdl.errors import ParameterError, SessionError
 from sparkdl.infer.evaluate import check_metrics
-from sparkdl.infer.metrics import resolve
-from sparkdl.replica.care import passing_buffers
+from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.loop.schedule import Schedule
+from sparkdl.metrics.named import resolve
+from sparkdl.model.flat import Layout, layout_of
+from sparkdl.model.preparation import passing_buffers
+from sparkdl.model.recipe import Recipe
+from sparkdl.parallel.fsdp import check_sharding
+from sparkdl.parallel.pipeline import check_stages
+from sparkdl.parallel.tensor import check_cutting
 from sparkdl.replica.compare import Description, describe
-from sparkdl.replica.flat import Layout, layout_of
-from sparkdl.replica.recipe import Recipe
 from sparkdl.session import context_of
-from sparkdl.sync.optimizer import OptimizerPlan
-from sparkdl.train.parallel.layers import check_cutting
-from sparkdl.train.parallel.stages import check_stages
-from sparkdl.train.parallel.units import check_sharding
-from sparkdl.train.reading import mappable
+from sparkdl.slices.optimizer import OptimizerPlan
 from sparkdl.train.recipes import (
     build_model,
     check_columns,
@@ -36,8 +38,6 @@ from sparkdl.train.recipes import (
     pickled,
     plan_optimizer,
 )
-from sparkdl.train.schedule import Schedule
-from sparkdl.train.trained import TrainedModel
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer

@@ -10,17 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.data.assemble import Batch, preview_batch
-from sparkdl.data.handle import Field
+from sparkdl.data.batches import Batch, preview_batch
+from sparkdl.data.fields import Field
 from sparkdl.errors import ModelError
 from sparkdl.infer.output import Output
-from sparkdl.infer.predictor import evaluating, run_batches
-from sparkdl.replica.model_loss import called, inner, is_model_loss
-from sparkdl.replica.recipe import Recipe
-from sparkdl.replica.seeding import seeded
-from sparkdl.replica.signature import Signature, described
-from sparkdl.step.compute import to_tensors, weigh
-from sparkdl.step.loss import (
+from sparkdl.infer.shipped_module import evaluating, run_batches
+from sparkdl.loop.engine import ValidationSet
+from sparkdl.model.loss import (
     Loss,
     NoValuePerSample,
     OfClasses,
@@ -31,7 +27,11 @@ from sparkdl.step.loss import (
     loss_of,
     masses_of,
 )
-from sparkdl.train.engine import ValidationSet
+from sparkdl.model.model_loss import called, inner, is_model_loss
+from sparkdl.model.recipe import Recipe
+from sparkdl.model.signature import Signature, described
+from sparkdl.process.determinism import seeded
+from sparkdl.replica.compute import to_tensors, weigh
 from sparkdl.train.hints import (
     dtypes_of,
     input_hint,

@@ -11,16 +11,16 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from sparkdl.data.columns import Specs
+from sparkdl.data.columns.base import Specs
 from sparkdl.errors import ModelError, cannot_travel, nearest
-from sparkdl.replica.care import check_modules
-from sparkdl.replica.flat import Layout, Segment, layout_of
-from sparkdl.replica.pickling import dumps
-from sparkdl.replica.policy import Policy
-from sparkdl.replica.recipe import Recipe
-from sparkdl.sync.compression import GradBucket, compress
-from sparkdl.sync.optimizer import OptimizerPlan
-from sparkdl.sync.traits import SEVERAL
+from sparkdl.model.flat import Layout, Segment, layout_of
+from sparkdl.model.pickling import dumps
+from sparkdl.model.policy import Policy
+from sparkdl.model.preparation import check_modules
+from sparkdl.model.recipe import Recipe
+from sparkdl.slices.compression import GradBucket, compress
+from sparkdl.slices.optimizer import OptimizerPlan
+from sparkdl.slices.optimizer_probe import SEVERAL
 from sparkdl.train.hints import text_of
 from sparkdl.usercode import accompanied
 

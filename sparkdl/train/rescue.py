@@ -14,14 +14,14 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from sparkdl.checkpoint.config import Checkpoint
+from sparkdl.checkpoint.save import Checkpointer, Identity
+from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.errors import CheckpointError, SparkdlError, StalledError
-from sparkdl.train.callbacks import Callback
-from sparkdl.train.checkpoint.settings import Checkpoint
-from sparkdl.train.checkpoint.store import CheckpointStore
-from sparkdl.train.checkpointing import Checkpointer, Identity
-from sparkdl.train.engine import Engine
-from sparkdl.train.history import History
-from sparkdl.train.state import TrainState
+from sparkdl.loop.callbacks import Callback
+from sparkdl.loop.engine import Engine
+from sparkdl.loop.history import History
+from sparkdl.loop.state import TrainState
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer

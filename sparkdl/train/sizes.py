@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from pyspark import SparkContext
 
 from sparkdl.errors import ParameterError
-from sparkdl.frames import is_local
+from sparkdl.process.available_memory import left_to_machine, left_to_process
 from sparkdl.slab import memory
 from sparkdl.slab.root import SHARED_MEMORY
-from sparkdl.train.rank.memory import left_to_machine, left_to_process
+from sparkdl.spark.frames import is_local
 
 if TYPE_CHECKING:
-    from sparkdl.replica.flat import Layout
+    from sparkdl.model.flat import Layout
     from sparkdl.train.trainer import Trainer
 
 SMALL_BYTES = 64 << 20

@@ -13,25 +13,25 @@ from pyspark.resource import ResourceProfile
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.data.columns import Sequence as VaryingLength
-from sparkdl.data.columns import Spec
+from sparkdl.checkpoint import Checkpoint
+from sparkdl.data.columns.base import Sequence as VaryingLength
+from sparkdl.data.columns.base import Spec
 from sparkdl.errors import ParameterError, raise_all
+from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.loop.callbacks import Callback
+from sparkdl.loop.state import TrainState, expected
+from sparkdl.loop.triggers import MaxEpoch, Trigger
+from sparkdl.loop.validation import Validation
+from sparkdl.model.policy import Policy
+from sparkdl.model.signature import Signature
+from sparkdl.parallel.base import Strategy
+from sparkdl.parallel.plan import parts_of
 from sparkdl.plain import make_plain, plain_list
-from sparkdl.replica.policy import Policy
-from sparkdl.replica.signature import Signature
-from sparkdl.sync.compression import GradBucket
-from sparkdl.train.callbacks import Callback
-from sparkdl.train.checkpoint import Checkpoint
+from sparkdl.slices.compression import GradBucket
 from sparkdl.train.checks import NAMES, VALUES, problems_of, problems_of_start
-from sparkdl.train.parallel.parallel import parts_of
-from sparkdl.train.parallel.strategy import Strategy
-from sparkdl.train.state import TrainState, expected
-from sparkdl.train.trained import TrainedModel
-from sparkdl.train.triggers import MaxEpoch, Trigger
-from sparkdl.train.validation import Validation
 
 if TYPE_CHECKING:
-    from sparkdl.train.continuing import Carried
+    from sparkdl.train.carried import Carried
 
 TEN_EPOCHS = MaxEpoch(10)
 
@@ -152,7 +152,7 @@ class Trainer:
     compression: Callable[[GradBucket], Mapping[str, torch.Tensor]] | None = None
     """What makes gradients smaller before they travel: :class:`sparkdl.TopK`,
     :class:`sparkdl.PowerSGD`, or a function of a :class:`sparkdl.GradBucket` that returns tensors by
-    name, see :mod:`sparkdl.sync.compression`. Slices are then cut between tensors."""
+    name, see :mod:`sparkdl.slices.compression`. Slices are then cut between tensors."""
 
     # The model.
     weights: Mapping[str, torch.Tensor] | str | os.PathLike[str] | None = None

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError
-from sparkdl.replica.recipe import frozen_digests
-from sparkdl.replica.seeding import seeded
-from sparkdl.replica.signature import Signature
-from sparkdl.step.compute import to_tensors
+from sparkdl.model.recipe import frozen_digests
+from sparkdl.model.signature import Signature
+from sparkdl.process.determinism import seeded
+from sparkdl.replica.compute import to_tensors
 
 
 def check_writes(module: nn.Module, signature: Signature, inputs: Sequence[np.ndarray]) -> None:

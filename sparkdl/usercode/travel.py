@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkdl.errors import ModelError
-from sparkdl.report import REMEDY
+from sparkdl.spark.failures import REMEDY
 from sparkdl.usercode.behind import modules_behind
 from sparkdl.usercode.code import codes_of_file, functions_of
 

@@ -18,8 +18,8 @@ from harness.faulty import LARGE, frame, outcome, trainer
 from harness.inject import Fault, at
 
 import sparkdl
-from sparkdl.train.engines import shuffle
-from sparkdl.train.engines.form import Form
+from sparkdl.engines.shuffle import engine as shuffle
+from sparkdl.engines.shuffle.form import Form
 
 WAYS = ("references", "bytes")
 STRAGGLER_SECONDS = 60.0

@@ -9,7 +9,7 @@ from harness.faulty import chain, pair
 from harness.inject import Fault, at
 
 import sparkdl
-from sparkdl.train.checkpoint.store import CheckpointStore
+from sparkdl.checkpoint.store import CheckpointStore
 
 REPLICAS = 2
 DDP, ZERO1 = {"strategy": "ddp"}, {"strategy": "zero1"}

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import sparkdl
-from sparkdl.train.checkpoint.store import CheckpointStore
+from sparkdl.checkpoint.store import CheckpointStore
 
 WIDTH, CLASSES = 6, 3
 

@@ -15,10 +15,10 @@ from harness.slabs import slabs_apart
 from pyspark import SparkContext, StorageLevel
 from pyspark.core.rdd import RDD
 
-from sparkdl.frames import map_frames, send, shuffle_frames, zip_frames
+from sparkdl.engines.resources import Resources
 from sparkdl.slab.root import SlabConfig, open_root
-from sparkdl.train.cluster.neighbours import Executor, executors, one_each
-from sparkdl.train.cluster.resources import Resources
+from sparkdl.spark.executors import Executor, executors, one_each
+from sparkdl.spark.frames import map_frames, send, shuffle_frames, zip_frames
 
 EXECUTORS = 3
 CASES = ("none", "one", "both", "lost")

@@ -17,7 +17,7 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import sparkdl
-from sparkdl.train.checkpoint.store import CheckpointStore
+from sparkdl.checkpoint.store import CheckpointStore
 
 pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(600)]
 SCRIPT = Path(kill_the_driver.__file__)

@@ -17,21 +17,27 @@ from launch import digest, launch
 from pyspark import cloudpickle
 
 import sparkdl
-from sparkdl.data.assemble import Assembly
-from sparkdl.data.handle import SampleHandle
-from sparkdl.data.partition import PartitionWriter
+from sparkdl.codec.frames import decode
+from sparkdl.data.batches import Assembly
+from sparkdl.data.fields import SampleHandle
+from sparkdl.data.partition_writer import PartitionWriter
+from sparkdl.engines.shuffle.messages import (
+    RESIDUAL_FOREIGN,
+    ResidualHandle,
+    SliceHandle,
+    SliceReport,
+    Step,
+)
+from sparkdl.engines.shuffle.placement import Places
+from sparkdl.engines.shuffle.replica_context import AtSeats, PrepareReplica
+from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
+from sparkdl.engines.shuffle.state_tasks import InitialState, PrepareOwner, RecipeSource
+from sparkdl.engines.shuffle.update_tasks import Synchronize
 from sparkdl.errors import StaleReferenceError
-from sparkdl.replica.recipe import Recipe
+from sparkdl.model.recipe import Recipe
 from sparkdl.replica.run import ReplicaHandle, Run
 from sparkdl.slab.pool import Pool, close_pool, open_pool
 from sparkdl.slab.root import SlabConfig, remove_root
-from sparkdl.step.job import ForwardBackward
-from sparkdl.step.seat import AtSeats, PrepareReplica
-from sparkdl.sync.codec import decode
-from sparkdl.sync.job import Synchronize
-from sparkdl.sync.owners import InitialState, PrepareOwner, RecipeSource
-from sparkdl.sync.records import RESIDUAL_FOREIGN, ResidualHandle, SliceHandle, SliceReport, Step
-from sparkdl.train.cluster.places import Places
 
 pytestmark = pytest.mark.faults
 SCRIPT = Path(train_with_faults.__file__)

@@ -8,7 +8,7 @@ from harness import faulty
 from harness.inject import Fault, at
 
 import sparkdl
-from sparkdl.train.engines import node_sums
+from sparkdl.engines.shuffle import node_sums
 
 REPLICAS, SLICES, ITERATIONS = 3, 2, 6
 

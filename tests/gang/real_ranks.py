@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sparkdl.gang.communicator import Communicator
+from sparkdl.collectives.communicator import Communicator
 
 WORLD = 8
 SHORT = "the last two, with a short timeout"
@@ -48,7 +48,7 @@ class Ranks:
 def real_ranks() -> Iterator[Ranks]:
     """WORLD processes, forked from one that has imported torch."""
     start = multiprocessing.get_context("forkserver")
-    start.set_forkserver_preload(["torch", "torch.distributed", "sparkdl.gang.communicator"])
+    start.set_forkserver_preload(["torch", "torch.distributed", "sparkdl.collectives.communicator"])
     with tempfile.TemporaryDirectory() as folder:
         ends = [start.Pipe() for _ in range(WORLD)]
         store = os.path.join(folder, "store")

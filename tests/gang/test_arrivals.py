@@ -9,8 +9,8 @@ import pytest
 from sparkdl.errors import TrainingError
 from sparkdl.gang.arrivals import Arrivals
 from sparkdl.gang.channel import Channel
-from sparkdl.gang.member import ERROR, Failure, Hello
-from sparkdl.gang.team import Team
+from sparkdl.gang.rank_group import Team
+from sparkdl.gang.rank_task import ERROR, Failure, Hello
 
 KEY = b"key"
 

@@ -16,9 +16,9 @@ import torch
 from sparkdl.errors import StalledError, TrainingError
 from sparkdl.gang.arrivals import Arrivals
 from sparkdl.gang.channel import Listener
-from sparkdl.gang.member import Hello, Meeting, Member
-from sparkdl.gang.team import Team
-from sparkdl.gang.turns import HOLD_SECONDS, MOST_HELD
+from sparkdl.gang.command_queue import HOLD_SECONDS, MOST_HELD
+from sparkdl.gang.rank_group import Team
+from sparkdl.gang.rank_task import Hello, Meeting, Member
 
 pytestmark = pytest.mark.gang
 

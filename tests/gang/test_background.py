@@ -16,10 +16,10 @@ from pyspark import cloudpickle
 
 import sparkdl
 from sparkdl import CheckpointError, ParameterError
-from sparkdl.train import checkpointing
-from sparkdl.train.checkpoint.files import Folder
-from sparkdl.train.checkpoint.store import CheckpointStore
-from sparkdl.train.checkpointing import WriteSlice
+from sparkdl.checkpoint import save as checkpointing
+from sparkdl.checkpoint.files import Folder
+from sparkdl.checkpoint.save import WriteSlice
+from sparkdl.checkpoint.store import CheckpointStore
 
 pytestmark = [pytest.mark.gang, pytest.mark.spark, pytest.mark.usefixtures("nothing_left")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -16,8 +16,8 @@ from torch import nn
 
 import sparkdl
 from sparkdl import ModelError, ParameterError
-from sparkdl.train.rank.batchnorm import GlobalBatchNorm, synchronise
-from sparkdl.train.rank.company import keeping_company
+from sparkdl.engines.gang.batchnorm import GlobalBatchNorm, synchronise
+from sparkdl.replica.padding_pass import keeping_company
 
 pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

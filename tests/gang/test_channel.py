@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 import sparkdl.gang.channel
 from sparkdl.errors import StalledError
 from sparkdl.gang.channel import NONCE_BYTES, Channel, ChannelError, Listener, connect
-from sparkdl.gang.member import OUTPUT, Hello
-from sparkdl.gang.team import Team
+from sparkdl.gang.rank_group import Team
+from sparkdl.gang.rank_task import OUTPUT, Hello
 
 pytestmark = pytest.mark.gang
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_ranks import Network, VirtualLink, on_virtual_ranks
 
-from sparkdl.gang.collectives import ALGORITHMS
-from sparkdl.gang.costs import Terms, cost, terms
-from sparkdl.gang.halving import even_bounds, power_below
-from sparkdl.gang.link import Among
+from sparkdl.collectives.algorithms import ALGORITHMS
+from sparkdl.collectives.costs import Terms, cost, terms
+from sparkdl.collectives.halving import even_bounds, power_below
+from sparkdl.collectives.link import Among
 
 CASES = [(operation, name) for operation, names in ALGORITHMS.items() for name in names]
 SUMS = ("reduce", "all_reduce", "reduce_scatter")

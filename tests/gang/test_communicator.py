@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from real_ranks import SHORT, Ranks, real_ranks
 
+from sparkdl.collectives.algorithms import ALGORITHMS
+from sparkdl.collectives.arguments import DTYPES, LIBRARY, OPS
+from sparkdl.collectives.communicator import Communicator
+from sparkdl.collectives.costs import terms
 from sparkdl.errors import ParameterError
-from sparkdl.gang.checks import DTYPES, LIBRARY, OPS
-from sparkdl.gang.collectives import ALGORITHMS
-from sparkdl.gang.communicator import Communicator
-from sparkdl.gang.costs import terms
 
 pytestmark = pytest.mark.gang
 

@@ -317,7 +317,7 @@ def test_a_snapshot_that_cannot_be_taken_stops_no_training(frames, caplog, monke
     df = frames(12, 12)
     run = trainer_of(optimizer=partial(Dated, lr=0.1))
     expected = replace(run, engine="local", slices=1).fit(df)
-    monkeypatch.setattr("sparkdl.train.engines.build.is_local", lambda context: False)
+    monkeypatch.setattr("sparkdl.engines.registry.is_local", lambda context: False)
     settings = Settings(progress="false", snapshot_seconds=0.0)
     monkeypatch.setattr("sparkdl.train.fit.settings_of", lambda *_: settings)
     with caplog.at_level("WARNING", logger="sparkdl"):

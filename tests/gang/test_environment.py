@@ -13,7 +13,7 @@ from pyspark import cloudpickle
 
 import sparkdl
 from sparkdl.gang.environment import Announce, Where, variables
-from sparkdl.gang.member import Member
+from sparkdl.gang.rank_task import Member
 
 pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sparkdl.replica.flat import layout_of
-from sparkdl.sync.contribution import SectionMap, open_section, section_nbytes
-from sparkdl.sync.packing import TensorSpec, aligned, open_packed, packed_nbytes
-from sparkdl.sync.plan import slice_plans
-from sparkdl.train.rank.exchanged import head_of, open_parcel
-from sparkdl.train.rank.node_files import pack_kept, unpack_kept
+from sparkdl.codec.packed import TensorSpec, aligned, open_packed, packed_nbytes
+from sparkdl.engines.gang.node_files import pack_kept, unpack_kept
+from sparkdl.engines.gang.strategies.sections import head_of, open_parcel
+from sparkdl.model.flat import layout_of
+from sparkdl.slices.section import SectionMap, open_section, section_nbytes
+from sparkdl.slices.spec import slice_plans
 
 pytestmark = pytest.mark.gang
 LAYOUT = layout_of(

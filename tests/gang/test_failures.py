@@ -16,13 +16,13 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleGPipe
 
+from sparkdl.collectives.communicator import Communicator
+from sparkdl.engines.gang.engine import GangEngine
+from sparkdl.engines.gang.in_flight import Asked
+from sparkdl.engines.gang.node_files import SnapshotFiles, unpack_kept
+from sparkdl.engines.gang.snapshots import Snapshots
 from sparkdl.errors import StateLostError, TrainingError
-from sparkdl.gang.communicator import Communicator
-from sparkdl.gang.member import Failure, _failure
-from sparkdl.train.engines.asked import Asked
-from sparkdl.train.engines.gang import GangEngine
-from sparkdl.train.rank.node_files import SnapshotFiles, unpack_kept
-from sparkdl.train.rank.snapshots import Snapshots
+from sparkdl.gang.rank_task import Failure, _failure
 
 pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -23,8 +23,8 @@ from torch import nn
 
 import sparkdl
 from sparkdl import ParameterError, TrainingError
-from sparkdl.gang.hosting import Hosting
-from sparkdl.gang.launch import Gang
+from sparkdl.gang.driver import Gang
+from sparkdl.gang.oversubscribe import Hosting
 
 pytestmark = [
     pytest.mark.gang,

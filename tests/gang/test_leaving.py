@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparkdl.gang.group import leave
+from sparkdl.gang.process_group import leave
 
 pytestmark = pytest.mark.gang
 

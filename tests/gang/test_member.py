@@ -20,9 +20,9 @@ from pyspark import cloudpickle
 from sparkdl.errors import StateLostError, TrainingError
 from sparkdl.gang.arrivals import Arrivals
 from sparkdl.gang.channel import Listener
-from sparkdl.gang.member import Hello, Meeting, Member
-from sparkdl.gang.team import Team
-from sparkdl.gang.turns import END_SECONDS
+from sparkdl.gang.command_queue import END_SECONDS
+from sparkdl.gang.rank_group import Team
+from sparkdl.gang.rank_task import Hello, Meeting, Member
 
 pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -42,7 +42,7 @@ Begin = Callable[..., tuple[Team, Any]]
 def begin() -> Iterator[Begin]:
     """A team of one, and the rank's process."""
     start = multiprocessing.get_context("forkserver")
-    start.set_forkserver_preload(["torch", "torch.distributed", "sparkdl.gang.member"])
+    start.set_forkserver_preload(["torch", "torch.distributed", "sparkdl.gang.rank_task"])
     listener, begun = Listener("127.0.0.1"), []
 
     def make(output: bool = False, afterwards: float = 0.0, timeout: float = 60.0) -> Any:

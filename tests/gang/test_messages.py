@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from real_ranks import Ranks, real_ranks
 
-from sparkdl.gang.communicator import Communicator
-from sparkdl.train.rank.messages import (
+from sparkdl.collectives.communicator import Communicator
+from sparkdl.engines.gang.rank_messages import (
     _read,
     _written,
     broadcast,

@@ -22,8 +22,14 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
-from sparkdl.gang.member import _by_group
-from sparkdl.train.rank.near_messages import SLOT_BYTES, SLOTS, Line, NearGroup, near_group
+from sparkdl.engines.gang.strategies.pipeline_messages import (
+    SLOT_BYTES,
+    SLOTS,
+    Line,
+    NearGroup,
+    near_group,
+)
+from sparkdl.gang.rank_task import _by_group
 
 pytestmark = [pytest.mark.gang, pytest.mark.linux]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -9,7 +9,7 @@ import torch
 from pyspark import cloudpickle
 from real_ranks import real_ranks
 
-from sparkdl.train.rank.one_round import (
+from sparkdl.collectives.direct import (
     MOST_BYTES,
     MOST_RANKS,
     OneRound,

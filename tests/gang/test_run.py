@@ -22,8 +22,8 @@ from pyspark import cloudpickle
 
 import sparkdl
 from sparkdl import ParameterError, StalledError, StateLostError, TrainingError
-from sparkdl.gang import group
-from sparkdl.gang.group import FileStore
+from sparkdl.gang import process_group as group
+from sparkdl.gang.process_group import FileStore
 
 pytestmark = [pytest.mark.gang, pytest.mark.spark]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

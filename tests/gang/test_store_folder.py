@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sparkdl.gang import group
+from sparkdl.gang import process_group as group
 
 pytestmark = pytest.mark.gang
 RANKS, GANGS = 4, 20

@@ -14,21 +14,21 @@ from pyspark import cloudpickle
 from real_ranks import WORLD, real_ranks
 from torch import nn
 
-from sparkdl.clock import Clock
-from sparkdl.data.assemble import Batch
+from sparkdl.data.batches import Batch
+from sparkdl.engines.gang.batchnorm import GlobalBatchNorm, synchronise
+from sparkdl.engines.gang.groups import check_carried
+from sparkdl.engines.gang.strategies.base import Copied, GradientVector
+from sparkdl.engines.gang.strategies.ddp import AtOnce, DataParallel
 from sparkdl.errors import SessionError
-from sparkdl.replica.live import LiveReplica
-from sparkdl.replica.policy import Policy
-from sparkdl.replica.recipe import Recipe
-from sparkdl.step.compute import MiniBatch, forward_backward
-from sparkdl.sync.plan import slice_plans
-from sparkdl.train.parallel.parallel import parallel_of
-from sparkdl.train.parallel.strategy import DDP, strategy_of
-from sparkdl.train.rank.batchnorm import GlobalBatchNorm, synchronise
-from sparkdl.train.rank.company import keeping_company
-from sparkdl.train.rank.data_parallel import AtOnce, DataParallel
-from sparkdl.train.rank.groups import check_carried
-from sparkdl.train.rank.summing import Copied, GradientVector
+from sparkdl.model.live_replica import LiveReplica
+from sparkdl.model.policy import Policy
+from sparkdl.model.recipe import Recipe
+from sparkdl.parallel.base import DDP, strategy_of
+from sparkdl.parallel.plan import parallel_of
+from sparkdl.replica.clock import Clock
+from sparkdl.replica.compute import MiniBatch, forward_backward
+from sparkdl.replica.padding_pass import keeping_company
+from sparkdl.slices.spec import slice_plans
 
 pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

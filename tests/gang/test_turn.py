@@ -17,7 +17,7 @@ from pyspark import cloudpickle
 from torch import nn
 
 import sparkdl
-from sparkdl.train.rank.turn import Turn
+from sparkdl.engines.gang.build_turn import Turn
 
 pytestmark = [pytest.mark.gang, pytest.mark.spark, pytest.mark.usefixtures("nothing_left")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

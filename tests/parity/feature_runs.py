@@ -22,17 +22,17 @@ from pyspark import SparkConf
 from torch import nn
 
 import sparkdl
-from sparkdl.data.batches import EpochPlan, permutation
-from sparkdl.data.mapped import open_partition
+from sparkdl.data.epoch import EpochPlan, permutation
+from sparkdl.data.partition_reader import open_partition
 from sparkdl.data.preview import Preview
 from sparkdl.data.samples import SampleSet, Source, _sample_set
-from sparkdl.replica.flat import Layout, layout_of
-from sparkdl.replica.recipe import Recipe
-from sparkdl.step.compute import to_tensors
+from sparkdl.engines.local import LocalEngine
+from sparkdl.model.flat import Layout, layout_of
+from sparkdl.model.recipe import Recipe
+from sparkdl.replica.compute import to_tensors
 from sparkdl.train import fit as fit_module
+from sparkdl.train import place_samples as placing_module
 from sparkdl.train import prepare as prepare_module
-from sparkdl.train.cluster import placing as placing_module
-from sparkdl.train.engines.local import LocalEngine
 
 WIDTH, CLASSES, BATCH_SIZE, ITERATIONS = 6, 3, 8, 9
 

@@ -20,18 +20,18 @@ from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
 import sparkdl
-import sparkdl.train.cluster.placing as placing_module
-from sparkdl.data.batches import EpochPlan, derive_seed, permutation
-from sparkdl.data.mapped import close_partitions, open_partition
+import sparkdl.train.place_samples as placing_module
+from sparkdl.data.epoch import EpochPlan, derive_seed, permutation
+from sparkdl.data.partition_reader import close_partitions, open_partition
 from sparkdl.data.samples import SampleSet, Source, materialize_here
-from sparkdl.replica.flat import Layout, layout_of
-from sparkdl.replica.recipe import Recipe
-from sparkdl.replica.seeding import seeded
+from sparkdl.engines.local import LocalEngine
+from sparkdl.engines.shuffle.engine import ShuffleEngine
+from sparkdl.model.flat import Layout, layout_of
+from sparkdl.model.loss import call_loss
+from sparkdl.model.recipe import Recipe
+from sparkdl.process.determinism import seeded
+from sparkdl.replica.compute import to_tensors
 from sparkdl.slab.root import SlabConfig, remove_root
-from sparkdl.step.compute import to_tensors
-from sparkdl.step.loss import call_loss
-from sparkdl.train.engines.local import LocalEngine
-from sparkdl.train.engines.shuffle import ShuffleEngine
 
 ITERATIONS = 10
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}

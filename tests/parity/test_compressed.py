@@ -23,7 +23,7 @@ from feature_runs import (
 )
 
 import sparkdl
-from sparkdl.data.batches import derive_seed
+from sparkdl.data.epoch import derive_seed
 
 pytestmark = pytest.mark.parity
 SGD = partial(torch.optim.SGD, lr=0.5, momentum=0.5)

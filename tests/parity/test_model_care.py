@@ -30,8 +30,8 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_avg_fn
 
 import sparkdl
-from sparkdl.replica.flat import FlatModule
-from sparkdl.sync.histogram import EDGES
+from sparkdl.model.flat import FlatModule
+from sparkdl.slices.histogram import EDGES
 
 pytestmark = pytest.mark.parity
 cuts = pytest.mark.parametrize(("sizes", "slices"), CUTS, ids=str)

@@ -21,17 +21,17 @@ from torch import nn, optim
 from torch.optim import lr_scheduler
 
 import sparkdl.optim
+from sparkdl.engines.shuffle.store import pack, unpack
 from sparkdl.errors import ModelError
-from sparkdl.replica.flat import FlatModule
-from sparkdl.replica.optimizers import build_optimizers
-from sparkdl.replica.recipe import Recipe
-from sparkdl.sync.apply import step_slice
-from sparkdl.sync.optimizer import OptimizerPlan
-from sparkdl.sync.plan import SlicePlan, slice_plans
-from sparkdl.sync.state import SliceState
-from sparkdl.sync.store import pack, unpack
-from sparkdl.train.schedule import Schedule
-from sparkdl.train.state import TrainState
+from sparkdl.loop.schedule import Schedule
+from sparkdl.loop.state import TrainState
+from sparkdl.model.flat import FlatModule
+from sparkdl.model.optimizer_factory import build_optimizers
+from sparkdl.model.recipe import Recipe
+from sparkdl.slices.optimizer import OptimizerPlan
+from sparkdl.slices.optimizer_step import step_slice
+from sparkdl.slices.spec import SlicePlan, slice_plans
+from sparkdl.slices.state import SliceState
 
 pytestmark = pytest.mark.parity
 

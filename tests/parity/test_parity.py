@@ -23,8 +23,8 @@ from parity_reference import (
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import sparkdl
-import sparkdl.sync.owner
-from sparkdl.sync.gradient import Reduced
+import sparkdl.slices.update
+from sparkdl.slices.reduce import Reduced
 
 pytestmark = [pytest.mark.parity, pytest.mark.spark]
 
@@ -150,7 +150,7 @@ def test_the_comparison_notices_a_wrong_mean(datasets, expected, wrong):
         out.copy_(sum(c.gradient for c in chosen) / len(chosen))
         return Reduced(out)
 
-    with mock.patch.object(sparkdl.sync.owner, "reduce_gradients", reduce):
+    with mock.patch.object(sparkdl.slices.update, "reduce_gradients", reduce):
         observed = observe(trainer_of(case), dataset_of(datasets, case), "local")
     assert worst_error(observed.steps, expected(case).steps) > 1e-3
 

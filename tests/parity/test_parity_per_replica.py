@@ -157,7 +157,7 @@ def _master_copy_training(trainer, data) -> list[dict[str, torch.Tensor]]:
 
 
 def sparkdl_seed(seed: int):
-    from sparkdl.replica.seeding import seeded
+    from sparkdl.process.determinism import seeded
 
     return seeded(seed)
 

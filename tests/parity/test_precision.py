@@ -25,7 +25,7 @@ from feature_runs import (
 from torch import nn
 
 import sparkdl
-from sparkdl.replica.flat import FlatModule
+from sparkdl.model.flat import FlatModule
 
 pytestmark = pytest.mark.parity
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -213,7 +213,7 @@ class Amplifier(nn.Module):
 
 
 def test_the_scale_halves_on_overflow_and_recovers(monkeypatch):
-    monkeypatch.setattr("sparkdl.train.scaling.GROWTH_ITERATIONS", 4)
+    monkeypatch.setattr("sparkdl.loop.loss_scale.GROWTH_ITERATIONS", 4)
     sizes = (22, 21)
     trainer = trainer_of(
         sizes,

@@ -21,13 +21,13 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau
 
 import sparkdl
-import sparkdl.train.cluster.placing
-from sparkdl.data.partition import close_partitions
+import sparkdl.train.place_samples
+from sparkdl.checkpoint.manifest import Manifest
+from sparkdl.checkpoint.store import CheckpointStore
+from sparkdl.data.partition_writer import close_partitions
 from sparkdl.data.samples import SampleSet, Source, materialize_here
 from sparkdl.slab.root import SlabConfig, remove_root
-from sparkdl.train.checkpoint.manifest import Manifest
-from sparkdl.train.checkpoint.slices import Part, unpack
-from sparkdl.train.checkpoint.store import CheckpointStore
+from sparkdl.slices.slice_file import Part, unpack
 
 pytestmark = [pytest.mark.parity, pytest.mark.spark]
 
@@ -182,7 +182,7 @@ def read_once(spark) -> Iterator[None]:
             made[key] = materialize_here(replace(source, slab=slab))
         return made[key]
 
-    with mock.patch.object(sparkdl.train.cluster.placing, "materialize_here", read):
+    with mock.patch.object(sparkdl.train.place_samples, "materialize_here", read):
         yield
     close_partitions()
     remove_root(slab)

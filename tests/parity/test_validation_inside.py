@@ -25,8 +25,8 @@ from feature_runs import (
 from torch import nn
 
 import sparkdl
-from sparkdl.infer.scoring import Scorer
-from sparkdl.replica.flat import FlatModule
+from sparkdl.metrics.scorer import Scorer
+from sparkdl.model.flat import FlatModule
 
 pytestmark = pytest.mark.parity
 CUTS = [
@@ -95,7 +95,7 @@ def test_values_are_those_of_the_scorer_of_evaluate(sizes, slices, held_out):
     trainer, parts, others = validated(sizes, slices, held_out, validation={"metrics": ["top@2"]})
     seen = fit_here(trainer, parts)
     inputs, labels, _ = all_rows(others)
-    from sparkdl.infer.metrics import resolve
+    from sparkdl.metrics.named import resolve
 
     scorer = Scorer(trainer.loss, tuple(resolve(["top@2"])))
     for record in seen.trained.history.validations:

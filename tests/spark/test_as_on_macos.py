@@ -65,7 +65,7 @@ def test_engines_do_without_what_only_linux_has(spark: SparkSession, tmp_path: P
 if __name__ == "__main__":
     from launch import session
 
-    from sparkdl import system
+    from sparkdl.process import system
 
     assert not system.on_linux()
     with session("local[2]") as spark:

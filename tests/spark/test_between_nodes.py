@@ -11,7 +11,7 @@ from launch import digest, launch
 from pyspark import cloudpickle
 
 import sparkdl
-from sparkdl.sync.nodes import least_bytes
+from sparkdl.engines.shuffle.traffic import least_bytes
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
 cloudpickle.register_pickle_by_value(sys.modules["train_between_nodes"])

@@ -19,9 +19,9 @@ from pyspark import SparkContext, cloudpickle
 from torch import nn
 
 import sparkdl
-from sparkdl.train.cluster import resources
-from sparkdl.train.engines import shuffle
-from sparkdl.train.engines.form import Form
+from sparkdl.engines import resources
+from sparkdl.engines.shuffle import engine as shuffle
+from sparkdl.engines.shuffle.form import Form
 
 pytestmark = pytest.mark.spark
 WIDTH = 8

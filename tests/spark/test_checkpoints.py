@@ -22,8 +22,8 @@ from pyspark import TaskContext, cloudpickle
 from torch import nn
 
 import sparkdl
-from sparkdl.train.checkpoint.store import CheckpointStore
-from sparkdl.train.engines.shuffle import ShuffleEngine
+from sparkdl.checkpoint.store import CheckpointStore
+from sparkdl.engines.shuffle.engine import ShuffleEngine
 
 pytestmark = pytest.mark.spark
 WIDTH = 6

@@ -13,9 +13,9 @@ from launch import launch
 from torch import nn
 
 import sparkdl
-from sparkdl.data.handle import Field
+from sparkdl.data.fields import Field
 from sparkdl.infer.output import Output
-from sparkdl.infer.predictor import INLINE_BYTES
+from sparkdl.infer.shipped_module import INLINE_BYTES
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 BALLAST_BYTES = {"small": 0, "large": 4 * INLINE_BYTES}

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR
 
 import sparkdl
-from sparkdl.train import checkpointing
+from sparkdl.checkpoint import save as checkpointing
 
 pytestmark = pytest.mark.spark
 WIDTH, CLASSES = 5, 3

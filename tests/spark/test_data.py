@@ -23,7 +23,7 @@ from torch import nn
 
 import sparkdl
 from sparkdl.data import samples as module
-from sparkdl.data.mapped import close_partitions, open_partition
+from sparkdl.data.partition_reader import close_partitions, open_partition
 from sparkdl.data.samples import (
     Sample,
     SampleSet,
@@ -32,9 +32,9 @@ from sparkdl.data.samples import (
     materialize,
     materialize_here,
 )
-from sparkdl.frames import map_frames
 from sparkdl.slab.pool import close_pool
 from sparkdl.slab.root import SlabConfig, remove_root
+from sparkdl.spark.frames import map_frames
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -15,16 +15,16 @@ from pyspark import StorageLevel, cloudpickle
 from pyspark.core.rdd import RDD
 from torch import nn
 
-from sparkdl.data.columns import Convert, Image, Sequence
-from sparkdl.data.handle import Field
-from sparkdl.data.mapped import close_partitions, open_partition
+from sparkdl.data.columns.base import Convert, Image, Sequence
+from sparkdl.data.fields import Field
+from sparkdl.data.partition_reader import close_partitions, open_partition
 from sparkdl.data.ragged import Padding, Ragged, concatenate
-from sparkdl.data.records import Names
+from sparkdl.data.record_tasks import Names
 from sparkdl.data.samples import Sample, SampleSet, Source, materialize, materialize_here
 from sparkdl.errors import DataError
 from sparkdl.infer.output import Output
 from sparkdl.infer.predict import PredictRecords, predict_dataframe
-from sparkdl.infer.predictor import ShippedModule
+from sparkdl.infer.shipped_module import ShippedModule
 from sparkdl.slab.pool import close_pool
 from sparkdl.slab.root import SlabConfig, remove_root
 

@@ -19,10 +19,12 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import sparkdl
-from sparkdl.train.engines import form, jobs, shuffle
-from sparkdl.train.engines.jobs import IterationJobs
-from sparkdl.train.engines.local import LocalEngine
-from sparkdl.train.engines.shuffle import ShuffleEngine
+from sparkdl.engines.local import LocalEngine
+from sparkdl.engines.shuffle import engine as shuffle
+from sparkdl.engines.shuffle import form
+from sparkdl.engines.shuffle import forms as jobs
+from sparkdl.engines.shuffle.engine import ShuffleEngine
+from sparkdl.engines.shuffle.forms import IterationJobs
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[ModelOutput.__module__])

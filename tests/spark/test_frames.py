@@ -10,7 +10,7 @@ import pytest
 from py4j.protocol import Py4JError
 from pyspark import cloudpickle
 
-from sparkdl.frames import (
+from sparkdl.spark.frames import (
     FEW_FILES,
     StoringJob,
     collect_frames,

@@ -17,12 +17,12 @@ from launch import launch
 from pyspark import cloudpickle
 from pyspark.errors import PythonException
 
-from sparkdl.data.partition import PartitionWriter
+from sparkdl.data.partition_writer import PartitionWriter
+from sparkdl.engines.resources import Resources
+from sparkdl.engines.shuffle import versions as committed
 from sparkdl.errors import TrainingError
-from sparkdl.frames import map_frames
 from sparkdl.slab.root import SlabConfig, open_root, remove_root
-from sparkdl.train.cluster.resources import Resources
-from sparkdl.train.engines import committed
+from sparkdl.spark.frames import map_frames
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -18,9 +18,10 @@ from pyspark import cloudpickle
 from torch import nn
 
 import sparkdl
-from sparkdl import broadcasts
+from sparkdl.checkpoint import save as checkpointing
 from sparkdl.errors import CheckpointError
-from sparkdl.train import checkpointing, sizes
+from sparkdl.spark import broadcasts
+from sparkdl.train import sizes
 
 pytestmark = pytest.mark.spark
 WIDTH = 700

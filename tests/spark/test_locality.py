@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkdl.train.cluster.locality import WAIT, executor_awaited, places_awaited
+from sparkdl.spark.locality import WAIT, executor_awaited, places_awaited
 
 pytestmark = pytest.mark.spark
 

@@ -25,10 +25,10 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import sparkdl
-from sparkdl.data.handle import Field
+from sparkdl.data.fields import Field
 from sparkdl.infer.output import Output
-from sparkdl.infer.predictor import INLINE_BYTES, ShippedModule
-from sparkdl.replica.signature import Part, Signature, part_of
+from sparkdl.infer.shipped_module import INLINE_BYTES, ShippedModule
+from sparkdl.model.signature import Part, Signature, part_of
 
 pytestmark = pytest.mark.spark
 for _module in (__name__, Structured.__module__):

@@ -20,7 +20,7 @@ from torch import nn
 import sparkdl
 from sparkdl.session import settings_of, tell_what_costs_speed
 from sparkdl.settings import NEEDED_FOR_SPEED, SPARK_SETTINGS, Settings
-from sparkdl.train.cluster import warm_up
+from sparkdl.spark import warm_up
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -15,11 +15,11 @@ from test_session import run
 from torch import nn
 
 import sparkdl
-from sparkdl.frames import collect_frames, map_frames
-from sparkdl.message import post, posted
-from sparkdl.properties import own_properties
+from sparkdl.spark.frames import collect_frames, map_frames
+from sparkdl.spark.message import post, posted
+from sparkdl.spark.properties import own_properties
 
-KEYS = ("spark.jobGroup.id", "spark.job.description", "callSite.short", "sparkdl.message")
+KEYS = ("spark.jobGroup.id", "spark.job.description", "callSite.short", "sparkdl.spark.message")
 
 
 @pytest.fixture(scope="module")

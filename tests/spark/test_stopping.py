@@ -16,7 +16,7 @@ from pyspark import cloudpickle
 from torch import nn
 
 import sparkdl
-from sparkdl.train.checkpoint.store import CheckpointStore
+from sparkdl.checkpoint.store import CheckpointStore
 
 pytestmark = pytest.mark.spark
 ENGINES = ["local", "shuffle", "gang"]
@@ -136,7 +136,7 @@ def test_a_second_interrupt_ends_the_fit_at_once(df, nothing_left):
 
 def test_an_iteration_that_fails_after_an_interrupt_is_an_interrupt(df, monkeypatch):
     """Ctrl-C goes to all processes of a terminal: Spark may end with it."""
-    from sparkdl.train.engines.local import LocalEngine
+    from sparkdl.engines.local import LocalEngine
 
     step = LocalEngine.step
 

@@ -14,8 +14,8 @@ from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
 import sparkdl
+from sparkdl.codec.parameters import plain_parameters
 from sparkdl.summaries import Curves, HistoryFile, MLflow, TensorBoard
-from sparkdl.summaries.parameters import plain_parameters
 
 pytestmark = pytest.mark.spark
 

@@ -11,9 +11,9 @@ import pytest
 from pyspark import cloudpickle
 
 from sparkdl.errors import TrainingError
-from sparkdl.frames import collect_frames, map_frames
-from sparkdl.train.cluster.failure import faults_explained
-from sparkdl.train.cluster.watch import Watch
+from sparkdl.spark.frames import collect_frames, map_frames
+from sparkdl.spark.job_failures import faults_explained
+from sparkdl.spark.watchdog import Watch
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 import sparkdl
-from sparkdl import broadcasts
-from sparkdl.frames import StoringJob
-from sparkdl.train.engines import blocks, node_sums
-from sparkdl.train.engines.blocks import MOST_NAMES
-from sparkdl.train.engines.shuffle import ShuffleEngine
+from sparkdl.engines.shuffle import node_sums
+from sparkdl.engines.shuffle import weight_blocks as blocks
+from sparkdl.engines.shuffle.engine import ShuffleEngine
+from sparkdl.engines.shuffle.weight_blocks import MOST_NAMES
+from sparkdl.spark import broadcasts
+from sparkdl.spark.frames import StoringJob
 
 WIDTH, CLASSES, NAMES = 16, 4, 40
 GONE_AFTER = UNTOLD_IN = 2

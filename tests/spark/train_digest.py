@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import sparkdl
-from sparkdl.train.engines.shuffle import ShuffleEngine
+from sparkdl.engines.shuffle.engine import ShuffleEngine
 
 WIDTH, CLASSES = 8, 4
 

@@ -21,22 +21,33 @@ import torch
 from pyspark import cloudpickle
 from torch import nn
 
-from sparkdl.data.assemble import Assembly
-from sparkdl.data.partition import PartitionWriter
-from sparkdl.replica.policy import Policy
-from sparkdl.replica.recipe import Recipe
+from sparkdl.data.batches import Assembly
+from sparkdl.data.partition_writer import PartitionWriter
+from sparkdl.engines.shuffle.messages import Copies, Installed, SliceHandle, SliceReport, Step
+from sparkdl.engines.shuffle.node_reduce import Combine
+from sparkdl.engines.shuffle.node_weights import HandOnWeights, Install
+from sparkdl.engines.shuffle.replica_context import (
+    AtSeats,
+    AtSeatsWithBytes,
+    PadFrames,
+    PrepareReplica,
+)
+from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
+from sparkdl.engines.shuffle.report_sinks import ToNodes, to_driver
+from sparkdl.engines.shuffle.state_tasks import (
+    InitialState,
+    PrepareOwner,
+    PublishWeights,
+    RecipeSource,
+    Recount,
+)
+from sparkdl.engines.shuffle.traffic import Nodes
+from sparkdl.engines.shuffle.update_tasks import Reduce, Synchronize, Update
+from sparkdl.model.policy import Policy
+from sparkdl.model.recipe import Recipe
 from sparkdl.replica.run import ReplicaHandle, Run
 from sparkdl.slab import pool, root
 from sparkdl.slab.root import SlabConfig
-from sparkdl.step.job import ForwardBackward
-from sparkdl.step.seat import AtSeats, AtSeatsWithBytes, PadFrames, PrepareReplica
-from sparkdl.sync.combine import Combine
-from sparkdl.sync.install import HandOnWeights, Install
-from sparkdl.sync.job import Reduce, Synchronize, Update
-from sparkdl.sync.nodes import Nodes
-from sparkdl.sync.owners import InitialState, PrepareOwner, PublishWeights, RecipeSource, Recount
-from sparkdl.sync.records import Copies, Installed, SliceHandle, SliceReport, Step
-from sparkdl.sync.tell import ToNodes, to_driver
 
 WIDTH, CLASSES, NAMES = 6, 3, 40
 Stage = list[list[bytes]]

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import sparkdl
-from sparkdl.sync.histogram import Histogram
-from sparkdl.train.state import TrainState, Validated
+from sparkdl.loop.state import TrainState, Validated
+from sparkdl.slices.histogram import Histogram
 
 PER_EPOCH, BATCH = 4, 10
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from sparkdl.data.ahead import Ahead
+from sparkdl.data.prefetch import Ahead
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.errors import ParameterError
-from sparkdl.replica.seeding import steadily
+from sparkdl.process.determinism import steadily
 
 ORDER = np.random.default_rng(0).permutation(100)
 LENGTHS = ORDER % 5 + 1

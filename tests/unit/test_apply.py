@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import nn, optim
 
-from sparkdl.replica.flat import FlatModule
-from sparkdl.replica.recipe import Recipe
+from sparkdl.engines.shuffle.store import first_version, next_version, pack, unpack
+from sparkdl.model.flat import FlatModule
+from sparkdl.model.recipe import Recipe
 from sparkdl.slab.pool import Pool
 from sparkdl.slab.root import SlabConfig, open_root, remove_root
-from sparkdl.sync.apply import _where_stepped, step_slice
-from sparkdl.sync.optimizer import OptimizerPlan
-from sparkdl.sync.plan import Piece, SlicePlan, slice_plans
-from sparkdl.sync.state import SliceState
-from sparkdl.sync.store import first_version, next_version, pack, unpack
+from sparkdl.slices.optimizer import OptimizerPlan
+from sparkdl.slices.optimizer_step import _where_stepped, step_slice
+from sparkdl.slices.spec import Piece, SlicePlan, slice_plans
+from sparkdl.slices.state import SliceState
 
 
 class Net(nn.Module):

@@ -17,8 +17,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sparkdl.data import batches
-from sparkdl.data.assemble import (
+from sparkdl.data import epoch as batches
+from sparkdl.data.batches import (
     Assembly,
     input_fields,
     plain_batch,
@@ -26,9 +26,9 @@ from sparkdl.data.assemble import (
     training_batch,
     visit_order,
 )
-from sparkdl.data.batches import permutation
-from sparkdl.data.mapped import MappedPartition, close_partitions, open_partition
-from sparkdl.data.partition import PartitionWriter
+from sparkdl.data.epoch import permutation
+from sparkdl.data.partition_reader import MappedPartition, close_partitions, open_partition
+from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Padding, Ragged, Rows
 from sparkdl.errors import ParameterError

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import sparkdl
-from sparkdl.data.assemble import Batch
+from sparkdl.data.batches import Batch
 from sparkdl.data.ragged import Ragged, Rows, dense
 from sparkdl.errors import ModelError
-from sparkdl.replica.policy import Policy
-from sparkdl.replica.recipe import Recipe
+from sparkdl.model.policy import Policy
+from sparkdl.model.recipe import Recipe
 from sparkdl.train.averaging_checks import gives_sums
 
 ROWS, WIDTH, CLASSES, WORDS = 5, 4, 3, 6

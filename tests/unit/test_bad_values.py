@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from pyspark.sql import types as sql
 from pyspark.sql.pandas.types import to_arrow_type
 
-from sparkdl.data.columns import Sequence
-from sparkdl.data.problems import Problem, RowProblem
+from sparkdl.data.columns.base import Sequence
+from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.ragged import Ragged, Rows
-from sparkdl.data.records import Sample, WriteRecords, check_alike, record_array, stack_records
+from sparkdl.data.record_tasks import Sample, WriteRecords, check_alike, record_array, stack_records
+from sparkdl.data.row_errors import Problem, RowProblem
 from sparkdl.data.schema import read_schema
-from sparkdl.data.values import to_numpy
 from sparkdl.errors import DataError
 
 many = settings(max_examples=EXAMPLES or 300, deadline=None, derandomize=not EXAMPLES)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sparkdl.data.batches import EpochPlan, derive_seed, permutation, seats
+from sparkdl.data.epoch import EpochPlan, derive_seed, permutation, seats
 
 COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=7)
 LARGE_COUNTS = st.lists(st.integers(0, 10**9), min_size=1, max_size=6)

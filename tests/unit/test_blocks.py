@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from test_plan import layouts
 from torch import nn, optim
 
-from sparkdl.replica.flat import FlatModule, Layout
-from sparkdl.replica.policy import Policy
-from sparkdl.replica.recipe import Recipe
-from sparkdl.sync import owner as owner_module
-from sparkdl.sync.blocks import cut_blocks
-from sparkdl.sync.contribution import Contribution
-from sparkdl.sync.optimizer import OptimizerPlan
-from sparkdl.sync.owner import Owner
-from sparkdl.sync.plan import SlicePlan, slice_plans
-from sparkdl.sync.state import SliceState
+from sparkdl.model.flat import FlatModule, Layout
+from sparkdl.model.policy import Policy
+from sparkdl.model.recipe import Recipe
+from sparkdl.slices import update as owner_module
+from sparkdl.slices.blocks import cut_blocks
+from sparkdl.slices.optimizer import OptimizerPlan
+from sparkdl.slices.section import Contribution
+from sparkdl.slices.spec import SlicePlan, slice_plans
+from sparkdl.slices.state import SliceState
+from sparkdl.slices.update import Owner
 
 quick = settings(deadline=None, max_examples=60)
 

@@ -8,9 +8,9 @@ import struct
 import pytest
 import torch
 
-from sparkdl.sync.buffers import merge_buffers
-from sparkdl.sync.contribution import Contribution
-from sparkdl.sync.plan import Piece, SlicePlan
+from sparkdl.slices.buffers import merge_buffers
+from sparkdl.slices.section import Contribution
+from sparkdl.slices.spec import Piece, SlicePlan
 
 INF, NAN = float("inf"), float("nan")
 

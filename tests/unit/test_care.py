@@ -13,7 +13,8 @@ from torch import nn
 
 import sparkdl
 from sparkdl.errors import ModelError
-from sparkdl.replica.care import (
+from sparkdl.model.policy import Policy
+from sparkdl.model.preparation import (
     check_modules,
     freeze,
     matches,
@@ -22,7 +23,6 @@ from sparkdl.replica.care import (
     runnable,
     start_from,
 )
-from sparkdl.replica.policy import Policy
 from sparkdl.train.prepare import prepare
 
 

@@ -16,9 +16,10 @@ import pytest
 from permissions import unprivileged
 from pyarrow import fs
 
+from sparkdl.checkpoint import file_systems as remote
+from sparkdl.checkpoint import local_files as local
+from sparkdl.checkpoint.files import Folder, unfinished
 from sparkdl.errors import CheckpointError
-from sparkdl.train.checkpoint import local, remote
-from sparkdl.train.checkpoint.files import Folder, unfinished
 
 
 @pytest.fixture(name="folder", params=["path", "file:///", "file:/", "memory://"])
@@ -213,7 +214,7 @@ def test_links_and_pipes_are_not_read(tmp_path: Path) -> None:
 def test_a_killed_writer_leaves_no_file_under_the_name(tmp_path: Path) -> None:
     """A process that dies between writing and renaming leaves a temporary file at most."""
     code = (
-        "import os, sys; from sparkdl.train.checkpoint.files import Folder\n"
+        "import os, sys; from sparkdl.checkpoint.files import Folder\n"
         "os.replace = lambda *_: os._exit(9)\n"
         "Folder.of(sys.argv[1]).write('a.bin', b'12345')\n"
     )
@@ -259,7 +260,7 @@ def test_an_unknown_file_system_is_named() -> None:
 def test_without_fsspec_the_extra_is_named() -> None:
     code = (
         "import sys; sys.modules['fsspec'] = None\n"
-        "from sparkdl.train.checkpoint.files import Folder\n"
+        "from sparkdl.checkpoint.files import Folder\n"
         "Folder.of('memory://a').make()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

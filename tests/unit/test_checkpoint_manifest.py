@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import sparkdl
+from sparkdl.checkpoint.identity import DataIdentity, FieldIdentity, ModelIdentity
+from sparkdl.checkpoint.manifest import Best, Manifest, SliceFile, StoredFile, checksum
 from sparkdl.errors import CheckpointError, DamagedCheckpoint
-from sparkdl.replica.flat import layout_of
-from sparkdl.train.checkpoint.identity import DataIdentity, FieldIdentity, ModelIdentity
-from sparkdl.train.checkpoint.manifest import Best, Manifest, SliceFile, StoredFile, checksum
-from sparkdl.train.state import Validated
+from sparkdl.loop.state import Validated
+from sparkdl.model.flat import layout_of
 
 
 def model(width: int = 10, **options: Any) -> nn.Module:
@@ -269,7 +269,7 @@ def test_other_constants_are_told() -> None:
 
 
 def test_the_identity_of_data_comes_from_its_partitions() -> None:
-    from sparkdl.data.partition import Field, SampleHandle
+    from sparkdl.data.partition_writer import Field, SampleHandle
 
     fields = (Field("x", "float32", (2,)), Field("y", "int64", ()))
     handles = [

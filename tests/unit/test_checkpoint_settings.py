@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import sparkdl
-from sparkdl.redaction import without_credentials
-from sparkdl.train.checkpoint.config import describe, describe_trainer, redact
+from sparkdl.codec.describe import describe, describe_trainer, redact
+from sparkdl.codec.redaction import without_credentials
 
 
 def make_model(hidden: int = 8, api_key: str = "") -> nn.Module:
@@ -108,7 +108,7 @@ def test_a_trainer_is_described() -> None:
     assert found["batch_size"] == "256"
     assert found["replicas"] == "None"
     assert found["stop"] == "Either(left=MaxEpoch(epochs=3), right=MaxIteration(iterations=7))"
-    assert found["callbacks"] == "[sparkdl.train.callbacks:Callback]"
+    assert found["callbacks"] == "[sparkdl.loop.callbacks:Callback]"
     assert all(type(value) is str for value in found.values())
     assert set(found) == {field.name for field in fields(trainer) if field.init}
 

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sparkdl.errors import CheckpointError, DamagedCheckpoint
-from sparkdl.replica.flat import ALIGNMENT, Layout, Segment
-from sparkdl.replica.recipe import Recipe
-from sparkdl.sync.apply import step_slice
-from sparkdl.sync.optimizer import OptimizerPlan
-from sparkdl.sync.owner import EMA
-from sparkdl.sync.plan import SlicePlan, slice_plans
-from sparkdl.sync.state import SliceState
-from sparkdl.train.checkpoint.packed import WithoutAverage
-from sparkdl.train.checkpoint.slices import Part, pack, recut, to_bytes, unpack
+from sparkdl.model.flat import ALIGNMENT, Layout, Segment
+from sparkdl.model.recipe import Recipe
+from sparkdl.slices.optimizer import OptimizerPlan
+from sparkdl.slices.optimizer_step import step_slice
+from sparkdl.slices.packed_slices import WithoutAverage
+from sparkdl.slices.slice_file import Part, pack, recut, to_bytes, unpack
+from sparkdl.slices.spec import SlicePlan, slice_plans
+from sparkdl.slices.state import SliceState
+from sparkdl.slices.update import EMA
 
 KINDS = ("parameter", "average", "exact")
 quick = settings(deadline=None, max_examples=120)
@@ -43,7 +43,7 @@ def layout_of_lengths(*lengths: int, dtype: torch.dtype = torch.float32) -> Layo
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """As :func:`sparkdl.replica.flat.layout_of` makes them, with sparse tables and empty tensors."""
+    """As :func:`sparkdl.model.flat.layout_of` makes them, with sparse tables and empty tensors."""
     dtype = draw(st.sampled_from([torch.float32, torch.float64]))
     step = ALIGNMENT // dtype.itemsize
     sizes = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 90)), min_size=1, max_size=7))

@@ -15,15 +15,15 @@ import pytest
 import torch
 from permissions import open_to_all, unprivileged
 
+from sparkdl.checkpoint.files import Folder
+from sparkdl.checkpoint.identity import DataIdentity, ModelIdentity
+from sparkdl.checkpoint.manifest import Best, Manifest, StoredFile, checksum
+from sparkdl.checkpoint.slice_io import read_slice_files, try_probe, write_slice
+from sparkdl.checkpoint.store import HISTORY, MANIFEST, CheckpointStore
 from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
-from sparkdl.replica.flat import ALIGNMENT, Layout, Segment
-from sparkdl.sync.plan import slice_plans
-from sparkdl.sync.state import SliceState
-from sparkdl.train.checkpoint.files import Folder
-from sparkdl.train.checkpoint.identity import DataIdentity, ModelIdentity
-from sparkdl.train.checkpoint.manifest import Best, Manifest, StoredFile, checksum
-from sparkdl.train.checkpoint.store import HISTORY, MANIFEST, CheckpointStore
-from sparkdl.train.checkpoint.tasks import read_slice_files, try_probe, write_slice
+from sparkdl.model.flat import ALIGNMENT, Layout, Segment
+from sparkdl.slices.spec import slice_plans
+from sparkdl.slices.state import SliceState
 
 STEP = ALIGNMENT // 4
 LAYOUT = Layout(

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkdl.sync.codec import as_tensor, decode, encode
-from sparkdl.sync.records import GradientHeader
+from sparkdl.codec.frames import as_tensor, decode, encode
+from sparkdl.engines.shuffle.messages import GradientHeader
 
 HEADERS = [
     None,

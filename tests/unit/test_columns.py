@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyspark.sql import types as sql
 
-from sparkdl.data.columns import (
+from sparkdl.data.columns.base import (
     Convert,
     Image,
     NamedFunction,
@@ -21,7 +21,7 @@ from sparkdl.data.columns import (
     specs_from_json,
     specs_to_json,
 )
-from sparkdl.data.images import STRUCT
+from sparkdl.data.columns.image import STRUCT
 from sparkdl.data.ragged import Padding
 from sparkdl.data.schema import Column, columns_of, read_schema
 from sparkdl.errors import DataError, ParameterError

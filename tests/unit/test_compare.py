@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from sparkdl import ModelError
+from sparkdl.process.determinism import seeded
 from sparkdl.replica.compare import check_same, compared, describe
-from sparkdl.replica.seeding import seeded
 
 
 def make() -> nn.Module:

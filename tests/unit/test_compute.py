@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from sparkdl.clock import Clock
-from sparkdl.replica.live import LiveReplica
-from sparkdl.replica.policy import Policy
-from sparkdl.replica.recipe import Recipe
-from sparkdl.step.compute import MiniBatch, forward_backward, to_tensors
+from sparkdl.model.live_replica import LiveReplica
+from sparkdl.model.policy import Policy
+from sparkdl.model.recipe import Recipe
+from sparkdl.replica.clock import Clock
+from sparkdl.replica.compute import MiniBatch, forward_backward, to_tensors
 
 ARRAYS = [
     np.arange(12, dtype=np.float32).reshape(3, 4),

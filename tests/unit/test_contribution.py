@@ -12,22 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sparkdl.clock import Clock
-from sparkdl.replica.flat import ALIGNMENT
-from sparkdl.replica.live import LiveReplica
-from sparkdl.replica.policy import Policy
-from sparkdl.replica.recipe import Recipe
-from sparkdl.step.compute import MiniBatch, forward_backward, take_gradients
-from sparkdl.step.replica import Outcome, section_maps, sections_nbytes, write_sections
-from sparkdl.sync.contribution import (
-    Contribution,
-    SectionMap,
-    cut_rows,
-    first_not_finite,
-    open_section,
-    section_nbytes,
-)
-from sparkdl.sync.gradient import (
+from sparkdl.model.flat import ALIGNMENT
+from sparkdl.model.live_replica import LiveReplica
+from sparkdl.model.policy import Policy
+from sparkdl.model.recipe import Recipe
+from sparkdl.replica.clock import Clock
+from sparkdl.replica.compute import MiniBatch, forward_backward, take_gradients
+from sparkdl.replica.step import Outcome, section_maps, sections_nbytes, write_sections
+from sparkdl.slices.reduce import (
     NORM_EPSILON,
     Reduced,
     clip_norm,
@@ -36,7 +28,15 @@ from sparkdl.sync.gradient import (
     squared_norm,
     strengths,
 )
-from sparkdl.sync.plan import Piece, SlicePlan, slice_plans
+from sparkdl.slices.section import (
+    Contribution,
+    SectionMap,
+    cut_rows,
+    first_not_finite,
+    open_section,
+    section_nbytes,
+)
+from sparkdl.slices.spec import Piece, SlicePlan, slice_plans
 
 NAMES, WIDTH = 1000, 8
 

@@ -11,17 +11,16 @@ import numpy as np
 import pytest
 from nodes_here import Machine
 
+from sparkdl.engines.shuffle.snapshot_tasks import RestoreSlice, TakeSnapshot
+from sparkdl.engines.shuffle.state_tasks import KeepWeights, ReadParts, Recount, WithState
 from sparkdl.errors import StaleReferenceError
+from sparkdl.slab import delivery, parts
+from sparkdl.slab.delivery import bring, not_here
+from sparkdl.slab.parts import LARGE_BYTES, Left, left_where_large, read_part
 from sparkdl.slab.pool import Reference, close_pool, open_pool
 from sparkdl.slab.root import SlabConfig, open_root, remove_root
-from sparkdl.sync import parts
-from sparkdl.sync.owners import KeepWeights, ReadParts, Recount, WithState
-from sparkdl.sync.parts import LARGE_BYTES, Left, left_where_large, read_part
-from sparkdl.sync.snapshot import RestoreSlice, TakeSnapshot
-from sparkdl.train.checkpoint.packed import PackSlice
-from sparkdl.train.checkpoint.slices import unpack
-from sparkdl.train.cluster import delivery
-from sparkdl.train.cluster.delivery import bring, not_here
+from sparkdl.slices.packed_slices import PackSlice
+from sparkdl.slices.slice_file import unpack
 
 CONTENT = np.random.default_rng(0).integers(256, size=300_000).astype(np.uint8)
 

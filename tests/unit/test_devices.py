@@ -15,11 +15,11 @@ import pytest
 import torch
 from pyspark import TaskContext
 
-from sparkdl import devices
-from sparkdl.devices import Sight, choose_gpus
 from sparkdl.errors import SessionError
-from sparkdl.gang.member import gpus_here
+from sparkdl.gang.rank_task import gpus_here
 from sparkdl.replica.cache import task_device
+from sparkdl.spark import device as devices
+from sparkdl.spark.device import Sight, choose_gpus
 
 A, B = "GPU-1f2e3d4c-0000-1111-2222-333344445555", "GPU-9a8b7c6d-0000-1111-2222-333344445555"
 PART = "MIG-41b35014-ef42-5f4f-8d8d-ba1dbe7a3a7f"
@@ -161,7 +161,9 @@ def test_why_torch_sees_none(sight, reason):
     assert re.search(reason, replace(SEEN, **sight).reason)
 
 
-LIMITED = "import json; from sparkdl.devices import Sight; print(json.dumps(vars(Sight.here())))"
+LIMITED = (
+    "import json; from sparkdl.spark.device import Sight; print(json.dumps(vars(Sight.here())))"
+)
 
 
 def test_the_limits_of_this_process_are_seen():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sparkdl.errors import ModelError
-from sparkdl.replica.flat import ALIGNMENT, FlatModule, Layout, Segment, layout_of
+from sparkdl.model.flat import ALIGNMENT, FlatModule, Layout, Segment, layout_of
 
 
 def mistake(module: nn.Module) -> str:

@@ -14,11 +14,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from sparkdl import ModelError, ParameterError
-from sparkdl.replica.policy import Policy
-from sparkdl.train.parallel.chain import chain_of
-from sparkdl.train.parallel.follow import Piece
-from sparkdl.train.parallel.stages import balanced, with_split
-from sparkdl.train.parallel.strategy import Pipeline
+from sparkdl.model.policy import Policy
+from sparkdl.parallel.base import Pipeline
+from sparkdl.parallel.chain import chain_of
+from sparkdl.parallel.pipeline import balanced, with_split
+from sparkdl.parallel.trace import Piece
 
 WIDTH, LENGTH, WORDS = 8, 5, 11
 

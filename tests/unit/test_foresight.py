@@ -14,12 +14,12 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import sparkdl
-from sparkdl.replica.recipe import Recipe
-from sparkdl.sync.optimizer import OptimizerPlan
-from sparkdl.train.foresight import MOST, SECONDS, Foresight, foreseeable
-from sparkdl.train.schedule import Schedule
-from sparkdl.train.state import TrainState, Validated, expected
-from sparkdl.train.triggers import MaxEpoch
+from sparkdl.loop.lookahead import MOST, SECONDS, Foresight, foreseeable
+from sparkdl.loop.schedule import Schedule
+from sparkdl.loop.state import TrainState, Validated, expected
+from sparkdl.loop.triggers import MaxEpoch
+from sparkdl.model.recipe import Recipe
+from sparkdl.slices.optimizer import OptimizerPlan
 
 MODEL = nn.Linear(2, 2)
 ADAM = partial(torch.optim.Adam, lr=0.5)

@@ -24,7 +24,15 @@ import torch
 from torch import nn
 
 import sparkdl
-from sparkdl.data.handle import Field
+from sparkdl.checkpoint.identity import DataIdentity, FieldIdentity, ModelIdentity
+from sparkdl.checkpoint.manifest import Best, Manifest, checksum
+from sparkdl.checkpoint.residuals import WriteResiduals
+from sparkdl.checkpoint.resume import Restored, Resuming
+from sparkdl.checkpoint.save import Identity
+from sparkdl.checkpoint.slice_io import write_slice
+from sparkdl.checkpoint.store import CheckpointStore
+from sparkdl.codec.files import MAX_HEADER_BYTES
+from sparkdl.data.fields import Field
 from sparkdl.errors import (
     CheckpointError,
     DamagedCheckpoint,
@@ -32,23 +40,15 @@ from sparkdl.errors import (
     ParameterError,
     TrustError,
 )
+from sparkdl.infer.checkpoint_model import told_in_manifest
 from sparkdl.infer.output import Output
-from sparkdl.replica.flat import layout_of
-from sparkdl.sync.plan import slice_plans
-from sparkdl.sync.state import SliceState
-from sparkdl.train.checkpoint.identity import DataIdentity, FieldIdentity, ModelIdentity
-from sparkdl.train.checkpoint.manifest import Best, Manifest, checksum
-from sparkdl.train.checkpoint.residuals import WriteResiduals
-from sparkdl.train.checkpoint.store import CheckpointStore
-from sparkdl.train.checkpoint.tasks import write_slice
-from sparkdl.train.checkpoint_model import told_in_manifest
-from sparkdl.train.checkpointing import Identity
-from sparkdl.train.history import History
-from sparkdl.train.persistence import load, save
-from sparkdl.train.reading import MAX_HEADER_BYTES
-from sparkdl.train.resuming import Restored, Resuming
-from sparkdl.train.state import TrainState, Validated
-from sparkdl.train.trained import TrainedModel
+from sparkdl.infer.persistence import load, save
+from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.loop.history import History
+from sparkdl.loop.state import TrainState, Validated
+from sparkdl.model.flat import layout_of
+from sparkdl.slices.spec import slice_plans
+from sparkdl.slices.state import SliceState
 
 CASES = {
     "model.json": 2200,

@@ -12,8 +12,8 @@ from pyspark import SparkContext, TaskContext
 import sparkdl
 from sparkdl.errors import SessionError
 from sparkdl.gang.environment import Where, check_unshared
-from sparkdl.train.cluster.gpus import CountGpus, sharing, within_gpus
-from sparkdl.train.cluster.neighbours import Executor
+from sparkdl.spark.executors import Executor
+from sparkdl.spark.gpus import CountGpus, sharing, within_gpus
 
 
 def executors(*hosts: str) -> list[Executor]:

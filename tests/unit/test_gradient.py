@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkdl.sync.contribution import Contribution
-from sparkdl.sync.gradient import reduce_gradients
-from sparkdl.sync.plan import Piece, SlicePlan
+from sparkdl.slices.reduce import reduce_gradients
+from sparkdl.slices.section import Contribution
+from sparkdl.slices.spec import Piece, SlicePlan
 
 NAN = float("nan")
 

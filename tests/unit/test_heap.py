@@ -11,7 +11,7 @@ import pytest
 SCRIPT = """
 import ctypes
 from pathlib import Path
-from sparkdl.heap import keep_heap, memory_given_back
+from sparkdl.process.memory import keep_heap, memory_given_back
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 
@@ -59,7 +59,7 @@ def test_what_is_let_go_of_is_kept_afterwards_but_for_what_is_large(environment,
 FORGET = """
 from pathlib import Path
 import torch
-from sparkdl.heap import forget_values
+from sparkdl.process.memory import forget_values
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

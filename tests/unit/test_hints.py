@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import sparkdl
-from sparkdl.data.handle import Field
+from sparkdl.data.fields import Field
 from sparkdl.train.hints import input_hint, loss_hint, own_loss_hint
 
 COLUMN = ' "x" is one number a row: df.withColumn("x", functions.array("x")) makes it [rows, 1].'

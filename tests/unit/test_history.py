@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl.errors import ParameterError
-from sparkdl.train.history import History
-from sparkdl.train.state import TrainState, Validated
+from sparkdl.loop.history import History
+from sparkdl.loop.state import TrainState, Validated
 
 ROWS = [  # epoch, loss, samples of the batch, seconds since the start, learning rates
     (1, 4.0, 10, 1.0, (0.5, 0.9)),
@@ -267,7 +267,7 @@ FLOATS = st.floats(allow_nan=True, allow_infinity=True)
     )
 )
 def test_any_history_comes_back_from_either_format(rows: list[Any]) -> None:
-    from sparkdl.train import history_files
+    from sparkdl.loop import history_formats as history_files
 
     history, skipped = History(), 0
     for i, (loss, norm, skip, timings, metrics) in enumerate(rows, start=1):

@@ -13,23 +13,23 @@ import torch
 from pyspark import cloudpickle
 from torch import nn
 
-from sparkdl.data.assemble import Assembly
-from sparkdl.data.handle import SampleHandle
-from sparkdl.data.partition import PartitionWriter
+from sparkdl.data.batches import Assembly
+from sparkdl.data.fields import SampleHandle
+from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.data.samples import SampleSet
+from sparkdl.engines.local import LocalEngine
+from sparkdl.engines.shuffle.messages import SliceHandle, SliceReport
+from sparkdl.engines.shuffle.replica_context import CheckSeat, PrepareReplica
+from sparkdl.engines.shuffle.state_tasks import InitialState, PrepareOwner, RecipeSource
+from sparkdl.engines.shuffle.weights import borrow_weights, load_weights
 from sparkdl.errors import ModelError, StaleReferenceError
-from sparkdl.replica.live import LiveReplica
-from sparkdl.replica.recipe import Recipe
+from sparkdl.loop.engine import Iteration
+from sparkdl.model.live_replica import LiveReplica
+from sparkdl.model.recipe import Recipe
+from sparkdl.replica.open_run import plans_of
 from sparkdl.replica.run import ReplicaHandle, Run, open_replica
 from sparkdl.slab.pool import close_pool, open_pool
 from sparkdl.slab.root import SlabConfig, remove_root
-from sparkdl.step.seat import CheckSeat, PrepareReplica
-from sparkdl.sync.fetch import borrow_weights, load_weights
-from sparkdl.sync.owners import InitialState, PrepareOwner, RecipeSource
-from sparkdl.sync.plans import plans_of
-from sparkdl.sync.records import SliceHandle, SliceReport
-from sparkdl.train.engine import Iteration
-from sparkdl.train.engines.local import LocalEngine
 
 SLICES = 2
 

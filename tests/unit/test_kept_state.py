@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.errors import ParameterError
-from sparkdl.replica.care import freeze
-from sparkdl.replica.flat import layout_of
-from sparkdl.replica.recipe import weights_digest
-from sparkdl.train.checkpoint.identity import ModelIdentity
-from sparkdl.train.continuing import KeptState, chosen_state
+from sparkdl.model.flat import layout_of
+from sparkdl.model.preparation import freeze
+from sparkdl.model.recipe import weights_digest
+from sparkdl.train.carried import KeptState, chosen_state
 
 
 def make_model(width: int = 4, frozen: tuple[str, ...] = ()) -> nn.Module:

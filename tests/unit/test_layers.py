@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from sparkdl import ModelError, Tensor
-from sparkdl.train.parallel.layers import _check_ways, plan_of
+from sparkdl.parallel.tensor import _check_ways, plan_of
 
 
 def cut(module: nn.Module, ranks: int = 2) -> dict[str, str]:

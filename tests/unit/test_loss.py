@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sparkdl.replica.live import on_device
-from sparkdl.replica.policy import Policy
-from sparkdl.step.compute import MiniBatch, weigh
-from sparkdl.step.loss import NoValuePerSample, call_loss, masses_of, unreduced, weighted_mean
+from sparkdl.model.live_replica import on_device
+from sparkdl.model.loss import NoValuePerSample, call_loss, masses_of, unreduced, weighted_mean
+from sparkdl.model.policy import Policy
+from sparkdl.replica.compute import MiniBatch, weigh
 
 GENERATOR = torch.Generator().manual_seed(0)
 OUTPUT = torch.randn(5, 3, generator=GENERATOR, dtype=torch.float64)

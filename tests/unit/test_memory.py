@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sparkdl.data.partition import PartitionWriter, close_partitions, open_partition
+from sparkdl.data.partition_writer import PartitionWriter, close_partitions, open_partition
 from sparkdl.slab import memory, pool, root
 from sparkdl.slab.memory import for_files
 from sparkdl.slab.pool import close_pool, open_pool
@@ -110,7 +110,7 @@ def test_a_buffer_goes_to_disk_where_memory_is_short(places, left, on_disk) -> N
 
 def test_samples_stay_below_the_reserve(places, monkeypatch) -> None:
     """Memory runs short as they are written: the rows that follow go to disk, and all are read."""
-    monkeypatch.setattr("sparkdl.data.partition.CHECKED_BYTES", 100_000)
+    monkeypatch.setattr("sparkdl.data.partition_writer.CHECKED_BYTES", 100_000)
     config, answers, shared, disk = places
     answers += [1e9, 1e9, 50_000]
     writer = PartitionWriter(config)

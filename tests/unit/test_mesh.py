@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkdl import DDP, FSDP, ParameterError, Pipeline, Tensor
-from sparkdl.train.parallel.mesh import DIMENSIONS, Mesh, mesh_of
-from sparkdl.train.parallel.parallel import parallel_of, parts_of, problems_of
+from sparkdl.parallel.mesh import DIMENSIONS, Mesh, mesh_of
+from sparkdl.parallel.plan import parallel_of, parts_of, problems_of
 
 meshes = st.builds(Mesh, *[st.integers(1, 4)] * 4)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sparkdl.errors import ParameterError
-from sparkdl.infer.metrics import METRICS, MeanMetric, Metric, resolve, suited
+from sparkdl.metrics.named import METRICS, MeanMetric, Metric, resolve, suited
 
 
 def test_accuracy_of_classes() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparkdl.train.cluster.neighbours import Executor, shared_out
+from sparkdl.spark.executors import Executor, shared_out
 
 
 def names(executors: list[Executor], partitions: int) -> str:

@@ -6,17 +6,17 @@ import pytest
 import torch
 from nodes_here import Machine, Tagged, gradient_bytes
 
-from sparkdl.data.assemble import Assembly
-from sparkdl.replica.flat import Layout, Segment, layout_of
-from sparkdl.replica.policy import Policy
+from sparkdl.data.batches import Assembly
+from sparkdl.engines.shuffle import node_sums
+from sparkdl.engines.shuffle.messages import MOVED, SliceHandle
+from sparkdl.engines.shuffle.node_sums import NodeSums
+from sparkdl.engines.shuffle.traffic import SliceBytes, planned
+from sparkdl.model.flat import Layout, Segment, layout_of
+from sparkdl.model.policy import Policy
 from sparkdl.replica.run import Run
 from sparkdl.slab.pool import Reference
 from sparkdl.slab.root import SlabConfig
-from sparkdl.sync.nodes import SliceBytes, planned
-from sparkdl.sync.plan import slice_plans
-from sparkdl.sync.records import MOVED, SliceHandle
-from sparkdl.train.engines import node_sums
-from sparkdl.train.engines.node_sums import NodeSums
+from sparkdl.slices.spec import slice_plans
 
 
 @pytest.fixture

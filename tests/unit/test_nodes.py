@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkdl.sync.nodes import (
+from sparkdl.engines.shuffle.traffic import (
     NodeBytes,
     Nodes,
     SliceBytes,

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sparkdl.replica.flat import layout_of
-from sparkdl.sync.contribution import (
+from sparkdl.model.flat import layout_of
+from sparkdl.slices.section import (
     Contribution,
     SectionMap,
     first_not_finite,
@@ -17,7 +17,7 @@ from sparkdl.sync.contribution import (
     section_nbytes,
     write_gradients,
 )
-from sparkdl.sync.plan import SlicePlan, slice_plans
+from sparkdl.slices.spec import SlicePlan, slice_plans
 
 MODEL = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7))
 LAYOUT = layout_of(MODEL)

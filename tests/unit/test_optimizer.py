@@ -15,9 +15,9 @@ from torch.optim import SGD
 
 import sparkdl.optim
 from sparkdl.errors import ModelError
-from sparkdl.replica.optimizers import build_optimizers
-from sparkdl.replica.recipe import Recipe
-from sparkdl.sync.optimizer import OptimizerPlan
+from sparkdl.model.optimizer_factory import build_optimizers
+from sparkdl.model.recipe import Recipe
+from sparkdl.slices.optimizer import OptimizerPlan
 from sparkdl.train.recipes import plan_optimizer
 
 

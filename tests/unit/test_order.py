@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkdl.data.order import canonical_order, checksum, row_contents, row_hashes
 from sparkdl.data.ragged import Ragged
+from sparkdl.data.row_order import canonical_order, checksum, row_contents, row_hashes
 
 Columns = list[np.ndarray]
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.data.columns import Convert
+from sparkdl.data.columns.base import Convert
 from sparkdl.data.schema import Column
 from sparkdl.infer import output as output_module
 from sparkdl.infer.output import Output, as_numpy, offsets, pieces, to_arrow
 from sparkdl.infer.predict import PredictColumn
-from sparkdl.infer.predictor import ShippedModule
+from sparkdl.infer.shipped_module import ShippedModule
 
 TYPES = [
     (torch.float32, "float", pa.float32()),

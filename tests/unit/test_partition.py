@@ -17,9 +17,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sparkdl.data import files, partition, parts
-from sparkdl.data.files import segment_files
-from sparkdl.data.partition import (
+from sparkdl.data import partition_files as files
+from sparkdl.data import partition_join as parts
+from sparkdl.data import partition_writer as partition
+from sparkdl.data.arrow_tasks import WriteDataFrame
+from sparkdl.data.partition_files import segment_files
+from sparkdl.data.partition_join import join_parts
+from sparkdl.data.partition_writer import (
     Extreme,
     Field,
     PartitionWriter,
@@ -27,12 +31,10 @@ from sparkdl.data.partition import (
     close_partitions,
     open_partition,
 )
-from sparkdl.data.parts import join_parts
-from sparkdl.data.problems import SAME_SHAPE, SAME_TYPE, Problem, RowProblem
 from sparkdl.data.ragged import Padding, Ragged, Rows
-from sparkdl.data.records import WriteRecords
+from sparkdl.data.record_tasks import WriteRecords
+from sparkdl.data.row_errors import SAME_SHAPE, SAME_TYPE, Problem, RowProblem
 from sparkdl.data.schema import Column
-from sparkdl.data.tables import WriteDataFrame
 from sparkdl.errors import SlabFullError, StaleReferenceError
 from sparkdl.slab.root import Root, SlabConfig, open_root, remove_root
 

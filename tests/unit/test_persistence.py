@@ -19,18 +19,18 @@ import torch
 from torch import nn
 
 import sparkdl
-from sparkdl.data.partition import Field
+from sparkdl.data.partition_writer import Field
 from sparkdl.errors import ModelError, ParameterError, TrustError
-from sparkdl.infer.metrics import Judging, resolve, suited
 from sparkdl.infer.output import Output
-from sparkdl.infer.scoring import Scorer
-from sparkdl.replica.seeding import seeded
-from sparkdl.replica.signature import Signature
+from sparkdl.infer.persistence import load, save
+from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.loop.history import History
+from sparkdl.loop.state import TrainState
+from sparkdl.metrics.named import Judging, resolve, suited
+from sparkdl.metrics.scorer import Scorer
+from sparkdl.model.signature import Signature
+from sparkdl.process.determinism import seeded
 from sparkdl.summaries import Curves, HistoryFile
-from sparkdl.train.history import History
-from sparkdl.train.persistence import load, save
-from sparkdl.train.state import TrainState
-from sparkdl.train.trained import TrainedModel
 
 # Recipes. This file is a module that can be imported, so these have a name.
 

@@ -15,9 +15,9 @@ from pyspark import cloudpickle
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from sparkdl.replica.pickling import dumps
-from sparkdl.replica.rebuilding import Rebuilt
-from sparkdl.replica.seeding import seeded
+from sparkdl.model.pickling import dumps
+from sparkdl.model.rebuilding import Rebuilt
+from sparkdl.process.determinism import seeded
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import sparkdl
+from sparkdl.codec.safe import decode, encode
 from sparkdl.plain import plain
-from sparkdl.train.checkpoint.tree import decode, encode
 from sparkdl.train.prepare import prepare
 
 SCALARS: dict[str, Callable[[Any], Any]] = {

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from sparkdl.errors import ModelError
-from sparkdl.replica.seeding import seeded
+from sparkdl.process.determinism import seeded
 from sparkdl.train.plain_state import PlainState
 
 INPUTS = torch.arange(12.0).reshape(6, 2)

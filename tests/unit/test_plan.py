@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkdl.replica.flat import ALIGNMENT, Layout, Segment
-from sparkdl.sync.plan import Piece, slice_plans
+from sparkdl.model.flat import ALIGNMENT, Layout, Segment
+from sparkdl.slices.spec import Piece, slice_plans
 
 KINDS = ("parameter", "parameter", "average", "exact")
 quick = settings(deadline=None, max_examples=100)

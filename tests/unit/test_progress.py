@@ -13,15 +13,15 @@ from torch import nn
 
 import sparkdl
 from sparkdl.errors import TrainingError
-from sparkdl.replica.policy import Policy
-from sparkdl.replica.recipe import Recipe
-from sparkdl.sync.optimizer import OptimizerPlan
-from sparkdl.train.callbacks import ProgressBar
-from sparkdl.train.engine import StepResult
-from sparkdl.train.progress import advanced, describe, first_state, next_iteration
-from sparkdl.train.schedule import Schedule
-from sparkdl.train.state import TrainState, Validated, expected
-from sparkdl.train.validation import is_better
+from sparkdl.loop.advance import advanced, describe, first_state, next_iteration
+from sparkdl.loop.callbacks import ProgressBar
+from sparkdl.loop.engine import StepResult
+from sparkdl.loop.schedule import Schedule
+from sparkdl.loop.state import TrainState, Validated, expected
+from sparkdl.loop.validation import is_better
+from sparkdl.model.policy import Policy
+from sparkdl.model.recipe import Recipe
+from sparkdl.slices.optimizer import OptimizerPlan
 
 STATE = TrainState(
     iteration=11, epoch=2, position=3, samples=100, loss=0.5, skipped=1, iterations_per_epoch=4

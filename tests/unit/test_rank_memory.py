@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from sparkdl.train.rank import memory as rank_memory
-from sparkdl.train.rank.memory import HEAP_SHARE, is_scarce, left_to_machine, left_to_process
+from sparkdl.process import available_memory as rank_memory
+from sparkdl.process.available_memory import HEAP_SHARE, is_scarce, left_to_machine, left_to_process
 
 GIB = 1 << 30
 LIMITED = """
 import resource, sys
-from sparkdl.train.rank.memory import is_scarce, left_to_process
+from sparkdl.process.available_memory import is_scarce, left_to_process
 resource.setrlimit(getattr(resource, sys.argv[1]), (int(sys.argv[2]), -1))
 print(left_to_process(), is_scarce(int(sys.argv[3]), 1))
 """

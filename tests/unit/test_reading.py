@@ -12,9 +12,9 @@ import safetensors.torch
 import torch
 
 from jobs.components import Component
+from sparkdl.checkpoint.files import Folder
+from sparkdl.codec.files import mappable, parse_json, parse_tensors, read_plain
 from sparkdl.errors import CheckpointError
-from sparkdl.train.checkpoint.files import Folder
-from sparkdl.train.reading import mappable, parse_json, parse_tensors, read_plain
 
 
 def test_a_plain_file_is_read(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError, StaleReferenceError
-from sparkdl.replica.recipe import Recipe, optimizer_class, weights_digest
+from sparkdl.model.recipe import Recipe, optimizer_class, weights_digest
+from sparkdl.process.determinism import seeded
 from sparkdl.replica.run import Run, install_recipe, open_replica
-from sparkdl.replica.seeding import seeded
 from sparkdl.slab.root import SlabConfig, open_root, remove_root, write_private
 
 

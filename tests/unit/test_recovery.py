@@ -12,6 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparkdl.engines.recovery import MAX_LOSSES, Recovering
+from sparkdl.engines.replay_log import Log
 from sparkdl.errors import (
     CheckpointError,
     ModelError,
@@ -19,9 +21,7 @@ from sparkdl.errors import (
     StateLostError,
     TrainingError,
 )
-from sparkdl.train.engine import BEST, Iteration, StepResult
-from sparkdl.train.engines.log import Log
-from sparkdl.train.engines.recovery import MAX_LOSSES, Recovering
+from sparkdl.loop.engine import BEST, Iteration, StepResult
 
 
 @dataclass
@@ -279,7 +279,7 @@ def test_where_nothing_can_be_read_the_error_says_both(kind):
 def test_snapshots_are_rare_where_they_are_slow(monkeypatch):
     """No more than a twentieth of the time, however short the interval."""
     now = [0.0]
-    monkeypatch.setattr("sparkdl.train.engines.recovery.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("sparkdl.engines.recovery.time.monotonic", lambda: now[0])
     engine = Engine()
     take, step = engine.take_snapshot, engine.step
 
@@ -328,7 +328,7 @@ class Eager(Engine):
 def test_a_snapshot_waits_for_the_iterations_that_have_begun(monkeypatch, ahead, lost):
     """And the next of them wait for the snapshot."""
     now = [0.0]
-    monkeypatch.setattr("sparkdl.train.engines.recovery.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("sparkdl.engines.recovery.time.monotonic", lambda: now[0])
     engine, plain = Eager(frozenset() if lost is None else frozenset([lost])), Engine()
     recovering = Recovering(engine, 5.0)
     recovering.start()

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from sparkdl.report import explain
+from sparkdl.spark.failures import explain
 
 FAILED = (
     "An error occurred while calling o93.collectToPython.\n: org.apache.spark.SparkException: Job "
@@ -69,7 +69,7 @@ LACKS = (
 )
 NEEDS = "The Python of the executors (spark.pyspark.python) needs sparkdl, torch"
 TRACE = """Traceback (most recent call last):
-  File "/env/sparkdl/gang/communicator.py", line 11, in <module>
+  File "/env/sparkdl/collectives/communicator.py", line 11, in <module>
 ModuleNotFoundError: No module named 'torch'"""
 
 

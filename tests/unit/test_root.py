@@ -16,11 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sparkdl.data import files
-from sparkdl.data.files import Column, SegmentWriter, map_file
-from sparkdl.data.handle import Field, Segment
-from sparkdl.data.partition import PartitionWriter
+from sparkdl.data import partition_files as files
+from sparkdl.data.fields import Field, Segment
+from sparkdl.data.partition_files import Column, SegmentWriter, map_file
+from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.errors import SlabFullError
+from sparkdl.process.system import boot_id, pid_namespace
 from sparkdl.slab import root as module
 from sparkdl.slab.pool import Pool
 from sparkdl.slab.root import (
@@ -32,7 +33,6 @@ from sparkdl.slab.root import (
     remove_root,
     write_private,
 )
-from sparkdl.system import boot_id, pid_namespace
 
 # A package without content: the real one would load torch, which takes seconds.
 OPEN_AND_PRINT = """

@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from sparkdl.errors import ModelError
-from sparkdl.replica.recipe import Recipe
-from sparkdl.sync.optimizer import OptimizerPlan
-from sparkdl.train.schedule import Schedule
-from sparkdl.train.state import TrainState, Validated
+from sparkdl.loop.schedule import Schedule
+from sparkdl.loop.state import TrainState, Validated
+from sparkdl.model.recipe import Recipe
+from sparkdl.slices.optimizer import OptimizerPlan
 
 SGD = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
 

@@ -18,9 +18,9 @@ from sklearn.metrics import roc_auc_score
 from torch import nn
 
 from sparkdl.errors import ParameterError
-from sparkdl.infer.metric import MeanMetric, Metric
-from sparkdl.infer.metrics import resolve
-from sparkdl.infer.scoring import Scorer, States
+from sparkdl.metrics.base import MeanMetric, Metric
+from sparkdl.metrics.named import resolve
+from sparkdl.metrics.scorer import Scorer, States
 
 pytestmark = pytest.mark.filterwarnings("ignore:Metric .Spearman")
 
@@ -185,8 +185,8 @@ def test_a_torchmetric_of_several_numbers() -> None:
 def test_torchmetrics_is_not_imported_for_others() -> None:
     code = (
         "import sys, sparkdl\n"
-        "from sparkdl.infer.scoring import Scorer\n"
-        "from sparkdl.infer.metrics import resolve\n"
+        "from sparkdl.metrics.scorer import Scorer\n"
+        "from sparkdl.metrics.named import resolve\n"
         "resolve(['auc', 'top5', ('mine', sparkdl.MeanMetric('m', max))])\n"
         "print('torchmetrics' in sys.modules)"
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparkdl.replica.seeding import generators_lent, seeded
+from sparkdl.process.determinism import generators_lent, seeded
 
 
 def begin(seed: int) -> None:

@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sparkdl import DamagedCheckpoint
-from sparkdl.replica.flat import Layout, layout_of
-from sparkdl.sync.plan import slice_plans
-from sparkdl.sync.state import SliceState
-from sparkdl.train.checkpoint.slices import Part, recut
-from sparkdl.train.rank.shards import (
+from sparkdl.engines.gang.shards import (
     for_shards,
     for_slice,
     layout_of_rows,
@@ -26,6 +22,10 @@ from sparkdl.train.rank.shards import (
     state_from,
     unpacked,
 )
+from sparkdl.model.flat import Layout, layout_of
+from sparkdl.slices.slice_file import Part, recut
+from sparkdl.slices.spec import slice_plans
+from sparkdl.slices.state import SliceState
 
 shapes = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=5)
 

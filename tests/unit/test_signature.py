@@ -11,17 +11,17 @@ import torch
 from structured import KINDS, AsDataclass, AsNamedTuple, ModelOutput, Structured
 from torch import nn
 
-from sparkdl.data.handle import Field
+from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Padding
 from sparkdl.errors import ModelError
-from sparkdl.infer.metrics import resolve
-from sparkdl.infer.scoring import Scorer
 from sparkdl.infer.trial import Trial
-from sparkdl.replica.live import LiveReplica
-from sparkdl.replica.model_loss import ModelLoss, called
-from sparkdl.replica.recipe import Recipe
-from sparkdl.replica.signature import Signature, part_of, problems_of_part, with_tensors
-from sparkdl.step.compute import MiniBatch, loss_of_output
+from sparkdl.metrics.named import resolve
+from sparkdl.metrics.scorer import Scorer
+from sparkdl.model.live_replica import LiveReplica
+from sparkdl.model.model_loss import ModelLoss, called
+from sparkdl.model.recipe import Recipe
+from sparkdl.model.signature import Signature, part_of, problems_of_part, with_tensors
+from sparkdl.replica.compute import MiniBatch, loss_of_output
 
 LOGITS, HIDDEN = torch.arange(6.0).view(2, 3), torch.ones(2, 8)
 

@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sparkdl.replica.policy import Policy
-from sparkdl.train.parallel.chain import chain_of
-from sparkdl.train.parallel.stages import (
+from sparkdl.model.policy import Policy
+from sparkdl.parallel.base import Pipeline
+from sparkdl.parallel.chain import chain_of
+from sparkdl.parallel.pipeline import (
     balanced,
     bounds_of,
     micro_batches,
     pass_sizes,
     with_split,
 )
-from sparkdl.train.parallel.strategy import Pipeline
 
 
 @given(st.lists(st.floats(0.5, 100), min_size=1, max_size=8), st.data())

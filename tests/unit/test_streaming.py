@@ -11,21 +11,21 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sparkdl.clock import Clock
-from sparkdl.replica.live import LiveReplica
-from sparkdl.replica.policy import Policy
-from sparkdl.replica.recipe import Recipe
-from sparkdl.step import streaming
-from sparkdl.step.compute import MiniBatch, forward_backward, take_gradients
-from sparkdl.step.replica import (
+from sparkdl.model.live_replica import LiveReplica
+from sparkdl.model.policy import Policy
+from sparkdl.model.recipe import Recipe
+from sparkdl.replica import gradient_writer as streaming
+from sparkdl.replica.clock import Clock
+from sparkdl.replica.compute import MiniBatch, forward_backward, take_gradients
+from sparkdl.replica.gradient_writer import GradientWriter, streams
+from sparkdl.replica.step import (
     Outcome,
     not_finite,
     section_maps,
     sections_nbytes,
     write_sections,
 )
-from sparkdl.step.streaming import GradientWriter, streams
-from sparkdl.sync.plan import slice_plans
+from sparkdl.slices.spec import slice_plans
 
 WIDTH = 12
 

@@ -11,9 +11,9 @@ import pytest
 import summary_runs as runs
 
 import sparkdl
+from sparkdl.loop.history import History
+from sparkdl.loop.state import TrainState, Validated
 from sparkdl.summaries import Curves, HistoryFile, plot_history
-from sparkdl.train.history import History
-from sparkdl.train.state import TrainState, Validated
 
 
 class Watch(sparkdl.Callback):

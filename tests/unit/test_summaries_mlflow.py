@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 import sparkdl
-from sparkdl.data.partition import Field
+from sparkdl.codec.parameters import LONGEST, plain_parameters
+from sparkdl.codec.redaction import REDACTED
+from sparkdl.data.partition_writer import Field
 from sparkdl.infer.output import Output
-from sparkdl.redaction import REDACTED
+from sparkdl.loop.history import History
+from sparkdl.loop.state import TrainState, Validated
 from sparkdl.summaries import MLflow
-from sparkdl.summaries.parameters import LONGEST, plain_parameters
-from sparkdl.train.history import History
-from sparkdl.train.state import TrainState, Validated
 
 mlflow = pytest.importorskip("mlflow")
 

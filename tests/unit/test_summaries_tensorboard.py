@@ -17,9 +17,9 @@ import torch
 from permissions import open_to_all, unprivileged
 
 import sparkdl
+from sparkdl.loop.state import TrainState
+from sparkdl.slices.histogram import Histogram
 from sparkdl.summaries import TensorBoard
-from sparkdl.sync.histogram import Histogram
-from sparkdl.train.state import TrainState
 
 pytest.importorskip("tensorboard")
 

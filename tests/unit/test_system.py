@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from launch import ROOT
 
-from sparkdl import system
+from sparkdl.process import system
 
 ELSEWHERE = ROOT / "tests" / "as_on_macos"
 FAST = ("unit/test_root.py", "unit/test_pool.py", "gang/test_channel.py", "gang/test_arrivals.py")

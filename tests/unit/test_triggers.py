@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import sparkdl
 from sparkdl.errors import ParameterError
-from sparkdl.train.state import TrainState, Validated
-from sparkdl.train.triggers import (
+from sparkdl.loop.state import TrainState, Validated
+from sparkdl.loop.triggers import (
     Trigger,
     every,
     every_epoch,

@@ -1,0 +1,51 @@
+"""What a user says about checkpoints: where, how often, how many."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import KW_ONLY, dataclass
+
+from sparkdl.errors import ParameterError, raise_all
+from sparkdl.loop.triggers import EveryEpoch, Trigger
+from sparkdl.plain import make_plain
+
+EVERY_EPOCH = EveryEpoch()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where and when a run keeps its state. Mistakes raise :class:`sparkdl.ParameterError`."""
+
+    path: str | os.PathLike[str]
+    """A folder that the driver and all executors share: a path, or a URI that pyarrow or fsspec
+    understands (``hdfs://``, ``s3://``, ``gs://``, ...). It is made where it does not exist."""
+    _: KW_ONLY
+    every: Trigger = EVERY_EPOCH
+    """When to write one: a trigger such as ``sparkdl.every(100)``."""
+    keep: int | None = 3
+    """How many to keep, the newest ones; None: all."""
+    asynchronous: bool = False
+    """Write while training goes on, for ``engine="gang"``: ranks copy their state, and write the copy.
+    One is complete before the next is begun, and at the end of the fit."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        make_plain(self, "keep", "asynchronous")
+        if not isinstance(self.path, (str, os.PathLike)) or not str(self.path).strip():
+            problems.append(
+                f"Checkpoint path={self.path!r}: give a folder, such as "
+                '"/shared/run-1" or "s3://bucket/run-1".'
+            )
+        if not isinstance(self.every, Trigger):
+            problems.append(
+                f"Checkpoint every={self.every!r}: give a trigger, such as sparkdl.every(100) or "
+                "sparkdl.every_epoch()."
+            )
+        whole = isinstance(self.keep, int) and not isinstance(self.keep, bool)
+        if self.keep is not None and not (whole and self.keep >= 1):
+            problems.append(
+                f"Checkpoint keep={self.keep!r}: give a whole number of at least 1, or None for all."
+            )
+        if not isinstance(self.asynchronous, bool):
+            problems.append(f"Checkpoint asynchronous={self.asynchronous!r}: give True or False.")
+        raise_all(ParameterError, problems)

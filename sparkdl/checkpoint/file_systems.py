@@ -1,0 +1,91 @@
+"""File systems of pyarrow, and those of fsspec behind pyarrow's interface."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import fs
+
+from sparkdl.codec.files import check_size
+from sparkdl.errors import CheckpointError
+
+
+class Remote:
+    """One ``pyarrow.fs.FileSystem``; what it raises is left to the caller."""
+
+    def __init__(self, system: fs.FileSystem, refresh: Any = None) -> None:
+        self._system = system
+        self._refresh = refresh or (lambda: None)
+
+    def make(self, path: str) -> None:
+        """Make a folder and its parents."""
+        self._system.create_dir(path, recursive=True)
+
+    def write(self, path: str, temporary: str, data: bytes) -> None:
+        """Write ``temporary``, then move it: a stream that fails may leave half a file.
+
+        But to S3 write at once, where an object is seen when all of it has arrived: to move is to copy
+        there, which takes as long again and ends in an error above 5 GiB.
+        """
+        at_once = self._system.type_name == "s3"
+        try:
+            with self._system.open_output_stream(path if at_once else temporary) as stream:
+                stream.write(data)
+            if not at_once:
+                self._system.move(temporary, path)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._system.delete_file(temporary)
+            raise
+
+    def read(self, path: str, limit: int | None = None) -> bytes:
+        """The bytes of a file. Raises OSError for a larger one."""
+        with self._system.open_input_file(path) as file:
+            check_size(file.size(), limit)
+            return file.read()
+
+    def entries(self, path: str) -> list[tuple[str, str, int]]:
+        """Name, kind and size of each entry."""
+        self._refresh()
+        selector = fs.FileSelector(path, allow_not_found=True, recursive=False)
+        kinds = {fs.FileType.File: "file", fs.FileType.Directory: "folder"}
+        return [
+            (info.base_name, kinds.get(info.type, "other"), info.size or 0)
+            for info in self._system.get_file_info(selector)
+        ]
+
+    def delete(self, path: str) -> None:
+        """Delete a file; it may be gone already."""
+        with contextlib.suppress(FileNotFoundError):
+            self._system.delete_file(path)
+
+    def delete_empty(self, path: str) -> None:
+        """Delete a folder if it is empty; an object store's may be gone with its last file."""
+        if (
+            not self.entries(path)
+            and self._system.get_file_info(path).type == fs.FileType.Directory
+        ):
+            self._system.delete_dir(path)
+
+
+def open_uri(uri: str) -> tuple[Remote, str]:
+    """The file system of ``uri`` and the path in it: pyarrow's where it knows the scheme, else
+    fsspec's."""
+    try:
+        system, path = fs.FileSystem.from_uri(uri)
+        return Remote(system), path
+    except pa.ArrowInvalid as error:
+        if "Unrecognized filesystem" not in str(error):
+            raise
+    scheme = uri.partition(":")[0]
+    try:
+        import fsspec  # type: ignore[import-untyped]
+    except ImportError:
+        raise CheckpointError(
+            f'"{scheme}" is no file system that pyarrow knows. fsspec may know it: '
+            'pip install fsspec (the extra "remote"), and the package for that file system.'
+        ) from None
+    known, path = fsspec.core.url_to_fs(uri)
+    return Remote(fs.PyFileSystem(fs.FSSpecHandler(known)), known.invalidate_cache), path

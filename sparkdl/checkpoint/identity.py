@@ -1,0 +1,159 @@
+"""What a checkpoint belongs to: the model's layout and the data, and how they differ from others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sparkdl.data.fields import SampleHandle
+from sparkdl.model.flat import Layout
+
+FEW = 5
+"""So many differences are told, then the number of the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorIdentity:
+    """A segment of the flat vector: its name, kind, shape and dtype (without ``torch.``)."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f'{"parameter" if self.kind == "parameter" else "buffer"} "{self.name}"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelIdentity:
+    """The tensors of a model in the order of the flat vector, and the flat vector's dtype."""
+
+    dtype: str
+    tensors: tuple[TensorIdentity, ...]
+
+    @staticmethod
+    def of(layout: Layout) -> ModelIdentity:
+        """That of a model laid out as ``layout``."""
+        return ModelIdentity(
+            dtype=_plain(layout.dtype),
+            tensors=tuple(
+                TensorIdentity(
+                    name=s.name, kind=s.kind, shape=tuple(s.shape), dtype=_plain(s.dtype)
+                )
+                for s in layout.segments
+            ),
+        )
+
+    def differences(self, stored: ModelIdentity, where: str = "the checkpoint") -> Iterator[str]:
+        """How this model differs from the one ``stored`` in ``where``, a phrase each."""
+        here, there = ({t.name: t for t in m.tensors} for m in (self, stored))
+        for name, one in here.items():
+            other = there.get(name)
+            if other is None:
+                yield f"{one} is not in {where}"
+            elif one.shape != other.shape:
+                yield f"{one} is {list(one.shape)} here and {list(other.shape)} in {where}"
+            elif one.dtype != other.dtype:
+                yield f"{one} is {one.dtype} here and {other.dtype} in {where}"
+            elif one.kind != other.kind:
+                yield f'{one} is of kind "{one.kind}" here and "{other.kind}" in {where}'
+        for name, other in there.items():
+            if name not in here:
+                yield f"{other} of {where} is not in this model"
+        if self.dtype != stored.dtype:
+            yield f"the model trains in {self.dtype} here and in {stored.dtype} in {where}"
+        if list(here) != list(there) and set(here) == set(there):
+            i = next(i for i, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
+            one, other = self.tensors[i], stored.tensors[i]
+            yield f"tensor {i} is {one} here and {other} in {where}: the order differs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldIdentity:
+    """An input or label of a sample: name, NumPy dtype, shape without the rows."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}" if self.shape else self.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataIdentity:
+    """The training data: its fields, and for each of the M partitions its rows and their checksum."""
+
+    rows: tuple[int, ...]
+    checksums: tuple[int, ...]
+    fields: tuple[FieldIdentity, ...]
+
+    @staticmethod
+    def of(handles: Sequence[SampleHandle]) -> DataIdentity:
+        """That of partitions; the fields are those of the first partition that has rows."""
+        fields = next((h.fields for h in handles if h.num_rows), ())
+        return DataIdentity(
+            rows=tuple(int(h.num_rows) for h in handles),
+            checksums=tuple(int(h.checksum) for h in handles),
+            fields=tuple(
+                FieldIdentity(name=f.name, dtype=f.dtype, shape=tuple(f.shape)) for f in fields
+            ),
+        )
+
+    def differences(self, stored: DataIdentity) -> Iterator[str]:
+        """How this data differs from that ``stored`` in a checkpoint, a phrase each."""
+        here, there = ({f.name: f for f in d.fields} for d in (self, stored))
+        for name, one in here.items():
+            if name not in there:
+                yield f'the field "{name}" is not in the checkpoint'
+            elif one != there[name]:
+                yield f'the field "{name}" is {one} here and {there[name]} in the checkpoint'
+        for name in there:
+            if name not in here:
+                yield f'the field "{name}" of the checkpoint is not in this data'
+        if list(here) != list(there) and set(here) == set(there):
+            yield f"the fields are {_listed(here)} here and {_listed(there)} in the checkpoint"
+        total, before = sum(self.rows), sum(stored.rows)
+        if total != before:
+            yield f"the data has {total:,} rows here and {before:,} in the checkpoint"
+        elif len(self.rows) != len(stored.rows):
+            yield (
+                f"the data is in {len(self.rows)} partitions here and in {len(stored.rows)} in the "
+                "checkpoint"
+            )
+        else:
+            if self.rows != stored.rows:
+                yield (
+                    "there are as many rows as in the checkpoint, divided otherwise (an RDD of as many "
+                    "partitions as replicas keeps them: divide it as then)"
+                )
+            for i, (rows, old) in enumerate(zip(self.rows, stored.rows, strict=True)):
+                if rows != old:
+                    yield f"partition {i} has {rows:,} rows here and {old:,} in the checkpoint"
+                elif self.checksums[i] != stored.checksums[i]:
+                    yield f"partition {i} holds other rows than in the checkpoint (checksum)"
+
+
+def constant_differences(here: Mapping[str, Any], stored: Mapping[str, Any]) -> Iterator[str]:
+    """Where the constants of a run (``batch_size``, ``seed``, ...) differ, a phrase each."""
+    for name, value in here.items():
+        if value != stored[name]:
+            yield f"{name} is {value!r} here and {stored[name]!r} in the checkpoint"
+
+
+def first_few(phrases: Iterator[str]) -> list[str]:
+    """At most :data:`FEW` phrases, and then how many more there are."""
+    few = list(itertools.islice(phrases, FEW))
+    more = sum(1 for _ in phrases)
+    return [*few, f"and {more:,} more"] if more else few
+
+
+def _listed(names: Mapping[str, Any]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
+
+
+def _plain(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,207 @@
+"""The manifest of a checkpoint: where the run stood, what it belongs to, and which files hold it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparkdl.checkpoint.files import check_name
+from sparkdl.checkpoint.identity import (
+    DataIdentity,
+    ModelIdentity,
+    constant_differences,
+    first_few,
+)
+from sparkdl.codec.describe import redact
+from sparkdl.codec.files import MAX_JSON_BYTES, parse_json
+from sparkdl.codec.records import from_plain, to_plain
+from sparkdl.errors import CheckpointError, DamagedCheckpoint
+from sparkdl.loop.state import Validated
+
+FORMAT = "sparkdl-checkpoint"
+VERSION = 1
+CONSTANTS = ("replicas", "batch_size", "local_steps", "seed")
+"""What a resumed run must have in common with the checkpoint."""
+
+
+def checksum(data: bytes) -> str:
+    """BLAKE2b of 20 bytes, in hexadecimal digits."""
+    return hashlib.blake2b(data, digest_size=20).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredFile:
+    """A file of a checkpoint: its plain name, size in bytes and :func:`checksum`."""
+
+    name: str
+    nbytes: int
+    checksum: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceFile(StoredFile):
+    """The file of slice ``index``: elements [start, stop) of the flat vector."""
+
+    index: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaFile(StoredFile):
+    """The file of what ``replica`` keeps between iterations."""
+
+    replica: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The best validation so far, and the weights that it was of (in ``files``, if kept)."""
+
+    iteration: int
+    epoch: int
+    metric: str
+    value: float
+    files: tuple[SliceFile, ...] = ()
+
+
+def _version() -> str:
+    import sparkdl
+
+    return sparkdl.__version__
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """All of a checkpoint but the big bytes. Counters are those of :class:`sparkdl.TrainState`."""
+
+    iteration: int
+    epoch: int
+    position: int
+    """Iterations completed of the epoch that was under way."""
+    samples: int
+    seconds: float
+    replicas: int
+    """M; which rows make which batch depends on it."""
+    slices: int
+    """N; another run may cut anew."""
+    batch_size: int
+    seed: int
+    local_steps: int = 1
+    layout: ModelIdentity
+    data: DataIdentity
+    optimizers: tuple[str, ...] = ()
+    """Names of the optimizer classes."""
+    frozen: str = ""
+    """A digest of the parameters that are not trained, and in no file; empty: none, or not known."""
+    files: tuple[SliceFile, ...] = ()
+    """One a slice."""
+    residuals: tuple[ReplicaFile, ...] = ()
+    """Where gradients are compressed: one a replica that has left something out."""
+    loss_scale: float = 1.0
+    skipped: int = 0
+    validations: tuple[Validated, ...] = ()
+    best: Best | None = None
+    config: Mapping[str, str] = field(default_factory=dict)
+    """For people; values whose keys speak of secrets are hidden when the manifest is written."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What else the loop keeps (a schedule's state): nested plain values."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """How to build the model and which columns it takes, as in a saved model's ``model.json``, for
+    :func:`sparkdl.load`; empty in the checkpoints of older versions."""
+    history: StoredFile | None = None
+    """Set when the checkpoint is committed."""
+    sparkdl: str = field(default_factory=_version)
+    """The version that wrote it."""
+
+    @property
+    def all_files(self) -> tuple[StoredFile, ...]:
+        """Every file that the checkpoint needs beside the manifest."""
+        best = self.best.files if self.best else ()
+        return (*self.files, *self.residuals, *best, *([self.history] if self.history else []))
+
+    def to_json(self) -> bytes:
+        """As JSON with a checksum of its own. Raises CheckpointError for what JSON cannot hold."""
+        try:
+            content = to_plain(self, Manifest)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"the manifest cannot be written: {error}.") from error
+        content["config"] = redact(self.config)
+        content = {"format": FORMAT, "version": VERSION, **content}
+        content["checksum"] = checksum(_canonical(content))
+        data = (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
+        if len(data) > MAX_JSON_BYTES:
+            raise CheckpointError(
+                f"the manifest has {len(data):,} bytes, and {MAX_JSON_BYTES:,} at the most are read: "
+                "validate less often."
+            )
+        return data
+
+    @staticmethod
+    def from_json(data: bytes) -> Manifest:
+        """What :meth:`to_json` wrote. Raises DamagedCheckpoint, saying what is wrong with it."""
+        try:
+            content = parse_json(data, finite=True)
+        except ValueError as error:
+            raise DamagedCheckpoint(f"its manifest is no JSON ({error})") from None
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            found = content.get("format") if isinstance(content, dict) else None
+            raise DamagedCheckpoint(f"its manifest is no {FORMAT} (format {found!r})")
+        if content.get("version") != VERSION:
+            raise DamagedCheckpoint(
+                f"it has version {content.get('version')!r} of the format, and this sparkdl reads "
+                f"version {VERSION}"
+            )
+        try:
+            if content.pop("checksum", None) != checksum(_canonical(content)):
+                raise DamagedCheckpoint("its manifest was changed (checksum)")
+            manifest: Manifest = from_plain(content, Manifest)
+            manifest._check()
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise DamagedCheckpoint(f"its manifest is wrong: {error}") from None
+        return manifest
+
+    def _check(self) -> None:
+        """Raise ValueError for what no run writes, and for a file that is not in the folder."""
+        least = dict.fromkeys(("iteration", "epoch", "position", "samples", "skipped", "seed"), 0)
+        least |= dict.fromkeys(("replicas", "slices", "batch_size", "local_steps"), 1)
+        for name, smallest in least.items():
+            if not smallest <= getattr(self, name) < 2**63:
+                raise ValueError(f"{name} is {getattr(self, name)}")
+        for name in ("seconds", "loss_scale"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}")
+        if not len(self.data.rows) == len(self.data.checksums) == self.replicas:
+            raise ValueError("it does not tell the rows and checksum of each partition")
+        for file in self.all_files:
+            try:
+                check_name(file.name)
+            except CheckpointError as error:
+                raise ValueError(str(error)) from None
+            if file.nbytes < 0:
+                raise ValueError(f"{file.name} has {file.nbytes} bytes")
+            if isinstance(file, SliceFile) and not 0 <= file.start <= file.stop:
+                raise ValueError(f"{file.name} holds elements {file.start} to {file.stop}")
+
+    def differences(
+        self, layout: ModelIdentity, data: DataIdentity, constants: Mapping[str, Any] | None = None
+    ) -> list[str]:
+        """What keeps a run from going on here, a phrase each; the first few of each sort.
+
+        Empty where nothing does. ``constants``: those of the run, by the names in
+        :data:`CONSTANTS`, that are to be compared.
+        """
+        here = constants or {}
+        return [
+            *first_few(layout.differences(self.layout)),
+            *constant_differences(here, {name: getattr(self, name) for name in here}),
+            *first_few(data.differences(self.data)),
+        ]
+
+
+def _canonical(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()

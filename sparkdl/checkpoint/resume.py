@@ -1,0 +1,240 @@
+"""Going on from a checkpoint: which one, whether it is of this run, and its state."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sparkdl.checkpoint.files import Folder
+from sparkdl.checkpoint.identity import first_few
+from sparkdl.checkpoint.manifest import Manifest, SliceFile
+from sparkdl.checkpoint.residuals import ReadResiduals
+from sparkdl.checkpoint.save import Identity
+from sparkdl.checkpoint.slice_io import read_slice_files
+from sparkdl.checkpoint.store import CheckpointStore
+from sparkdl.codec.describe import describe
+from sparkdl.errors import DamagedCheckpoint, ParameterError
+from sparkdl.loop.advance import first_state
+from sparkdl.loop.engine import BEST, Engine
+from sparkdl.loop.history import History
+from sparkdl.loop.state import TrainState, Validated
+from sparkdl.model.policy import Policy
+from sparkdl.slices.packed_slices import WithoutAverage
+from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.state import SliceState
+
+if TYPE_CHECKING:
+    from sparkdl.train.trainer import Trainer
+
+LATEST = "latest"
+_ANY_DATA = " To go on with what is given here, pass any_data=True."
+logger = logging.getLogger("sparkdl")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint that was chosen: where it is, what it says, and its history.
+
+    ``metric``: by which the run that goes on keeps the best weights, if it does. ``policy``: of it;
+    ``compression``: its hook in words, None where replicas are to begin with nothing left out.
+    ``midway``: whether the run goes on within an epoch: its batches are those of the checkpoint's.
+    """
+
+    uri: str
+    manifest: Manifest
+    history: History
+    policy: Policy
+    metric: str | None = None
+    compression: str | None = None
+    midway: bool = True
+
+    @staticmethod
+    def of(
+        trainer: Trainer,
+        uri: str,
+        manifest: Manifest,
+        history: History,
+        any_data: bool = False,
+        midway: bool = True,
+    ) -> Restored:
+        """For the run of ``trainer``; ``any_data``: only the state is wanted."""
+        metric = trainer.validation.best if trainer.validation else None
+        compression = None if any_data else describe(trainer.compression)
+        return Restored(uri, manifest, history, trainer.policy, metric, compression, midway)
+
+    @property
+    def state(self) -> TrainState:
+        """Where its run stood."""
+        manifest = self.manifest
+        records = self.history.last(1)
+        last = records[-1] if records else {}
+        scale, age = manifest.loss_scale, int(manifest.extra.get("loss_scale_age", 0))
+        if self.policy.scales_loss != manifest.extra.get("scales_loss", scale != 1.0):
+            first = first_state(self.policy)  # another precision than the checkpoint's
+            scale, age = first.loss_scale, first.loss_scale_age
+        return TrainState(
+            iteration=manifest.iteration,
+            epoch=manifest.epoch,
+            position=manifest.position,
+            samples=manifest.samples,
+            seconds=manifest.seconds,
+            loss=last.get("loss", math.nan),
+            gradient_norm=last.get("gradient_norm"),
+            loss_scale=scale,
+            loss_scale_age=age,
+            skipped=manifest.skipped,
+            validations=manifest.validations,
+            best=self.best,
+            higher_is_better=dict(manifest.extra.get("higher_is_better", {})),
+            checkpoint=self.uri,
+        )
+
+    @property
+    def best(self) -> Validated | None:
+        """The validation whose weights the checkpoint holds, if they are the best by ``metric``."""
+        best = self.manifest.best
+        if best is None or not best.files or best.metric != self.metric:
+            return None
+        validations = reversed(self.manifest.validations)
+        return next((v for v in validations if v.iteration == best.iteration), None)
+
+    def load(self, engine: Engine) -> None:
+        """Read the state into the engine. Raises :class:`sparkdl.DamagedCheckpoint`."""
+        engine.start(self._reader(self.manifest.files), (DamagedCheckpoint,))
+        if self.best is not None and self.manifest.best is not None:
+            engine.start(self._reader(self.manifest.best.files), (DamagedCheckpoint,), BEST)
+        if self.compression is not None:
+            self._load_residuals(engine)
+
+    def _load_residuals(self, engine: Engine) -> None:
+        """What replicas had left out of their gradients is of use to the same hook only."""
+        before = self.manifest.extra.get("compression", "None")
+        if before == self.compression:
+            read = ReadResiduals(self.uri, self.manifest.residuals)
+            engine.start_residuals(read, (DamagedCheckpoint,))
+        else:
+            logger.warning(
+                "compression is %s and was %s in the checkpoint %s: what its replicas had left out of "
+                "their gradients stays out, and replicas begin with nothing left out",
+                self.compression,
+                before,
+                Folder(self.uri),
+            )
+
+    def _reader(self, files: Sequence[SliceFile]) -> Any:
+        read = functools.partial(_read, self.uri, tuple(files))
+        return WithoutAverage(read) if self.policy.ema is None else read
+
+
+def history_in(checkpoint: str) -> History:
+    """The history in a checkpoint, named as by :attr:`TrainState.checkpoint`."""
+    store = CheckpointStore.open(checkpoint)
+    uri, manifest = next(store.candidates())
+    return History.from_json_bytes(store.read_history(uri, manifest))
+
+
+def _read(uri: str, files: tuple[SliceFile, ...], plan: SlicePlan, dtype: Any) -> SliceState:
+    return read_slice_files(uri, files, plan, dtype)
+
+
+class Resuming:
+    """The checkpoints that a run may go on from, the newest first.
+
+    ``any_data``: only the state is wanted, whatever data it was made with. Raises
+    :class:`sparkdl.ParameterError` for "latest" without a ``checkpoint``, and for a path without any.
+    """
+
+    def __init__(
+        self, trainer: Trainer, resume: str | os.PathLike[str], any_data: bool = False
+    ) -> None:
+        self._latest = resume == LATEST
+        if self._latest and trainer.checkpoint is None:
+            raise ParameterError(
+                'resume="latest" means the latest of checkpoint=sparkdl.Checkpoint(path), which the '
+                "trainer does not have. Give it, or the path of a checkpoint."
+            )
+        path = trainer.checkpoint.path if self._latest and trainer.checkpoint else resume
+        self._store = CheckpointStore(path) if self._latest else CheckpointStore.open(path)
+        self._found = list(self._store.candidates())
+        self._any_data = any_data
+        self._trainer = trainer
+
+    @property
+    def replicas(self) -> int | None:
+        """M of the newest."""
+        return self._found[0][1].replicas if self._found else None
+
+    def restore(self, engine: Engine, identity: Identity) -> Restored | None:
+        """Load the newest that is whole into ``engine``; None where there is none and need not be:
+        of "latest", before the first one was complete.
+
+        ``identity``: of the run that goes on. Raises :class:`sparkdl.ParameterError` for a
+        checkpoint of another one, and :class:`sparkdl.CheckpointError` where all are damaged.
+        """
+        for uri, manifest in self._found:
+            self._check(uri, manifest, identity)
+            try:
+                restored = self._restored(uri, manifest, identity)
+                restored.load(engine)
+            except DamagedCheckpoint as error:
+                self._store.skip(uri, str(error))
+                continue
+            self._tell()
+            return restored
+        self._tell()
+        if self._latest and all(skipped.incomplete for skipped in self._store.skipped):
+            return None
+        raise self._store.none_usable()
+
+    def _restored(self, uri: str, manifest: Manifest, identity: Identity) -> Restored:
+        """What the manifest and the history say. Raises DamagedCheckpoint where that is nonsense."""
+        data = self._store.read_history(uri, manifest)
+        try:
+            history = History.from_json_bytes(data)
+            midway = identity.batches_as_in(manifest)
+            found = Restored.of(self._trainer, uri, manifest, history, self._any_data, midway)
+            _ = found.state
+        except (ValueError, TypeError, OverflowError) as error:
+            raise DamagedCheckpoint(f"it tells no state of a run: {error}") from error
+        return found
+
+    def _check(self, uri: str, manifest: Manifest, identity: Identity) -> None:
+        """Raise :class:`ParameterError` for a checkpoint of another run."""
+        if self._any_data:
+            differences = first_few(identity.model.differences(manifest.layout))
+        else:
+            differences = manifest.differences(identity.model, identity.data, identity.constants)
+        differences += _other_optimizers(identity.optimizers, manifest.optimizers)
+        if manifest.frozen and not differences and identity.frozen != manifest.frozen:
+            differences.append(
+                "the parameters that are frozen hold other values here, and a checkpoint has only what "
+                "is trained: begin with the same, as with weights=start.module.state_dict() where the "
+                "run began with fit(start=start)"
+            )
+        if differences:
+            raise ParameterError(
+                f"the checkpoint {Folder(uri)} is of another run: {'; '.join(differences)}. Give "
+                "what it was made with, or fit without resume= (in another folder)."
+                + (_ANY_DATA if self._trains(manifest, identity) else "")
+            )
+
+    def _trains(self, manifest: Manifest, identity: Identity) -> bool:
+        """Whether its state would do for the model and optimizers that are here."""
+        others = [*identity.model.differences(manifest.layout)]
+        others += _other_optimizers(identity.optimizers, manifest.optimizers)
+        return not others and manifest.frozen in ("", identity.frozen)
+
+    def _tell(self) -> None:
+        for skipped in self._store.skipped:
+            logger.warning("checkpoint %s is skipped: %s", skipped.uri, skipped.reason)
+
+
+def _other_optimizers(here: Sequence[str], stored: Sequence[str]) -> Iterator[str]:
+    """Their state would not be understood."""
+    if stored and tuple(here) != tuple(stored):
+        yield f"the optimizer is {' and '.join(here)} here and {' and '.join(stored)} in the checkpoint"

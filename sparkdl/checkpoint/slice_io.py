@@ -1,0 +1,98 @@
+"""What tasks do with a checkpoint: write a slice, read a slice of any cut. Needs no Spark."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+import torch
+
+from sparkdl.checkpoint.files import Folder
+from sparkdl.checkpoint.manifest import SliceFile, StoredFile, checksum
+from sparkdl.errors import CheckpointError, DamagedCheckpoint
+from sparkdl.slices.slice_file import Part, recut, to_bytes, unpack
+from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.state import SliceState
+
+
+def write_slice(
+    directory: str, index: int, plan: SlicePlan, state: SliceState, kind: str = "slice"
+) -> SliceFile:
+    """Write one slice into the checkpoint ``directory``; its record for the manifest.
+
+    No two attempts write the same file, so a task may run twice. ``kind`` begins the file's name.
+    Raises :class:`sparkdl.CheckpointError`.
+    """
+    return write_packed(directory, index, (plan.start, plan.stop), to_bytes(plan, state), kind)
+
+
+def write_packed(
+    directory: str, index: int, bounds: tuple[int, int], data: bytes, kind: str
+) -> SliceFile:
+    """Likewise, of a slice that is packed already; ``bounds``: its own in the flat vector."""
+    name = f"{kind}-{index:05d}-{secrets.token_hex(8)}.safetensors"
+    Folder(directory).write(name, data)
+    return SliceFile(
+        name=name,
+        nbytes=len(data),
+        checksum=checksum(data),
+        index=index,
+        start=bounds[0],
+        stop=bounds[1],
+    )
+
+
+def write_probe(directory: str) -> str:
+    """Write a small file into a folder, to see whether that works; its name."""
+    name = f"probe-{secrets.token_hex(8)}"
+    Folder(directory).write(name, b"probe\n")
+    return name
+
+
+def try_probe(directory: str) -> str | CheckpointError:
+    """:func:`write_probe`, or why it failed."""
+    try:
+        return write_probe(directory)
+    except CheckpointError as error:
+        return CheckpointError(str(error))
+
+
+def read_slice_files(
+    directory: str, files: Sequence[SliceFile], plan: SlicePlan, dtype: torch.dtype
+) -> SliceState:
+    """The state of slice ``plan`` from a checkpoint's ``files``, whatever N it was written with.
+
+    Reads only the files that overlap with the slice. Raises :class:`sparkdl.DamagedCheckpoint`
+    that names the file.
+    """
+    needed = [f for f in files if f.start < plan.stop and plan.start < f.stop]
+    if not needed:  # an empty slice: any file says which members a state has
+        needed = sorted(files, key=lambda f: f.nbytes)[:1]
+    folder = Folder(directory)
+    try:
+        return recut((_read_part(folder, file) for file in needed), plan, dtype)
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(f"{folder}: {error}") from error
+
+
+def _read_part(folder: Folder, file: SliceFile) -> Part:
+    try:
+        part = unpack(read_checked(folder, file))
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(f"{file.name}: {error}") from error
+    if (part.start, part.stop) != (file.start, file.stop):
+        raise DamagedCheckpoint(f"{file.name}: it is another slice than the manifest says")
+    return part
+
+
+def read_checked(folder: Folder, file: StoredFile) -> bytes:
+    """The bytes of a file. Raises DamagedCheckpoint unless size and checksum are the manifest's."""
+    try:
+        data = folder.read(file.name, limit=file.nbytes)
+    except CheckpointError as error:
+        raise DamagedCheckpoint(str(error)) from error
+    if len(data) != file.nbytes:
+        raise DamagedCheckpoint(f"it has {len(data)} bytes instead of {file.nbytes}")
+    if checksum(data) != file.checksum:
+        raise DamagedCheckpoint("its bytes were changed (checksum)")
+    return data

@@ -1,0 +1,280 @@
+"""Checkpoints in a folder: beginning, committing, finding and pruning them. For the driver.
+
+One checkpoint is one folder, ``iteration-0000000120-<stamp><random>``. Tasks write its slices, each
+attempt under a name of its own; then the driver makes sure that it sees them all and writes the
+manifest, last. A folder without a manifest is no checkpoint. The stamp grows with every checkpoint
+of the folder, whatever the clocks say: "newest" is the one that was begun last, also after a run
+went back to an earlier one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import time
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sparkdl.checkpoint.files import Entry, Folder, unfinished
+from sparkdl.checkpoint.manifest import Manifest, StoredFile, checksum
+from sparkdl.checkpoint.slice_io import read_checked, write_probe
+from sparkdl.codec.files import MAX_JSON_BYTES
+from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
+
+MANIFEST = "manifest.json"
+HISTORY = "history.json"
+
+_WRITABLE = (
+    "Give Checkpoint(path) a folder that can be written, on a file system that the driver and all "
+    "executors share."
+)
+_OPEN = (
+    "The path must be on a file system that the driver and all executors share, and the folders that "
+    "the driver makes there open to the user of the executors (its umask)."
+)
+INCOMPLETE = "it has no manifest: it was not completed"
+NOT_SHARED = "The path must be on a file system that the driver and all executors share."
+
+_FOLDER = re.compile(r"iteration-(\d{10,})-([0-9a-f]{12})[0-9a-f]{8}")
+_OWN = re.compile(
+    r"manifest\.json|history\.json|[a-z]+-\d{5,}-[0-9a-f]{16}\.safetensors|probe-[0-9a-f]{16}"
+)
+
+
+def holds_checkpoints(folder: Path) -> bool:
+    """Whether a folder of this machine is a checkpoint, or has any in it."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return False
+    return MANIFEST in names or any(map(_FOLDER.fullmatch, [folder.name, *names]))
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A checkpoint that cannot be used, and why."""
+
+    uri: str
+    reason: str
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether it was begun and never completed, as when the driver is killed."""
+        return self.reason == INCOMPLETE
+
+
+class CheckpointStore:
+    """The checkpoints in one folder.
+
+    ``skipped`` lists what :meth:`candidates` passed over, and what was added to it with
+    :meth:`skip`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._root = Folder.of(path)
+        self._single = False
+        self.skipped: list[Skipped] = []
+
+    @staticmethod
+    def open(path: str | os.PathLike[str]) -> CheckpointStore:
+        """The store at ``path``: a folder of checkpoints, or one checkpoint as if it were alone.
+
+        Raises :class:`sparkdl.ParameterError` where there is no such folder.
+        """
+        store = CheckpointStore(path)
+        entries = store._root.entries()
+        store._single = MANIFEST in entries or _FOLDER.fullmatch(store._root.name) is not None
+        if not entries:
+            raise ParameterError(
+                f"there is no checkpoint in {store}: the folder is empty or does not exist."
+            )
+        return store
+
+    def __str__(self) -> str:
+        return str(self._root)
+
+    def holds(self, uri: str) -> bool:
+        """Whether the checkpoint ``uri`` is one of these."""
+        return any(folder.uri == uri for _, folder in self._folders())
+
+    def prepare(self) -> None:
+        """Make the folder and write into it, so that a path that cannot be written fails early.
+
+        Raises :class:`sparkdl.CheckpointError`.
+        """
+        try:
+            self._root.make()
+            self._root.delete(write_probe(self._root.uri))
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} {_WRITABLE}") from None
+
+    def check_probes(self, directory: str, probes: Iterable[str | CheckpointError]) -> None:
+        """Look for what tasks wrote into ``directory``, of :meth:`begin`, with ``tasks.try_probe``.
+
+        Raises :class:`sparkdl.CheckpointError` where one could not, or where it is not to be seen
+        from here.
+        """
+        entries = Folder(directory).entries()
+        for probe in probes:
+            if isinstance(probe, CheckpointError):
+                raise CheckpointError(f"an executor {probe} {_OPEN}")
+            if probe not in entries:
+                raise CheckpointError(
+                    f"what an executor wrote into {self} is not to be seen from the driver. "
+                    f"{NOT_SHARED}"
+                )
+
+    def begin(self, iteration: int) -> str:
+        """Make the folder of a new checkpoint; its URI, for ``tasks.write_slice``."""
+        self._root.make()
+        last = max((stamp for stamp, _ in self._folders()), default=0)
+        stamp = max(time.time_ns() // 1_000_000, last + 1)
+        name = f"iteration-{iteration:010d}-{stamp:012x}{secrets.token_hex(4)}"
+        folder = self._root.folder(name)
+        folder.make()
+        return folder.uri
+
+    def discard(self, directory: str) -> None:
+        """Delete the folder of a checkpoint that is not to be. What is left of it is pruned later."""
+        with contextlib.suppress(CheckpointError):
+            _delete(Folder(directory))
+
+    def commit(self, directory: str, manifest: Manifest, history: bytes) -> Manifest:
+        """Complete the checkpoint: check its files, write the history, then the manifest.
+
+        The manifest as written. Raises :class:`sparkdl.CheckpointError` where a file that a task
+        wrote is not to be seen from here.
+        """
+        folder = Folder(directory)
+        entries = folder.entries()
+        for file in replace(manifest, history=None).all_files:
+            problem = _problem(file, entries)
+            if problem:
+                raise CheckpointError(
+                    f"the checkpoint {folder} is not complete: seen from the driver, {problem}. "
+                    f"{NOT_SHARED}"
+                )
+        record = StoredFile(name=HISTORY, nbytes=len(history), checksum=checksum(history))
+        manifest = replace(manifest, history=record)
+        data = manifest.to_json()
+        folder.write(HISTORY, history)
+        folder.write(MANIFEST, data)
+        return manifest
+
+    def candidates(self) -> Iterator[tuple[str, Manifest]]:
+        """Complete checkpoints, the newest first, as (URI, manifest).
+
+        Sizes are compared here, contents only when they are read. Clears ``skipped`` at its start.
+        """
+        self.skipped = []
+        if self._single:
+            folders = [self._root]
+        else:
+            folders = [folder for _, folder in sorted(self._folders(), reverse=True, key=_stamp)]
+        for folder in folders:
+            try:
+                yield folder.uri, _manifest(folder)
+            except CheckpointError as error:
+                self.skip(folder.uri, str(error))
+
+    def skip(self, uri: str, reason: str) -> None:
+        """Note that the checkpoint ``uri`` turned out to be of no use."""
+        self.skipped.append(Skipped(str(Folder(uri)), reason))
+
+    def none_usable(self) -> CheckpointError | ParameterError:
+        """The error to raise when no candidate is left; it tells why each was skipped."""
+        if not self.skipped:
+            return ParameterError(f"there is no checkpoint to resume from in {self}.")
+        reasons = "".join(f"\n  - {s.uri}: {s.reason}" for s in self.skipped)
+        return CheckpointError(f"there is no checkpoint to resume from in {self}.{reasons}")
+
+    def read_history(self, uri: str, manifest: Manifest) -> bytes:
+        """The history's bytes. Raises :class:`sparkdl.DamagedCheckpoint`."""
+        folder = Folder(uri)
+        if manifest.history is None:
+            raise DamagedCheckpoint(f"{folder}: its manifest names no history")
+        try:
+            return read_checked(folder, manifest.history)
+        except DamagedCheckpoint as error:
+            raise DamagedCheckpoint(f"{folder}: {manifest.history.name}: {error}") from error
+
+    def prune(self, keep: int | None, spare: Collection[str] = ()) -> list[str]:
+        """Delete all but the newest ``keep`` checkpoints, and incomplete ones older than the newest.
+
+        ``keep`` None: only incomplete ones. ``spare``: URIs to leave alone. Deletes sparkdl's own
+        files only; a folder with others in it stays. Returns the URIs of what was deleted.
+
+        Where a folder cannot be listed or deleted it goes on with the next, and raises the first
+        :class:`sparkdl.CheckpointError` at the end.
+        """
+        complete: list[Folder] = []
+        doomed: list[Folder] = []
+        problems: list[CheckpointError] = []
+        for _, folder in sorted(self._folders(), reverse=True, key=_stamp):
+            try:
+                whole = MANIFEST in folder.entries()
+            except CheckpointError as error:
+                problems.append(error)
+                continue
+            if whole:
+                complete.append(folder)
+            elif complete:
+                doomed.append(folder)
+        doomed += complete[keep:] if keep is not None else []
+        doomed = [folder for folder in doomed if folder.uri not in spare]
+        for folder in doomed:
+            try:
+                _delete(folder)
+            except CheckpointError as error:
+                problems.append(error)
+        if problems:
+            raise problems[0]
+        return [folder.uri for folder in doomed]
+
+    def _folders(self) -> list[tuple[int, Folder]]:
+        """The folders that are named as checkpoints are, with their stamps; links are not ours."""
+        found = []
+        for name, entry in self._root.entries().items():
+            match = _FOLDER.fullmatch(name)
+            if match and entry.kind == "folder":
+                found.append((int(match.group(2), 16), self._root.folder(name)))
+        return found
+
+
+def _stamp(item: tuple[int, Folder]) -> tuple[int, str]:
+    return item[0], item[1].name
+
+
+def _manifest(folder: Folder) -> Manifest:
+    entries = folder.entries()
+    if MANIFEST not in entries:
+        raise DamagedCheckpoint(INCOMPLETE)
+    manifest = Manifest.from_json(folder.read(MANIFEST, limit=MAX_JSON_BYTES))
+    for file in manifest.all_files:
+        problem = _problem(file, entries)
+        if problem:
+            raise DamagedCheckpoint(problem)
+    return manifest
+
+
+def _problem(file: StoredFile, entries: dict[str, Entry]) -> str | None:
+    entry = entries.get(file.name)
+    if entry is None:
+        return f'the file "{file.name}" is missing'
+    if entry.kind != "file":
+        return f'"{file.name}" is no plain file'
+    if entry.nbytes != file.nbytes:
+        return f'the file "{file.name}" has {entry.nbytes} bytes instead of {file.nbytes}'
+    return None
+
+
+def _delete(folder: Folder) -> None:
+    """The manifest first: what is half deleted must not look complete."""
+    entries = folder.entries()
+    own = [n for n, e in entries.items() if e.kind == "file" and _OWN.fullmatch(unfinished(n) or n)]
+    for name in sorted(own, key=lambda n: n != MANIFEST):
+        folder.delete(name)
+    folder.delete_empty()

@@ -1,0 +1,161 @@
+"""Files that may have been changed on their way here: no link is followed, sizes come first.
+
+Whatever is wrong with the bytes of a file is a ValueError, and with the file an OSError; the callers
+turn both into errors of their own. Nothing here runs code that a file brings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import safetensors
+import safetensors.torch
+import torch
+
+from sparkdl.codec.redaction import without_credentials
+from sparkdl.errors import ParameterError
+
+MAX_JSON_BYTES = 32 << 20
+"""Of a manifest or a ``model.json``. Parsed, it can take twenty times as much memory."""
+MAX_HEADER_BYTES = 32 << 20
+"""Of a safetensors file: 200,000 tensors or so."""
+_LENGTH_BYTES = 8
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def is_uri(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` names a place of another file system."""
+    return _URI.match(os.fspath(path)) is not None
+
+
+def path_here(path: str | os.PathLike[str]) -> Path:
+    """A path of this machine. Raises :class:`sparkdl.ParameterError` for a URI, of which a folder named
+    "s3:" would be made."""
+    if is_uri(path):
+        raise ParameterError(
+            f'"{without_credentials(os.fspath(path))}" is a URI, and only checkpoints go there: give a '
+            "path of the driver's file system, and copy what is there."
+        )
+    return Path(path)
+
+
+def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a file for reading. Raises OSError for a link, a folder, a pipe; waits for none."""
+    return open(path, "rb", opener=_plain)
+
+
+def _plain(path: str, flags: int) -> int:
+    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError("it is no plain file")
+    return handle
+
+
+def read_plain(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
+    """The bytes of a plain file. Raises OSError; also where there are more than ``limit``."""
+    with open_plain(path) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        check_size(nbytes, limit)
+        return file.read(nbytes)
+
+
+def check_size(nbytes: int, limit: int | None) -> None:
+    """Raise OSError where a file of ``nbytes`` is larger than ``limit``."""
+    if limit is not None and nbytes > limit:
+        raise OSError(f"it has {nbytes:,} bytes, and {limit:,} at the most are expected")
+
+
+def parse_json(data: bytes, finite: bool = False) -> Any:
+    """What JSON says. Raises ValueError for other bytes, for a key given twice, for deep nesting, and
+    with ``finite`` for NaN and infinite numbers."""
+    constant, number = (_refuse, _finite) if finite else (None, None)
+    text = data.decode()
+    try:
+        return json.loads(
+            text, object_pairs_hook=_once, parse_constant=constant, parse_float=number
+        )
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def parse_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a safetensors file, in memory of their own, and its metadata.
+
+    Raises ValueError where it is none.
+    """
+    length = _header_bytes(data[:_LENGTH_BYTES], len(data))
+    header = parse_json(data[_LENGTH_BYTES : _LENGTH_BYTES + length], finite=True)
+    if not isinstance(header, dict):
+        raise ValueError("its header is no object")
+    with _one_error():
+        return safetensors.torch.load(data), dict(header.get("__metadata__") or {})
+
+
+@contextlib.contextmanager
+def mappable(path: str | os.PathLike[str], links: bool = False) -> Iterator[str]:
+    """A path under which safetensors may map the file inside the block: checked, and the same file
+    even if another takes its name. ``links``: may be followed, where the user named the file.
+
+    Raises OSError, and ValueError where the header cannot be one; what safetensors and torch raise
+    inside the block becomes a ValueError.
+    """
+    with open_plain(os.path.realpath(path) if links else path) as file:
+        _header_bytes(file.read(_LENGTH_BYTES), os.fstat(file.fileno()).st_size)
+        with _one_error():
+            yield f"/dev/fd/{file.fileno()}"
+
+
+def _header_bytes(first: bytes, nbytes: int) -> int:
+    """Length of the header of a safetensors file of ``nbytes``."""
+    length = int.from_bytes(first, "little")
+    if len(first) < _LENGTH_BYTES or length > nbytes - _LENGTH_BYTES:
+        raise ValueError("it is too short for a safetensors file")
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"its header has {length:,} bytes: more than {MAX_HEADER_BYTES:,}")
+    return length
+
+
+@contextlib.contextmanager
+def _one_error() -> Iterator[None]:
+    """What safetensors and torch raise on bytes that nobody meant, as ValueError."""
+    try:
+        yield
+    except (
+        safetensors.SafetensorError,
+        ArithmeticError,
+        LookupError,
+        MemoryError,
+        RuntimeError,
+        TypeError,
+    ) as error:
+        kind = f"{type(error).__name__} " if isinstance(error, (LookupError, MemoryError)) else ""
+        raise ValueError(f"{kind}{error}") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} is given twice")
+        found[key] = value
+    return found
+
+
+def _refuse(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number that is expected")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        _refuse(text)
+    return number

@@ -1,0 +1,111 @@
+"""Named tensors of parameters as one run of bytes: each from a multiple of 64 bytes on. Pure torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from sparkdl.codec.frames import as_tensor
+from sparkdl.model.flat import ALIGNMENT
+
+_LENGTH = struct.Struct("<q")
+Tensors = Mapping[str, torch.Tensor]
+"""Tensors by name."""
+ByParameter = Mapping[int, Tensors]
+"""Named tensors by the number of the parameter that they are of."""
+
+
+class TensorSpec(NamedTuple):
+    """A tensor without its values: of which parameter, its name, dtype (without ``torch.``), shape."""
+
+    number: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+
+
+def specs_of(tensors: ByParameter) -> tuple[TensorSpec, ...]:
+    """What is needed to read these tensors again, in the order in which they lie."""
+    return tuple(
+        TensorSpec(number, name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for number, named in tensors.items()
+        for name, tensor in named.items()
+    )
+
+
+def packed_nbytes(specs: Sequence[TensorSpec]) -> int:
+    """Bytes of all of them; a multiple of 64."""
+    return sum(aligned(spec.nbytes) for spec in specs)
+
+
+def open_packed(
+    specs: Sequence[TensorSpec], data: np.ndarray | memoryview
+) -> dict[int, dict[str, torch.Tensor]]:
+    """Tensors that share the memory of ``data`` (to be read, or to be written)."""
+    found: dict[int, dict[str, torch.Tensor]] = {}
+    place = 0
+    for spec in specs:
+        raw = np.frombuffer(data, np.uint8, spec.nbytes, place)
+        tensor = as_tensor(raw.data, getattr(torch, spec.dtype)).view(spec.shape)
+        found.setdefault(spec.number, {})[spec.name] = tensor
+        place += aligned(spec.nbytes)
+    return found
+
+
+def copy_packed(places: ByParameter, tensors: ByParameter) -> None:
+    """Copy the values of ``tensors`` to where :func:`open_packed` has their places."""
+    for number, named in places.items():
+        for name, place in named.items():
+            place.copy_(tensors[number][name])
+
+
+def head_to_bytes(specs: Sequence[TensorSpec], **more: object) -> bytes:
+    """How to read packed tensors, and ``more`` that JSON can hold, as JSON behind its length; in a
+    multiple of 64 bytes. For what comes from elsewhere: unlike a pickle it can do nothing."""
+    text = json.dumps({**more, "specs": specs}).encode()
+    return (_LENGTH.pack(len(text)) + text).ljust(aligned(_LENGTH.size + len(text)), b"\0")
+
+
+def head_from_bytes(data: np.ndarray) -> tuple[tuple[TensorSpec, ...], dict[str, Any], int]:
+    """The specs, what else there is, and where the tensors begin. Raises ValueError for other bytes."""
+    (length,) = _LENGTH.unpack_from(data.data, 0)
+    start = _LENGTH.size
+    more = json.loads(data[start : start + length].tobytes())
+    specs = tuple(
+        TensorSpec(n, name, kind, tuple(shape)) for n, name, kind, shape in more.pop("specs")
+    )
+    return specs, more, aligned(start + length)
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of 64."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def join_files(files: Iterable[bytes]) -> bytearray:
+    """Files, each behind its length."""
+    data = bytearray()
+    for file in files:
+        data += _LENGTH.pack(len(file)) + file
+    return data
+
+
+def split_files(data: bytes | memoryview) -> Iterator[bytes]:
+    """What :func:`join_files` joined, one after another."""
+    place = 0
+    while place < len(data):
+        (length,) = _LENGTH.unpack_from(data, place)
+        place += _LENGTH.size
+        yield bytes(data[place : place + length])
+        place += length

@@ -1,0 +1,91 @@
+"""What can be wrong with a collective's arguments: each check gives the problems that it finds."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+
+from sparkdl.collectives.algorithms import ALGORITHMS
+from sparkdl.collectives.link import TAG
+from sparkdl.errors import nearest
+
+LIBRARY = "library"
+DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
+)
+"""What the collectives of Gloo carry."""
+OPS: Mapping[str, tuple[Callable[..., torch.Tensor], dist.ReduceOp.RedOpType]] = {
+    "sum": (torch.add, dist.ReduceOp.SUM),
+    "mean": (torch.add, dist.ReduceOp.SUM),
+    "max": (torch.maximum, dist.ReduceOp.MAX),
+    "min": (torch.minimum, dist.ReduceOp.MIN),
+}
+"""What combines two tensors, and its name in the library. A mean is a sum until its end."""
+
+
+def algorithm(operation: str, name: str) -> list[str]:
+    """An algorithm that does not exist, or not for this operation."""
+    written = ALGORITHMS["all_reduce" if operation == "barrier" else operation]
+    known = [LIBRARY, *written]
+    if name in known:
+        return []
+    return [
+        f"{operation} has no algorithm {name!r}, only {', '.join(known)}.{nearest(name, known)}"
+    ]
+
+
+def reduction(op: str, dtype: torch.dtype) -> list[str]:
+    """An op that does not exist, or not for this dtype."""
+    if op not in OPS:
+        return [f"There is no op {op!r}, only {', '.join(OPS)}.{nearest(op, OPS)}"]
+    if op == "mean" and not dtype.is_floating_point:
+        return [f"A mean needs floating-point numbers, not {name_of(dtype)}: convert the tensor."]
+    if op == "sum" and dtype == torch.bool:
+        return ['Sums of bool are not defined: take op="max" for "any" or "min" for "all".']
+    return []
+
+
+def collective_tensor(tensor: torch.Tensor, by_rows: bool) -> list[str]:
+    """A dtype that Gloo does not carry; no rows where they are cut or joined."""
+    problems = []
+    if tensor.dtype not in DTYPES:
+        known = ", ".join(map(name_of, DTYPES))
+        problems.append(f"Collectives carry {known}, but not {name_of(tensor.dtype)}.")
+    if by_rows and tensor.dim() == 0:
+        problems.append("A tensor without dimensions has no rows: give it one, with reshape(1).")
+    return problems
+
+
+def device(tensor: torch.Tensor, expected: torch.device) -> list[str]:
+    """A tensor where the backend does not look for it, or with a layout of its own."""
+    if tensor.layout != torch.strided:
+        return [f"The tensor is {tensor.layout}: make it dense first."]
+    if tensor.device.type != expected.type:
+        return [f"This group carries {expected.type} tensors: move it from {tensor.device}."]
+    return []
+
+
+def rank(value: int, size: int) -> list[str]:
+    """A number that is no rank of the group."""
+    if 0 <= operator.index(value) < size:
+        return []
+    return [f"There is no rank {value}: this group has ranks 0 to {size - 1}."]
+
+
+def peer(value: int, size: int, own: int, tag: int) -> list[str]:
+    """No other rank, or a tag out of range."""
+    problems = rank(value, size)
+    if value == own:
+        problems.append(f"Rank {own} is this one: push and pull join two ranks.")
+    if not 0 <= tag < TAG:
+        problems.append(f"A tag is a number from 0 to {TAG - 1}, not {tag}.")
+    return problems
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """``float32``."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,237 @@
+"""A small face over ``torch.distributed``, for those who teach or prototype.
+
+Each collective runs by the library, or by an algorithm that is written out in this package to be read
+and measured (:mod:`sparkdl.collectives.algorithms`). For speed in earnest, call ``torch.distributed``.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.distributed as dist
+
+from sparkdl.collectives import arguments as checks
+from sparkdl.collectives import notes
+from sparkdl.collectives.algorithms import ALGORITHMS
+from sparkdl.collectives.arguments import LIBRARY, OPS
+from sparkdl.collectives.halving import Combine, even_bounds
+from sparkdl.collectives.link import Among, GroupLink, Sent
+from sparkdl.errors import ParameterError, raise_all
+
+
+class Communicator:
+    """The ranks of an initialized process group, as one of them.
+
+    Every rank makes one and calls the same collectives in the same order. Tensors lie where the
+    group's backend takes them (Gloo: CPU, NCCL: CUDA), of any shape, also empty or not contiguous,
+    of the dtypes in :data:`sparkdl.collectives.arguments.DTYPES`. They are never changed: results
+    are new tensors, without gradients.
+
+    ``algorithm`` is ``"library"`` or one of the algorithms that exist for the operation:
+
+    =======================================  ===========================================
+    broadcast, reduce, all_reduce, barrier   linear, tree, ring, halving-doubling
+    reduce_scatter, all_gather               ring, halving-doubling
+    =======================================  ===========================================
+
+    ``op`` is "sum", "mean" (of floating-point numbers), "max" or "min". Sums are made in the
+    tensor's dtype. The written-out algorithms give the same bits on all ranks and in every run with
+    the same ranks; another algorithm may round otherwise. Their max and min pass NaN on; what the
+    library makes of NaN is the backend's affair.
+
+    Before a collective the ranks compare notes, by one small all-gather of the library: where they
+    differ in the call, its arguments, dtype or shape, *all* get the same ParameterError and the
+    group remains usable. A rank that calls nothing at all cannot be noticed so: the others then
+    wait until the group's timeout and get the backend's RuntimeError, after which the group is
+    broken.
+
+    Args:
+        group: Of ``torch.distributed``; default: all ranks.
+
+    Raises:
+        ParameterError: A ValueError: an argument cannot work, or the ranks disagree. Nothing was sent
+            but the notes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not dist.is_initialized():
+            raise ParameterError(
+                "There is no process group yet: call torch.distributed.init_process_group first."
+            )
+        chosen = dist.group.WORLD if group is None else group
+        assert chosen is not None
+        if dist.get_rank(chosen) < 0:
+            raise ParameterError("This process is not in that group.")
+        self._group = chosen
+        self._link = GroupLink(chosen)
+        self._device = torch.device("cuda" if "nccl" in dist.get_backend(chosen) else "cpu")
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the group, from 0."""
+        return self._link.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._link.size
+
+    @property
+    def sent(self) -> Sent:
+        """Messages and bytes that this rank has sent for written-out algorithms, so far. What the
+        library sends, nobody says."""
+        return self._link.sent
+
+    def push(self, tensor: torch.Tensor, to: int, tag: int = 0) -> None:
+        """Send ``tensor``, of any dtype, to the rank ``to``, which must pull it.
+
+        A note with its dtype and shape goes before it. With Gloo this returns when all was pulled,
+        so of two ranks that push to each other, one must pull first. ``tag``: a number from 0 that
+        the puller names too; what has another tag is left waiting (NCCL ignores tags).
+        """
+        problems = checks.peer(to, self.size, self.rank, tag)
+        raise_all(ParameterError, problems + checks.device(tensor, self._device))
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+        text = " ".join([checks.name_of(tensor.dtype), *map(str, tensor.shape)])
+        note = notes.write(text, self._device)
+        dist.send(note, group=self._group, group_dst=to, tag=tag)
+        if flat.numel():
+            dist.send(flat, group=self._group, group_dst=to, tag=tag)
+
+    def pull(self, source: int, tag: int = 0) -> torch.Tensor:
+        """Wait for the tensor that the rank ``source`` pushes to this one."""
+        raise_all(ParameterError, checks.peer(source, self.size, self.rank, tag))
+        note = torch.empty(notes.LENGTH, dtype=torch.uint8, device=self._device)
+        dist.recv(note, group=self._group, group_src=source, tag=tag)
+        name, *shape = notes.read(note).split()
+        dtype = getattr(torch, name)
+        found = torch.empty([int(length) for length in shape], dtype=dtype, device=self._device)
+        if found.numel():
+            dist.recv(found.view(-1), group=self._group, group_src=source, tag=tag)
+        return found
+
+    def broadcast(
+        self, tensor: torch.Tensor, root: int = 0, algorithm: str = LIBRARY
+    ) -> torch.Tensor:
+        """The root's tensor, on all ranks; the others give one of the same shape and dtype."""
+        self._agree("broadcast", algorithm, tensor, root=root)
+        flat = _flat_copy(tensor)
+        if algorithm == LIBRARY:
+            dist.broadcast(flat, group=self._group, group_src=root)
+        else:
+            ALGORITHMS["broadcast"][algorithm](Among.rooted(self._link, root), flat)
+        return flat.view(tensor.shape)
+
+    def reduce(
+        self, tensor: torch.Tensor, op: str = "sum", root: int = 0, algorithm: str = LIBRARY
+    ) -> torch.Tensor | None:
+        """The sum (mean, max, min) of the ranks' tensors, on the root; None on the others."""
+        self._agree("reduce", algorithm, tensor, op=op, root=root)
+        flat = _flat_copy(tensor)
+        if algorithm == LIBRARY:
+            dist.reduce(flat, op=OPS[op][1], group=self._group, group_dst=root)
+        else:
+            ALGORITHMS["reduce"][algorithm](Among.rooted(self._link, root), flat, _combine(op))
+        return self._finished(flat, op).view(tensor.shape) if self.rank == root else None
+
+    def all_reduce(
+        self, tensor: torch.Tensor, op: str = "sum", algorithm: str = LIBRARY
+    ) -> torch.Tensor:
+        """The sum (mean, max, min) of the ranks' tensors, on all of them."""
+        self._agree("all_reduce", algorithm, tensor, op=op)
+        flat = _flat_copy(tensor)
+        if algorithm == LIBRARY:
+            dist.all_reduce(flat, op=OPS[op][1], group=self._group)
+        else:
+            ALGORITHMS["all_reduce"][algorithm](self._link, flat, _combine(op))
+        return self._finished(flat, op).view(tensor.shape)
+
+    def reduce_scatter(
+        self, tensor: torch.Tensor, op: str = "sum", algorithm: str = LIBRARY
+    ) -> torch.Tensor:
+        """This rank's rows of the sum (mean, max, min): those of ``tensor_split(size)[rank]``.
+
+        Rows are along the first dimension; the first ranks get one more where they do not divide
+        evenly.
+        """
+        self._agree("reduce_scatter", algorithm, tensor, op=op)
+        shape = tensor.shape[1:]
+        bounds = [shape.numel() * row for row in even_bounds(len(tensor), self.size)]
+        flat = _flat_copy(tensor)
+        blocks = [flat[begin:end] for begin, end in itertools.pairwise(bounds)]
+        if algorithm == LIBRARY:
+            mine = torch.empty_like(blocks[self.rank])
+            dist.reduce_scatter(mine, blocks, op=OPS[op][1], group=self._group)
+        else:
+            ALGORITHMS["reduce_scatter"][algorithm](self._link, flat, bounds, _combine(op))
+            mine = blocks[self.rank].clone()  # not a view, which would keep all of flat alive
+        rows = len(tensor.tensor_split(self.size)[self.rank])
+        return self._finished(mine, op).view(rows, *shape)
+
+    def all_gather(self, tensor: torch.Tensor, algorithm: str = LIBRARY) -> torch.Tensor:
+        """The tensors of all ranks, one below the other; their first dimension may differ.
+
+        The library gathers equal sizes only: shorter ones travel with padding there.
+        """
+        rows = self._agree("all_gather", algorithm, tensor)
+        shape = tensor.shape[1:]
+        lengths = [shape.numel() * its for its in rows]
+        flat = tensor.detach().contiguous().view(-1)
+        if algorithm == LIBRARY:
+            padded = flat.new_zeros(max(lengths))
+            padded[: len(flat)] = flat
+            found = [torch.empty_like(padded) for _ in rows]
+            dist.all_gather(found, padded, group=self._group)
+            whole = torch.cat([its[:length] for its, length in zip(found, lengths, strict=True)])
+        else:
+            bounds = [0, *itertools.accumulate(lengths)]
+            whole = flat.new_empty(bounds[-1])
+            whole[bounds[self.rank] : bounds[self.rank + 1]] = flat
+            ALGORITHMS["all_gather"][algorithm](self._link, whole, bounds)
+        return whole.view(sum(rows), *shape)
+
+    def barrier(self, algorithm: str = LIBRARY) -> None:
+        """Return when all ranks have called it. Written out, it is the all_reduce of one byte."""
+        one = torch.ones(1, dtype=torch.uint8, device=self._device)
+        self._agree("barrier", algorithm, one)
+        if algorithm == LIBRARY:
+            dist.barrier(group=self._group)
+        else:
+            ALGORITHMS["all_reduce"][algorithm](self._link, one, _combine("max"))
+
+    def _agree(
+        self,
+        operation: str,
+        algorithm: str,
+        tensor: torch.Tensor,
+        op: str | None = None,
+        root: int | None = None,
+    ) -> list[int]:
+        """Check the arguments, here and then among the ranks; the number of rows of each rank."""
+        by_rows = operation in ("reduce_scatter", "all_gather")
+        problems = checks.algorithm(operation, algorithm)
+        problems += checks.collective_tensor(tensor, by_rows) + checks.device(tensor, self._device)
+        problems += checks.reduction(op, tensor.dtype) if op is not None else []
+        problems += checks.rank(root, self.size) if root is not None else []
+        raise_all(ParameterError, problems)
+        details = [algorithm] if op is None else [algorithm, op]
+        details += [] if root is None else [f"root {root}"]
+        shape = list(map(str, tensor.shape))
+        rows = 0
+        if operation == "all_gather":
+            rows, shape[0] = len(tensor), "any"
+        call = f"{operation} ({', '.join(details)}) of {checks.name_of(tensor.dtype)}"
+        return notes.compare(self._group, f"{call} [{', '.join(shape)}]", rows, self._device)
+
+    def _finished(self, total: torch.Tensor, op: str) -> torch.Tensor:
+        return total.div_(self.size) if op == "mean" else total
+
+
+def _flat_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
+
+
+def _combine(op: str) -> Combine:
+    function = OPS[op][0]
+    return lambda into, received: function(into, received, out=into)

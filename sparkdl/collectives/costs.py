@@ -1,0 +1,96 @@
+"""What the written-out collectives cost, in the usual model of a network.
+
+A message of ``n`` bytes takes ``alpha + n * beta`` seconds, whichever ranks it joins; a rank sends one
+and receives one at a time, and both at once; summing ``n`` bytes into ``n`` others takes ``n * gamma``.
+The model of Thakur, Rabenseifner and Gropp (2005) and of Chan et al. (2007), whose formulas these are,
+for any number of ranks: exact where the vector divides evenly among them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparkdl.collectives.algorithms import ALGORITHMS
+from sparkdl.collectives.halving import power_below
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Of the path that ends last."""
+
+    steps: int
+    """Messages, one after another."""
+    volume: float
+    """Their bytes, as a multiple of the vector's."""
+    summed: float
+    """Bytes summed, likewise."""
+
+    def __add__(self, then: Terms) -> Terms:
+        return Terms(self.steps + then.steps, self.volume + then.volume, self.summed + then.summed)
+
+
+def cost(
+    algorithm: str,
+    operation: str,
+    nbytes: float,
+    ranks: int,
+    alpha: float,
+    beta: float,
+    gamma: float = 0.0,
+) -> float:
+    """Seconds of ``operation`` on a vector of ``nbytes`` bytes.
+
+    The vector is the whole one: what a rank gives to reduce_scatter, what it gets from all_gather.
+    ``alpha`` in seconds a message, ``beta`` and ``gamma`` in seconds a byte sent and summed. KeyError
+    where there is no such algorithm.
+    """
+    found = terms(algorithm, operation, ranks)
+    return found.steps * alpha + nbytes * (found.volume * beta + found.summed * gamma)
+
+
+def terms(algorithm: str, operation: str, ranks: int) -> Terms:
+    """The factors of alpha, ``n * beta`` and ``n * gamma``."""
+    ALGORITHMS[operation][algorithm]
+    if ranks == 1:
+        return Terms(0, 0.0, 0.0)
+    if algorithm == "halving-doubling":
+        return _halving_doubling(operation, ranks)
+    if operation == "all_reduce":
+        parts = ("reduce_scatter", "all_gather") if algorithm == "ring" else ("reduce", "broadcast")
+        first, then = (terms(algorithm, part, ranks) for part in parts)
+        return first + then
+    sums = operation in ("reduce", "reduce_scatter")
+    if algorithm == "ring":
+        chain = operation in ("reduce", "broadcast")
+        steps = 2 * (ranks - 1) if chain else ranks - 1
+        return Terms(steps, steps / ranks, sums * steps / ranks)
+    steps = ranks - 1 if algorithm == "linear" else (ranks - 1).bit_length()
+    return Terms(steps, float(steps), float(sums * steps))
+
+
+def _halving_doubling(operation: str, ranks: int) -> Terms:
+    """The core of a power of two, and what comes before and after it for the other ranks.
+
+    With reduce_scatter and all_gather, the first ranks of the core stand for two blocks each. In
+    the step at distance ``width`` the longest message then has those of the first ``width`` ranks.
+    """
+    power = power_below(ranks)
+    pairs, levels = ranks - power, power.bit_length() - 1
+    whole, fold = Terms(1, 1.0, 0.0), Terms(1, 1.0, 1.0)
+    if operation in ("reduce_scatter", "all_gather"):
+        widths = [1 << level for level in range(levels)]
+        share = sum(width + min(width, pairs) for width in widths) / ranks
+        block = Terms(1, 1 / ranks, 0.0)
+        if operation == "all_gather":
+            core, extra = Terms(levels, share, 0.0), block + whole
+        else:
+            core, extra = Terms(levels, share, share), fold + block
+    else:
+        share = (power - 1) / power
+        one_way, summing = Terms(levels, share, 0.0), Terms(levels, share, share)
+        core, extra = {
+            "broadcast": (one_way + one_way, whole),
+            "reduce": (summing + one_way, fold),
+            "all_reduce": (summing + one_way, fold + whole),
+        }[operation]
+    return core + extra if pairs else core

@@ -1,0 +1,200 @@
+"""Recursive halving and doubling: as few bytes as a ring, in a logarithm of steps.
+
+In every step a rank exchanges with a partner. *Halving* gives away the half of its blocks that the
+partner's side shall own and sums what it gets for the other half, so the blocks get fewer: a
+reduce-scatter. *Doubling* goes the same way back with finished blocks: an all-gather. The two in turn
+are Rabenseifner's all-reduce. From a single root, the halves only travel outwards (scatter) or home
+(gather): a scatter before the doubling is van de Geijn's broadcast, a gather after the halving is
+Rabenseifner's reduce.
+
+Partners need a power of two. With other numbers of ranks, each of the first ``p - power`` odd
+ranks leaves its vector to the even rank before it, waits, and is handed the result: up to two more
+steps of up to ``n`` bytes. For reduce_scatter and all_gather the even rank then stands in for the
+blocks of both. This is MPICH's way [1, section 3], with the even ranks in place of the odd ones, so
+that rank 0, the root, always takes part.
+
+[1] R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in
+MPICH", Int. J. High Performance Computing Applications 19(1), 2005.
+[2] R. Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from sparkdl.collectives.link import Among, Link
+
+Combine = Callable[[torch.Tensor, torch.Tensor], object]
+"""``combine(into, received)`` changes ``into`` to the sum of both, or the maximum, ..."""
+
+
+def even_bounds(length: int, blocks: int) -> list[int]:
+    """Ends of ``blocks`` blocks; the first ``length % blocks`` have one element more."""
+    return [i * (length // blocks) + min(i, length % blocks) for i in range(blocks + 1)]
+
+
+def power_below(size: int) -> int:
+    """The largest power of two up to ``size``."""
+    return 1 << (size.bit_length() - 1)
+
+
+def all_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
+    """Halve and double: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [2]"""
+    fold(link, flat, combine)
+    if core := _core(link):
+        bounds = even_bounds(flat.numel(), core.size)
+        halve(core, flat, bounds, combine)
+        double(core, flat, bounds)
+    unfold(link, flat)
+
+
+def reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
+    """Halve, then gather on rank 0: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [2]"""
+    fold(link, flat, combine)
+    if core := _core(link):
+        bounds = even_bounds(flat.numel(), core.size)
+        halve(core, flat, bounds, combine)
+        gather(core, flat, bounds)
+
+
+def broadcast(link: Link, flat: torch.Tensor) -> None:
+    """Scatter from rank 0, then double: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [1]"""
+    if core := _core(link):
+        bounds = even_bounds(flat.numel(), core.size)
+        scatter(core, flat, bounds)
+        double(core, flat, bounds)
+    unfold(link, flat)
+
+
+def reduce_scatter(link: Link, flat: torch.Tensor, bounds: Sequence[int], combine: Combine) -> None:
+    """Halve: ``log2 p`` steps, ``n (p - 1) / p`` bytes. [1]"""
+    fold(link, flat, combine)
+    if core := _core(link):
+        halve(core, flat, _core_bounds(link, bounds), combine)
+    if (pair := _pair(link)) is not None:
+        theirs = flat[bounds[pair + 1] : bounds[pair + 2]]
+        if link.rank == pair:
+            link.send(theirs, pair + 1)
+        else:
+            link.receive(theirs, pair)
+
+
+def all_gather(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
+    """Double: ``log2 p`` steps, ``n (p - 1) / p`` bytes. [1]"""
+    if (pair := _pair(link)) is not None:
+        theirs = flat[bounds[pair + 1] : bounds[pair + 2]]
+        if link.rank == pair:
+            link.receive(theirs, pair + 1)
+        else:
+            link.send(theirs, pair)
+    if core := _core(link):
+        double(core, flat, _core_bounds(link, bounds))
+    unfold(link, flat)
+
+
+def halve(link: Link, flat: torch.Tensor, bounds: Sequence[int], combine: Combine) -> None:
+    """Reduce-scatter among a power of two: partners at distance p/2, p/4, ..., 1."""
+    low, high = 0, link.size
+    while high - low > 1:
+        half = (high - low) // 2
+        lower, upper = (low, low + half), (low + half, high)
+        mine, theirs, partner = (
+            (lower, upper, link.rank + half)
+            if link.rank < low + half
+            else (upper, lower, link.rank - half)
+        )
+        keep = _span(flat, bounds, *mine)
+        received = torch.empty_like(keep)
+        link.exchange(_span(flat, bounds, *theirs), partner, received, partner)
+        combine(keep, received)
+        low, high = mine
+
+
+def double(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
+    """All-gather among a power of two: partners at distance 1, 2, ..., p/2."""
+    width = 1
+    while width < link.size:
+        partner = link.rank ^ width
+        low, other = link.rank // width * width, partner // width * width
+        mine = _span(flat, bounds, low, low + width)
+        link.exchange(mine, partner, _span(flat, bounds, other, other + width), partner)
+        width *= 2
+
+
+def scatter(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
+    """From rank 0: whoever holds several blocks sends the upper half of them on."""
+    width = link.size // 2
+    while width:
+        place = link.rank % (2 * width)
+        if place == 0:
+            upper = _span(flat, bounds, link.rank + width, link.rank + 2 * width)
+            link.send(upper, link.rank + width)
+        elif place == width:
+            mine = _span(flat, bounds, link.rank, link.rank + width)
+            link.receive(mine, link.rank - width)
+        width //= 2
+
+
+def gather(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
+    """To rank 0: :func:`scatter` backwards."""
+    width = 1
+    while width < link.size:
+        place = link.rank % (2 * width)
+        if place == 0:
+            upper = _span(flat, bounds, link.rank + width, link.rank + 2 * width)
+            link.receive(upper, link.rank + width)
+        elif place == width:
+            mine = _span(flat, bounds, link.rank, link.rank + width)
+            link.send(mine, link.rank - width)
+        width *= 2
+
+
+def fold(link: Link, flat: torch.Tensor, combine: Combine) -> None:
+    """The rank that is one too many leaves its vector to its pair's first."""
+    if (pair := _pair(link)) is None:
+        return
+    if link.rank == pair:
+        received = torch.empty_like(flat)
+        link.receive(received, pair + 1)
+        combine(flat, received)
+    else:
+        link.send(flat, pair)
+
+
+def unfold(link: Link, flat: torch.Tensor) -> None:
+    """It gets the result."""
+    if (pair := _pair(link)) is None:
+        return
+    if link.rank == pair:
+        link.send(flat, pair + 1)
+    else:
+        link.receive(flat, pair)
+
+
+def _pair(link: Link) -> int | None:
+    """The first rank of this one's pair; None: it has none, and takes part by itself."""
+    even = link.rank // 2 * 2
+    return even if even < 2 * (link.size - power_below(link.size)) else None
+
+
+def _core_members(size: int) -> list[int]:
+    pairs = size - power_below(size)
+    return [*range(0, 2 * pairs, 2), *range(2 * pairs, size)]
+
+
+def _core(link: Link) -> Link | None:
+    """The link among the ranks that make a power of two; None on the others."""
+    members = _core_members(link.size)
+    return Among(link, members) if link.rank in members else None
+
+
+def _core_bounds(link: Link, bounds: Sequence[int]) -> list[int]:
+    """The blocks of all ranks, as blocks of the core's: where two ranks make a pair, both."""
+    return [bounds[rank] for rank in _core_members(link.size)] + [bounds[-1]]
+
+
+def _span(flat: torch.Tensor, bounds: Sequence[int], low: int, high: int) -> torch.Tensor:
+    """Blocks ``low`` to ``high``, the latter not included."""
+    return flat[bounds[low] : bounds[high]]

@@ -1,0 +1,1 @@
+"""How the columns of a DataFrame become tensors, a file for each type of column."""

@@ -1,0 +1,127 @@
+"""Which rows make mini-batch t: pure arithmetic on (seed, epoch, iteration, counts).
+
+An epoch is a traverse: every sample exactly once, in an order drawn anew each epoch from the seed.
+Iteration i of an epoch takes global batch i; replica m gives a share of it that follows the sizes
+of the partitions, by the Sainte-Laguë method (the divisor method of Webster), which is monotone in the
+number of seats: the shares of successive iterations are exact, disjoint, and cover each partition.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+def derive_seed(seed: int, purpose: str, *position: int) -> int:
+    """A 63-bit seed for one purpose at one position, such as ``("forward", iteration, replica)``.
+
+    Independent of attempts, executors and the order of tasks.
+    """
+    text = "/".join([str(seed), purpose, *map(str, position)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def generator(seed: int, purpose: str, *position: int) -> np.random.Generator:
+    """NumPy's random numbers for one purpose at one position, see :func:`derive_seed`."""
+    return np.random.Generator(np.random.PCG64(derive_seed(seed, purpose, *position)))
+
+
+ORDER_BYTES = 64 << 20
+"""How much memory the orders of a process may take, beside the two that were used last."""
+_MAX_ORDERS = 32
+_orders: OrderedDict[Hashable, np.ndarray] = OrderedDict()
+_lock = threading.Lock()
+"""Of the orders: a driver may train in several threads."""
+
+
+def remembered(key: Hashable, draw: Callable[[], np.ndarray]) -> np.ndarray:
+    """The order of this ``key``, drawn where it is not remembered; shared, hence read-only.
+
+    An order takes 8 bytes a row, and a partition may be larger than memory: few are kept.
+    """
+    with _lock:
+        if key in _orders:
+            _orders.move_to_end(key)
+            return _orders[key]
+    order = draw()
+    order.flags.writeable = False
+    with _lock:
+        _orders[key] = order
+        _orders.move_to_end(key)
+        while len(_orders) > _MAX_ORDERS or (
+            len(_orders) > 2 and sum(kept.nbytes for kept in _orders.values()) > ORDER_BYTES
+        ):
+            _orders.popitem(last=False)
+    return order
+
+
+def permutation(seed: int, epoch: int, replica: int, num_rows: int) -> np.ndarray:
+    """The order in which ``replica`` visits its ``num_rows`` rows in ``epoch`` (int64)."""
+    return remembered(
+        (seed, epoch, replica, num_rows), lambda: drawn(seed, epoch, replica, num_rows)
+    )
+
+
+def drawn(seed: int, epoch: int, replica: int, num_rows: int) -> np.ndarray:
+    """As :func:`permutation`, but a new array."""
+    return generator(seed, "shuffle", epoch, replica).permutation(num_rows)
+
+
+def seats(counts: Sequence[int], position: int) -> np.ndarray:
+    """How many of the first ``position`` samples of an epoch each replica gives (int64, (M,)).
+
+    Sums to ``position`` (at most ``sum(counts)``), never exceeds ``counts``, and grows with
+    ``position`` in every component.
+    """
+    sizes = np.asarray(counts, dtype=np.int64)
+    total, replicas = int(sizes.sum()), len(sizes)
+    if position >= total:
+        return sizes.copy()
+    # A start that is below the final seats everywhere, then the few that are missing, by key.
+    start = np.floor(sizes * ((position - replicas / 2) / total) - 0.5).astype(np.int64)
+    taken = np.clip(start, 0, sizes)
+    missing = position - int(taken.sum())
+    while missing > 0:
+        keys = np.full(replicas, np.inf)
+        left = taken < sizes
+        keys[left] = (taken[left] + 0.5) / sizes[left]
+        taken[int(np.argmin(keys))] += 1
+        missing -= 1
+    return taken
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """An epoch over partitions of ``counts`` rows, cut into global batches of ``batch_size``."""
+
+    counts: tuple[int, ...]
+    batch_size: int
+
+    @property
+    def num_samples(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def num_iterations(self) -> int:
+        """Iterations an epoch; the last batch may be short."""
+        return -(-self.num_samples // self.batch_size)
+
+    def rows(self, index: int) -> tuple[tuple[int, int], ...]:
+        """For each replica, the range of its permutation that global batch ``index`` takes."""
+        if not 0 <= index < self.num_iterations:
+            raise IndexError(f"batch {index} of an epoch of {self.num_iterations}")
+        start = _remembered_seats(self.counts, index * self.batch_size)
+        stop = _remembered_seats(self.counts, (index + 1) * self.batch_size)
+        return tuple(zip(start, stop, strict=True))
+
+
+@functools.lru_cache(maxsize=8)
+def _remembered_seats(counts: tuple[int, ...], position: int) -> list[int]:
+    """As :func:`seats`: a batch starts where the one before stopped."""
+    return seats(counts, position).tolist()

@@ -1,0 +1,99 @@
+"""What the driver knows of a partition: its files, its fields, what is remarkable in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import TypeVar
+
+import numpy as np
+
+from sparkdl.data.ragged import Padding
+from sparkdl.data.row_errors import Problem
+
+
+@dataclass(frozen=True)
+class Field:
+    """What one input or label of a sample looks like: name, NumPy dtype, shape without the rows.
+
+    ``padding`` is there for a field of varying length, whose ``shape`` is that of one element.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    padding: Padding | None = None
+
+    @property
+    def ragged(self) -> bool:
+        """Whether rows vary in length."""
+        return self.padding is not None
+
+    def __str__(self) -> str:
+        lengths: list[int | str] = list(self.shape)
+        if self.padding is not None:
+            lengths.insert(0, "any")
+        return f"{self.dtype}[{', '.join(map(str, lengths))}]" if lengths else self.dtype
+
+
+T = TypeVar("T")
+
+
+def with_fields(values: Iterable[T], fields: Sequence[Field]) -> Iterator[tuple[T, Field | None]]:
+    """Each of ``values`` with its field, as far as there are any."""
+    return zip(values, chain(fields, repeat(None)), strict=False)
+
+
+def dtype_as(dtype: str, field: Field | None) -> str:
+    """``dtype``, or that of ``field`` where numbers without a fraction are given for floats."""
+    floats = field is not None and np.dtype(field.dtype).kind == "f"
+    return field.dtype if field and floats and np.dtype(dtype).kind in "ib" else dtype
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """The smallest (``sign`` -1) or largest (1) ``value`` of a field, and a row with it.
+
+    Of integer fields and of the weight. With ``of_length`` it is the length of the row in a field of
+    varying length.
+    """
+
+    field: int
+    sign: int
+    value: float
+    row: int
+    of_length: bool = False
+
+    def exceeds(self, value: float) -> bool:
+        """Whether this value is the more extreme one."""
+        return self.value * self.sign > value * self.sign
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows that one task wrote into one directory; its files' names begin with ``path``."""
+
+    path: str
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class SampleHandle:
+    """The small record that the sample RDD holds for one partition.
+
+    ``segments`` are files of this node (the one of ``token``), ``order_path`` the canonical order of
+    the partition's rows: their places in the segments, one after another, which may hold rows of other
+    partitions too. ``checksum`` covers the set of rows; ``extremes`` are of its integer fields,
+    of the weight and of the lengths of its rows.
+    A partition that could not be written for a reason of the user's has a ``problem`` and no files.
+    """
+
+    token: str
+    segments: tuple[Segment, ...]
+    order_path: str
+    num_rows: int
+    checksum: int
+    fields: tuple[Field, ...]
+    extremes: tuple[Extreme, ...] = ()
+    problem: Problem | None = None

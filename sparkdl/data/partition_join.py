@@ -1,0 +1,137 @@
+"""From the rows that tasks wrote to a partition: their canonical order, checksum and handle."""
+
+from __future__ import annotations
+
+import errno
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from sparkdl.data.fields import Extreme, Field, SampleHandle, Segment
+from sparkdl.data.partition_files import write_all
+from sparkdl.data.partition_reader import MappedPartition
+from sparkdl.data.row_errors import SAME_SHAPE, Problem
+from sparkdl.data.row_order import canonical_order, checksum
+from sparkdl.errors import SlabFullError
+from sparkdl.slab.root import Root, SlabConfig, open_private, open_root
+
+COMPARE_BYTES = 64 << 20
+"""How much of rows with equal hashes is held at a time, to sort them."""
+Extremes = dict[tuple[int, int, bool], Extreme]
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of one partition, as one task wrote them.
+
+    ``places``: of these rows in the ``segments``, one after another (int64). ``hashes``: of each.
+    The row of each of the ``extremes`` is its place. ``source``: the number of the task.
+    """
+
+    token: str
+    segments: tuple[Segment, ...]
+    fields: tuple[Field, ...]
+    places: np.ndarray
+    hashes: np.ndarray
+    extremes: tuple[Extreme, ...] = ()
+    row_bytes: int = 1
+    problem: Problem | None = None
+    source: int = 0
+
+
+def join_parts(config: SlabConfig, parts: Sequence[Part]) -> SampleHandle:
+    """The partition of the rows of all ``parts``; they stay where they are, on this node.
+
+    Writes their canonical order. Holds about 40 bytes a row meanwhile. Raises
+    :class:`SlabFullError`.
+    """
+    root = open_root(config, create=True)
+    assert root is not None
+    parts = sorted(parts, key=lambda part: part.source)
+    problem = next((part.problem for part in parts if part.problem), None) or _differing(parts)
+    if problem is not None:
+        return SampleHandle(root.token, (), "", 0, 0, (), problem=problem)
+    parts = [part for part in parts if len(part.places)]
+    segments = tuple(segment for part in parts for segment in part.segments)
+    lengths = [sum(segment.num_rows for segment in part.segments) for part in parts]
+    begins = np.cumsum([0, *lengths])[:-1].tolist()
+    places = _joined([part.places + begin for part, begin in zip(parts, begins, strict=True)])
+    hashes = _joined([part.hashes for part in parts]).astype(np.uint64, copy=False)
+    fields = parts[0].fields if parts else ()
+    rows = MappedPartition.map(segments, "", fields)
+    order = places[
+        canonical_order(
+            hashes,
+            lambda numbers: rows.contents(places[numbers]),
+            COMPARE_BYTES // max((part.row_bytes for part in parts), default=1) or 1,
+        )
+    ]
+    extremes: Extremes = {}
+    for part, begin in zip(parts, begins, strict=True):
+        for extreme in part.extremes:
+            keep_extreme(extremes, replace(extreme, row=extreme.row + begin))
+    order_path = where_there_is_room(
+        root, lambda folder: _save(folder, order), len(order), order.nbytes
+    )
+    return SampleHandle(
+        token=root.token,
+        segments=segments,
+        order_path=order_path,
+        num_rows=len(order),
+        checksum=checksum(hashes),
+        fields=fields,
+        extremes=tuple(replace(e, row=int(np.argmax(order == e.row))) for e in extremes.values()),
+    )
+
+
+def keep_extreme(extremes: Extremes, found: Extreme) -> None:
+    """Keep ``found`` if it is the most extreme of its kind so far."""
+    key = (found.field, found.sign, found.of_length)
+    known = extremes.get(key)
+    if known is None or found.exceeds(known.value):
+        extremes[key] = found
+
+
+def where_there_is_room(root: Root, write: Callable[[Path], _T], num_rows: int, nbytes: int) -> _T:
+    """``write(directory)``, of ``nbytes``, in the first directory of the slab root that has room."""
+    for directory in root.directories_for(nbytes):
+        try:
+            return write(directory)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+    raise SlabFullError(
+        f"no room for the samples in {', '.join(map(str, root.directories))} after row "
+        f"{num_rows:,}. Free space there, or point spark.sparkdl.slab.dir at a larger directory."
+    )
+
+
+def _differing(parts: Sequence[Part]) -> Problem | None:
+    """What is wrong where tasks found rows of different shapes."""
+    filled = [part for part in parts if part.fields]
+    for part in filled[1:]:
+        for found, wanted in zip(part.fields, filled[0].fields, strict=True):
+            if found != wanted:
+                text = f"is {found} where row 0 of partition {filled[0].source} is {wanted}"
+                return Problem(found.name, 0, text, SAME_SHAPE, part.source)
+    return None
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
+
+
+def _save(folder: Path, order: np.ndarray) -> str:
+    path = folder / f"samples-{secrets.token_hex(8)}.order"
+    with open(path, "xb", buffering=0, opener=open_private) as file:
+        try:
+            write_all(file, order)
+        except OSError:
+            path.unlink()
+            raise
+    return str(path)

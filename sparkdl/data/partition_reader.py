@@ -1,0 +1,117 @@
+"""Reading a partition: its files mapped into this process, rows gathered as they are asked for.
+
+Nothing is loaded as a whole, so a partition may be larger than memory: the kernel brings in the
+pages that a mini-batch touches, and drops them again.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from sparkdl.data.fields import Field, SampleHandle, Segment
+from sparkdl.data.partition_files import Column, map_file, segment_files
+from sparkdl.data.ragged import Rows
+from sparkdl.data.row_order import row_contents
+from sparkdl.errors import StaleReferenceError
+
+
+@dataclass(frozen=True)
+class MappedPartition:
+    """A partition mapped into this process: no copy until a batch is gathered."""
+
+    columns: tuple[Column, ...]
+    starts: np.ndarray
+    """Of each segment, the place of its first row."""
+    order: np.ndarray
+    fields: tuple[Field, ...]
+    name: str = ""
+    """Of this very write of the partition: the path of its order."""
+
+    @staticmethod
+    def map(
+        segments: Sequence[Segment], order_path: str, fields: tuple[Field, ...]
+    ) -> MappedPartition:
+        """Map the files. Raises :class:`StaleReferenceError` where one was deleted."""
+        try:
+            numbered = enumerate(fields if segments else ())
+            columns = tuple(Column.map(segments, number, field) for number, field in numbered)
+            order = map_file(order_path, "int64", (-1,)) if order_path else np.zeros(0, np.int64)
+        except FileNotFoundError:
+            names = [name for segment in segments for name in segment_files(segment, fields)]
+            gone = [path for path in (*names, order_path) if path and not os.path.exists(path)]
+            raise StaleReferenceError(f"sample slab {', '.join(gone)} was deleted") from None
+        starts = np.cumsum([0, *(segment.num_rows for segment in segments)])[:-1]
+        return MappedPartition(columns, starts, order, fields, order_path)
+
+    def gather(self, rows: np.ndarray) -> list[Rows]:
+        """The rows (numbers in canonical order), one entry a field.
+
+        A new array of shape (len(rows), *shape), or a :class:`Ragged` with memory of its own.
+        """
+        return self._take(self.order[rows])
+
+    def contents(self, places: np.ndarray) -> np.ndarray:
+        """The bytes of some rows, by their places in the files; see :func:`row_contents`."""
+        return row_contents(self._take(places))
+
+    def lengths(self) -> np.ndarray | None:
+        """Of each row in canonical order, all fields of varying length added up (int64).
+
+        None where there is no such field.
+        """
+        ragged = [column.lengths() for column in self.columns if column.padding is not None]
+        return sum(ragged[1:], start=ragged[0])[self.order] if ragged else None
+
+    def _take(self, places: np.ndarray) -> list[Rows]:
+        files = None
+        if len(self.starts) > 1:
+            files = np.searchsorted(self.starts, places, side="right") - 1
+            places = places - self.starts[files]
+        return [column.take(files, places) for column in self.columns]
+
+
+_MAX_OPEN = 64
+_Key: TypeAlias = tuple[str, tuple[Segment, ...], str, tuple[Field, ...]]
+_opened: OrderedDict[_Key, MappedPartition] = OrderedDict()
+_lock = threading.Lock()
+
+
+def open_partition(handle: SampleHandle) -> MappedPartition:
+    """Map the handle's files, or find them mapped already (paths are never used twice).
+
+    Lets go of those that have been deleted since, as of a fit that has ended: memory of ``/dev/shm`` is
+    free only when nobody maps it any more.
+    """
+    key = (handle.token, handle.segments, handle.order_path, handle.fields)
+    with _lock:
+        if key in _opened:
+            _opened.move_to_end(key)
+            return _opened[key]
+        for gone in [k for k in _opened if k[2] and not os.path.exists(k[2])]:
+            del _opened[gone]
+    found = MappedPartition.map(*key[1:])
+    with _lock:
+        _opened[key] = found
+        while len(_opened) > _MAX_OPEN:
+            _opened.popitem(last=False)
+    return found
+
+
+def lies_here(handle: SampleHandle, token: str) -> bool:
+    """Whether the handle's files are on the node of ``token``, all of them."""
+    names = [n for part in handle.segments for n in segment_files(part, handle.fields)]
+    files = [path for path in (*names, handle.order_path) if path]
+    return not handle.num_rows or (handle.token == token and all(map(os.path.exists, files)))
+
+
+def close_partitions() -> None:
+    """Let go of every mapping of this process."""
+    with _lock:
+        _opened.clear()

@@ -1,0 +1,222 @@
+"""Writing partitions of samples into slabs.
+
+A task writes the rows it is given as they come. They are a partition, or, where they belong to
+several, a part of each: then a partition is an order of rows in the files of many tasks, and no
+row moves.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from sparkdl.data.fields import Extreme, Field, SampleHandle
+from sparkdl.data.partition_files import SegmentWriter
+from sparkdl.data.partition_join import (
+    Extremes,
+    Part,
+    join_parts,
+    keep_extreme,
+    where_there_is_room,
+)
+from sparkdl.data.partition_reader import MappedPartition, close_partitions, open_partition
+from sparkdl.data.ragged import Ragged, Rows
+from sparkdl.data.row_errors import SAME_SHAPE, SAME_TYPE, Problem, RowProblem
+from sparkdl.data.row_order import row_hashes
+from sparkdl.slab.root import Root, SlabConfig, open_root, remove_root
+from sparkdl.spark.worker import hung_up
+
+__all__ = [
+    "Extreme",
+    "Field",
+    "MappedPartition",
+    "PartitionWriter",
+    "SampleHandle",
+    "close_partitions",
+    "open_partition",
+]
+
+CHECKED_BYTES = 16 << 20
+"""How much is written before the memory that is left is looked at again."""
+PART_BYTES = 16 << 20
+"""How much of what grows when it is decoded, and of the records of an RDD, is held at a time."""
+
+
+class PartitionWriter:
+    """Streams rows into files. The samples are never held, only 8 to 12 bytes a row.
+
+    Raises :class:`sparkdl.errors.SlabFullError` where no slab directory has room. ``source``: the
+    number of the task. ``weighted``: the last field is the weight.
+    """
+
+    def __init__(self, config: SlabConfig, source: int = 0, weighted: bool = False) -> None:
+        root = _root_of_a_task(config)
+        self._config, self._root, self._source = config, root, source
+        self._stem = f"samples-{secrets.token_hex(8)}"
+        self._weighted = weighted
+        self._fields: tuple[Field, ...] = ()
+        self._writers: list[SegmentWriter] = []
+        self._hashes: list[np.ndarray] = []
+        self._partitions: list[np.ndarray] = []
+        self._extremes: Extremes = {}
+        self._nbytes = self._unchecked = 0
+        self.num_rows = 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, on average so far; at least 1."""
+        return max(1, self._nbytes // max(1, self.num_rows))
+
+    def add(
+        self,
+        names: Sequence[str],
+        columns: Sequence[Rows],
+        partitions: np.ndarray | None = None,
+    ) -> None:
+        """Append rows: for each column an array of shape (rows, *shape), or a :class:`Ragged`.
+
+        ``partitions``: to which each belongs, where that is not the same for all.
+        """
+        if len(columns[0]) == 0:
+            return
+        fields = tuple(_field(name, column) for name, column in zip(names, columns, strict=True))
+        self._fields = self._fields or fields
+        for field, first in zip(fields, self._fields, strict=True):
+            if field != first:
+                text = f"is {field} where row 0 is {first}"
+                remedy = SAME_TYPE if field.shape == first.shape else SAME_SHAPE
+                raise RowProblem(field.name, self.num_rows, text, remedy)
+        for number, column in enumerate(columns):
+            self._note_extremes(number, column)
+        if self._weighted:
+            weights = columns[-1]
+            assert isinstance(weights, np.ndarray)
+            self._note(len(columns) - 1, weights, np.arange(len(weights) + 1))
+        self._hashes.append(row_hashes(columns))
+        if partitions is not None:
+            self._partitions.append(partitions.copy())  # a view keeps all of its Arrow batch
+        self._append(columns)
+        self._nbytes += sum(column.nbytes for column in columns)
+        self.num_rows += len(columns[0])
+
+    def _append(self, columns: Sequence[Rows]) -> None:
+        """To the last segment, or to a new one in the first directory that has room."""
+        nbytes = sum(column.nbytes for column in columns)
+        if self._writers and self._stays(nbytes):
+            try:
+                return self._writers[-1].append(columns)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+
+        def begin(directory: Path) -> SegmentWriter:
+            path = str(directory / f"{self._stem}-{len(self._writers)}")
+            writer = SegmentWriter(path, self._fields)
+            try:
+                writer.append(columns)
+            except OSError:
+                writer.remove()
+                raise
+            return writer
+
+        rows = self.num_rows + len(columns[0])
+        self._writers.append(where_there_is_room(self._root, begin, rows, nbytes))
+        self._unchecked = 0
+
+    def _stays(self, nbytes: int) -> bool:
+        """Whether the last segment is where so much more is best put. That is asked now and then."""
+        self._unchecked += nbytes
+        if self._unchecked < CHECKED_BYTES:
+            return True
+        self._unchecked = 0
+        places = self._root.directories_for(max(nbytes, CHECKED_BYTES))
+        return Path(self._writers[-1].segment.path).parent in places
+
+    def _note_extremes(self, number: int, column: Rows) -> None:
+        if isinstance(column, Ragged):
+            self._note(number, column.lengths, np.arange(len(column) + 1), of_length=True)
+            if column.dtype.kind == "i":
+                rest = column.used.reshape(len(column.used), -1)
+                ends = (column.offsets - column.offsets[0]) * rest.shape[1]
+                self._note(number, rest.reshape(-1), ends)
+        elif column.dtype.kind == "i":
+            values = column.reshape(-1)
+            self._note(number, values, np.arange(len(column) + 1) * (len(values) // len(column)))
+
+    def _note(
+        self, number: int, values: np.ndarray, offsets: np.ndarray, of_length: bool = False
+    ) -> None:
+        """Keep the extremes of ``values``, of which row i has those from ``offsets[i]`` on."""
+        for sign, place in ((-1, int(values.argmin())), (1, int(values.argmax()))):
+            row = self.num_rows + int(np.searchsorted(offsets, place, side="right")) - 1
+            value = values[place].item()
+            keep_extreme(self._extremes, Extreme(number, sign, value, row, of_length))
+
+    def finish(self) -> SampleHandle:
+        """The handle of the partition that all rows are."""
+        hashes = self._close()
+        return join_parts(self._config, [self._part(np.arange(self.num_rows), hashes)])
+
+    def parts(self, count: int) -> Iterator[Part]:
+        """What there is of each of ``count`` partitions."""
+        hashes = self._close()
+        partitions = np.concatenate([np.zeros(0, np.int32), *self._partitions])
+        places = np.argsort(partitions, kind="stable")
+        ends = np.cumsum(np.bincount(partitions, minlength=count))[:-1]
+        for partition, chosen in enumerate(np.split(places, ends)):
+            part = self._part(chosen, hashes[chosen])
+            mine = [e for e in part.extremes if partitions[e.row] == partition]
+            yield replace(part, extremes=tuple(mine))
+
+    def fail(self, problem: Problem) -> SampleHandle:
+        """Instead of :meth:`finish`, where a row is wrong: what was written is removed."""
+        return join_parts(self._config, [self.failed_part(problem)])
+
+    def failed_part(self, problem: Problem) -> Part:
+        """Instead of :meth:`parts`."""
+        for writer in self._writers:
+            writer.remove()
+        self._writers, self._fields, self._extremes = [], (), {}
+        none = self._part(np.zeros(0, np.int64), np.zeros(0, np.uint64))
+        return replace(none, problem=problem)
+
+    def _close(self) -> np.ndarray:
+        """Close the files; the hashes of all rows."""
+        for writer in self._writers:
+            writer.close()
+        return np.concatenate([np.zeros(0, np.uint64), *self._hashes])
+
+    def _part(self, places: np.ndarray, hashes: np.ndarray) -> Part:
+        return Part(
+            token=self._root.token,
+            segments=tuple(writer.segment for writer in self._writers),
+            fields=self._fields,
+            places=places,
+            hashes=hashes,
+            extremes=tuple(self._extremes.values()),
+            row_bytes=self.row_bytes,
+            source=self._source,
+        )
+
+
+def _root_of_a_task(config: SlabConfig) -> Root:
+    """The root, made if need be. A task that was given up may come here after the run has removed
+    its roots: it leaves none, and raises BrokenPipeError."""
+    there = open_root(config) is not None
+    root = open_root(config, create=True)
+    assert root is not None
+    if not there and hung_up():
+        remove_root(config)
+        raise BrokenPipeError("Spark has given up this task")
+    return root
+
+
+def _field(name: str, column: Rows) -> Field:
+    if isinstance(column, Ragged):
+        return Field(name, str(column.dtype), column.values.shape[1:], column.padding)
+    return Field(name, str(column.dtype), column.shape[1:])

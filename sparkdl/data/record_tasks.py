@@ -1,0 +1,286 @@
+"""Samples of an RDD: Python objects to arrays, every one checked."""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparkdl.data.columns.base import Sequence as Varying
+from sparkdl.data.columns.base import Specs
+from sparkdl.data.columns.convert import as_array
+from sparkdl.data.columns.numeric import check_weights
+from sparkdl.data.fields import Field, dtype_as, with_fields
+from sparkdl.data.partition_writer import PART_BYTES, PartitionWriter
+from sparkdl.data.ragged import Ragged, Rows
+from sparkdl.data.row_errors import SAME_SHAPE, SAME_TYPE, RowProblem
+from sparkdl.slab.root import SlabConfig
+from sparkdl.spark.worker import settle_worker
+
+_RDD_BATCH = 1024
+_MEND = "Filter such records out, or mend them with rdd.map."
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One training sample of an RDD.
+
+    ``features``: a number, an array-like, a tensor, or a tuple of these for a model with several
+    inputs. ``label``: likewise, or None. ``weight``: how much the sample counts, where the trainer
+    is given a weight.
+    """
+
+    features: Any
+    label: Any = None
+    weight: float | None = None
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names that a trainer gives to features, labels and weight. A record whose values have names
+    of their own (a Row, a named tuple, a mapping) is read by them, never by position."""
+
+    features: tuple[str, ...]
+    label: tuple[str, ...] = ()
+    weight: str | None = None
+    inputs: tuple[str, ...] = ()
+    """The keywords by which the model takes the features, if it does; a record may give them so."""
+
+    def in_order(self, features: Any, row: int) -> Any:
+        """The features of a record; of a mapping by keyword, in the order of the keywords."""
+        if not self.inputs or not isinstance(features, Mapping):
+            return features
+        missing = [name for name in self.inputs if name not in features]
+        if missing:
+            text = f"is a {type(features).__name__} of {', '.join(map(str, features)) or 'nothing'}"
+            raise RowProblem("features", row, f"{text}, and lacks {', '.join(missing)}", _MEND)
+        found = tuple(features[name] for name in self.inputs)
+        return found[0] if len(found) == 1 else found
+
+    def sample(self, record: Any, row: int, bare: int | None = 0) -> Any:
+        """The :class:`Sample` that a record with these names is; any other record as it is.
+
+        ``bare``: a record of so many values (None: of any number) that has other names is taken for
+        the features alone, in order. Raises :class:`RowProblem` for one that is not.
+        """
+        values = _named_values(record)
+        if values is None:
+            return record
+        weight = () if self.weight is None else (self.weight,)
+        missing = [name for name in (*self.features, *self.label, *weight) if name not in values]
+        if not missing:
+            features, label = ([values[n] for n in names] for names in (self.features, self.label))
+            return Sample(
+                features[0] if len(features) == 1 else tuple(features),
+                (label[0] if len(label) == 1 else tuple(label)) if label else None,
+                values[self.weight] if self.weight is not None else None,
+            )
+        if bare is None or bare == len(values):
+            return record
+        raise RowProblem(
+            "record",
+            row,
+            f"is a {type(record).__name__} of {', '.join(map(str, values))}, which has no "
+            f"{', '.join(missing)}",
+            "A record with names is read by them: give the trainer these names, as "
+            "Trainer(features=..., label=...), or make (features, label) pairs with rdd.map.",
+        )
+
+
+def _named_values(record: Any) -> Mapping[Any, Any] | None:
+    """The values of a record by name, where it has names."""
+    if isinstance(record, Mapping):
+        return record
+    names = getattr(record, "__fields__", None) or getattr(record, "_fields", None)
+    if isinstance(record, tuple) and names and len(names) == len(record):
+        return dict(zip(names, record, strict=True))
+    return None
+
+
+@dataclass(frozen=True)
+class WriteRecords:
+    """Task over an RDD of ``(features, label)`` pairs, :class:`Sample`, or records with names:
+    likewise."""
+
+    config: SlabConfig
+    labelled: bool
+    float_dtype: str
+    specs: Specs | None = None
+    weighted: bool = False
+    fields: Sequence[Field] = ()
+    names: Names = Names(("features",), ("label",))
+
+    def __call__(self, partition: int, records: Iterable[Any]) -> Iterator[bytes]:
+        writer = PartitionWriter(self.config, weighted=self.weighted)
+        names: list[str] = []
+        waiting: list[list[np.ndarray]] = []
+        nbytes = 0  # of those
+        try:
+            for record in records:
+                parts = self._parts(record, writer.num_rows + len(waiting))
+                names = names or [name for name, _ in parts]
+                row = writer.num_rows + len(waiting)
+                check_alike(parts, waiting, row, self.specs, names)
+                waiting.append([value for _, value in parts])
+                nbytes += sum(value.nbytes for _, value in parts)
+                if len(waiting) == _RDD_BATCH or nbytes >= PART_BYTES:
+                    writer.add(names, stack_records(names, waiting, self.specs))
+                    waiting, nbytes = [], 0
+            if waiting:
+                writer.add(names, stack_records(names, waiting, self.specs))
+            handle = writer.finish()
+        except RowProblem as error:
+            handle = writer.fail(error.problem)
+        yield pickle.dumps(handle)
+        settle_worker()
+
+    def _parts(self, record: Any, row: int) -> list[tuple[str, np.ndarray]]:
+        record = self.names.sample(record, row, 0 if self.labelled else None)
+        features, label = split_record(record, self.labelled, row)
+        features = self.names.in_order(features, row)
+        values = [*named("features", features), *(named("label", label) if self.labelled else ())]
+        parts = [
+            (name, record_field(value, name, row, self.float_dtype, self.specs, field))
+            for (name, value), field in with_fields(values, self.fields)
+        ]
+        if self.weighted:
+            parts.append(("weight", record_weight(record, row, self.float_dtype)))
+        return parts
+
+    def content_hash(self, record: Any) -> int:
+        """CRC-32 of the record's numbers. Its pickle would not do: a tensor's holds an address."""
+        try:
+            values = [value for _, value in self._parts(record, 0)]
+        except RowProblem:
+            return 0  # reported by the task that writes the record
+        crc = 0
+        for value in values:
+            crc = zlib.crc32(np.ascontiguousarray(value).tobytes(), crc)
+        return crc
+
+
+def check_alike(
+    parts: Sequence[tuple[str, np.ndarray]],
+    before: Sequence[Sequence[np.ndarray]],
+    row: int,
+    specs: Specs | None,
+    names: Sequence[str] = (),
+) -> None:
+    """Raise :class:`RowProblem` where the fields of record ``row`` differ from those ``before``.
+
+    ``before``: the fields of the records directly before it, in order. ``names``: of the fields of
+    the first record of all; () where they follow from their number.
+    """
+    found = [name for name, _ in parts]
+    if (names and found != list(names)) or (before and len(found) != len(before[0])):
+        wanted = list(names) or feature_names(len(before[0]))
+        text = f"has {', '.join(found)} where row 0 has {', '.join(wanted)}"
+        raise RowProblem(wanted[0], row, text, SAME_SHAPE)
+    first_row = row - len(before)
+    for (name, value), first in zip(parts, before[0] if before else (), strict=False):
+        varying = int(is_sequence(name, specs))  # the first length may differ
+        same_shape = value.shape[varying:] == first.shape[varying:]
+        if not same_shape or value.dtype != first.dtype:
+            raise RowProblem(
+                name,
+                row,
+                f"is {value.dtype}{list(value.shape)} where row {first_row} is "
+                f"{first.dtype}{list(first.shape)}",
+                SAME_TYPE if same_shape else SAME_SHAPE,
+            )
+
+
+def split_record(record: Any, labelled: bool, row: int) -> tuple[Any, Any]:
+    """(features, label) of an RDD's record. Without a label a bare value is the features."""
+    if isinstance(record, Sample):
+        if labelled and record.label is None:
+            raise RowProblem(
+                "label", row, "is None", "Give Sample(features, label), or train with label=None."
+            )
+        return record.features, record.label if labelled else None
+    if not labelled:
+        return record, None
+    if isinstance(record, tuple) and len(record) == 2:
+        return record
+    size = f" of {len(record)}" if isinstance(record, tuple) else ""
+    raise RowProblem(
+        "record",
+        row,
+        f"is a {type(record).__name__}{size}",
+        "Give (features, label) pairs or sparkdl.Sample(features, label).",
+    )
+
+
+def named(role: str, value: Any) -> list[tuple[str, Any]]:
+    """The parts of a record's features or label by name: "features", or "features[0]", ..."""
+    values = value if isinstance(value, tuple) else (value,)
+    return [(role if len(values) == 1 else f"{role}[{i}]", v) for i, v in enumerate(values)]
+
+
+def feature_names(count: int) -> list[str]:
+    """The names of so many features of a record, see :func:`named`."""
+    return [name for name, _ in named("features", (None,) * count)]
+
+
+def record_array(value: Any, name: str, row: int, float_dtype: str) -> np.ndarray:
+    """A sample's value as an array: floats in ``float_dtype``, integers and booleans as they are."""
+    return as_array(value, name, row, float_dtype, _MEND)
+
+
+def record_field(
+    value: Any,
+    name: str,
+    row: int,
+    float_dtype: str,
+    specs: Specs | None = None,
+    field: Field | None = None,
+) -> np.ndarray:
+    """Likewise, cut where ``specs`` name it as a :class:`sparkdl.Sequence`, and of floats where
+    ``field``, what it was when the model was trained, is."""
+    array = record_array(value, name, row, float_dtype)
+    array = array.astype(dtype_as(array.dtype.name, field), copy=False)
+    spec = (specs or {}).get(name)
+    if isinstance(spec, Varying):
+        if array.ndim == 0:
+            raise RowProblem(name, row, "is a number, not a sequence of numbers", _MEND)
+        return array[: spec.max_length]
+    return array
+
+
+def record_weight(record: Any, row: int, float_dtype: str) -> np.ndarray:
+    """The weight of a :class:`Sample`, shape (). Raises :class:`RowProblem`."""
+    weight = record.weight if isinstance(record, Sample) else None
+    if weight is None:
+        text = "is None" if isinstance(record, Sample) else "is missing"
+        raise RowProblem(
+            "weight", row, text, "Give Sample(features, label, weight), or train with weight=None."
+        )
+    array = record_array(weight, "weight", row, float_dtype)
+    if array.ndim or array.dtype.kind == "b":
+        raise RowProblem("weight", row, f"is {weight!r}, not one number", _MEND)
+    array = array.astype(float_dtype)
+    check_weights(array.reshape(1), "weight", row)
+    return array
+
+
+def is_sequence(name: str, specs: Specs | None) -> bool:
+    """Whether the field of this name varies in length."""
+    return isinstance((specs or {}).get(name), Varying)
+
+
+def stack_records(
+    names: Sequence[str], records: Sequence[Sequence[np.ndarray]], specs: Specs | None = None
+) -> list[Rows]:
+    """Values of several records -> the rows of each field; ``names`` are those of the fields."""
+    stacked: list[Rows] = []
+    for name, values in zip(names, zip(*records, strict=True), strict=True):
+        spec = (specs or {}).get(name)
+        if isinstance(spec, Varying):
+            stacked.append(Ragged.of(values, spec.rule))
+        else:
+            stacked.append(np.stack(values))
+    return stacked

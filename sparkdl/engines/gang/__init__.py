@@ -1,0 +1,1 @@
+"""Iterations over the ranks of a barrier stage, by ``torch.distributed``."""

@@ -1,0 +1,393 @@
+"""The gang engine: all ranks at once, ``torch.distributed`` between them, the driver in the lead.
+
+The ranks hold the model and its state in their memory for the whole fit; an iteration is one message
+to each and one answer, and no Spark job. What the loop does between iterations is the same as
+with the other engines.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from pyspark.core.rdd import RDD
+from pyspark.resource import ResourceProfile
+
+from sparkdl.codec.packed import ByParameter
+from sparkdl.data.batches import Batch
+from sparkdl.data.epoch import EpochPlan
+from sparkdl.data.fields import SampleHandle
+from sparkdl.data.samples import SampleSet
+from sparkdl.engines.gang.background import Results
+from sparkdl.engines.gang.in_flight import Asked
+from sparkdl.engines.gang.rank import Do, SetUp, frames_of
+from sparkdl.engines.gang.rank_records import RankStep, Setup, Standing
+from sparkdl.engines.resources import Resources
+from sparkdl.engines.shuffle.compression_tasks import ReadResiduals
+from sparkdl.engines.shuffle.messages import ReplicaReport, Step
+from sparkdl.engines.shuffle.placement import (
+    MAX_SUBMISSIONS,
+    compute_again,
+    samples_changed,
+)
+from sparkdl.errors import StalledError, StateLostError, TrainingError, UserError
+from sparkdl.gang.driver import Gang
+from sparkdl.gang.oversubscribe import Hosting
+from sparkdl.loop.engine import (
+    CURRENT,
+    Iteration,
+    ReadState,
+    StepResult,
+    Used,
+    Uses,
+    ValidationSet,
+    slowest,
+    summarize,
+)
+from sparkdl.model.flat import Layout
+from sparkdl.parallel.plan import Parallel
+from sparkdl.replica.compare import Description, check_same
+from sparkdl.replica.run import Run
+from sparkdl.slab.delivery import AT_ONCE_BYTES, Wanted, bring, not_here
+from sparkdl.slab.parts import Left
+from sparkdl.slab.pool import Reference
+from sparkdl.slab.root import SlabConfig, open_root
+from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.state import SliceState
+from sparkdl.spark.frames import zip_frames
+
+
+@dataclass(frozen=True)
+class NodeFiles:
+    """A snapshot: files of this name on nodes, written by the first rank of each."""
+
+    name: str
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class InBackground:
+    """See :class:`sparkdl.loop.engine.Later`: on the ranks of ``engine``."""
+
+    engine: GangEngine
+    name: str
+    count: int
+
+    @property
+    def ready(self) -> bool:
+        return not self.engine.writing
+
+    def used(self) -> Used | None:
+        return self.engine.collect(self.name, self.count)
+
+
+class GangEngine:
+    """See the note in :mod:`sparkdl.engines.gang.rank`."""
+
+    begins_ahead = True
+
+    def __init__(
+        self,
+        samples: SampleSet,
+        validation: ValidationSet | None,
+        layout: Layout,
+        run: Run,
+        recipe: bytes,
+        built: Description,
+        spare: Batch,
+        batch_size: int,
+        resources: Resources,
+        timeout: float | None,
+        parallel: Parallel,
+        weighs: bool,
+        sums: bool,
+        profile: ResourceProfile | None = None,
+        min_ranks: int | None = None,
+    ) -> None:
+        """``spare``, ``weighs`` and ``sums``: see :class:`sparkdl.engines.gang.rank_records.Setup`.
+        ``min_ranks``: how few task slots will do; None: one for each rank."""
+        self.plan = EpochPlan(samples.counts, batch_size)
+        self._layout, self._run = layout, run
+        assert samples.rdd is not None
+        self._samples: list[RDD] = [samples.rdd]
+        if validation is not None:
+            assert validation.samples.rdd is not None
+            self._samples.append(validation.samples.rdd)
+        checksums = tuple(handle.checksum for handle in samples.handles)
+        self._setup = Setup(run, recipe, built, spare, checksums, parallel, weighs, sums)
+        self._tokens: tuple[str, ...] = ()
+        self._writing = False
+        self._times_left = 0  # how often something was left in slabs
+        source = self._samples[0]
+        if validation is not None:
+            source = zip_frames(source, self._samples[1])
+        name = f"{run.slab.name}-gang"
+        hosting = None
+        if min_ranks is not None:
+            hosting = Hosting(min_ranks, node_of, NodeHere(run.slab))
+        self._gang = Gang(
+            resources.context, source, name, timeout=timeout, profile=profile, hosting=hosting
+        )
+        self._asked = Asked(self._gang, self._step)
+        resources.closing(self._gang)
+
+    def start(
+        self,
+        read: ReadState | None = None,
+        reported: tuple[type[Exception], ...] = (),
+        which: str = CURRENT,
+    ) -> None:
+        """See :class:`sparkdl.loop.engine.Engine`."""
+        if read is None and which == CURRENT:
+            self._gang.leave()  # ranks that have trained do not have the recipe's weights any more
+        self._ready()
+        results = self._call("setting up the ranks", "read", read, reported, which)
+        _raise_first(results)
+        self._call("setting up the ranks", "place")
+
+    def _ready(self) -> None:
+        """Bring the gang together where its samples are."""
+        if self._gang.running:
+            return
+        self._asked.forget()
+        for _ in range(MAX_SUBMISSIONS):
+            self._gang.start()
+            told = self._gang.call(SetUp(self._setup), "setting up the ranks")
+            _raise_first([each for each in told if isinstance(each, UserError)])
+            found: list[Standing] = told
+            if all(all(standing.here) for standing in found):
+                break
+            self._gang.close()
+            for number, rdd in enumerate(self._samples):
+                if not all(standing.here[number] for standing in found):
+                    compute_again(rdd)
+        else:
+            raise TrainingError(
+                f"setting up the ranks: after {MAX_SUBMISSIONS} times some still find themselves on "
+                "other nodes than their samples."
+            )
+        check_same([standing.compared for standing in found])
+        for rank, standing in enumerate(found):
+            if not standing.unchanged:
+                raise samples_changed("setting up the ranks", rank)
+        samples = tuple(standing.samples for standing in found)
+        self._tokens = tuple(each.token for each in samples)
+        theirs = samples if self._setup.parallel.cuts else ()  # nobody else reads others' rows
+        _raise_first(self._call("setting up the ranks", "begin", theirs))
+
+    @property
+    def remark(self) -> str:
+        """See :class:`sparkdl.engines.recovery.Restorable`."""
+        gang = self._gang
+        return too_few(gang.tasks, gang.size) if gang.tasks < gang.size else ""
+
+    def _call(self, doing: str, method: str, *arguments: Any) -> list[Any]:
+        self._asked.settle()
+        return self._gang.call(Do(method, arguments), doing)
+
+    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> StepResult:
+        """A message to every rank, and its answer. What is in ``then`` is sent with it: the ranks go on
+        without waiting for the driver."""
+        self._asked.ask([iteration, *then])
+        answer = self._asked.answer(iteration)
+        done = answer.results
+        self._writing = any(one.writing for one in done)
+        reports = [_told(one, done) for one in done]
+        slices = sorted((s for one in done for s in one.slices), key=lambda s: s.index)
+        seconds = slowest([report.seconds for report in reports])
+        working = max(sum(report.seconds.values()) for report in reports)
+        schedule = max(0.0, answer.seconds - working)
+        seconds = {"schedule": schedule, **seconds, "iteration": answer.seconds}
+        taking_part = [report for report in reports if report.count or report.not_finite]
+        result = summarize(taking_part, slices, self._layout, seconds)
+        return replace(result, ended=answer.ended)
+
+    def _step(self, iteration: Iteration) -> Step:
+        return Step(
+            iteration.index,
+            iteration.epoch,
+            0,
+            0,
+            self.plan.rows(iteration.batch),
+            iteration.hyperparameters,
+            iteration.loss_scale,
+            iteration.histograms,
+        )
+
+    def score(self, validation: ValidationSet) -> list[Any]:
+        """Every rank its own partition."""
+        how = (validation.scorer, validation.assembly, validation.batch_size)
+        found = self._call("validation", "score", *how)
+        return validation.scorer.merge([states for states in found if states is not None])
+
+    def keep_best(self) -> None:
+        """On the ranks."""
+        self._call("keeping the best weights", "keep_best")
+
+    def weights(self, which: str = CURRENT) -> torch.Tensor:
+        """Of the ranks that answer for them."""
+        doing = "reading the weights"
+        found = self._ask_for_large(doing, "weights", which)
+        sizes = [one.reference.nbytes if isinstance(one, Left) else one.nbytes for one in found]
+        flat = np.empty(sum(sizes), dtype=np.uint8)
+        wanted: list[Wanted] = []
+        for n, place in enumerate(np.split(flat, np.cumsum(sizes)[:-1])):
+            if isinstance(found[n], Left):
+                wanted.append((n, found[n].reference, place))
+            else:
+                place[:] = found[n].view(np.uint8)
+        self._bring(doing, wanted)
+        return torch.from_numpy(flat).view(self._layout.dtype)
+
+    def with_states(
+        self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
+    ) -> list[Any]:
+        """On the ranks that answer for the slices."""
+        doing = "reading the state"
+        results = self._ask_for_large(doing, "with_states", use, which)
+        for n, result in enumerate(results):
+            if isinstance(result, Left):
+                data = np.empty(result.reference.nbytes, dtype=np.uint8)
+                self._bring(doing, [(n, result.reference, data)])
+                results[n] = data.tobytes()
+        return results
+
+    def _of_slices(self, results: Sequence[Mapping[int, Any]]) -> list[Any]:
+        found = {n: result for some in results for n, result in some.items()}
+        return [found[n] for n in range(self._run.slices)]
+
+    def _ask_for_large(self, doing: str, method: str, *arguments: Any) -> list[Any]:
+        """Results by slice, the large ones left in slabs."""
+        self._times_left += 1
+        return self._of_slices(self._call(doing, method, *arguments, self._times_left))
+
+    def _bring(self, doing: str, wanted: Sequence[Wanted]) -> None:
+        """What ranks have left in slabs."""
+
+        def read(parts: Mapping[int, Reference]) -> list[bytes]:
+            told = self._call(doing, "read_parts", parts)
+            return [some[n] for n in sorted(parts) for some in told if n in some]
+
+        bring(not_here(self._run.slab, wanted), read, AT_ONCE_BYTES)
+
+    def start_residuals(
+        self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
+    ) -> None:
+        """Every rank reads what it keeps."""
+        self._ready()
+        results = self._call("setting up the ranks", "start_residuals", read, reported)
+        _raise_first(results)
+
+    def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
+        """On the ranks."""
+        found = self._call("reading what the ranks keep", "with_residuals", use)
+        return [result for results in found for result in results]
+
+    def in_background(self, uses: Uses) -> InBackground:
+        """Begin them on the ranks, with copies of the state as it stands."""
+        name = secrets.token_hex(8)
+        self._call("copying the state", "begin_background", name, uses)
+        self._writing = True
+        return InBackground(self, name, len(uses.states))
+
+    @property
+    def writing(self) -> bool:
+        """Whether a rank was busy in the background when it was last asked."""
+        return self._writing and self._gang.running
+
+    def collect(self, name: str, count: int) -> Used | None:
+        """See :class:`sparkdl.loop.engine.Later`."""
+        self._ready()
+        found: list[Results | None] = self._call("writing the state", "background", name)
+        self._writing = False
+        known = [results for results in found if results is not None]
+        if len(known) < len(found):
+            return None
+        _raise_first([results.error for results in known])
+        states = tuple(self._of_slices([r.states[k] for r in known]) for k in range(count))
+        return Used(states, [kept for results in known for kept in results.residuals])
+
+    def take_snapshot(self) -> NodeFiles:
+        """See :class:`sparkdl.engines.recovery.Restorable`; files on every node, which outlive
+        ranks and executors."""
+        holders = tuple(self._tokens.index(token) for token in dict.fromkeys(self._tokens))
+        files = NodeFiles(f"snapshot-{secrets.token_hex(8)}", holders)
+        try:
+            found = self._call("taking a snapshot", "snapshots.save", files.name, files.holders)
+        except (StateLostError, StalledError):
+            raise
+        except TrainingError as error:  # the ranks have ended with it, and their state
+            raise StateLostError(str(error)) from error
+        problem = next(filter(None, found), None)
+        if problem is not None:
+            self.drop(files)
+            raise TrainingError(f"taking a snapshot: {problem}")
+        return files
+
+    def drop(self, snapshot: NodeFiles) -> None:
+        if self._gang.running:
+            self._call("taking a snapshot", "snapshots.drop", snapshot.name, snapshot.holders)
+
+    def forget(self) -> None:
+        self._gang.leave()
+        self._asked.forget()
+
+    def restore(self, snapshot: NodeFiles) -> None:
+        self._ready()
+        found: Sequence[list[bool]] = self._call(
+            "restoring a snapshot", "snapshots.there", snapshot.name
+        )
+        sources = []
+        for n in range(len(found[0])):
+            having = [rank for rank, has in enumerate(found) if has[n]]
+            if not having:
+                raise StateLostError(f"restoring a snapshot: no node has part {n} of it.")
+            sources.append(having[0])
+        self._call("restoring a snapshot", "snapshots.load", snapshot.name, tuple(sources))
+
+
+def node_of(records: list[Any]) -> str:
+    """The token of the node where a partition's samples are, the training's before the validation's;
+    empty where there are none."""
+    handles: list[SampleHandle] = [pickle.loads(frame) for frame in frames_of(records)]
+    return next((handle.token for handle in handles if handle.num_rows), "")
+
+
+@dataclass(frozen=True)
+class NodeHere:
+    """The token of the node of whoever calls this."""
+
+    slab: SlabConfig
+
+    def __call__(self) -> str:
+        root = open_root(self.slab, create=True)
+        assert root is not None
+        return root.token
+
+
+def too_few(slots: int, ranks: int) -> str:
+    """What is to be said where there are fewer task slots than ranks."""
+    return f"{slots} task slot{'s' * (slots > 1)} now do{'es' * (slots == 1)} the work of {ranks} ranks"
+
+
+def _told(one: RankStep, done: Sequence[RankStep]) -> ReplicaReport:
+    """The report of ``one``, with the loss that another of the ranks may have told instead."""
+    report, teller = one.report, one.teller
+    if teller == report.replica or not report.count:
+        return report
+    loss, problem = done[teller].report.loss, report.not_finite
+    if not math.isfinite(loss):
+        problem = f"the loss ({loss})"
+    return replace(report, loss=loss, not_finite=problem)
+
+
+def _raise_first(results: Sequence[Exception | None]) -> None:
+    for problem in results:
+        if problem is not None:
+            raise problem

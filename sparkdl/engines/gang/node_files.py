@@ -1,0 +1,102 @@
+"""Snapshots of a gang: a slice's state as a file on the nodes, which outlive ranks and executors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from sparkdl.codec.packed import (
+    ByParameter,
+    copy_packed,
+    head_from_bytes,
+    head_to_bytes,
+    join_files,
+    open_packed,
+    packed_nbytes,
+    specs_of,
+    split_files,
+)
+from sparkdl.slab.root import open_private, read_private
+from sparkdl.slices.packed_slices import ReadCarried
+from sparkdl.slices.slice_file import to_bytes
+from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.state import SliceState
+
+
+@dataclass(frozen=True)
+class SnapshotFiles:
+    """Those of this node, in its slab root."""
+
+    folder: Path
+
+    def write(self, name: str, number: int, packed: bytes) -> None:
+        """Slice ``number`` of snapshot ``name``; there as a whole, or not at all."""
+        path = self._path(name, number)
+        draft = path.with_name(f"{path.name}.new")
+        try:
+            with open(draft, "xb", opener=open_private) as file:
+                file.write(packed)
+            os.replace(draft, path)
+        except BaseException:  # a full disk, say: half a slice is of no use
+            draft.unlink(missing_ok=True)
+            raise
+
+    def read(self, name: str, number: int) -> bytes:
+        return read_private(self._path(name, number))
+
+    def there(self, name: str, slices: int) -> list[bool]:
+        """Of which slices there is a file."""
+        return [self._path(name, n).exists() for n in range(slices)]
+
+    def delete(self, name: str, slices: int) -> None:
+        for n in range(slices):
+            self._path(name, n).unlink(missing_ok=True)
+
+    def _path(self, name: str, number: int) -> Path:
+        return self.folder / f"{name}-{number}"
+
+
+def pack(plan: SlicePlan, states: Sequence[SliceState]) -> bytes:
+    """States of one slice, on the CPU: each as a safetensors file behind its length."""
+    return bytes(join_files(to_bytes(plan, state) for state in states))
+
+
+def unpack(plan: SlicePlan, packed: bytes, dtype: torch.dtype) -> list[SliceState]:
+    """What was packed."""
+    return [ReadCarried((file,))(plan, dtype) for file in split_files(packed)]
+
+
+def pack_kept(kept: ByParameter | None) -> bytes:
+    """What a rank keeps of its gradients; empty where that is nothing yet."""
+    if kept is None:
+        return b""
+    specs = specs_of(kept)
+    data = np.zeros(packed_nbytes(specs), np.uint8)
+    copy_packed(open_packed(specs, data), kept)
+    return head_to_bytes(specs) + data.tobytes()
+
+
+def unpack_kept(packed: bytes) -> ByParameter | None:
+    """What was packed."""
+    if not packed:
+        return None
+    data = np.frombuffer(bytearray(packed), np.uint8)
+    specs, _, start = head_from_bytes(data)
+    return open_packed(specs, data[start:])
+
+
+def broadcast_bytes(content: bytes | None, source: int) -> bytes:
+    """What rank ``source`` has, on every rank."""
+    size = torch.tensor([len(content or b"")])
+    dist.broadcast(size, source)
+    data = torch.empty(int(size), dtype=torch.uint8)
+    if content and dist.get_rank() == source:
+        data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    dist.broadcast(data, source)
+    return data.numpy().tobytes()

@@ -1,0 +1,75 @@
+"""What ranks tell each other beside tensors of known shapes: nested values, without pickle.
+
+The connections between ranks are torch's, without authentication: what comes there as safetensors and
+JSON can be wrong, but runs no code. torch's own ``*_object_list`` would unpickle it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+
+from sparkdl.codec.files import parse_json, parse_tensors
+from sparkdl.codec.safe import decode, encode
+from sparkdl.slices.state import mapped
+
+
+def send(value: Any, to: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Send ``value``, of tensors, numbers, text and None in tuples, lists and dicts, to rank ``to``.
+    ``device``: what the group's connections take. Raises TypeError for anything else."""
+    content = _written(value).to(device)
+    dist.send(torch.tensor([len(content)], device=device), to, group)
+    dist.send(content, to, group)
+
+
+def receive(source: int, group: dist.ProcessGroup | None, device: torch.device) -> Any:
+    """What rank ``source`` sends; tensors are on ``device``."""
+    size = torch.zeros(1, dtype=torch.int64, device=device)
+    dist.recv(size, source, group)
+    content = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.recv(content, source, group)
+    return _read(content, device)
+
+
+def broadcast(
+    value: Any, source: int, group: dist.ProcessGroup | None, device: torch.device
+) -> Any:
+    """The ``value`` of rank ``source``, on every rank of the group; elsewhere it is not looked at."""
+    mine = dist.get_rank() == source
+    content = _written(value).to(device) if mine else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([len(content)], device=device)
+    dist.broadcast(size, source, group)
+    if not mine:
+        content = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(content, source, group)
+    return value if mine else _read(content, device)
+
+
+def gathered_values(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+    """The values of all ranks of the group, in their order."""
+    ranks = dist.get_process_group_ranks(group)
+    return [broadcast(value, rank, group, device) for rank in ranks]
+
+
+def _written(value: Any) -> torch.Tensor:
+    """As bytes (uint8, on the CPU)."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor, where: str) -> str:
+        name = str(len(tensors))
+        tensors[name] = tensor.detach().cpu().contiguous().clone()  # they may share memory
+        return name
+
+    tree = json.dumps(encode(value, "what a rank sends", keep))
+    data = safetensors.torch.save(tensors, {"tree": tree})
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _read(content: torch.Tensor, device: torch.device) -> Any:
+    tensors, told = parse_tensors(content.cpu().numpy().tobytes())
+    value = decode(parse_json(told["tree"].encode()), tensors)
+    return mapped(value, torch.Tensor, lambda tensor: tensor.to(device))

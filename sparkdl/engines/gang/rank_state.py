@@ -1,0 +1,272 @@
+"""The state that a rank of a gang holds: whole slices of it, or its part of a model that is cut.
+
+What is outside the gang, checkpoints, snapshots and results, knows slices only. A rank *owns* what it
+updates; *places* the state before an iteration and *shares* what it updated after one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from sparkdl.codec.packed import join_files
+from sparkdl.engines.gang.shards import (
+    Span,
+    for_shards,
+    for_slice,
+    parts_of,
+    state_from,
+    unpacked,
+)
+from sparkdl.engines.gang.strategies.sections import exchange_bytes
+from sparkdl.model.flat import Layout
+from sparkdl.model.live_replica import LiveReplica
+from sparkdl.parallel.mesh import Mesh
+from sparkdl.replica.gradient_writer import streams
+from sparkdl.replica.open_run import RunPlans
+from sparkdl.replica.run import Run
+from sparkdl.slices.slice_file import Part, recut, to_bytes
+from sparkdl.slices.spec import SlicePlan, slice_plans
+from sparkdl.slices.state import SliceState, mapped
+from sparkdl.slices.update import Owner
+
+States = dict[int, SliceState]
+"""By number of the slice."""
+
+
+class Holding(Protocol):
+    """``live``: the replica. ``slices``: the cut of the state as others know it. ``owners``: of what
+    this rank updates; ``states`` and ``best`` have the same keys. ``first``: whether no rank before
+    this one updates the same, ``counted``: what of it none before this one does, where that is less.
+    Methods are called on all ranks at once."""
+
+    live: LiveReplica
+    slices: list[SlicePlan]
+    owners: dict[int, Owner]
+    counted: dict[int, Owner]
+    first: bool
+    states: States
+    best: States
+
+    def begin(self) -> None:
+        """With the recipe's weights."""
+
+    def place(self, slices: States) -> None:
+        """Go on with these states: of slices that this rank owns."""
+
+    def place_best(self, slices: States) -> None:
+        """Likewise the weights that are kept as the best."""
+
+    def share(self) -> None:
+        """The weights have been updated: take them to where they are computed with."""
+
+    def as_slices(self, states: States) -> States:
+        """``states`` or ``best`` as slices that this rank owns, on the CPU."""
+
+
+class Whole:
+    """The model is whole on each rank. There is one slice, which all own, or one for each rank.
+
+    The weights of ``states`` are views of the live replica's flat vector, where that is on the device
+    they are updated on.
+    """
+
+    def __init__(self, live: LiveReplica, run: Run, rank: int) -> None:
+        plans = RunPlans.of(live, run)
+        self.live, self.slices = live, plans.slices
+        self.owners = {n: o for n, o in enumerate(plans.owners) if run.slices == 1 or n == rank}
+        self.counted = self.owners
+        self.first = run.slices > 1 or rank == 0
+        self.states: States = {}
+        self.best: States = {}
+
+    def begin(self) -> None:
+        """See :class:`Holding`; so for what follows."""
+        flat = self.live.flat.flat
+        self.place({n: SliceState(flat[_part(self.slices[n])].clone()) for n in self.owners})
+
+    def place(self, slices: States) -> None:
+        flat = self.live.flat.flat
+        home = flat.device if streams(self.live) else torch.device("cpu")
+        for n, state in slices.items():
+            place = flat[_part(self.slices[n])]
+            with torch.no_grad():
+                place.copy_(state.weights)
+            state.weights = place.to(home)
+            state.arrays = {name: array.to(home) for name, array in state.arrays.items()}
+            self.states[n] = state
+        self.share()
+
+    def place_best(self, slices: States) -> None:
+        self.best = slices
+
+    def share(self) -> None:
+        flat = self.live.flat.flat
+        for n, state in self.states.items():
+            if state.weights.device != flat.device:
+                flat[_part(self.slices[n])].copy_(state.weights)
+        if len(self.slices) > 1:
+            broadcast_parts(flat, self.slices, range(len(self.slices)))
+        self.live.flat.refresh()
+
+    def as_slices(self, states: States) -> States:
+        return {n: on_cpu(state) for n, state in states.items()}
+
+
+def _part(plan: SlicePlan) -> slice:
+    return slice(plan.start, plan.stop)
+
+
+def broadcast_parts(
+    flat: torch.Tensor,
+    plans: Sequence[SlicePlan],
+    ranks: Sequence[int],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Each slice from the rank that updated it, of these ``ranks``, to all of ``group``."""
+    sent = [
+        dist.broadcast(flat[_part(plan)], rank, group=group, async_op=True)
+        for plan, rank in zip(plans, ranks, strict=True)
+        if plan.length
+    ]
+    for work in sent:
+        work.wait()
+
+
+class Turned(Protocol):
+    """Between a rank's part as torch cuts it, and rows of every parameter, as others are told of it.
+
+    ``layout``: of the rows. Methods are called on all ranks at once."""
+
+    layout: Layout
+
+    def by_rows(self, state: SliceState) -> SliceState:
+        """This rank's rows, out of the parts of all."""
+
+    def as_cut(self, state: SliceState) -> SliceState:
+        """This rank's part, out of the rows of all."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A replica of which a rank has a part. ``whole``: the layout of all parts together. ``spans``:
+    what a rank has of it; ``turned``: where it first has to be made that. ``repeated``: parameters,
+    by number, that are also on a rank before this one. ``sharers``: the ranks with the same part, of
+    ``group``, each of which updates some of it ("zero1"); none: each updates all."""
+
+    live: LiveReplica
+    whole: Layout
+    mesh: Mesh
+    spans: Callable[[int], list[Span]]
+    turned: Turned | None = None
+    repeated: frozenset[int] = frozenset()
+    sharers: Sequence[int] = ()
+    group: dist.ProcessGroup | None = None
+
+
+class Sharded:
+    """The model is cut, as a :class:`Cut` says; a rank owns its part, or what it updates of it, under
+    its own number. Rank n reads and writes slice n for the others. Of several copies of the cut model
+    the first is what others see."""
+
+    def __init__(self, cut: Cut, run: Run, rank: int) -> None:
+        """``run``: with one slice for each rank."""
+        self.live, self._rank, self._turned = cut.live, rank, cut.turned
+        self.slices = slice_plans(cut.whole, run.slices, whole=run.whole_tensors)
+        self._sharers, self._group = cut.sharers or (rank,), cut.group
+        self._tells = cut.mesh.place(rank, "data") == 0
+        self.first = self._tells or len(self._sharers) > 1
+        plans = RunPlans.of(cut.live, replace(run, slices=len(self._sharers)))
+        self._whole, self._cuts = plans.whole.plan, plans.slices
+        owner = plans.owners[self._sharers.index(rank)]
+        self._mine = owner.plan
+        owner = replace(owner, plan=replace(owner.plan, index=rank))
+        self.owners = {rank: owner}
+        pieces = tuple(p for p in owner.plan.pieces if p.number not in cut.repeated)
+        self.counted = {rank: replace(owner, plan=replace(owner.plan, pieces=pieces))}
+        self._own = cut.live.flat.layout if cut.turned is None else cut.turned.layout
+        self._spans = [cut.spans(r) for r in range(run.replicas)]
+        self.states: States = {}
+        self.best: States = {}
+
+    def begin(self) -> None:
+        """See :class:`Holding`; so for what follows."""
+        self.states = {self._rank: SliceState(self.live.flat.flat[_part(self._mine)])}
+
+    def place(self, slices: States) -> None:
+        whole, flat = self._shards(slices), self.live.flat.flat
+        flat.copy_(whole.weights)
+        state = self._my(whole)
+        arrays = {name: array.to(flat.device) for name, array in state.arrays.items()}
+        weights = flat[_part(self._mine)]
+        self.states = {self._rank: SliceState(weights, arrays, state.held, state.others)}
+        self.live.flat.refresh()
+
+    def place_best(self, slices: States) -> None:
+        self.best = {self._rank: self._my(self._shards(slices))}
+
+    def share(self) -> None:
+        if len(self._sharers) > 1:
+            flat = self.live.flat.flat
+            broadcast_parts(flat, self._cuts, self._sharers, self._group)
+        self.live.flat.refresh()
+
+    def as_slices(self, states: States) -> States:
+        if not states:
+            return {}
+        spans, state = self._spans[self._rank], states[self._rank]
+        if len(self._sharers) > 1:
+            state = self._all_of(state)
+        if self._turned is not None:
+            state = self._turned.by_rows(state)
+        parts = list(parts_of(self._own, spans, on_cpu(state))) if self._tells else []
+        spans = spans if self._tells else []
+        arriving = self._sent(lambda to: for_slice(spans, parts, self.slices[to]))
+        return {self._rank: recut(arriving, self.slices[self._rank], self._own.dtype)}
+
+    def _my(self, whole: SliceState) -> SliceState:
+        """What this rank updates, of the state of its part."""
+        if len(self._sharers) == 1:
+            return whole
+        return recut([_as_part(self._whole, whole)], self._mine, self._own.dtype)
+
+    def _all_of(self, state: SliceState) -> SliceState:
+        """The state of this rank's part, out of what all update of it; ``state``, where only the first
+        copy needs it."""
+        parcel, wanted = join_files([to_bytes(self._mine, on_cpu(state))]), self._sharers
+        if self._turned is None:
+            wanted = wanted[:1]
+        arriving = list(self._sent(lambda to: parcel if to in wanted else bytearray()))
+        return recut(arriving, self._whole, self._own.dtype) if arriving else state
+
+    def _shards(self, slices: States) -> SliceState:
+        """This rank's out of every rank's slice."""
+        plan, spans = self.slices[self._rank], self._spans
+        part = _as_part(plan, slices[self._rank])
+        arriving = self._sent(lambda to: for_shards(part, spans[to]))
+        state = state_from(self._own, spans[self._rank], arriving, self._own.dtype)
+        return state if self._turned is None else self._turned.as_cut(state)
+
+    def _sent(self, parcel: Callable[[int], bytearray]) -> Iterator[Part]:
+        """Send ``parcel(r)`` to each rank r, one after another; what comes, parcel by parcel."""
+        size = len(self._spans)
+        for distance in range(size):
+            to, source = (self._rank + distance) % size, (self._rank - distance) % size
+            yield from unpacked(exchange_bytes(parcel(to), to, source, self._rank))
+
+
+def _as_part(plan: SlicePlan, state: SliceState) -> Part:
+    return Part(plan.start, plan.stop, plan.trainable_length, state)
+
+
+def on_cpu(state: SliceState) -> SliceState:
+    """The state with all its tensors on the CPU."""
+    if state.weights.device.type == "cpu":
+        return state
+    arrays = {name: array.cpu() for name, array in state.arrays.items()}
+    others = mapped(state.others, torch.Tensor, torch.Tensor.cpu)
+    return SliceState(state.weights.cpu(), arrays, state.held, others)

@@ -1,0 +1,210 @@
+"""Between shards and slices: a state that is cut by rows of every parameter, and one cut end to end.
+
+Under ``fully_shard`` rank r holds the r-th part of the rows of *each* parameter. Checkpoints,
+snapshots and results are of *slices*: contiguous parts of the flat vector, which any other number of
+ranks, strategy or engine can read. Both are intervals of the flat vector, so that one becomes the
+other by cutting and sending. Pure torch.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+
+from sparkdl.codec.packed import join_files, split_files
+from sparkdl.errors import DamagedCheckpoint
+from sparkdl.model.flat import ALIGNMENT, Layout, Segment
+from sparkdl.slices.slice_file import Part, to_bytes, unpack
+from sparkdl.slices.spec import Piece, SlicePlan
+from sparkdl.slices.state import SliceState
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements [start, stop) of the flat vector: ``length`` of parameter ``number``, then padding; or
+    all buffers (None, and ``length`` is 0)."""
+
+    number: int | None
+    start: int
+    stop: int
+    length: int
+
+    @property
+    def known(self) -> int:
+        """Elements that are no padding."""
+        return self.stop - self.start if self.number is None else self.length
+
+
+def _plan(start: int, stop: int, trainable: int) -> SlicePlan:
+    """An interval as a slice of its own."""
+    pieces = (Piece(0, "parameter", 0, trainable),) if trainable else ()
+    return SlicePlan(0, start, stop, pieces)
+
+
+def rows_of(rows: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Which rows of a parameter a rank has, as ``torch.chunk`` cuts: [first, last)."""
+    each = math.ceil(rows / ranks)
+    return min(rank * each, rows), min((rank + 1) * each, rows)
+
+
+RowsOf: TypeAlias = Callable[[int], tuple[int, int]]
+"""Which rows a rank has of a parameter with so many."""
+
+
+def nested_rows(cuts: Sequence[tuple[int, int]]) -> RowsOf:
+    """The rows of a rank that is the r-th of n along each dimension of a mesh, outermost first:
+    ``cuts``: (n, r)."""
+
+    def rows(count: int) -> tuple[int, int]:
+        first, last = 0, count
+        for ranks, rank in cuts:
+            low, high = rows_of(last - first, ranks, rank)
+            first, last = first + low, first + high
+        return first, last
+
+    return rows
+
+
+def layout_of_rows(layout: Layout, rows: RowsOf, numbers: Collection[int]) -> Layout:
+    """Of a rank that has these rows of the parameters ``numbers``, and all buffers."""
+    segments, position, step = [], 0, ALIGNMENT // layout.dtype.itemsize
+    for number, segment in enumerate(layout.segments):
+        if segment.kind == "parameter":
+            low, high = rows(_rows_in(segment)) if number in numbers else (0, 0)
+            shape = (high - low, *segment.shape[1:]) if segment.shape or low == high else ()
+            segment = replace(segment, start=position, length=math.prod(shape), shape=shape)
+        else:
+            segment = replace(segment, start=position)
+        segments.append(segment)
+        position += math.ceil(segment.length / step) * step
+    return Layout(tuple(segments), layout.dtype, position)
+
+
+def spans_of(layout: Layout, rows: RowsOf, numbers: Collection[int]) -> list[Span]:
+    """What a rank with these rows of the parameters ``numbers`` has of the flat vector, in ascending
+    order. The buffers all have."""
+    found = []
+    for number, (segment, end) in enumerate(zip(layout.segments, layout.ends, strict=True)):
+        if segment.kind != "parameter" or not segment.length or number not in numbers:
+            continue
+        width = math.prod(segment.shape[1:])
+        low, high = (segment.start + row * width for row in rows(_rows_in(segment)))
+        if low < high:
+            found.append(Span(number, low, end if high == segment.stop else high, high - low))
+    return [*found, *_buffers_of(layout)]
+
+
+def _rows_in(segment: Segment) -> int:
+    """Of a parameter; a single number is one."""
+    return segment.shape[0] if segment.shape else 1
+
+
+def _buffers_of(layout: Layout) -> list[Span]:
+    if layout.buffers_start == layout.size:
+        return []
+    return [Span(None, layout.buffers_start, layout.size, 0)]
+
+
+def parts_of(own: Layout, spans: Sequence[Span], state: SliceState) -> Iterator[Part]:
+    """A rank's state, span by span. ``own``: the layout of the rank's shards, and of ``state``."""
+    for span in spans:
+        start = _place(own, span)
+        weights = state.weights[start : start + span.known]
+        if span.known < span.stop - span.start:
+            weights = torch.cat([weights, weights.new_zeros(span.stop - span.start - span.known)])
+        arrays = {
+            name: array[start : start + span.length] if span.length else array[:0]
+            for name, array in state.arrays.items()
+        }
+        yield Part(span.start, span.stop, span.length, _kept(span.number, weights, arrays, state))
+
+
+def state_from(
+    own: Layout, spans: Sequence[Span], parts: Iterable[Part], dtype: torch.dtype
+) -> SliceState:
+    """A rank's state out of parts, each of one of its spans; each is let go before the next is taken.
+
+    Zero where there is no span. Raises :class:`sparkdl.DamagedCheckpoint` where the parts do not cover
+    the spans exactly.
+    """
+    state = SliceState(torch.zeros(own.size, dtype=dtype))
+    trainable = own.parameters_stop
+    starts = [span.start for span in spans]
+    covered, first = [0] * len(spans), dict.fromkeys(range(len(spans)), math.inf)
+    for part in parts:
+        k = bisect.bisect_right(starts, part.start) - 1
+        span, place = spans[k], _place(own, spans[k]) + part.start - spans[k].start
+        known = max(0, min(part.stop, span.start + span.known) - part.start)
+        state.weights[place : place + known] = part.state.weights[:known]
+        for name, array in part.state.arrays.items():
+            if name not in state.arrays:
+                state.arrays[name] = torch.zeros(trainable, dtype=array.dtype)
+            state.arrays[name][place : place + known] = array[:known]
+        covered[k] += part.stop - part.start
+        if part.start < first[k]:  # what belongs to the whole parameter, from where it starts
+            first[k] = part.start
+            state.held |= part.state.held
+            state.others |= part.state.others
+    for span, length in zip(spans, covered, strict=True):
+        if length != span.stop - span.start:
+            raise DamagedCheckpoint(
+                f"elements {span.start} to {span.stop} of the state did not come exactly once"
+            )
+    return state
+
+
+def _place(own: Layout, span: Span) -> int:
+    return own.buffers_start if span.number is None else own.segments[span.number].start
+
+
+def cut(part: Part, start: int, stop: int, number: int | None) -> Part | None:
+    """What of ``part`` lies in [start, stop), with what is kept of parameter ``number``."""
+    low, high = max(part.start, start), min(part.stop, stop)
+    if low >= high:
+        return None
+    first, length = low - part.start, max(0, min(high, part.start + part.trainable_length) - low)
+    arrays = {name: array[first : first + length] for name, array in part.state.arrays.items()}
+    weights = part.state.weights[first : first + high - low]
+    return Part(low, high, length, _kept(number, weights, arrays, part.state))
+
+
+def _kept(
+    number: int | None, weights: torch.Tensor, arrays: dict[str, torch.Tensor], state: SliceState
+) -> SliceState:
+    """With what ``state`` keeps of one parameter."""
+    if number is None or number not in state.others:
+        return SliceState(weights, arrays)
+    held, others = {number: state.held[number]}, {number: state.others[number]}
+    return SliceState(weights, arrays, held, others)
+
+
+def for_slice(spans: Sequence[Span], parts: Sequence[Part], plan: SlicePlan) -> bytearray:
+    """What a rank sends to the owner of a slice. ``parts``: of its ``spans``."""
+    return _packed(
+        cut(part, plan.start, plan.stop, span.number)
+        for span, part in zip(spans, parts, strict=True)
+    )
+
+
+def for_shards(part: Part, spans: Sequence[Span]) -> bytearray:
+    """What the owner of a slice sends to a rank with these spans."""
+    return _packed(cut(part, span.start, span.stop, span.number) for span in spans)
+
+
+def _packed(parts: Iterable[Part | None]) -> bytearray:
+    """Safetensors files, each behind its length."""
+    return join_files(
+        to_bytes(_plan(part.start, part.stop, part.trainable_length), part.state)
+        for part in parts
+        if part is not None
+    )
+
+
+def unpacked(data: memoryview) -> Iterator[Part]:
+    """What a rank was sent."""
+    return map(unpack, split_files(data))

@@ -1,0 +1,99 @@
+"""A rank's part in snapshots of the gang: all of its state, on some nodes, for ranks that are new."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sparkdl.engines.gang.node_files import (
+    SnapshotFiles,
+    broadcast_bytes,
+    pack,
+    pack_kept,
+    unpack,
+    unpack_kept,
+)
+from sparkdl.engines.gang.rank_state import Holding, States
+from sparkdl.engines.gang.strategies.base import Summed
+from sparkdl.engines.gang.strategies.sections import Exchanged
+
+
+class Snapshots:
+    """Every method is a command that all ranks get at once.
+
+    A snapshot has ``slices`` parts, and one for each of ``residuals`` ranks: what it keeps of its
+    gradients, where they are compressed.
+    """
+
+    def __init__(self, files: SnapshotFiles, rank: int, slices: int, residuals: int) -> None:
+        self._files, self._rank = files, rank
+        self._slices, self._residuals = slices, residuals
+
+    def begin(self, held: Holding, way: Summed | Exchanged) -> None:
+        """What to take snapshots of."""
+        self._held, self._way = held, way
+
+    def save(self, name: str, holders: Sequence[int]) -> str | None:
+        """Leave this state in files on the nodes of ``holders``: the first rank of each node.
+
+        What went wrong here, a full disk say, is the result; other ranks wait for none of it.
+        """
+        holds, held = self._rank in holders, self._held
+        current, best = held.as_slices(held.states), held.as_slices(held.best)
+        problems: list[str] = []
+        for n, plan in enumerate(held.slices):
+            packed = None
+            if n in current and (self._slices > 1 or holds):
+                kept = [states[n] for states in (current, best) if n in states]
+                packed = _tried(functools.partial(pack, plan, kept), problems)
+            if self._slices > 1:
+                packed = broadcast_bytes(packed, n)
+            if packed and holds:
+                _tried(functools.partial(self._files.write, name, n, packed), problems)
+        for r in range(self._residuals):
+            mine = None
+            if r == self._rank:
+                mine = _tried(functools.partial(pack_kept, self._way.kept), problems)
+            packed = broadcast_bytes(mine, r)
+            if holds:
+                _tried(
+                    functools.partial(self._files.write, name, self._slices + r, packed), problems
+                )
+        return problems[0] if problems else None
+
+    def drop(self, name: str, holders: Sequence[int]) -> None:
+        """It is not needed any more."""
+        if self._rank in holders:
+            self._files.delete(name, self._slices + self._residuals)
+
+    def there(self, name: str) -> list[bool]:
+        """Of which parts this node has it: of the slices, then of what ranks keep."""
+        return self._files.there(name, self._slices + self._residuals)
+
+    def load(self, name: str, sources: Sequence[int]) -> None:
+        """Go on from it; ``sources``: for each part, a rank whose node has it."""
+        current: States = {}
+        best: States = {}
+        for n, source in enumerate(sources):
+            mine = self._rank == source
+            packed = broadcast_bytes(self._files.read(name, n) if mine else None, source)
+            if n in self._held.owners:
+                dtype = self._held.live.flat.layout.dtype
+                current[n], *kept = unpack(self._held.slices[n], packed, dtype)
+                if kept:
+                    best[n] = kept[0]
+            if n - self._slices == self._rank:
+                self._way.kept = unpack_kept(packed)
+        self._held.place(current)
+        if best:
+            self._held.place_best(best)
+
+
+def _tried(action: Callable[[], Any], problems: list[str]) -> Any:
+    """Its result; None, and what went wrong among ``problems``, where it fails."""
+    try:
+        return action()
+    except Exception as error:
+        problems.append(f"{type(error).__name__}: {error}")
+        return None

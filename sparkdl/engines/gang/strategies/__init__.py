@@ -1,0 +1,1 @@
+"""What a rank does for each strategy: ``ddp``, ``fsdp``, ``tensor`` and ``pipeline``."""

@@ -1,0 +1,136 @@
+"""What a rank of a gang builds: by its strategies, what it holds, and how gradients come together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from sparkdl.engines.gang.batchnorm import synchronise
+from sparkdl.engines.gang.build_turn import Turn
+from sparkdl.engines.gang.groups import Groups
+from sparkdl.engines.gang.model_group import ModelGroup
+from sparkdl.engines.gang.node_local_rows import NearRows
+from sparkdl.engines.gang.rank_records import Samples, Setup
+from sparkdl.engines.gang.rank_state import Cut, Holding, Sharded, Whole
+from sparkdl.engines.gang.shards import RowsOf, nested_rows, spans_of
+from sparkdl.engines.gang.strategies.base import Summed
+from sparkdl.engines.gang.strategies.ddp import AtOnce, DataParallel
+from sparkdl.engines.gang.strategies.sections import Exchanged
+from sparkdl.gang.rank_task import Member
+from sparkdl.model.live_replica import LiveReplica
+from sparkdl.model.recipe import Recipe
+from sparkdl.parallel.tensor import layer_by_layer
+from sparkdl.process.available_memory import is_scarce
+from sparkdl.process.memory import keep_heap, memory_given_back
+from sparkdl.replica.gradient_writer import streams
+from sparkdl.replica.run import Run
+from sparkdl.replica.step import to_mini_batch
+from sparkdl.slab.root import open_root
+
+Built = tuple[Holding, Summed | Exchanged]
+
+
+def hold(recipe: Recipe, setup: Setup, samples: Sequence[Samples], member: Member) -> Built:
+    """Build the replica: what this rank holds of it, and how gradients come together. ``samples``: of
+    all ranks.
+
+    Raises :class:`sparkdl.ModelError` where its layers cannot be cut as the plan says, and
+    :class:`sparkdl.SessionError` where what is cut cannot be on these devices.
+    """
+    keep_heap()
+    run, parallel, spare = setup.run, setup.parallel, setup.spare
+    if parallel.cuts:
+        return _cut(recipe, setup, samples, member)
+    live = LiveReplica.of(recipe, member.device)
+    if recipe.policy.sync_batchnorm:
+        synchronise(live.flat.module)
+    held = Whole(live, run, member.rank)
+    if not streams(live):
+        return held, Exchanged(live, held.slices, held.owners, member.rank)
+    plans = [held.slices[n] for n in held.owners]
+    if AtOnce.suits(live, parallel.ddp):
+        return held, AtOnce(live, plans, member.rank, spare)
+    return held, DataParallel(live, plans, member.rank, spare, parallel.ddp)
+
+
+def _cut(recipe: Recipe, setup: Setup, samples: Sequence[Samples], member: Member) -> Built:
+    """Into stages, or units, or layers, or several of these."""
+    from sparkdl.engines.gang.strategies.fsdp import FullySharded, sharded
+    from sparkdl.engines.gang.strategies.pipeline import Pipelined
+    from sparkdl.engines.gang.strategies.pipeline_stages import staged
+    from sparkdl.engines.gang.strategies.tensor import TensorParallel, cut_by_layer, repeated
+    from sparkdl.engines.gang.tensor_rows import ByRows
+
+    run, parallel, spare = setup.run, setup.parallel, setup.spare
+    rank, mesh, device = member.rank, parallel.mesh, member.device
+    groups, at_end = Groups(parallel, device), member.at_end
+    seats = None
+    if parallel.tensor is not None:
+        at_end.enter_context(layer_by_layer())
+    root = open_root(run.slab)
+    assert root is not None
+    with memory_given_back(), Turn(root.directories[-1]) as turn:
+        if parallel.pipeline is not None:
+            made = staged(recipe, parallel, groups, rank, spare, device, turn)
+            live, whole, seats = made.live, made.whole, made.seats
+        elif parallel.fsdp is not None:
+            live, whole = sharded(recipe, parallel, groups, spare, device, turn)
+        else:
+            assert parallel.tensor is not None
+            layers = groups.mesh("tensor")
+            live, whole = cut_by_layer(recipe, parallel.tensor, layers, spare, device, turn)
+    if parallel.fsdp is not None:
+        here = [each.token for each in samples].count(samples[rank].token)
+        if is_scarce(whole.nbytes // mesh.pipe, here):
+            at_end.enter_context(memory_given_back())
+    names = [name for name in ("shard", "tensor") if name in parallel.parts]
+    every = frozenset(range(len(whole.segments)))
+
+    def rows(r: int) -> RowsOf:
+        return nested_rows([(mesh.sizes[name], mesh.place(r, name)) for name in names])
+
+    def numbers(r: int) -> frozenset[int]:
+        return every if seats is None else seats.numbers(r)
+
+    cut = Cut(live, whole, mesh, lambda r: spans_of(whole, rows(r), numbers(r)))
+    if parallel.tensor is not None:
+        turned = ByRows(live, whole, groups.mesh(*names), rows(rank), numbers(rank))
+        part = mesh.place(rank, "tensor")
+        cut = replace(cut, turned=turned, repeated=repeated(live, groups.mesh("tensor"), part))
+    if parallel.ddp.shard_optimizer and mesh.data > 1:
+        cut = replace(cut, sharers=mesh.along(rank, "data"), group=groups.along("data"))
+    held = Sharded(cut, run, rank)
+    plans = [owner.plan for owner in held.owners.values()]
+    near = NearRows(samples, rank, mesh.model_group(rank), run, live)
+    if parallel.pipeline is not None:
+        carrier = _carrier(groups.along("pipe"), mesh.along(rank, "pipe"), samples, run, device)
+        how = parallel.pipeline
+        return held, Pipelined(made, plans, rank, spare, how, groups, near, carrier)
+    like = to_mini_batch(spare, live, training=False)
+    group = ModelGroup(mesh, rank, groups.along("tensor"), live, like, near)
+    if parallel.fsdp is not None:
+        return held, FullySharded(live, plans, rank, spare, mesh, group)
+    return held, TensorParallel(live, plans, rank, spare, group, groups.along("data"))
+
+
+def _carrier(
+    pipe: dist.ProcessGroup | None,
+    members: Sequence[int],
+    samples: Sequence[Samples],
+    run: Run,
+    device: torch.device,
+) -> dist.ProcessGroup | None:
+    """What carries the messages between the stages of a pipeline of these ranks."""
+    from sparkdl.engines.gang.strategies.pipeline_messages import near_group
+
+    together = len({samples[r].token for r in members}) == 1
+    on_cpu = device.type == "cpu" and hasattr(os, "memfd_create")  # which only Linux has
+    if pipe is None or len(members) == 1 or not (together and on_cpu):
+        return pipe
+    root = open_root(run.slab)
+    assert root is not None
+    return near_group(members, pipe, root.directories[-1])

@@ -1,0 +1,193 @@
+"""A replica that is cut over the ranks: torch's ``fully_shard`` around a recipe's module.
+
+[Note: a pass that all ranks go through together] Each unit is gathered when it is called, so ranks
+must call the same units equally often. A rank without rows takes a few others; one with fewer
+micro-batches than the rest goes through its last one again; one with fewer batches to validate goes
+through one of training. All with a share of zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from sparkdl.collectives.direct import OneRound
+from sparkdl.data.batches import Batch
+from sparkdl.engines.gang.batchnorm import synchronise
+from sparkdl.engines.gang.build_turn import Turn
+from sparkdl.engines.gang.groups import Groups
+from sparkdl.engines.gang.model_group import ModelGroup
+from sparkdl.engines.gang.strategies.base import (
+    Summed,
+    can_be_summed,
+    first_not_finite,
+    gathered_counts,
+)
+from sparkdl.engines.gang.strategies.tensor import parallelise
+from sparkdl.model.flat import FlatModule, Layout, layout_of, local
+from sparkdl.model.live_replica import LiveReplica
+from sparkdl.model.policy import PRECISIONS, Policy
+from sparkdl.model.recipe import Recipe
+from sparkdl.model.signature import with_tensors
+from sparkdl.parallel.fsdp import units_of
+from sparkdl.parallel.mesh import Mesh
+from sparkdl.parallel.plan import Parallel
+from sparkdl.replica.clock import Clock
+from sparkdl.replica.compute import MiniBatch, Passed, forward_backward
+from sparkdl.replica.step import Work
+from sparkdl.slices.spec import SlicePlan
+
+
+def sharded(
+    recipe: Recipe,
+    parallel: Parallel,
+    groups: Groups,
+    spare: Batch,
+    device: torch.device,
+    turn: Turn,
+) -> tuple[LiveReplica, Layout]:
+    """The replica with this rank's shards in its flat vector, and the layout of the whole.
+
+    The module is built on the CPU, and cut unit by unit, after its layers where they are cut too. With
+    ``cpu_offload`` that is where the shards stay.
+    """
+    strategy = parallel.fsdp
+    assert strategy is not None
+    module = recipe.build()
+    layout = layout_of(module)
+    units = units_of(module, strategy.units)
+    if parallel.tensor is not None:
+        parallelise(recipe, module, parallel.tensor, groups.mesh("tensor"), spare, device, turn)
+    policy = recipe.policy
+    if policy.sync_batchnorm:
+        synchronise(module)
+    names = ("data", "shard") if parallel.mesh.data > 1 else ("shard",)
+    cut_units(units, module, parallel, groups.mesh(*names), policy)
+    flat = FlatModule(module, "cpu" if strategy.cpu_offload else device)
+    if strategy.cpu_offload:  # of the parameters; buffers are where the module computes
+        for owner in module.modules():
+            for name, buffer in owner._buffers.items():
+                owner._buffers[name] = None if buffer is None else buffer.to(device)
+    return LiveReplica.around(recipe, flat, device), layout
+
+
+def cut_units(
+    units: Sequence[nn.Module],
+    outermost: nn.Module,
+    parallel: Parallel,
+    mesh: DeviceMesh,
+    policy: Policy,
+) -> None:
+    """Put ``units``, and what is in none of them, under ``fully_shard``."""
+    strategy = parallel.fsdp
+    assert strategy is not None
+    trained = next((p.dtype for p in outermost.parameters() if p.requires_grad), torch.float32)
+    computed = PRECISIONS[strategy.param_dtype]
+    # In a pipeline copies have different numbers of micro-batches: each step gathers once
+    again = strategy.reshard_after_forward and parallel.pipeline is None
+    dtypes = MixedPrecisionPolicy(
+        param_dtype=computed, reduce_dtype=policy.wire_dtype or (computed and trained)
+    )
+    offloading = OffloadPolicy()
+    if strategy.cpu_offload:
+        offloading = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    for parameter in outermost.parameters():
+        if local(parameter) is parameter:
+            parameter.data = parameter.data.contiguous()
+    for unit in dict.fromkeys([*units, outermost]):
+        unit.register_forward_hook(_copied if parallel.tensor is not None else _no_view)
+        if unit is outermost and computed is not None:
+            dtypes = replace(dtypes, output_dtype=trained)
+        cut: FSDPModule = fully_shard(  # type: ignore[call-overload]
+            unit,
+            mesh=mesh,
+            mp_policy=dtypes,
+            offload_policy=offloading,
+            reshard_after_forward=None if again else False,
+        )
+        cut.set_gradient_divide_factor(1.0)
+        cut.set_force_sum_reduction_for_comms(True)
+        cut.set_reduce_scatter_unused_params(True)
+        cut.set_custom_reduce_scatter(OneRound())  # type: ignore[arg-type]
+
+
+def let_go(module: nn.Module) -> None:
+    """Of what is gathered: after an evaluation it is kept otherwise, also when weights change."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
+def _no_view(unit: nn.Module, inputs: object, output: object) -> object:
+    """An operation in place on an output that is a view, of ``squeeze`` say, would drop what torch
+    hangs on the output to gather the unit for backward; torch warns of it."""
+    return with_tensors(output, lambda tensor: tensor.clone() if tensor._is_view() else tensor)
+
+
+def _copied(unit: nn.Module, inputs: object, output: object) -> object:
+    """What the ranks of a tensor-parallel model summed are views that do not say so."""
+    return with_tensors(output, torch.Tensor.clone)
+
+
+class FullySharded(Summed):
+    """Gradients that ``fully_shard`` sums and scatters; see the note above."""
+
+    def __init__(
+        self,
+        live: LiveReplica,
+        plans: Sequence[SlicePlan],
+        rank: int,
+        spare: Batch,
+        mesh: Mesh,
+        group: ModelGroup,
+    ) -> None:
+        super().__init__(live, plans, rank, spare)
+        self._mesh, self._model_group = mesh, group
+        # Torch sets a unit up when it is first called; in evaluation it would set up what cannot train
+        forward_backward(live, self._spare, 0, 1.0, Clock(), share=0.0, by_rows=True)
+        live.clear_gradients()
+        live.flat.refresh()
+
+    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> Passed:
+        accumulate = self._live.recipe.policy.accumulate
+        parts = min(accumulate, max(stop - start for start, stop in work.step.rows))
+        scale = work.step.loss_scale
+        return forward_backward(
+            self._live,
+            batch,
+            work.seed(),
+            scale,
+            clock,
+            share=share,
+            parts=parts,
+            by_rows=True,
+        )
+
+    def _not_finite(self) -> str:
+        """Of the sum over the ranks, in this rank's rows."""
+        if can_be_summed(self._vector.filled(self._gradients.dense), 1):
+            return ""
+        return first_not_finite(self._live, self._gradients)
+
+    def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
+        return self._vector.vector, self._gradients.absent
+
+    def scored(self, batches: int, score: Callable[[], Any]) -> Any:
+        """See :class:`sparkdl.engines.gang.strategies.base.Summed`."""
+        counts = gathered_counts(batches)
+        assert self._model_group is not None
+        result = self._model_group.scored(counts, score, self._mesh.most(counts))
+        let_go(self._live.flat.module)
+        return result

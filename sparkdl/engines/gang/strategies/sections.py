@@ -1,0 +1,155 @@
+"""Gradients that ranks exchange as replicas of the shuffle engine send them: compressed, or as rows.
+
+DistributedDataParallel sums dense gradients. What a hook makes of them cannot be summed, and the rows
+of a sparse table differ from rank to rank. So each rank writes the same *sections* as in the other
+engines (:mod:`sparkdl.slices.section`) and sends each to the ranks that update its slice. All
+brackets of the sums are then those of the other engines, and so are the bits, with any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from sparkdl.codec.packed import head_from_bytes, head_to_bytes
+from sparkdl.collectives.direct import swap
+from sparkdl.engines.gang.strategies.gradient_sync import Way
+from sparkdl.engines.shuffle.compression_tasks import compress_outcome
+from sparkdl.model.live_replica import LiveReplica
+from sparkdl.replica.clock import Clock
+from sparkdl.replica.compute import MiniBatch, forward_backward, take_gradients
+from sparkdl.replica.step import (
+    Outcome,
+    Work,
+    not_finite,
+    section_maps,
+    sections_nbytes,
+    write_sections,
+)
+from sparkdl.slices.section import Contribution, SectionMap, open_section
+from sparkdl.slices.spec import SlicePlan
+
+
+class Exchanged(Way):
+    """What a rank does for the gradients of an iteration, where they travel in sections."""
+
+    def __init__(
+        self, live: LiveReplica, slices: Sequence[SlicePlan], mine: Collection[int], rank: int
+    ) -> None:
+        """``mine``: the slices that this rank updates."""
+        super().__init__(rank)
+        self._live, self._slices, self._mine = live, slices, mine
+        self._outcome: Outcome | None = None
+        self._parcels: list[torch.Tensor] = []
+
+    def compute(
+        self, work: Work, batch: MiniBatch | None, weights: Sequence[float], clock: Clock
+    ) -> tuple[float, str]:
+        """See :class:`sparkdl.engines.gang.strategies.ddp.Summed`."""
+        live, plans = self._live, self._slices
+        self._outcome, self.count = None, 0.0
+        self._parcels = [torch.empty(0, dtype=torch.uint8)] * len(plans)
+        if batch is None:
+            return 0.0, ""
+        loss, weight = forward_backward(live, batch, work.seed(), work.step.loss_scale, clock)
+        self.count = weight
+        outcome = Outcome(loss, weight, len(batch), take_gradients(live))
+        if live.recipe.compression is not None:
+            outcome = compress_outcome(live, outcome, work, self.kept or {})
+            clock.lap("compress")
+        maps = section_maps(live, plans, outcome)
+        written: list[Contribution] = []
+        for n, (plan, section) in enumerate(zip(plans, maps, strict=True)):
+            head = head_of(section, outcome.gradients.absent)
+            (nbytes,) = sections_nbytes(live, [plan], [section])
+            self._parcels[n] = torch.zeros(len(head) + nbytes, dtype=torch.uint8)
+            data = self._parcels[n].numpy()
+            data[: len(head)] = np.frombuffer(head, np.uint8)
+            written += write_sections(live, [plan], [section], outcome, data[len(head) :])
+        self._outcome = outcome
+        problem = not_finite(live, plans, written, outcome)
+        clock.lap("publish")
+        return loss, problem
+
+    def contributions(
+        self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
+    ) -> dict[int, list[Contribution]]:
+        """For each of this rank's slices, what every replica that took part gives to it."""
+        size = len(rows)
+        alone = len(self._parcels) == 1  # the one slice is everybody's
+        arrived = exchange([self._parcels[0 if alone else to] for to in range(size)], self._rank)
+        dtype = self._live.flat.layout.dtype
+        found: dict[int, list[Contribution]] = {}
+        for n in self._mine:
+            found[n] = [
+                replace(open_parcel(self._slices[n], dtype, parcel), replica=r, weight=weights[r])
+                for r, parcel in enumerate(arrived)
+                if len(parcel)
+            ]
+        return found
+
+    def committed(self) -> None:
+        """The iteration counts: what was left out of it is kept for the next."""
+        if self._outcome is not None and self._outcome.compressed is not None:
+            self.kept = self._outcome.kept
+
+
+def head_of(section: SectionMap, absent: frozenset[int]) -> bytes:
+    """How to read a section."""
+    return head_to_bytes(
+        section.compressed or (),
+        wire=str(section.wire).removeprefix("torch."),
+        rows=sorted(section.rows.items()),
+        compressed=section.compressed is not None,
+        absent=sorted(absent),
+    )
+
+
+def open_parcel(plan: SlicePlan, dtype: torch.dtype, parcel: torch.Tensor) -> Contribution:
+    """A head and its section; the tensors share the memory of ``parcel`` (uint8)."""
+    data = parcel.numpy()
+    specs, head, start = head_from_bytes(data)
+    section = SectionMap(
+        getattr(torch, head["wire"]),
+        dict(head["rows"]),
+        compressed=specs if head["compressed"] else None,
+    )
+    return open_section(plan, dtype, section, data[start:], absent=frozenset(head["absent"]))
+
+
+def exchange(parcels: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
+    """Send ``parcels[r]`` (uint8) to rank r; what came from each rank, by rank."""
+    lengths = torch.tensor([len(parcel) for parcel in parcels])
+    table = [torch.empty_like(lengths) for _ in parcels]
+    dist.all_gather(table, lengths)
+    arrived = [torch.empty(int(row[rank]), dtype=torch.uint8) for row in table]
+    arrived[rank] = parcels[rank]
+    swap(parcels, arrived)
+    return arrived
+
+
+def exchange_bytes(parcel: bytearray, to: int, source: int, rank: int) -> memoryview:
+    """Send ``parcel`` to rank ``to``; what rank ``source`` sends here at the same time."""
+    if to == rank:
+        return memoryview(parcel)
+    length = torch.zeros(1, dtype=torch.int64)
+    _both(torch.tensor([len(parcel)]), to, length, source)
+    arrived = torch.empty(int(length), dtype=torch.uint8)
+    _both(torch.from_numpy(np.frombuffer(parcel, np.uint8)), to, arrived, source)
+    return arrived.numpy().data
+
+
+def _both(sent: torch.Tensor, to: int, arrived: torch.Tensor, source: int) -> None:
+    """Send and receive; nothing travels that is empty."""
+    under_way = []
+    if len(sent):
+        under_way.append(dist.isend(sent, to))
+    if len(arrived):
+        under_way.append(dist.irecv(arrived, source))
+    for work in under_way:
+        assert work is not None
+        work.wait()

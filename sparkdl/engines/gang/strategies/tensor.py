@@ -1,0 +1,231 @@
+"""A replica whose layers are cut over ranks: torch's ``parallelize_module`` around a recipe's module.
+
+All ranks of a model-parallel group compute the same rows, each its part of the layers that are cut and
+all of the others, whose gradients come out the same on each. So sums over copies of the model are all
+there is to do; a parameter that every rank of the group has is updated on each, and counts once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from sparkdl.collectives.direct import all_reduce
+from sparkdl.data.batches import Batch
+from sparkdl.engines.gang.build_turn import Turn
+from sparkdl.engines.gang.model_group import ModelGroup
+from sparkdl.engines.gang.strategies.base import Copied, gathered_counts
+from sparkdl.errors import ModelError
+from sparkdl.infer.shipped_module import evaluating
+from sparkdl.model.flat import FlatModule, Layout, layout_of, local
+from sparkdl.model.live_replica import LiveReplica
+from sparkdl.model.model_loss import called
+from sparkdl.model.recipe import Recipe
+from sparkdl.model.signature import parts_of
+from sparkdl.parallel.base import Tensor
+from sparkdl.parallel.tensor import plan_of
+from sparkdl.process.determinism import seeded
+from sparkdl.replica.clock import Clock
+from sparkdl.replica.compute import MiniBatch, Passed, buffers_kept, forward_backward, to_tensors
+from sparkdl.replica.step import Work
+from sparkdl.slices.spec import SlicePlan
+
+
+class Row(RowwiseParallel):
+    """Torch's, but what the parts of a linear layer put out is summed in one round, see
+    :mod:`sparkdl.collectives.direct`."""
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: tuple[Placement, ...],
+        use_local_output: bool,
+        mod: nn.Module,
+        outputs: Any,
+        device_mesh: DeviceMesh,
+    ) -> Any:
+        if outputs.placements != (Partial(),):  # a table's rows are masked
+            return RowwiseParallel._prepare_output_fn(
+                output_layouts, use_local_output, mod, outputs, device_mesh
+            )
+        return _Sum.apply(outputs.to_local(), device_mesh.get_group())
+
+
+class _Sum(torch.autograd.Function):
+    """Over the ranks, each of which then has the gradient of the sum, which is that of its part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = part.clone(memory_format=torch.contiguous_format)
+        all_reduce(total, group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+STYLES = {"column": ColwiseParallel, "row": Row}
+
+
+def parallelise(
+    recipe: Recipe,
+    module: nn.Module,
+    strategy: Tensor,
+    mesh: DeviceMesh,
+    spare: Batch,
+    device: torch.device,
+    turn: Turn,
+) -> None:
+    """Cut the layers of ``module`` over ``mesh``, which has one dimension. All ranks have built the
+    same, so nothing is sent, and each may do so in its ``turn``, which then ends.
+
+    Raises :class:`sparkdl.ModelError` where the model then puts out something else for ``spare``.
+    """
+    plan = plan_of(strategy, module, mesh.size())
+    styles = {n: STYLES[way]() if isinstance(way, str) else way for n, way in plan.items()}
+    inputs, targets = to_tensors(spare.inputs, device), to_tensors(spare.targets, device)
+    module.to(device)
+    with buffers_kept(module):
+        right = _output(recipe, module, inputs, targets)
+    parallelize_module(module, mesh, styles, src_data_rank=None)
+    turn.ends()
+    for name in styles:
+        child = module.get_submodule(name)
+        child.forward = functools.partial(_without_inference_mode, child.forward)
+        child.register_forward_hook(_arrived)
+    try:
+        found = _output(recipe, module, inputs, targets)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ModelError(
+            f"strategy=Tensor(plan=...): the model that is cut so fails. {reason}{_HINT}"
+        ) from error
+    if not _alike(right, found):
+        raise ModelError(
+            f"strategy=Tensor(plan=...): the model that is cut so puts out something else.{_HINT}"
+        )
+
+
+def _without_inference_mode(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    """In inference mode torch does not take operations apart, and sends weights instead of sums."""
+    if not torch.is_inference_mode_enabled():
+        return forward(*inputs, **named)
+    with torch.inference_mode(False), torch.no_grad():
+        return forward(*inputs, **named)
+
+
+def _arrived(module: nn.Module, inputs: object, output: object) -> object:
+    """Without gradients a sum over the ranks is awaited by the next operation only, which would not be
+    one where the output is sent to another rank."""
+    if isinstance(output, torch.Tensor) and not torch.is_grad_enabled():
+        return output.clone()
+    return output
+
+
+def cut_by_layer(
+    recipe: Recipe,
+    strategy: Tensor,
+    mesh: DeviceMesh,
+    spare: Batch,
+    device: torch.device,
+    turn: Turn,
+) -> tuple[LiveReplica, Layout]:
+    """The replica with this rank's parts in its flat vector, and the layout of the whole."""
+    module = recipe.build()
+    layout = layout_of(module)
+    parallelise(recipe, module, strategy, mesh, spare, device, turn)
+    return LiveReplica.around(recipe, FlatModule(module, device)), layout
+
+
+def _output(
+    recipe: Recipe,
+    module: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+) -> Any:
+    """In evaluation."""
+    with evaluating(module), seeded(0):
+        return called(recipe.loss, recipe.signature.bound(module), inputs, targets)
+
+
+_HINT = (
+    " A layer cut by column is followed by one cut by row, with nothing between them but what treats "
+    "every element by itself."
+)
+
+
+def _alike(right: Any, found: Any) -> bool:
+    if isinstance(right, torch.Tensor):
+        if not isinstance(found, torch.Tensor) or right.shape != found.shape:
+            return False
+        return torch.allclose(local(found), right, rtol=1e-2, atol=1e-3, equal_nan=True)
+    one, other = parts_of(right), parts_of(found)
+    return one.keys() == other.keys() and all(_alike(one[name], other[name]) for name in one)
+
+
+def settle(live: LiveReplica) -> None:
+    """Cut gradients as their parameters are, where they came out otherwise."""
+    for _, parameter in live.flat.parameters:
+        gradient: Any = parameter.grad
+        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
+            parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+
+
+class TensorParallel(Copied):
+    """Gradients of parts of layers; see the note above."""
+
+    def __init__(
+        self,
+        live: LiveReplica,
+        plans: list[SlicePlan],
+        rank: int,
+        spare: Batch,
+        group: ModelGroup,
+        alike: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__(live, plans, rank, spare)
+        self._model_group, self._alike = group, alike
+
+    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> Passed:
+        seed, scale = work.seed(), work.step.loss_scale
+        passed = forward_backward(self._live, batch, seed, scale, clock, share=share, by_rows=True)
+        settle(self._live)
+        return passed
+
+    def scored(self, batches: int, score: Any) -> Any:
+        """See :class:`sparkdl.engines.gang.strategies.base.Summed`."""
+        assert self._model_group is not None
+        return self._model_group.scored(gathered_counts(batches), score, 0)
+
+
+def repeated(live: LiveReplica, mesh: DeviceMesh, place: int) -> frozenset[int]:
+    """The parameters, by number, that a rank before this one of ``mesh`` has too, in which this one is
+    at ``place``."""
+    if place == 0:
+        return frozenset()
+    return frozenset(
+        number
+        for number, (_, parameter) in enumerate(live.flat.parameters)
+        if not _is_cut(parameter, mesh)
+    )
+
+
+def _is_cut(parameter: torch.Tensor, mesh: DeviceMesh) -> bool:
+    """Along the one dimension of ``mesh``."""
+    (dimension,) = mesh.mesh_dim_names or ()
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return dimension in names and parameter.placements[names.index(dimension)].is_shard()

@@ -1,0 +1,262 @@
+"""The local engine: the same iteration in this process, no Spark jobs. For debugging, and the
+reference that the shuffle engine is held against: the same M and N give the same bits."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparkdl.codec.packed import ByParameter
+from sparkdl.data.epoch import EpochPlan
+from sparkdl.data.partition_reader import MappedPartition, open_partition
+from sparkdl.data.samples import SampleSet
+from sparkdl.engines.shuffle.compression_tasks import ReadResiduals, compress_outcome
+from sparkdl.engines.shuffle.messages import ReplicaReport, SliceReport, Step
+from sparkdl.loop.engine import (
+    BEST,
+    CURRENT,
+    Iteration,
+    ReadState,
+    StepResult,
+    ValidationSet,
+    slowest,
+    summarize,
+    weights_of,
+)
+from sparkdl.model.live_replica import LiveReplica
+from sparkdl.model.recipe import Recipe
+from sparkdl.process.threads import torch_threads
+from sparkdl.replica.clock import Clock
+from sparkdl.replica.gradient_writer import GradientWriter, streams
+from sparkdl.replica.local_sgd import several_steps
+from sparkdl.replica.open_run import RunPlans
+from sparkdl.replica.run import Run
+from sparkdl.replica.score import score_partition
+from sparkdl.replica.step import (
+    Outcome,
+    Work,
+    not_finite,
+    one_gradient,
+    section_maps,
+    sections_nbytes,
+    write_sections,
+)
+from sparkdl.slices.reduce import Reduced
+from sparkdl.slices.section import Contribution
+from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.state import SliceState, join_states
+
+
+class LocalEngine:
+    """M replicas one after another on one live module, N slices one after another."""
+
+    recoveries = 0
+    begins_ahead = False
+
+    def __init__(self, samples: SampleSet, run: Run, recipe: bytes, batch_size: int) -> None:
+        self.plan = EpochPlan(samples.counts, batch_size)
+        self._run = run
+        self._partitions = _open(samples)
+        self._recipe = recipe
+        self._replica = _built(recipe)
+        self._plans = RunPlans.of(self._replica, run)
+        self._states: list[SliceState] = []
+        self._best: list[SliceState] = []
+        self._residuals: dict[int, ByParameter] = {}
+
+    def start(
+        self,
+        read: ReadState | None = None,
+        reported: tuple[type[Exception], ...] = (),
+        which: str = CURRENT,
+    ) -> None:
+        """Copy the recipe's weights, or read every slice."""
+        if read is None and self._states:  # the replica holds others by now
+            self._replica = _built(self._recipe)
+        flat = self._replica.flat.flat
+        states = [
+            SliceState(flat[plan.start : plan.stop].clone())
+            if read is None
+            else read(plan, flat.dtype)
+            for plan in self._plans.slices
+        ]
+        if which == BEST:
+            self._best = states
+        else:
+            self._states = states
+
+    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> StepResult:
+        """Run every replica and every slice, here and now."""
+        with torch_threads(self._run.threads):
+            started = Clock()
+            step = Step(
+                iteration.index,
+                iteration.epoch,
+                0,
+                0,
+                self.plan.rows(iteration.batch),
+                iteration.hyperparameters,
+                iteration.loss_scale,
+                iteration.histograms,
+            )
+            reports, sections, kept = [], [], {}
+            for replica, (start, stop) in enumerate(step.rows):
+                if stop > start:
+                    report, mine, outcome = self._replica_step(step, replica)
+                    reports.append(report)
+                    sections.append(mine)
+                    if outcome.compressed is not None:
+                        kept[replica] = outcome.kept
+            slices: list[SliceReport] = []
+            if not any(report.not_finite for report in reports):
+                slices = self._synchronize(step, reports, sections)
+                self._residuals |= kept
+            started.lap("iteration")
+            seconds = slowest([*[r.seconds for r in reports], *[s.seconds for s in slices]])
+            seconds = {**seconds, **started.seconds}
+            return summarize(reports, slices, self._plans.layout, seconds)
+
+    def _replica_step(
+        self, step: Step, replica: int
+    ) -> tuple[ReplicaReport, list[Contribution], Outcome]:
+        """What a task of the forward-backward job does."""
+        live, clock = self._replica, Clock()
+        partition = self._partitions[replica]
+        assert partition is not None
+        work = Work(step, replica, self._run.assembly, self._run.shares[replica])
+        local_steps = live.recipe.policy.local_steps
+        batches = work.mini_batches(live, partition, local_steps)
+        clock.lap("data")
+        self._load(self.weights())
+        memory, writer = None, None
+        if streams(live):
+            maps = section_maps(live, self._plans.slices, Outcome())
+            memory = np.zeros(sum(sections_nbytes(live, self._plans.slices, maps)), np.uint8)
+            writer = GradientWriter(live, self._plans.slices, maps, memory)
+        if local_steps == 1:
+            clock.lap("fetch")
+            outcome = one_gradient(live, batches[0], work, clock, writer)
+        else:
+            state = join_states(self._plans.slices, self._states, live.flat.flat.device)
+            clock.lap("fetch")
+            outcome = several_steps(live, batches, work, state, self._plans.whole, clock)
+        if live.recipe.compression is not None:
+            outcome = compress_outcome(live, outcome, work, self._residuals.get(replica, {}))
+            clock.lap("compress")
+        maps = section_maps(live, self._plans.slices, outcome)
+        if memory is None:
+            memory = np.zeros(sum(sections_nbytes(live, self._plans.slices, maps)), np.uint8)
+        sections = write_sections(live, self._plans.slices, maps, outcome, memory)
+        problem = not_finite(live, self._plans.slices, sections, outcome)
+        clock.lap("publish")
+        report = ReplicaReport(
+            replica, outcome.count, outcome.weight, outcome.loss, "", clock.seconds, problem
+        )
+        told = [replace(section, replica=replica, others=outcome.others) for section in sections]
+        return report, told, outcome
+
+    def _synchronize(
+        self,
+        step: Step,
+        reports: list[ReplicaReport],
+        sections: list[list[Contribution]],
+    ) -> list[SliceReport]:
+        """What the tasks of the parameter-synchronization job do."""
+        owners, clocks = self._plans.owners, [Clock() for _ in self._plans.owners]
+        total = sum(report.weight for report in reports)
+        loss = sum(r.loss * r.weight for r in reports) / total if total else 0.0
+        contributions = [[replica[n] for replica in sections] for n in range(len(owners))]
+        known: list[Reduced | None] = [None] * len(owners)
+        squares = [0.0] * len(owners)
+        for n, (owner, state) in enumerate(zip(owners, self._states, strict=True)):
+            if owner.clips_norm:
+                clocks[n] = Clock()
+                out = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
+                reduced = known[n] = owner.reduce(contributions[n], state.weights, out)
+                squares[n] = owner.squared_norm(reduced)
+                clocks[n].lap("reduce")
+        slices = []
+        for n, (owner, state) in enumerate(zip(owners, self._states, strict=True)):
+            clock, keep = Clock(), None
+            if step.histograms:
+                keep = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
+            updated = owner.update(
+                state,
+                state,
+                contributions[n],
+                step.hyperparameters,
+                known=known[n],
+                squares=squares,
+                loss=loss,
+                seed=step.update_seed(self._run.seed),
+                keep=keep,
+            )
+            histograms = owner.histograms(state, updated.reduced) if step.histograms else {}
+            clock.lap("update")
+            seconds = {**clocks[n].seconds, **clock.seconds}
+            slices.append(
+                SliceReport(n, "", None, seconds=seconds, norm=updated.norm, histograms=histograms)
+            )
+        return slices
+
+    def score(self, validation: ValidationSet) -> list[Any]:
+        """Partition after partition."""
+        with torch_threads(self._run.threads):
+            self._load(self.weights())
+            states = [
+                score_partition(
+                    self._replica,
+                    partition,
+                    validation.scorer,
+                    validation.assembly,
+                    validation.batch_size,
+                )
+                for partition in _open(validation.samples)
+                if partition is not None
+            ]
+        return validation.scorer.merge(states)
+
+    def keep_best(self) -> None:
+        """Copy the weights."""
+        self._best = [SliceState(state.weights.clone()) for state in self._states]
+
+    def weights(self, which: str = CURRENT) -> torch.Tensor:
+        """Join the slices."""
+        states = self._best if which == BEST else self._states
+        return torch.cat([weights_of(state, which) for state in states])
+
+    def with_states(
+        self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
+    ) -> list[Any]:
+        """One after another."""
+        plans, states = self._plans.slices, self._best if which == BEST else self._states
+        return [use(n, plans[n], state) for n, state in enumerate(states)]
+
+    def start_residuals(
+        self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
+    ) -> None:
+        """Read all of them."""
+        found = {replica: read(replica) for replica in range(self._run.replicas)}
+        self._residuals = {replica: kept for replica, kept in found.items() if kept is not None}
+
+    def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
+        """One after another."""
+        return [use(replica, kept) for replica, kept in sorted(self._residuals.items())]
+
+    def _load(self, weights: torch.Tensor) -> None:
+        self._replica.flat.flat.copy_(weights)
+        self._replica.flat.refresh()
+
+
+def _built(recipe: bytes) -> LiveReplica:
+    loaded: Recipe = pickle.loads(recipe)
+    return LiveReplica.of(loaded)
+
+
+def _open(samples: SampleSet) -> list[MappedPartition | None]:
+    return [open_partition(handle) if handle.num_rows else None for handle in samples.handles]

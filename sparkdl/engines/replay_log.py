@@ -1,0 +1,114 @@
+"""What the loop asked an engine for, so that it can be asked for again."""
+
+from __future__ import annotations
+
+import bisect
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+from sparkdl.loop.engine import Iteration
+
+Hyperparameters: TypeAlias = tuple[Mapping[str, Any], ...] | None
+_Form: TypeAlias = tuple[tuple[tuple[str, int | None], ...], ...]
+"""Of a mapping for each group: its keys, with the length where the value is a tuple of numbers."""
+
+
+class Log:
+    """Iterations, and to keep the best weights: some 30 bytes an entry, and as many where a schedule
+    changes a hyperparameter."""
+
+    def __init__(self) -> None:
+        self._numbers = array("q")  # index, epoch and batch; of what is no iteration -1
+        self._scales = array("d")
+        self._histograms = bytearray()
+        self._hyperparameters = _Values()
+
+    def __len__(self) -> int:
+        return len(self._scales)
+
+    def append(self, asked: Iteration | None) -> None:
+        """``asked``: None: to keep the best weights."""
+        if asked is not None:
+            self._hyperparameters.append(len(self), asked.hyperparameters)
+        self._numbers.extend((asked.index, asked.epoch, asked.batch) if asked else (-1, -1, -1))
+        self._scales.append(asked.loss_scale if asked else 0.0)
+        self._histograms.append(asked.histograms if asked else False)
+
+    def since(self, start: int) -> Iterator[Iteration | None]:
+        """The entries from number ``start`` on."""
+        for n in range(start, len(self)):
+            index, epoch, batch = self._numbers[3 * n : 3 * n + 3]
+            text = f"sparkdl: epoch {epoch + 1} · iteration {index + 1} · again"
+            scale, histograms = self._scales[n], bool(self._histograms[n])
+            values = self._hyperparameters.at(n) if index >= 0 else None
+            iteration = Iteration(index, epoch, batch, values, text, scale, histograms)
+            yield None if index < 0 else iteration
+
+    @property
+    def iterations(self) -> int:
+        """Iterations done, those before this run included."""
+        return max(self._numbers[-6::3], default=-1) + 1
+
+
+class _Values:
+    """Hyperparameters of each entry, kept where they differ from those before: numbers in an array, and
+    what holds anything else as it is."""
+
+    def __init__(self) -> None:
+        self._entries = array("q")
+        self._forms = array("q")  # places in the list; -1: it is among the others
+        self._starts = array("q")
+        self._numbers = array("d")
+        self._known: list[_Form] = []
+        self._places: dict[_Form, int] = {}
+        self._others: dict[int, Hyperparameters] = {}
+        self._last: Hyperparameters = None
+
+    def append(self, entry: int, values: Hyperparameters) -> None:
+        if values == self._last:
+            return
+        self._last = values
+        self._entries.append(entry)
+        self._starts.append(len(self._numbers))
+        form = None if values is None else _form_of(values)
+        if values is None or form is None:
+            self._forms.append(-1)
+            self._others[entry] = values
+            return
+        if form not in self._places:
+            self._places[form] = len(self._known)
+            self._known.append(form)
+        self._forms.append(self._places[form])
+        for value in (value for group in values for value in group.values()):
+            self._numbers.extend(value if isinstance(value, tuple) else (value,))
+
+    def at(self, entry: int) -> Hyperparameters:
+        place = bisect.bisect_right(self._entries, entry) - 1
+        if place < 0:
+            return None
+        if self._forms[place] < 0:
+            return self._others[self._entries[place]]
+        position, groups = self._starts[place], []
+        for keys in self._known[self._forms[place]]:
+            values: dict[str, Any] = {}
+            for name, length in keys:
+                found = self._numbers[position : position + (length or 1)]
+                values[name] = found[0] if length is None else tuple(found)
+                position += length or 1
+            groups.append(values)
+        return tuple(groups)
+
+
+def _form_of(values: tuple[Mapping[str, Any], ...]) -> _Form | None:
+    """None where a value is neither a float nor a tuple of some."""
+    form = []
+    for group in values:
+        keys: list[tuple[str, int | None]] = []
+        for name, value in group.items():
+            whole = value if type(value) is tuple and value else (value,)
+            if not all(type(one) is float for one in whole):
+                return None
+            keys.append((name, len(value) if whole is value else None))
+        form.append(tuple(keys))
+    return tuple(form)

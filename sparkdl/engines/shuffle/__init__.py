@@ -1,0 +1,1 @@
+"""Iterations as Spark jobs: a forward-backward job and a parameter-synchronization job."""

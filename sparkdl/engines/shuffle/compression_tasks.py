@@ -1,0 +1,112 @@
+"""Between a replica's gradients and what it sends: the hook that compresses, and what is kept."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from sparkdl.codec.packed import ByParameter, Tensors
+from sparkdl.data.epoch import derive_seed
+from sparkdl.engines.shuffle.messages import RESIDUAL_FOREIGN, Fault, ResidualHandle, Step
+from sparkdl.engines.shuffle.replica_context import Seat
+from sparkdl.engines.shuffle.residuals import read_residuals, write_residuals
+from sparkdl.model.live_replica import LiveReplica
+from sparkdl.replica.step import Outcome, Work
+from sparkdl.slab.pool import Pool
+from sparkdl.slices.compression import GradBucket, compress
+from sparkdl.spark.worker import settle_worker
+
+ReadResiduals = Callable[[int], ByParameter | None]
+"""Gives what replica m keeps from elsewhere: a checkpoint. Runs in tasks."""
+
+
+def compress_outcome(live: LiveReplica, outcome: Outcome, work: Work, kept: ByParameter) -> Outcome:
+    """``outcome`` with its dense gradients compressed; ``kept``: by the replica since its last
+    iteration. Parameters without a gradient keep what they had."""
+    assert live.recipe.compression is not None
+    layout = live.flat.layout
+    wire = live.recipe.policy.wire_dtype or layout.dtype
+    compressed: dict[int, Tensors] = {}
+    keeps = dict(kept)
+    for number, gradient in enumerate(outcome.gradients.dense):
+        if gradient is None:
+            continue
+        position = work.step.index, work.replica, number
+        bucket = GradBucket(
+            name=layout.segments[number].name,
+            gradient=gradient.to(layout.dtype).contiguous(),
+            state={n: t.to(gradient.device) for n, t in kept.get(number, {}).items()},
+            iteration=work.step.index,
+            seed=derive_seed(work.assembly.seed, "compression", *position),
+        )
+        compressed[number], keeps[number] = compress(live.recipe.compression, bucket, wire)
+    return replace(outcome, compressed=compressed, kept=keeps)
+
+
+@torch.no_grad()
+def compress_here(
+    live: LiveReplica, outcome: Outcome, work: Work, pool: Pool
+) -> tuple[Outcome, ResidualHandle]:
+    """Likewise in a task: what is kept is read from this node's slabs and written there."""
+    before = _handle(work.step, work.replica)
+    kept = read_residuals(pool, before) if before else {}
+    outcome = compress_outcome(live, outcome, work, kept)
+    handle = write_residuals(pool, work.replica, before, outcome.kept, work.step.tick)
+    if before:
+        pool.check(before.reference)
+    return outcome, handle
+
+
+def residual_fault(step: Step, replica: int, token: str) -> Fault | None:
+    """Where the task is not on the node that holds what its replica keeps."""
+    before = _handle(step, replica)
+    if before is None or before.reference.token == token:
+        return None
+    return Fault(RESIDUAL_FOREIGN, replica, token)
+
+
+def _handle(step: Step, replica: int) -> ResidualHandle | None:
+    return step.residuals[replica] if step.residuals else None
+
+
+@dataclass(frozen=True)
+class WithResiduals:
+    """At every replica's place ``use(replica, kept)``; a pickled (replica, result), None where it
+    keeps nothing yet."""
+
+    handles: tuple[ResidualHandle | None, ...]
+    use: Callable[[int, ByParameter], Any]
+
+    def __call__(self, seat: Seat) -> Iterator[bytes]:
+        handle, result = self.handles[seat.index], None
+        if handle is not None:
+            result = self.use(seat.index, read_residuals(seat.pool, handle))
+            seat.pool.check(handle.reference)
+        yield pickle.dumps((seat.index, result))
+        settle_worker()
+
+
+@dataclass(frozen=True)
+class InitialResiduals:
+    """At every replica's place: write what ``read`` gives; a pickled (replica, handle or None), or
+    (replica, exception) where it raises one of ``reported``."""
+
+    read: ReadResiduals
+    reported: tuple[type[Exception], ...] = ()
+    tick: int = 0
+
+    def __call__(self, seat: Seat) -> Iterator[bytes]:
+        result: ResidualHandle | Exception | None = None
+        try:
+            kept = self.read(seat.index)
+        except self.reported as error:
+            result = error
+        else:
+            if kept is not None:
+                result = write_residuals(seat.pool, seat.index, None, kept, self.tick)
+        yield pickle.dumps((seat.index, result))
+        settle_worker()

@@ -1,0 +1,268 @@
+"""The shuffle engine: every iteration is Spark stages that meet at a shuffle.
+
+Two: forward-backward, then synchronization. Where the gradient is clipped by its global norm and
+there is more than one slice, synchronization is two stages, since every slice must know the others'
+norms before it updates. On one node, where only references travel, the driver hands them on: each stage
+is a job, and there is no shuffle. Of a small model there an iteration is a single stage: its gradients
+are left *pending*, and the next iteration begins with their update.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sparkdl.codec.packed import ByParameter
+from sparkdl.data.epoch import EpochPlan
+from sparkdl.data.samples import SampleSet
+from sparkdl.engines.resources import Resources
+from sparkdl.engines.shuffle.compression_tasks import ReadResiduals
+from sparkdl.engines.shuffle.form import Form
+from sparkdl.engines.shuffle.forms import SYNCHRONIZATION, IterationJobs, Synchronized
+from sparkdl.engines.shuffle.messages import (
+    Fault,
+    Pending,
+    ReplicaReport,
+    SeatReport,
+    SliceReport,
+    Step,
+)
+from sparkdl.engines.shuffle.node_sums import NodeSums
+from sparkdl.engines.shuffle.pending import ApplyPending
+from sparkdl.engines.shuffle.placement import Places
+from sparkdl.engines.shuffle.traffic import NodeBytes
+from sparkdl.engines.shuffle.versions import Committed, Snapshot, states_of
+from sparkdl.gang.slots import task_slots
+from sparkdl.loop.engine import (
+    CURRENT,
+    Iteration,
+    ReadState,
+    StepResult,
+    ValidationSet,
+    slowest,
+    summarize,
+    summed,
+)
+from sparkdl.model.flat import Layout
+from sparkdl.model.policy import Policy
+from sparkdl.replica.compare import Description
+from sparkdl.replica.run import Run
+from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.state import SliceState
+from sparkdl.spark.job_failures import faults_explained
+
+
+class ShuffleEngine:
+    """See "One iteration" in docs/architecture.md. Holds the persisted RDDs and the handles of
+    version t."""
+
+    begins_ahead = False
+
+    def __init__(
+        self,
+        samples: SampleSet,
+        layout: Layout,
+        run: Run,
+        recipe: bytes,
+        policy: Policy,
+        built: Description,
+        batch_size: int,
+        resources: Resources,
+        stages: str = "auto",
+    ) -> None:
+        self.plan = EpochPlan(samples.counts, batch_size)
+        self._layout, self._run, self._policy = layout, run, policy
+        self._context = resources.context
+        self._context.setJobDescription("sparkdl: setting up the replicas")
+        self._pending: Pending | None = None
+        self._places = Places(samples, layout, run, recipe, policy, built, resources)
+        self._state = Committed(self._places, resources, run.replicas, run.slices)
+        self._jobs = IterationJobs(
+            self._places, run.slices, NodeSums(layout, run, policy), resources
+        )
+        self._form = Form(stages, run.replicas, run.slices, task_slots(self._context))
+
+    def start(
+        self,
+        read: ReadState | None = None,
+        reported: tuple[type[Exception], ...] = (),
+        which: str = CURRENT,
+    ) -> None:
+        """See :class:`sparkdl.loop.engine.Engine`."""
+        self._pending = None
+        self._state.start(read, reported, which)
+
+    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> StepResult:
+        """Submit the iteration, again where tasks found themselves on another node, and commit."""
+        self._context.setJobDescription(iteration.description)
+        doing = f"iteration {iteration.index + 1}, epoch {iteration.epoch + 1}"
+        rows = self.plan.rows(iteration.batch)
+
+        def submit() -> tuple[StepResult | None, list[Fault]]:
+            self._state.tick += 1
+            step = Step(
+                iteration.index,
+                iteration.epoch,
+                self._state.tick,
+                self._state.floor,
+                rows,
+                iteration.hyperparameters,
+                iteration.loss_scale,
+                iteration.histograms,
+                self._state.states,
+                self._pending,
+                residuals=self._state.residuals,
+            )
+            started = time.perf_counter()
+            if self._form.at_once and self._can_be_at_once(step):
+                reports = self._jobs.at_once(step)
+                if reports is not None:
+                    return self._commit_at_once(step, reports, started)
+            if self._pending is not None:
+                self._apply_pending()
+                self._state.tick += 1
+                now = self._state
+                step = replace(
+                    step, tick=now.tick, floor=now.floor, states=now.states, pending=None
+                )
+            done = None
+            if not self._form.shuffles and self._places.one_node(self._state.states):
+                done = self._jobs.on_one_node(step)
+            return self._commit(step, done or self._jobs.in_stages(step), started)
+
+        return self._places.until_placed(submit, doing, self._places.samples)
+
+    def _can_be_at_once(self, step: Step) -> bool:
+        """Norms and histograms are to be known when the iteration ends, not one later."""
+        early = self._policy.clips_norm or step.histograms
+        return not early and self._places.one_node(self._state.states)
+
+    def _commit(
+        self, step: Step, done: Synchronized, started: float
+    ) -> tuple[StepResult | None, list[Fault]]:
+        """After the two stages (or more)."""
+        reports = done.reports
+        faults = [fault for report in reports for fault in report.faults]
+        if faults:
+            return None, faults
+        replicas = reports[0].replicas
+        states = states_of(reports)
+        self._places.tokens = tuple(r.token for r in sorted(replicas, key=lambda r: r.replica))
+        if not reports[0].skipped:
+            self._state.commit(states, step.tick)
+            self._form.note(reports)
+            self._state.keep_residuals(reports[0].replicas)
+            self._places.note_copies(states, done.installed)
+        updates = [r.seconds for r in reports]
+        traffic = done.traffic(step.states)
+        return self._result(replicas, reports, updates, started, traffic), []
+
+    def _commit_at_once(
+        self, step: Step, seats: list[SeatReport], started: float
+    ) -> tuple[StepResult | None, list[Fault]]:
+        """After the one stage: what was pending is applied, the new gradients are pending."""
+        faults = [header.fault for seat in seats for header in seat.headers if header.fault]
+        if faults:
+            return None, faults
+        if step.pending is not None:
+            self._state.commit(states_of(seats[0].slices), step.tick)
+        replicas = [seat.headers[0].report for seat in seats]
+        reports = [report for report in replicas if report is not None]
+        self._pending = None
+        if not any(report.not_finite for report in reports):
+            self._state.keep_residuals(reports)
+            self._pending = Pending.of(step, seats)
+        updates = [summed([report.seconds for report in seat.slices]) for seat in seats]
+        return self._result(reports, [], updates, started), []
+
+    def _result(
+        self,
+        replicas: Sequence[ReplicaReport],
+        slices: Sequence[SliceReport],
+        updates: Sequence[Mapping[str, float]],
+        started: float,
+        traffic: Mapping[str, NodeBytes] | None = None,
+    ) -> StepResult:
+        """``updates``: seconds by activity of the tasks that updated."""
+        total = time.perf_counter() - started
+        in_tasks = [slowest([r.seconds for r in replicas]), slowest(updates)]
+        working = sum(sum(seconds.values()) for seconds in in_tasks)
+        seconds = {
+            "schedule": max(0.0, total - working),
+            **summed(in_tasks),
+            "iteration": total,
+        }
+        return summarize(replicas, slices, self._layout, seconds, traffic)
+
+    def _apply_pending(self) -> None:
+        """Bring the state up to date: what reads it comes between two iterations."""
+        if self._pending is None:
+            return
+        self._state.tick += 1
+        step = Step(
+            self._pending.index,
+            0,
+            self._state.tick,
+            self._state.floor,
+            (),
+            states=self._state.states,
+            pending=self._pending,
+        )
+        doing = f"the update of iteration {self._pending.index + 1}"
+        with faults_explained(doing):
+            reports: list[SliceReport] = self._places.at_owners(ApplyPending(step), SYNCHRONIZATION)
+        self._places.give_up_on([fault for report in reports for fault in report.faults], doing)
+        self._state.commit(states_of(reports), step.tick)
+        self._pending = None
+
+    def _settled(self) -> Committed:
+        """The state with nothing pending."""
+        self._apply_pending()
+        return self._state
+
+    def score(self, validation: ValidationSet) -> list[Any]:
+        """See :class:`sparkdl.loop.engine.Engine`; so for what follows."""
+        return self._settled().score(validation)
+
+    def keep_best(self) -> None:
+        self._settled().keep_best()
+
+    def weights(self, which: str = CURRENT) -> torch.Tensor:
+        return self._settled().weights(which, self._layout.dtype)
+
+    def with_states(
+        self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
+    ) -> list[Any]:
+        return self._settled().with_states(use, which)
+
+    def start_residuals(
+        self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
+    ) -> None:
+        self._state.start_residuals(read, reported)
+
+    def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
+        return self._state.with_residuals(use)
+
+    def take_snapshot(self) -> Snapshot:
+        """See :class:`sparkdl.engines.recovery.Restorable`; so for what follows."""
+        return self._settled().take_snapshot()
+
+    def drop(self, snapshot: Snapshot) -> None:
+        self._state.drop(snapshot)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        self._state.restore(snapshot)
+
+    @property
+    def remark(self) -> str:
+        """Nothing: tasks queue."""
+        return ""
+
+    def forget(self) -> None:
+        self._pending = None
+        self._jobs.forget()
+        self._state.forget()

@@ -1,0 +1,258 @@
+"""The metadata that travels beside the bytes: what jobs tell each other and the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sparkdl.data.epoch import derive_seed
+from sparkdl.slab.pool import Reference
+from sparkdl.slices.histogram import Histogram
+from sparkdl.slices.section import SectionMap
+
+
+@dataclass(frozen=True)
+class Pending:
+    """An iteration whose gradients lie in slabs and are not applied yet, see :class:`AtOnce`.
+
+    ``index``, ``tick`` and ``hyperparameters`` are that iteration's; ``headers``: for each slice,
+    those of the replicas that had samples, in replica order.
+    """
+
+    index: int
+    tick: int
+    hyperparameters: tuple[Mapping[str, Any], ...] | None
+    headers: tuple[tuple[GradientHeader, ...], ...]
+
+    @staticmethod
+    def of(step: Step, seats: Sequence[SeatReport]) -> Pending:
+        """What a step leaves; ``seats``: of every replica, in order."""
+        by_slice = zip(*[seat.headers for seat in seats], strict=True)
+        headers = tuple(tuple(replace(h, report=None) for h in some) for some in by_slice)
+        return Pending(step.index, step.tick, step.hyperparameters, headers)
+
+
+Copies = Mapping[str, Mapping[int, "SliceHandle"]]
+"""By node (its token) and slice."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One iteration as the driver submits it.
+
+    ``index`` counts iterations of the run from 0. ``tick`` grows with every submission, a repeated
+    one too; ``floor`` is the tick of the committed state, below which state buffers are free.
+    ``rows``: for each replica, the range of its epoch's permutation. ``hyperparameters``: one
+    mapping a parameter group. ``loss_scale``: what replicas multiply their loss by before backward.
+    ``histograms``: whether owners shall report them. ``states``: the committed version of every
+    slice. ``pending``: what is to be applied to it first. ``copies``: of the weights of other
+    nodes' slices, where nodes have them, see :mod:`sparkdl.engines.shuffle.node_weights`.
+    ``residuals``: where gradients are compressed, what each replica keeps; None before its first
+    iteration.
+    """
+
+    index: int
+    epoch: int
+    tick: int
+    floor: int
+    rows: tuple[tuple[int, int], ...]
+    hyperparameters: tuple[Mapping[str, Any], ...] | None = None
+    loss_scale: float = 1.0
+    histograms: bool = False
+    states: tuple[SliceHandle, ...] = ()
+    pending: Pending | None = None
+    copies: Copies = field(default_factory=dict)
+    residuals: tuple[ResidualHandle | None, ...] = ()
+
+    def update_seed(self, seed: int) -> int:
+        """Of what optimizers draw, ``seed`` being the run's: the same wherever a slice is updated, and
+        however often."""
+        updated = self.index if self.pending is None else self.pending.index
+        return derive_seed(seed, "update", updated)
+
+    @property
+    def gradients_floor(self) -> int:
+        """The tick below which nobody needs gradients any more."""
+        return self.tick if self.pending is None else self.pending.tick
+
+
+@dataclass(frozen=True)
+class SliceHandle:
+    """Where version t of a slice's state lies: references into one node's slabs."""
+
+    weights: Reference
+    arrays: tuple[tuple[str, str, Reference], ...] = ()
+    """(name, NumPy dtype, reference) of each element-wise optimizer state."""
+    others: Reference | None = None
+    """All other optimizer state, pickled."""
+
+    @property
+    def token(self) -> str:
+        return self.weights.token
+
+    @property
+    def version(self) -> str:
+        """A name of exactly these weights."""
+        return self.weights.nonce
+
+    def references(self) -> list[Reference]:
+        own = [self.weights, *(reference for _, _, reference in self.arrays)]
+        return [*own, self.others] if self.others else own
+
+
+@dataclass(frozen=True)
+class ResidualHandle:
+    """Where what a replica keeps between iterations lies: the ``version``-th of its kind, from 1."""
+
+    reference: Reference
+    version: int
+
+
+MOVED = "moved"
+"""The task ran on another node than the references it was given are for; bytes will do."""
+SAMPLES_FOREIGN = "samples foreign"
+"""The task was handed the samples of another node."""
+SAMPLES_CHANGED = "samples changed"
+"""The partition was computed again and holds other rows: the source is not deterministic."""
+STATE_FOREIGN = "state foreign"
+"""The synchronization task does not run where the slice's state lies."""
+RESIDUAL_FOREIGN = "residual foreign"
+"""The task does not run where what its replica left out of its gradients lies."""
+
+WEIGHTS_GONE = "weights gone"
+"""Blocks of weights are not stored any more; those in slabs will do."""
+REPORT_MISSING = "report missing"
+"""A slice was updated by a task of which Spark does not tell the report."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A reason why an attempt did no work; ``kind`` is one of this module's constants."""
+
+    kind: str
+    partition: int
+    token: str
+
+
+@dataclass(frozen=True)
+class ReplicaReport:
+    """What replica ``replica`` did: samples, their weight in the mean (their number, or the sum of
+    their weights), mean loss over them, node, seconds by activity. ``not_finite``: what is inf or
+    NaN ("the loss", or a parameter's gradient), else empty. ``received``: the bytes of weights that
+    came from another node, by slice. ``residual``: what it keeps now, of what it did not send."""
+
+    replica: int
+    count: int
+    weight: float
+    loss: float
+    token: str
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    not_finite: str = ""
+    received: Mapping[int, int] = field(default_factory=dict)
+    residual: ResidualHandle | None = None
+
+
+@dataclass(frozen=True)
+class GradientHeader:
+    """The header of the frame from replica ``replica`` to one slice.
+
+    ``section`` says how to read the bytes: those of ``reference``, or where it is None those that
+    follow in the frame; None where there are none. ``absent``: parameters without a gradient.
+    ``others``: of a replica that stepped by itself, the optimizer state that is not in arrays,
+    pickled. ``state`` comes with replica 0's frames, ``report`` with the frames to slice 0.
+    """
+
+    replica: int
+    weight: float = 0.0
+    loss: float = 0.0
+    section: SectionMap | None = None
+    reference: Reference | None = None
+    absent: frozenset[int] = frozenset()
+    others: bytes = b""
+    finite: bool = True
+    state: SliceHandle | None = None
+    report: ReplicaReport | None = None
+    fault: Fault | None = None
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a replica tells a task that sums for a node, see
+    :class:`sparkdl.engines.shuffle.node_reduce.Combine`.
+
+    ``weight``: None of a replica that had no samples. ``headers``: of the slices that the task sums
+    for the replica's own node, by number.
+    """
+
+    replica: int
+    weight: float | None
+    headers: Mapping[int, GradientHeader]
+
+
+@dataclass(frozen=True)
+class HandedOn:
+    """The header of the frame from the owner of slice ``index`` to a replica's place: whether new
+    ``weights`` follow; ``report`` goes to the first place."""
+
+    index: int
+    report: SliceReport | None
+    weights: bool
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What a task that took weights for its node tells the driver: the copies by slice, on node
+    ``token``; and what the owners told it."""
+
+    token: str
+    copies: Mapping[int, SliceHandle]
+    reports: tuple[SliceReport, ...] = ()
+
+
+@dataclass(frozen=True)
+class SeatReport:
+    """What a task that is a whole iteration tells the driver: its replica's headers, one a slice, and
+    the slices' new version, where something was pending."""
+
+    headers: tuple[GradientHeader, ...]
+    slices: tuple[SliceReport, ...] = ()
+
+
+@dataclass(frozen=True)
+class ReducedHeader:
+    """The header of the frame from the reduction of slice ``index`` to the update of another.
+
+    ``squares``: its part of the squared global norm. To its own slice come ``section`` and
+    ``reference``, the reduced gradient; ``report`` is then the report so far.
+    """
+
+    index: int
+    squares: float = 0.0
+    loss: float = 0.0
+    section: SectionMap | None = None
+    reference: Reference | None = None
+    absent: frozenset[int] = frozenset()
+    state: SliceHandle | None = None
+    report: SliceReport | None = None
+
+
+@dataclass(frozen=True)
+class SliceReport:
+    """What a synchronization task tells the driver: the new state's handle, or the faults.
+
+    ``skipped``: a gradient was not finite, and ``state`` is the old one. ``norm``: the global norm
+    before clipping, where it was asked for. ``histograms``: by "weights" or "gradients" and number.
+    ``received``: the bytes of gradients that came from another node, by replica.
+    """
+
+    index: int
+    token: str
+    state: SliceHandle | None
+    replicas: tuple[ReplicaReport, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    received: Mapping[int, int] = field(default_factory=dict)
+    skipped: bool = False
+    norm: float | None = None
+    histograms: Mapping[tuple[str, int], Histogram] = field(default_factory=dict)

@@ -1,0 +1,134 @@
+"""Between forward-backward and synchronization: a node sums the gradients of its replicas. Task bodies.
+
+Where slices are owned by other nodes, each replica's gradient would travel. Instead the replicas tell
+the tasks of this stage where theirs lie; each sums some slices for its node, as far as the node has
+whole subtrees (see [Note: the shape of a sum]), and sends every owner as many frames as before, of
+which one has the sum of many. Buffers and touched rows of tables go on as they are, and so do
+references to owners of the same node.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from sparkdl.codec.frames import as_tensor, decode, encode
+from sparkdl.engines.shuffle.messages import MOVED, Fault, GradientHeader, Offer
+from sparkdl.engines.shuffle.traffic import Nodes, worth_summing
+from sparkdl.replica.open_run import plans_of
+from sparkdl.replica.run import Run
+from sparkdl.slab.pool import Pool, open_pool
+from sparkdl.slices.reduce import shares_of
+from sparkdl.slices.section import NOTHING, SUM, open_section, section_nbytes
+from sparkdl.slices.tree_sum import Term, tree_sum
+from sparkdl.slices.update import Owner
+from sparkdl.spark.frames import send
+from sparkdl.spark.worker import settle_worker
+
+
+def offered(replica: int, nodes: Nodes, headers: Sequence[GradientHeader]) -> Iterator[bytes]:
+    """What a replica sends to the tasks of this stage, a frame to each: its weight, and to those of
+    its own node the headers of their slices."""
+    token = nodes.replicas[replica]
+    weight = headers[0].weight if headers[0].section is not None else None
+    for target, node in enumerate(nodes.replicas):
+        mine = {
+            n: header
+            for n, header in enumerate(headers)
+            if node == token and nodes.representative(token, n) == target
+        }
+        yield from send(target, encode(Offer(replica, weight, mine)))
+
+
+@dataclass(frozen=True)
+class Combine:
+    """Body of the stage, at every replica's place: frames to the owners of the slices that it sums."""
+
+    nodes: Nodes
+
+    def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+        offers: list[Offer] = []
+        record = b""
+        for frame, replica in pairs:
+            offers.append(decode(frame)[0])
+            record = record or replica
+        offers.sort(key=lambda offer: offer.replica)
+        run = pickle.loads(record).run
+        pool = open_pool(run.slab)
+        present = [offer for offer in offers if offer.weight is not None]
+        weights = shares_of([offer.weight for offer in present if offer.weight is not None])
+        shares = {offer.replica: share for offer, share in zip(present, weights, strict=True)}
+        for n in range(run.slices):
+            headers = {offer.replica: offer.headers[n] for offer in offers if n in offer.headers}
+            if headers:
+                for frame in self._frames(partition, n, run, pool, headers, shares):
+                    yield from send(n, frame)
+        settle_worker()
+
+    def _frames(
+        self,
+        partition: int,
+        n: int,
+        run: Run,
+        pool: Pool,
+        headers: Mapping[int, GradientHeader],
+        shares: Mapping[int, float],
+    ) -> Iterator[bytes]:
+        token = self.nodes.replicas[partition]
+        if pool.token != token:
+            fault = Fault(MOVED, partition, pool.token)
+            headers = {m: replace(h, fault=h.fault or fault) for m, h in headers.items()}
+        if self.nodes.slices[n] == token or any(header.fault for header in headers.values()):
+            yield from map(encode, headers.values())
+            return
+        owner = plans_of(run).owners[n]
+        for block in self.nodes.blocks(token):
+            for m in block:
+                if headers[m].section is None:
+                    yield encode(headers[m])
+            filled = [headers[m] for m in block if headers[m].section is not None]
+            yield from _summed(owner, pool, filled, shares)
+
+
+def _summed(
+    owner: Owner, pool: Pool, headers: Sequence[GradientHeader], shares: Mapping[int, float]
+) -> Iterator[bytes]:
+    """A block's frames: the first with the sum, where that is fewer bytes, the others without."""
+    plan, dtype = owner.plan, owner.dtype
+    if not headers:
+        return
+    wire = headers[0].section.wire if headers[0].section else dtype
+    if not worth_summing(len(headers), wire.itemsize, dtype.itemsize):
+        for header in headers:
+            assert header.reference is not None
+            frame = encode(
+                replace(header, reference=None), as_tensor(pool.read(header.reference), torch.uint8)
+            )
+            pool.check(header.reference)
+            yield frame
+        return
+    terms = []
+    for header in headers:
+        assert header.section is not None
+        assert header.reference is not None
+        mine = open_section(plan, dtype, header.section, pool.read(header.reference))
+        terms.append(Term(header.replica, mine.gradient, shares[header.replica]))
+    for i, header in enumerate(headers):
+        assert header.section is not None
+        assert header.reference is not None
+        section = replace(header.section, gradient=NOTHING if i else SUM)
+        rest = section_nbytes(plan, dtype, replace(section, gradient=NOTHING))
+        payload = torch.empty(section_nbytes(plan, dtype, section), dtype=torch.uint8)
+        if i == 0:
+            tree_sum(terms, open_section(plan, dtype, section, payload.numpy()).gradient)
+            for other in headers:
+                assert other.reference is not None
+                pool.check(other.reference)
+        if rest:
+            source = pool.read(header.reference)
+            payload[-rest:] = as_tensor(source[len(source) - rest :], torch.uint8)
+            pool.check(header.reference)
+        yield encode(replace(header, section=section, reference=None), payload)

@@ -1,0 +1,86 @@
+"""Tasks at the owners for gradients in slabs of their node, whose headers the driver has. Bodies only.
+
+Where all replicas and owners are on one node nothing has to travel but what the driver is told and
+tells, so that each stage is a job of its own, without a shuffle between them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from sparkdl.engines.shuffle.messages import ReducedHeader, SliceReport, Step
+from sparkdl.engines.shuffle.state_tasks import run_of
+from sparkdl.engines.shuffle.update_tasks import Frame, reduce_slice, synchronize, update_slice
+from sparkdl.replica.run import Run
+from sparkdl.spark.message import posted
+from sparkdl.spark.worker import settle_worker
+
+
+@dataclass(frozen=True)
+class ApplyPending:
+    """Body over the owner RDD: what the synchronization stage does, with what is pending.
+
+    ``step``: None: the one that the job was told, see :mod:`sparkdl.spark.message`; so for the others.
+    """
+
+    step: Step | None = None
+
+    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
+        run = run_of(frames)
+        step = self.step or posted(run.key)
+        yield pickle.dumps(apply_pending(step, partition, run))
+        settle_worker()
+
+
+@dataclass(frozen=True)
+class ReducePending:
+    """Body over the owner RDD: what the reduction stage does, with what is pending."""
+
+    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
+        run = run_of(frames)
+        step = posted(run.key)
+        yield pickle.dumps(reduce_slice(step, partition, run, _frames(step, partition)))
+        settle_worker()
+
+
+@dataclass(frozen=True)
+class Reductions:
+    """What came of :class:`ReducePending`, of every slice, for the update that follows it."""
+
+    step: Step
+    headers: tuple[ReducedHeader, ...]
+
+
+@dataclass(frozen=True)
+class UpdateReduced:
+    """Body over the owner RDD: what the update stage does, with :class:`Reductions`."""
+
+    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
+        run = run_of(frames)
+        given: Reductions = posted(run.key)
+        report = update_slice(given.step, partition, run, given.headers)
+        yield pickle.dumps(report)
+        settle_worker()
+
+
+def apply_pending(step: Step, partition: int, run: Run) -> SliceReport:
+    """Bring slice ``partition`` to the version after the pending iteration."""
+    pending = step.pending
+    assert pending is not None
+    own = pending.index == step.index
+    then = replace(
+        step, hyperparameters=pending.hyperparameters, histograms=step.histograms and own
+    )
+    try:
+        return synchronize(then, partition, run, _frames(step, partition))
+    except Exception as error:
+        if not own:
+            error.add_note(f"This is the update at the end of iteration {pending.index + 1}.")
+        raise
+
+
+def _frames(step: Step, partition: int) -> list[Frame]:
+    assert step.pending is not None
+    return [(header, memoryview(b"")) for header in step.pending.headers[partition]]

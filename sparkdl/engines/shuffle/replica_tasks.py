@@ -1,0 +1,216 @@
+"""The forward-backward job: what M tasks do at their seats
+(:mod:`sparkdl.engines.shuffle.replica_context`).
+
+Each is safe to run twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from sparkdl.codec.frames import encode
+from sparkdl.data.partition_reader import open_partition
+from sparkdl.engines.shuffle.compression_tasks import compress_here, residual_fault
+from sparkdl.engines.shuffle.messages import (
+    MOVED,
+    Fault,
+    GradientHeader,
+    ReplicaReport,
+    SeatReport,
+    SliceReport,
+    Step,
+)
+from sparkdl.engines.shuffle.node_reduce import offered
+from sparkdl.engines.shuffle.pending import apply_pending
+from sparkdl.engines.shuffle.replica_context import Seat
+from sparkdl.engines.shuffle.traffic import Nodes
+from sparkdl.engines.shuffle.update_tasks import room_for
+from sparkdl.engines.shuffle.weights import whole_state
+from sparkdl.model.live_replica import LiveReplica
+from sparkdl.replica.clock import Clock
+from sparkdl.replica.gradient_writer import GradientWriter, streams
+from sparkdl.replica.local_sgd import several_steps
+from sparkdl.replica.open_run import plans_of
+from sparkdl.replica.run import open_replica
+from sparkdl.replica.step import (
+    Outcome,
+    Work,
+    not_finite,
+    one_gradient,
+    section_maps,
+    sections_nbytes,
+    write_sections,
+)
+from sparkdl.slab.pool import Claim
+from sparkdl.slices.section import SectionMap
+from sparkdl.spark.frames import send
+from sparkdl.spark.message import posted
+from sparkdl.spark.worker import settle_worker
+
+BORROW_FROM = 1 << 20
+"""Elements of a flat vector from which on it pays to compute with weights in slabs, not with a copy."""
+
+
+@dataclass(frozen=True)
+class ForwardBackward:
+    """Run one replica for one step: a frame for each slice, addressed to its owner.
+
+    ``step``: None: the one that the job was told. ``nodes``: where the gradients are summed on their
+    nodes first: they all stay on this one, and the frames go to the tasks that sum.
+    """
+
+    step: Step | None = None
+    nodes: Nodes | None = None
+
+    def __call__(self, seat: Seat) -> Iterator[bytes]:
+        step, nodes = self.step or posted(seat.run.key), self.nodes
+        sent = contributions(seat, step, nodes)
+        if nodes is not None:
+            yield from offered(seat.index, nodes, [header for header, _ in sent])
+        else:
+            for n, (header, payload) in enumerate(sent):
+                yield from send(n, encode(header, payload))
+        settle_worker()
+
+
+@dataclass(frozen=True)
+class AtOnce:
+    """An iteration as one task a replica, with no shuffle: apply what the iteration before left
+    pending, to all slices; then forward and backward, whose gradients are left pending in turn.
+
+    Every replica makes the same update, bit for bit what the owners make: for models so small that
+    this costs less than a stage. One frame, a pickled :class:`SeatReport`.
+    """
+
+    step: Step | None = None
+
+    def __call__(self, seat: Seat) -> Iterator[bytes]:
+        step = self.step or posted(seat.run.key)
+        reports: tuple[SliceReport, ...] = ()
+        if step.pending is not None and seat.fault() is None:
+            reports = tuple(apply_pending(step, n, seat.run) for n in range(seat.run.slices))
+            new = tuple(report.state for report in reports if report.state is not None)
+            assert len(new) == seat.run.slices
+            seat = replace(seat, states=new)
+        headers = tuple(header for header, _ in contributions(seat, step))
+        yield pickle.dumps(SeatReport(headers, reports))
+        settle_worker()
+
+
+Sent = tuple[GradientHeader, torch.Tensor | None]
+"""What a replica has for a slice: the header and, for another node, the bytes."""
+
+
+def contributions(seat: Seat, step: Step, nodes: Nodes | None = None) -> list[Sent]:
+    """Forward, backward, publish: what goes to each slice; with ``nodes`` all by reference."""
+    fault = seat.fault() or residual_fault(step, seat.index, seat.pool.token)
+    if fault is None and nodes is not None and nodes.replicas[seat.index] != seat.pool.token:
+        fault = Fault(MOVED, seat.index, seat.pool.token)
+    if fault is not None:
+        return [(GradientHeader(seat.index, fault=fault), None)] * seat.run.slices
+    run = seat.run
+    work = Work(step, seat.index, run.assembly, run.shares[seat.index])
+    start, stop = work.rows
+    if stop > start:
+        return _contributions(seat, work, everything_here=nodes is not None)
+    report = ReplicaReport(seat.index, 0, 0.0, 0.0, seat.pool.token, received=seat.received)
+    return [(header, None) for header in _headers(seat, Outcome(), report)]
+
+
+def _contributions(seat: Seat, work: Work, everything_here: bool) -> list[Sent]:
+    pool, clock, step = seat.pool, Clock(), work.step
+    clock.seconds["fetch"] = seat.waited
+    live, plans = open_replica(seat.run), plans_of(seat.run).slices
+    residual = None
+    with contextlib.ExitStack() as claims:
+
+        def room(outcome: Outcome) -> tuple[list[SectionMap], list[int], Claim]:
+            maps = section_maps(live, plans, outcome)
+            sizes = sections_nbytes(live, plans, maps)
+            nbytes = room_for(sum(sizes), *maps)
+            claim = pool.claim("gradient", nbytes, step.tick, step.gradients_floor)
+            return maps, sizes, claims.enter_context(claim)
+
+        early, writer = None, None
+        if streams(live):
+            early = room(Outcome())
+            writer = GradientWriter(live, plans, early[0], early[2].bytes)
+        outcome = _outcome(seat, work, clock, writer)
+        if live.recipe.compression is not None:
+            outcome, residual = compress_here(live, outcome, work, pool)
+            clock.lap("compress")
+        maps, sizes, claim = early or room(outcome)
+        sections = write_sections(live, plans, maps, outcome, claim.bytes)
+    problem = not_finite(live, plans, sections, outcome)
+    clock.lap("publish")
+    report = ReplicaReport(
+        seat.index,
+        outcome.count,
+        outcome.weight,
+        outcome.loss,
+        pool.token,
+        clock.seconds,
+        problem,
+        seat.received,
+        residual,
+    )
+    sent: list[Sent] = []
+    place = 0
+    for n, header in enumerate(_headers(seat, outcome, report)):
+        here = everything_here or seat.states[n].token == pool.token
+        reference = claim.reference.part(place, sizes[n]) if here else None
+        payload = None if here else torch.from_numpy(claim.bytes[place : place + sizes[n]])
+        sent.append((replace(header, section=maps[n], reference=reference), payload))
+        place += sizes[n]
+    return sent
+
+
+def _outcome(seat: Seat, work: Work, clock: Clock, writer: GradientWriter | None) -> Outcome:
+    """Do the replica's part of the iteration."""
+    live = open_replica(seat.run)
+    local_steps = live.recipe.policy.local_steps
+    batches = work.mini_batches(live, open_partition(seat.samples), local_steps)
+    clock.lap("data")
+    if writer is not None and _may_borrow(seat, live):
+        live = seat.borrowing()
+        clock.lap("fetch")
+        outcome = one_gradient(live, batches[0], work, clock, writer)
+        seat.check()
+        return outcome
+    live = seat.replica()
+    if local_steps == 1:
+        clock.lap("fetch")
+        return one_gradient(live, batches[0], work, clock, writer)
+    plans, flat = plans_of(seat.run), live.flat.flat
+    state = whole_state(
+        plans.slices, seat.states, seat.arrived, seat.pool, plans.dtype, flat.device
+    )
+    clock.lap("fetch")
+    return several_steps(live, batches, work, state, plans.whole, clock)
+
+
+def _may_borrow(seat: Seat, live: LiveReplica) -> bool:
+    """Whether the replica can compute with weights where they lie, and that is worth it."""
+    here = not seat.arrived and live.device.type == "cpu"
+    return here and not live.recipe.policy.compile and live.flat.layout.size >= BORROW_FROM
+
+
+def _headers(seat: Seat, outcome: Outcome, report: ReplicaReport) -> list[GradientHeader]:
+    return [
+        GradientHeader(
+            replica=seat.index,
+            weight=outcome.weight,
+            loss=outcome.loss,
+            absent=outcome.gradients.absent,
+            others=outcome.others,
+            finite=not report.not_finite,
+            state=state if seat.index == 0 else None,
+            report=report if n == 0 else None,
+        )
+        for n, state in enumerate(seat.states)
+    ]

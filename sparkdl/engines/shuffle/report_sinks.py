@@ -1,0 +1,70 @@
+"""After an update: where a slice's report and its new weights go. Each is a part of a task's body.
+
+Three ways: the report to the driver, and the weights stay where they are (:func:`to_driver`); both
+through a shuffle to the nodes (:class:`ToNodes`); or the weights into a block that Spark stores, from
+where the next iteration's tasks fetch them, and the report through an accumulator (:class:`ToBlocks`).
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from pyspark.accumulators import Accumulator, AccumulatorParam
+
+from sparkdl.codec.frames import encode
+from sparkdl.engines.shuffle.messages import SliceReport
+from sparkdl.engines.shuffle.node_weights import handed_on
+from sparkdl.engines.shuffle.traffic import Nodes
+from sparkdl.engines.shuffle.weights import version_frame
+from sparkdl.replica.open_run import plans_of
+from sparkdl.replica.run import Run
+from sparkdl.slab.pool import open_pool
+from sparkdl.spark.frames import send
+
+Tell = Callable[[SliceReport, Run], Iterator[bytes]]
+
+
+def to_driver(report: SliceReport, run: Run) -> Iterator[bytes]:
+    """One frame, the pickled report."""
+    yield pickle.dumps(report)
+
+
+@dataclass(frozen=True)
+class ToNodes:
+    """To the replicas' places, see :func:`sparkdl.engines.shuffle.node_weights.handed_on`."""
+
+    nodes: Nodes
+
+    def __call__(self, report: SliceReport, run: Run) -> Iterator[bytes]:
+        yield from handed_on(report, run, self.nodes)
+
+
+@dataclass(frozen=True)
+class ToBlocks:
+    """The weights as the only frame of the slice's partition, addressed to it; the report into
+    ``reports``. ``everything``: the optimizer's state too."""
+
+    reports: Accumulator[list[SliceReport]]
+    everything: bool = False
+
+    def __call__(self, report: SliceReport, run: Run) -> Iterator[bytes]:
+        self.reports.add([report])
+        if report.state is None or report.skipped:
+            frame = encode((report.index, False, None))
+        else:
+            dtype, pool = plans_of(run).dtype, open_pool(run.slab)
+            frame = version_frame(pool, report.index, report.state, dtype, self.everything)
+        yield from send(report.index, frame)
+
+
+class Reports(AccumulatorParam[list[SliceReport]]):
+    """Lists that are joined."""
+
+    def zero(self, value: list[SliceReport]) -> list[SliceReport]:
+        return []
+
+    def addInPlace(self, value1: list[SliceReport], value2: list[SliceReport]) -> list[SliceReport]:
+        value1.extend(value2)
+        return value1

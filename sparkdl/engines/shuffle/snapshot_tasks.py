@@ -1,0 +1,129 @@
+"""Snapshots of the state, which Spark keeps on more than one executor. Task bodies only.
+
+A snapshot's frames are persisted by Spark with two copies; what is lost with one executor is there on
+another. Reading one writes slabs anew, wherever the owners are by then. The first frame of a partition
+says what there is; its bytes follow in frames of bounded length, see [Note: large bytes].
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sparkdl.engines.shuffle.messages import ResidualHandle, SliceHandle, SliceReport
+from sparkdl.engines.shuffle.residuals import copy_residuals
+from sparkdl.engines.shuffle.state_tasks import run_of
+from sparkdl.engines.shuffle.store import write_copy
+from sparkdl.slab.parts import frames_of, num_frames
+from sparkdl.slab.pool import Reference, open_pool
+from sparkdl.spark.worker import settle_worker
+
+if TYPE_CHECKING:
+    from sparkdl.engines.shuffle.replica_context import Seat
+    from sparkdl.replica.run import Run
+
+
+@dataclass(frozen=True)
+class TakeSnapshot:
+    """Body over the owner RDD: the slice's state, and what is kept as the best.
+
+    ``best`` is empty where none is kept. Every partition has :attr:`count` frames, some of them empty,
+    because a zip wants as many.
+    """
+
+    states: tuple[SliceHandle, ...]
+    best: tuple[SliceHandle, ...]
+
+    @property
+    def count(self) -> int:
+        return 1 + max(num_frames(_references(self._handles(n))) for n in range(len(self.states)))
+
+    def _handles(self, partition: int) -> list[SliceHandle]:
+        return [states[partition] for states in (self.states, self.best) if states]
+
+    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
+        pool, handles = open_pool(run_of(frames).slab), self._handles(partition)
+        yield pickle.dumps(handles)
+        references = _references(handles)
+        yield from frames_of(pool, references)
+        for _ in range(self.count - 1 - num_frames(references)):
+            yield b""
+        settle_worker()
+
+
+def _references(handles: Sequence[SliceHandle]) -> list[Reference]:
+    return [reference for handle in handles for reference in handle.references()]
+
+
+@dataclass(frozen=True)
+class RestoreSlice:
+    """Body over (snapshot, owner) pairs: write the slice's state into this node's slabs, in ``tick``.
+
+    Yields a pickled :class:`SliceReport` and the handle of the best weights, or None.
+    """
+
+    tick: int
+
+    def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+        owner, handles, frames = _opened(pairs)
+        run: Run = pickle.loads(owner)
+        pool = open_pool(run.slab)
+        roles = zip(("state", "best"), handles, strict=False)
+        found = [write_copy(pool, handle, frames, role, self.tick) for role, handle in roles]
+        best = found[1] if len(found) > 1 else None
+        for _ in frames:
+            pass
+        yield pickle.dumps((SliceReport(partition, pool.token, found[0]), best))
+        settle_worker()
+
+
+@dataclass(frozen=True)
+class TakeResidual:
+    """At every replica's place: what it keeps between iterations; :attr:`count` frames."""
+
+    handles: tuple[ResidualHandle | None, ...]
+
+    @property
+    def count(self) -> int:
+        return 1 + max(num_frames([handle.reference]) for handle in self.handles if handle)
+
+    def __call__(self, seat: Seat) -> Iterator[bytes]:
+        handle = self.handles[seat.index]
+        references = [handle.reference] if handle else []
+        yield pickle.dumps((seat.index, handle))
+        yield from frames_of(seat.pool, references)
+        for _ in range(self.count - 1 - num_frames(references)):
+            yield b""
+        settle_worker()
+
+
+@dataclass(frozen=True)
+class RestoreResidual:
+    """Body over (snapshot, padded seat) pairs: write what a replica kept into this node's slabs.
+
+    Yields a pickled (replica, handle or None).
+    """
+
+    tick: int
+
+    def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+        seat, (replica, kept), frames = _opened(pairs)
+        run: Run = pickle.loads(pickle.loads(seat)[0]).run
+        handle = None
+        if kept is not None:
+            nbytes = kept.reference.nbytes
+            handle = copy_residuals(open_pool(run.slab), replica, nbytes, frames, self.tick)
+        for _ in frames:
+            pass
+        yield pickle.dumps((replica, handle))
+        settle_worker()
+
+
+def _opened(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, Any, Iterator[bytes]]:
+    """The first frame of the right side, the first of a snapshot unpickled, and its others. These are
+    to be read to the end, so that Spark keeps the worker."""
+    rest = iter(pairs)
+    first, place = next(rest)
+    return place, pickle.loads(first), (frame for frame, _ in rest if frame)

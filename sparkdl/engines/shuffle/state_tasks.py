@@ -1,0 +1,195 @@
+"""Tasks over the owner RDD: making, reading and copying the slices' state. Task bodies only."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparkdl.codec.frames import encode
+from sparkdl.engines.shuffle.messages import SliceHandle, SliceReport
+from sparkdl.engines.shuffle.store import copy_weights, first_version, read_version
+from sparkdl.engines.shuffle.weights import version_frame
+from sparkdl.errors import ModelError
+from sparkdl.replica.open_run import plans_of
+from sparkdl.replica.run import Run, build_replica, install_recipe
+from sparkdl.slab.parts import left_where_large, read_part
+from sparkdl.slab.pool import Reference, open_pool
+from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.state import SliceState
+from sparkdl.spark.broadcasts import BroadcastBytes
+from sparkdl.spark.frames import send
+from sparkdl.spark.message import posted
+from sparkdl.spark.worker import settle_worker
+
+
+@dataclass(frozen=True)
+class RecipeSource:
+    """The pickled recipe: in the task itself where it is small, else in a broadcast."""
+
+    inline: bytes | None
+    broadcast: BroadcastBytes | None = None
+
+    def install(self, run: Run) -> None:
+        """Put it on this node."""
+        if self.broadcast is not None:
+            install_recipe(run, self.broadcast, sum(self.broadcast.lengths))
+        elif self.inline is not None:
+            install_recipe(run, [self.inline], len(self.inline))
+
+
+@dataclass(frozen=True)
+class PrepareOwner:
+    """Body of the owner RDD: put the recipe on the node; ``count`` frames, the run first.
+
+    The owner RDD is persisted and never changes; Spark runs a slice's synchronization where its
+    partition of it lies. It has as many records as frames arrive, because a zip wants that.
+    """
+
+    run: Run
+    recipe: RecipeSource
+    count: int
+
+    def __call__(self, partition: int, records: Iterable[object]) -> Iterator[bytes]:
+        for _ in records:
+            pass
+        self.recipe.install(self.run)
+        yield pickle.dumps(self.run)
+        for _ in range(self.count - 1):
+            yield b""
+
+
+@dataclass(frozen=True)
+class Recount:
+    """Body over the owner RDD (or the replica RDD): the same with another number of frames."""
+
+    count: int
+
+    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
+        yield next(frame for frame in list(frames) if frame)
+        for _ in range(self.count - 1):
+            yield b""
+
+
+@dataclass(frozen=True)
+class InitialState:
+    """Body over the owner RDD: write version 0 of the slice; yields its :class:`SliceReport`.
+
+    ``read``: gives a slice's state from elsewhere (a checkpoint, an earlier run); None: the weights of
+    a replica that is built for it, and no optimizer state. Where it raises one of ``reported``, the
+    frame is that exception; so where the model cannot be built again.
+    ``role``: of the buffers that are written, in ``tick``.
+    """
+
+    read: Callable[[SlicePlan, torch.dtype], SliceState] | None = None
+    reported: tuple[type[Exception], ...] = ()
+    role: str = "state"
+    tick: int = 0
+
+    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
+        run = run_of(frames)
+        reported: tuple[type[Exception], ...] = (*self.reported, ModelError)
+        try:
+            begun = build_replica(run).flat.flat if self.read is None else None
+            plans, pool = plans_of(run), open_pool(run.slab)
+            plan = plans.slices[partition]
+            if begun is not None:
+                state = SliceState(begun[plan.start : plan.stop].cpu())
+            else:
+                assert self.read is not None
+                state = self.read(plan, plans.dtype)
+        except reported as error:
+            yield pickle.dumps(error)
+        else:
+            handle = first_version(pool, state, self.tick, self.role)
+            yield pickle.dumps(SliceReport(partition, pool.token, handle))
+        settle_worker()
+
+
+@dataclass(frozen=True)
+class PublishWeights:
+    """Body over the owner RDD, where replicas live on other nodes: weights to each replica.
+
+    ``states``: version t of every slice, None: of the step that the job was told;
+    ``replica_tokens``: the node of each replica, ``None``
+    where bytes must go whatever the node. ``everything``: the optimizer's state too.
+    """
+
+    states: tuple[SliceHandle, ...] | None
+    replica_tokens: tuple[str | None, ...]
+    everything: bool = False
+
+    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
+        run = run_of(frames)
+        pool = open_pool(run.slab)
+        states = posted(run.key).states if self.states is None else self.states
+        handle = states[partition]
+        here = handle.token == pool.token
+        by_reference = encode((partition, here, None))
+        with_bytes = None
+        for replica, token in enumerate(self.replica_tokens):
+            if token == pool.token or not here:
+                yield from send(replica, by_reference)
+                continue
+            if with_bytes is None:
+                with_bytes = version_frame(
+                    pool, partition, handle, plans_of(run).dtype, self.everything
+                )
+            yield from send(replica, with_bytes)
+
+
+@dataclass(frozen=True)
+class KeepWeights:
+    """Body over the owner RDD: a copy of the slice's weights that outlives the next iterations;
+    yields its :class:`SliceHandle`. The copy before it is given up."""
+
+    states: tuple[SliceHandle, ...]
+    tick: int
+
+    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
+        run = run_of(frames)
+        pool = open_pool(run.slab)
+        yield pickle.dumps(copy_weights(pool, self.states[partition], self.tick))
+        settle_worker()
+
+
+@dataclass(frozen=True)
+class WithState:
+    """Body over the owner RDD: ``use(partition, plan, state)`` on the slice's state; one frame, the
+    pickled result, or where it is large what :func:`left_where_large` makes of it in ``tick``."""
+
+    states: tuple[SliceHandle, ...]
+    use: Callable[[int, SlicePlan, SliceState], Any]
+    tick: int
+
+    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
+        run = run_of(frames)
+        pool, plans = open_pool(run.slab), plans_of(run)
+        handle = self.states[partition]
+        state = read_version(pool, handle, plans.dtype)
+        result = self.use(partition, plans.slices[partition], state)
+        for reference in handle.references():
+            pool.check(reference)
+        yield pickle.dumps(left_where_large(pool, result, self.tick))
+        settle_worker()
+
+
+@dataclass(frozen=True)
+class ReadParts:
+    """Body over the owner RDD: from the owners that ``parts`` names, a frame with the raw bytes."""
+
+    parts: Mapping[int, Reference]
+
+    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
+        run = run_of(frames)
+        if partition in self.parts:
+            yield read_part(open_pool(run.slab), self.parts[partition])
+        settle_worker()
+
+
+def run_of(frames: Iterable[bytes]) -> Run:
+    """The run, out of an owner's frames; reads them to the end, so that Spark keeps the worker."""
+    return next(pickle.loads(frame) for frame in list(frames) if frame)

@@ -1,0 +1,197 @@
+"""The state of a slice in slabs: read version t, write version t+1."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from sparkdl.codec.frames import as_tensor
+from sparkdl.engines.shuffle.messages import SliceHandle
+from sparkdl.slab.parts import fill
+from sparkdl.slab.pool import Claim, Pool, Reference
+from sparkdl.slices.state import ARRAY_DTYPES, SliceState, mapped
+
+_ROUND = 4096
+
+
+@contextlib.contextmanager
+def next_version(
+    pool: Pool, handle: SliceHandle, dtype: torch.dtype, tick: int, floor: int
+) -> Iterator[tuple[SliceState, SliceState, NewVersion]]:
+    """Version t, not to be written to, and buffers for t+1, which the block fills, then ``seal`` it.
+
+    The buffers are as many and as long, and their content is undefined. What is not in arrays is
+    the same object in both, with memory of its own. That version t is what was read all the time is
+    checked by ``seal``, see [Note: who may write a buffer].
+    """
+    with contextlib.ExitStack() as claims:
+        to = NewVersion(pool, tick, floor, claims, replaces=handle)
+        old = read_version(pool, handle, dtype)
+        new = SliceState(to.like("weights", old.weights), {}, old.held, old.others)
+        for name, array in old.arrays.items():
+            new.arrays[name] = to.like(name, array)
+        yield old, new, to
+
+
+class NewVersion:
+    """Version t+1 of a slice while it is being written."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        tick: int,
+        floor: int,
+        claims: contextlib.ExitStack,
+        role: str = "state",
+        replaces: SliceHandle | None = None,
+    ) -> None:
+        self._pool, self._tick, self._floor, self._claims = pool, tick, floor, claims
+        self._role, self._replaces = role, replaces
+        self._claimed: dict[str, tuple[Claim, torch.Tensor]] = {}
+
+    def like(self, name: str, other: torch.Tensor) -> torch.Tensor:
+        """A slab-backed tensor of the length and dtype of ``other``, its content undefined."""
+        claim = self._claim(other.numel() * other.element_size())
+        tensor = as_tensor(claim.bytes, other.dtype)
+        self._claimed[name] = claim, tensor
+        return tensor
+
+    def seal(self, state: SliceState) -> SliceHandle:
+        """Write what is not in slabs yet (new optimizer state, others); the new version's handle.
+
+        Raises :class:`sparkdl.errors.StaleReferenceError` if the version it replaces was overwritten
+        while it was read.
+        """
+        for name, array in state.arrays.items():
+            if name not in self._claimed:
+                self.like(name, array).copy_(array)
+        others = None
+        if state.others:
+            data = np.frombuffer(pack(state), dtype=np.uint8)
+            claim = self._claim(_whole_pages(len(data)))
+            claim.bytes[: len(data)] = data
+            others = claim.reference.part(0, len(data))
+        for reference in self._replaces.references() if self._replaces else ():
+            self._pool.check(reference)
+        return SliceHandle(
+            self._claimed["weights"][0].reference,
+            tuple(
+                (name, str(self._claimed[name][1].numpy().dtype), self._claimed[name][0].reference)
+                for name in state.arrays
+            ),
+            others,
+        )
+
+    def _claim(self, nbytes: int) -> Claim:
+        return self._claims.enter_context(
+            self._pool.claim(self._role, nbytes, self._tick, self._floor)
+        )
+
+
+@dataclass(frozen=True)
+class _Array:
+    """A tensor as pickle sees it."""
+
+    values: np.ndarray
+
+
+class _Scalar(NamedTuple):
+    """A tensor of one number, such as a step count."""
+
+    value: float | int
+    dtype: str
+
+
+def pack(state: SliceState) -> bytes:
+    """``held`` and ``others`` of a state as bytes.
+
+    Tensors go as numbers or NumPy arrays: torch's own pickling takes a millisecond for a step count.
+    """
+    plain = state.held, mapped(state.others, torch.Tensor, _to_array)
+    return pickle.dumps(plain, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def unpack(
+    data: bytes | memoryview,
+) -> tuple[dict[int, tuple[str, ...]], dict[int, dict[str, Any]]]:
+    """``held`` and ``others``, the tensors in them with memory of their own."""
+    held, others = pickle.loads(data)
+    return held, mapped(others, (_Scalar, _Array), _to_tensor)
+
+
+def _to_array(tensor: torch.Tensor) -> _Scalar | _Array | torch.Tensor:
+    if tensor.layout != torch.strided or tensor.dtype not in ARRAY_DTYPES:
+        return tensor
+    if tensor.ndim == 0:
+        return _Scalar(tensor.item(), str(tensor.dtype).removeprefix("torch."))
+    return _Array(tensor.detach().cpu().numpy())
+
+
+def _to_tensor(packed: _Scalar | _Array) -> torch.Tensor:
+    if isinstance(packed, _Scalar):
+        return torch.tensor(packed.value, dtype=getattr(torch, packed.dtype))
+    return torch.tensor(packed.values)
+
+
+def first_version(pool: Pool, state: SliceState, tick: int, role: str = "state") -> SliceHandle:
+    """Write a state that is not in slabs yet, in buffers of ``role``."""
+    with contextlib.ExitStack() as claims:
+        new = NewVersion(pool, tick, tick, claims, role)
+        new.like("weights", state.weights).copy_(state.weights)
+        return new.seal(state)
+
+
+def read_version(pool: Pool, handle: SliceHandle, dtype: torch.dtype) -> SliceState:
+    """A state as it lies in slabs: not to be written to, and the references to be checked after."""
+    state = SliceState(as_tensor(pool.read(handle.weights), dtype))
+    for name, kind, reference in handle.arrays:
+        state.arrays[name] = torch.from_numpy(pool.read(reference).view(kind))
+    if handle.others is not None:
+        state.held, state.others = unpack(pool.read(handle.others).data)
+    return state
+
+
+def copy_weights(pool: Pool, handle: SliceHandle, tick: int) -> SliceHandle:
+    """A copy of a slice's weights in a buffer that only a later copy takes."""
+    source = pool.read(handle.weights)
+    with pool.claim("best", len(source), tick, tick) as claim:
+        claim.bytes[:] = source
+        pool.check(handle.weights)
+        return SliceHandle(claim.reference)
+
+
+def write_copy(
+    pool: Pool, handle: SliceHandle, frames: Iterator[bytes], role: str, tick: int
+) -> SliceHandle:
+    """Write what ``handle`` referred to, which ``frames`` bring (see
+    :func:`sparkdl.slab.parts.frames_of`), into buffers of ``role``; those of earlier ticks are free."""
+    with contextlib.ExitStack() as claims:
+
+        def written(reference: Reference, room: int) -> Reference:
+            claim = claims.enter_context(pool.claim(role, room, tick, tick))
+            fill(claim.bytes[: reference.nbytes], frames)
+            return claim.reference.part(0, reference.nbytes)
+
+        weights, *arrays = [
+            written(reference, reference.nbytes)
+            for reference in (handle.weights, *(reference for _, _, reference in handle.arrays))
+        ]
+        others = handle.others and written(handle.others, _whole_pages(handle.others.nbytes))
+        return SliceHandle(
+            weights,
+            tuple(
+                (name, kind, reference)
+                for (name, kind, _), reference in zip(handle.arrays, arrays, strict=True)
+            ),
+            others,
+        )
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // _ROUND) * _ROUND

@@ -1,0 +1,288 @@
+"""The parameter-synchronization job: N tasks, task n owns slice n. Task bodies only.
+
+Each is the body of one Spark task: frames in, frames out, safe to run twice.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from sparkdl.codec.frames import decode, encode
+from sparkdl.engines.shuffle.messages import (
+    STATE_FOREIGN,
+    Fault,
+    GradientHeader,
+    ReducedHeader,
+    SliceReport,
+    Step,
+)
+from sparkdl.engines.shuffle.report_sinks import Tell, to_driver
+from sparkdl.engines.shuffle.store import next_version
+from sparkdl.replica.clock import Clock
+from sparkdl.replica.open_run import plans_of
+from sparkdl.replica.run import Run
+from sparkdl.slab.pool import Pool, Reference, open_pool
+from sparkdl.slices.reduce import Reduced
+from sparkdl.slices.section import Contribution, SectionMap, open_section
+from sparkdl.slices.update import Owner
+from sparkdl.spark.frames import send
+from sparkdl.spark.message import posted
+from sparkdl.spark.worker import settle_worker
+
+Frame = tuple[Any, memoryview]
+_scratch: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
+_KEEP = 2
+
+
+@dataclass(frozen=True)
+class Synchronize:
+    """Body of the synchronization stage: reduce slice n, update it, write version t+1.
+
+    ``step``: None: the one that the job was told, see :mod:`sparkdl.spark.message`; so for the others.
+    ``tell``: what becomes of the report and the new weights.
+    """
+
+    step: Step | None = None
+    tell: Tell = to_driver
+
+    def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+        frames, run = _read(pairs)
+        step = self.step or posted(run.key)
+        yield from self.tell(synchronize(step, partition, run, frames), run)
+        settle_worker()
+
+
+def synchronize(step: Step, partition: int, run: Run, frames: list[Frame]) -> SliceReport:
+    """Reduce slice ``partition``, update it, write the next version."""
+    clock, pool = Clock(), open_pool(run.slab)
+    report = _checked(partition, pool, frames)
+    if report.faults or report.skipped:
+        return report
+    owner = plans_of(run).owners[partition]
+    contributions = _contributions(owner, pool, frames)
+    state = frames[0][0].state
+    loss = _loss(frames)
+    with next_version(pool, state, owner.dtype, step.tick, step.floor) as versions:
+        old, new, to = versions
+        known, squares, keep = None, [0.0], None
+        if owner.clips_norm:
+            known = owner.reduce(contributions, old.weights, _scratch_tensor(run, owner))
+            squares = [owner.squared_norm(known)]
+            clock.lap("reduce")
+        if step.histograms:
+            keep = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
+        updated = owner.update(
+            old,
+            new,
+            contributions,
+            step.hyperparameters,
+            known=known,
+            squares=squares,
+            loss=loss,
+            seed=step.update_seed(run.seed),
+            keep=keep,
+        )
+        _check_references(pool, frames)
+        handle = to.seal(new)
+        histograms = owner.histograms(new, updated.reduced) if step.histograms else {}
+    clock.lap("update")
+    return replace(
+        report, state=handle, seconds=clock.seconds, norm=updated.norm, histograms=histograms
+    )
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Body of the reduction stage, where the global norm must be known before the update: reduce
+    slice n into a slab, and tell every slice its part of the norm."""
+
+    step: Step | None = None
+
+    def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+        frames, run = _read(pairs)
+        header = reduce_slice(self.step or posted(run.key), partition, run, frames)
+        yield from send(partition, encode(header))
+        told = encode(ReducedHeader(partition, header.squares))
+        for other in range(run.slices):
+            if other != partition:
+                yield from send(other, told)
+        settle_worker()
+
+
+def reduce_slice(step: Step, partition: int, run: Run, frames: list[Frame]) -> ReducedHeader:
+    """Reduce slice ``partition`` into a slab; its part of the norm."""
+    clock, pool = Clock(), open_pool(run.slab)
+    report = _checked(partition, pool, frames)
+    if report.faults or report.skipped:
+        return ReducedHeader(partition, report=report)
+    owner = plans_of(run).owners[partition]
+    state = frames[0][0].state
+    contributions = _contributions(owner, pool, frames)
+    weights = pool.read(state.weights).view(str(owner.dtype).removeprefix("torch."))
+    reduced = owner.reduce(contributions, torch.from_numpy(weights), _scratch_tensor(run, owner))
+    pool.check(state.weights)
+    section = owner.reduced_map(reduced)
+    nbytes = owner.reduced_nbytes(section)
+    with pool.claim("reduced", room_for(nbytes, section), step.tick, step.tick) as to:
+        owner.write_reduced(section, reduced, contributions, to.bytes[:nbytes])
+        reference = to.reference.part(0, nbytes)
+    _check_references(pool, frames)
+    squares = owner.squared_norm(reduced)
+    clock.lap("reduce")
+    return ReducedHeader(
+        partition,
+        squares,
+        _loss(frames),
+        section,
+        reference,
+        reduced.absent,
+        state,
+        replace(report, seconds=clock.seconds),
+    )
+
+
+@dataclass(frozen=True)
+class Update:
+    """Body of the update stage after :class:`Reduce`: clip by the global norm, update slice n."""
+
+    step: Step | None = None
+    tell: Tell = to_driver
+
+    def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+        frames, run = _read(pairs)
+        frames.sort(key=lambda frame: frame[0].index)
+        headers = [header for header, _ in frames]
+        report = update_slice(self.step or posted(run.key), partition, run, headers)
+        yield from self.tell(report, run)
+        settle_worker()
+
+
+def update_slice(
+    step: Step, partition: int, run: Run, headers: Sequence[ReducedHeader]
+) -> SliceReport:
+    """Clip what :func:`reduce_slice` made of slice ``partition`` by the global norm, update it.
+    ``headers``: of all slices, in order."""
+    clock, pool = Clock(), open_pool(run.slab)
+    mine = headers[partition]
+    report = mine.report
+    assert report is not None
+    if report.faults or report.skipped or mine.reference is None:
+        return report
+    if mine.reference.token != pool.token:
+        return replace(report, faults=(Fault(STATE_FOREIGN, partition, pool.token),))
+    assert mine.section is not None
+    assert mine.state is not None
+    owner = plans_of(run).owners[partition]
+    alone = open_section(
+        owner.plan, owner.dtype, mine.section, pool.read(mine.reference), absent=mine.absent
+    )
+    with next_version(pool, mine.state, owner.dtype, step.tick, step.floor) as (
+        old,
+        new,
+        to,
+    ):
+        keep = None
+        if step.histograms:
+            keep = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
+        updated = owner.update(
+            old,
+            new,
+            [alone],
+            step.hyperparameters,
+            known=Reduced(alone.gradient, alone.absent, dict(alone.tables)),
+            squares=[header.squares for header in headers],
+            loss=mine.loss,
+            seed=step.update_seed(run.seed),
+            keep=keep,
+        )
+        pool.check(mine.reference)
+        handle = to.seal(new)
+        histograms = owner.histograms(new, updated.reduced) if step.histograms else {}
+    clock.lap("update")
+    return replace(
+        report,
+        state=handle,
+        seconds={**report.seconds, **clock.seconds},
+        norm=updated.norm,
+        histograms=histograms,
+    )
+
+
+def room_for(nbytes: int, *sections: SectionMap) -> int:
+    """The size of buffer to claim: of variable sections a power of two, so that sizes are few."""
+    if any(section.rows or section.compressed for section in sections):
+        return 1 << max(nbytes - 1, 4095).bit_length()
+    return nbytes
+
+
+def _read(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[list[Frame], Run]:
+    frames, owner = [], b""
+    for frame, record in pairs:
+        frames.append(decode(frame))
+        owner = owner or record
+    return frames, pickle.loads(owner)
+
+
+def _checked(partition: int, pool: Pool, frames: list[Frame]) -> SliceReport:
+    """Put the frames into replica order; a report with what forbids an update, if anything."""
+    frames.sort(key=lambda frame: frame[0].replica)
+    headers: list[GradientHeader] = [header for header, _ in frames]
+    faults = tuple(header.fault for header in headers if header.fault)
+    reports = tuple(header.report for header in headers if header.report)
+    state = headers[0].state
+    if not faults and state is not None and state.token != pool.token:
+        faults = (Fault(STATE_FOREIGN, partition, pool.token),)
+    skipped = not faults and not all(header.finite for header in headers)
+    received = {header.replica: len(payload) for header, payload in frames if len(payload)}
+    kept = state if skipped else None
+    return SliceReport(
+        partition, pool.token, kept, reports, faults, received=received, skipped=skipped
+    )
+
+
+def _contributions(owner: Owner, pool: Pool, frames: list[Frame]) -> list[Contribution]:
+    return [
+        open_section(
+            owner.plan,
+            owner.dtype,
+            header.section,
+            payload if header.reference is None else pool.read(header.reference),
+            replica=header.replica,
+            weight=header.weight,
+            absent=header.absent,
+            others=header.others,
+        )
+        for header, payload in frames
+        if header.section is not None
+    ]
+
+
+def _check_references(pool: Pool, frames: list[Frame]) -> None:
+    """The bytes that were read are those that were meant, see [Note: who may write a buffer]."""
+    references: list[Reference] = [h.reference for h, _ in frames if h.reference is not None]
+    for reference in references:
+        pool.check(reference)
+
+
+def _loss(frames: list[Frame]) -> float:
+    """The mean loss over the global batch."""
+    headers = [header for header, _ in frames if header.section is not None]
+    total = sum(header.weight for header in headers)
+    return sum(header.loss * header.weight for header in headers) / total if total else 0.0
+
+
+def _scratch_tensor(run: Run, owner: Owner) -> torch.Tensor:
+    """Memory for the reduced gradient of a slice, kept between tasks."""
+    key = (run.key, owner.plan.index)
+    tensor = _scratch.get(key)
+    if tensor is None:
+        tensor = _scratch[key] = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
+        while len(_scratch) > _KEEP:
+            _scratch.popitem(last=False)
+    return tensor

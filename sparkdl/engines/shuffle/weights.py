@@ -1,0 +1,132 @@
+"""Version t on its way to the replicas: from the slab of the node, or as bytes in a frame."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sparkdl.codec.frames import as_tensor, decode, encode
+from sparkdl.engines.shuffle.messages import SliceHandle
+from sparkdl.engines.shuffle.store import pack, read_version, unpack
+from sparkdl.model.live_replica import LiveReplica
+from sparkdl.slab.pool import Pool
+from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.state import SliceState, join_states
+
+Arrived = Mapping[int, SliceState | None]
+"""States of slices that came through the shuffle, by number; None: the slice's state was not found.
+A slice that is not in it lies on this node."""
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What follows in a frame: the weights, then arrays of ``lengths`` elements; ``others`` packed."""
+
+    weights: int
+    lengths: tuple[tuple[str, str, int], ...]
+    others: bytes
+
+
+def version_frame(
+    pool: Pool, partition: int, handle: SliceHandle, dtype: torch.dtype, everything: bool
+) -> bytes:
+    """A slice's weights as raw bytes, and with ``everything`` the optimizers' state."""
+    state = read_version(pool, handle, dtype)
+    parts = [state.weights.view(torch.uint8)]
+    content = _Content(len(state.weights), (), b"")
+    if everything:
+        lengths = []
+        for name, array in state.arrays.items():
+            parts.append(array.view(torch.uint8))
+            lengths.append((name, str(array.dtype).removeprefix("torch."), len(array)))
+        content = _Content(len(state.weights), tuple(lengths), pack(state))
+    frame = encode((partition, True, content), *parts)
+    for reference in handle.references():
+        pool.check(reference)
+    return frame
+
+
+def read_frame(frame: bytes, dtype: torch.dtype) -> tuple[int, SliceState | None] | None:
+    """(slice, its state) of a frame of bytes; (slice, None) where its owner did not find it; None
+    where it says that the state lies on this node."""
+    (partition, here, content), payload = decode(frame)
+    if not here:
+        return partition, None
+    if content is None:
+        return None
+    place = content.weights * dtype.itemsize
+    state = SliceState(as_tensor(payload[:place], dtype))
+    for name, kind, length in content.lengths:
+        array = getattr(torch, kind)
+        state.arrays[name] = as_tensor(payload[place : place + length * array.itemsize], array)
+        place += length * array.itemsize
+    if content.others:
+        state.held, state.others = unpack(content.others)
+    return partition, state
+
+
+def load_weights(
+    live: LiveReplica,
+    plans: Sequence[SlicePlan],
+    states: Sequence[SliceHandle],
+    arrived: Arrived,
+    pool: Pool,
+) -> None:
+    """Bring version t into the live replica, unless it has it already."""
+    version = "/".join(state.version for state in states)
+    live.flat.give_back()
+    if live.version != version:
+        live.version = ""
+        flat = live.flat.flat
+        for plan, handle in zip(plans, states, strict=True):
+            state = arrived.get(plan.index)
+            source = state.weights if state else as_tensor(pool.read(handle.weights), flat.dtype)
+            flat[plan.start : plan.stop].copy_(source)
+            if state is None:
+                pool.check(handle.weights)
+        live.version = version
+    live.flat.refresh()
+
+
+def borrow_weights(
+    live: LiveReplica, plans: Sequence[SlicePlan], states: Sequence[SliceHandle], pool: Pool
+) -> None:
+    """Let the live replica compute with version t where it lies, in slabs of this node.
+
+    What is computed is good where ``pool.check`` says so of every slice afterwards. Copied are only
+    tensors that two slices share, buffers, and what has another dtype.
+    """
+    live.version = ""
+    flat, layout = live.flat.flat, live.flat.layout
+    for plan, handle in zip(plans, states, strict=True):
+        values = as_tensor(pool.lend(handle.weights), layout.dtype)
+        for piece in plan.pieces:
+            segment, own = layout.segments[piece.number], values[piece.start : piece.stop]
+            whole = piece.kind == "parameter" and piece.length == segment.length
+            if not (whole and live.flat.borrow(piece.number, own)):
+                start = plan.start + piece.start
+                flat[start : start + piece.length].copy_(own)
+    live.flat.refresh()
+
+
+def whole_state(
+    plans: Sequence[SlicePlan],
+    states: Sequence[SliceHandle],
+    arrived: Arrived,
+    pool: Pool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> SliceState:
+    """The optimizers' state of all slices as one, see :func:`sparkdl.slices.state.join_states`."""
+    found = [
+        arrived.get(plan.index) or read_version(pool, handle, dtype)
+        for plan, handle in zip(plans, states, strict=True)
+    ]
+    joined = join_states(plans, found, device)
+    for plan, handle in zip(plans, states, strict=True):
+        if arrived.get(plan.index) is None:
+            for reference in handle.references():
+                pool.check(reference)
+    return joined

@@ -1,0 +1,83 @@
+"""The barrier stage of a gang."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+from py4j.protocol import Py4JError
+from pyspark import SparkContext
+from pyspark.core.rdd import RDD
+from pyspark.resource import ResourceProfile
+
+from sparkdl.errors import StateLostError, TrainingError
+from sparkdl.gang.profile import with_profile
+from sparkdl.gang.rank_task import Meeting
+from sparkdl.spark.failures import explain, of_python
+from sparkdl.spark.frames import map_frames, shuffle_frames, stage_name
+from sparkdl.spark.properties import own_properties
+
+CLOSE_SECONDS = 15.0
+
+
+class Stage:
+    """Submitted again and again, each time in a job of its own whose end nobody waits for.
+
+    ``group``: the job group. ``retried``: Spark runs it again where a task is lost. ``profile``: what
+    its tasks are given, where that is not what others get.
+    """
+
+    def __init__(
+        self, context: SparkContext, group: str, retried: bool, profile: ResourceProfile | None
+    ) -> None:
+        self._context, self._group = context, group
+        self._retried, self._profile = retried, profile
+        self._job: Any = None
+
+    def submit(self, source: RDD, meeting: Meeting, description: str) -> None:
+        """In place of any before: ``meeting`` is the body of its tasks, one a partition."""
+        self.cancel()
+        with own_properties(self._context), stage_name(self._context, "gang"):
+            self._context.setJobGroup(self._group, description)
+            ranks = map_frames(source, meeting, barrier=True)
+            if self._profile is not None:
+                ranks = with_profile(ranks, self._profile)
+            ending = shuffle_frames(ranks, 1) if self._retried else ranks
+            self._job = ending._jrdd.collectAsync()
+
+    def cancel(self) -> None:
+        """Free the slots of the last job: where Spark has begun it anew, its tasks wait for a driver
+        that has other plans."""
+        if self._job is not None and not self._job.isDone():
+            self._job.cancel(True)
+
+    def check(self) -> None:
+        """Raise where the stage has ended, before all its tasks came."""
+        if not self._job.isDone():
+            return
+        job, self._job = self._job, None
+        try:
+            job.get()
+        except Py4JError as error:
+            raise not_together(error) from None
+        raise StateLostError("the gang did not come together: its ranks ended at once.")
+
+    def close(self) -> None:
+        """Wait until its tasks have ended, which are hung up on, and cancel what has not."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        with contextlib.suppress(Py4JError, OSError):  # the session may be stopped already
+            until = time.monotonic() + CLOSE_SECONDS
+            while not job.isDone() and time.monotonic() < until:
+                time.sleep(0.01)
+            if not job.isDone():
+                self._context.cancelJobGroup(self._group)
+
+
+def not_together(error: Exception) -> TrainingError:
+    """What to raise where a job of Spark's has failed before the gang was there."""
+    text = str(error)
+    kind = TrainingError if of_python(text) else StateLostError
+    return kind(f"the gang did not come together: {explain(text)}")

@@ -1,0 +1,272 @@
+"""The driver's side of a gang: a barrier stage of ranks that do what it says."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from py4j.protocol import Py4JError
+from pyspark import SparkContext
+from pyspark.core.rdd import RDD
+from pyspark.errors import PySparkException
+from pyspark.resource import ResourceProfile
+
+from sparkdl.errors import (
+    ParameterError,
+    SparkdlError,
+    StalledError,
+    StateLostError,
+    TrainingError,
+)
+from sparkdl.gang.arrivals import Arrivals
+from sparkdl.gang.barrier_job import Stage, not_together
+from sparkdl.gang.channel import Listener
+from sparkdl.gang.environment import Where
+from sparkdl.gang.oversubscribe import Host, Hosting, Look, Pack, Seat, ended
+from sparkdl.gang.process_group import form_group
+from sparkdl.gang.rank_group import Team
+from sparkdl.gang.rank_task import Command, Meeting
+from sparkdl.gang.sharing import gpus_shared_out, shared_out
+from sparkdl.gang.slots import SLOT_SECONDS, check_slots, slots_now
+from sparkdl.session import conf_of
+from sparkdl.spark.frames import collect_and_forget, map_frames, stage_name
+
+YEAR_SECONDS = 365 * 86400.0
+
+
+class Gang:
+    """Ranks 0 .. M-1, one a partition of ``source``, from :meth:`start` to :meth:`close`.
+
+    [Note: whom a gang consists of] Each :meth:`start` submits a job of its own; ranks of an earlier
+    one that come late are hung up on, and a task ends with its connection. Where ``retried``, the
+    barrier stage ends in a shuffle, as Spark runs such a stage again where a rank is lost before it has
+    come, and gives up one with the job's result. It may run too few of it: where a rank ends well just
+    after another has failed, only the failed one (seen with Spark 4.3). That job is begun anew.
+    """
+
+    def __init__(
+        self,
+        context: SparkContext,
+        source: RDD,
+        group: str,
+        *,
+        device: str = "auto",
+        timeout: float | None = None,
+        output: bool = False,
+        retried: bool = True,
+        profile: ResourceProfile | None = None,
+        hosting: Hosting | None = None,
+    ) -> None:
+        """``group``: the job group of the stage. ``timeout``: seconds within which a command, and
+        the start, must end; None: no bound. ``output``: print what ranks print. ``profile``: what the
+        stage's tasks are given, where that is not what others get. ``hosting``: a task may host
+        several ranks, where there are too few slots; whoever starts such a gang has seen how many."""
+        self.size = self.tasks = source.getNumPartitions()
+        self._context, self._source, self._profile = context, source, profile
+        self._device, self._timeout, self._output = device, timeout, output
+        self._stage, self._hosting = Stage(context, group, retried, profile), hosting
+        self._listener: Listener | None = None
+        self.where: list[Where] = []
+        self._ranks: Team | None = None
+        self._hosts: Team | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._ranks is not None
+
+    def start(self) -> None:
+        """Bring the ranks together, anew where some were lost.
+
+        Raises :class:`sparkdl.SessionError` where this session can have no such gang,
+        :class:`sparkdl.ParameterError` where it has too few slots, :class:`sparkdl.StalledError` where
+        it has them no more, :class:`sparkdl.TrainingError` where the gang does not come together.
+        """
+        again = self._listener is not None  # executors that were lost may come back
+        self.leave()
+        if self._listener is None:
+            conf = conf_of(self._context)
+            host = conf.get("spark.driver.host", "") or "localhost"
+            self._listener = Listener(conf.get("spark.driver.bindAddress", "") or host)
+            self._meeting = Meeting(
+                host,
+                self._listener.port,
+                self._listener.key,
+                self._device,
+                self._output,
+            )
+        deadline = time.monotonic() + (self._timeout or YEAR_SECONDS)
+        while self._ranks is None:
+            self.tasks = self._slots(again, deadline)
+            if self.tasks == self.size:
+                self._ranks = self._gather(deadline)
+            else:
+                self._ranks = self._gather_hosted(deadline)
+            again = True
+        joining = functools.partial(self.call, doing="joining the process group")
+        self.where = form_group(joining, self._timeout or YEAR_SECONDS)
+
+    def _slots(self, again: bool, deadline: float) -> int:
+        """How many tasks the stage shall have."""
+        least = self._hosting.min_slots if self._hosting is not None else None
+        wait = deadline - time.monotonic() if again else SLOT_SECONDS
+        enough = self.tasks if again else least  # what was missing before is not waited for again
+        try:
+            return check_slots(self._context, self.size, wait, self._profile, least, enough)
+        except ParameterError:
+            if not again:
+                raise
+            self._stage.cancel()  # Spark has begun it anew, and it waits for the same slots
+            have = slots_now(self._context, self._profile)
+            raise StalledError(
+                f"executors were lost, and none came in their place within {wait:.0f} s: the gang "
+                f"needs {least or self.size} task slots at once, and this session has {have}. Fit "
+                "again where there are as many, with resume= from a checkpoint; or let fewer task "
+                "slots do the work: min_ranks says how few."
+            ) from None
+
+    def _gather(self, deadline: float) -> Team | None:
+        """Every rank, as a task; None where they must be asked for anew."""
+        come = self._come(self._source, self.size, self._meeting, deadline)
+        return None if come is None else Team(come, self._timeout)
+
+    def _gather_hosted(self, deadline: float) -> Team | None:
+        """Likewise, as processes of fewer tasks: see the note in :mod:`sparkdl.gang.oversubscribe`."""
+        assert self._hosting is not None
+        doing, node_of = "starting the ranks", self._hosting.node_of
+        self._stage.cancel()
+        frames = self._records()
+        source = self._context.parallelize(range(self.tasks), self.tasks)
+        come = self._come(source, self.tasks, replace(self._meeting, device="cpu"), deadline)
+        if come is None:
+            return None
+        self._hosts = Team(come, self._timeout, noun="task")
+        look = Look(self._hosting.node_here, self._device)
+        places = self._hosts.call(look, doing)
+        shares = shared_out([node_of(own) for own in frames], [place.node for place in places])
+        gpus = gpus_shared_out(places, shares)
+        self._meeting = replace(self._meeting, job=self._meeting.job + 1)
+        seats = [tuple(Seat(rank, gpus[rank], frames[rank]) for rank in share) for share in shares]
+        self._hosts.call_each([Host(self._meeting.job, self.size, own) for own in seats], doing)
+        arrivals = Arrivals(self._meeting.job, self.size)
+        self._await(arrivals, deadline, self._check_processes)
+        return Team(arrivals, self._timeout)
+
+    def _records(self) -> list[list[Any]]:
+        """Of each partition, computed again where they are lost."""
+        try:
+            with stage_name(self._context, "find the samples"):
+                return [
+                    pickle.loads(frame)
+                    for frame in collect_and_forget(map_frames(self._source, Pack()))
+                ]
+        except (Py4JError, PySparkException) as error:
+            raise not_together(error) from None
+
+    def _come(self, source: RDD, size: int, meeting: Meeting, deadline: float) -> Arrivals | None:
+        """Submit the stage and wait until its tasks have come; None where Spark runs too few of them,
+        or too few can run."""
+        assert self._listener is not None
+        self._meeting = replace(self._meeting, job=self._meeting.job + 1)
+        numbered = replace(meeting, job=self._meeting.job)
+        self._stage.submit(source, numbered, f"sparkdl: a gang of {self.size} ranks")
+        arrivals = Arrivals(numbered.job, size)
+        self._await(arrivals, deadline, self._check_job)
+        if arrivals.missing or arrivals.too_few:
+            arrivals.hang_up()
+            return None
+        return arrivals
+
+    def _await(self, arrivals: Arrivals, deadline: float, check: Callable[[], bool]) -> None:
+        """Until all have come, or ``check`` says that they will not."""
+        assert self._listener is not None
+        try:
+            while arrivals.missing and not arrivals.too_few:
+                arrived = self._listener.accept(0.5)
+                if arrived is not None:
+                    arrivals.admit(*arrived)
+                elif not check():
+                    return
+                elif time.monotonic() > deadline:
+                    self._raise_late(arrivals)
+        except SparkdlError:
+            arrivals.hang_up()
+            self.leave()
+            raise
+
+    def _check_job(self) -> bool:
+        """Whether the stage's tasks may still come."""
+        self._stage.check()
+        if self._hosting is None:
+            return True
+        return slots_now(self._context, self._profile) >= self.tasks
+
+    def _check_processes(self) -> bool:
+        """Whether the processes of ranks may still come. Raises where one has ended."""
+        assert self._hosts is not None
+        for gone in self._hosts.call(ended, "starting the ranks"):
+            for rank, status in gone.items():
+                if status < 0:
+                    raise StateLostError(
+                        f"starting the ranks: the process of rank {rank} was killed (signal {-status})."
+                    )
+                raise TrainingError(
+                    f"starting the ranks: the process of rank {rank} ended with status {status}. What "
+                    "it has to say of it is in its executor's log, stderr."
+                )
+        return True
+
+    def _raise_late(self, arrivals: Arrivals) -> None:
+        missing = arrivals.missing
+        self.close()
+        raise StalledError(
+            f"the gang did not come together in {self._timeout:g} s: "
+            f"rank{'s' * (len(missing) > 1)} "
+            f"{', '.join(map(str, missing))} of {self.size} did not come."
+        )
+
+    def call(self, command: Command, doing: str = "a command") -> list[Any]:
+        """``command(member)`` on every rank, at once; the results in rank order.
+
+        Raises :class:`sparkdl.TrainingError` with the first failing rank's traceback, and
+        :class:`sparkdl.StateLostError` where a rank is lost; the gang has ended then.
+        """
+        self.send([command])
+        return self.answers(doing)[0]
+
+    def send(self, commands: Sequence[Command]) -> None:
+        """Every rank does these, one after another, after those before: :meth:`answers` gives the
+        results of one."""
+        assert self._ranks is not None
+        self._ranks.send(commands)
+
+    def answers(self, doing: str) -> tuple[list[Any], float]:
+        """The results of the oldest command of which nobody has had them, see :meth:`call`; and when
+        the last of them was there (``time.monotonic``)."""
+        assert self._ranks is not None
+        try:
+            return self._ranks.answers(doing)
+        except StalledError:
+            self.close()
+            raise
+        except TrainingError:
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        """Hang up on the ranks, which then end: the next :meth:`start` brings others together."""
+        for team in (self._ranks, self._hosts):
+            if team is not None:
+                team.close()
+        self._ranks = self._hosts = None
+
+    def close(self) -> None:
+        """End the ranks, and wait until their tasks have ended."""
+        self.leave()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        self._stage.close()

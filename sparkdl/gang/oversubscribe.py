@@ -1,0 +1,150 @@
+"""Several ranks in one task, each a process of its own: commands for such a task.
+
+[Note: fewer task slots than ranks] A gang always has as many ranks, since what it computes depends
+on them. Where executors are gone and ``min_slots`` allows it, its barrier stage has as many tasks as
+there are slots, and each *hosts* some ranks. First an ordinary job collects what lies in each
+partition: a small record, which says on which node the samples are. Then the tasks come, wherever
+Spark puts them, and say on which nodes they are; only then does the driver share the ranks out, each
+to a task on the node of its samples. The tasks take all slots, so that every node has one. A rank
+that finds its samples gone all the same says so as in any gang, and they are computed again.
+
+The processes connect to the driver by themselves; for it, and for each other, they are ranks like any.
+They are no forks: torch has threads. Each one reads from its task until that is gone, and is then gone
+itself, in the middle of anything. A task ends when its ranks have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from pyspark import BarrierTaskContext, cloudpickle
+
+from sparkdl.gang.command_queue import END_SECONDS
+from sparkdl.gang.rank_task import Hello, Meeting, Member, gpus_here
+from sparkdl.gang.sharing import Place
+from sparkdl.spark.device import Gpu, use_gpu
+
+MODULE = "sparkdl.gang.process"
+STOP_SECONDS = END_SECONDS + 1.0
+"""After its channel has ended, a rank has so long to end by itself."""
+
+
+@dataclass(frozen=True)
+class Hosting:
+    """That several ranks may share a task, see the note above. ``min_slots``: the fewest tasks.
+    ``node_of``: the node of a partition, from its records; ``node_here``: the one of a task."""
+
+    min_slots: int
+    node_of: Callable[[list[Any]], str]
+    node_here: Callable[[], str]
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Task of an ordinary job: a partition's records as one frame."""
+
+    def __call__(self, partition: int, records: Iterable[Any]) -> Iterator[bytes]:
+        yield pickle.dumps(list(records))
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank's: which one, its GPU (None: the CPU), the frames of its partition."""
+
+    rank: int
+    gpu: Gpu | None
+    frames: list[Any]
+
+
+@dataclass(frozen=True)
+class Look:
+    """Command: where a task is. ``device``: of its ranks, as :class:`Meeting` says it."""
+
+    node_here: Callable[[], str]
+    device: str
+
+    def __call__(self, member: Member) -> Place:
+        node = self.node_here()
+        gpus, assigned = gpus_here(self.device, BarrierTaskContext.get())
+        return Place(node, member.address, tuple(gpus), assigned and bool(gpus))
+
+
+@dataclass(frozen=True)
+class Host:
+    """Command: start the processes of these ranks, of ``size`` in all, until the task ends; ``job`` is
+    the number that they name. The key that they need is the task's, and none travels with this."""
+
+    job: int
+    size: int
+    seats: tuple[Seat, ...]
+
+    def __call__(self, member: Member) -> None:
+        assert member.meeting is not None
+        meeting = replace(member.meeting, job=self.job)
+        processes: dict[int, subprocess.Popen[bytes]] = {}
+        member.kept["processes"] = processes
+        member.at_end.callback(_end, processes)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        for seat in self.seats:
+            processes[seat.rank] = subprocess.Popen(
+                [sys.executable, "-m", MODULE], stdin=subprocess.PIPE, env=environment
+            )
+        task = BarrierTaskContext.get().taskAttemptId()  # type: ignore[no-untyped-call]
+        for seat in self.seats:
+            hello = Hello(seat.rank, self.job, task, self.size, socket.gethostname())
+            part = TakePart(meeting, hello, member.address, seat)
+            stream = processes[seat.rank].stdin
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):  # it is dead already, see ended
+                stream.write(cloudpickle.dumps(part))
+                stream.flush()
+
+
+@dataclass(frozen=True)
+class TakePart:
+    """What the process of a rank is told by its task, and does."""
+
+    meeting: Meeting
+    hello: Hello
+    address: str
+    seat: Seat
+
+    def __call__(self) -> None:
+        self.meeting.attend(self.hello, self._member)
+
+    def _member(self, at_end: contextlib.ExitStack) -> Member:
+        device = torch.device("cpu")
+        if self.seat.gpu is not None:
+            device = use_gpu(self.seat.gpu)
+        hello = self.hello
+        return Member(hello.rank, hello.ranks, self.address, device, self.seat.frames, at_end)
+
+
+def ended(member: Member) -> dict[int, int]:
+    """Command: the ranks whose processes have ended, and how: exit status, or minus a signal."""
+    found = {rank: process.poll() for rank, process in member.kept["processes"].items()}
+    return {rank: status for rank, status in found.items() if status is not None}
+
+
+def _end(processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
+    """Wait until they have ended, and kill what has not."""
+    until = time.monotonic() + STOP_SECONDS
+    for process in processes.values():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, until - time.monotonic()))
+    for process in processes.values():
+        process.kill()
+        process.wait()
+        if process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()

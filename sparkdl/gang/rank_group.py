@@ -1,0 +1,159 @@
+"""Ranks that have come, and commands for all of them at once."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import selectors
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pyspark import cloudpickle
+
+from sparkdl.errors import StalledError, StateLostError, TrainingError
+from sparkdl.gang.arrivals import Arrivals
+from sparkdl.gang.channel import Channel, ChannelError
+from sparkdl.gang.command_queue import RESULT
+from sparkdl.gang.rank_task import ERROR, OUTPUT, Command, Failure
+
+LOST = "lost"
+"""In place of a message: the rank is gone."""
+DAY_SECONDS = 86400.0
+"""What is waited for longer is waited for again: a system call takes 24 days at most."""
+GRACE_SECONDS = 2.0
+"""After the first failure of a rank, the others have so long to say what they know of it."""
+
+
+class Team:
+    """All that ``arrivals`` wait for, which have come; after an error they are hung up on.
+
+    ``noun``: what messages call one of them.
+    """
+
+    def __init__(self, arrivals: Arrivals, timeout: float | None, noun: str = "rank") -> None:
+        self.size, self._timeout, self._noun = len(arrivals.come), timeout, noun
+        come = [arrivals.come[rank] for rank in range(self.size)]
+        self._channels: list[Channel] = [channel for channel, _ in come]
+        self._hosts = [hello.host for _, hello in come]
+        self._told: list[deque[tuple[bytes, float]]] = [deque() for _ in come]
+        for channel in self._channels:
+            if timeout is not None:
+                channel.bound_sends(timeout)
+
+    def call(self, command: Command, doing: str) -> list[Any]:
+        """``command(member)`` on each, at once; the results in order.
+
+        Raises :class:`sparkdl.TrainingError` with the first failing one's traceback,
+        :class:`sparkdl.StateLostError` where one is lost, and :class:`sparkdl.StalledError`.
+        """
+        self.send([command])
+        return self.answers(doing)[0]
+
+    def call_each(self, commands: Iterable[Command], doing: str) -> list[Any]:
+        """Likewise, a command for each."""
+        self._send([[cloudpickle.dumps(command)] for command in commands])
+        return self.answers(doing)[0]
+
+    def send(self, commands: Sequence[Command]) -> None:
+        """Each does these, one after another, after those before: :meth:`answers` gives the results of
+        one."""
+        self._send([[cloudpickle.dumps(command) for command in commands]] * self.size)
+
+    def answers(self, doing: str) -> tuple[list[Any], float]:
+        """The results of the oldest command of which nobody has had them, see :meth:`call`; and when
+        the last of them was there (``time.monotonic``)."""
+        self._await(doing)
+        contents, ended = zip(*(told.popleft() for told in self._told), strict=True)
+        return [cloudpickle.loads(content) for content in contents], max(ended)
+
+    def close(self) -> None:
+        """Hang up; they then end."""
+        for channel in self._channels:
+            channel.close()
+
+    def _send(self, contents: Sequence[list[bytes]]) -> None:
+        """To each, some commands."""
+        for channel, content in zip(self._channels, contents, strict=True):
+            with contextlib.suppress(ChannelError):  # it is gone; it may have said why
+                channel.send(content)
+
+    def _await(self, doing: str) -> None:
+        """The next result of every rank."""
+        failures: dict[int, Failure] = {}
+        lost: list[int] = []
+        deadline = time.monotonic() + (self._timeout or math.inf)
+        with selectors.DefaultSelector() as selector:
+            for rank, channel in enumerate(self._channels):
+                if not self._told[rank]:
+                    selector.register(channel, selectors.EVENT_READ, rank)
+            while selector.get_map():
+                left = deadline - time.monotonic()
+                if left <= 0:  # also where a rank prints without a pause
+                    break
+                for key, _ in selector.select(min(left, DAY_SECONDS)):
+                    rank = key.data
+                    try:
+                        kind, content = self._channels[rank].receive(left)
+                    except ChannelError:
+                        kind = LOST
+                    if kind == OUTPUT:
+                        self._print(rank, content)
+                        continue
+                    selector.unregister(key.fileobj)
+                    if kind == RESULT:
+                        now = time.monotonic()
+                        self._told[rank].extend((result, now - age) for result, age in content)
+                        continue
+                    if kind == ERROR:
+                        failures[rank] = content
+                    else:
+                        lost.append(rank)
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if not all(self._told):
+            answered = [rank for rank, told in enumerate(self._told) if told]
+            self._fail(doing, failures, lost, answered)
+
+    def _fail(
+        self,
+        doing: str,
+        failures: dict[int, Failure],
+        lost: Sequence[int],
+        answered: Sequence[int] = (),
+    ) -> None:
+        """Hang up and say why: a rank's own mistake, else a lost rank, else a late one."""
+        hosts, noun = self._hosts, self._noun
+        self.close()
+        own = [(rank, failure) for rank, failure in failures.items() if not failure.by_group]
+        if own:
+            rank, failure = own[0]
+            raise TrainingError(
+                f"{doing}: {noun} {rank} on {hosts[rank]} failed. {failure.kind}: "
+                f"{failure.text.partition(chr(10))[0]}\n{failure.trace}"
+            )
+        if lost:
+            names = ", ".join(f"{rank} on {hosts[rank]}" for rank in sorted(lost))
+            raise StateLostError(
+                f"{doing}: {noun}{'s' * (len(lost) > 1)} {names} went away (the process died or was "
+                "killed, or its node is out of reach)."
+            )
+        if failures:
+            rank, failure = next(iter(failures.items()))
+            lost_group = StateLostError(
+                f"{doing}: the connection between the ranks broke. Rank {rank} on {hosts[rank]} says: "
+                f"{failure.text.partition(chr(10))[0]}"
+            )
+            lost_group.add_note(failure.trace)
+            raise lost_group
+        late = [rank for rank in range(self.size) if rank not in answered]
+        raise StalledError(
+            f"{doing}: waited {self._timeout:g} s for "
+            f"{', '.join(f'{noun} {rank} on {hosts[rank]}' for rank in late)}. Where it takes so long "
+            "by right, raise the timeout (of a fit: spark.sparkdl.timeout.seconds)."
+        )
+
+    def _print(self, rank: int, text: str) -> None:
+        for line in text.split("\n"):
+            print(f"[rank {rank}] {line}", file=sys.stdout)

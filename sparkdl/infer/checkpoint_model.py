@@ -1,0 +1,174 @@
+"""The model of a checkpoint: what its manifest tells of it, and building it from that."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from sparkdl.checkpoint.files import Folder
+from sparkdl.checkpoint.identity import ModelIdentity, first_few
+from sparkdl.checkpoint.manifest import Manifest, SliceFile
+from sparkdl.checkpoint.slice_io import read_slice_files
+from sparkdl.checkpoint.store import CheckpointStore
+from sparkdl.codec.records import from_plain
+from sparkdl.codec.redaction import is_secret, without_credentials
+from sparkdl.errors import DamagedCheckpoint, ModelError, ParameterError
+from sparkdl.infer.persistence import built, columns_of, content_of, signature_of
+from sparkdl.infer.saved_model import Saved, Told
+from sparkdl.infer.saved_recipe import WithoutName, read_recipe, recipe_by_name
+from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.loop.engine import AVERAGE, CURRENT, weights_of
+from sparkdl.loop.history import History
+from sparkdl.model.flat import filled, layout_of
+from sparkdl.model.preparation import freeze
+from sparkdl.model.recipe import frozen_digest
+from sparkdl.slices.spec import slice_plans
+
+if TYPE_CHECKING:
+    from sparkdl.train.trainer import Trainer
+
+MOST = 1 << 16
+"""Characters that the arguments of a recipe may take in a manifest."""
+
+
+def told_in_manifest(trainer: Trainer, untrained: TrainedModel) -> dict[str, Any]:
+    """What :attr:`Manifest.model` holds. ``untrained``: what the run will return, but for its weights.
+
+    No pickle: what has no name is to be given to ``load``. Nor secrets: arguments that look like one
+    are not told.
+    """
+    try:
+        recipe = recipe_by_name(trainer.model)
+        if _secret("", [recipe["args"], recipe["kwargs"]]):
+            raise WithoutName("its arguments look like a secret, which a checkpoint does not hold")
+        if len(json.dumps(recipe)) > MOST:
+            raise WithoutName("its arguments are large")
+    except WithoutName as error:
+        recipe = {"kind": "none", "why": str(error)}
+    try:
+        content = json.loads(json.dumps(content_of(untrained, recipe)))
+    except ParameterError as error:  # a function of a column, or of the output, has no name
+        return {"unknown": str(error)}
+    return {**content, "freeze": list(trainer.freeze), "unfreeze": list(trainer.unfreeze)}
+
+
+def _secret(key: str, value: Any) -> bool:
+    """Whether anything in ``value``, which is JSON, is one."""
+    if isinstance(value, dict):
+        return any(_secret(str(name), item) for name, item in value.items())
+    if isinstance(value, list):
+        pair = len(value) == 2 and isinstance(value[0], str)  # an encoded dict has such
+        return any(_secret(value[0] if pair else key, item) for item in value)
+    return is_secret(key, value) or (isinstance(value, str) and without_credentials(value) != value)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: Callable[[], nn.Module] | nn.Module | None,
+    loss: Callable[..., Any] | None,
+    trust: bool,
+) -> TrainedModel:
+    """The model of the checkpoint at ``path``, or of the newest there that is whole; see
+    :func:`sparkdl.load`. Its ``best`` and ``ema`` come too, where it has them."""
+    store = CheckpointStore.open(path)
+    for uri, manifest in store.candidates():
+        try:
+            history = History.from_json_bytes(store.read_history(uri, manifest))
+            return _model_of(uri, manifest, history, model, loss, trust)
+        except DamagedCheckpoint as error:
+            store.skip(uri, str(error))
+    raise store.none_usable()
+
+
+def _model_of(
+    uri: str,
+    manifest: Manifest,
+    history: History,
+    model: Callable[[], nn.Module] | nn.Module | None,
+    loss: Callable[..., Any] | None,
+    trust: bool,
+) -> TrainedModel:
+    where = Folder(uri)
+    if "features" not in manifest.model:
+        why = manifest.model.get("unknown", "an older sparkdl wrote it")
+        raise ModelError(
+            f"the checkpoint {where} does not tell its columns: {why} Go on from it with "
+            "fit(resume=...), whose result is a model."
+        )
+    try:
+        told: Told = from_plain({**manifest.model, "files": {}}, Told)
+        told.check()
+        frozen, unfrozen = (
+            from_plain(manifest.model.get(name, []), tuple[str, ...], name)
+            for name in ("freeze", "unfreeze")
+        )
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"it tells no model: {error}") from error
+    saved = Saved(Path(str(where)), dict(manifest.model), told)
+    columns, signature = columns_of(saved, trust), signature_of(saved, trust)
+    build = model if model is not None else read_recipe(saved, trust)
+
+    def made() -> nn.Module:
+        module = built(build, saved)
+        freeze(module, frozen, unfrozen)
+        return module
+
+    module = made()
+    _check(module, manifest, where)
+    layout = layout_of(module)
+    (plan,) = slice_plans(layout, 1)
+
+    def another() -> nn.Module:
+        return copy.deepcopy(module) if isinstance(build, nn.Module) else made()
+
+    def trained(files: Sequence[SliceFile], which: str) -> TrainedModel | None:
+        state = read_slice_files(uri, files, plan, layout.dtype)
+        weights = weights_of(state, which)
+        if which == AVERAGE and weights is state.weights:
+            return None
+        return TrainedModel(
+            module=filled(module if which == CURRENT else another(), weights),
+            model=build,
+            loss=loss,
+            features=told.features,
+            label=told.label,
+            columns=columns,
+            fields=told.fields,
+            num_features=told.num_features,
+            float_dtype=told.float_dtype,
+            output=told.output,
+            history=history,
+            seed=told.seed,
+            judging=told.judging,
+            signature=signature,
+        )
+
+    ema = trained(manifest.files, AVERAGE)
+    best = manifest.best.files if manifest.best else ()
+    best_of_all = trained(best, "best") if best else None
+    found = trained(manifest.files, CURRENT)
+    assert found is not None
+    found.ema, found.best = ema, best_of_all
+    return found
+
+
+def _check(module: nn.Module, manifest: Manifest, where: Folder) -> None:
+    """Raise :class:`ModelError` where the module is not the one of the run."""
+    here = ModelIdentity.of(layout_of(module))
+    differences = first_few(here.differences(manifest.layout))
+    if not differences and manifest.frozen not in ("", frozen_digest(module)):
+        differences = [
+            "the parameters that are frozen hold other values, and a checkpoint has only what is "
+            "trained"
+        ]
+    if differences:
+        raise ModelError(
+            f"the model is not that of the checkpoint {where}: {'; '.join(differences)}. Pass "
+            "model=make_model that builds what was trained, or a module with its values."
+        )

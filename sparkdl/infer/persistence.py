@@ -1,0 +1,278 @@
+"""A trained model on disk: safetensors, JSON, and how to build the module again.
+
+A folder with ``model.safetensors`` (the plain state_dict), ``model.json`` (the recipe by name, the
+seed, the columns, the output, how a metric takes it) and ``history.json``; ``buffers.safetensors``
+where the model has buffers that are not in the state_dict. Where the recipe is importable by name, no
+pickle is written; else ``recipe.pkl`` holds it, which :func:`load` opens only with ``trust=True``.
+``model.json`` is written last and has a checksum of each of the others. They find damage, not forgery.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors.torch import save_model
+from torch import nn
+
+from sparkdl.checkpoint.store import holds_checkpoints
+from sparkdl.codec.files import is_uri, mappable, path_here
+from sparkdl.data.columns.base import (
+    Convert,
+    NamedFunction,
+    Specs,
+    name_of,
+    specs_from_json,
+    specs_to_json,
+)
+from sparkdl.errors import ModelError, ParameterError, TrustError
+from sparkdl.infer.saved_buffers import load_buffers, save_buffers, take_dtypes
+from sparkdl.infer.saved_model import (
+    BUFFERS,
+    FORMAT,
+    HISTORY,
+    MODEL,
+    PICKLE,
+    VERSION,
+    WEIGHTS,
+    Saved,
+    file_checksum,
+)
+from sparkdl.infer.saved_recipe import REMEDY, WithoutName, read_recipe, recipe_by_name
+from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.loop.history import History
+from sparkdl.model.pickling import dumps
+from sparkdl.model.preparation import passing_buffers, plain
+from sparkdl.model.signature import Signature, problems_of_part
+from sparkdl.process.determinism import seeded
+
+logger = logging.getLogger("sparkdl")
+
+
+def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
+    """Write ``trained`` into the folder ``path``. Raises FileExistsError unless ``overwrite``."""
+    folder = path_here(path)
+    if (folder / "model.json").exists() and not overwrite:
+        raise FileExistsError(f"{folder} holds a model already: pass overwrite=True to replace it.")
+    why = None
+    try:
+        recipe = recipe_by_name(trained.model)
+    except WithoutName as error:
+        recipe, why = {"kind": "pickle"}, str(error)
+    content = content_of(trained, recipe)
+    json.dumps(content)  # before a file of an older model is replaced
+    pickled = dumps(trained.model) if why is not None else b""
+    buffers = passing_buffers(trained.module)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {
+        WEIGHTS: _place(folder / WEIGHTS, functools.partial(_save_weights, trained.module)),
+        HISTORY: _place(folder / HISTORY, trained.history.save),
+    }
+    if buffers:
+        files[BUFFERS] = _place(folder / BUFFERS, functools.partial(save_buffers, buffers))
+    if why is not None:
+        files[PICKLE] = _place(folder / PICKLE, lambda draft: draft.write_bytes(pickled))
+        logger.warning(
+            "%s: the model is saved as a pickle, which sparkdl.load opens with trust=True only, or "
+            "with model=make_model: %s. %s",
+            folder / PICKLE,
+            why,
+            REMEDY,
+        )
+    for name in {PICKLE, BUFFERS} - files.keys():
+        (folder / name).unlink(missing_ok=True)
+    text = json.dumps({**content, "files": files}, indent=1) + "\n"
+    _place(folder / MODEL, lambda draft: draft.write_text(text))
+    return folder
+
+
+def content_of(trained: TrainedModel, recipe: dict[str, Any]) -> dict[str, Any]:
+    """``model.json``, but for its files."""
+    part = trained.signature.part
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "recipe": recipe,
+        "seed": trained.seed,
+        "columns": specs_to_json(trained.columns),
+        "features": list(trained.features),
+        "label": list(trained.label),
+        "fields": [asdict(field) for field in trained.fields],
+        "num_features": trained.num_features,
+        "float_dtype": trained.float_dtype,
+        "output": asdict(trained.output) if trained.output else None,
+        "judging": asdict(trained.judging),
+        "inputs": list(trained.signature.inputs),
+        "part": {"function": name_of(part, "given as output=")} if callable(part) else part,
+    }
+
+
+def _save_weights(module: nn.Module, draft: Path) -> None:
+    """A safetensors file. Raises :class:`ModelError` for what is no tensor."""
+    for name, value in module.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            raise ModelError(
+                f'state_dict() has "{name}", a {type(value).__name__}, and a safetensors file holds '
+                "tensors only: let get_extra_state() return a tensor, or register a buffer."
+            )
+    save_model(_apart(copy.deepcopy(module)) if _views(module) else module, str(draft))
+
+
+def _apart(module: nn.Module) -> nn.Module:
+    """``module``, changed: what is a part of another tensor has memory of its own."""
+    for tensor in _views(module):
+        tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return module
+
+
+def _views(module: nn.Module) -> list[torch.Tensor]:
+    """Its tensors that are part of another one, or one element many times; safetensors refuses them."""
+    tensors = (*module.parameters(), *module.buffers())
+    return [t for t in tensors if t.untyped_storage().nbytes() != t.nbytes]
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: Callable[[], nn.Module] | nn.Module | None = None,
+    loss: Callable[..., Any] | None = None,
+    trust: bool = False,
+) -> TrainedModel:
+    """Read what :func:`save` wrote, or the model of a checkpoint: of that folder, or the newest of a
+    folder of checkpoints.
+
+    ``model``: the module or the callable that builds it, instead of the saved recipe; it is called with
+    seeded random numbers, as in ``fit``. ``loss``: for ``evaluate``, which a saved model does not hold.
+    ``trust``: allow the folder to run code of its own choice (its pickle, or any function that it
+    names). Without it only ``torch.nn.Module`` classes and functions annotated ``-> torch.nn.Module``
+    are called. Links in the folder are not followed. Raises :class:`sparkdl.TrustError`,
+    :class:`sparkdl.ModelError` for files that are damaged or do not fit,
+    :class:`sparkdl.CheckpointError`, FileNotFoundError.
+    """
+    if is_uri(path) or holds_checkpoints(Path(path)):
+        from sparkdl.infer.checkpoint_model import load_checkpoint
+
+        return load_checkpoint(path, model, loss, trust)
+    folder = path_here(path)
+    saved = Saved.read(folder)
+    columns, signature = columns_of(saved, trust), signature_of(saved, trust)
+    history = _history(saved)
+    build = model if model is not None else read_recipe(saved, trust)
+    module = built(build, saved)
+    try:
+        with mappable(folder / WEIGHTS) as file:
+            saved.compare(file, WEIGHTS)
+            if model is None:
+                take_dtypes(module, file)
+            safetensors.torch.load_model(_apart(module), file)
+        if BUFFERS in saved.told.files:
+            with mappable(folder / BUFFERS) as file:
+                saved.compare(file, BUFFERS)
+                load_buffers(module, file, folder)
+    except ModelError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the weights in {folder} do not fit the model: {error}") from error
+    return TrainedModel(
+        module=module.eval(),
+        model=build,
+        loss=loss,
+        features=saved.told.features,
+        label=saved.told.label,
+        columns=columns,
+        fields=saved.told.fields,
+        num_features=saved.told.num_features,
+        float_dtype=saved.told.float_dtype,
+        output=saved.told.output,
+        signature=signature,
+        history=history,
+        seed=saved.told.seed,
+        judging=saved.told.judging,
+    )
+
+
+def columns_of(saved: Saved, trust: bool) -> Specs:
+    """How columns become tensors; a function that the folder names is imported with trust only."""
+    found: dict[str, Any] = {}
+    folder = saved.folder
+    try:
+        specs = specs_from_json(saved.content.get("columns", {}))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(f"{folder}/{MODEL} is damaged: columns: {error}") from error
+    for name, spec in specs.items():
+        if isinstance(spec, NamedFunction):
+            if not trust:
+                raise TrustError(
+                    f'{folder} names the function "{spec.name}" for the column "{name}". Pass '
+                    "trust=True if you trust the folder to run it."
+                )
+            spec = Convert(spec.load())
+        found[name] = spec
+    return found
+
+
+def signature_of(saved: Saved, trust: bool) -> Signature:
+    """How the module is called, and what is its output; a function that the folder names is imported
+    with trust only."""
+    folder, part = saved.folder, saved.content.get("part")
+    if isinstance(part, dict) and isinstance(part.get("function"), str):
+        if not trust:
+            raise TrustError(
+                f'{folder} names the function "{part["function"]}" for what the output is. Pass '
+                "trust=True if you trust the folder to run it."
+            )
+        part = NamedFunction(name=part["function"]).load()
+    elif problems_of_part(part):
+        raise ModelError(f"{folder}/{MODEL} is damaged: part is a {type(part).__name__}.")
+    return Signature(saved.told.inputs, part)
+
+
+def built(build: Any, saved: Saved) -> nn.Module:
+    """The module to fill, in whatever way the saved arguments, or the given function, make it."""
+    if isinstance(build, nn.Module):
+        return plain(build)
+    folder = saved.folder
+    try:
+        with seeded(saved.told.seed):
+            module = build()
+    except Exception as error:
+        raise ModelError(
+            f"the model of {folder} cannot be built ({type(error).__name__}: {error}). Pass "
+            "model=make_model to build it yourself."
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise ModelError(
+            f"the model of {folder} is a {type(module).__name__}: it must be a torch.nn.Module."
+        )
+    return plain(module)
+
+
+def _history(saved: Saved) -> History:
+    try:
+        return History.from_json_bytes(saved.checked(HISTORY))
+    except ParameterError as error:
+        raise ModelError(f"{saved.folder}/{HISTORY}: {error}") from error
+
+
+def _place(path: Path, write: Callable[[Path], Any]) -> str:
+    """Let ``write`` make a file beside ``path`` and give it that name; its checksum.
+
+    What has the name already is replaced, a link too, and never written through.
+    """
+    draft = path.with_name(f".{path.stem}.{secrets.token_hex(8)}.part{path.suffix}")
+    try:
+        write(draft)
+        found = file_checksum(draft)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return found

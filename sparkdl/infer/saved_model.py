@@ -1,0 +1,126 @@
+"""``model.json`` of a saved model, and whether the files beside it are those that were saved."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparkdl.codec.files import MAX_JSON_BYTES, parse_json, read_plain
+from sparkdl.codec.records import from_plain
+from sparkdl.data.fields import Field
+from sparkdl.errors import ModelError
+from sparkdl.infer.output import Output
+from sparkdl.metrics.named import Judging
+
+FORMAT = "sparkdl-model"
+VERSION = 1
+MODEL, WEIGHTS, HISTORY = "model.json", "model.safetensors", "history.json"
+PICKLE = "recipe.pkl"
+BUFFERS = "buffers.safetensors"
+"""Buffers that are not in the state_dict (``persistent=False``); only where there are such."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What ``model.json`` tells beside recipe and columns; ``files``: name -> checksum; ``seed``: under
+    which the module is built."""
+
+    features: tuple[str, ...]
+    label: tuple[str, ...]
+    fields: tuple[Field, ...]
+    num_features: int
+    float_dtype: str
+    output: Output | None = None
+    inputs: tuple[str, ...] = ()
+    files: Mapping[str, str]
+    seed: int = 0
+    judging: Judging = field(default_factory=Judging)
+
+    def check(self) -> None:
+        """Raise ValueError for what was never saved."""
+        dtypes = [self.float_dtype, *(field.dtype for field in self.fields)]
+        for dtype in [*dtypes, *([self.output.dtype] if self.output else [])]:
+            if not isinstance(getattr(torch, dtype, None), torch.dtype):
+                raise ValueError(f"there is no dtype {dtype!r}")
+        shapes = [field.shape for field in self.fields] + (
+            [self.output.shape] if self.output else []
+        )
+        if any(not 0 <= length < 2**63 for shape in shapes for length in shape):
+            raise ValueError("a shape has a length that none has")
+        if self.seed < 0:
+            raise ValueError(f"the seed is {self.seed}")
+        if not 0 <= self.num_features <= len(self.fields):
+            raise ValueError(f"num_features is {self.num_features}")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The folder of a saved model, all of its ``model.json``, and what was found right in that."""
+
+    folder: Path
+    content: dict[str, Any]
+    told: Told
+
+    @staticmethod
+    def read(folder: Path) -> Saved:
+        """Raises :class:`sparkdl.ModelError`, and FileNotFoundError where there is no model."""
+        content = _content(folder)
+        try:
+            told: Told = from_plain(content, Told)
+            told.check()
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ModelError(f"{folder}/{MODEL} is damaged: {error}.") from error
+        return Saved(folder, content, told)
+
+    def checked(self, name: str) -> bytes:
+        """The bytes of a file. Raises ModelError where it is not the one that was saved."""
+        path = self.folder / name
+        try:
+            data = read_plain(path)
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {_reason(error)}.") from error
+        self._compare(name, hashlib.sha256(data).hexdigest())
+        return data
+
+    def compare(self, path: str, name: str) -> None:
+        """Raise ModelError where the file at ``path`` is not the one that was saved as ``name``."""
+        self._compare(name, file_checksum(path))
+
+    def _compare(self, name: str, checksum: str) -> None:
+        if checksum != self.told.files.get(name):
+            raise ModelError(
+                f"{self.folder / name} is not the file that was saved (checksum differs)."
+            )
+
+
+def file_checksum(path: str | os.PathLike[str]) -> str:
+    """SHA-256 of a file, read piece by piece, in hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    """``model.json``, as far as it is one."""
+    try:
+        content = parse_json(read_plain(folder / MODEL, MAX_JSON_BYTES))
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"{folder} holds no sparkdl model (no {MODEL} in it).") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder}/{MODEL} cannot be read: {_reason(error)}.") from error
+    found = content if isinstance(content, dict) else {}
+    if found.get("format") != FORMAT or found.get("version") != VERSION:
+        raise ModelError(
+            f"{folder}/{MODEL} is not a {FORMAT} of version {VERSION} "
+            f"(format {found.get('format')!r}, version {found.get('version')!r})."
+        )
+    return found
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -1,0 +1,206 @@
+"""How a saved model says what builds its module: by name, or by a pickle."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import json
+import pickle
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparkdl.codec.safe import decode, encode
+from sparkdl.errors import ModelError, TrustError
+from sparkdl.infer.saved_model import MODEL, PICKLE, Saved
+
+REMEDY = (
+    "A class or function of a module that can be imported, or a partial of one with plain values, is "
+    "built by its name."
+)
+
+
+class WithoutName(ValueError):
+    """What builds the module cannot be told by name; the message says why, to go after a colon."""
+
+
+def recipe_by_name(model: Any) -> dict[str, Any]:
+    """The recipe as an import path and arguments, in JSON. Raises :class:`WithoutName`.
+
+    Arguments are numbers, text, None, dtypes, classes and functions with a name, and lists, tuples and
+    dicts of these.
+    """
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    while isinstance(model, functools.partial):
+        args, kwargs, model = [*model.args, *args], {**model.keywords, **kwargs}, model.func
+    name = _name_of(model)
+    if _is_json([args, kwargs]):
+        return {"kind": "name", "name": name, "args": args, "kwargs": kwargs}
+    try:
+        encoded_args = [
+            encode(value, f"its argument {i}", leaf=_leaf) for i, value in enumerate(args, 1)
+        ]
+        encoded = {
+            key: encode(value, f'its argument "{key}"', leaf=_leaf) for key, value in kwargs.items()
+        }
+    except (TypeError, RecursionError) as error:
+        raise WithoutName(str(error)) from None
+    return {"kind": "name", "name": name, "args": encoded_args, "kwargs": encoded, "encoded": True}
+
+
+def _name_of(thing: Any) -> str:
+    """``module:name`` of a class or a function. Raises :class:`WithoutName`."""
+    if isinstance(thing, nn.Module):
+        raise WithoutName("it is a module, not a function that builds one")
+    if not isinstance(thing, (type, types.FunctionType)):
+        raise WithoutName(f"it is a {type(thing).__name__}, not a class or a function")
+    module, name = thing.__module__, thing.__qualname__
+    if "<lambda>" in name:
+        raise WithoutName("it is a lambda")
+    if "<" in name:
+        raise WithoutName(f'"{thing.__name__}" is defined inside a function')
+    if not module or module == "__main__":
+        raise WithoutName(f'"{name}" is defined in the program or notebook itself')
+    try:
+        found = _resolve(module, name)
+    except (ImportError, AttributeError) as error:
+        raise WithoutName(f'"{module}:{name}" cannot be imported ({error})') from None
+    if found is not thing:
+        raise WithoutName(f'"{module}:{name}" means something else by now')
+    return f"{module}:{name}"
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON gives it back as it is."""
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def _leaf(value: Any, where: str) -> dict[str, str]:
+    """An argument that is no plain value, as JSON."""
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, (type, types.FunctionType)):
+        try:
+            return {"name": _name_of(value)}
+        except WithoutName as error:
+            raise TypeError(f"{where} cannot be named: {error}") from None
+    raise TypeError(f"{where} is a {type(value).__name__}")
+
+
+def read_recipe(saved: Saved, trust: bool) -> Any:
+    """The callable that builds the module, or the module itself.
+
+    Raises :class:`sparkdl.TrustError` and :class:`sparkdl.ModelError`.
+    """
+    folder, told = saved.folder, saved.content.get("recipe")
+    recipe: dict[str, Any] = told if isinstance(told, dict) else {}
+    if recipe.get("kind") == "pickle":
+        if not trust:
+            raise TrustError(
+                f"{folder} holds its model as a pickle, which can run any code when opened. Pass "
+                "model=make_model to build the module yourself, or trust=True if you trust the file."
+            )
+        data = saved.checked(PICKLE)
+        try:
+            return pickle.loads(data)
+        except Exception as error:
+            raise ModelError(
+                f"{folder}/{PICKLE} cannot be opened ({type(error).__name__}: {error}). It needs the "
+                "modules and versions that it was saved with; or pass model=make_model."
+            ) from error
+    if recipe.get("kind") == "none":
+        raise ModelError(
+            f"{folder} does not say how its model is built: {recipe.get('why')}. Pass "
+            "model=make_model to build the module yourself."
+        )
+    if recipe.get("kind") != "name" or not _is_named(recipe):
+        raise ModelError(f"{folder}/{MODEL} is damaged: it holds no recipe.")
+    build = _named(saved, recipe["name"], trust)
+    args, kwargs = recipe["args"], recipe["kwargs"]
+    if recipe.get("encoded"):
+        try:
+            args = [decode(value, {}, _reader(saved, trust)) for value in args]
+            kwargs = {
+                key: decode(value, {}, _reader(saved, trust)) for key, value in kwargs.items()
+            }
+        except (TrustError, ModelError):
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ModelError(
+                f"{folder}/{MODEL} is damaged: the arguments of its recipe: {error}."
+            ) from error
+    return functools.partial(build, *args, **kwargs)
+
+
+def _named(saved: Saved, told: str, trust: bool) -> Any:
+    """The class or function of that name. Raises as :func:`read_recipe` does."""
+    module, _, name = told.partition(":")
+    try:
+        found = _resolve(module, name)
+    except Exception as error:  # whatever the module raises that is imported
+        raise ModelError(
+            f'{saved.folder} names the model "{told}", which cannot be imported ({error}). Put '
+            "it on the Python path, or pass model=make_model."
+        ) from None
+    if not trust and not _vouched_for(found):
+        raise TrustError(
+            f'{saved.folder} names "{told}", which is no module class, nor a function of your '
+            'own that is annotated "-> torch.nn.Module". Annotate it, pass model=make_model, or '
+            "pass trust=True."
+        )
+    return found
+
+
+def _reader(saved: Saved, trust: bool) -> Callable[[Any], Any]:
+    """Of the content that :func:`_leaf` gave."""
+
+    def read(content: Mapping[str, str]) -> Any:
+        ((kind, text),) = content.items()
+        if kind == "name":
+            return _named(saved, text, trust)
+        dtype = getattr(torch, text) if kind == "dtype" else None
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"there is no {kind} {text!r}")
+        return dtype
+
+    return read
+
+
+def _is_named(recipe: dict[str, Any]) -> bool:
+    kinds = {"name": str, "args": list, "kwargs": dict}
+    return all(isinstance(recipe.get(name), kind) for name, kind in kinds.items())
+
+
+def _vouched_for(found: Any) -> bool:
+    """A module class, or a function that says of itself that it makes one.
+
+    Of torch only the classes of ``torch.nn``: some others (``torch.fx``) make a module from source
+    code in arguments.
+    """
+    torchs = str(getattr(found, "__module__", "")).split(".")[0] == "torch"
+    if isinstance(found, type):
+        return issubclass(found, nn.Module) and (
+            not torchs or found.__module__.startswith("torch.nn.")
+        )
+    if not isinstance(found, types.FunctionType) or torchs:
+        return False
+    try:
+        returned = inspect.signature(found, eval_str=True).return_annotation
+    except (NameError, TypeError, ValueError):
+        return False
+    return isinstance(returned, type) and issubclass(returned, nn.Module)
+
+
+def _resolve(module: str, name: str) -> Any:
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found

@@ -1,0 +1,226 @@
+"""The module in a worker: shipped once, loaded once a process, run in batches."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import pickle
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from pyspark import SparkContext, SparkFiles
+from pyspark.core.rdd import RDD
+from torch import nn
+
+from sparkdl.data.ragged import Rows, dense, model_inputs
+from sparkdl.errors import ModelError, UserError, cannot_travel
+from sparkdl.infer.output import in_rows
+from sparkdl.model.model_loss import called, is_model_loss
+from sparkdl.model.pickling import dumps
+from sparkdl.model.rebuilding import Rebuilt
+from sparkdl.model.signature import BY_POSITION, Signature, with_tensors
+from sparkdl.process.numerics import Numerics
+from sparkdl.replica.cache import task_device
+from sparkdl.replica.compute import to_tensors
+from sparkdl.replica.gpu_memory import kept_while_used
+from sparkdl.spark.broadcasts import BroadcastBytes
+from sparkdl.usercode import accompanied
+
+Dimensions = tuple[int | None, int | None]
+"""Of a batch's output, and of what is made of it."""
+INLINE_BYTES = 1 << 20
+MAX_LOADED = 2
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """What Spark Connect has in place of a broadcast: a file that a session sends to its server, from
+    where each executor fetches it. It goes with the session."""
+
+    name: str
+
+    @staticmethod
+    def of(data: bytes, name: str, session: Any) -> Artifact:
+        """``name``: of these bytes and no others, since a session replaces no file."""
+        with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
+            path = Path(folder, name)
+            path.write_bytes(data)
+            session.addArtifacts(path.as_uri(), file=True)
+        return Artifact(name)
+
+    @property
+    def value(self) -> bytes:
+        return Path(SparkFiles.get(self.name)).read_bytes()
+
+    def destroy(self) -> None:
+        """Nothing: a session cannot take a file back."""
+
+
+def sender_to(data: Any) -> Any:
+    """What sends a module to where a DataFrame or an RDD is: its SparkContext, or its session of Spark
+    Connect, which has none."""
+    if isinstance(data, RDD):
+        return data.ctx
+    return getattr(data.sparkSession, "_sc", data.sparkSession)
+
+
+@dataclass(frozen=True)
+class ShippedModule:
+    """A pickled module on its way to the workers: in the task, or apart from it where large; and
+    torch's settings of the driver."""
+
+    digest: str
+    inline: bytes | None
+    apart: BroadcastBytes | Artifact | None = None
+    sender: Any = None
+    numerics: Numerics = field(default_factory=Numerics.here)
+
+    def __getstate__(self) -> tuple[str, bytes | None, Any, Numerics]:
+        return self.digest, self.inline, self.apart, self.numerics
+
+    def __setstate__(self, state: tuple[str, bytes | None, Any, Numerics]) -> None:
+        for name, value in zip(("digest", "inline", "apart", "numerics"), state, strict=True):
+            object.__setattr__(self, name, value)
+
+    @staticmethod
+    def of(
+        module: nn.Module,
+        sender: Any,
+        before: ShippedModule | None = None,
+        model: Any = None,
+        seed: int = 0,
+    ) -> ShippedModule:
+        """``sender``: see :func:`sender_to`.
+
+        ``before``: shipped earlier; taken again where neither module nor settings have changed since.
+        ``model``: what built it, with ``seed``, and is shipped with its tensors where the module itself
+        cannot be pickled. Raises :class:`ModelError` where neither can be.
+        """
+        data = _pickled(module, model, seed)
+        digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+        known = before is not None and before.digest == digest and before.sender is sender
+        if before is not None and known and before.numerics == Numerics.here():
+            return before
+        if len(data) <= INLINE_BYTES:
+            return ShippedModule(digest, data, None, sender)
+        if isinstance(sender, SparkContext):
+            return ShippedModule(digest, None, BroadcastBytes.of(sender, [data]), sender)
+        artifact = Artifact.of(data, f"sparkdl-{digest}.module", sender)
+        return ShippedModule(digest, None, artifact, sender)
+
+    def destroy(self) -> None:
+        """Delete a broadcast, here and on the executors: nothing that uses it may come any more."""
+        if self.apart is not None:
+            self.apart.destroy()
+
+    def load(self) -> nn.Module:
+        """The module in evaluation mode on this task's device, from this process's cache where it is
+        there."""
+        self.numerics.use()
+        known = list(_loaded)  # a thread may let go of some
+        before = next((device for digest, device in known if digest == self.digest), None)
+        device = task_device(before)
+        key = self.digest, device
+        module = _loaded.get(key)
+        if module is None:
+            data = self.inline if self.apart is None else self.apart.value
+            assert data is not None
+            module = _loaded[key] = pickle.loads(data).eval().to(device)
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+            while len(_loaded) > MAX_LOADED:
+                _loaded.popitem(last=False)
+        _loaded[key] = module  # also where it was let go of meanwhile
+        _loaded.move_to_end(key)
+        if device.type == "cuda":
+            _on_gpus.used()
+        return module
+
+
+def _pickled(module: nn.Module, model: Any, seed: int) -> bytes:
+    try:
+        return dumps(accompanied(module))
+    except Exception as error:
+        if isinstance(model, nn.Module) or not callable(model):
+            remedy = "Load it with model=make_model, a function that builds the module."
+            raise ModelError(cannot_travel("the module", error, remedy)) from None
+    return dumps(accompanied(Rebuilt.of(module, model, seed)))
+
+
+_loaded: OrderedDict[tuple[str, torch.device], nn.Module] = OrderedDict()
+_on_gpus = kept_while_used(_loaded.clear)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where its parameters and buffers are; the CPU where it has none."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[nn.Module]:
+    """The module in evaluation mode and without gradients inside the block. Not in inference mode:
+    what a model keeps of its passes would be of no use in training afterwards."""
+    was_training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield module
+    finally:
+        module.train(was_training)
+
+
+def run_batches(
+    module: nn.Module,
+    arrays: Sequence[Rows],
+    batch_size: int,
+    finish: Callable[[Any], Any] | None = None,
+    dimensions: Dimensions = (None, None),
+    signature: Signature = BY_POSITION,
+    own: tuple[Any, Sequence[Rows]] = (None, ()),
+) -> Iterator[tuple[Any, slice]]:
+    """The module's output, and which rows it is for, batch by batch.
+
+    ``arrays``: one a feature. Rows of varying length are padded batch by batch, and their lengths
+    follow them where their :class:`sparkdl.data.ragged.Padding` says so. ``finish``: is given what
+    the model puts out on the CPU. ``dimensions``: of the model's output and of what ``finish`` makes of
+    it, see :func:`sparkdl.infer.output.in_rows`. ``signature``: how the model is called, and what is
+    its output. ``own``: the loss, and arrays of labels for a model that computes it itself. Raises
+    :class:`ModelError` where the model fails.
+    """
+    device = device_of(module)
+    for start in range(0, len(arrays[0]), batch_size):
+        rows = slice(start, start + batch_size)
+        inputs = to_tensors(model_inputs([array[rows] for array in arrays]), device)
+        count, (loss, labels) = len(inputs[0]), own
+        targets = []
+        if is_model_loss(loss):
+            targets = to_tensors(dense([label[rows] for label in labels]), device)
+        with evaluating(module):
+            try:
+                returned = called(loss, signature.bound(module), inputs, targets)
+                output = in_rows(signature.output(returned), count, dimensions[0])
+            except (torch.OutOfMemoryError, UserError):
+                raise
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                shapes = ", ".join(
+                    f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in inputs
+                )
+                raise ModelError(
+                    f"the model fails on a batch of {shapes}: {type(error).__name__}: "
+                    f"{str(error).rstrip('. ')}. Give columns of the shapes and types that it was "
+                    "trained on."
+                ) from error
+            result = in_rows(finish(_on_cpu(output)), count, dimensions[1]) if finish else output
+        yield result, rows  # out of the block: who goes on from here may want gradients
+
+
+def _on_cpu(output: Any) -> Any:
+    """All tensors of it: a user's function was tried with such."""
+    return with_tensors(output, torch.Tensor.cpu)

@@ -1,0 +1,309 @@
+"""What ``fit`` returns: the module, and ways to use it on DataFrames and RDDs."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pyspark.core.rdd import RDD
+from pyspark.sql import DataFrame
+from torch import nn
+
+from sparkdl.data.columns.base import Convert, Sequence, Specs
+from sparkdl.data.fields import Field
+from sparkdl.data.ragged import Rows
+from sparkdl.data.record_tasks import Names, feature_names, named
+from sparkdl.errors import DataError, ParameterError, raise_all
+from sparkdl.infer.evaluate import Evaluation, check_metrics, evaluate
+from sparkdl.infer.output import Output
+from sparkdl.infer.predict import Finish, PredictRecords, predict_dataframe
+from sparkdl.infer.shipped_module import ShippedModule, sender_to
+from sparkdl.infer.trial import Found, Trial, first_records_of, first_rows_of
+from sparkdl.loop.history import History
+from sparkdl.metrics.named import Judging, Metrics, resolve, suited
+from sparkdl.metrics.scorer import Scorer
+from sparkdl.model.loss import check_averages
+from sparkdl.model.model_loss import is_model_loss
+from sparkdl.model.signature import BY_POSITION, Part, Signature, problems_of_part
+from sparkdl.plain import plain
+from sparkdl.train.carried import KeptState
+from sparkdl.usercode import accompanied
+
+
+class TrainedModel:
+    """A trained module with the columns it was trained on.
+
+    ``module`` is a plain ``torch.nn.Module`` on the CPU, in evaluation mode; ``history`` the
+    training's :class:`sparkdl.History`. ``best`` has the weights of the best validation
+    (``Validation(best=...)``) and ``ema`` their moving average (``Trainer(ema=...)``), else None.
+    """
+
+    ema: TrainedModel | None = None
+    best: TrainedModel | None = None
+    optimizer_state: KeptState | None = None
+    """The state of every slice, with ``Trainer(keep_optimizer_state=True)`` and after each
+    ``partial_fit``; it is not saved."""
+
+    def __init__(
+        self,
+        *,
+        module: nn.Module,
+        model: Any,
+        loss: Callable[..., Any] | None,
+        features: tuple[str, ...],
+        label: tuple[str, ...],
+        fields: tuple[Field, ...],
+        num_features: int,
+        float_dtype: str,
+        output: Output | None,
+        history: History,
+        columns: Specs | None = None,
+        seed: int = 0,
+        judging: Judging | None = None,
+        signature: Signature = BY_POSITION,
+    ) -> None:
+        """``seed``: with which ``model`` is called. ``judging``: how an accuracy takes output and label
+        where there is no ``loss``."""
+        self.module = module
+        self.model = model
+        self.loss = loss
+        self.features = features
+        self.label = label
+        self.fields = fields
+        self.num_features = num_features
+        self.float_dtype = float_dtype
+        self.output = output
+        self.history = history
+        self.columns = dict(columns or {})
+        self.seed = seed
+        self._judging = judging
+        self.signature = signature
+        self._shipped: ShippedModule | None = None
+
+    @property
+    def judging(self) -> Judging:
+        """How an accuracy takes output and label: as the loss does."""
+        return (self._judging or Judging()) if self.loss is None else Judging.of(self.loss)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or what a pickle makes, ships for itself."""
+        return {**vars(self), "_shipped": None}
+
+    def transform(
+        self,
+        data: DataFrame,
+        prediction_col: str = "prediction",
+        batch_size: int = 1024,
+        postprocess: Callable[[Any], torch.Tensor] | None = None,
+        output: Part = None,
+    ) -> DataFrame:
+        """``data`` with the model's output as a column: a number, or (nested) arrays of numbers.
+
+        Lazy; only the feature columns travel to Python, as Arrow batches; works on a streaming
+        DataFrame. ``prediction_col``: a new name. ``postprocess`` maps a batch's output (rows, ...) to
+        what the column shall hold, such as ``partial(torch.argmax, dim=1)``; where it does not take the
+        rows that the model was trained on, the first two of ``data`` are looked at, by a job.
+        ``batch_size``: rows a forward pass. ``output``: which part of what the model returns is the
+        output, as ``Trainer.output``; None: that one.
+        """
+        _check_kind("transform", data, DataFrame, "a DataFrame", "For an RDD use predict.")
+        if not isinstance(prediction_col, str):
+            raise ParameterError(f"prediction_col={prediction_col!r}: give a column name.")
+        size = _batch_size(batch_size)
+
+        def first_rows() -> list[Rows] | None:
+            dtype, columns = self.float_dtype, self.columns
+            return first_rows_of(data, self.features, dtype, columns, self.fields)
+
+        signature = self._signature(output)
+        found, dimensions = self._found(signature, postprocess, first_rows)
+        return predict_dataframe(
+            data,
+            self._ship(data),
+            self.features,
+            found,
+            self.float_dtype,
+            prediction_col,
+            size,
+            postprocess,
+            self.columns,
+            self.fields,
+            dimensions,
+            signature,
+        )
+
+    def predict(
+        self,
+        records: RDD,
+        batch_size: int = 1024,
+        postprocess: Finish = None,
+        output: Part = None,
+    ) -> RDD:
+        """An RDD with one prediction (a number or an array) for each record, in the same order.
+
+        Records are features, ``(features, label)`` pairs, :class:`sparkdl.Sample`, or have the names
+        of the feature columns (a Row, say); a tuple of as many values as the model has inputs is
+        features. ``batch_size``, ``postprocess``, ``output``: see :meth:`transform`.
+        """
+        _check_kind("predict", records, RDD, "an RDD", "For a DataFrame use transform.")
+        signature = self._signature(output)
+        task = PredictRecords(
+            self._ship(records),
+            Names(self.features, inputs=self._keywords),
+            self.num_features,
+            self.float_dtype,
+            _batch_size(batch_size),
+            postprocess,
+            self._specs_of_records(self.num_features),
+            self.fields,
+            signature=signature,
+        )
+        first_rows = functools.partial(first_records_of, records, task)
+        _, dimensions = self._found(signature, postprocess, first_rows)
+        return records.mapPartitions(accompanied(replace(task, dimensions=dimensions)))
+
+    def evaluate(
+        self,
+        data: DataFrame | RDD,
+        metrics: Metrics = (),
+        batch_size: int = 1024,
+        output: Part = None,
+    ) -> dict[str, float]:
+        """``loss``, the mean over all samples, and each of ``metrics``, by name.
+
+        Computed on the executors in evaluation mode, ``batch_size`` rows a forward pass. A metric is a
+        name ("accuracy", "top@5", "mae", "mse", "auc", "hit_ratio@10", "ndcg@10"), a
+        :class:`sparkdl.Metric`, a ``torchmetrics.Metric``, or a pair (name, metric); see
+        docs/guide/metrics.md. ``output``: what of the returned value the metrics are of, as
+        ``Trainer.output``; None: that one, of which the loss always is. Raises
+        :class:`ParameterError` for a metric that does not go with the output or the label, and
+        :class:`ModelError` for a loss that adds up.
+        """
+        _check_kind("evaluate", data, (DataFrame, RDD), "a DataFrame or an RDD")
+        resolved = suited(resolve(metrics), self.loss, self._judging)
+        if self.loss is None and not resolved:
+            raise ParameterError(
+                "nothing to evaluate: a loaded model has no loss. Name metrics, or load it with "
+                "sparkdl.load(path, loss=...)."
+            )
+        if self.loss is not None:
+            check_averages(self.loss, "batches")
+        if resolved and len(self.label) != 1:
+            raise ParameterError(f"metrics need one label; the model has {len(self.label)}.")
+        check_metrics(resolved)
+        records = isinstance(data, RDD)
+        specs = self._specs_of_records(len(self.fields)) if records else self.columns
+        size, before = _batch_size(batch_size), self._shipped
+        module = ShippedModule.of(self.module, sender_to(data), before, self.model, self.seed)
+        part = self._signature(output).part
+        known = self.output if part == self.signature.part else None
+        scorer = Scorer(
+            self.loss,
+            resolved,
+            known.dimensions if known else None,
+            part=part,
+            loss_part=None if is_model_loss(self.loss) else self.signature.part,
+        )
+        try:
+            return evaluate(
+                data,
+                Evaluation(
+                    module,
+                    scorer,
+                    self.num_features,
+                    size,
+                    replace(self.signature, part=None),
+                    self._keywords,
+                ),
+                self.features,
+                self.label,
+                self.float_dtype,
+                specs,
+                self.fields,
+            )
+        finally:
+            if module is not before:
+                module.destroy()
+
+    def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
+        """Write the model into the folder ``path``: safetensors, JSON, and the recipe.
+
+        Where the recipe has no name it is written as a pickle, and a warning says why. Raises
+        FileExistsError where it holds a model, unless ``overwrite``.
+        """
+        from sparkdl.infer.persistence import save
+
+        return save(self, path, overwrite)
+
+    def _ship(self, data: DataFrame | RDD) -> ShippedModule:
+        """The module on its way to the workers, which stays there, since what uses it is lazy; a large
+        one is sent once, not at each call."""
+        self._shipped = ShippedModule.of(
+            self.module, sender_to(data), self._shipped, self.model, self.seed
+        )
+        return self._shipped
+
+    def _specs_of_records(self, count: int) -> Specs:
+        """:attr:`columns` of the first ``count`` fields, by the names which a record's fields have.
+        The images of records are arrays already.
+
+        Raises :class:`DataError` for a function, of which nobody knows whether it was applied.
+        """
+        labels = (None,) * (len(self.fields) - self.num_features)
+        names = feature_names(self.num_features) + [name for name, _ in named("label", labels)]
+        specs = {}
+        for field, name in zip(self.fields[:count], names, strict=False):
+            spec = self.columns.get(field.name)
+            if isinstance(spec, Convert):
+                raise DataError(
+                    f'columns["{field.name}"] is a sparkdl.Convert, which is for DataFrames, not for '
+                    "the records of an RDD: give transform or evaluate a DataFrame with this column."
+                )
+            if isinstance(spec, Sequence):
+                specs[name] = spec
+        return specs
+
+    @property
+    def _keywords(self) -> tuple[str, ...]:
+        """Of the features: those of the model's inputs that are no lengths."""
+        names, found = list(self.signature.inputs), []
+        for field in self.fields[: self.num_features] if names else ():
+            found.append(names.pop(0))
+            if field.padding is not None and field.padding.lengths:
+                names.pop(0)
+        return tuple(found)
+
+    def _signature(self, part: Part) -> Signature:
+        """How the module is called, and ``part`` of what it returns, where that is not None."""
+        raise_all(ParameterError, problems_of_part(part))
+        return self.signature if part is None else replace(self.signature, part=part)
+
+    def _found(
+        self, signature: Signature, postprocess: Finish, first_rows: Callable[[], list[Rows] | None]
+    ) -> Found:
+        """What the predictions hold. ``first_rows``: those of the data, which may be looked at."""
+        if postprocess is not None and not callable(postprocess):
+            raise ParameterError(f"postprocess is a {type(postprocess).__name__}: give a function.")
+        known = self.output if signature.part == self.signature.part else None
+        if known is not None and postprocess is None:
+            return known, (known.dimensions, known.dimensions)
+        trial = Trial(self.module, signature, postprocess)
+        return trial.run(known, self.fields[: self.num_features], first_rows)
+
+
+def _check_kind(method: str, data: Any, kind: Any, wanted: str, hint: str = "") -> None:
+    if not isinstance(data, kind):
+        found = f"{type(data).__module__}.{type(data).__qualname__}"
+        raise ParameterError(f"{method} takes {wanted}, not {found}. {hint}".rstrip())
+
+
+def _batch_size(value: int) -> int:
+    value = plain(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ParameterError(f"batch_size={value!r}: give a whole number of at least 1.")
+    return value

@@ -1,0 +1,117 @@
+"""From one state of a run to the next."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from sparkdl.engines.shuffle.traffic import most
+from sparkdl.errors import TrainingError
+from sparkdl.loop.engine import Iteration, StepResult
+from sparkdl.loop.history import History
+from sparkdl.loop.loss_scale import FIRST_SCALE, next_scale
+from sparkdl.loop.schedule import Schedule
+from sparkdl.loop.state import TrainState, expected
+from sparkdl.model.policy import Policy
+
+
+def first_state(policy: Policy) -> TrainState:
+    """Where a run begins."""
+    return TrainState(loss_scale=FIRST_SCALE if policy.scales_loss else 1.0)
+
+
+def before(state: TrainState, history: History) -> TrainState:
+    """The state before the last iteration of a run that goes on from ``state``, as far as its history
+    tells; of a run that begins ``state`` itself."""
+    if not state.iteration:
+        return state
+    iteration, ends = state.iteration - 1, state.position == 0
+    records = history.last(2)
+    told = records[0] if len(records) == 2 else {}
+    return replace(
+        state,
+        iteration=iteration,
+        epoch=max(0, state.epoch - ends),
+        position=(state.iterations_per_epoch if ends else state.position) - 1,
+        samples=told.get("samples", 0),
+        loss=told.get("loss", math.nan),
+        seconds=told.get("seconds", 0.0),
+        gradient_norm=told.get("gradient_norm"),
+        validations=tuple(v for v in state.validations if v.iteration <= iteration),
+    )
+
+
+def caught_up(schedule: Schedule, state: TrainState, history: History) -> TrainState:
+    """Bring a fresh ``schedule`` to where a run goes on; ``state`` with the rates of the last
+    iteration."""
+    if not state.iteration:
+        return state
+    previous = before(state, history)
+    schedule.catch_up(previous)
+    state = replace(state, learning_rates=schedule.learning_rates)
+    schedule.after(previous, state)
+    return state
+
+
+def next_iteration(state: TrainState, schedule: Schedule, histograms: bool) -> Iteration:
+    """What comes after ``state``."""
+    return Iteration(
+        index=state.iteration,
+        epoch=state.epoch,
+        batch=state.position,
+        hyperparameters=schedule.changes(),
+        description=describe(state),
+        loss_scale=state.loss_scale,
+        histograms=histograms,
+    )
+
+
+def advanced(
+    state: TrainState,
+    result: StepResult,
+    policy: Policy,
+    learning_rates: tuple[float, ...],
+    seconds: float,
+) -> TrainState:
+    """The state after a committed iteration.
+
+    Raises :class:`sparkdl.TrainingError` for a gradient that is not finite, unless it is the loss
+    scale's to mend or the policy is to skip it.
+    """
+    skipped = bool(result.not_finite)
+    if skipped and policy.on_nan == "raise" and state.loss_scale == 1.0:
+        raise TrainingError(_not_finite(state, result, policy))
+    scale, age = state.loss_scale, 0
+    if policy.scales_loss:
+        scale, age = next_scale(state.loss_scale, state.loss_scale_age, skipped)
+    return replace(
+        expected(state),
+        samples=state.samples + result.samples,
+        loss=result.loss,
+        learning_rates=learning_rates,
+        seconds=seconds,
+        gradient_norm=result.gradient_norm,
+        skipped=state.skipped + skipped,
+        loss_scale=scale,
+        loss_scale_age=age,
+        timings=result.seconds,
+        bytes_sent=most(result.traffic),
+        histograms=result.histograms,
+    )
+
+
+def _not_finite(state: TrainState, result: StepResult, policy: Policy) -> str:
+    found = "; ".join(f"{what} in replica {m}" for m, what in result.not_finite.items())
+    remedy = 'Lower the learning rate, clip with clip_norm=1.0, or pass on_nan="skip".'
+    if policy.wire == "fp16":
+        remedy = 'fp16 ends at 65,504: use wire="bf16". Else: ' + remedy[0].lower() + remedy[1:]
+    return (
+        f"iteration {state.iteration + 1}, epoch {state.epoch + 1}: not finite: {found} "
+        f"(mean loss {result.loss:.4g}). {remedy}"
+    )
+
+
+def describe(state: TrainState) -> str:
+    """What the Spark UI shows for the coming iteration."""
+    text = f"sparkdl: epoch {state.epoch + 1} · iteration {state.iteration + 1}"
+    return text if state.iteration == 0 else f"{text} · loss {state.loss:.4g}"

@@ -1,0 +1,220 @@
+"""What every engine offers the loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from sparkdl.codec.packed import ByParameter
+from sparkdl.data.batches import Assembly
+from sparkdl.data.epoch import EpochPlan
+from sparkdl.data.samples import SampleSet
+from sparkdl.engines.shuffle.compression_tasks import ReadResiduals
+from sparkdl.engines.shuffle.messages import ReplicaReport, SliceReport
+from sparkdl.engines.shuffle.traffic import NodeBytes
+from sparkdl.metrics.scorer import Scorer
+from sparkdl.model.flat import Layout
+from sparkdl.slices.histogram import Histogram
+from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.state import SliceState
+from sparkdl.slices.update import EMA
+
+ReadState = Callable[[SlicePlan, torch.dtype], SliceState]
+"""Gives the state of a slice from elsewhere: a checkpoint, an earlier run. Runs in tasks."""
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What the loop asks of an engine: iteration ``index`` is global batch ``batch`` of ``epoch``
+    (all from 0). ``hyperparameters``: a schedule's values, one mapping a parameter group.
+    ``description``: for the Spark UI. ``histograms``: whether they are wanted."""
+
+    index: int
+    epoch: int
+    batch: int
+    hyperparameters: tuple[Mapping[str, Any], ...] | None
+    description: str
+    loss_scale: float = 1.0
+    histograms: bool = False
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """``loss``: the mean over the global batch. ``seconds``: by activity, the slowest task's.
+
+    ``not_finite``: for each replica whose loss or gradient was inf or NaN, what it was; the update
+    was then left out. ``gradient_norm``: before clipping, where the norm is clipped. ``traffic``: for
+    each node, by its token, the bytes of gradients and weights that left it and arrived there.
+    ``ended``: when (``time.monotonic``), where it was not just now.
+    """
+
+    loss: float
+    samples: int
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    not_finite: Mapping[int, str] = field(default_factory=dict)
+    gradient_norm: float | None = None
+    histograms: Mapping[str, Histogram] | None = None
+    traffic: Mapping[str, NodeBytes] = field(default_factory=dict)
+    ended: float | None = None
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """Validation samples in place, and how to score them."""
+
+    samples: SampleSet
+    scorer: Scorer
+    assembly: Assembly
+    batch_size: int
+
+
+CURRENT, AVERAGE, BEST = "current", "average", "best"
+"""Which weights: those of the last iteration, their moving average, those that were kept."""
+
+
+def weights_of(state: SliceState, which: str) -> torch.Tensor:
+    """A slice's weights, or their moving average; not a copy where that can be."""
+    average = state.arrays.get(EMA) if which == AVERAGE else None
+    if average is None:
+        return state.weights
+    return torch.cat([average, state.weights[len(average) :]])
+
+
+@dataclass(frozen=True)
+class Uses:
+    """What is to be done with a state: ``use(index, plan, state)`` of every slice, of these weights;
+    ``residuals(replica, kept)`` of every replica that keeps something."""
+
+    states: tuple[tuple[Callable[[int, SlicePlan, SliceState], Any], str], ...]
+    residuals: Callable[[int, ByParameter], Any]
+
+
+@dataclass(frozen=True)
+class Used:
+    """The results, for each of :attr:`Uses.states` in the order of the slices; those of residuals."""
+
+    states: tuple[list[Any], ...]
+    residuals: list[Any]
+
+
+class Later(Protocol):
+    """Uses of the state as it was, under way while training goes on."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether all are done, as far as is known."""
+
+    def used(self) -> Used | None:
+        """Wait for the results; None where the state was lost before. Raises what a use raised."""
+
+
+class Engine(Protocol):
+    """Runs iterations. What it holds in Spark belongs to the fit's ``Resources``."""
+
+    plan: EpochPlan
+
+    @property
+    def begins_ahead(self) -> bool:
+        """Whether it begins iterations that :meth:`step` is told will follow."""
+
+    def start(
+        self,
+        read: ReadState | None = None,
+        reported: tuple[type[Exception], ...] = (),
+        which: str = CURRENT,
+    ) -> None:
+        """Write version 0 of the state: the recipe's, or what ``read`` gives; or the weights that
+        are kept as the best.
+
+        Raises the first of ``reported`` that ``read`` raised in a task.
+        """
+
+    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> StepResult:
+        """Run and commit an iteration. ``then``: what :meth:`step` is called with next, while nothing
+        else is asked for that concerns the state: these may be begun."""
+
+    def score(self, validation: ValidationSet) -> list[Any]:
+        """The scorer's states, of all partitions merged, with the weights as they stand."""
+
+    def keep_best(self) -> None:
+        """Keep a copy of the weights as they stand, instead of the one before."""
+
+    def weights(self, which: str = CURRENT) -> torch.Tensor:
+        """A flat vector, brought to the driver."""
+
+    def with_states(
+        self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
+    ) -> list[Any]:
+        """``use(index, plan, state)`` of every slice, run where it lies; the results in order."""
+
+    def start_residuals(
+        self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
+    ) -> None:
+        """Let every replica keep what ``read`` gives, as if its last iteration had left it.
+
+        Raises the first of ``reported`` that ``read`` raised in a task.
+        """
+
+    def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
+        """``use(replica, kept)`` of every replica that keeps something between iterations, run where
+        it lies; the results in order."""
+
+
+class Lasting(Engine, Protocol):
+    """One that a run is made with: what it loses it brings back, or has nothing to lose."""
+
+    recoveries: int
+    """How often a state that was lost has been brought back."""
+
+
+def summarize(
+    replicas: Sequence[ReplicaReport],
+    slices: Sequence[SliceReport],
+    layout: Layout,
+    seconds: Mapping[str, float],
+    traffic: Mapping[str, NodeBytes] | None = None,
+) -> StepResult:
+    """The result of a step from the reports of its replicas and slices."""
+    ordered = sorted(replicas, key=lambda report: report.replica)
+    total = sum(report.weight for report in ordered)
+    loss = sum(report.loss * report.weight for report in ordered if report.weight)
+    return StepResult(
+        loss=loss / total if total else math.nan,
+        samples=sum(report.count for report in ordered),
+        seconds=seconds,
+        not_finite={r.replica: r.not_finite for r in ordered if r.not_finite},
+        gradient_norm=next((s.norm for s in slices if s.norm is not None), None),
+        histograms=_joined(slices, layout),
+        traffic=traffic or {},
+    )
+
+
+def _joined(slices: Sequence[SliceReport], layout: Layout) -> dict[str, Histogram] | None:
+    """Histograms by "weights/NAME" and "gradients/NAME", over all slices."""
+    parts: dict[str, list[Histogram]] = {}
+    for report in slices:
+        for (what, number), histogram in report.histograms.items():
+            parts.setdefault(f"{what}/{layout.segments[number].name}", []).append(histogram)
+    return {name: Histogram.join(many) for name, many in parts.items()} or None
+
+
+def slowest(many: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """For each activity the largest number of seconds."""
+    result: dict[str, float] = {}
+    for seconds in many:
+        for activity, value in seconds.items():
+            result[activity] = max(value, result.get(activity, 0.0))
+    return result
+
+
+def summed(many: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """For each activity the seconds of all together."""
+    result: dict[str, float] = {}
+    for seconds in many:
+        for activity, value in seconds.items():
+            result[activity] = result.get(activity, 0.0) + value
+    return result

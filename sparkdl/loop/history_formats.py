@@ -1,0 +1,123 @@
+"""The content of a history as JSON and as CSV.
+
+``content`` is ``{"iterations": [record, ...], "epochs": [...], "validations": [record, ...],
+"timings": {activity: [seconds or None, ...]}, "start": {...}, "stopped": why or None}``, of plain
+values.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from sparkdl.codec.files import parse_json
+from sparkdl.errors import ParameterError
+
+KINDS = {  # the keys of a record in their order -> type of the values
+    "iteration": int,
+    "epoch": int,
+    "loss": float,
+    "learning_rate": float,
+    "samples": int,
+    "seconds": float,
+    "gradient_norm": float,
+    "loss_scale": float,
+    "skipped": bool,
+    "bytes_sent": int,
+}
+_TIMING, _METRIC = "timings/", "validation/"
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write a file in the format of its suffix."""
+    text = to_csv(content) if _is_csv(path) else to_json(content, indent=1) + "\n"
+    path.write_text(text, encoding="utf-8", newline="")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a file in the format of its suffix."""
+    if not _is_csv(path):
+        return from_json(path.read_bytes(), str(path))
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return from_csv(file.read())
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise ParameterError(f"{path} holds no history ({error}).") from error
+
+
+def to_json(content: dict[str, Any], indent: int | None = None) -> str:
+    """Floats as their shortest exact decimals; NaN and Infinity as Python's json writes them."""
+    separators = (",", ":") if indent is None else None
+    return json.dumps(content, indent=indent, separators=separators)
+
+
+def from_json(data: bytes, where: str = "it") -> dict[str, Any]:
+    """The content of :func:`to_json`'s text. Raises ParameterError where there is none; ``where``: what
+    it calls the text."""
+    try:
+        content = parse_json(data)
+    except ValueError as error:
+        raise ParameterError(f"{where} holds no history ({error}).") from error
+    if not isinstance(content, dict):
+        raise ParameterError(f"{where} holds no history.")
+    return content
+
+
+def to_csv(content: dict[str, Any]) -> str:
+    """A header and one row an iteration; what was not measured is empty."""
+    validated: dict[int, dict[str, float]] = {}
+    for record in content["validations"]:
+        validated.setdefault(record["iteration"], {}).update(record["metrics"])
+    metrics = list(dict.fromkeys(name for found in validated.values() for name in found))
+    timings = content["timings"]
+    file = io.StringIO()
+    writer = csv.writer(file)
+    writer.writerow(
+        [*KINDS, *(_TIMING + name for name in timings), *(_METRIC + m for m in metrics)]
+    )
+    for i, row in enumerate(content["iterations"]):
+        found = validated.get(row["iteration"], {})
+        seconds = [column[i] for column in timings.values()]
+        writer.writerow([*row.values(), *seconds, *(found.get(name) for name in metrics)])
+    return file.getvalue()
+
+
+def from_csv(text: str) -> dict[str, Any]:
+    """The content of :func:`to_csv`'s table, as far as the table holds it."""
+    reader = csv.DictReader(io.StringIO(text))
+    names = reader.fieldnames or []
+    rows: list[dict[str, Any]] = []
+    validations = []
+    timings: dict[str, list[float | None]] = {
+        name.removeprefix(_TIMING): [] for name in names if name.startswith(_TIMING)
+    }
+    for line in reader:
+        row = {name: _value(kind, line.get(name) or "") for name, kind in KINDS.items()}
+        rows.append(row)
+        for name, column in timings.items():
+            column.append(_value(float, line[_TIMING + name]))
+        metrics = {
+            name.removeprefix(_METRIC): float(line[name])
+            for name in names
+            if name.startswith(_METRIC) and line[name]
+        }
+        if metrics:
+            where = {"iteration": row["iteration"], "epoch": row["epoch"]}
+            validations.append({**where, "metrics": metrics})
+    return {"iterations": rows, "timings": timings, "validations": validations}
+
+
+def _value(kind: type, text: str) -> Any:
+    if text == "":
+        return None
+    return text == "True" if kind is bool else kind(text)
+
+
+def _is_csv(path: Path) -> bool:
+    suffix = path.suffix.lower()
+    if suffix not in (".csv", ".json"):
+        raise ParameterError(f'history file "{path}": end its name in .json or .csv.')
+    return suffix == ".csv"

@@ -1,0 +1,100 @@
+"""Which iteration comes next, and which will surely follow it.
+
+An engine whose ranks wait for the driver between two iterations can be asked for several at once. They
+are known beforehand where the stop, the stages, the histograms, the learning rates and the loss scale
+follow from counters, and from validations that have been.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from sparkdl.loop.advance import describe, next_iteration
+from sparkdl.loop.engine import Iteration
+from sparkdl.loop.schedule import Schedule
+from sparkdl.loop.state import TrainState, expected
+from sparkdl.loop.trigger import Both, Either, Not, Trigger
+from sparkdl.loop.triggers import Every, EveryEpoch, MaxEpoch, MaxIteration, MaxScore, Plateau
+
+if TYPE_CHECKING:
+    from sparkdl.train.trainer import Trainer
+
+MOST, SECONDS = 8, 0.25
+"""How many iterations are foreseen, and no more than take so long, but one."""
+_KNOWN = (Every, EveryEpoch, MaxEpoch, MaxIteration, MaxScore, Plateau)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """An iteration and its learning rates."""
+
+    iteration: Iteration
+    learning_rates: tuple[float, ...]
+
+
+class Foresight:
+    """``between``: triggers of what is done between iterations beside the stop. ``schedule`` stands at
+    ``state``. ``ahead``: whether anything is to be foreseen."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        between: Sequence[Trigger],
+        schedule: Schedule,
+        state: TrainState,
+        ahead: bool = True,
+    ) -> None:
+        self._between, self._schedule = [trainer.stop, *between], schedule
+        self._wants_histograms, histograms = trainer.wants_histograms, trainer.histograms
+        asked = [*self._between, *([] if histograms is None else [histograms])]
+        self._sees = ahead and not trainer.policy.scales_loss and all(map(foreseeable, asked))
+        self._at = state
+        self._coming: deque[Planned] = deque()
+
+    def plan(
+        self, previous: TrainState, state: TrainState
+    ) -> tuple[Planned, tuple[Iteration, ...]]:
+        """The iteration that begins at ``state``, which came after ``previous``; those after it, as far
+        as they are foreseen."""
+        if not self._coming:
+            self._add(previous, state)
+        now = self._coming.popleft()
+        told = replace(now.iteration, description=describe(state))  # the loss was not known then
+        if self._sees and len(self._coming) <= MOST // 2:
+            self._look_ahead(state)
+        return replace(now, iteration=told), tuple(planned.iteration for planned in self._coming)
+
+    def cut(self) -> bool:
+        """Foresee nothing more. Returns whether all that was foreseen has been planned."""
+        self._sees = False
+        return not self._coming
+
+    def _look_ahead(self, state: TrainState) -> None:
+        seconds = state.timings.get("iteration", SECONDS)
+        many = max(1, min(MOST, int(SECONDS / seconds) if seconds else MOST))
+        while len(self._coming) < many:
+            coming = expected(self._at)
+            if any(trigger(self._at, coming) for trigger in self._between):
+                return
+            self._add(self._at, coming)
+
+    def _add(self, previous: TrainState, state: TrainState) -> None:
+        """The iteration that begins at ``state``."""
+        self._schedule.after(self._at, state)
+        self._at = state
+        histograms = self._wants_histograms(previous, state)
+        iteration = next_iteration(state, self._schedule, histograms)
+        self._coming.append(Planned(iteration, self._schedule.learning_rates))
+
+
+def foreseeable(trigger: Trigger) -> bool:
+    """Whether it looks at nothing but counters and validations. Of a trigger of a user's own, also one
+    that is derived from ours, nobody knows."""
+    if isinstance(trigger, Both | Either):
+        return foreseeable(trigger.left) and foreseeable(trigger.right)
+    if isinstance(trigger, Not):
+        return foreseeable(trigger.trigger)
+    return type(trigger) in _KNOWN

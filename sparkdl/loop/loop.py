@@ -1,0 +1,115 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from sparkdl.loop.advance import advanced, before
+from sparkdl.loop.callbacks import Callback, StopTraining
+from sparkdl.loop.engine import Lasting
+from sparkdl.loop.history import History
+from sparkdl.loop.interrupt import INTERRUPTED, Interrupt
+from sparkdl.loop.lookahead import Foresight
+from sparkdl.loop.schedule import Schedule
+from sparkdl.loop.state import TrainState
+from sparkdl.loop.trigger import Trigger
+
+if TYPE_CHECKING:
+    from sparkdl.train.trainer import Trainer
+
+
+class Stage(Protocol):
+    """What may happen after an iteration: validation, a checkpoint."""
+
+    hook: str
+    """The callbacks' hook that is told of it."""
+    every: Trigger
+    """When it is due."""
+
+    def __call__(self, previous: TrainState, state: TrainState) -> TrainState:
+        """Do it, where it is due, and return what is known since; else ``state`` itself."""
+
+    def finish(self, state: TrainState) -> TrainState:
+        """Training ends here: do one thing of what is left to be done. Returns likewise; ``state``
+        itself where nothing is left."""
+
+
+def train(
+    trainer: Trainer,
+    engine: Lasting,
+    schedule: Schedule,
+    stages: Sequence[Stage],
+    callbacks: Sequence[Callback],
+    state: TrainState,
+    history: History,
+    interrupt: Interrupt,
+) -> TrainState:
+    """Iterate from ``state`` until ``trainer.stop`` says so, or a callback or the user, see
+    :attr:`History.stopped`; where that is.
+
+    Raises KeyboardInterrupt where an iteration fails that the user has interrupted: what was asked to
+    end with it may have ended before it, such as Spark.
+    """
+    policy, recoveries = trainer.policy, engine.recoveries
+    previous = before(state, history)
+    between = [stage.every for stage in stages]
+    foresight = Foresight(trainer, between, schedule, state, ahead=engine.begins_ahead)
+    history.stopped = None
+
+    def tell(hook: str) -> None:
+        for callback in callbacks:
+            try:
+                getattr(callback, hook)(trainer, state)
+            except StopTraining as asked:
+                history.stopped = history.stopped or f"callback: {asked}".removesuffix(": ")
+
+    def stopped() -> bool:
+        if interrupt.asked:
+            history.stopped = history.stopped or INTERRUPTED
+        return history.stopped is not None
+
+    def after(stage: Stage, changed: TrainState) -> None:
+        nonlocal state
+        known, state = state, changed
+        told_of_losses()
+        if state is not known:
+            tell(stage.hook)
+
+    def told_of_losses() -> None:
+        nonlocal recoveries
+        while recoveries < engine.recoveries:  # more than one may have been met in one call
+            recoveries += 1
+            tell("on_recovery")
+
+    tell("on_fit_start")
+    started = time.monotonic() - state.seconds
+    while not (foresight.cut() if stopped() else trainer.stop(previous, state)):
+        if state.position == 0:
+            tell("on_epoch_start")
+        tell("on_iteration_start")
+        planned, then = foresight.plan(previous, state)
+        rates, epoch = planned.learning_rates, state.epoch + 1
+        try:
+            result = engine.step(planned.iteration, then)
+        except Exception as error:
+            if interrupt.asked:
+                raise KeyboardInterrupt from error
+            raise
+        told_of_losses()
+        seconds = (result.ended or time.monotonic()) - started
+        previous, state = state, advanced(state, result, policy, rates, seconds)
+        history.append(state, epoch)
+        tell("on_iteration_end")
+        for stage in stages:
+            after(stage, stage(previous, state))
+        if state.epoch > previous.epoch:
+            tell("on_epoch_end")
+    for stage in stages:
+        left = None
+        while left is not state:
+            left = state
+            after(stage, stage.finish(state))
+    tell("on_fit_end")
+    return state

@@ -1,0 +1,205 @@
+"""Learning-rate schedules: torch's own, stepped on the driver on a mirror of the parameter groups.
+
+The values travel with the iteration, so that the slices, which have the parameters but no scheduler,
+use them.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from sparkdl.errors import ModelError, nearest
+from sparkdl.loop.state import TrainState
+from sparkdl.slices.optimizer import OptimizerPlan
+
+PER = ("iteration", "epoch")
+"""When a schedule steps; ReduceLROnPlateau does at each validation."""
+
+_log = logging.getLogger("sparkdl")
+
+
+class Schedule:
+    """The hyperparameters of each group at the current iteration.
+
+    ``make`` is called with each optimizer of ``plan``. ``per``: one of ``PER``. ``metric``: of the
+    validation, for ReduceLROnPlateau; None: the loss, where it is the only one. Raises
+    :class:`sparkdl.errors.ModelError` where the schedule cannot be built.
+    """
+
+    def __init__(
+        self,
+        plan: OptimizerPlan,
+        make: Callable[[torch.optim.Optimizer], Any] | None,
+        per: str = "iteration",
+        metric: str | None = None,
+    ) -> None:
+        mirrors = plan.mirrors()
+        self._first = [_hyperparameters(g) for m in mirrors for g in m.param_groups]
+        self._groups = [group for mirror in mirrors for group in mirror.param_groups]
+        self._schedulers = [_scheduler(make, mirror) for mirror in mirrors] if make else []
+        self._per, self._metric = per, metric
+        self._totals = [min(_total_steps(s), default=None) for s in self._schedulers]
+        self._steps = [0] * len(self._schedulers)
+        self._exhausted: set[int] = set()
+        self.at = TrainState()
+        """The state that it stands at."""
+        self._plateaus = [isinstance(s, ReduceLROnPlateau) for s in self._schedulers]
+        if metric is not None and not any(self._plateaus):
+            raise ModelError(
+                f'schedule_metric="{metric}" is for ReduceLROnPlateau, which schedule is not: '
+                "leave it out."
+            )
+        if per == "epoch" and make is None:
+            raise ModelError(
+                'schedule_per="epoch" says when a schedule is stepped, and there is none: give '
+                "schedule=..., or leave it out."
+            )
+
+    @property
+    def learning_rates(self) -> tuple[float, ...]:
+        return tuple(float(group["lr"]) for group in self._groups if "lr" in group)
+
+    def changes(self) -> tuple[Mapping[str, Any], ...] | None:
+        """What differs from the optimizers' own values, one mapping a group; None without schedule."""
+        if not self._schedulers:
+            return None
+        return tuple(
+            {k: v for k, v in _hyperparameters(group).items() if first.get(k) != v}
+            for group, first in zip(self._groups, self._first, strict=True)
+        )
+
+    def after(self, previous: TrainState, current: TrainState) -> None:
+        """Advance by what happened between two states: iterations, epochs, or validations."""
+        for validated in current.validations[len(previous.validations) :]:
+            value = validated.metrics.get(self._metric or "loss")
+            if value is not None:  # there was nothing to measure, or the metric is a new one
+                self._step(self._plateaus, value)
+        others = [not plateau for plateau in self._plateaus]
+        for _ in range(getattr(current, self._per) - getattr(previous, self._per)):
+            self._step(others)
+        self.at = current
+
+    def catch_up(self, state: TrainState) -> None:
+        """Bring a fresh schedule to where that of a run stood after ``state``, bit for bit."""
+        self.after(TrainState(), state)
+
+    def check(
+        self, limit: int | None, iterations_per_epoch: int = 1, metrics: Sequence[str] = ()
+    ) -> None:
+        """Raise :class:`sparkdl.errors.ModelError` where the schedule cannot serve the run.
+
+        ``limit``: its last iteration, as far as it is known. ``metrics``: what its validation
+        gives; empty without validation.
+        """
+        if any(self._plateaus):
+            if not metrics:
+                raise ModelError(
+                    "schedule ReduceLROnPlateau follows a metric of the validation, and there is "
+                    "none: give validation=..., or a schedule that follows the iterations."
+                )
+            self._check_metric(metrics)
+            if self._per == "epoch" and all(self._plateaus):
+                raise ModelError(
+                    'schedule_per="epoch" does nothing to ReduceLROnPlateau, which is stepped at each '
+                    "validation: leave it out, and say how often with Validation(every=...)."
+                )
+        if limit is None:
+            return
+        per_epoch = self._per == "epoch"
+        steps = -(-limit // iterations_per_epoch) if per_epoch else limit
+        for scheduler in self._schedulers:
+            for total in _total_steps(scheduler):
+                if total < steps:
+                    raise ModelError(
+                        f"schedule ends after total_steps={total}, and the run has {steps} "
+                        f"{'epochs' if per_epoch else 'iterations'}: set total_steps={steps}."
+                    )
+
+    def _step(self, which: Sequence[bool], value: float | None = None) -> None:
+        for number, (scheduler, wanted) in enumerate(zip(self._schedulers, which, strict=True)):
+            if not wanted or number in self._exhausted:
+                continue
+            self._steps[number] += 1
+            total = self._totals[number]
+            if total is not None and self._steps[number] >= total:
+                # there are values for total_steps iterations; torch would go beyond the curve
+                if self._steps[number] > total:
+                    self._give_up(number, f"total_steps={total}")
+                continue
+            groups = scheduler.optimizer.param_groups
+            before = [_hyperparameters(group) for group in groups]
+            arguments = () if value is None else (value,)
+            with warnings.catch_warnings():
+                # torch asks for optimizer.step() first; the mirror has nothing to step
+                warnings.filterwarnings("ignore", message="Detected call of")
+                try:
+                    scheduler.step(*arguments)
+                except Exception as error:  # run out: no reason to lose a training under way
+                    for group, values in zip(groups, before, strict=True):
+                        group.update(values)
+                    self._give_up(number, f"{type(error).__name__}: {error}")
+
+    def _give_up(self, number: int, reason: str) -> None:
+        """Keep the values of a scheduler from now on, and say so."""
+        self._exhausted.add(number)
+        scheduler = self._schedulers[number]
+        rates = [f"{float(g['lr']):g}" for g in scheduler.optimizer.param_groups if "lr" in g]
+        _log.warning(
+            "schedule %s cannot make step %d (%s): the learning rate stays at %s",
+            type(scheduler).__name__,
+            self._steps[number],
+            reason,
+            ", ".join(rates),
+        )
+
+    def _check_metric(self, known: Sequence[str]) -> None:
+        """Raise where it is not clear which metric a plateau follows."""
+        metric = self._metric
+        if metric not in known and (metric is not None or list(known) != ["loss"]):
+            named = (
+                "" if metric is None else f' "{metric}" is none of them.{nearest(metric, known)}'
+            )
+            raise ModelError(
+                "schedule ReduceLROnPlateau follows one metric of the validation, which gives "
+                f"{', '.join(known)}: name it with schedule_metric.{named}"
+            )
+
+
+def _scheduler(make: Callable[[torch.optim.Optimizer], Any], mirror: torch.optim.Optimizer) -> Any:
+    try:
+        scheduler = make(mirror)
+    except Exception as error:
+        raise ModelError(
+            f"schedule cannot be built on the optimizer ({type(error).__name__}: {error}). "
+            "Give a partial of a torch.optim.lr_scheduler class, such as "
+            "partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100)."
+        ) from error
+    if not isinstance(scheduler, LRScheduler):
+        raise ModelError(
+            f"schedule gave a {type(scheduler).__name__}, not a torch.optim.lr_scheduler.LRScheduler."
+        )
+    return scheduler
+
+
+def _total_steps(scheduler: Any) -> Iterator[int]:
+    """How many steps a scheduler has, where it ends: OneCycleLR, alone or chained."""
+    if isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR):
+        yield scheduler.total_steps
+    if isinstance(scheduler, torch.optim.lr_scheduler.ChainedScheduler):
+        for inner in scheduler._schedulers:
+            yield from _total_steps(inner)
+    if isinstance(scheduler, torch.optim.lr_scheduler.SequentialLR):
+        *_, last = zip([0, *scheduler._milestones], scheduler._schedulers, strict=True)
+        for total in _total_steps(last[1]):
+            yield last[0] + total
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}

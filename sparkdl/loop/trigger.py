@@ -1,0 +1,93 @@
+"""What a trigger is, and the boolean algebra over triggers: ``&``, ``|`` and ``~``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparkdl.loop.state import TrainState
+
+
+class Trigger:
+    """Base class: ``trigger(previous, current) -> bool``."""
+
+    def __call__(self, previous: TrainState, current: TrainState) -> bool:
+        raise TypeError(f"{type(self).__name__} does not define __call__(previous, current)")
+
+    def limit(self, iterations_per_epoch: int) -> int | None:
+        """The iteration from which on it is always true, where that is known beforehand.
+
+        A run that stops on it is no longer than that (the total of a progress bar).
+        """
+        return None
+
+    def metrics(self) -> frozenset[str]:
+        """Names of the metrics that it looks at; without them in a validation it is never true."""
+        return frozenset()
+
+    def __and__(self, other: Trigger) -> Trigger:
+        return Both(self, other)
+
+    def __or__(self, other: Trigger) -> Trigger:
+        return Either(self, other)
+
+    def __invert__(self) -> Trigger:
+        return Not(self)
+
+
+@dataclass(frozen=True)
+class Both(Trigger):
+    """True where both are."""
+
+    left: Trigger
+    right: Trigger
+
+    def __call__(self, previous: TrainState, current: TrainState) -> bool:
+        return self.left(previous, current) and self.right(previous, current)
+
+    def limit(self, iterations_per_epoch: int) -> int | None:
+        limits = [t.limit(iterations_per_epoch) for t in (self.left, self.right)]
+        known = [limit for limit in limits if limit is not None]
+        return max(known) if len(known) == 2 else None
+
+    def metrics(self) -> frozenset[str]:
+        return self.left.metrics() | self.right.metrics()
+
+    def __invert__(self) -> Trigger:
+        return Either(~self.left, ~self.right)  # so that limits are known through a negation
+
+
+@dataclass(frozen=True)
+class Either(Trigger):
+    """True where one is."""
+
+    left: Trigger
+    right: Trigger
+
+    def __call__(self, previous: TrainState, current: TrainState) -> bool:
+        return self.left(previous, current) or self.right(previous, current)
+
+    def limit(self, iterations_per_epoch: int) -> int | None:
+        limits = [t.limit(iterations_per_epoch) for t in (self.left, self.right)]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def metrics(self) -> frozenset[str]:
+        return self.left.metrics() | self.right.metrics()
+
+    def __invert__(self) -> Trigger:
+        return Both(~self.left, ~self.right)
+
+
+@dataclass(frozen=True)
+class Not(Trigger):
+    """True where ``trigger`` is not. When it is true for good is not known: no limit."""
+
+    trigger: Trigger
+
+    def __call__(self, previous: TrainState, current: TrainState) -> bool:
+        return not self.trigger(previous, current)
+
+    def metrics(self) -> frozenset[str]:
+        return self.trigger.metrics()
+
+    def __invert__(self) -> Trigger:
+        return self.trigger

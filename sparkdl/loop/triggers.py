@@ -1,0 +1,245 @@
+"""Triggers: pure predicates over (previous, current) state, combined with ``&``, ``|`` and ``~``.
+
+A trigger says when something happens: when training stops, when a callback acts. It has no memory,
+so it means the same after a resume. The set follows BigDL's (Dai et al., 2019).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from sparkdl.errors import ParameterError
+from sparkdl.loop.state import TrainState
+from sparkdl.loop.trigger import Trigger
+from sparkdl.plain import plain
+
+__all__ = [
+    "MaxEpoch",
+    "Trigger",
+    "every",
+    "every_epoch",
+    "every_seconds",
+    "max_epoch",
+    "max_iteration",
+    "max_score",
+    "max_time",
+    "min_loss",
+    "plateau",
+    "several_iterations",
+]
+
+
+@dataclass(frozen=True)
+class MaxEpoch(Trigger):
+    """See :func:`max_epoch`."""
+
+    epochs: int
+
+    def __call__(self, previous: TrainState, current: TrainState) -> bool:
+        return current.epoch >= self.epochs
+
+    def limit(self, iterations_per_epoch: int) -> int | None:
+        return self.epochs * iterations_per_epoch
+
+
+@dataclass(frozen=True)
+class MaxIteration(Trigger):
+    """See :func:`max_iteration`."""
+
+    iterations: int
+
+    def __call__(self, previous: TrainState, current: TrainState) -> bool:
+        return current.iteration >= self.iterations
+
+    def limit(self, iterations_per_epoch: int) -> int | None:
+        return self.iterations
+
+
+@dataclass(frozen=True)
+class EveryEpoch(Trigger):
+    """See :func:`every_epoch`."""
+
+    def __call__(self, previous: TrainState, current: TrainState) -> bool:
+        return current.epoch > previous.epoch
+
+
+@dataclass(frozen=True)
+class Every(Trigger):
+    """See :func:`every`."""
+
+    iterations: int
+
+    def __call__(self, previous: TrainState, current: TrainState) -> bool:
+        return current.iteration // self.iterations > previous.iteration // self.iterations
+
+
+@dataclass(frozen=True)
+class EverySeconds(Trigger):
+    """See :func:`every_seconds`."""
+
+    seconds: float
+
+    def __call__(self, previous: TrainState, current: TrainState) -> bool:
+        return current.seconds // self.seconds > previous.seconds // self.seconds
+
+
+@dataclass(frozen=True)
+class MaxTime(Trigger):
+    """See :func:`max_time`."""
+
+    seconds: float
+
+    def __call__(self, previous: TrainState, current: TrainState) -> bool:
+        return current.seconds >= self.seconds
+
+
+@dataclass(frozen=True)
+class MinLoss(Trigger):
+    """See :func:`min_loss`."""
+
+    loss: float
+
+    def __call__(self, previous: TrainState, current: TrainState) -> bool:
+        return current.loss <= self.loss
+
+
+@dataclass(frozen=True)
+class MaxScore(Trigger):
+    """See :func:`max_score`."""
+
+    metric: str
+    score: float
+
+    def __call__(self, previous: TrainState, current: TrainState) -> bool:
+        if self.metric not in current.metrics:
+            return False
+        sign = _sign(self.metric, current)
+        return sign * current.metrics[self.metric] >= sign * self.score
+
+    def metrics(self) -> frozenset[str]:
+        return frozenset({self.metric})
+
+
+@dataclass(frozen=True)
+class Plateau(Trigger):
+    """See :func:`plateau`."""
+
+    metric: str
+    patience: int
+    min_delta: float = 0.0
+
+    def __call__(self, previous: TrainState, current: TrainState) -> bool:
+        sign = _sign(self.metric, current)
+        scores = [
+            sign * validated.metrics[self.metric]
+            for validated in current.validations
+            if self.metric in validated.metrics
+        ]
+        before, recent = scores[: -self.patience], scores[-self.patience :]
+        if not before:
+            return False
+        best = max((s for s in before if not math.isnan(s)), default=-math.inf)
+        return not any(score - best > self.min_delta for score in recent)
+
+    def metrics(self) -> frozenset[str]:
+        return frozenset({self.metric})
+
+
+def max_epoch(epochs: int) -> Trigger:
+    """True once ``epochs`` epochs are complete."""
+    return MaxEpoch(_positive("max_epoch", epochs))
+
+
+def max_iteration(iterations: int) -> Trigger:
+    """True once ``iterations`` iterations are complete."""
+    return MaxIteration(_positive("max_iteration", iterations))
+
+
+def every_epoch() -> Trigger:
+    """True at the end of each epoch."""
+    return EveryEpoch()
+
+
+def every(iterations: int) -> Trigger:
+    """True at each multiple of ``iterations`` iterations."""
+    return Every(_positive("every", iterations))
+
+
+def several_iterations(iterations: int) -> Trigger:
+    """BigDL's name for :func:`every`."""
+    return Every(_positive("several_iterations", iterations))
+
+
+def every_seconds(seconds: float) -> Trigger:
+    """True after the first iteration that ends past each multiple of ``seconds`` of training."""
+    return EverySeconds(_duration("every_seconds", seconds))
+
+
+def max_time(seconds: float) -> Trigger:
+    """True once training has taken ``seconds``; of a resumed run, the earlier parts count too."""
+    return MaxTime(_duration("max_time", seconds))
+
+
+def min_loss(loss: float) -> Trigger:
+    """True where the loss of the last global batch is at most ``loss``."""
+    return MinLoss(_number(f"min_loss({loss!r})", loss))
+
+
+def max_score(metric: str, score: float) -> Trigger:
+    """True where ``metric`` was at least ``score`` in the last validation.
+
+    At most ``score``, where less of the metric is better. False before the first validation.
+    """
+    call = f"max_score({metric!r}, {score!r})"
+    return MaxScore(_name(call, metric), _number(call, score))
+
+
+def plateau(metric: str, patience: int, min_delta: float = 0.0) -> Trigger:
+    """True once ``patience`` validations in a row brought nothing: early stopping.
+
+    None of the last ``patience`` values of ``metric`` is better than the best one before them by
+    more than ``min_delta``. Whether more or less is better is a property of the metric. A value
+    that is not a number is no improvement.
+    """
+    call = f"plateau({metric!r}, {patience!r}, {min_delta!r})"
+    patience = plain(patience)
+    if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+        raise ParameterError(f"{call}: give a patience of at least 1 validation.")
+    least = _number(call, min_delta)
+    if least < 0:
+        raise ParameterError(f"{call}: give a min_delta of at least 0.")
+    return Plateau(_name(call, metric), patience, least)
+
+
+def _sign(metric: str, state: TrainState) -> int:
+    """Times which more of the metric is better."""
+    return 1 if state.higher_is_better.get(metric, True) else -1
+
+
+def _positive(name: str, value: int) -> int:
+    value = plain(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ParameterError(f"{name}({value!r}): give a whole number of at least 1.")
+    return value
+
+
+def _duration(name: str, value: float) -> float:
+    seconds = _number(f"{name}({value!r})", value)
+    if seconds <= 0:
+        raise ParameterError(f"{name}({value!r}): give more than 0 seconds.")
+    return seconds
+
+
+def _number(call: str, value: float) -> float:
+    value = plain(value)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value):
+        raise ParameterError(f"{call}: {value!r} is not a finite number.")
+    return float(value)
+
+
+def _name(call: str, metric: str) -> str:
+    if not isinstance(metric, str) or not metric:
+        raise ParameterError(f'{call}: name a metric of the validation, such as "accuracy".')
+    return metric

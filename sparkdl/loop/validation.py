@@ -1,0 +1,112 @@
+"""Validation inside training: scores on the executors, with the replicas' weights as they stand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from sparkdl.errors import ParameterError, raise_all
+from sparkdl.loop.engine import Engine, ValidationSet
+from sparkdl.loop.history import History
+from sparkdl.loop.state import TrainState, Validated
+from sparkdl.loop.triggers import EveryEpoch, Trigger
+from sparkdl.metrics.named import resolve
+from sparkdl.model.signature import Part, problems_of_part
+from sparkdl.plain import make_plain
+
+if TYPE_CHECKING:
+    from pyspark.core.rdd import RDD
+    from pyspark.sql import DataFrame
+
+EVERY_EPOCH = EveryEpoch()
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What to validate on, with what, and when.
+
+    Its metrics come to ``history`` and to triggers: ``stop=max_epoch(50) | plateau("accuracy", 3)``
+    stops early.
+    """
+
+    data: DataFrame | RDD[Any]
+    """Read once, with the trainer's columns, into slabs beside the training samples."""
+    metrics: Sequence[Any] | Mapping[str, Any] = ()
+    """As for ``trained.evaluate``; "loss" is always there."""
+    every: Trigger = EVERY_EPOCH
+    """When; by default after each epoch."""
+    best: str | None = None
+    """A metric: the weights with its best value are kept, and returned as ``trained.best``."""
+    batch_size: int = 1024
+    """Rows a forward pass of one replica."""
+    output: Part = None
+    """What of the returned value the metrics are of, where that is not ``Trainer.output``."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        make_plain(self, "batch_size", "best")
+        if not isinstance(self.every, Trigger):
+            problems.append(
+                f"Validation(every={self.every!r}): give a trigger, such as sparkdl.every_epoch()."
+            )
+        if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int):
+            problems.append(f"Validation(batch_size={self.batch_size!r}): give a whole number.")
+        elif self.batch_size < 1:
+            problems.append(f"Validation(batch_size={self.batch_size}): give at least 1.")
+        problems += problems_of_part(self.output, "Validation: ")
+        raise_all(ParameterError, problems)
+        if isinstance(self.metrics, Iterator):  # it can be gone through once
+            object.__setattr__(self, "metrics", tuple(self.metrics))
+        names = ["loss", *(metric.name for metric in resolve(self.metrics))]
+        if self.best is not None and self.best not in names:
+            raise ParameterError(
+                f'Validation(best="{self.best}") is not one of its metrics: {", ".join(names)}.'
+            )
+
+
+class Validator:
+    """The loop's stage: validate where it is due, and keep the best weights."""
+
+    hook = "on_validation_end"
+
+    def __init__(
+        self, engine: Engine, validation: Validation, data: ValidationSet, history: History
+    ) -> None:
+        self._engine, self._validation, self._data = engine, validation, data
+        self._history, self.every = history, validation.every
+
+    def __call__(self, previous: TrainState, state: TrainState) -> TrainState:
+        if not self.every(previous, state):
+            return state
+        values = self._data.scorer.values(self._engine.score(self._data))
+        record = Validated(iteration=state.iteration, epoch=state.epoch, metrics=values)
+        self._history.append_validation(record)
+        higher = self._data.scorer.higher_is_better
+        metric, best = self._validation.best, state.best
+        if metric is not None and is_better(record, best, metric, higher[metric]):
+            self._engine.keep_best()
+            best = record
+        return replace(
+            state,
+            validations=(*state.validations, record),
+            best=best,
+            higher_is_better=higher,
+        )
+
+    def finish(self, state: TrainState) -> TrainState:
+        """See :class:`sparkdl.loop.loop.Stage`."""
+        return state
+
+
+def is_better(record: Validated, best: Validated | None, metric: str, higher: bool) -> bool:
+    """Whether a validation's value is better than the best before; NaN never is, nor is none, where
+    there was nothing to measure.
+
+    ``higher``: more is better.
+    """
+    value = record.metrics.get(metric, math.nan)
+    if math.isnan(value) or best is None:
+        return not math.isnan(value)
+    return value > best.metrics[metric] if higher else value < best.metrics[metric]

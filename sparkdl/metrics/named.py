@@ -1,0 +1,201 @@
+"""Metrics by name: what strings, pairs, dicts and torchmetrics given as ``metrics`` stand for."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from sparkdl.errors import ParameterError, nearest
+from sparkdl.metrics.base import MeanMetric, Metric
+from sparkdl.metrics.ranking import AUC, hit_ratio, ndcg, top_k
+from sparkdl.metrics.torchmetrics import TorchMetric, is_torchmetric
+from sparkdl.model.loss import OfClasses, unwrapped
+
+__all__ = ["METRICS", "MeanMetric", "Metric", "Metrics", "resolve"]
+
+Metrics: TypeAlias = Iterable[Any] | Mapping[str, Any]
+"""What :func:`resolve` takes."""
+
+
+def _accuracy(
+    output: torch.Tensor,
+    target: torch.Tensor,
+    threshold: float = 0.0,
+    classes: bool = False,
+    ignored: int | None = None,
+) -> torch.Tensor:
+    """Classes by argmax over dimension 1; one output a sample means a logit, positive for class 1. The
+    others: see :class:`Judging`."""
+    if output.ndim <= 2:
+        output, target = _without_ones(output, target)
+    if classes and output.ndim > 1 and output.shape == target.shape:
+        return output.argmax(dim=1) == target.argmax(dim=1)
+    if output.ndim == target.ndim + 1:
+        output = output.argmax(dim=1)
+        right = output == _same_shape(output, target)
+        return right if ignored is None else right[target != ignored]
+    return (output > threshold) == (_same_shape(output, target) > 0.5)
+
+
+def _absolute_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return _difference(output, target).abs()
+
+
+def _squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return _difference(output, target).square()
+
+
+def _difference(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Of the values, in float64: booleans have none of their own, and that of small integers wraps."""
+    output, target = _without_ones(output, target)
+    target = _same_shape(output, target)
+    return output - target if output.is_complex() else output.double() - target.double()
+
+
+def _without_ones(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, 1) as (B,), of either: torch would broadcast (B, 1) and (B,) to (B, B)."""
+    pair = [
+        one.reshape(-1) if one.ndim == 2 and one.shape[1] == 1 else one for one in (output, target)
+    ]
+    return pair[0], pair[1]
+
+
+def _same_shape(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """``target``. Raises ValueError where it has not the shape of ``output``."""
+    if output.shape != target.shape:
+        raise ValueError("the label must have one value for each value of the output")
+    return target
+
+
+METRICS = {
+    "accuracy": MeanMetric("accuracy", _accuracy),
+    "top1": MeanMetric("top1", _accuracy),
+    "mae": MeanMetric("mae", _absolute_error, higher_is_better=False),
+    "mse": MeanMetric("mse", _squared_error, higher_is_better=False),
+}
+"""The means that have a name of their own."""
+
+_OF_K = {"top": top_k, "hit_ratio": hit_ratio, "ndcg": ndcg}
+_K = re.compile(r"(?P<name>top|hit_ratio|ndcg)@(?P<k>\d+)")
+_KNOWN = ("loss", "accuracy", "top1", "top5", "top@k", "mae", "mse", "auc", "hit_ratio@k", "ndcg@k")
+
+
+def resolve(metrics: Metrics) -> list[Metric]:
+    """Names and metrics -> metrics, in order.
+
+    Each is a name (see docs/guide/metrics.md), a :class:`Metric`, a ``torchmetrics.Metric``, or a
+    pair (name, one of these); a dict {name: one of these} stands for such pairs. "loss" is left out,
+    as it comes anyway. Raises :class:`ParameterError` for an unknown name, with the nearest one, and
+    for two metrics of one name.
+    """
+    if isinstance(metrics, str) or not isinstance(metrics, Iterable):
+        raise ParameterError(f"metrics={metrics!r}: give a list, such as metrics=[{metrics!r}].")
+    given = list(metrics.items()) if isinstance(metrics, Mapping) else list(metrics)
+    resolved: dict[str, Metric] = {}
+    for one in given:
+        if isinstance(one, Mapping):
+            metric_list = [_named(name, metric) for name, metric in one.items()]
+        elif isinstance(one, str) and one == "loss":
+            continue
+        else:
+            metric_list = [_metric(one)]
+        for metric in metric_list:
+            if resolved.get(metric.name, metric) != metric or metric.name == "loss":
+                raise ParameterError(
+                    f'two metrics are called "{metric.name}": give one of them another name, as in '
+                    f'metrics=[("my_{metric.name}", metric), ...].'
+                )
+            resolved[metric.name] = metric
+    return list(resolved.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judging:
+    """How output and label are taken by an accuracy, which is as the loss takes them; a saved model
+    tells it, which has no loss.
+
+    ``threshold``: above it an output means class 1. ``classes``: a label of the output's shape is a
+    probability of each class. ``ignored``: a label that does not count.
+    """
+
+    threshold: float = 0.0
+    classes: bool = False
+    ignored: int | None = None
+
+    @staticmethod
+    def of(loss: Any) -> Judging:
+        """BCELoss takes a probability, CrossEntropyLoss and NLLLoss classes, of which they may ignore
+        one."""
+        function, _ = unwrapped(loss)
+        if isinstance(function, nn.BCELoss) or function is nn.functional.binary_cross_entropy:
+            return Judging(threshold=0.5)
+        of_classes = OfClasses.of(loss)
+        return (
+            Judging() if of_classes is None else Judging(classes=True, ignored=of_classes.ignored)
+        )
+
+
+def suited(
+    metrics: Iterable[Metric], loss: Any, judging: Judging | None = None
+) -> tuple[Metric, ...]:
+    """``metrics``, the accuracies among them as ``loss`` takes output and label; where there is no loss
+    as ``judging`` says."""
+    judging = judging or Judging()
+    how = vars(judging if loss is None else Judging.of(loss))
+    return tuple(
+        replace(one, function=partial(_accuracy, **how))
+        if how != vars(Judging()) and isinstance(one, MeanMetric) and one.function is _accuracy
+        else one
+        for one in metrics
+    )
+
+
+def _metric(one: Any) -> Metric:
+    if isinstance(one, Metric):
+        if not isinstance(getattr(one, "name", None), str):
+            raise ParameterError(f"a {type(one).__name__} has no name: set its attribute name.")
+        return one
+    if isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str):
+        return _named(*one)
+    if is_torchmetric(one):
+        return TorchMetric.of(type(one).__name__, one)
+    if isinstance(one, str):
+        return _of_name(one)
+    raise ParameterError(
+        f"unknown metric {one!r} ({type(one).__name__}). Give a name, a sparkdl.Metric, a "
+        "torchmetrics.Metric, or a pair (name, metric)."
+    )
+
+
+def _named(name: str, one: Any) -> Metric:
+    """``one`` under another name."""
+    if is_torchmetric(one):
+        return TorchMetric.of(name, one)
+    metric = copy.copy(_metric(one))
+    object.__setattr__(metric, "name", name)
+    return metric
+
+
+@cache  # so that a name given twice is one metric
+def _of_name(name: str) -> Metric:
+    if name in METRICS:
+        return METRICS[name]
+    if name == "auc":
+        return AUC()
+    plain = {"top5": "top@5", "hit_ratio": "hit_ratio@10", "ndcg": "ndcg@10"}.get(name, name)
+    match = _K.fullmatch(plain)
+    if match and int(match["k"]) > 0:
+        return MeanMetric(name, partial(_OF_K[match["name"]], k=int(match["k"])))
+    if match:
+        raise ParameterError(f'metric "{name}": k must be at least 1.')
+    raise ParameterError(
+        f'unknown metric "{name}".{nearest(name, _KNOWN)} Known: {", ".join(_KNOWN)}, or a '
+        "sparkdl.Metric or torchmetrics.Metric."
+    )

@@ -1,0 +1,213 @@
+"""Metrics of an order: the area under the ROC, top-k, hit ratio and NDCG. NumPy and torch only.
+
+Equal scores have no order, and none is made up for them: AUC counts a tied pair half, NDCG and the
+hit ratio take the mean over all orders of the tied. A model that says the same of every candidate
+thus scores like chance, wherever the relevant one stands. (Top-k takes the first of equal classes,
+as argmax does, so that top-1 is accuracy.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from sparkdl.metrics.base import Metric
+
+
+class Run(NamedTuple):
+    """Scores of some samples: ascending and unique, with how many samples of each class have it."""
+
+    scores: np.ndarray
+    """float64, shape (n,)."""
+    positives: np.ndarray
+    """int64, shape (n,)."""
+    negatives: np.ndarray
+    """int64, shape (n,)."""
+
+
+@dataclass(frozen=True)
+class AUC(Metric):
+    """Area under the receiver operating characteristic, exact, of binary labels.
+
+    The probability that a positive sample scores higher than a negative one, ties counted half:
+    T. Fawcett, "An introduction to ROC analysis", Pattern Recognition Letters 27, 2006, section 7.
+    ``output``: one score (a logit will do) a sample, shape (B,) or (B, 1), or two of them, (B, 2),
+    where the score is their difference. ``target``: 0 or 1, shape (B,) or (B, 1). nan where there
+    is one class only, or a score is nan.
+
+    The state is a few :class:`Run`, each less than half as long as the one before it, so that n
+    samples cost O(n log n) in all, however they arrive; it holds each distinct score once.
+    """
+
+    name: str = "auc"
+    higher_is_better: bool = True
+
+    def start(self) -> tuple[Run, ...]:
+        return ()
+
+    def update(
+        self, state: tuple[Run, ...], output: torch.Tensor, target: torch.Tensor
+    ) -> tuple[Run, ...]:
+        scores = _scores(output)
+        if target.numel() != len(scores):
+            raise ValueError("AUC needs one label a sample")
+        labels = target.reshape(-1).double().numpy()
+        positive = labels == 1
+        if not (positive | (labels == 0)).all():
+            wrong = labels[~(positive | (labels == 0))][0]
+            raise ValueError(f"AUC needs labels that are 0 or 1, and found {wrong:g}")
+        return _settled([*state, _run(scores, positive.astype(np.int64))])
+
+    def merge(self, one: tuple[Run, ...], other: tuple[Run, ...]) -> tuple[Run, ...]:
+        return _settled([*one, *other])
+
+    def value(self, state: tuple[Run, ...]) -> float:
+        if not state:
+            return float("nan")
+        scores, positives, negatives = _join(list(state))
+        pairs = float(positives.sum()) * float(negatives.sum())
+        if not pairs or np.isnan(scores[-1]):
+            return float("nan")
+        below = np.cumsum(negatives) - negatives
+        won = (positives.astype(np.float64) * (below + negatives / 2)).sum()
+        return float(won / pairs)
+
+    def is_empty(self, state: tuple[Run, ...]) -> bool:
+        return not state
+
+
+def _scores(output: torch.Tensor) -> np.ndarray:
+    """One float64 a sample, shape (B,)."""
+    if output.ndim == 2 and output.shape[1] == 2:
+        output = output.double()
+        return (output[:, 1] - output[:, 0]).numpy()
+    if output.ndim == 1 or (output.ndim == 2 and output.shape[1] == 1):
+        return output.reshape(-1).double().numpy()
+    raise ValueError("AUC needs one score a sample, or two of which it takes the difference")
+
+
+def _run(scores: np.ndarray, positives: np.ndarray) -> Run:
+    """Of one batch; ``positives`` is 0 or 1 for each score."""
+    return _sum_equal(scores, positives, 1 - positives)
+
+
+def _join(runs: list[Run]) -> Run:
+    return _sum_equal(*(np.concatenate(parts) for parts in zip(*runs, strict=True)))
+
+
+def _sum_equal(scores: np.ndarray, positives: np.ndarray, negatives: np.ndarray) -> Run:
+    unique, place = np.unique(scores, return_inverse=True)
+    counts = []
+    for count in (positives, negatives):
+        total = np.zeros(len(unique), np.int64)
+        np.add.at(total, place.reshape(-1), count)
+        counts.append(total)
+    return Run(unique, *counts)
+
+
+def _settled(runs: list[Run]) -> tuple[Run, ...]:
+    """Join runs from the end until each is more than twice as long as the one after it."""
+    settled: list[Run] = []
+    for run in runs:
+        while settled and len(settled[-1].scores) <= 2 * len(run.scores):
+            run = _join([settled.pop(), run])
+        settled.append(run)
+    return tuple(settled)
+
+
+def top_k(output: torch.Tensor, target: torch.Tensor, k: int) -> torch.Tensor:
+    """Whether the class ``target`` is among the ``k`` highest scores. Shape (B,), bool.
+
+    ``output``: (B, C); ``target``: (B,) or (B, 1). Of equal scores the first class comes first.
+    """
+    if output.ndim != 2 or target.numel() != len(output):
+        raise ValueError(f"top-{k} needs a score for each class (B, C) and one class a sample (B,)")
+    if k > output.shape[1]:
+        raise ValueError(f"top-{k} of {output.shape[1]} classes: k is more than there are classes")
+    first = output.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    return (first == target.reshape(-1, 1)).any(dim=1)
+
+
+def hit_ratio(output: torch.Tensor, target: torch.Tensor, k: int) -> torch.Tensor:
+    """Whether a relevant candidate is among the ``k`` highest scores. Shape (B,), float64.
+
+    A sample is one query with its C candidates: X. He et al., "Neural Collaborative Filtering",
+    WWW 2017, section 4.1. ``output``: (B, C). ``target``: the number of the one relevant candidate,
+    (B,), or what each is worth, (B, C), where more than 0 is relevant. With ties at the k-th place,
+    the probability of a hit if the tied come in random order. nan for a row with a nan score.
+    """
+    scores, worth = _candidates(output, target, f"hit_ratio@{k}")
+    if k > scores.shape[1]:
+        raise ValueError(
+            f"hit_ratio@{k} of {scores.shape[1]} candidates: k is more than there are candidates"
+        )
+    relevant = worth > 0
+    bar = scores.sort(dim=1, descending=True).values[:, k - 1 : k]
+    above, tied = scores > bar, scores == bar
+    free = k - above.sum(dim=1)
+    others, all_tied = (tied & ~relevant).sum(dim=1), tied.sum(dim=1)
+    miss = torch.exp(_log_choices(others, free) - _log_choices(all_tied, free))
+    hit = torch.where((above & relevant).any(dim=1), 1.0, 1 - miss)
+    return torch.where(scores.isnan().any(dim=1), torch.nan, hit)
+
+
+def _log_choices(n: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Logarithm of the number of ways to choose k of n; -inf where k > n. float64."""
+    n, k = n.double(), k.double()
+    left = (n - k).clamp(min=0)
+    ways = torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(left + 1)
+    return torch.where(k > n, -torch.inf, ways)
+
+
+def ndcg(output: torch.Tensor, target: torch.Tensor, k: int) -> torch.Tensor:
+    """Normalised discounted cumulative gain of the ``k`` highest scores. Shape (B,), float64.
+
+    K. Jarvelin and J. Kekalainen, "Cumulated gain-based evaluation of IR techniques", ACM TOIS 20,
+    2002, with the discount 1 / log2(1 + rank) and the worth itself as gain; tied candidates share
+    the mean of their discounts (F. McSherry and M. Najork, ECIR 2008). The same as scikit-learn's
+    ``ndcg_score(..., k=k)``. ``output`` and ``target`` as for :func:`hit_ratio`; what a candidate is
+    worth may not be negative. A row without a relevant candidate counts 0; nan for one with a nan
+    score.
+    """
+    scores, worth = _candidates(output, target, f"ndcg@{k}")
+    if (worth < 0).any():
+        raise ValueError(f"ndcg@{k} needs relevances of 0 or more, and found {worth.min():g}")
+    discount = 1 / torch.log2(torch.arange(scores.shape[1], dtype=torch.float64) + 2)
+    discount[k:] = 0
+    ranked, order = scores.sort(dim=1, descending=True)
+    tie = torch.zeros_like(order)
+    tie[:, 1:] = (ranked[:, 1:] != ranked[:, :-1]).long().cumsum(dim=1)
+    zeros = torch.zeros_like(scores)
+    size = zeros.scatter_add(1, tie, torch.ones_like(scores))
+    shared = zeros.scatter_add(1, tie, discount.expand_as(scores)) / size.clamp(min=1)
+    gain = (worth.gather(1, order) * shared.gather(1, tie)).sum(dim=1)
+    best = (worth.sort(dim=1, descending=True).values * discount).sum(dim=1)
+    found = torch.where(best > 0, gain / torch.where(best > 0, best, 1), 0)
+    return torch.where(scores.isnan().any(dim=1), torch.nan, found)
+
+
+def _candidates(
+    output: torch.Tensor, target: torch.Tensor, name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and what each candidate is worth, both (B, C) in float64."""
+    if output.ndim != 2 or output.shape[1] < 2:
+        raise ValueError(f"{name} needs a score for each of two or more candidates, (B, C)")
+    scores = output.double()
+    if target.shape == output.shape:
+        return scores, target.double()
+    if target.numel() != len(output):
+        raise ValueError(
+            f"{name} needs the number of the relevant candidate, (B,), or a relevance for each of "
+            "them, (B, C)"
+        )
+    number = target.reshape(-1, 1).long()
+    if (number != target.reshape(-1, 1)).any() or (
+        len(number) and not 0 <= int(number.min()) <= int(number.max()) < output.shape[1]
+    ):
+        raise ValueError(
+            f"{name} needs numbers of candidates from 0 to {output.shape[1] - 1} as the label"
+        )
+    return scores, torch.zeros_like(scores).scatter_(1, number, 1.0)

@@ -1,0 +1,225 @@
+"""Loss and metrics of batches, as states that merge: for ``evaluate`` and for validation alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+
+from sparkdl.errors import ModelError, ParameterError, raise_all
+from sparkdl.infer.output import in_rows
+from sparkdl.metrics.base import Metric
+from sparkdl.model.live_replica import on_device
+from sparkdl.model.loss import Loss, loss_of, masses_of, weighted_mean
+from sparkdl.model.signature import Part, described, for_example, part_of
+
+States: TypeAlias = list[Any]
+"""[samples seen, (sum of the loss, sum of its weights), a state for each metric]; pickles."""
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """What to compute of the model's outputs: a loss, metrics, or both.
+
+    Each partition folds its batches into states (``start``, then ``update``), which pickle; the
+    driver merges those of all partitions, in their order, and asks for the ``values``.
+    """
+
+    loss: Callable[..., torch.Tensor] | None
+    """Gives the mean over a batch, or ``(sum, count)``; called as in training. A mean weighs as much as
+    its samples do: their weights, and what :func:`sparkdl.model.loss.masses_of` says. Metrics know no
+    weights."""
+    metrics: tuple[Metric, ...] = ()
+    dimensions: int | None = None
+    """Of a batch's output, as far as they are known."""
+    part: Part = None
+    """Of what the model returns, what the metrics are of."""
+    loss_part: Part = None
+    """What the loss is given."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether the metrics are of another part than the loss."""
+        return self.part != self.loss_part
+
+    def on(self, device: torch.device) -> Scorer:
+        """For outputs on ``device``."""
+        return self if self.loss is None else replace(self, loss=on_device(self.loss, device))
+
+    def start(self) -> States:
+        """The states before the first batch."""
+        return [0, (0.0, 0.0), *(metric.start() for metric in self.metrics)]
+
+    def update(
+        self,
+        states: States,
+        output: Any,
+        targets: Sequence[torch.Tensor],
+        weights: torch.Tensor | None = None,
+        samples: int | None = None,
+    ) -> States:
+        """The states after a batch more; go on with these, ``states`` may have been used up.
+
+        ``output``: what the model returned, on any device. ``targets``: one tensor a label, on the
+        device of the output; several go to the loss as a tuple, and metrics need exactly one.
+        ``weights``: one a sample, for the loss. ``samples``: how many the batch has, by default
+        the rows of the first target or of the output. Raises :class:`ModelError` where the loss fails,
+        with the shapes, and :class:`ParameterError` where a metric does, with its name too.
+        """
+        count = _rows(output, targets) if samples is None else samples
+        if not count:
+            return states
+        returned, output = output, self._part(output, self.loss_part, count)
+        total, mass = states[1]
+        try:
+            if self.loss is not None:
+                mean, weight = _mean(self.loss, output, targets, weights, count)
+                if weight:  # else its mean is not a number
+                    total, mass = total + float(mean) * weight, mass + weight
+        except Exception as error:
+            found = _shape(output) if isinstance(output, torch.Tensor) else type(output).__name__
+            raise ModelError(
+                f"the loss fails on output {found} and label {', '.join(map(_shape, targets))}: "
+                f"{type(error).__name__}: {str(error).rstrip('. ')}. Give a label of the kind and "
+                "range that the model was trained on."
+            ) from error
+        updated = [states[0] + count, (total, mass)]
+        if self.metrics:
+            plain, target = self._plain(self._part(returned, self.part, count), targets)
+            for metric, state in zip(self.metrics, states[2:], strict=True):
+                try:
+                    with torch.autocast("cpu", enabled=False):  # validation may be inside one
+                        updated.append(metric.update(state, plain, target))
+                except Exception as error:
+                    raise ParameterError(
+                        f"{_failed(metric, error)}. The output is {_shape(plain)}, the label "
+                        f"{_shape(target)}."
+                    ) from error
+        return updated
+
+    def _part(self, returned: Any, part: Part, count: int) -> Any:
+        dimensions = self.dimensions if part == self.part else None
+        return in_rows(part_of(returned, part), count, dimensions)
+
+    def merge(self, many: Sequence[States]) -> States:
+        """Of several parts of the data, in order, those of all of it."""
+        merged = self.start()
+        for states in many:
+            if not states[0]:
+                continue
+            merged[0] += states[0]
+            merged[1] = (merged[1][0] + states[1][0], merged[1][1] + states[1][1])
+            for i, metric in enumerate(self.metrics, start=2):
+                try:
+                    merged[i] = metric.merge(merged[i], states[i])
+                except Exception as error:
+                    raise ParameterError(f"{_failed(metric, error)}.") from error
+        return merged
+
+    def is_empty(self, states: States) -> bool:
+        """Whether no sample was seen."""
+        return not states[0]
+
+    def values(self, states: States) -> dict[str, float]:
+        """By name, "loss" first where there is one. What has seen no sample is left out."""
+        values = {}
+        total, mass = states[1]
+        if mass:
+            values["loss"] = total / mass
+        for metric, state in zip(self.metrics, states[2:], strict=True):
+            if states[0] and not metric.is_empty(state):
+                try:
+                    values[metric.name] = float(metric.value(state))
+                except ParameterError:
+                    raise
+                except Exception as error:
+                    raise ParameterError(f"{_failed(metric, error)}.") from error
+        return values
+
+    @property
+    def higher_is_better(self) -> Mapping[str, bool]:
+        """By name, in the order of :meth:`values`."""
+        loss = {} if self.loss is None else {"loss": False}
+        return loss | {metric.name: metric.higher_is_better for metric in self.metrics}
+
+    def check(self, output: Any, targets: Sequence[torch.Tensor]) -> None:
+        """Try every metric on a preview batch: update, merge and value.
+
+        Raises :class:`ParameterError` that lists what cannot work. A value that a few rows do not
+        allow, such as a correlation of one, is no mistake.
+        """
+        problems = []
+        for metric in self.metrics:
+            alone = Scorer(None, (metric,), part=self.part)
+            try:
+                states = [alone.update(alone.start(), output, targets) for _ in range(2)]
+                merged = alone.merge(states)
+            except ParameterError as error:
+                problems.append(str(error))
+                continue
+            try:
+                alone.values(merged)
+            except ParameterError as error:
+                if error.__cause__ is None:
+                    problems.append(str(error))
+        raise_all(ParameterError, problems)
+
+    def _plain(
+        self, output: Any, targets: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and target on the CPU, for metrics."""
+        names = ", ".join(metric.name for metric in self.metrics)
+        if len(targets) != 1:
+            raise ParameterError(f"metrics need one label; the model has {len(targets)} ({names}).")
+        if not isinstance(output, torch.Tensor):
+            raise ParameterError(
+                f"metrics need one tensor, and the model returns {described(output)} ({names}). Say "
+                f"which part they are of: {for_example(output)}."
+            )
+        return _wide(output.detach().cpu()), targets[0].detach().cpu()
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Half precision, as a model computes under autocast, in float32."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _mean(
+    loss: Loss,
+    output: Any,
+    targets: Sequence[torch.Tensor],
+    weights: torch.Tensor | None,
+    count: int,
+) -> tuple[torch.Tensor, float]:
+    """The mean loss of a batch, and what it weighs in the whole."""
+    masses = masses_of(loss, targets)
+    mean, taken = loss_of(loss, output, targets, weights, masses)
+    if taken is not None:
+        return mean / (taken or 1.0), taken
+    if weights is None:
+        if isinstance(mean, torch.Tensor) and mean.numel() != 1:  # it gives a value a sample
+            mean = weighted_mean(loss, output, targets, torch.ones(count), masses)
+        return mean, count if masses is None else float(masses.sum())
+    own = weights.double().cpu()
+    return mean, float(own.sum() if masses is None else own @ masses)
+
+
+def _rows(output: Any, targets: Sequence[torch.Tensor]) -> int:
+    """Samples of a batch."""
+    first = targets[0] if targets else output
+    while isinstance(first, (tuple, list, Mapping)):
+        first = next(iter(first.values() if isinstance(first, Mapping) else first))
+    return len(first)
+
+
+def _failed(metric: Metric, error: Exception) -> str:
+    reason = str(error).strip().rstrip(".")
+    if not isinstance(error, ValueError) or not reason:  # not said for the user's eyes
+        reason = f"{type(error).__name__}: {reason}".removesuffix(": ")
+    return f'metric "{metric.name}" failed: {reason}'
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

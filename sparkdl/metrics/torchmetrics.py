@@ -1,0 +1,142 @@
+"""Metrics of the library torchmetrics, updated on the executors and merged on the driver.
+
+The library is imported only by a user who gives one of its metrics, never here.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparkdl.errors import ParameterError
+from sparkdl.metrics.base import Metric
+
+State = tuple[dict[str, Any], int]
+"""The metric's state by name (tensors, or lists of tensors), and how many updates are in it."""
+
+
+def is_torchmetric(value: Any) -> bool:
+    """Whether ``value`` is of a class of torchmetrics, or of a subclass."""
+    return any(cls.__module__.partition(".")[0] == "torchmetrics" for cls in type(value).__mro__)
+
+
+@dataclass(frozen=True, eq=False)
+class TorchMetric(Metric):
+    """A ``torchmetrics.Metric`` as a :class:`Metric`; made by :meth:`of`.
+
+    Where torchmetrics does not say which way is better (None), more is taken to be better.
+    Sums, minima, maxima and lists merge by ``merge_state``; a state that is a mean is weighted by
+    the number of updates on each side, which ``merge_state`` forgets. The result is that of one pass
+    to the rounding of the metric's own states, most of them float32.
+    """
+
+    name: str
+    template: Any
+    """The user's metric, copied and reset; its states are filled in and taken out again."""
+
+    @staticmethod
+    def of(name: str, metric: Any) -> TorchMetric:
+        """Raises :class:`ParameterError` for a metric that cannot be computed in parts."""
+        problem = _why_not(metric)
+        if problem:
+            raise ParameterError(
+                f'metric "{name}" (torchmetrics.{type(metric).__name__}): {problem}'
+            )
+        template = copy.deepcopy(metric).cpu()
+        template.reset()
+        return TorchMetric(name, template)
+
+    @property
+    def higher_is_better(self) -> bool:  # type: ignore[override]
+        return self.template.higher_is_better is not False
+
+    def start(self) -> State:
+        return copy.deepcopy(dict(self.template.metric_state)), 0
+
+    def update(self, state: State, output: torch.Tensor, target: torch.Tensor) -> State:
+        metric = self._filled(state)
+        with torch.inference_mode(False), torch.no_grad():
+            # Clones: what a list state keeps would else hold on to the batch, or to mapped memory.
+            metric.update(output.clone(), target.clone())
+        return dict(metric.metric_state), state[1] + 1
+
+    def merge(self, one: State, other: State) -> State:
+        if not one[1] or not other[1]:
+            return one if one[1] else other
+        updates = one[1] + other[1]
+        first, second = self._filled(one), self._filled(other)
+        second.merge_state(first)  # the given state comes first
+        merged = dict(second.metric_state)
+        for name in _means(self.template):
+            merged[name] = (one[0][name] * one[1] + other[0][name] * other[1]) / updates
+        return merged, updates
+
+    def value(self, state: State) -> float:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as: only one class was seen
+            value = self._filled(state).compute()
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            return float(value)
+        if isinstance(value, (int, float)):
+            return float(value)
+        shape = (
+            f"a tensor of shape {tuple(value.shape)}"
+            if isinstance(value, torch.Tensor)
+            else f"a {type(value).__name__}"
+        )
+        raise ParameterError(
+            f'metric "{self.name}" gives {shape}, not one number: give one that is reduced, for '
+            'example with average="macro".'
+        )
+
+    def is_empty(self, state: State) -> bool:
+        return not state[1]
+
+    def _filled(self, state: State) -> Any:
+        metric = copy.copy(self.template)
+        values, metric._update_count = state
+        metric._computed = None
+        metric._to_sync = False  # nor with the peers of a process group, if there is one
+        for name, value in values.items():
+            setattr(metric, name, value)
+        return metric
+
+
+def _why_not(metric: Any) -> str | None:
+    """Why the states of parts of the data cannot be merged into that of all; None if they can."""
+    classes = {f"{cls.__module__}.{cls.__name__}" for cls in type(metric).__mro__}
+    if "torchmetrics.metric.Metric" not in classes:
+        return "give its metrics one by one, as a dict {name: metric}."
+    base: Any = next(c for c in type(metric).__mro__ if c.__module__ == "torchmetrics.metric")
+    if not hasattr(metric, "merge_state"):
+        return 'this version cannot merge states: pip install "torchmetrics>=1.5".'
+    if type(metric).merge_state is not base.merge_state:
+        return None  # it says itself how
+    stacked = any(
+        isinstance(default, torch.Tensor) and metric._reductions[name] is None
+        for name, default in metric._defaults.items()
+    )
+    if metric.full_state_update is not False or metric.dist_sync_on_step or stacked:
+        return (
+            "what it knows of two parts of the data cannot be merged (merge_state needs "
+            "full_state_update=False and a dist_reduce_fx for every state). Use another metric, or "
+            "write a sparkdl.Metric."
+        )
+    if not metric._defaults:
+        return (
+            "it keeps its state in other metrics. Give these one by one, as a dict {name: metric}."
+        )
+    return None
+
+
+def _means(metric: Any) -> list[str]:
+    """Names of the states whose reduction is ``dist_reduce_fx="mean"``."""
+    return [
+        name
+        for name, reduction in metric._reductions.items()
+        if getattr(reduction, "__name__", "") == "dim_zero_mean"
+    ]

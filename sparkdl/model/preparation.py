@@ -1,0 +1,219 @@
+"""Model care: what starts, what trains, and how the module runs.
+
+Starting weights and frozen parameters are part of the module that every process builds; activation
+checkpointing and compilation are of the process that trains it, and leave no trace in the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from sparkdl.errors import ModelError, nearest
+from sparkdl.model.policy import Policy
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern names a parameter or submodule: the name itself, a parent of it, or a
+    shell pattern such as ``"encoder.*.bias"``."""
+    return name == pattern or name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)
+
+
+def freeze(module: nn.Module, frozen: Iterable[str], unfrozen: Iterable[str]) -> None:
+    """Set ``requires_grad`` of the parameters that the patterns match; ``unfrozen`` wins.
+
+    Raises :class:`sparkdl.ModelError` for a pattern that matches nothing.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))  # a tied one by each name
+    for option, patterns, trains in (("freeze", frozen, False), ("unfreeze", unfrozen, True)):
+        for pattern in patterns:
+            found = [p for name, p in parameters.items() if matches(pattern, name)]
+            if not found:
+                raise ModelError(
+                    f'{option}: no parameter matches "{pattern}".{nearest(pattern, parameters)} '
+                    f"The model has {_some(parameters)}."
+                )
+            for parameter in found:
+                parameter.requires_grad_(trains)
+
+
+def start_from(module: nn.Module, weights: Mapping[str, torch.Tensor], strict: bool) -> None:
+    """Load ``weights`` (a state_dict) into ``module``.
+
+    Not ``strict``: names that only one of the two has are left out, such as a new head's. The names may
+    be those of a compiled module. Raises :class:`sparkdl.ModelError` for names or shapes that do not
+    fit.
+    """
+    own = module.state_dict()
+    weights = {name if name in own else name.replace(WRAPPED, ""): w for name, w in weights.items()}
+    for name, value in weights.items():
+        if not isinstance(value, torch.Tensor):
+            raise ModelError(
+                f"weights[{name!r}] is a {type(value).__name__}: give a state_dict, which maps the "
+                "names of the model to tensors."
+            )
+    problems = [
+        f'"{name}" is {list(value.shape)} in the weights and {list(own[name].shape)} in the model'
+        for name, value in weights.items()
+        if name in own and value.shape != own[name].shape
+    ]
+    if strict:
+        problems += [
+            f'the model has no "{name}".{nearest(name, own)}' for name in weights if name not in own
+        ]
+        problems += [f'the weights lack "{name}"' for name in own if name not in weights]
+    if not problems and not set(own) & set(weights):
+        problems = [f"no name of the weights ({_some(weights)}) is one of the model ({_some(own)})"]
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        hint = "" if not strict else " To load what fits by name, pass strict_weights=False."
+        raise ModelError(f"weights do not fit the model: {'; '.join(problems[:5])}{more}.{hint}")
+    module.load_state_dict({k: v for k, v in weights.items() if k in own}, strict=False)
+
+
+def passing_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that are not in the state_dict (``persistent=False``), by name.
+
+    What a model computes depends on them as much as on others: random features, masks, statistics.
+    """
+    return {
+        f"{path}.{name}".removeprefix("."): buffer
+        for path, part in module.named_modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name in part._non_persistent_buffers_set
+    }
+
+
+def take_buffers(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Copy those of ``buffers`` into ``module`` that it has in the same shape."""
+    for name, own in passing_buffers(module).items():
+        if name in buffers and buffers[name].shape == own.shape:
+            own.copy_(buffers[name])
+
+
+WRAPPED = "_orig_mod."
+"""What ``torch.compile`` puts before the names of a module's parameters."""
+_compilers: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
+"""What the user compiled these modules with."""
+
+
+def plain(module: nn.Module) -> nn.Module:
+    """``module``, or the module that the user has put through ``torch.compile``, so that names are
+    those of the plain one; likewise of all inside it. :func:`runnable` compiles them again."""
+    if (wraps := _wrapped(module)) is not None:
+        _compilers[wraps] = module.dynamo_ctx  # type: ignore[assignment]
+        return plain(wraps)
+    for owner in list(module.modules()):
+        for name, child in owner._modules.items():
+            if child is not None and _wrapped(child) is not None:
+                owner._modules[name] = plain(child)
+    return module
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    compiler = sys.modules.get("torch._dynamo")  # not imported, nothing is compiled
+    if compiler is None or not isinstance(module, compiler.OptimizedModule):
+        return None
+    wraps = module._orig_mod
+    return wraps if isinstance(wraps, nn.Module) else None
+
+
+def runnable(module: nn.Module, policy: Policy) -> Callable[..., Any]:
+    """What to call for a forward pass in training: the module, checkpointed or compiled as asked.
+
+    Activation checkpointing follows Chen et al., 2016, as ``torch.utils.checkpoint`` does it.
+    """
+    for pattern in policy.activation_checkpointing:
+        chosen = [
+            child
+            for name, child in module.named_modules()
+            if name and matches_module(pattern, name)
+        ]
+        for child in chosen:
+            counts = any(True for _ in child.buffers())
+            child.forward = _Checkpointed(child, counts)  # type: ignore[method-assign]
+    if not policy.compile:
+        for child in module.children():
+            for inner in child.modules():
+                if (compiler := _compilers.get(inner)) is not None:
+                    # as inner.compile() does
+                    inner._compiled_call_impl = compiler(inner._call_impl)
+        compiler = _compilers.get(module)
+        return module if compiler is None else compiler(module)
+    options = dict(policy.compile) if isinstance(policy.compile, Mapping) else {}
+    return torch.compile(module, **options)  # type: ignore[call-overload]
+
+
+def matches_module(pattern: str, name: str) -> bool:
+    """Whether a pattern names this very submodule (not its children, which it contains)."""
+    return name == pattern or fnmatch.fnmatchcase(name, pattern)
+
+
+def check_modules(module: nn.Module, patterns: Iterable[str]) -> None:
+    """Raise :class:`sparkdl.ModelError` for a pattern of activation checkpointing without a match."""
+    names = [name for name, _ in module.named_modules() if name]
+    for pattern in patterns:
+        if not any(matches_module(pattern, name) for name in names):
+            raise ModelError(
+                f'activation_checkpointing: no submodule matches "{pattern}".'
+                f"{nearest(pattern, names)} The model has {_some(names)}."
+            )
+
+
+class _Checkpointed:
+    """In the place of a module's forward. The module, which has it, is not held by it: nobody would let
+    go of the two where the collector does not look. ``counts``: whether the pass that is made once
+    more, for backward, must leave buffers alone."""
+
+    def __init__(self, module: nn.Module, counts: bool) -> None:
+        self._module, self._counts = weakref.ref(module), counts
+        self._forward = vars(module).get("forward")  # its own, if it is not its class's
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Checkpointed:
+        """Of the module's copy."""
+        module = self._module()
+        assert module is not None
+        return _Checkpointed(memo.get(id(module), module), self._counts)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        forward = self._forward or functools.partial(type(module).forward, module)
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if self._counts and not torch.compiler.is_compiling():  # which makes no second pass of ours
+            kwargs["context_fn"] = lambda: (contextlib.nullcontext(), _buffers_aside(module))
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+@contextlib.contextmanager
+def _buffers_aside(module: nn.Module) -> Iterator[None]:
+    """Inside the block its buffers are copies, so that a pass which is made once more does not count
+    once more in running statistics."""
+    places = [
+        (owner, name, buffer)
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    for owner, name, buffer in places:
+        owner._buffers[name] = buffer.clone()
+    try:
+        yield
+    finally:
+        for owner, name, buffer in places:
+            owner._buffers[name] = buffer
+
+
+def _some(names: Iterable[str]) -> str:
+    known = list(names)
+    return ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")

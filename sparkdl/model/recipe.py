@@ -1,0 +1,120 @@
+"""The recipe: what every process needs to build the same model, loss and optimizer.
+
+A recipe is pickled by value (cloudpickle, as Spark does with any function), shipped once, and lives
+as long as the job; it is never a format on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparkdl.errors import ModelError
+from sparkdl.model.policy import Policy
+from sparkdl.model.preparation import freeze, plain, start_from, take_buffers
+from sparkdl.model.signature import BY_POSITION, Signature
+from sparkdl.process.determinism import seeded
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the user gave: model (callable or module), loss, optimizer and policy, and the seed.
+
+    ``weights``: a state_dict to start from; ``buffers``: what goes with it that no state_dict has.
+    ``frozen``, ``unfrozen``: patterns of parameter names. ``augment``: what happens to a sample's
+    inputs before each use. ``compression``: what becomes of a gradient before it is sent.
+    ``signature``: how the model is called, and what is its output.
+    """
+
+    model: Callable[[], nn.Module] | nn.Module
+    loss: Callable[..., torch.Tensor]
+    optimizer: Callable[..., Any] | Mapping[str, Callable[..., Any]]
+    seed: int
+    policy: Policy = field(default_factory=Policy)
+    weights: Mapping[str, torch.Tensor] | None = None
+    strict_weights: bool = True
+    frozen: tuple[str, ...] = ()
+    unfrozen: tuple[str, ...] = ()
+    augment: Callable[..., Any] | None = None
+    compression: Callable[..., Any] | None = None
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    signature: Signature = BY_POSITION
+
+    def build(self) -> nn.Module:
+        """The module with its initial weights, the same in every process.
+
+        A callable runs with ``torch``, ``numpy`` and ``random`` seeded; this process's own random
+        states are left as they were. Raises :class:`sparkdl.errors.ModelError`.
+        """
+        module = self._made()
+        if self.weights is not None:
+            start_from(module, self.weights, self.strict_weights)
+            take_buffers(module, self.buffers)
+        freeze(module, self.frozen, self.unfrozen)
+        return module
+
+    def _made(self) -> nn.Module:
+        if isinstance(self.model, nn.Module):
+            return plain(self.model)
+        with seeded(self.seed):
+            module = self.model()
+        if not isinstance(module, nn.Module):
+            raise ModelError(
+                f"model() returned a {type(module).__name__}: it must return a torch.nn.Module."
+            )
+        return plain(module)
+
+    def build_optimizer(self, module: nn.Module) -> Any:
+        """The optimizer as the user wrote it, where it is one callable.
+
+        A ``torch.optim`` class (or a partial of one) is given the trainable parameters, any other
+        callable the module, so that it can form parameter groups, or return several optimizers.
+        See :func:`sparkdl.model.optimizer_factory.build_optimizers` for all forms.
+        """
+        assert not isinstance(self.optimizer, Mapping)
+        trainable = [p for p in module.parameters() if p.requires_grad]
+        if optimizer_class(self.optimizer) is not None:
+            return self.optimizer(trainable)
+        return self.optimizer(module)
+
+
+def optimizer_class(factory: Any) -> type[torch.optim.Optimizer] | None:
+    """The ``torch.optim.Optimizer`` class that ``factory`` is, or is a partial of; else None."""
+    while hasattr(factory, "func"):
+        factory = factory.func
+    if isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer):
+        return factory
+    return None
+
+
+def weights_digest(module: nn.Module) -> str:
+    """A digest of every parameter and buffer, by which processes compare their initial weights."""
+    return _digest([*module.named_parameters(), *module.named_buffers()])
+
+
+def frozen_digest(module: nn.Module) -> str:
+    """A digest of the parameters that do not train, which are in no checkpoint; empty: all do."""
+    frozen = _frozen(module)
+    return _digest(frozen) if frozen else ""
+
+
+def frozen_digests(module: nn.Module) -> dict[str, str]:
+    """Of each of these its own, by name."""
+    return {name: _digest([(name, parameter)]) for name, parameter in _frozen(module)}
+
+
+def _frozen(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
+
+
+def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in tensors:
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,143 @@
+"""How a model is called, and which part of what it returns is its output."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from sparkdl.errors import ModelError, nearest
+from sparkdl.model.model_loss import is_model_loss
+
+Part: TypeAlias = str | int | Callable[[Any], Any] | None
+"""A field of what a model returns (a key, an attribute, a number), a function of it, or all of it."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """``inputs``: the keywords that the model takes its inputs by; () where it does by position.
+    ``part``: what of the returned value is the output, for the loss, metrics and predictions."""
+
+    inputs: tuple[str, ...] = ()
+    part: Part = None
+
+    def bound(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """``model``, to be called with its inputs by position; labels may follow by keyword."""
+        if not self.inputs:
+            return model
+
+        def call(*inputs: Any, **others: Any) -> Any:
+            named = dict(zip(self.inputs, inputs, strict=False))
+            return model(*inputs[len(named) :], **named, **others)
+
+        return call
+
+    def call(self, model: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+        """What ``model`` returns for ``inputs``."""
+        return self.bound(model)(*inputs)
+
+    def output(self, returned: Any) -> Any:
+        """The output in what the model returned. Raises :class:`sparkdl.ModelError`."""
+        return part_of(returned, self.part)
+
+    def for_loss(self, loss: Any, returned: Any) -> Any:
+        """What ``loss`` is given: the output; where the model computes its own, all it returned."""
+        return returned if is_model_loss(loss) else self.output(returned)
+
+
+BY_POSITION = Signature()
+
+
+def part_of(returned: Any, part: Part) -> Any:
+    """The part of a model's returned value. Raises :class:`sparkdl.ModelError` where there is none."""
+    if part is None:
+        return returned
+    if callable(part):
+        return part(returned)
+    try:
+        if isinstance(returned, torch.Tensor):
+            raise KeyError(part)
+        if isinstance(part, int) or isinstance(returned, Mapping):
+            return returned[part]
+        return getattr(returned, part)
+    except (LookupError, AttributeError, TypeError):
+        raise ModelError(
+            f"output={part!r}: the model returned {described(returned)}, which has no such part."
+            f"{nearest(str(part), map(str, parts_of(returned)))}"
+        ) from None
+
+
+def problems_of_part(part: Any, where: str = "") -> list[str]:
+    """What is wrong with a part that a user gave."""
+    if (
+        part is None
+        or callable(part)
+        or (isinstance(part, (str, int)) and not isinstance(part, bool))
+    ):
+        return []
+    return [
+        f"{where}output={part!r}: name a field of what the model returns, or give a function of that, "
+        "or None."
+    ]
+
+
+def parts_of(returned: Any) -> dict[Any, Any]:
+    """The fields of a mapping, a named tuple or a dataclass by name, of a list or a tuple by number;
+    nothing of what is none of these."""
+    if isinstance(returned, Mapping):
+        return dict(returned)
+    if isinstance(returned, tuple) and hasattr(returned, "_asdict"):
+        return dict(returned._asdict())
+    if isinstance(returned, (list, tuple)):
+        return dict(enumerate(returned))
+    if dataclasses.is_dataclass(returned) and not isinstance(returned, type):
+        return {f.name: getattr(returned, f.name, None) for f in dataclasses.fields(returned)}
+    return {}
+
+
+def described(returned: Any) -> str:
+    """A returned value as messages show it: shapes, or its fields with theirs."""
+    if isinstance(returned, torch.Tensor):
+        return f"a tensor of shape {list(returned.shape)}"
+    shown = [
+        f"{name!r} {list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__}"
+        for name, value in list(parts_of(returned).items())[:8]
+    ]
+    return f"a {type(returned).__name__}" + (f" of {', '.join(shown)}" if shown else "")
+
+
+def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A copy of what a model returned, of the same types, with every tensor changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    parts = {name: with_tensors(part, change) for name, part in parts_of(value).items()}
+    if isinstance(value, (list, tuple)):
+        return (
+            type(value)(*parts.values())
+            if hasattr(value, "_asdict")
+            else type(value)(parts.values())
+        )
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return parts
+    if not parts:
+        return value
+    changed = copy.copy(value)
+    if isinstance(value, MutableMapping):
+        for name, part in parts.items():
+            changed[name] = part
+    if dataclasses.is_dataclass(value):  # ModelOutput of transformers is both
+        for name, part in parts.items():
+            object.__setattr__(changed, name, part)
+    return changed
+
+
+def for_example(returned: Any) -> str:
+    """How a user names a part of what the model returned that is a tensor."""
+    parts = parts_of(returned).items()
+    names = [name for name, value in parts if isinstance(value, torch.Tensor) and value.ndim]
+    named = f"output={names[0]!r}, or " if names else ""
+    return f"{named}output=function of what it returns"

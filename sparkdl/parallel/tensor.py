@@ -1,0 +1,168 @@
+"""How layers are cut over ranks by a plan, the plan that a model suggests, and what cannot be cut so.
+
+A linear layer cut *by column* computes some of its outputs on each rank, one cut *by row* takes these
+as its inputs, and the ranks add up what comes out (Megatron-LM: Shoeybi et al., 2019). Plain torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from sparkdl.errors import ModelError, ParameterError, nearest
+from sparkdl.model.flat import Layout
+from sparkdl.model.preparation import matches_module
+from sparkdl.parallel.base import Tensor
+from sparkdl.parallel.divisible import check_dense, check_elementwise, check_rows
+from sparkdl.slices.optimizer import OptimizerPlan
+
+ELEMENTWISE = (
+    nn.CELU,
+    nn.Dropout,
+    nn.ELU,
+    nn.GELU,
+    nn.Hardsigmoid,
+    nn.Hardswish,
+    nn.Hardtanh,
+    nn.Identity,
+    nn.LeakyReLU,
+    nn.LogSigmoid,
+    nn.Mish,
+    nn.ReLU,
+    nn.SELU,
+    nn.SiLU,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Softsign,
+    nn.Tanh,
+    nn.Tanhshrink,
+    nn.Threshold,
+)
+"""What treats every element of its input by itself, so that a rank can do so with its part."""
+FEED_FORWARD = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+def plan_of(strategy: Tensor, module: nn.Module, ranks: int) -> dict[str, Any]:
+    """How each submodule that is cut is: "column", "row", or a style of torch's.
+
+    Raises :class:`sparkdl.ModelError` for a name that matches nothing, and where nothing can be cut.
+    """
+    names = [name for name, _ in module.named_modules() if name]
+    found: dict[str, Any] = {}
+    for pattern, way in strategy.plan.items():
+        matching = [name for name in names if matches_module(pattern, name)]
+        if not matching:
+            raise ModelError(
+                f'strategy=Tensor: no submodule matches "{pattern}".{nearest(pattern, names)} The '
+                f"model has {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
+            )
+        found |= dict.fromkeys(matching, way)
+    if not strategy.plan:
+        for column, row, width in _pairs(module):
+            if width % ranks == 0:
+                found |= {column: "column", row: "row"}
+        if not found:
+            even = f" and a width that {ranks} divides" if ranks > 1 else ""
+            raise ModelError(
+                'strategy="tensor" finds no two nn.Linear that follow each other, with an activation '
+                f"between them{even}: name what to cut, "
+                'strategy=sparkdl.Tensor(plan={"name": "column", "name": "row"}).'
+            )
+    return found
+
+
+def _pairs(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, str, int]]:
+    """The names of linear layers that follow each other, and the width between them."""
+    if isinstance(module, FEED_FORWARD):
+        yield f"{prefix}linear1", f"{prefix}linear2", module.linear1.out_features
+    last: tuple[str, int] | None = None
+    for name, child in module.named_children():
+        linear = child if isinstance(child, nn.Linear) and not is_parametrized(child) else None
+        in_list = isinstance(module, nn.Sequential)
+        if not in_list or (linear is None and not isinstance(child, ELEMENTWISE)):
+            last = None
+        if linear is not None:
+            if last is not None:
+                yield last[0], prefix + name, last[1]
+                last = None
+            elif in_list:
+                last = prefix + name, linear.out_features
+        else:
+            yield from _pairs(child, f"{prefix}{name}.")
+
+
+def check_cutting(
+    strategy: Tensor, module: nn.Module, layout: Layout, optimizer: OptimizerPlan
+) -> None:
+    """Raise :class:`sparkdl.ModelError` where the model or its optimizer cannot be cut so."""
+    check_elementwise(strategy.word, optimizer)
+    check_dense(strategy.word, layout)
+    check_rows(strategy.word, ((n, p) for n, p in module.named_parameters() if p.requires_grad))
+    _check_ways(strategy, module)
+
+
+def _check_ways(strategy: Tensor, module: nn.Module) -> None:
+    users: dict[int, list[str]] = {}
+    for name, child in module.named_modules():
+        for parameter in child.parameters(recurse=False):
+            users.setdefault(id(parameter), []).append(name)
+    for name, way in plan_of(strategy, module, 1).items():
+        child = module.get_submodule(name)
+        if isinstance(way, str) and not isinstance(child, (nn.Linear, nn.Embedding)):
+            raise ModelError(
+                f'strategy=Tensor: "{name}" is a {type(child).__name__}, and "{way}" is a way to cut '
+                "an nn.Linear or an nn.Embedding: name these, or give a style of "
+                "torch.distributed.tensor.parallel."
+            )
+        if isinstance(way, str) and is_parametrized(child):
+            raise ModelError(
+                f'strategy=Tensor: "{name}" has parametrizations, which need its whole weight: leave '
+                "it out of the plan."
+            )
+        for parameter in child.parameters():
+            others = [user for user in users[id(parameter)] if not _inside(user, name)]
+            if others:
+                raise ModelError(
+                    f'strategy="tensor": a parameter of "{name}" is also used by "{others[0]}", and '
+                    'cutting would part them: leave both whole, or use strategy="fsdp".'
+                )
+
+
+def _inside(name: str, outer: str) -> bool:
+    return name == outer or name.startswith(f"{outer}.")
+
+
+def check_even(strategy: Tensor, module: nn.Module, ranks: int) -> None:
+    """Raise :class:`sparkdl.ParameterError` where so many ranks cannot have equal parts of a layer."""
+    for name, way in plan_of(strategy, module, ranks).items():
+        if not isinstance(way, str):
+            continue
+        child = module.get_submodule(name)
+        outputs, inputs = (
+            (child.out_features, child.in_features)
+            if isinstance(child, nn.Linear)
+            else (child.embedding_dim, child.num_embeddings)
+        )
+        width, what = (outputs, "outputs") if way == "column" else (inputs, "inputs")
+        if width % ranks:  # type: ignore[operator]
+            raise ParameterError(
+                f'strategy="tensor" with {ranks} parts: "{name}" has {width} {what}, which {ranks} '
+                "does not divide. Choose another width, or leave it out of the plan."
+            )
+
+
+@contextlib.contextmanager
+def layer_by_layer() -> Iterator[None]:
+    """Inside the block torch's transformer layers call their linear layers, also in evaluation: the
+    fused operation that they have for it knows nothing of parts, and nobody can count in it."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

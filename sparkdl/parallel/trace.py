@@ -1,0 +1,352 @@
+"""The chain of modules that a model is whose forward calls them in its own way. Plain torch.
+
+[Note: a forward that is followed] torch.fx records what forward does with stand-ins for its inputs,
+down to the modules it calls, which stay whole: their own forward may do anything. The record is cut
+before these calls. Each piece takes all values that it or a later one needs, such as a residual or a
+mask, and puts out those that later ones need.
+
+A stand-in knows its value for a few rows, so that forward may look at sizes. What is recorded for as
+many rows twice over, and in evaluation, must be the same: else forward does something that a record
+cannot have, and that is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx, nn
+from torch.fx.node import map_aggregate, map_arg
+from torch.utils._pytree import tree_leaves
+
+from sparkdl.errors import ModelError
+from sparkdl.process.determinism import seeded
+from sparkdl.replica.compute import buffers_kept
+
+Items = list[tuple[str, nn.Module]]
+MODEL = "model"
+_CONSTANTS = (int, float, str, torch.device, torch.dtype, type(None))
+_MAKERS = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
+"""Of torch's functions those that are given no tensor, but sizes."""
+
+
+def followed(module: nn.Module, split: Sequence[str], inputs: Sequence[torch.Tensor]) -> Items:
+    """The pieces of ``module``, named after the modules with which they begin. ``inputs``: a few rows
+    of each. What calls a list of modules one after another is taken apart, and what has a module of
+    ``split`` inside.
+
+    Raises :class:`sparkdl.ModelError` where its forward cannot be followed.
+    """
+    needed = {""} | {name[:end] for name in split for end in _dots(name)}
+    lists = _with_lists(module)
+    if not lists <= needed:
+        with contextlib.suppress(ModelError):
+            return _pieces(module, needed | lists, inputs)
+    return _pieces(module, needed, inputs)
+
+
+def _dots(name: str) -> Iterator[int]:
+    return (place for place, letter in enumerate(name) if letter == ".")
+
+
+def _with_lists(module: nn.Module, path: str = "") -> set[str]:
+    """The names of the submodules, blocks in lists left aside, that call others one after another."""
+    found = set()
+    for name, child in module.named_children():
+        lists = any(isinstance(each, nn.ModuleList) for each in child.children())
+        if type(child) is nn.Sequential or lists:
+            found |= {f"{path}{name}"} | _with_lists(child, f"{path}{name}.")
+    return found
+
+
+def _pieces(module: nn.Module, opened: set[str], inputs: Sequence[torch.Tensor]) -> Items:
+    training = module.training
+    twice = [torch.cat([tensor, tensor]) for tensor in inputs]
+    tracers = []
+    try:
+        with buffers_kept(module), seeded(0), torch.no_grad():
+            for mode, rows in ((False, inputs), (True, twice)):
+                module.train(mode)
+                tracers.append(_Tracer(opened, tuple(rows)))
+                with _recording_sizes():
+                    tracers[-1].graph = tracers[-1].trace(_Whole(module, len(inputs)))
+    except Exception as error:
+        raise ModelError(
+            f'strategy="pipeline" cuts a model between the modules that its forward calls, and cannot '
+            f"follow that of {type(module).__name__} ({_place(error)}{error}). Leave what "
+            "depends on values to a module of its own, return nn.Sequential(...) of its layers from "
+            'model(), or use strategy="fsdp".'
+        ) from error
+    finally:
+        module.train(training)
+    one, other = tracers
+    if _text(one.graph) != _text(other.graph):
+        raise ModelError(
+            f'strategy="pipeline" follows the forward of {type(module).__name__}, which does something '
+            "else in training than in evaluation, or with another number of rows: leave that to "
+            "modules of their own, such as nn.Dropout instead of functional.dropout."
+        )
+    items = _cut(one.graph, _constants(one, other), one.root, inputs[0].device)
+    _check_same(module, items, twice)
+    return items
+
+
+def _place(error: Exception) -> str:
+    """The line of the user's that it came from."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename != __file__ and "/torch/" not in frame.filename:
+            return f"{Path(frame.filename).name}, line {frame.lineno}: "
+    return ""
+
+
+def _check_same(module: nn.Module, items: Items, inputs: Sequence[torch.Tensor]) -> None:
+    training = module.training
+    value: Any = inputs[0] if len(inputs) == 1 else tuple(inputs)
+    try:
+        module.eval()
+        with torch.no_grad():
+            with seeded(0):
+                expected = module(*inputs)
+            with seeded(0):
+                for _, item in items:
+                    value = item(value)
+    finally:
+        module.train(training)
+    pairs = zip(tree_leaves(value), tree_leaves(expected), strict=True)
+    if not all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs):
+        raise ModelError(
+            f'strategy="pipeline" cuts {type(module).__name__} between the modules that its forward '
+            "calls, and one after another they compute something else: leave what is not a module, or "
+            "changes from call to call, to modules of their own."
+        )
+
+
+class _Whole(nn.Module):
+    """Calls the model with as many inputs as it will get: it may take more, with defaults."""
+
+    def __init__(self, model: nn.Module, inputs: int) -> None:
+        super().__init__()
+        self.model, self.inputs = model, inputs
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.model(*(inputs[i] for i in range(self.inputs)))
+
+
+class _StandIn(fx.Proxy):
+    tracer: _Tracer
+
+    def __len__(self) -> int:
+        return len(self.tracer.values[self.node])
+
+    def __index__(self) -> int:
+        return self.tracer.values[self.node].__index__()
+
+
+class _Tracer(fx.Tracer):
+    """Records, and finds the value of every step for ``inputs``."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, opened: set[str], inputs: tuple[torch.Tensor, ...]) -> None:
+        super().__init__()
+        self._opened, self._inputs = opened, inputs
+        self.values: dict[fx.Node, Any] = {}
+        self._busy = False
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name.partition(".")[2] not in self._opened
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _StandIn(node, self)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(*args, **kwargs)
+        self._busy = True
+        try:
+            self.values[node] = self._value(node)
+        finally:
+            self._busy = False
+        return node
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return (
+            forward(*args, **kwargs)
+            if self._busy
+            else super().call_module(m, forward, args, kwargs)
+        )
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        return attr_val if self._busy else super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        value = self.values[obj.node]
+        return super().to_bool(obj) if isinstance(value, torch.Tensor) else bool(value)
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        value = self.values[obj.node]
+        if isinstance(value, torch.Tensor):
+            return super().iter(obj)
+        return (operator.getitem(obj, i) for i in range(len(value)))
+
+    def _value(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            return self._inputs
+        args: Any = map_arg(node.args, self.values.__getitem__)
+        if node.op == "output":
+            return args[0]
+        kwargs: Any = map_arg(node.kwargs, self.values.__getitem__)
+        if node.op == "get_attr":
+            path, _, name = str(node.target).rpartition(".")
+            return getattr(self.root.get_submodule(path), name)
+        if node.op == "call_module":
+            return self.root.get_submodule(str(node.target))(*args, **kwargs)
+        return _called(node, args, kwargs)
+
+
+def _called(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _recording_sizes() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for name in _MAKERS:
+            stack.enter_context(patch.object(torch, name, _recording(getattr(torch, name))))
+        yield
+
+
+def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which may be given sizes to be recorded."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        found: list[fx.Proxy] = []
+        map_aggregate((args, kwargs), lambda a: found.append(a) if isinstance(a, fx.Proxy) else a)
+        if not found:
+            return function(*args, **kwargs)
+        return found[0].tracer.create_proxy("call_function", function, args, kwargs)
+
+    return called
+
+
+def _text(graph: fx.Graph) -> str:
+    return graph.python_code("self").src
+
+
+def _constants(one: _Tracer, other: _Tracer) -> dict[fx.Node, Any]:
+    """Values that are no tensors and do not go with the number of rows: other sizes, a device."""
+    twins = dict(zip(one.graph.nodes, other.graph.nodes, strict=True))
+    return {
+        node: value
+        for node, value in one.values.items()
+        if isinstance(value, _CONSTANTS) and value == other.values[twins[node]]
+    }
+
+
+def _cut(
+    graph: fx.Graph, constants: dict[fx.Node, Any], whole: nn.Module, device: torch.device
+) -> Items:
+    """Before each module that is called for the first time, where anything goes on from before.
+    ``device``: where it was recorded."""
+    on_device = [node for node, value in constants.items() if value == device]
+    nodes = [node for node in graph.nodes if node not in constants]
+    place_of = {node: place for place, node in enumerate(nodes)}
+    ends = {n: max((place_of.get(u, -1) for u in n.users), default=-1) for n in nodes}
+
+    def live(place: int) -> list[fx.Node]:
+        return [node for node in nodes[:place] if ends[node] >= place]
+
+    known, starts = set[Any](), [0]
+    for place, node in enumerate(nodes):
+        if node.op == "call_module" and node.target not in known:
+            if known and live(place):
+                starts.append(place)
+            known.add(node.target)
+    found: Items = []
+    for start, stop in zip(starts, [*starts[1:], len(nodes)], strict=True):
+        here = nodes[start:stop]
+        called = next((str(node.target) for node in here if node.op == "call_module"), MODEL)
+        piece = Piece(here, live(start), live(stop), constants, on_device, whole)
+        found.append((called.partition(".")[2], piece))
+    return found
+
+
+class Piece(nn.Module):
+    """Some steps of a forward that was recorded. It takes one value, or the tuple of several, and so it
+    puts out. ``on_device``: the constants that are the device of the inputs, which may be another by
+    now."""
+
+    def __init__(
+        self,
+        nodes: list[fx.Node],
+        takes: list[fx.Node],
+        gives: list[fx.Node],
+        constants: dict[fx.Node, Any],
+        on_device: list[fx.Node],
+        whole: nn.Module,
+    ) -> None:
+        super().__init__()
+        self._nodes, self._takes, self._gives = nodes, takes, gives
+        self._constants, self._on_device = constants, on_device
+        self._owners: dict[str, tuple[nn.Module, str]] = {}
+        self._called: dict[str, nn.Module] = {}
+        for node in nodes:
+            target = str(node.target)
+            if node.op == "call_module":
+                self._called[target] = whole.get_submodule(target)
+            elif node.op == "get_attr":
+                path, _, name = target.rpartition(".")
+                self._owners[target] = whole.get_submodule(path), name
+        self.modules_called = nn.ModuleList(self._called.values())
+        self._names = {target: f"tensor{n}" for n, target in enumerate(self._owners)}
+        for target, (owner, name) in self._owners.items():
+            tensor = getattr(owner, name)
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(self._names[target], tensor)
+            elif isinstance(tensor, torch.Tensor):
+                self.register_buffer(self._names[target], tensor, persistent=False)
+
+    def forward(self, value: Any) -> Any:
+        """The values that go on, or what the model puts out."""
+        known = dict(self._constants)
+        tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+        if (first := next(tensors, None)) is not None:
+            known.update(dict.fromkeys(self._on_device, first.device))
+        if self._takes:
+            several = value if len(self._takes) > 1 else (value,)
+            known.update(zip(self._takes, several, strict=True))
+        for node in self._nodes:
+            if node.op == "placeholder":
+                known[node] = value if isinstance(value, tuple) else (value,)
+                continue
+            args: Any = map_arg(node.args, known.__getitem__)
+            kwargs: Any = map_arg(node.kwargs, known.__getitem__)
+            if node.op == "output":
+                return args[0]
+            known[node] = self._done(node, args, kwargs)
+        values = tuple(known[node] for node in self._gives)
+        return values if len(values) > 1 else values[0]
+
+    def hand_back(self) -> None:
+        """Parameters that have become others here become them where they are from."""
+        for target, (owner, name) in self._owners.items():
+            own = self._parameters.get(self._names[target])
+            if own is not None:
+                owner._parameters[name] = own
+
+    def _done(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        if node.op == "call_module":
+            return self._called[str(node.target)](*args, **kwargs)
+        if node.op == "get_attr":
+            owner, name = self._owners[str(node.target)]
+            own = self._parameters.get(self._names[str(node.target)])
+            return getattr(owner, name) if own is None else own  # a buffer may be another by now
+        return _called(node, args, kwargs)

@@ -1,0 +1,95 @@
+"""Gradients leave while backward goes on.
+
+[Note: gradients leave early] A replica claims its slab before backward, and a hook of autograd hands
+over each dense gradient as soon as it is complete. It is written into its place in the sections of the
+slices, rounded to the wire's dtype, looked through for inf and NaN, and released. So it is still in
+cache when it is read, its memory serves the next layer's gradient, and no replica ever holds all of
+them. Sections with rows of sparse tables or with optimizer state have a size that only backward tells,
+and what is compressed is made of the whole gradient: such replicas write everything afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from sparkdl.model.live_replica import LiveReplica
+from sparkdl.replica.compute import Gradients
+from sparkdl.slices.section import SectionMap, open_section, section_nbytes, sums_up
+from sparkdl.slices.spec import SlicePlan
+
+CHUNK = 1 << 17
+"""Elements that are copied and looked through at a time, so that they are in the core's cache."""
+CHECK_FROM = 1 << 20
+"""Elements of a flat vector from which on gradients are looked through one by one; those of a smaller
+one are looked through at the end, a section at a time, which takes fewer calls."""
+
+
+def streams(live: LiveReplica) -> bool:
+    """Whether the sizes of this replica's sections are known before backward."""
+    recipe = live.recipe
+    tables = any(segment.sparse for segment in live.flat.layout.segments)
+    return recipe.policy.local_steps == 1 and recipe.compression is None and not tables
+
+
+class GradientWriter:
+    """Writes each gradient that it is given into the sections of all slices; see the note above.
+
+    ``out`` (uint8): the memory of the sections, slice after slice, laid out by ``maps``.
+    """
+
+    def __init__(
+        self,
+        live: LiveReplica,
+        plans: Sequence[SlicePlan],
+        maps: Sequence[SectionMap],
+        out: np.ndarray,
+    ) -> None:
+        layout = live.flat.layout
+        self._checks = layout.size >= CHECK_FROM
+        self._written: set[int] = set()
+        self._not_finite: set[int] = set()
+        self._places: list[list[tuple[int, torch.Tensor]]] = [[] for _ in live.flat.parameters]
+        begin = 0
+        for plan, section in zip(plans, maps, strict=True):
+            end = begin + section_nbytes(plan, layout.dtype, section)
+            gradient = open_section(plan, layout.dtype, section, out[begin:end]).gradient
+            for piece in plan.parameters:
+                offset = plan.start + piece.start - layout.segments[piece.number].start
+                self._places[piece.number].append((offset, gradient[piece.start : piece.stop]))
+            begin = end
+
+    @torch.no_grad()
+    def __call__(self, number: int, gradient: torch.Tensor) -> None:
+        """Write the gradient of parameter ``number``; a second one of the same is added to it."""
+        values = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
+        for offset, place in self._places[number]:
+            source = values[offset : offset + len(place)]
+            if number in self._written:  # reentrant checkpoints go backward more than once
+                source = source.to(place) + place
+            if self._checks:
+                self._copy_and_check(number, source, place)
+            else:
+                place.copy_(source)
+        self._written.add(number)
+
+    def _copy_and_check(self, number: int, source: torch.Tensor, place: torch.Tensor) -> None:
+        for part, values in zip(place.split(CHUNK), source.split(CHUNK), strict=True):
+            part.copy_(values)
+            if not sums_up(part) and not torch.isfinite(part).all():
+                self._not_finite.add(number)
+
+    def finish(self, rest: Gradients) -> Gradients:
+        """Write the dense gradients that are still with the parameters; what was made in all."""
+        for number, gradient in enumerate(rest.dense):
+            if gradient is not None:
+                self(number, gradient)
+        return replace(
+            rest,
+            dense=[None] * len(rest.dense),
+            written=frozenset(self._written),
+            not_finite=frozenset(self._not_finite) if self._checks else None,
+        )

@@ -1,0 +1,111 @@
+"""Local SGD: a replica takes several optimizer steps by itself before the replicas are averaged.
+
+Stich, "Local SGD Converges Fast and Communicates Little", 2019. Each round starts from the owners'
+state, so a replica keeps nothing between rounds; the moments of the optimizer are averaged like the
+weights (Yu et al., 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sparkdl.data.batches import Batch
+from sparkdl.engines.shuffle.store import pack
+from sparkdl.model.live_replica import LiveReplica
+from sparkdl.replica.clock import Clock
+from sparkdl.replica.compute import Gradients, forward_backward, take_gradients
+from sparkdl.replica.step import Outcome, Work, to_mini_batch
+from sparkdl.slices.optimizer_step import step_slice
+from sparkdl.slices.reduce import Reduced, clip_norm, clip_values, regularise, squared_norm
+from sparkdl.slices.section import sums_up
+from sparkdl.slices.state import SliceState
+from sparkdl.slices.update import EMA, Owner
+
+
+def several_steps(
+    live: LiveReplica,
+    batches: Sequence[Batch],
+    work: Work,
+    state: SliceState,
+    whole: Owner,
+    clock: Clock,
+) -> Outcome:
+    """One optimizer step for each mini-batch; the outcome is how far the weights moved.
+
+    ``state``: the optimizers' state over the whole flat vector, which is changed. ``whole``: the plan
+    of one slice that is everything.
+    """
+    flat, layout, policy = live.flat.flat, live.flat.layout, live.recipe.policy
+    begin = flat[: whole.plan.dense_length].clone()
+    state.weights = flat
+    moved = Outcome()
+    absent = frozenset(range(len(live.flat.parameters)))
+    not_finite: set[int] = set()
+    live.version = ""  # the weights are no version's from here on
+    for number, batch in enumerate(batches):
+        mini_batch = to_mini_batch(batch, live)
+        loss, weight = forward_backward(
+            live, mini_batch, work.seed(number), work.step.loss_scale, clock
+        )
+        gradients = take_gradients(live)
+        reduced = Reduced(_flatten(live, gradients, whole), gradients.absent)
+        not_finite |= _not_finite(live, gradients)
+        regularise(whole.plan, reduced, flat, whole.l1, whole.l2)
+        if policy.clip_value is not None:
+            clip_values(reduced, policy.clip_value)
+        if policy.clip_norm is not None:
+            clip_norm(reduced, [squared_norm(whole.plan, reduced)], policy.clip_norm)
+        with torch.no_grad(), whole.drawing(work.seed(number, "update")):
+            step_slice(
+                whole.plan,
+                state,
+                reduced.gradient,
+                reduced.absent,
+                whole.optimizer,
+                work.step.hyperparameters,
+                loss=torch.tensor(loss, dtype=flat.dtype),
+            )
+        live.flat.save_buffers(flat)
+        live.flat.refresh()
+        absent &= reduced.absent
+        moved.loss += loss * weight
+        moved.weight += weight
+        moved.count += len(mini_batch)
+        clock.lap("update")
+    moved.loss /= moved.weight or 1.0
+    difference = flat[: whole.plan.dense_length] - begin
+    moved.gradients = Gradients(
+        [
+            None if number in absent else difference[s.start : s.stop].view(s.shape)
+            for number, (s, _) in enumerate(live.flat.parameters)
+        ],
+        {},
+        # clipping and some optimizers make finite steps of it; else the difference will tell
+        not_finite=frozenset(not_finite) or None,
+    )
+    assert layout.size == whole.plan.length
+    if moved.weight:  # else no step was taken, and the state is what it was
+        moved.arrays = {name: array for name, array in state.arrays.items() if name != EMA}
+        moved.others = pack(state)
+    return moved
+
+
+def _not_finite(live: LiveReplica, gradients: Gradients) -> set[int]:
+    """The parameters whose gradient has an inf or a NaN."""
+    return {
+        number
+        for number, gradient in enumerate(gradients.dense)
+        if gradient is not None and not (sums_up(gradient) or gradient.isfinite().all())
+    }
+
+
+def _flatten(live: LiveReplica, gradients: Gradients, whole: Owner) -> torch.Tensor:
+    flat = torch.zeros(
+        whole.plan.dense_length, dtype=live.flat.layout.dtype, device=live.flat.flat.device
+    )
+    for (segment, _), gradient in zip(live.flat.parameters, gradients.dense, strict=True):
+        if gradient is not None:
+            flat[segment.start : segment.stop].view(segment.shape).copy_(gradient)
+    return flat

@@ -1,0 +1,237 @@
+"""What one replica does in one iteration, from rows to what it contributes. No Spark.
+
+Both engines run this: a task of the forward-backward job, and the local engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from sparkdl.codec.packed import ByParameter, TensorSpec, copy_packed, specs_of
+from sparkdl.data.batches import Assembly, Batch, fields_to_batch, training_rows, visit_order
+from sparkdl.data.epoch import derive_seed
+from sparkdl.data.partition_reader import MappedPartition
+from sparkdl.data.prefetch import AHEAD
+from sparkdl.data.ragged import Rows
+from sparkdl.engines.shuffle.messages import Step
+from sparkdl.model.live_replica import LiveReplica
+from sparkdl.model.loss import masses_of
+from sparkdl.replica.clock import Clock
+from sparkdl.replica.compute import (
+    Gradients,
+    MiniBatch,
+    forward_backward,
+    take_gradients,
+    to_tensors,
+    weigh,
+)
+from sparkdl.replica.gradient_writer import GradientWriter
+from sparkdl.slices.section import (
+    Contribution,
+    SectionMap,
+    cut_rows,
+    first_not_finite,
+    open_section,
+    section_nbytes,
+    write_gradients,
+)
+from sparkdl.slices.spec import SlicePlan
+
+
+@dataclass(frozen=True)
+class Work:
+    """One replica's part of one iteration: rows [start, stop) of its order of the epoch."""
+
+    step: Step
+    replica: int
+    assembly: Assembly
+    share: int
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.step.rows[self.replica]
+
+    def mini_batches(
+        self, live: LiveReplica, partition: MappedPartition, count: int = 1
+    ) -> list[Batch]:
+        """The rows' arrays, in ``count`` mini-batches of nearly equal size (none is empty)."""
+        start, stop = self.rows
+        assembly = replace(self.assembly, augment=live.recipe.augment)
+        epoch, replica = self.step.epoch, self.replica
+        order = visit_order(assembly, partition, epoch, replica, self.share)
+
+        def prepare(low: int, high: int) -> list[Rows]:
+            return training_rows(assembly, partition, order[low:high], epoch, replica)
+
+        who, position = (partition.name, replica), (assembly, epoch, self.share)
+        fields = AHEAD.take(who, position, start, stop, len(order), prepare)
+        cuts = [(stop - start) * j // count for j in range(count + 1)]
+        return [
+            fields_to_batch(assembly, [rows[low:high] for rows in fields])
+            for low, high in itertools.pairwise(cuts)
+            if high > low
+        ]
+
+    def seed(self, local_step: int = 0, purpose: str = "forward") -> int:
+        """Of the random draws in forward; or in an "update" of the replica's own."""
+        position = (self.step.index, self.replica) + ((local_step,) if local_step else ())
+        return derive_seed(self.assembly.seed, purpose, *position)
+
+
+@dataclass
+class Outcome:
+    """What a replica made: its mean loss, its weight in the average, and what it sends.
+
+    ``others``: after local steps, the optimizers' state that is not in arrays, packed.
+    ``compressed``: what a hook made of the dense gradients, by parameter number, and ``kept``: what
+    the replica keeps of them.
+    """
+
+    loss: float = 0.0
+    weight: float = 0.0
+    count: int = 0
+    gradients: Gradients = field(default_factory=lambda: Gradients([], {}))
+    arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    others: bytes = b""
+    compressed: ByParameter | None = None
+    kept: ByParameter = field(default_factory=dict)
+
+
+def to_mini_batch(
+    batch: Batch, live: LiveReplica, training: bool = True, masses: bool = True
+) -> MiniBatch:
+    """Tensors of a batch on the replica's device, with the weight of each sample.
+
+    ``training``: whether that of its class counts, and what the loss takes of it; ``masses``: whether
+    the latter is wanted.
+    """
+    device, taken = live.device, None
+    targets = to_tensors(batch.targets, device)
+    weights = None if batch.weights is None else to_tensors([batch.weights], device)[0]
+    if training:
+        weights = weigh(targets, weights, live.recipe.policy)
+    if training and masses:
+        here = targets if device.type == "cpu" else to_tensors(batch.targets, torch.device("cpu"))
+        taken = masses_of(live.recipe.loss, here)
+    return MiniBatch(to_tensors(batch.inputs, device), targets, weights, taken)
+
+
+def one_gradient(
+    live: LiveReplica,
+    batch: Batch,
+    work: Work,
+    clock: Clock,
+    writer: GradientWriter | None = None,
+) -> Outcome:
+    """Forward and backward over the mini-batch; dense gradients go to ``writer``, if there is one."""
+    mini_batch = to_mini_batch(batch, live)
+    passed = forward_backward(live, mini_batch, work.seed(), work.step.loss_scale, clock, writer)
+    gradients = take_gradients(live)
+    if writer is not None:
+        gradients = writer.finish(gradients)
+    return Outcome(passed.loss, passed.weight, len(mini_batch), gradients)
+
+
+def section_maps(
+    live: LiveReplica, plans: Sequence[SlicePlan], outcome: Outcome
+) -> list[SectionMap]:
+    """How each slice's section of this outcome is laid out."""
+    wire = live.recipe.policy.wire_dtype or live.flat.layout.dtype
+    arrays = {
+        name: str(array.dtype).removeprefix("torch.") for name, array in outcome.arrays.items()
+    }
+    return [
+        SectionMap(
+            wire,
+            {
+                piece.number: len(cut_rows(piece, outcome.gradients.tables[piece.number])[0])
+                for piece in plan.tables
+                if piece.number in outcome.gradients.tables
+            },
+            arrays,
+            _specs(plan, outcome),
+        )
+        for plan in plans
+    ]
+
+
+def _specs(plan: SlicePlan, outcome: Outcome) -> tuple[TensorSpec, ...] | None:
+    """Of the compressed gradients of a slice."""
+    if outcome.compressed is None:
+        return None
+    numbers = [p.number for p in plan.parameters if p.number in outcome.compressed]
+    return specs_of({number: outcome.compressed[number] for number in numbers})
+
+
+def sections_nbytes(
+    live: LiveReplica, plans: Sequence[SlicePlan], maps: Sequence[SectionMap]
+) -> list[int]:
+    """Bytes of each slice's section."""
+    dtype = live.flat.layout.dtype
+    return [section_nbytes(plan, dtype, section) for plan, section in zip(plans, maps, strict=True)]
+
+
+@torch.no_grad()
+def write_sections(
+    live: LiveReplica,
+    plans: Sequence[SlicePlan],
+    maps: Sequence[SectionMap],
+    outcome: Outcome,
+    out: np.ndarray,
+) -> list[Contribution]:
+    """Write what the replica contributes into ``out`` (uint8), slice after slice, but for gradients
+    that are there already."""
+    layout = live.flat.layout
+    buffers = live.flat.buffers()
+    if not outcome.weight:  # it may have been forward before it knew that nothing counts
+        buffers = live.flat.flat[layout.buffers_start :]
+    sections, place = [], 0
+    for plan, section, nbytes in zip(plans, maps, sections_nbytes(live, plans, maps), strict=True):
+        contribution = open_section(
+            plan,
+            layout.dtype,
+            section,
+            out[place : place + nbytes],
+            weight=outcome.weight,
+            absent=outcome.gradients.absent,
+        )
+        write_gradients(
+            layout,
+            plan,
+            outcome.gradients.dense,
+            outcome.gradients.tables,
+            contribution,
+            outcome.gradients.written,
+        )
+        if contribution.compressed is not None and outcome.compressed is not None:
+            copy_packed(contribution.compressed, outcome.compressed)
+        start = plan.start + plan.buffers_start - layout.buffers_start
+        contribution.buffers.copy_(buffers[start : start + len(contribution.buffers)])
+        for name, array in outcome.arrays.items():
+            contribution.arrays[name].copy_(array[plan.start : plan.start + plan.trainable_length])
+        sections.append(contribution)
+        place += nbytes
+    return sections
+
+
+def not_finite(
+    live: LiveReplica,
+    plans: Sequence[SlicePlan],
+    sections: Sequence[Contribution],
+    outcome: Outcome,
+) -> str:
+    """What is inf or NaN in a contribution, as it travels; empty: nothing."""
+    if not np.isfinite(outcome.loss):
+        return f"the loss ({outcome.loss})"
+    known = outcome.gradients.not_finite
+    if known is None:
+        found = (first_not_finite(p, s) for p, s in zip(plans, sections, strict=True))
+        number = next((n for n in found if n is not None), None)
+    else:
+        number = min(known, default=None)
+    return "" if number is None else f'the gradient of "{live.flat.layout.segments[number].name}"'

@@ -1,0 +1,237 @@
+"""Compressing the gradients that replicas send: hooks, what they give, and the way back. Pure torch.
+
+A hook is one function, as a communication hook of torch's DistributedDataParallel is: a
+:class:`GradBucket` in, a dictionary of tensors out. What travels is one of three forms, which are the
+classes of Xu et al., "GRACE: A Compressed Communication Framework for Distributed Machine Learning",
+2021, and :func:`decompress` makes a dense gradient of each:
+
+* quantized: ``values``, as many as the gradient has, of any dtype; times ``scale`` where it is there;
+* sparse: ``values`` at ``indices``, which count elements of the flattened gradient, each at most once;
+  zero elsewhere; times ``scale`` likewise;
+* low-rank: ``left @ right.T``, (n, r) and (m, r), of the gradient as a matrix: n is its first
+  dimension, m the product of the others.
+
+Tensors of other names stay with the replica and are ``bucket.state`` the next time.
+
+[Note: error feedback] What a lossy form leaves out is not lost: the replica adds it to its next
+gradient (Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory", 2018; Karimireddy et al., "Error
+Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019). This *residual* is kept here for
+every hook, whose attribute ``error_feedback = False`` turns it off. It is of the replica's mean
+gradient, not of its share of the global sum: a short last batch changes the shares, and a residual in
+units of samples would then count many times over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from sparkdl.codec.packed import Tensors
+from sparkdl.errors import ParameterError
+from sparkdl.plain import make_plain
+
+RESIDUAL = "sparkdl.residual"
+"""The name of what was left out, among the tensors that a replica keeps."""
+TRAVEL = ("values", "indices", "scale", "left", "right")
+"""The names of the tensors that are sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradBucket:
+    """The gradient of one parameter on one replica, with what the last iterations left out of it.
+
+    ``gradient``: the parameter's shape, in the dtype of the model's flat vector (float32 or float64),
+    contiguous, finite, not to be changed. ``state``: what the hook kept of this parameter, as copies;
+    empty the first time.
+    ``seed``: of this parameter, replica and iteration, for random draws. ``iteration`` counts from 0.
+    """
+
+    name: str
+    gradient: torch.Tensor
+    state: Tensors = field(default_factory=dict)
+    iteration: int = 0
+    seed: int = 0
+
+
+Hook = Callable[[GradBucket], Tensors]
+"""What ``Trainer.compression`` is."""
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Send the ``ratio`` of each gradient's elements that are largest in magnitude, and their places.
+
+    Lin et al., "Deep Gradient Compression", 2018, without its momentum correction: momentum is the
+    owner's, on the sum of what arrives. At least one element a tensor; of equal ones the first.
+    An element takes 8 bytes in float32. Vectors, and tensors that it would make no smaller, go whole.
+    """
+
+    ratio: float = 0.01
+    """Above 0, at most 1."""
+    error_feedback: bool = True
+    """Add what was left out to the next gradient."""
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        if not _is_number(self.ratio) or not 0 < self.ratio <= 1:
+            raise ParameterError(f"TopK: ratio={self.ratio!r}: give a number above 0, at most 1.")
+
+    def __call__(self, bucket: GradBucket) -> dict[str, torch.Tensor]:
+        """The sparse form."""
+        flat = bucket.gradient.reshape(-1)
+        places = torch.int32 if len(flat) < 2**31 else torch.int64
+        count = max(1, round(self.ratio * len(flat)))
+        smaller = count * (flat.itemsize + places.itemsize) < len(flat) * flat.itemsize
+        if bucket.gradient.ndim < 2 or not smaller:
+            return {"values": flat}
+        indices = largest(flat, count)
+        return {"indices": indices.to(places), "values": flat[indices]}
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """Send each gradient matrix as two factors of rank ``rank``.
+
+    Vogels, Karimireddy, Jaggi, "PowerSGD", 2019, but for one thing: there the replicas all-reduce
+    both factors, so that they share one approximation of the mean gradient. Here a replica sends once
+    and hears nothing back, so each makes one step of power iteration on its *own* gradient, beginning
+    with its last ``right`` factor, and the owner adds up the M products. The sum has a rank of up to M
+    times ``rank``; owners receive, and multiply, M pairs of factors. Vectors, and matrices that it
+    would make no smaller, go whole.
+    """
+
+    rank: int = 4
+    """At least 1."""
+    error_feedback: bool = True
+    """Add what was left out to the next gradient."""
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise ParameterError(
+                f"PowerSGD: rank={self.rank!r}: give a whole number of at least 1."
+            )
+
+    def __call__(self, bucket: GradBucket) -> dict[str, torch.Tensor]:
+        """The low-rank form: ``left`` has orthonormal columns."""
+        if bucket.gradient.ndim < 2 or not bucket.gradient.numel():
+            return {"values": bucket.gradient}
+        matrix = bucket.gradient.flatten(1)
+        if matrix.data_ptr() % 64:  # a product may differ by where in memory its factors lie
+            matrix = matrix.clone()
+        rows, columns = matrix.shape
+        rank = min(self.rank, rows, columns)
+        if rank * (rows + columns) >= matrix.numel():
+            return {"values": bucket.gradient}
+        begin = bucket.state.get("begin")
+        if begin is None or begin.shape != (columns, rank):
+            generator = torch.Generator().manual_seed(bucket.seed)
+            begin = torch.randn(columns, rank, generator=generator, dtype=matrix.dtype)
+        left = _orthonormal(matrix @ _orthonormal(begin.to(matrix.device)))
+        right = matrix.T @ left
+        return {"left": left, "right": right, "begin": right}
+
+
+def largest(flat: torch.Tensor, count: int) -> torch.Tensor:
+    """Where the ``count`` elements of largest magnitude are (int64, ascending); of equal ones the
+    first. ``flat``: one-dimensional, finite, at least ``count`` elements."""
+    if flat.device.type != "cpu":
+        size = flat.abs()
+        least = size.topk(count).values[-1]
+        above, equal = (size > least).nonzero()[:, 0], (size == least).nonzero()[:, 0]
+        return torch.cat([above, equal[: count - len(above)]]).sort().values
+    sizes = np.abs(flat.numpy())
+    limit = np.partition(sizes, len(sizes) - count)[-count]  # 4 times as fast as torch.topk
+    more, same = np.flatnonzero(sizes > limit), np.flatnonzero(sizes == limit)
+    return torch.from_numpy(np.sort(np.concatenate([more, same[: count - len(more)]])))
+
+
+def _orthonormal(columns: torch.Tensor) -> torch.Tensor:
+    """An orthonormal basis of a space that holds the columns."""
+    return torch.linalg.qr(columns).Q
+
+
+@torch.no_grad()
+def compress(
+    hook: Hook, bucket: GradBucket, wire: torch.dtype
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What travels of a gradient, and what the replica keeps, see [Note: error feedback].
+
+    ``bucket``: with the gradient as backward made it, and all that the replica kept. What travels in
+    the gradient's dtype is rounded to ``wire``. A gradient that is not finite goes whole, for the
+    iteration is not going to be applied.
+    """
+    state = dict(bucket.state)
+    residual = state.pop(RESIDUAL, None)
+    gradient = bucket.gradient if residual is None else bucket.gradient + residual
+    state = {name: tensor.clone() for name, tensor in state.items()}  # the hook may change its own
+    if not math.isfinite(gradient.sum().item()) and not gradient.isfinite().all():
+        return {"values": gradient.to(wire)}, dict(bucket.state)
+    made = hook(replace(bucket, gradient=gradient, state=state))
+    sent = {
+        name: tensor.to(wire) if tensor.dtype == gradient.dtype else tensor
+        for name, tensor in made.items()
+        if name in TRAVEL
+    }
+    kept = {name: tensor for name, tensor in made.items() if name not in TRAVEL}
+    if getattr(hook, "error_feedback", True):
+        dense = decompress(sent, gradient.shape, gradient.dtype)
+        left_out = torch.sub(gradient, dense, out=dense)
+        if left_out.numel() and any(left_out.aminmax()):  # 6 times as fast as Tensor.any
+            kept[RESIDUAL] = left_out
+    return sent, kept
+
+
+def decompress(
+    sent: Tensors, shape: torch.Size | tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """The dense gradient of what travelled: new memory, ``shape``, ``dtype``.
+
+    Raises ValueError where ``sent`` is none of the three forms or does not fit the shape.
+    """
+    length = math.prod(shape)
+    if sent.keys() == {"left", "right"}:
+        # copies: a product may differ by where in memory its factors lie
+        left, right = (sent[name].to(dtype, copy=True) for name in ("left", "right"))
+        rows = shape[0] if shape else 1
+        wanted = rows, length // max(rows, 1)
+        if left.ndim != 2 or right.ndim != 2 or (len(left), len(right)) != wanted:
+            raise ValueError(
+                f'"left" is {list(left.shape)} and "right" {list(right.shape)}: they must be '
+                f"[{wanted[0]}, r] and [{wanted[1]}, r]"
+            )
+        return (left @ right.T).view(shape)
+    if "values" not in sent or not sent.keys() <= {"values", "indices", "scale"}:
+        names = ", ".join(f'"{name}"' for name in sent) or "nothing"
+        raise ValueError(
+            f'{names} travels: it must be "values", with "indices" and "scale" or without, or '
+            '"left" and "right"'
+        )
+    values = sent["values"].to(dtype, copy=True).view(-1)
+    if "scale" in sent:
+        if sent["scale"].numel() != 1:
+            raise ValueError(f'"scale" has {sent["scale"].numel()} elements: it must be one')
+        values.mul_(sent["scale"].to(dtype).view(()))
+    if "indices" not in sent:
+        if len(values) != length:
+            raise ValueError(f'there are {len(values)} "values" of {length}, and no "indices"')
+        return values.view(shape)
+    indices = sent["indices"].reshape(-1)
+    if len(values) != len(indices):
+        raise ValueError(f'there are {len(values)} "values" and {len(indices)} "indices"')
+    dense = torch.zeros(length, dtype=dtype, device=values.device)
+    dense[indices.long()] = values
+    return dense.view(shape)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def hook_name(hook: object) -> str:
+    """What to call a hook in messages."""
+    return getattr(hook, "__qualname__", type(hook).__qualname__)

@@ -1,0 +1,270 @@
+"""What an optimizer can be cut into, found out by trying it on a few numbers.
+
+Three kinds: one that treats every element by itself works on any cut; one that looks at a whole tensor
+(its norm, its rows) works on slices cut between tensors; one that looks at all tensors together works
+on one slice only. A class of which a few numbers do not tell, such as one that looks around after many
+steps, says it itself, in ``update_depends_on``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sparkdl.errors import ModelError
+from sparkdl.process.determinism import seeded
+from sparkdl.process.threads import torch_threads
+from sparkdl.slices.optimizer_step import evaluate_once, step_slice, wants_loss
+from sparkdl.slices.spec import Piece, SlicePlan
+from sparkdl.slices.state import SliceState
+
+if TYPE_CHECKING:
+    from sparkdl.slices.optimizer import OptimizerPlan
+
+SEVERAL = (
+    "Give parameters that need another one their own, by name or pattern: "
+    'optimizer={"encoder": torch.optim.Muon, "embedding": torch.optim.SparseAdam, "": '
+    "torch.optim.AdamW}."
+)
+"""What to do where an optimizer does not take every parameter."""
+
+_SIZE, _WIDTH = 24, 4
+_STEPS_OF_A_LIFE = 12
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """So large weights and gradients, and so many steps."""
+
+    weights: float = 1.0
+    gradients: float = 1.0
+    steps: int = 3
+
+
+_FIRST = _Trial()
+_FURTHER = (
+    _Trial(gradients=1e-4),
+    _Trial(gradients=1e4),
+    _Trial(gradients=1e8),
+    _Trial(weights=1e4),
+    _Trial(steps=60),
+)
+"""For optimizers that look around only beyond a norm, or after a few steps."""
+_OF_TORCH = frozenset(
+    kind
+    for name in (
+        *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop"),
+        *("Rprop", "ASGD", "SparseAdam", "Adafactor", "Muon", "LBFGS"),
+    )
+    if (kind := getattr(torch.optim, name, None)) is not None
+)
+"""Of these the first trial tells."""
+_LEARNING_RATE = 0.1
+"""In the place of one that is 0 at first."""
+DECLARED = "update_depends_on"
+_DECLARED = {"element": (True, True), "tensor": (False, True), "all": (False, False)}
+Span = tuple[int, int, int]
+"""Tensor number, first and last element + 1 of both tensors one after the other."""
+_TOGETHER: list[list[Span]] = [[(0, 0, 24), (1, 24, 48)]]
+_APART: list[list[Span]] = [[(0, 0, 24)], [(1, 24, 48)]]
+_CUT: list[list[Span]] = [[(0, 0, 8)], [(0, 8, 24), (1, 24, 36)], [(1, 36, 48)]]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """``elementwise``: a cut through a tensor changes nothing. ``separate``: what one tensor gets
+    does not depend on the others."""
+
+    elementwise: bool
+    separate: bool
+
+
+def declared(kind: type[torch.optim.Optimizer]) -> Traits | None:
+    """What the class says of itself, if anything. Raises :class:`sparkdl.errors.ModelError`."""
+    answer = getattr(kind, DECLARED, None)
+    if answer is None:
+        return None
+    if answer not in _DECLARED:
+        raise ModelError(
+            f"{kind.__name__}.{DECLARED} is {answer!r}: an element's update depends on that "
+            '"element", on its "tensor", or on "all" of them.'
+        )
+    return Traits(*_DECLARED[answer])
+
+
+# Of a few numbers: where others want the cores too, a second thread would be waited for.
+@torch_threads(1)
+def find_traits(
+    plan: OptimizerPlan,
+    dimensions: Iterable[int],
+    tables: bool,
+    kind: type[torch.optim.Optimizer],
+) -> Traits:
+    """Those of ``plan``, one group of the parameters 0 and 1, an optimizer of this ``kind``.
+
+    ``dimensions``: of the dense parameters it is for; ``tables``: it is for tables with sparse
+    gradients as well. Compared in float64 and by the updates, so that a small learning rate hides
+    nothing. Raises :class:`sparkdl.errors.ModelError` where it does not work at all.
+    """
+    known = declared(kind)
+    further = () if known is not None or kind in _OF_TORCH else _FURTHER
+    found = []
+    for ndim in sorted({max(1, n) for n in dimensions}):
+        shape = (_SIZE,) if ndim == 1 else (6, 4, *([1] * (ndim - 2)))
+        try:
+            _update(plan, shape, _TOGETHER, False, _FIRST)
+            _check_memory(plan, shape)
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                f"optimizer {plan.name} fails on a parameter of {ndim} dimension"
+                f"{'s' if ndim > 1 else ''} with a dense gradient ({_text(error)}). {SEVERAL}"
+            ) from error
+        found += [_seen_in(trial, plan, shape, False) for trial in (_FIRST, *further)]
+    if tables:
+        shape = (_SIZE // _WIDTH, _WIDTH)
+        try:
+            _update(plan, shape, _TOGETHER, True, _FIRST)
+        except Exception as error:
+            raise ModelError(
+                f"optimizer {plan.name} does not take the sparse gradients of an embedding with "
+                f"sparse=True ({_text(error)}). Give the embedding another optimizer by its name, "
+                'optimizer={"embedding": torch.optim.SparseAdam, "": torch.optim.Adam}, or build '
+                "it with sparse=False."
+            ) from error
+        found += [_seen_in(trial, plan, shape, True) for trial in (_FIRST, *further)]
+    return known or Traits(all(t.elementwise for t in found), all(t.separate for t in found))
+
+
+def _text(error: Exception) -> str:
+    """What went wrong; torch adds pages about its backends to some errors."""
+    first = (str(error).splitlines() or [""])[0].partition(". ")[0]
+    return f"{type(error).__name__}: {first.rstrip('. ')}"
+
+
+def _same(one: torch.Tensor, other: torch.Tensor, scale: float = 1.0) -> bool:
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-14 * scale, equal_nan=True)
+
+
+def _seen_in(trial: _Trial, plan: OptimizerPlan, shape: tuple[int, ...], sparse: bool) -> Traits:
+    """What one trial shows; nothing, if it fails where nothing is cut."""
+    try:
+        together = _update(plan, shape, _TOGETHER, sparse, trial)
+    except Exception:
+        return Traits(elementwise=True, separate=True)
+    try:
+        apart = _update(plan, shape, _APART, sparse, trial)
+    except Exception:  # it wants them all
+        return Traits(elementwise=False, separate=False)
+    try:
+        cut = _same(_update(plan, shape, _CUT, sparse, trial), apart, trial.weights)
+    except Exception:  # it wants a matrix, say
+        cut = False
+    return Traits(cut, _same(together, apart, trial.weights))
+
+
+def _check_memory(plan: OptimizerPlan, shape: tuple[int, ...]) -> None:
+    """Raise :class:`sparkdl.errors.ModelError` for an optimizer that remembers what is not in its
+    ``state``: here each step is another instance's."""
+    with seeded(0):
+        ours = _update(plan, shape, _TOGETHER, False, _Trial(steps=_STEPS_OF_A_LIFE))
+    with seeded(0):
+        drawn = _drawn(_STEPS_OF_A_LIFE)
+        tensors = {n: drawn[0, n * _SIZE : (n + 1) * _SIZE].view(shape).clone() for n in (0, 1)}
+        (optimizer,) = plan.build(tensors, _hyperparameters(plan))
+        before = [_values(group) for group in optimizer.param_groups]
+        for gradients in drawn[1:]:
+            for n, tensor in tensors.items():
+                tensor.grad = gradients[n * _SIZE : (n + 1) * _SIZE].view(shape).clone()
+            if wants_loss(type(optimizer)):  # type: ignore[arg-type]
+                optimizer.step(evaluate_once(torch.tensor(1.0).double(), plan.name))
+            else:
+                optimizer.step()
+    living = torch.cat([tensors[n].reshape(-1) for n in (0, 1)])  # it may have given them memory
+    if _same(ours, living - drawn[0]):
+        return
+    after = [_values(group) for group in optimizer.param_groups]
+    names = {
+        name for a, b in zip(before, after, strict=True) for name in b if b[name] != a.get(name)
+    }
+    found = f" ({', '.join(sorted(names))} in its param_groups)" if names else ""
+    raise ModelError(
+        f"optimizer {plan.name} remembers from step to step what is not in its state{found}, and here "
+        "a step may be taken on another executor, where only the state goes. Keep it in "
+        "self.state[parameter], as torch.optim does."
+    )
+
+
+def _hyperparameters(plan: OptimizerPlan) -> list[Mapping[str, Any]]:
+    """Those of the group, with a learning rate."""
+    (group,) = plan.groups
+    rate = group.get("lr")
+    if not isinstance(rate, int | float | torch.Tensor) or float(rate) != 0:
+        return [group]
+    other = torch.full_like(rate, _LEARNING_RATE) if isinstance(rate, torch.Tensor) else None
+    return [{**group, "lr": _LEARNING_RATE if other is None else other}]
+
+
+def _values(group: Mapping[str, Any]) -> dict[str, str]:
+    return {name: repr(value) for name, value in group.items() if name != "params"}
+
+
+def _drawn(steps: int) -> torch.Tensor:
+    """48 weights, and gradients of them for each step."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(steps + 1, 2 * _SIZE, generator=generator, dtype=torch.float64)
+
+
+def _update(
+    plan: OptimizerPlan,
+    shape: tuple[int, ...],
+    cuts: list[list[Span]],
+    sparse: bool,
+    trial: _Trial,
+) -> torch.Tensor:
+    """The change of 48 weights in a few steps on slices with the pieces ``cuts``."""
+    drawn, updates = _drawn(trial.steps), []
+    drawn[0] *= trial.weights
+    drawn[1:] *= trial.gradients
+    values = _hyperparameters(plan)
+    for index, spans in enumerate(cuts):
+        start, stop = spans[0][1], spans[-1][2]
+        pieces = tuple(_piece(number, shape, a, b, start, sparse) for number, a, b in spans)
+        piece_plan = SlicePlan(index, start, stop, pieces)
+        state = SliceState(drawn[0, start:stop].clone())
+        for step, gradients in enumerate(drawn[1:]):
+            dense = gradients[start:stop].clone()
+            rows = {p.number: _rows(p, dense, step) for p in pieces} if sparse else None
+            step_slice(
+                piece_plan,
+                state,
+                dense,
+                frozenset(),
+                plan,
+                values,
+                rows,
+                torch.tensor(1.0).double(),
+            )
+        updates.append(state.weights - drawn[0, start:stop])
+    return torch.cat(updates)
+
+
+def _piece(
+    number: int, shape: tuple[int, ...], low: int, high: int, start: int, sparse: bool
+) -> Piece:
+    if sparse:
+        shape = ((high - low) // _WIDTH, _WIDTH)
+    elif high - low < _SIZE:
+        shape = ()
+    row = low % _SIZE // _WIDTH
+    return Piece(number, "parameter", low - start, high - low, shape, sparse, row)
+
+
+def _rows(piece: Piece, dense: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every third row of the tensor has no gradient."""
+    rows = torch.tensor([r for r in range(piece.shape[0]) if (r + piece.first_row + step) % 3])
+    return rows.long(), dense[piece.start : piece.stop].view(piece.shape)[rows.long()]

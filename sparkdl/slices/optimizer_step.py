@@ -1,0 +1,181 @@
+"""One step of the optimizers on one slice. Pure torch."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sparkdl.errors import ModelError
+from sparkdl.slices.spec import Piece, SlicePlan
+from sparkdl.slices.state import ARRAY_DTYPES, SliceState, mapped
+
+if TYPE_CHECKING:
+    from sparkdl.slices.optimizer import OptimizerPlan
+
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""A sparse gradient of a piece: row numbers (int64, [k]) and values ([k, width])."""
+
+
+def step_slice(
+    plan: SlicePlan,
+    state: SliceState,
+    gradient: torch.Tensor,
+    absent: frozenset[int],
+    optimizer_plan: OptimizerPlan,
+    hyperparameters: Sequence[Mapping[str, Any]] | None = None,
+    sparse: Mapping[int, Rows] | None = None,
+    loss: torch.Tensor | None = None,
+) -> None:
+    """One optimizer step on the slice, in place in ``state``, which must be the caller's own copy.
+
+    ``gradient``: of the dense parameters, ``plan.dense_length`` elements. ``absent``: the numbers of
+    the parameters without any gradient, which their optimizer skips. ``sparse``: for each piece of
+    ``plan.tables`` the rows that have a gradient, counted from the piece's first row; one that is
+    neither here nor absent has none of them in this slice. None: the gradients of tables are dense
+    too, and ``gradient`` is ``plan.trainable_length`` elements. ``hyperparameters``: one mapping a
+    group, in place of the plan's. ``loss``: the mean loss of the batch (NaN where it is not given),
+    for optimizers whose step wants to evaluate it; they may do so once, else
+    :class:`sparkdl.errors.ModelError` is raised.
+
+    State that an optimizer makes on its first step is added to ``state``.
+    """
+    pieces = {p.number: p for p in plan.parameters if p.length}
+    tensors = {n: _view(state.weights, p) for n, p in pieces.items()}
+    optimizers = optimizer_plan.build(tensors, hyperparameters)
+    places = {n: tensor.data_ptr() for n, tensor in tensors.items()}
+    for number, tensor in tensors.items():
+        if number not in absent:
+            tensor.grad = _gradient(pieces[number], gradient, sparse)
+    for optimizer in optimizers:
+        ours = _held_by(optimizer, tensors)
+        held: dict[int, dict[str, torch.Tensor]] = {}
+        for tensor, number, group in ours:
+            if number in state.others:
+                piece = pieces[number]
+                own = {name: _view(state.arrays[name], piece) for name in state.held[number]}
+                others = _where_stepped(group, tensor, state.others[number])
+                optimizer.state[tensor] = {**own, **others}
+                held[number] = own
+        if wants_loss(type(optimizer)):  # type: ignore[arg-type]
+            optimizer.step(evaluate_once(loss, type(optimizer).__name__))
+        else:
+            optimizer.step()
+        for tensor, number, _ in ours:
+            if made := optimizer.state.get(tensor):
+                _keep(state, plan, pieces[number], made, held.get(number, {}))
+    for number, tensor in tensors.items():
+        tensor.grad = None
+        if tensor.data_ptr() != places[number]:  # given other memory, not written to
+            _view(state.weights, pieces[number]).copy_(tensor)
+
+
+def _view(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The piece of ``flat`` in its shape, or one-dimensional where it has none."""
+    part = flat[piece.start : piece.stop]
+    return part.view(piece.shape) if piece.shape else part
+
+
+def _gradient(
+    piece: Piece, gradient: torch.Tensor, sparse: Mapping[int, Rows] | None
+) -> torch.Tensor:
+    if not piece.sparse or sparse is None:
+        return _view(gradient, piece)
+    if piece.number in sparse:
+        rows, values = sparse[piece.number]
+    else:
+        rows = torch.empty(0, dtype=torch.int64)
+        values = torch.empty(0, piece.shape[1], dtype=gradient.dtype)
+    # said outright, else torch warns; the rows are the engine's own
+    found = torch.sparse_coo_tensor(rows[None], values, piece.shape, check_invariants=False)
+    return found.coalesce()
+
+
+def _held_by(
+    optimizer: torch.optim.Optimizer, tensors: Mapping[int, torch.Tensor]
+) -> list[tuple[torch.Tensor, int, Mapping[str, Any]]]:
+    """Its parameters, with their numbers and groups."""
+    numbers = {id(tensor): number for number, tensor in tensors.items()}
+    return [(p, numbers[id(p)], group) for group in optimizer.param_groups for p in group["params"]]
+
+
+def _where_stepped(
+    group: Mapping[str, Any], parameter: torch.Tensor, others: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """State that may come from elsewhere, where a step wants it: with its parameter, but counts of
+    steps on the CPU, unless the kernel itself counts. As torch's ``load_state_dict`` does."""
+    home = parameter.device
+    if home.type == "cpu":
+        return others
+    counts = group.get("fused") or group.get("capturable")
+    return {
+        name: value
+        if name == "step" and not counts
+        else mapped(value, torch.Tensor, lambda tensor: tensor.to(home))
+        for name, value in others.items()
+    }
+
+
+@functools.cache
+def wants_loss(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether its steps are to be given a function that evaluates the loss."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def evaluate_once(loss: torch.Tensor | None, name: str) -> Callable[[], Any]:
+    """The function that such steps are given; ``loss``: its value, None: not known. Raises
+    :class:`sparkdl.errors.ModelError` the second time, with the optimizer's ``name``."""
+    evaluations = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal evaluations
+        evaluations += 1
+        if evaluations > 1:
+            raise ModelError(
+                f"optimizer {name} evaluates the loss more than once in a step, and an iteration "
+                "here is one pass over one batch. Let each step be one evaluation: for LBFGS, "
+                "partial(torch.optim.LBFGS, max_iter=1) without line_search_fn."
+            )
+        return torch.tensor(float("nan")) if loss is None else loss
+
+    return closure
+
+
+def _keep(
+    state: SliceState,
+    plan: SlicePlan,
+    piece: Piece,
+    made: Mapping[str, Any],
+    own: Mapping[str, torch.Tensor],
+) -> None:
+    """Sort what an optimizer has for one piece into element-wise arrays and others. ``own``: the views
+    of arrays that it was given."""
+    held, others = [], {}
+    shape = piece.shape or (piece.length,)
+    for name, value in made.items():
+        if name in own and value is own[name]:  # it has written there
+            held.append(name)
+            continue
+        array = state.arrays.get(name)
+        if (
+            not isinstance(value, torch.Tensor)
+            or tuple(value.shape) != shape
+            or value.dtype not in ARRAY_DTYPES
+            or (array is not None and array.dtype != value.dtype)
+        ):
+            others[name] = value
+            continue
+        if array is None:
+            home = state.weights.device
+            array = torch.zeros(plan.trainable_length, dtype=value.dtype, device=home)
+            state.arrays[name] = array
+        dense = value.to_dense() if value.is_sparse else value
+        place = _view(array, piece)
+        if place.data_ptr() != dense.data_ptr():
+            place.copy_(dense)
+        held.append(name)
+    state.held[piece.number], state.others[piece.number] = tuple(held), others

@@ -1,0 +1,165 @@
+"""From the contributions of the replicas to the gradient that is applied. Pure torch, one slice.
+
+Reduce (average, summed in the shape of a tree), regularise, clip by value, clip by global norm: in
+this order.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from sparkdl.model.flat import Layout
+from sparkdl.slices.section import NOTHING, OWN, SPARE, Contribution, Rows
+from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.tree_sum import Term, tree_sum
+
+NORM_EPSILON = 1e-6
+"""Added to the norm before the division, as ``torch.nn.utils.clip_grad_norm_`` does."""
+
+
+@dataclass
+class Reduced:
+    """The gradient of the mean loss over the global batch, for one slice, changed in place.
+
+    ``gradient``: (dense_length,) in the flat vector's dtype; ``tables``: the touched rows of sparse
+    tables; ``absent``: parameters that got no gradient from any replica.
+    """
+
+    gradient: torch.Tensor
+    absent: frozenset[int] = frozenset()
+    tables: dict[int, Rows] = field(default_factory=dict)
+
+
+def reduce_gradients(
+    plan: SlicePlan, contributions: Sequence[Contribution], out: torch.Tensor
+) -> Reduced:
+    """Average over the global batch, into ``out`` (dense_length): weighted by each replica's samples
+    and summed as [Note: the shape of a sum] says, in the dtype of ``out`` whatever travelled. What is
+    summed already, in memory to spare, stays where it is."""
+    ordered = sorted(contributions, key=lambda c: c.replica)
+    shares = shares_of([c.weight for c in ordered])
+    spare = [c.gradient for c in ordered if c.kind == SPARE and c.gradient.dtype == out.dtype]
+    if spare:
+        (out,) = spare
+    else:
+        terms = [
+            Term(c.replica, c.dense_gradient(plan, out.dtype), share if c.kind == OWN else None)
+            for c, share in zip(ordered, shares, strict=True)
+            if c.kind != NOTHING
+        ]
+        tree_sum(terms, out)
+    tables = {}
+    for piece in plan.tables:
+        parts = [
+            (*c.tables[piece.number], share)
+            for c, share in zip(ordered, shares, strict=True)
+            if piece.number in c.tables
+        ]
+        if parts:
+            tables[piece.number] = _add_rows(parts, out.dtype)
+    return Reduced(out, frozenset.intersection(*[c.absent for c in ordered]), tables)
+
+
+def shares_of(weights: Sequence[float]) -> list[float]:
+    """What each replica counts for in the average; ``weights`` in replica order."""
+    total = sum(weights)
+    return [weight / total if total else 0.0 for weight in weights]
+
+
+def _add_rows(
+    parts: Sequence[tuple[torch.Tensor, torch.Tensor, float]], dtype: torch.dtype
+) -> Rows:
+    """The weighted sum of some rows of a table, row by row in the order of ``parts``."""
+    numbers = torch.unique(torch.cat([rows for rows, _, _ in parts]))
+    total = torch.zeros(len(numbers), parts[0][1].shape[1], dtype=dtype)
+    for rows, values, share in parts:  # a part has each row once: no sum depends on an order
+        total.index_add_(0, torch.searchsorted(numbers, rows), values.to(dtype), alpha=share)
+    return numbers, total
+
+
+def strengths(value: float | Mapping[str, float], layout: Layout) -> dict[int, float]:
+    """A regulariser by parameter number: one strength for all, or by pattern of parameter names."""
+    found = {}
+    for number, segment in enumerate(layout.segments):
+        if segment.kind != "parameter" or segment.sparse:
+            continue
+        if isinstance(value, Mapping):
+            fitting = [v for pattern, v in value.items() if fnmatch.fnmatch(segment.name, pattern)]
+            strength = sum(fitting)
+        else:
+            strength = value
+        if strength:
+            found[number] = float(strength)
+    return found
+
+
+def regularise(
+    plan: SlicePlan,
+    reduced: Reduced,
+    weights: torch.Tensor,
+    l1: Mapping[int, float],
+    l2: Mapping[int, float],
+) -> None:
+    """Add the gradient of ``l1 * sum |w| + l2 / 2 * sum w**2``, by parameter number."""
+    if not l1 and not l2:
+        return
+    for piece in plan.parameters:
+        if piece.sparse or piece.number in reduced.absent:
+            continue
+        place = reduced.gradient[piece.start : piece.stop]
+        values = weights[piece.start : piece.stop]
+        if piece.number in l1:
+            place.add_(values.sign(), alpha=l1[piece.number])
+        if piece.number in l2:
+            place.add_(values, alpha=l2[piece.number])
+
+
+def clip_values(reduced: Reduced, limit: float) -> None:
+    """Bring every element into [-limit, limit], as ``torch.nn.utils.clip_grad_value_``."""
+    reduced.gradient.clamp_(-limit, limit)
+    for _, values in reduced.tables.values():
+        values.clamp_(-limit, limit)
+
+
+def squared_norm(plan: SlicePlan, reduced: Reduced) -> float:
+    """The sum of squares over the slice, in float64."""
+    parts = [
+        reduced.gradient[piece.start : piece.stop]
+        for piece in plan.parameters
+        if not piece.sparse and piece.number not in reduced.absent
+    ]
+    parts += [values for _, values in reduced.tables.values()]
+    norms = [torch.linalg.vector_norm(p, dtype=torch.float64) for p in parts if p.numel()]
+    together = torch.stack(norms).tolist() if norms else []  # a GPU is awaited once
+    return sum((norm**2 for norm in together), 0.0)
+
+
+def clip_factor(squares: Sequence[float], limit: float) -> tuple[float, float]:
+    """The global norm, and what to multiply a gradient by so that its norm is at most ``limit``.
+
+    ``squares``: :func:`squared_norm` of every slice, in slice order.
+    """
+    norm = math.sqrt(sum(squares))
+    return norm, min(1.0, limit / (norm + NORM_EPSILON))
+
+
+def clip_norm(reduced: Reduced, squares: Sequence[float], limit: float) -> float:
+    """Scale so that the global norm is at most ``limit``; the norm before. See :func:`clip_factor`."""
+    norm, scale = clip_factor(squares, limit)
+    if scale < 1.0:
+        reduced.gradient.mul_(scale)
+        for _, values in reduced.tables.values():
+            values.mul_(scale)
+    return norm
+
+
+def scaled(reduced: Reduced, scale: float, out: torch.Tensor) -> Reduced:
+    """A gradient times ``scale``, the dense one in ``out``."""
+    torch.mul(reduced.gradient, scale, out=out)
+    tables = {number: (rows, values * scale) for number, (rows, values) in reduced.tables.items()}
+    return Reduced(out, reduced.absent, tables)

@@ -1,0 +1,213 @@
+"""The state of a slice <-> safetensors bytes, and cutting stored slices anew for another N.
+
+A file holds tensors only: ``weights``, ``array.NAME`` (element-wise optimizer state, the moving
+average of the weights), and ``other.K`` (tensors among the rest of the optimizer's state).
+Everything else is JSON in the safetensors metadata. Nothing is pickled, so that reading a file runs
+no code of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from sparkdl.codec.files import MAX_HEADER_BYTES, parse_json, parse_tensors
+from sparkdl.codec.safe import STORABLE, decode, encode
+from sparkdl.errors import CheckpointError, DamagedCheckpoint
+from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.state import SliceState
+from sparkdl.slices.update import EMA
+
+FORMAT = "sparkdl-slice"
+VERSION = "1"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stored slice: elements [start, stop) of the flat vector; its arrays are
+    ``trainable_length`` long."""
+
+    start: int
+    stop: int
+    trainable_length: int
+    state: SliceState
+
+
+def pack(plan: SlicePlan, state: SliceState) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors and the metadata of a slice's file; tensors are contiguous and on the CPU.
+
+    Raises :class:`sparkdl.CheckpointError` for optimizer state that is no tensor, number, text,
+    list, tuple or dict of these, naming the parameter and the key.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    places: set[int] = set()
+
+    def add(name: str, tensor: torch.Tensor, where: str) -> str:
+        if tensor.layout != torch.strided or tensor.dtype not in STORABLE:
+            kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
+            raise TypeError(f"{where} is a {kind} tensor")
+        plain = tensor.detach().cpu().contiguous()
+        if plain.untyped_storage().data_ptr() in places:
+            plain = plain.clone()  # safetensors refuses tensors that share memory
+        places.add(plain.untyped_storage().data_ptr())
+        tensors[name] = plain
+        return name
+
+    def entry(number: int, key: str, value: Any) -> list[Any]:
+        if type(key) is not str:
+            raise TypeError(f"parameter {number} has the key {key!r}, a {type(key).__name__}")
+        return [key, encode(value, f'parameter {number}, "{key}"', keep)]
+
+    def keep(tensor: torch.Tensor, where: str) -> str:
+        return add(f"other.{len(tensors)}", tensor, where)
+
+    try:
+        add("weights", state.weights, "weights")
+        for name, array in state.arrays.items():
+            add(f"array.{name}", array, f'"{name}"')
+        others = [
+            [number, [entry(number, key, value) for key, value in values.items()]]
+            for number, values in state.others.items()
+        ]
+    except TypeError as error:
+        raise CheckpointError(
+            f"the optimizer's state cannot be stored: {error}. A checkpoint holds tensors, numbers, "
+            "text, None, and lists, tuples and dicts of these."
+        ) from None
+    metadata = {
+        "format": FORMAT,
+        "version": VERSION,
+        "start": str(plan.start),
+        "stop": str(plan.stop),
+        "trainable_length": str(plan.trainable_length),
+        "others": json.dumps(others, allow_nan=False, separators=(",", ":")),
+        "held": json.dumps([[n, list(names)] for n, names in state.held.items()]),
+    }
+    return tensors, metadata
+
+
+def to_bytes(plan: SlicePlan, state: SliceState) -> bytes:
+    """The slice as a safetensors file. Raises as :func:`pack` does."""
+    tensors, metadata = pack(plan, state)
+    data = safetensors.torch.save(tensors, metadata)
+    header = int.from_bytes(data[:8], "little")
+    if header > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"the file of slice {plan.index} would begin with {header:,} bytes that describe it, and "
+            f"{MAX_HEADER_BYTES:,} at the most are read: train with more slices."
+        )
+    return data
+
+
+def unpack(data: bytes) -> Part:
+    """What :func:`to_bytes` wrote; the tensors own their memory.
+
+    Raises :class:`sparkdl.DamagedCheckpoint` where the bytes are no such file.
+    """
+    try:
+        tensors, metadata = parse_tensors(data)
+        if (metadata["format"], metadata["version"]) != (FORMAT, VERSION):
+            raise ValueError(f"it is a {metadata['format']} of version {metadata['version']}")
+        others = {
+            int(number): {str(key): decode(v, tensors) for key, v in items}
+            for number, items in parse_json(metadata["others"].encode(), finite=True)
+        }
+        held = {
+            int(n): tuple(str(name) for name in names)
+            for n, names in parse_json(metadata["held"].encode(), finite=True)
+        }
+        arrays = {n.removeprefix("array."): t for n, t in tensors.items() if n.startswith("array.")}
+        state = SliceState(tensors["weights"], arrays, held, others)
+        start, stop, trainable = (int(metadata[k]) for k in ("start", "stop", "trainable_length"))
+        if not 0 <= start <= start + trainable <= stop:
+            raise ValueError("its bounds make no sense")
+        if state.weights.shape != (stop - start,):
+            raise ValueError("its weights are not as long as its bounds say")
+        if held.keys() != others.keys() or not arrays.keys() >= {
+            n for h in held.values() for n in h
+        }:
+            raise ValueError("it names arrays that it does not hold")
+        if any(t.shape != (trainable,) for t in arrays.values()):
+            raise ValueError("an array of it is not as long as its bounds say")
+        if not {t.dtype for t in tensors.values()} <= STORABLE:
+            raise ValueError("it holds a tensor of a dtype that is never stored")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        text = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise DamagedCheckpoint(f"it holds no slice of a checkpoint ({text})") from error
+    return Part(start, stop, trainable, state)
+
+
+def recut(parts: Iterable[Part], plan: SlicePlan, dtype: torch.dtype) -> SliceState:
+    """The state of slice ``plan`` out of stored slices of another cut, bit for bit.
+
+    ``parts``: at least those that overlap with the slice, in any order; each is let go before the
+    next is taken. ``dtype``: of the flat vector. An array is zero where no part has it: there the
+    parameter had no such state. The moving average is in every part or in none. What belongs to a
+    whole parameter comes from the part where the parameter starts, else from the next one that has
+    it. Raises :class:`sparkdl.DamagedCheckpoint` where the parts do not cover the slice exactly.
+    """
+    weights = torch.empty(plan.length, dtype=dtype)
+    arrays: dict[str, torch.Tensor] = {}
+    others: dict[int, tuple[int, dict[str, Any], tuple[str, ...]]] = {}
+    numbers = {piece.number for piece in plan.parameters}
+    covered: list[tuple[int, int]] = []
+    averaged: list[tuple[int, int]] = []
+    for part in parts:
+        if EMA in part.state.arrays:  # an empty slice has it too
+            arrays.setdefault(EMA, torch.zeros(plan.trainable_length, dtype=dtype))
+        low, high = max(part.start, plan.start), min(part.stop, plan.stop)
+        if low >= high:
+            continue
+        _check_dtype("weights", part.state.weights, dtype)
+        weights[low - plan.start : high - plan.start] = part.state.weights[
+            low - part.start : high - part.start
+        ]
+        covered.append((low, high))
+        if EMA in part.state.arrays:
+            averaged.append((low, high))
+        for name, source in part.state.arrays.items():
+            if name not in arrays:
+                arrays[name] = torch.zeros(plan.trainable_length, dtype=source.dtype)
+            _check_dtype(name, source, arrays[name].dtype)
+            end = min(part.start + part.trainable_length, plan.start + plan.trainable_length)
+            if low < end:
+                target = arrays[name]
+                target[low - plan.start : end - plan.start] = source[
+                    low - part.start : end - part.start
+                ]
+        for number, values in part.state.others.items():
+            if number in numbers and (number not in others or part.start < others[number][0]):
+                others[number] = part.start, values, part.state.held[number]
+    _check_cover("weights", covered, plan)
+    if EMA in arrays:
+        _check_cover(EMA, averaged, plan)
+    # Copies: an optimizer counts its steps in place, and two slices may come from one part.
+    return SliceState(
+        weights,
+        arrays,
+        {number: others[number][2] for number in sorted(others)},
+        {number: copy.deepcopy(others[number][1]) for number in sorted(others)},
+    )
+
+
+def _check_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype:
+        raise DamagedCheckpoint(f'"{name}" is {tensor.dtype} in one place and {dtype} in another')
+
+
+def _check_cover(name: str, spans: list[tuple[int, int]], plan: SlicePlan) -> None:
+    position = plan.start
+    for low, high in sorted(spans):
+        if low != position:
+            break
+        position = high
+    if position != plan.stop:
+        raise DamagedCheckpoint(
+            f'the files do not hold elements {position} to {plan.stop} of "{name}" exactly once'
+        )

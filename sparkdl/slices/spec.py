@@ -1,0 +1,121 @@
+"""Cutting the flat vector into N slices, and what each slice holds."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+
+from sparkdl.model.flat import ALIGNMENT, Layout, Segment
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one segment that lies in a slice.
+
+    ``number``: of the segment in the layout (trainable parameters come first, so it is their number
+    too). ``start`` and ``length`` count elements from the start of the slice. ``shape``: that of the
+    tensor where the piece is all of it, (rows, width) for a piece of a sparse table, else empty.
+    ``first_row``: of a sparse table, the number of the piece's first row.
+    """
+
+    number: int
+    kind: str
+    start: int
+    length: int
+    shape: tuple[int, ...] = ()
+    sparse: bool = False
+    first_row: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(frozen=True)
+class SlicePlan:
+    """Slice ``index``: elements [start, stop) of the flat vector, cut into pieces.
+
+    A slice is, in this order: dense parameters, sparse parameters, buffers.
+    """
+
+    index: int
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    @functools.cached_property
+    def dense_length(self) -> int:
+        """Elements up to the end of the last dense trainable piece; dense gradients are this long."""
+        return max((p.stop for p in self.parameters if not p.sparse), default=0)
+
+    @functools.cached_property
+    def trainable_length(self) -> int:
+        """Elements up to the end of the last trainable piece; optimizer state is this long."""
+        return max((p.stop for p in self.parameters), default=0)
+
+    @functools.cached_property
+    def buffers_start(self) -> int:
+        """Where the buffers begin; they fill the rest of the slice."""
+        return min((p.start for p in self.pieces if p.kind != "parameter"), default=self.length)
+
+    @functools.cached_property
+    def parameters(self) -> tuple[Piece, ...]:
+        return tuple(p for p in self.pieces if p.kind == "parameter")
+
+    @functools.cached_property
+    def tables(self) -> tuple[Piece, ...]:
+        """The pieces of sparse tables."""
+        return tuple(p for p in self.pieces if p.sparse)
+
+
+def slice_plans(layout: Layout, slices: int, whole: bool = False) -> list[SlicePlan]:
+    """Cut ``layout`` into ``slices`` contiguous slices of nearly equal length (some may be empty).
+
+    Cuts are at multiples of 64 bytes; in a sparse table between two rows; with ``whole`` (for
+    optimizers that need whole tensors) only between two tensors.
+    """
+    cuts = [_allowed(layout, layout.size * n // slices, whole) for n in range(slices)]
+    plans = []
+    for index, (start, stop) in enumerate(itertools.pairwise([*cuts, layout.size])):
+        pieces = []
+        for number, segment in enumerate(layout.segments):
+            low, high = max(start, segment.start), min(stop, segment.stop)
+            if low < high or (segment.length == 0 and low == high == segment.start and low < stop):
+                pieces.append(_piece(number, segment, low, high, start))
+        plans.append(SlicePlan(index, start, stop, tuple(pieces)))
+    return plans
+
+
+def _allowed(layout: Layout, ideal: int, whole: bool) -> int:
+    """The nearest place at or near element ``ideal`` where a cut may be; grows with ``ideal``."""
+    starts = [segment.start for segment in layout.segments]
+    found = bisect.bisect_right(starts, ideal) - 1
+    if found < 0:
+        return 0
+    segment = layout.segments[found]
+    end = starts[found + 1] if found + 1 < len(starts) else layout.size
+    if whole:
+        return segment.start if ideal - segment.start <= end - ideal else end
+    if segment.sparse:
+        width = max(1, math.prod(segment.shape[1:]))
+        cut = segment.start + (ideal - segment.start) // width * width
+        return cut if cut < segment.stop else end
+    step = ALIGNMENT // layout.dtype.itemsize
+    return ideal // step * step
+
+
+def _piece(number: int, segment: Segment, low: int, high: int, start: int) -> Piece:
+    length, shape, first_row = high - low, segment.shape, 0
+    if segment.sparse:
+        width = max(1, math.prod(segment.shape[1:]))
+        shape, first_row = (length // width, width), (low - segment.start) // width
+    elif length < segment.length:
+        shape = ()
+    return Piece(number, segment.kind, low - start, length, shape, segment.sparse, first_row)

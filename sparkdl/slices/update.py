@@ -1,0 +1,292 @@
+"""What the owner of a slice does in one iteration: reduce, update, average. Pure torch, no Spark.
+
+Both engines run this: the tasks of the parameter-synchronization job, and the local engine.
+
+[Note: one pass over the bytes] An update reads M gradients and version t and writes version t+1. Where
+the optimizer treats every element by itself this is done block by block: a block of the gradients is
+reduced, the block of version t is copied to its place in t+1, and torch's optimizer steps it there. No
+memory for the whole gradient is needed, and what one step wrote the next finds in cache. The bits are
+the same whatever the blocks are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from sparkdl.model.flat import Layout
+from sparkdl.model.policy import Policy
+from sparkdl.process.determinism import seeded
+from sparkdl.slices.averaging import average
+from sparkdl.slices.blocks import (
+    BLOCK_ELEMENTS,
+    GPU_BLOCK_ELEMENTS,
+    block_of_contribution,
+    block_of_reduced,
+    block_of_state,
+    cut_blocks,
+    keep_block,
+)
+from sparkdl.slices.buffers import merge_buffers
+from sparkdl.slices.histogram import Histogram
+from sparkdl.slices.optimizer import OptimizerPlan
+from sparkdl.slices.optimizer_step import step_slice
+from sparkdl.slices.reduce import (
+    Reduced,
+    clip_factor,
+    clip_values,
+    reduce_gradients,
+    regularise,
+    scaled,
+    squared_norm,
+    strengths,
+)
+from sparkdl.slices.section import Contribution, SectionMap, open_section, section_nbytes
+from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.state import SliceState
+
+EMA = "sparkdl.ema"
+"""The name of the moving average of the weights among the arrays of a slice's state."""
+
+
+@dataclass(frozen=True)
+class Updated:
+    """``norm``: the global norm before clipping, where there is a limit. ``reduced``: the gradient as
+    it was applied; its dense part only where it was kept."""
+
+    norm: float | None
+    reduced: Reduced
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The constants of a slice: its plan, the optimizer, the policy, regularisers by parameter.
+
+    ``separable``: the optimizer treats every element by itself.
+    """
+
+    plan: SlicePlan
+    optimizer: OptimizerPlan
+    policy: Policy
+    dtype: torch.dtype
+    l1: Mapping[int, float]
+    l2: Mapping[int, float]
+    separable: bool = False
+
+    @staticmethod
+    def of(
+        plan: SlicePlan,
+        optimizer: OptimizerPlan,
+        policy: Policy,
+        layout: Layout,
+        separable: bool = False,
+    ) -> Owner:
+        return Owner(
+            plan,
+            optimizer,
+            policy,
+            layout.dtype,
+            strengths(policy.l1, layout),
+            strengths(policy.l2, layout),
+            separable,
+        )
+
+    @functools.cached_property
+    def blocks(self) -> list[SlicePlan]:
+        """What is updated at a time; all of the slice where the optimizer wants whole tensors."""
+        return self._blocks(BLOCK_ELEMENTS)
+
+    @functools.cached_property
+    def blocks_on_gpu(self) -> list[SlicePlan]:
+        """Likewise, where no cache is to be met and each block is some launches: there are few."""
+        return self._blocks(GPU_BLOCK_ELEMENTS)
+
+    def _blocks(self, elements: int) -> list[SlicePlan]:
+        cut = self.separable and self.policy.local_steps == 1
+        return cut_blocks(self.plan, elements) if cut else [self.plan]
+
+    def reduce(
+        self, contributions: Sequence[Contribution], weights: torch.Tensor, out: torch.Tensor
+    ) -> Reduced:
+        """The gradient of the slice, regularised and clipped by value, in ``out``.
+
+        ``weights``: version t of the slice.
+        """
+        return self._reduce(self.plan, contributions, weights, out)
+
+    def _reduce(
+        self,
+        block: SlicePlan,
+        contributions: Sequence[Contribution],
+        weights: torch.Tensor,
+        out: torch.Tensor,
+    ) -> Reduced:
+        reduced = reduce_gradients(block, contributions, out)
+        if self.policy.local_steps == 1:
+            regularise(block, reduced, weights, self.l1, self.l2)
+            if self.policy.clip_value is not None:
+                clip_values(reduced, self.policy.clip_value)
+        return reduced
+
+    @property
+    def clips_norm(self) -> bool:
+        """Whether the owners need each other's norms before they can update."""
+        return self.policy.clips_norm
+
+    def squared_norm(self, reduced: Reduced) -> float:
+        """Its part of the squared global norm."""
+        return squared_norm(self.plan, reduced)
+
+    @torch.no_grad()
+    def update(
+        self,
+        old: SliceState,
+        new: SliceState,
+        contributions: Sequence[Contribution],
+        hyperparameters: Sequence[Mapping[str, Any]] | None,
+        *,
+        known: Reduced | None = None,
+        squares: Sequence[float] = (),
+        loss: float = 0.0,
+        seed: int = 0,
+        keep: torch.Tensor | None = None,
+    ) -> Updated:
+        """Write version t+1 into ``new``. See [Note: one pass over the bytes].
+
+        ``old``: version t. ``new`` has its ``held`` and ``others`` and as many arrays, with memory of
+        its own whose content does not matter, or is ``old`` itself. ``known``: the gradient, where it
+        is reduced already; it is not changed. ``squares``: :meth:`squared_norm` of every slice, where
+        it is clipped by norm. ``seed``: see :meth:`drawing`. ``keep``: (dense_length) memory for the
+        gradient, where it is asked for.
+        """
+        norm, scale = None, 1.0
+        if self.clips_norm and self.policy.clip_norm is not None:
+            norm, scale = clip_factor(squares, self.policy.clip_norm)
+        if self.policy.ema is not None and EMA not in old.arrays:
+            new.arrays[EMA] = old.weights[: self.plan.trainable_length].clone()
+        before = replace(old, held=dict(old.held), others=dict(old.others))
+        blocks = self.blocks if old.weights.device.type == "cpu" else self.blocks_on_gpu
+        lengths = [self._dense_length(block) for block in blocks]
+        memory = keep
+        if memory is None:
+            memory = torch.empty(max(lengths), dtype=self.dtype, device=old.weights.device)
+        part = Reduced(memory)
+        with self.drawing(seed):
+            for block, length in zip(blocks, lengths, strict=True):
+                start, whole = block.start - self.plan.start, block is self.plan
+                out = memory[:length] if keep is None else memory[start : start + length]
+                if known is None:
+                    parts = contributions
+                    if not whole:
+                        parts = [block_of_contribution(self.plan, block, c) for c in contributions]
+                    weights = old.weights[start : start + block.length]
+                    part = self._reduce(block, parts, weights, out)
+                    if keep is not None and part.gradient is not out:
+                        out.copy_(part.gradient)
+                else:
+                    part = scaled(block_of_reduced(self.plan, block, known), scale, out)
+                state = new if whole else block_of_state(self.plan, block, new, before)
+                if new is not old:
+                    _copy(old, state, start)
+                self._step(block, state, part, contributions, hyperparameters, loss)
+                if not whole:
+                    keep_block(self.plan, block, state, new)
+        merge_buffers(self.plan, contributions, new.weights)
+        return Updated(norm, Reduced(memory, part.absent, part.tables))
+
+    def drawing(self, seed: int) -> AbstractContextManager[None]:
+        """A block for steps of the optimizer: what it draws follows ``seed``."""
+        return seeded(seed) if self._may_draw else contextlib.nullcontext()
+
+    @functools.cached_property
+    def _may_draw(self) -> bool:
+        """Of optimizers of torch's and ours nobody does who treats every element by itself. Others may
+        begin to after some steps, which a trial does not show."""
+        kinds = [type(mirror).__module__ for mirror in self.optimizer.mirrors()]
+        known = all(kind.startswith(("torch.optim.", "sparkdl.optim")) for kind in kinds)
+        return not (self.separable and known)
+
+    def _dense_length(self, block: SlicePlan) -> int:
+        """Elements of a block's dense gradient."""
+        return max(0, min(block.stop, self.plan.start + self.plan.dense_length) - block.start)
+
+    def _step(
+        self,
+        block: SlicePlan,
+        state: SliceState,
+        reduced: Reduced,
+        contributions: Sequence[Contribution],
+        hyperparameters: Sequence[Mapping[str, Any]] | None,
+        loss: float,
+    ) -> None:
+        """Bring a block's state, a copy of version t, to t+1."""
+        if self.policy.local_steps > 1:
+            average(block, state, reduced, contributions)
+        else:
+            step_slice(
+                block,
+                state,
+                reduced.gradient,
+                reduced.absent,
+                self.optimizer,
+                hyperparameters,
+                sparse=reduced.tables,
+                loss=torch.tensor(loss, dtype=self.dtype),
+            )
+        if self.policy.ema is not None:
+            moving = state.arrays[EMA]
+            moving.lerp_(state.weights[: len(moving)], 1.0 - self.policy.ema)
+
+    def histograms(self, state: SliceState, reduced: Reduced) -> dict[tuple[str, int], Histogram]:
+        """Of the weights and gradients of each parameter's piece in this slice."""
+        found = {}
+        for piece in self.plan.parameters:
+            found["weights", piece.number] = Histogram.of(state.weights[piece.start : piece.stop])
+            if piece.sparse:
+                if piece.number in reduced.tables:
+                    values = reduced.tables[piece.number][1]
+                    found["gradients", piece.number] = Histogram.of(values)
+            elif piece.number not in reduced.absent:
+                values = reduced.gradient[piece.start : piece.stop]
+                found["gradients", piece.number] = Histogram.of(values)
+        return found
+
+    def reduced_map(self, reduced: Reduced) -> SectionMap:
+        """How a section lies in memory that holds the reduced gradient and the merged buffers."""
+        rows = {number: len(rows) for number, (rows, _) in reduced.tables.items()}
+        return SectionMap(self.dtype, rows)
+
+    def reduced_nbytes(self, section: SectionMap) -> int:
+        return section_nbytes(self.plan, self.dtype, section)
+
+    @torch.no_grad()
+    def write_reduced(
+        self,
+        section: SectionMap,
+        reduced: Reduced,
+        contributions: Sequence[Contribution],
+        out: Any,
+    ) -> None:
+        """Write the reduced gradient as if it came from one replica alone."""
+        place = open_section(self.plan, self.dtype, section, out)
+        place.gradient.copy_(reduced.gradient)
+        for number, rows in reduced.tables.items():
+            for target, source in zip(place.tables[number], rows, strict=True):
+                target.copy_(source)
+        merged = torch.zeros(self.plan.length, dtype=self.dtype)
+        merge_buffers(self.plan, contributions, merged)
+        place.buffers.copy_(merged[self.plan.buffers_start :])
+
+
+def _copy(whole: SliceState, block: SliceState, start: int) -> None:
+    """The weights and arrays of a block that begins with element ``start`` of the whole."""
+    block.weights.copy_(whole.weights[start : start + len(block.weights)])
+    for name, array in whole.arrays.items():
+        place = block.arrays[name]
+        place.copy_(array[start : start + len(place)])

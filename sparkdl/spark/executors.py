@@ -1,0 +1,97 @@
+"""Tasks on executors of our choice, and by it partitions side by side on the same executor.
+
+Spark deals the tasks of a stage out like cards: of four partitions on two executors one gets 0 and 2,
+the other 1 and 3. Then no node has two replicas whose gradients meet in the tree of sums (see [Note:
+the shape of a sum]), and each would have to be sent by itself. So the samples are read where this
+module says, executors of a host one after another; replicas live where their samples are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pyspark import SparkContext
+from pyspark.core.rdd import RDD
+from pyspark.serializers import NoOpSerializer
+
+from sparkdl.session import conf_of
+from sparkdl.spark.frames import map_frames, zip_frames
+
+NEW_MS = 15_000
+"""Of an executor that is no older Spark may not know its tasks yet: what changes within 100 ms of what
+it noted last is noted with the next change, or with the next heartbeat, 10 s later."""
+
+
+@dataclass(frozen=True, order=True)
+class Executor:
+    """``slots``: tasks that it runs at a time; ``used``: whether it may have had any."""
+
+    host: str
+    name: str
+    slots: int
+    used: bool = True
+
+    @property
+    def place(self) -> str | None:
+        """Its name as a preferred location; a host with an underscore has none."""
+        return None if "_" in self.host else f"executor_{self.host}_{self.name}"
+
+
+def shared_out(executors: Sequence[Executor], partitions: int) -> list[Executor]:
+    """An executor for each partition: in order, to each by its slots. Empty where there is no choice,
+    or not all partitions would run at once, or an executor cannot be named as a place."""
+    slots = [executor for executor in sorted(executors) for _ in range(executor.slots)]
+    if len(executors) < 2 or len(slots) < partitions or None in [one.place for one in executors]:
+        return []
+    return [slots[partition * len(slots) // partitions] for partition in range(partitions)]
+
+
+def side_by_side(rdd: RDD) -> RDD:
+    """``rdd``, one frame a partition, with a wish where each is computed; Spark may do otherwise."""
+    context, partitions = rdd.ctx, rdd.getNumPartitions()
+    chosen = shared_out(executors(context), partitions)
+    if not chosen:
+        return rdd
+    return map_frames(zip_frames(rdd, one_each(context, chosen)), _left)
+
+
+def executors(context: SparkContext) -> list[Executor]:
+    """Those that are there now."""
+    sc = context._jsc.sc()
+    if sc.isLocal():
+        return []
+    each = int(conf_of(context).get("spark.task.cpus", "1") or 1)
+    listed = sc.statusStore().executorList(True)
+    now = time.time() * 1000
+    found = []
+    for i in range(listed.size()):
+        one = listed.apply(i)
+        host, _, port = one.hostPort().rpartition(":")
+        host = host if host and port.isdigit() else one.hostPort()
+        if one.id() != "driver":
+            used = one.totalTasks() > 0 or now - one.addTime().getTime() < NEW_MS
+            found.append(Executor(host, one.id(), one.totalCores() // each, used))
+    return found
+
+
+def one_each(context: SparkContext, chosen: Sequence[Executor | None]) -> RDD:
+    """An RDD of one empty frame a partition, each with a wish where it is computed, or with none."""
+    jvm: Any = context._jvm
+    scala = jvm.scala.jdk.javaapi.CollectionConverters
+    pairs = jvm.java.util.ArrayList()
+    for executor in chosen:
+        places = jvm.java.util.ArrayList()
+        if executor is not None and executor.place is not None:
+            places.add(executor.place)
+        pairs.add(jvm.scala.Tuple2(b"", scala.asScala(places).toSeq()))
+    tag = jvm.scala.reflect.ClassTag.apply(jvm.java.lang.Class.forName("[B"))
+    made = context._jsc.sc().makeRDD(scala.asScala(pairs).toSeq(), tag)
+    return RDD(jvm.org.apache.spark.api.java.JavaRDD.fromRDD(made, tag), context, NoOpSerializer())
+
+
+def _left(partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+    for frame, _ in pairs:
+        yield frame

@@ -1,0 +1,91 @@
+"""A bound for every wait of a fit: where nothing happens in its jobs, they end, with a reason."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+from py4j.protocol import Py4JError
+from pyspark import SparkContext
+
+from sparkdl.spark.failures import WAITED
+
+MOST = 8
+"""Tasks that a message names."""
+
+
+class Watch:
+    """Looks at the jobs of a job group from a thread of its own, until :meth:`stop`.
+
+    Where no task of them starts or ends for ``seconds``, they are cancelled, and Spark reports the
+    reason to whoever waits for them. None: no bound.
+    """
+
+    def __init__(self, context: SparkContext, group: str, seconds: float | None) -> None:
+        self._context, self._group, self._seconds = context, group, seconds
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="sparkdl-watch", daemon=True)
+        if seconds is not None:
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _look(self) -> None:
+        assert self._seconds is not None
+        pause = min(10.0, self._seconds / 4)
+        before, since = None, 0.0
+        while not self._stopped.wait(pause):
+            with contextlib.suppress(Py4JError, OSError):
+                stages = self._stages()
+                since = since + pause if stages and stages == before else 0.0
+                before = stages
+                if since >= self._seconds:
+                    self._cancel(stages)
+                    since = 0.0
+
+    def _stages(self) -> list[tuple[Any, ...]]:
+        """What moves while something happens: of each active stage, and of the jobs."""
+        tracker = self._context.statusTracker()
+        found: list[tuple[Any, ...]] = []
+        active = set(tracker.getActiveJobsIds())
+        for job in sorted(active.intersection(tracker.getJobIdsForGroup(self._group))):
+            info = tracker.getJobInfo(job)
+            for number in sorted(info.stageIds if info else ()):
+                stage = tracker.getStageInfo(number)
+                if stage is not None:
+                    found.append((job, *stage))
+            found.append((job,))
+        return found
+
+    def _cancel(self, stages: list[tuple[Any, ...]]) -> None:
+        """End the jobs, saying who was waited for."""
+        store = self._context._jsc.sc().statusStore()
+        waited = []
+        for number in dict.fromkeys(stage[1] for stage in stages if len(stage) > 1):
+            with contextlib.suppress(Py4JError):  # a stage that Spark has not begun
+                data = store.lastStageAttempt(number)
+                tasks = store.taskList(number, data.attemptId(), 1 << 20)
+                waited += [
+                    f"partition {task.partitionId()} on executor {task.executorId()} ({task.host()})"
+                    for task in (tasks.apply(i) for i in range(tasks.size()))
+                    if task.status() == "RUNNING"
+                ]
+        if len(waited) > MOST:
+            waited[MOST:] = [f"{len(waited) - MOST} more"]
+        executors = self._context._jsc.sc().getExecutorMemoryStatus().size() - 1  # and the driver
+        if waited:
+            whom, who = ", ".join(waited), "tasks take"
+        elif executors:
+            whom = f"a free executor: {executors} are there, and no task of the job runs"
+            who = "others keep them"
+        else:
+            whom, who = "an executor: none is there, so that no task can run", "the cluster takes"
+        reason = (
+            f"{WAITED} {self._seconds:g} s for {whom}. Nothing happened meanwhile. Where {who} "
+            "so long by right, raise spark.sparkdl.timeout.seconds."
+        )
+        self._context._jsc.sc().cancelJobGroup(self._group, reason)

@@ -1,1 +1,0 @@
-"""The forward-backward job: replica and mini-batch to gradient."""

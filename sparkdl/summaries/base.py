@@ -1,0 +1,123 @@
+"""What the summaries share: a history of their own, when to act, files that appear whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sparkdl.checkpoint.resume import history_in
+from sparkdl.errors import ParameterError
+from sparkdl.loop.callbacks import Callback
+from sparkdl.loop.history import History
+from sparkdl.loop.state import TrainState
+from sparkdl.loop.triggers import Trigger
+
+if TYPE_CHECKING:
+    from sparkdl.train.trainer import Trainer
+
+
+class Recorder(Callback):
+    """Records every iteration, and calls :meth:`write` after those at which ``every`` is true.
+
+    Where such an iteration is validated, ``write`` is called once more, and at the end of the fit
+    in any case.
+    """
+
+    def __init__(self, every: Trigger) -> None:
+        if not isinstance(every, Trigger):
+            raise ParameterError(
+                f"{type(self).__name__}(every={every!r}): give a trigger, such as "
+                "sparkdl.every_epoch()."
+            )
+        self._every = every
+        self._last = TrainState()
+        self._due = False
+        self.history = History()
+        """Of the run, also before this fit: what it recorded itself, else what the checkpoint tells
+        that the fit goes on from."""
+
+    def write(self, trainer: Trainer, state: TrainState) -> None:
+        """Show what :attr:`history` holds."""
+        raise TypeError(f"{type(self).__name__} does not define write(trainer, state)")
+
+    def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
+        if not state.iteration or not _same(self._last, state):
+            self.history = _until(state)
+        self._last, self._due = state, False
+
+    def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:
+        self.history.append(state, self._last.epoch + 1)
+        self._due = self._every(self._last, state)
+        self._last = state
+        if self._due:
+            self.write(trainer, state)
+
+    def on_validation_end(self, trainer: Trainer, state: TrainState) -> None:
+        self.history.append_validation(state.validations[-1])
+        if self._due:
+            self.write(trainer, state)
+
+    def on_fit_end(self, trainer: Trainer, state: TrainState) -> None:
+        self.write(trainer, state)
+
+
+def _same(last: TrainState, state: TrainState) -> bool:
+    """Whether a run goes on from where another fit has ended, as with ``partial_fit``."""
+    return (last.iteration, last.seconds) == (state.iteration, state.seconds)
+
+
+def _until(state: TrainState) -> History:
+    """What was before a fit that goes on from ``state``, as far as its checkpoint tells."""
+    if state.iteration and state.checkpoint is not None:
+        history = history_in(state.checkpoint)
+        if [row["iteration"] for row in history.last(1)] == [state.iteration]:
+            return history
+    return History.after(state)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write beside ``path``; it takes that name when the block ends well.
+
+    So a reader never sees half a file, and a failure leaves the one before.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.stem}.{secrets.token_hex(8)}.part{path.suffix}")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def check_replaceable(what: str, path: Path) -> None:
+    """Raise :class:`ParameterError` where :func:`replacing` cannot write ``path``; makes its folder."""
+    if path.is_dir():
+        raise ParameterError(f'{what}("{path}") is a folder: give the name of a file in it.')
+    check_writable(what, path, path.parent)
+
+
+def check_writable(what: str, named: str | Path, folder: Path) -> None:
+    """Raise :class:`ParameterError` where no file can be made in ``folder``; makes it. ``named``: what
+    ``what`` was given."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ParameterError(
+            f'{what}("{named}"): no file can be written there ({error.strerror}: {error.filename}). '
+            "Give a path in a folder that you may write to."
+        ) from error
+
+
+def extra_needed(what: str, extra: str, library: str) -> ParameterError:
+    """The error where a library is not installed; raised when ``what`` is made, not in training."""
+    return ParameterError(
+        f'{what} needs a library that is not installed: pip install {library} (the extra "{extra}")'
+    )

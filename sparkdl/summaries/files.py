@@ -1,0 +1,147 @@
+"""Pictures of a history: loss, validation metrics and learning rate over the iterations."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparkdl.codec.files import path_here
+from sparkdl.errors import ParameterError
+from sparkdl.loop.history import History
+from sparkdl.loop.state import TrainState
+from sparkdl.loop.triggers import Trigger, every_epoch
+from sparkdl.summaries.base import Recorder, check_replaceable, extra_needed, replacing
+
+if TYPE_CHECKING:
+    from sparkdl.train.trainer import Trainer
+
+_THIN, _THICK, _RATE = "#a9c4de", "#1f4e79", "#7a7a7a"
+_COLOURS = ("#c8553d", "#588157", "#8e5aa8", "#d99a2b", "#2a9d8f", "#8d6e63")
+
+
+class Curves(Recorder):
+    """Draws :func:`plot_history` to ``path`` at each ``every``; the file is replaced as a whole. Of a
+    resumed run it shows what was before, too.
+
+    Needs the extra ``plots``; raises :class:`sparkdl.ParameterError` without it, for a suffix that
+    matplotlib does not know, and as the fit starts for a path that cannot be written.
+    """
+
+    def __init__(self, path: str | Path, every: Trigger | None = None) -> None:
+        super().__init__(every_epoch() if every is None else every)
+        make_figure, _ = _matplotlib("Curves")
+        self._path = path_here(path)
+        kinds = make_figure().canvas.get_supported_filetypes()
+        if self._path.suffix.lower().removeprefix(".") not in kinds:
+            raise ParameterError(
+                f'Curves("{path}"): end the name in .png, .svg, .pdf or another kind of file that '
+                "matplotlib writes."
+            )
+
+    def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
+        super().on_fit_start(trainer, state)
+        check_replaceable("Curves", self._path)
+
+    def write(self, trainer: Trainer, state: TrainState) -> None:
+        with replacing(self._path) as part:
+            plot_history(self.history, part)
+
+
+def plot_history(history: History, path: str | Path) -> None:
+    """Draw ``history`` into the file ``path``, of the kind its suffix says (png, svg, pdf).
+
+    Over the iterations: the loss of each as a thin line, the mean of each epoch as a thick one, the
+    validations' loss beside them; the other metrics of the validations, those between 0 and 1 in
+    one panel and any other in its own; the learning rate. Needs the extra ``plots``; raises
+    :class:`sparkdl.ParameterError` without it.
+    """
+    make_figure, whole_numbers = _matplotlib("plot_history")
+    rows, epochs = list(history), history.epochs()
+    metrics = _metrics(history)
+    losses = metrics.pop("loss", ([], []))
+    panels = _panels(metrics)
+    figure = make_figure(figsize=(8, 4.5 + 1.8 * len(panels)), dpi=120, layout="constrained")
+    heights = [3.2, *[2.2] * len(panels), 1.3]
+    top, *middle, bottom = figure.subplots(
+        len(heights), sharex=True, gridspec_kw={"height_ratios": heights}
+    )
+    iterations = [row["iteration"] for row in rows]
+    top.plot(iterations, history.losses, lw=0.7, color=_THIN, label="training, iteration")
+    means = [epoch["loss"] for epoch in epochs]
+    style = {"lw": 2.2, "marker": "o", "ms": 4}
+    top.plot(_middles(rows), means, color=_THICK, label="training, mean of an epoch", **style)
+    if losses[0]:
+        top.plot(*losses, color=_COLOURS[0], label="validation", **style)
+    shown = [loss for loss in (*history.losses, *losses[1]) if math.isfinite(loss)]
+    finite = [mean for mean in means if math.isfinite(mean)]
+    if finite and min(shown) > 0 and max(finite) > 20 * min(finite):
+        top.set_yscale("log")
+    top.set_ylabel("loss (mean per sample)")
+    top.legend(frameon=False)
+    colours = itertools.cycle(_COLOURS[1:])
+    for axes, names in zip(middle, panels, strict=True):
+        for name in names:
+            axes.plot(*metrics[name], color=next(colours), label=name, **style)
+        axes.set_ylabel("validation")
+        axes.legend(frameon=False)
+    bottom.plot(iterations, [row["learning_rate"] for row in rows], lw=1.6, color=_RATE)
+    bottom.set_ylabel("learning rate")
+    batch = max((b["samples"] - a["samples"] for a, b in itertools.pairwise(rows)), default=0)
+    bottom.set_xlabel(f"iteration (batches of {batch:,} samples)" if batch else "iteration")
+    bottom.xaxis.set_major_locator(whole_numbers())
+    for axes in (top, *middle, bottom):
+        axes.grid(alpha=0.3)
+        axes.margins(x=0.02)
+    if epochs:
+        _add_epochs(top, max(epoch["iterations"] for epoch in epochs), whole_numbers())
+    figure.align_ylabels()
+    figure.savefig(path)
+
+
+def _metrics(history: History) -> dict[str, tuple[list[int], list[float]]]:
+    """Name -> iterations and values, of all validations."""
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for record in history.validations:
+        for name, value in record["metrics"].items():
+            iterations, values = found.setdefault(name, ([], []))
+            iterations.append(record["iteration"])
+            values.append(value)
+    return found
+
+
+def _panels(metrics: dict[str, tuple[list[int], list[float]]]) -> list[list[str]]:
+    """The metrics that share a panel."""
+    shares = [name for name, (_, ys) in metrics.items() if all(0 <= y <= 1 for y in ys)]
+    return [*([shares] if shares else []), *([name] for name in metrics if name not in shares)]
+
+
+def _middles(rows: list[dict[str, Any]]) -> list[float]:
+    """The middle iteration of each epoch."""
+    epochs = [[r["iteration"] for r in group] for _, group in itertools.groupby(rows, _epoch)]
+    return [(epoch[0] + epoch[-1]) / 2 for epoch in epochs]
+
+
+_epoch = operator.itemgetter("epoch")
+
+
+def _add_epochs(axes: Any, iterations: int, whole_numbers: Any) -> None:
+    """A second scale above: epochs."""
+    above = axes.secondary_xaxis(
+        "top", functions=(lambda i: i / iterations, lambda e: e * iterations)
+    )
+    above.xaxis.set_major_locator(whole_numbers)
+    above.set_xlabel("epoch")
+
+
+def _matplotlib(what: str) -> tuple[Any, Any]:
+    """The figure's class, which draws without a window, and a maker of whole-number scales."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError:
+        raise extra_needed(what, "plots", "matplotlib") from None
+    return Figure, functools.partial(MaxNLocator, integer=True)

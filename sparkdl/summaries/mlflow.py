@@ -1,0 +1,155 @@
+"""Parameters, metrics and the history of a run in MLflow."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from sparkdl.codec.parameters import plain_parameters
+from sparkdl.codec.redaction import without_credentials
+from sparkdl.errors import ParameterError
+from sparkdl.loop.state import TrainState
+from sparkdl.loop.triggers import Every, Trigger
+from sparkdl.summaries.base import Recorder, extra_needed
+from sparkdl.summaries.scalars import scalars
+
+if TYPE_CHECKING:
+    from sparkdl.infer.trained_model import TrainedModel
+    from sparkdl.train.trainer import Trainer
+
+_OPEN: set[str] = set()
+"""Runs that a summary started and has not ended."""
+
+
+class MLflow(Recorder):
+    """Logs to MLflow: into the active run, or into one of its own, which it ends.
+
+    When the fit starts, the trainer's plain values as parameters (see
+    :func:`sparkdl.codec.parameters.plain_parameters`); where ``every`` is true, the scalars that
+    :class:`TensorBoard` shows; after each validation, ``validation/METRIC``; in the end the artifact
+    ``history.json``. The step is the number of iterations. A fit that fails leaves its own run
+    ``FAILED`` as soon as the next one starts or the program ends. Needs the extra ``mlflow``; raises
+    :class:`sparkdl.ParameterError` without it, and as the fit starts where MLflow cannot log.
+    """
+
+    def __init__(self, run_name: str | None = None, every: Trigger | None = None) -> None:
+        super().__init__(Every(10) if every is None else every)
+        try:
+            import mlflow
+        except ImportError:
+            raise extra_needed("MLflow", "mlflow", "mlflow-skinny") from None
+        self._mlflow: Any = mlflow
+        self._run_name = run_name
+        self._shown = TrainState()
+        self._client: Any = None
+        self._fail: Any = None
+        self.run_id: str = ""
+        """Of the run that it logs to, or has logged to last; empty before the first fit."""
+
+    def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
+        super().on_fit_start(trainer, state)
+        self._shown = state
+        try:
+            self._begin()
+            self._log_parameters(trainer)
+        except (self._mlflow.exceptions.MlflowException, OSError) as error:
+            store = without_credentials(str(self._mlflow.get_tracking_uri()))
+            said = without_credentials(str(error)).strip().removesuffix(".")
+            raise ParameterError(
+                f"MLflow cannot log to {store}: {said}. Give it a store that it reaches, in "
+                "MLFLOW_TRACKING_URI or by mlflow.set_tracking_uri; a database takes the full mlflow, "
+                "not mlflow-skinny alone."
+            ) from None  # MLflow's own has the address as it is
+
+    def _log_parameters(self, trainer: Trainer) -> None:
+        run = self._client.get_run(self.run_id)
+        parameters = [
+            self._mlflow.entities.Param(name, text)
+            for name, text in _named(plain_parameters(trainer)).items()
+            if name not in run.data.params  # they cannot be changed: a resumed run's stand
+        ]
+        self._client.log_batch(self.run_id, params=parameters)
+
+    def on_validation_end(self, trainer: Trainer, state: TrainState) -> None:
+        super().on_validation_end(trainer, state)
+        last = state.validations[-1]
+        self._log({f"validation/{k}": v for k, v in last.metrics.items()}, last.iteration)
+
+    def on_fit_end(self, trainer: Trainer, state: TrainState) -> None:
+        super().on_fit_end(trainer, state)
+        content = self.history.to_json_bytes().decode()
+        self._client.log_text(self.run_id, content, "history.json")
+        if self._fail is not None:
+            self._fail.detach()
+            self._fail = None
+            _end(self._mlflow, self._client, self.run_id, "FINISHED")
+
+    def write(self, trainer: Trainer, state: TrainState) -> None:
+        if state.iteration > self._shown.iteration:
+            self._log(dict(scalars(self._shown, state)), state.iteration)
+            self._shown = state
+
+    def log_model(self, trained: TrainedModel, name: str = "model") -> None:
+        """Add the saved model to the run, as the artifact folder ``name``: for after the fit.
+
+        :func:`sparkdl.load` reads what ``mlflow.artifacts.download_artifacts`` brings back. Raises
+        :class:`sparkdl.ParameterError` where there is no run yet.
+        """
+        if not self.run_id:
+            raise ParameterError("MLflow.log_model: there is no run yet; call it after fit.")
+        with tempfile.TemporaryDirectory() as folder:
+            trained.save(folder)
+            self._client.log_artifacts(self.run_id, folder, name)
+
+    def _begin(self) -> None:
+        """Find the run, or start one."""
+        active = self._mlflow.active_run()
+        self._client = self._mlflow.MlflowClient()
+        if active is not None and active.info.run_id in _OPEN:  # of a fit that failed
+            _end(self._mlflow, self._client, active.info.run_id, "FAILED")
+            active = None
+        if active is None:
+            active = self._mlflow.start_run(run_name=self._run_name)
+            _OPEN.add(active.info.run_id)
+            # Nobody tells a callback that a fit has failed.
+            self._fail = weakref.finalize(
+                self, _end, self._mlflow, self._client, active.info.run_id, "FAILED"
+            )
+        self.run_id = active.info.run_id
+
+    def _log(self, values: dict[str, float], step: int) -> None:
+        now = int(time.time() * 1000)
+        metrics = [
+            self._mlflow.entities.Metric(name, float(value), now, step)
+            for name, value in _named(values).items()
+        ]
+        self._client.log_batch(self.run_id, metrics=metrics)
+
+
+def _named(values: Mapping[str, Any]) -> dict[str, Any]:
+    """By names of letters that MLflow allows; what they make alike is numbered."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        plain = allowed = re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)
+        number = 1
+        while plain in found:
+            number += 1
+            plain = f"{allowed} {number}"
+        found[plain] = value
+    return found
+
+
+def _end(mlflow: Any, client: Any, run_id: str, status: str) -> None:
+    """End a run that a summary started, unless it has ended."""
+    if run_id not in _OPEN:
+        return
+    _OPEN.remove(run_id)
+    active = mlflow.active_run()
+    if active is not None and active.info.run_id == run_id:
+        mlflow.end_run(status)
+    else:  # started by another thread, or no longer active
+        client.set_terminated(run_id, status)

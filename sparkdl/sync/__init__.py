@@ -1,1 +1,0 @@
-"""The parameter-synchronization job: reduce-scatter, update, publish, slice by slice."""

@@ -1,0 +1,88 @@
+"""Going on where an earlier fit ended: its weights, its optimizer state, its counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from sparkdl.checkpoint.identity import ModelIdentity, first_few
+from sparkdl.errors import ParameterError
+from sparkdl.loop.schedule import Schedule
+from sparkdl.loop.state import TrainState
+from sparkdl.model.recipe import weights_digest
+from sparkdl.session import context_of
+from sparkdl.spark.read_failures import reading_explained
+
+if TYPE_CHECKING:
+    from sparkdl.infer.trained_model import TrainedModel
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What one ``partial_fit`` hands to the next: its result, where it ended, the slices of the best
+    weights, where they are kept, and the schedule as it stands; None: to be made anew and brought
+    there."""
+
+    trained: TrainedModel
+    state: TrainState
+    best: tuple[bytes, ...] | None = None
+    schedule: Schedule | None = None
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """The state of every slice, packed, and what it belongs to.
+
+    ``optimizers``: their names. ``weights``: the digest of the result's module.
+    """
+
+    slices: tuple[bytes, ...]
+    model: ModelIdentity
+    optimizers: tuple[str, ...]
+    weights: str
+
+    def check(self, model: ModelIdentity, optimizers: tuple[str, ...]) -> None:
+        """Raise :class:`sparkdl.ParameterError` where it is no state of this model and optimizer."""
+        problems = first_few(model.differences(self.model, "start"))
+        if self.optimizers != optimizers:
+            problems.append(
+                f"the optimizer is {', '.join(optimizers)} here and {', '.join(self.optimizers)} "
+                "in start"
+            )
+        if problems:
+            raise ParameterError(
+                f"the optimizer state of start= does not fit: {'; '.join(problems)}. Pass "
+                "optimizer_state=False to go on with the weights alone."
+            )
+
+
+def chosen_state(start: TrainedModel | None, optimizer_state: bool | None) -> KeptState | None:
+    """The state to begin with, where the optimizer's is wanted and there."""
+    if start is None or optimizer_state is False:
+        if start is None and optimizer_state is not None:
+            raise ParameterError("optimizer_state= says what to do with start=: give that too.")
+        return None
+    if start.optimizer_state is None and optimizer_state:
+        raise ParameterError(
+            "start= has no optimizer state: it is kept with Trainer(keep_optimizer_state=True) "
+            "only. Train it so, or pass optimizer_state=False."
+        )
+    kept = start.optimizer_state
+    if kept is not None and kept.weights != weights_digest(start.module):
+        raise ParameterError(
+            "start.module was changed after its training, so the optimizer state that was kept does "
+            "not belong to it. Pass optimizer_state=False to go on with the weights alone."
+        )
+    return kept
+
+
+def has_rows(data: Any) -> bool:
+    """Whether there are any. Raises what a fit does where ``data`` cannot be read."""
+    context_of(data)
+    with reading_explained():
+        return not data.isEmpty()
+
+
+def begin_batch(before: TrainState, iterations_per_epoch: int) -> TrainState:
+    """The state at the start of new data: counters go on, the position is the beginning."""
+    return replace(before, position=0, iterations_per_epoch=iterations_per_epoch)

@@ -1,1 +1,0 @@
-"""Where in Spark a fit lives: seats, executors, what it holds there and how that is given back."""

@@ -1,0 +1,110 @@
+"""Mini-batches of a single row, which some models and losses do not take."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import nn
+
+from sparkdl.data.batches import Batch
+from sparkdl.data.epoch import EpochPlan
+from sparkdl.errors import ModelError
+from sparkdl.model.loss import loss_of, masses_of
+from sparkdl.model.model_loss import called
+from sparkdl.model.policy import Policy
+from sparkdl.model.recipe import Recipe
+from sparkdl.parallel.pipeline import pass_sizes
+from sparkdl.parallel.plan import Parallel
+from sparkdl.process.determinism import seeded
+from sparkdl.replica.compute import to_tensors
+from sparkdl.train.hints import shape_of, text_of
+
+_SEARCHED_BATCHES = 1000
+
+
+def check_single_rows(
+    module: nn.Module,
+    recipe: Recipe,
+    batch: Batch,
+    plan: EpochPlan,
+    iterations: int | None,
+    parallel: Parallel,
+) -> None:
+    """Raise :class:`ModelError` where a mini-batch would have one row, and the model or the loss needs
+    more.
+
+    Batch norm does, and a loss of what ``.squeeze()`` has left. ``batch``: rows to try them on;
+    ``iterations`` is the last one of the run, as far as it is known. ``parallel``: how replicas share
+    the work.
+    """
+    found = _refused(module, recipe, batch)
+    if found is None:
+        return
+    what, reason, error = found
+    policy, pipeline = recipe.policy, parallel.pipeline
+    last, together = plan.num_iterations - 1, parallel.mesh.model_groups
+    of_all = policy.sync_batchnorm and what == "model"  # what counts are the rows of all
+    if of_all:
+        together = [[rank for group in together for rank in group]]
+    for number in (*range(min(last, _SEARCHED_BATCHES)), last):
+        rows_of = [stop - start for start, stop in plan.rows(number)]
+        counts = [sum(rows_of[rank] for rank in group) for group in together]
+        if pipeline is None:
+            single = any(_has_single(rows, policy) for rows in counts)
+        else:
+            single = any(1 in sizes for sizes in pass_sizes(pipeline, counts, policy.accumulate))
+        if single and (iterations is None or number < iterations):
+            cut = "".join(
+                f", {name}={getattr(policy, name)}"
+                for name in ("local_steps", "accumulate")
+                if getattr(policy, name) > 1
+            )
+            if pipeline is not None:
+                cut += f", micro_batches={pipeline.micro_batches}"
+            who = "the whole batch" if of_all else "a replica"
+            raise ModelError(
+                f"the {what} needs mini-batches of more than one row ({reason}), and in "
+                f"iteration {number + 1} of each epoch {who} gets one: {plan.num_samples} "
+                f"rows, batch_size={plan.batch_size // policy.local_steps}, "
+                f"replicas={len(plan.counts)}{cut}. Choose another batch_size or fewer replicas"
+                f"{', or cut less' if cut else ''}."
+            ) from error
+
+
+def _refused(module: nn.Module, recipe: Recipe, batch: Batch) -> tuple[str, str, Exception] | None:
+    """What fails with one row, "model" or "loss", and why; None where neither does."""
+    inputs, targets = (
+        to_tensors([array[:1] for array in arrays], torch.device("cpu"))
+        for arrays in (batch.inputs, batch.targets)
+    )
+    module.train()
+    with seeded(0), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of shapes: what they give is right
+        try:
+            returned = called(recipe.loss, recipe.signature.bound(module), inputs, targets)
+            output = recipe.signature.for_loss(recipe.loss, returned)
+        except Exception as error:
+            return "model", text_of(error), error
+        try:
+            weights = torch.ones(1) if recipe.policy.weighted else None
+            masses = masses_of(recipe.loss, targets)
+            value, _ = loss_of(recipe.loss, output, targets, weights, masses)
+            if value.requires_grad:
+                value.backward()
+        except Exception as error:
+            return "loss", f"{text_of(error)}; the output of one is {shape_of(output)}", error
+    return None
+
+
+def _has_single(rows: int, policy: Policy) -> bool:
+    """Whether the rows of a replica, cut for local steps and micro-batches, leave one row alone."""
+    return any(
+        1 in _cut(part, min(policy.accumulate, part))
+        for part in _cut(rows, policy.local_steps)
+        if part
+    )
+
+
+def _cut(rows: int, count: int) -> list[int]:
+    return [rows * (i + 1) // count - rows * i // count for i in range(count)]

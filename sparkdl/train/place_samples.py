@@ -1,0 +1,128 @@
+"""Samples into place: the training data and the validation's, in the slabs of a run."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pyspark.core.rdd import RDD
+from pyspark.sql import DataFrame
+
+from sparkdl.data.batches import Assembly
+from sparkdl.data.fields import Field
+from sparkdl.data.samples import SampleSet, Source, materialize, materialize_here
+from sparkdl.engines.resources import Resources
+from sparkdl.errors import DataError
+from sparkdl.loop.engine import ValidationSet
+from sparkdl.metrics.named import resolve, suited
+from sparkdl.metrics.scorer import Scorer
+from sparkdl.model.model_loss import is_model_loss
+from sparkdl.slab.root import SlabConfig
+from sparkdl.spark.executors import side_by_side
+from sparkdl.spark.read_failures import reading_explained
+
+if TYPE_CHECKING:
+    from sparkdl.train.trainer import Trainer
+
+
+def source(
+    trainer: Trainer,
+    data: DataFrame | RDD[Any],
+    replicas: int,
+    float_dtype: str,
+    slab: SlabConfig,
+) -> Source:
+    """What to make the training samples of."""
+    return Source(
+        data,
+        trainer.feature_columns,
+        trainer.label_columns,
+        replicas,
+        float_dtype,
+        slab,
+        columns=trainer.columns,
+        weight=trainer.weight,
+        inputs=trainer.keywords,
+    )
+
+
+def place(trainer: Trainer, source: Source, resources: Resources) -> SampleSet:
+    """Write the samples into slabs, on the executors or here.
+
+    Raises :class:`sparkdl.DataError`, and :class:`sparkdl.TrainingError` where Spark fails.
+    """
+    with reading_explained():
+        if trainer.engine == "local":
+            return materialize_here(source)
+        return materialize(source, lambda rdd: resources.persist(side_by_side(rdd)))
+
+
+def assembly(trainer: Trainer, samples: SampleSet, float_dtype: str) -> Assembly:
+    """How training rows become mini-batches, but for ``augment``, which travels with the recipe."""
+    return Assembly(
+        num_features=samples.num_features,
+        num_labels=samples.num_labels,
+        weighted=samples.weighted,
+        inputs=trainer.keywords,
+        bucketing=trainer.bucketing,
+        float_dtype=float_dtype,
+        seed=trainer.seed,
+    )
+
+
+def validation_set(
+    trainer: Trainer, training: Source, samples: SampleSet, resources: Resources
+) -> ValidationSet | None:
+    """The validation's samples, in slabs beside the training's."""
+    validation = trainer.validation
+    if validation is None:
+        return None
+    try:
+        mine = replace(training, data=validation.data, fields=samples.fields)
+        found = place(trainer, mine, resources)
+    except DataError as error:
+        raise DataError(f"validation data: {error}") from None
+    inputs, here = samples.num_features, found.num_features
+    if (here, len(found.fields)) != (inputs, len(samples.fields)):
+        raise DataError(
+            f"validation data: a sample has {here} inputs and {len(found.fields) - here} labels, in "
+            f"the training data {inputs} and {len(samples.fields) - inputs}."
+        )
+    for one, other in zip(found.fields, samples.fields, strict=True):
+        alike = replace(one, name=other.name)  # fields of an RDD have names of their own
+        if _whole(one) and _whole(other):
+            alike = replace(alike, dtype=other.dtype)
+        if alike != other:
+            raise DataError(
+                f'validation data: "{one.name}" is {one}, in the training data {other}.'
+                f"{_remedy(one, other)}"
+            )
+    loss = copy.deepcopy(trainer.loss)  # it may count its calls
+    part = trainer.output if validation.output is None else validation.output
+    metrics = suited(resolve(validation.metrics), loss)
+    loss_part = None if is_model_loss(loss) else trainer.output
+    scorer = Scorer(loss, metrics, part=part, loss_part=loss_part)
+    how = assembly(trainer, samples, training.float_dtype)
+    return ValidationSet(found, scorer, how, validation.batch_size)
+
+
+def _remedy(one: Field, other: Field) -> str:
+    """What to do where two kinds of rows differ in their length alone."""
+    arrays = one.shape and other.shape and not one.ragged and not other.ragged
+    if (
+        arrays
+        and replace(other, shape=one.shape, name=one.name) == one
+        and one.shape[1:] == other.shape[1:]
+    ):
+        return (
+            f' Rows of any length are a sequence, in both: Trainer(columns={{"{other.name}": '
+            "sparkdl.Sequence()})."
+        )
+    return ""
+
+
+def _whole(field: Field) -> bool:
+    """Whether it is of integers, which become int64 in a mini-batch."""
+    return np.dtype(field.dtype).kind == "i"

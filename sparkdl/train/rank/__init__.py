@@ -1,1 +1,0 @@
-"""What runs in a rank of a gang: strategies on tensors, what a rank holds, and its records."""
