@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from sparkdl.codec.frames import as_tensor
-from sparkdl.model.flat import ALIGNMENT
 
 _LENGTH = struct.Struct("<q")
 Tensors = Mapping[str, torch.Tensor]
@@ -109,3 +108,7 @@ def split_files(data: bytes | memoryview) -> Iterator[bytes]:
         place += _LENGTH.size
         yield bytes(data[place : place + length])
         place += length
+
+
+ALIGNMENT = 64
+"""Segments start at multiples of this many bytes, as separately allocated tensors do."""

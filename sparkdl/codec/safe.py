@@ -93,3 +93,14 @@ def decode(
     if mark == "leaf" and leaf is not None:
         return leaf(content)
     raise ValueError(f'unknown mark "{mark}"')
+
+
+def mapped(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
+    """``value`` with every ``kind`` in its dicts, lists and tuples changed."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: mapped(item, kind, change) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(mapped(item, kind, change) for item in value)
+    return value

@@ -15,12 +15,13 @@ from sparkdl.codec.packed import ByParameter
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.partition_reader import MappedPartition, open_partition
 from sparkdl.data.samples import SampleSet
-from sparkdl.engines.shuffle.compression_tasks import ReadResiduals, compress_outcome
-from sparkdl.engines.shuffle.messages import ReplicaReport, SliceReport, Step
+from sparkdl.engines.shuffle.compression_tasks import compress_outcome
+from sparkdl.engines.shuffle.messages import Step
 from sparkdl.loop.engine import (
     BEST,
     CURRENT,
     Iteration,
+    ReadResiduals,
     ReadState,
     StepResult,
     ValidationSet,
@@ -31,8 +32,8 @@ from sparkdl.loop.engine import (
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
 from sparkdl.process.threads import torch_threads
-from sparkdl.replica.clock import Clock
 from sparkdl.replica.gradient_writer import GradientWriter, streams
+from sparkdl.replica.iteration import Clock, ReplicaReport, SliceReport
 from sparkdl.replica.local_sgd import several_steps
 from sparkdl.replica.open_run import RunPlans
 from sparkdl.replica.run import Run

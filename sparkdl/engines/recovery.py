@@ -21,7 +21,6 @@ import torch
 from sparkdl.codec.packed import ByParameter
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.engines.replay_log import Log
-from sparkdl.engines.shuffle.compression_tasks import ReadResiduals
 from sparkdl.errors import (
     CheckpointError,
     StalledError,
@@ -34,6 +33,7 @@ from sparkdl.loop.engine import (
     Engine,
     Iteration,
     Later,
+    ReadResiduals,
     ReadState,
     StepResult,
     Used,

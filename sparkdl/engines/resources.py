@@ -14,7 +14,7 @@ from pyspark.errors import PySparkException
 
 from sparkdl.data.partition_writer import close_partitions
 from sparkdl.replica.cache import forget
-from sparkdl.replica.gpu_memory import holders_awaited
+from sparkdl.slab.gpu_memory import holders_awaited
 from sparkdl.slab.pool import close_pool
 from sparkdl.slab.root import SlabConfig, open_root, remove_root
 from sparkdl.spark.broadcasts import BroadcastBytes

@@ -19,7 +19,7 @@ from pyspark import BarrierTaskContext, cloudpickle
 from sparkdl.errors import SessionError
 from sparkdl.gang.channel import Channel, ChannelError, connect
 from sparkdl.gang.command_queue import Commands, Results
-from sparkdl.replica.gpu_memory import give_back, make_room
+from sparkdl.slab.gpu_memory import give_back, make_room
 from sparkdl.spark.device import Gpu, Sight, gpus_of, use_gpu
 from sparkdl.spark.worker import settle_worker
 

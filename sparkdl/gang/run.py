@@ -14,13 +14,13 @@ from pyspark import SparkContext
 from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
+from sparkdl.codec.safe import mapped
 from sparkdl.errors import ParameterError, SessionError
 from sparkdl.gang.driver import Gang
 from sparkdl.gang.environment import check_unshared
 from sparkdl.gang.rank_task import Member
 from sparkdl.gang.slots import task_slots
 from sparkdl.plain import plain
-from sparkdl.slices.state import mapped
 from sparkdl.spark.frames import is_local
 from sparkdl.usercode import accompanied
 

@@ -61,15 +61,6 @@ class Output:
         return kind
 
 
-def in_rows(output: Any, rows: int, dimensions: int | None = None) -> Any:
-    """``output``; where a model or a function has squeezed away that it is of a lone row, with that.
-    ``dimensions``: of a batch's output, as far as they are known."""
-    if rows != 1 or not isinstance(output, torch.Tensor):
-        return output
-    alone = output.ndim == 0 or output.ndim + 1 == dimensions
-    return output.unsqueeze(0) if alone else output
-
-
 def to_arrow(batch: np.ndarray) -> pa.Array:
     """Shape (rows, ...) -> a column: numbers, or nested lists of them."""
     if batch.dtype == np.uint8:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import os
@@ -21,15 +20,15 @@ from torch import nn
 
 from sparkdl.data.ragged import Rows, dense, model_inputs
 from sparkdl.errors import ModelError, UserError, cannot_travel
-from sparkdl.infer.output import in_rows
+from sparkdl.metrics.scorer import in_rows
 from sparkdl.model.model_loss import called, is_model_loss
 from sparkdl.model.pickling import dumps
 from sparkdl.model.rebuilding import Rebuilt
 from sparkdl.model.signature import BY_POSITION, Signature, with_tensors
 from sparkdl.process.numerics import Numerics
 from sparkdl.replica.cache import task_device
-from sparkdl.replica.compute import to_tensors
-from sparkdl.replica.gpu_memory import kept_while_used
+from sparkdl.replica.compute import evaluating, to_tensors
+from sparkdl.slab.gpu_memory import kept_while_used
 from sparkdl.spark.broadcasts import BroadcastBytes
 from sparkdl.usercode import accompanied
 
@@ -163,19 +162,6 @@ def device_of(module: nn.Module) -> torch.device:
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
-@contextlib.contextmanager
-def evaluating(module: nn.Module) -> Iterator[nn.Module]:
-    """The module in evaluation mode and without gradients inside the block. Not in inference mode:
-    what a model keeps of its passes would be of no use in training afterwards."""
-    was_training = module.training
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield module
-    finally:
-        module.train(was_training)
-
-
 def run_batches(
     module: nn.Module,
     arrays: Sequence[Rows],
@@ -190,7 +176,7 @@ def run_batches(
     ``arrays``: one a feature. Rows of varying length are padded batch by batch, and their lengths
     follow them where their :class:`sparkdl.data.ragged.Padding` says so. ``finish``: is given what
     the model puts out on the CPU. ``dimensions``: of the model's output and of what ``finish`` makes of
-    it, see :func:`sparkdl.infer.output.in_rows`. ``signature``: how the model is called, and what is
+    it, see :func:`sparkdl.metrics.scorer.in_rows`. ``signature``: how the model is called, and what is
     its output. ``own``: the loss, and arrays of labels for a model that computes it itself. Raises
     :class:`ModelError` where the model fails.
     """

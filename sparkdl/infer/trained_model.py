@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 from torch import nn
 
+from sparkdl.checkpoint.identity import ModelIdentity, first_few
 from sparkdl.data.columns.base import Convert, Sequence, Specs
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Rows
@@ -31,7 +32,6 @@ from sparkdl.model.loss import check_averages
 from sparkdl.model.model_loss import is_model_loss
 from sparkdl.model.signature import BY_POSITION, Part, Signature, problems_of_part
 from sparkdl.plain import plain
-from sparkdl.train.carried import KeptState
 from sparkdl.usercode import accompanied
 
 
@@ -307,3 +307,30 @@ def _batch_size(value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ParameterError(f"batch_size={value!r}: give a whole number of at least 1.")
     return value
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """The state of every slice, packed, and what it belongs to.
+
+    ``optimizers``: their names. ``weights``: the digest of the result's module.
+    """
+
+    slices: tuple[bytes, ...]
+    model: ModelIdentity
+    optimizers: tuple[str, ...]
+    weights: str
+
+    def check(self, model: ModelIdentity, optimizers: tuple[str, ...]) -> None:
+        """Raise :class:`sparkdl.ParameterError` where it is no state of this model and optimizer."""
+        problems = first_few(model.differences(self.model, "start"))
+        if self.optimizers != optimizers:
+            problems.append(
+                f"the optimizer is {', '.join(optimizers)} here and {', '.join(self.optimizers)} "
+                "in start"
+            )
+        if problems:
+            raise ParameterError(
+                f"the optimizer state of start= does not fit: {'; '.join(problems)}. Pass "
+                "optimizer_state=False to go on with the weights alone."
+            )

@@ -24,10 +24,10 @@ from sparkdl.data.schema import columns_of
 from sparkdl.errors import DataError, ModelError, ParameterError, UserError
 from sparkdl.infer.output import Output
 from sparkdl.infer.predict import Finish, PredictRecords
-from sparkdl.infer.shipped_module import Dimensions, device_of, evaluating
+from sparkdl.infer.shipped_module import Dimensions, device_of
 from sparkdl.model.signature import Signature, described, for_example
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.compute import buffers_kept, to_tensors
+from sparkdl.replica.compute import buffers_kept, evaluating, to_tensors
 from sparkdl.spark.read_failures import reading_explained
 
 Found: TypeAlias = tuple[Output, Dimensions]

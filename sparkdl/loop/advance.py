@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from sparkdl.engines.shuffle.traffic import most
 from sparkdl.errors import TrainingError
-from sparkdl.loop.engine import Iteration, StepResult
+from sparkdl.loop.engine import Iteration, StepResult, most
 from sparkdl.loop.history import History
 from sparkdl.loop.loss_scale import FIRST_SCALE, next_scale
 from sparkdl.loop.schedule import Schedule

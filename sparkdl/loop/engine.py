@@ -13,11 +13,9 @@ from sparkdl.codec.packed import ByParameter
 from sparkdl.data.batches import Assembly
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.samples import SampleSet
-from sparkdl.engines.shuffle.compression_tasks import ReadResiduals
-from sparkdl.engines.shuffle.messages import ReplicaReport, SliceReport
-from sparkdl.engines.shuffle.traffic import NodeBytes
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.flat import Layout
+from sparkdl.replica.iteration import ReplicaReport, SliceReport
 from sparkdl.slices.histogram import Histogram
 from sparkdl.slices.spec import SlicePlan
 from sparkdl.slices.state import SliceState
@@ -218,3 +216,30 @@ def summed(many: Sequence[Mapping[str, float]]) -> dict[str, float]:
         for activity, value in seconds.items():
             result[activity] = result.get(activity, 0.0) + value
     return result
+
+
+@dataclass(frozen=True)
+class NodeBytes:
+    """Payload bytes that left a node and that arrived there, without headers."""
+
+    gradients_sent: int = 0
+    weights_sent: int = 0
+    gradients_received: int = 0
+    weights_received: int = 0
+
+    @property
+    def sent(self) -> int:
+        return self.gradients_sent + self.weights_sent
+
+    @property
+    def received(self) -> int:
+        return self.gradients_received + self.weights_received
+
+
+def most(traffic: Mapping[str, NodeBytes]) -> int:
+    """Bytes in the busiest direction of the busiest node."""
+    return max((max(node.sent, node.received) for node in traffic.values()), default=0)
+
+
+ReadResiduals = Callable[[int], ByParameter | None]
+"""Gives what replica m keeps from elsewhere: a checkpoint. Runs in tasks."""

@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 import torch
 
 from sparkdl.errors import ModelError, ParameterError, raise_all
-from sparkdl.infer.output import in_rows
 from sparkdl.metrics.base import Metric
 from sparkdl.model.live_replica import on_device
 from sparkdl.model.loss import Loss, loss_of, masses_of, weighted_mean
@@ -223,3 +222,12 @@ def _failed(metric: Metric, error: Exception) -> str:
 
 def _shape(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def in_rows(output: Any, rows: int, dimensions: int | None = None) -> Any:
+    """``output``; where a model or a function has squeezed away that it is of a lone row, with that.
+    ``dimensions``: of a batch's output, as far as they are known."""
+    if rows != 1 or not isinstance(output, torch.Tensor):
+        return output
+    alone = output.ndim == 0 or output.ndim + 1 == dimensions
+    return output.unsqueeze(0) if alone else output

@@ -17,11 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.errors import ModelError
 from sparkdl.process.memory import forget_values
-
-ALIGNMENT = 64
-"""Segments start at multiples of this many bytes, as separately allocated tensors do."""
 
 
 @dataclass(frozen=True)

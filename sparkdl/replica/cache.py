@@ -13,7 +13,7 @@ import torch
 
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
-from sparkdl.replica.gpu_memory import make_room
+from sparkdl.slab.gpu_memory import make_room
 from sparkdl.spark.device import gpus_of, use_gpu
 
 MAX_LIVE_REPLICAS = 2

@@ -19,8 +19,8 @@ from sparkdl.model.loss import loss_of
 from sparkdl.model.model_loss import called
 from sparkdl.model.policy import Policy
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.clock import Clock
 from sparkdl.replica.division import Division
+from sparkdl.replica.iteration import Clock
 from sparkdl.slices.section import Rows
 
 
@@ -286,3 +286,16 @@ def _rows(gradient: torch.Tensor) -> Rows:
         return torch.arange(len(gradient)), gradient.cpu()
     gradient = gradient.coalesce()
     return gradient.indices()[0].cpu(), gradient.values().cpu()
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[nn.Module]:
+    """The module in evaluation mode and without gradients inside the block. Not in inference mode:
+    what a model keeps of its passes would be of no use in training afterwards."""
+    was_training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield module
+    finally:
+        module.train(was_training)

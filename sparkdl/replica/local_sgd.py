@@ -12,15 +12,14 @@ from collections.abc import Sequence
 import torch
 
 from sparkdl.data.batches import Batch
-from sparkdl.engines.shuffle.store import pack
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.replica.clock import Clock
 from sparkdl.replica.compute import Gradients, forward_backward, take_gradients
+from sparkdl.replica.iteration import Clock
 from sparkdl.replica.step import Outcome, Work, to_mini_batch
 from sparkdl.slices.optimizer_step import step_slice
 from sparkdl.slices.reduce import Reduced, clip_norm, clip_values, regularise, squared_norm
 from sparkdl.slices.section import sums_up
-from sparkdl.slices.state import SliceState
+from sparkdl.slices.state import SliceState, pack
 from sparkdl.slices.update import EMA, Owner
 
 

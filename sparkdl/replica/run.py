@@ -22,7 +22,7 @@ from sparkdl.model.recipe import Recipe
 from sparkdl.process.memory import keep_heap
 from sparkdl.process.numerics import Numerics
 from sparkdl.replica.cache import forget, live_replica
-from sparkdl.replica.gpu_memory import hold
+from sparkdl.slab.gpu_memory import hold
 from sparkdl.slab.root import SlabConfig, open_private, open_root, write_private
 
 if TYPE_CHECKING:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from pyspark import cloudpickle
 
 from sparkdl.data.batches import Assembly, plain_batch
-from sparkdl.data.partition_reader import MappedPartition, open_partition
-from sparkdl.engines.shuffle.replica_context import Seat
-from sparkdl.infer.shipped_module import evaluating
+from sparkdl.data.partition_reader import MappedPartition
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.model_loss import called
+from sparkdl.replica.compute import evaluating
 from sparkdl.replica.step import to_mini_batch
-from sparkdl.spark.worker import settle_worker
 
 
 def score_partition(
@@ -44,24 +38,3 @@ def score_partition(
             output = called(scorer.loss, call, batch.inputs, batch.targets)
             states = scorer.update(states, output, batch.targets, batch.weights, len(batch))
     return states
-
-
-@dataclass(frozen=True)
-class Score:
-    """Body at a seat whose samples are the validation's: one frame, the pickled states (or a fault)."""
-
-    scorer: Scorer
-    assembly: Assembly
-    batch_size: int
-
-    def __call__(self, seat: Seat) -> Iterator[bytes]:
-        fault = seat.fault()
-        if fault is not None:
-            yield pickle.dumps((seat.index, fault))
-        elif seat.samples.num_rows:
-            partition = open_partition(seat.samples)
-            states = score_partition(
-                seat.replica(), partition, self.scorer, self.assembly, self.batch_size
-            )
-            yield cloudpickle.dumps((seat.index, states))  # a user's metric may be of __main__
-        settle_worker()

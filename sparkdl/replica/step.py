@@ -21,7 +21,6 @@ from sparkdl.data.ragged import Rows
 from sparkdl.engines.shuffle.messages import Step
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.loss import masses_of
-from sparkdl.replica.clock import Clock
 from sparkdl.replica.compute import (
     Gradients,
     MiniBatch,
@@ -31,6 +30,7 @@ from sparkdl.replica.compute import (
     weigh,
 )
 from sparkdl.replica.gradient_writer import GradientWriter
+from sparkdl.replica.iteration import Clock
 from sparkdl.slices.section import (
     Contribution,
     SectionMap,

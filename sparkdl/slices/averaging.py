@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from sparkdl.engines.shuffle.store import unpack
 from sparkdl.slices.reduce import Reduced, shares_of
 from sparkdl.slices.section import Contribution
 from sparkdl.slices.spec import SlicePlan
-from sparkdl.slices.state import SliceState
+from sparkdl.slices.state import SliceState, unpack
 
 
 def average(

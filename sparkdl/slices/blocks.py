@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import torch
 
-from sparkdl.model.flat import ALIGNMENT
+from sparkdl.codec.packed import ALIGNMENT
+from sparkdl.codec.safe import mapped
 from sparkdl.slices.reduce import Reduced
 from sparkdl.slices.section import Contribution
 from sparkdl.slices.spec import Piece, SlicePlan
-from sparkdl.slices.state import SliceState, mapped
+from sparkdl.slices.state import SliceState
 
 BLOCK_ELEMENTS = 1 << 20
 """Elements of a block. Measured on a core with 2 MiB of second-level cache and a large shared one:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparkdl.codec.safe import mapped
 from sparkdl.errors import ModelError
 from sparkdl.slices.spec import Piece, SlicePlan
-from sparkdl.slices.state import ARRAY_DTYPES, SliceState, mapped
+from sparkdl.slices.state import ARRAY_DTYPES, SliceState
 
 if TYPE_CHECKING:
     from sparkdl.slices.optimizer import OptimizerPlan

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from sparkdl.codec.frames import as_tensor
-from sparkdl.codec.packed import ByParameter, TensorSpec, open_packed, packed_nbytes
-from sparkdl.model.flat import ALIGNMENT, Layout
+from sparkdl.codec.packed import ALIGNMENT, ByParameter, TensorSpec, open_packed, packed_nbytes
+from sparkdl.model.flat import Layout
 from sparkdl.slices.compression import decompress
 from sparkdl.slices.spec import Piece, SlicePlan
 

@@ -8,7 +8,8 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from sparkdl.model.flat import ALIGNMENT, Layout, Segment
+from sparkdl.codec.packed import ALIGNMENT
+from sparkdl.model.flat import Layout, Segment
 
 
 @dataclass(frozen=True)

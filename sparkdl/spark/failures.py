@@ -6,14 +6,10 @@ import re
 import textwrap
 
 from sparkdl.spark.frames import PLACE
+from sparkdl.usercode.travel import REMEDY
 
 WAITED = "sparkdl waited"
 """How the reason begins where a job was cancelled because nothing happened in it."""
-REMEDY = (
-    "Install it there, or ship it: your own modules with spark.sparkContext.addPyFile or spark-submit "
-    "--py-files, all else with --archives; see docs/guide/packaging.md."
-)
-"""For a module that the executors do not have."""
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 _TASK = re.compile(
     r"Task (?P<partition>\d+) in stage [\d.]+ failed (?P<attempts>\d+) times?, most recent "

@@ -22,14 +22,13 @@ from torch import nn
 from sparkdl.data.batches import Batch
 from sparkdl.data.ragged import Ragged, Rows, dense
 from sparkdl.errors import ModelError
-from sparkdl.infer.shipped_module import evaluating
 from sparkdl.model.loss import Loss, call_loss, is_sum, loss_of, masses_of
 from sparkdl.model.model_loss import PerReplica, called, inner, is_model_loss
 from sparkdl.model.recipe import Recipe
 from sparkdl.model.signature import Signature
 from sparkdl.parallel.plan import Parallel
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.compute import MiniBatch, to_tensors, weigh
+from sparkdl.replica.compute import MiniBatch, evaluating, to_tensors, weigh
 
 ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-4}
 """By how much the same sum may differ where numbers have this dtype, relative to the largest of what is

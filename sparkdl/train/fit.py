@@ -18,14 +18,13 @@ from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.checkpoint.resume import Resuming
 from sparkdl.checkpoint.save import Identity
 from sparkdl.checkpoint.store import CheckpointStore
-from sparkdl.engines.gang.launch import check_gang
 from sparkdl.engines.registry import build_engine
 from sparkdl.engines.resources import Resources
 from sparkdl.engines.shuffle.placement import INLINE_BYTES
 from sparkdl.errors import ParameterError, TrainingError
 from sparkdl.gang.slots import SLOT_SECONDS, default_replicas, task_slots
 from sparkdl.infer.checkpoint_model import told_in_manifest
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.trained_model import KeptState, TrainedModel
 from sparkdl.loop.advance import caught_up, first_state
 from sparkdl.loop.callbacks import ProgressBar
 from sparkdl.loop.engine import (
@@ -48,13 +47,8 @@ from sparkdl.slices.packed_slices import PackSlice, ReadCarried, WithoutAverage
 from sparkdl.spark.gpus import within_gpus
 from sparkdl.spark.locality import places_awaited
 from sparkdl.spark.warm_up import daemons_starting
-from sparkdl.train.carried import (
-    Carried,
-    KeptState,
-    begin_batch,
-    chosen_state,
-    has_rows,
-)
+from sparkdl.train.carried import Carried, begin_batch, chosen_state, has_rows
+from sparkdl.train.gang_checks import check_gang
 from sparkdl.train.periodic_tasks import stages_of
 from sparkdl.train.place_samples import place, source, validation_set
 from sparkdl.train.preflight import preflight

@@ -14,7 +14,7 @@ from sparkdl.data.batches import Batch, preview_batch
 from sparkdl.data.fields import Field
 from sparkdl.errors import ModelError
 from sparkdl.infer.output import Output
-from sparkdl.infer.shipped_module import evaluating, run_batches
+from sparkdl.infer.shipped_module import run_batches
 from sparkdl.loop.engine import ValidationSet
 from sparkdl.model.loss import (
     Loss,
@@ -31,7 +31,7 @@ from sparkdl.model.model_loss import called, inner, is_model_loss
 from sparkdl.model.recipe import Recipe
 from sparkdl.model.signature import Signature, described
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.compute import to_tensors, weigh
+from sparkdl.replica.compute import evaluating, to_tensors, weigh
 from sparkdl.train.hints import (
     dtypes_of,
     input_hint,

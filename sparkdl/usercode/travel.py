@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from sparkdl.errors import ModelError
-from sparkdl.spark.failures import REMEDY
 from sparkdl.usercode.behind import modules_behind
 from sparkdl.usercode.code import codes_of_file, functions_of
 
@@ -218,3 +217,10 @@ def _check(own: OwnModule, module: types.ModuleType) -> None:
             "(spark.sparkContext.addPyFile). What was replaced in the running process executors do not "
             "know: define it in the script or notebook itself, which travels by value."
         )
+
+
+REMEDY = (
+    "Install it there, or ship it: your own modules with spark.sparkContext.addPyFile or spark-submit "
+    "--py-files, all else with --archives; see docs/guide/packaging.md."
+)
+"""For a module that the executors do not have."""

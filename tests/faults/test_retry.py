@@ -21,13 +21,7 @@ from sparkdl.codec.frames import decode
 from sparkdl.data.batches import Assembly
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_writer import PartitionWriter
-from sparkdl.engines.shuffle.messages import (
-    RESIDUAL_FOREIGN,
-    ResidualHandle,
-    SliceHandle,
-    SliceReport,
-    Step,
-)
+from sparkdl.engines.shuffle.messages import RESIDUAL_FOREIGN, Step
 from sparkdl.engines.shuffle.placement import Places
 from sparkdl.engines.shuffle.replica_context import AtSeats, PrepareReplica
 from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
@@ -35,6 +29,7 @@ from sparkdl.engines.shuffle.state_tasks import InitialState, PrepareOwner, Reci
 from sparkdl.engines.shuffle.update_tasks import Synchronize
 from sparkdl.errors import StaleReferenceError
 from sparkdl.model.recipe import Recipe
+from sparkdl.replica.iteration import ResidualHandle, SliceHandle, SliceReport
 from sparkdl.replica.run import ReplicaHandle, Run
 from sparkdl.slab.pool import Pool, close_pool, open_pool
 from sparkdl.slab.root import SlabConfig, remove_root

@@ -25,8 +25,8 @@ from sparkdl.model.policy import Policy
 from sparkdl.model.recipe import Recipe
 from sparkdl.parallel.base import DDP, strategy_of
 from sparkdl.parallel.plan import parallel_of
-from sparkdl.replica.clock import Clock
 from sparkdl.replica.compute import MiniBatch, forward_backward
+from sparkdl.replica.iteration import Clock
 from sparkdl.replica.padding_pass import keeping_company
 from sparkdl.slices.spec import slice_plans
 

@@ -21,7 +21,6 @@ from torch import nn, optim
 from torch.optim import lr_scheduler
 
 import sparkdl.optim
-from sparkdl.engines.shuffle.store import pack, unpack
 from sparkdl.errors import ModelError
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState
@@ -31,7 +30,7 @@ from sparkdl.model.recipe import Recipe
 from sparkdl.slices.optimizer import OptimizerPlan
 from sparkdl.slices.optimizer_step import step_slice
 from sparkdl.slices.spec import SlicePlan, slice_plans
-from sparkdl.slices.state import SliceState
+from sparkdl.slices.state import SliceState, pack, unpack
 
 pytestmark = pytest.mark.parity
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from sparkdl.data.batches import Assembly
 from sparkdl.data.partition_writer import PartitionWriter
-from sparkdl.engines.shuffle.messages import Copies, Installed, SliceHandle, SliceReport, Step
+from sparkdl.engines.shuffle.messages import Copies, Installed, Step
 from sparkdl.engines.shuffle.node_reduce import Combine
 from sparkdl.engines.shuffle.node_weights import HandOnWeights, Install
 from sparkdl.engines.shuffle.replica_context import (
@@ -45,6 +45,7 @@ from sparkdl.engines.shuffle.traffic import Nodes
 from sparkdl.engines.shuffle.update_tasks import Reduce, Synchronize, Update
 from sparkdl.model.policy import Policy
 from sparkdl.model.recipe import Recipe
+from sparkdl.replica.iteration import SliceHandle, SliceReport
 from sparkdl.replica.run import ReplicaHandle, Run
 from sparkdl.slab import pool, root
 from sparkdl.slab.root import SlabConfig

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from sparkdl.engines.shuffle.store import first_version, next_version, pack, unpack
+from sparkdl.engines.shuffle.store import first_version, next_version
 from sparkdl.model.flat import FlatModule
 from sparkdl.model.recipe import Recipe
 from sparkdl.slab.pool import Pool
@@ -21,7 +21,7 @@ from sparkdl.slab.root import SlabConfig, open_root, remove_root
 from sparkdl.slices.optimizer import OptimizerPlan
 from sparkdl.slices.optimizer_step import _where_stepped, step_slice
 from sparkdl.slices.spec import Piece, SlicePlan, slice_plans
-from sparkdl.slices.state import SliceState
+from sparkdl.slices.state import SliceState, pack, unpack
 
 
 class Net(nn.Module):

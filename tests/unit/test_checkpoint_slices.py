@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.errors import CheckpointError, DamagedCheckpoint
-from sparkdl.model.flat import ALIGNMENT, Layout, Segment
+from sparkdl.model.flat import Layout, Segment
 from sparkdl.model.recipe import Recipe
 from sparkdl.slices.optimizer import OptimizerPlan
 from sparkdl.slices.optimizer_step import step_slice

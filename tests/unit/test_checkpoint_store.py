@@ -20,8 +20,9 @@ from sparkdl.checkpoint.identity import DataIdentity, ModelIdentity
 from sparkdl.checkpoint.manifest import Best, Manifest, StoredFile, checksum
 from sparkdl.checkpoint.slice_io import read_slice_files, try_probe, write_slice
 from sparkdl.checkpoint.store import HISTORY, MANIFEST, CheckpointStore
+from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
-from sparkdl.model.flat import ALIGNMENT, Layout, Segment
+from sparkdl.model.flat import Layout, Segment
 from sparkdl.slices.spec import slice_plans
 from sparkdl.slices.state import SliceState
 

@@ -9,8 +9,8 @@ import torch
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.policy import Policy
 from sparkdl.model.recipe import Recipe
-from sparkdl.replica.clock import Clock
 from sparkdl.replica.compute import MiniBatch, forward_backward, to_tensors
+from sparkdl.replica.iteration import Clock
 
 ARRAYS = [
     np.arange(12, dtype=np.float32).reshape(3, 4),

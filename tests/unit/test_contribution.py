@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sparkdl.model.flat import ALIGNMENT
+from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.policy import Policy
 from sparkdl.model.recipe import Recipe
-from sparkdl.replica.clock import Clock
 from sparkdl.replica.compute import MiniBatch, forward_backward, take_gradients
+from sparkdl.replica.iteration import Clock
 from sparkdl.replica.step import Outcome, section_maps, sections_nbytes, write_sections
 from sparkdl.slices.reduce import (
     NORM_EPSILON,

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.errors import ModelError
-from sparkdl.model.flat import ALIGNMENT, FlatModule, Layout, Segment, layout_of
+from sparkdl.model.flat import FlatModule, Layout, Segment, layout_of
 
 
 def mistake(module: nn.Module) -> str:

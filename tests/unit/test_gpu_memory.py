@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from sparkdl.engines.resources import _clean_here
-from sparkdl.replica import cache, gpu_memory, run
+from sparkdl.replica import cache, run
 from sparkdl.replica.cache import live_replica
-from sparkdl.replica.gpu_memory import Idle, hold, holders_awaited, kept_while_used
+from sparkdl.slab import gpu_memory
+from sparkdl.slab.gpu_memory import Idle, hold, holders_awaited, kept_while_used
 from sparkdl.slab.root import SlabConfig, open_root
 
 

@@ -18,7 +18,6 @@ from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.local import LocalEngine
-from sparkdl.engines.shuffle.messages import SliceHandle, SliceReport
 from sparkdl.engines.shuffle.replica_context import CheckSeat, PrepareReplica
 from sparkdl.engines.shuffle.state_tasks import InitialState, PrepareOwner, RecipeSource
 from sparkdl.engines.shuffle.weights import borrow_weights, load_weights
@@ -26,6 +25,7 @@ from sparkdl.errors import ModelError, StaleReferenceError
 from sparkdl.loop.engine import Iteration
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
+from sparkdl.replica.iteration import SliceHandle, SliceReport
 from sparkdl.replica.open_run import plans_of
 from sparkdl.replica.run import ReplicaHandle, Run, open_replica
 from sparkdl.slab.pool import close_pool, open_pool

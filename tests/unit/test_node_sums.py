@@ -8,11 +8,12 @@ from nodes_here import Machine, Tagged, gradient_bytes
 
 from sparkdl.data.batches import Assembly
 from sparkdl.engines.shuffle import node_sums
-from sparkdl.engines.shuffle.messages import MOVED, SliceHandle
+from sparkdl.engines.shuffle.messages import MOVED
 from sparkdl.engines.shuffle.node_sums import NodeSums
 from sparkdl.engines.shuffle.traffic import SliceBytes, planned
 from sparkdl.model.flat import Layout, Segment, layout_of
 from sparkdl.model.policy import Policy
+from sparkdl.replica.iteration import SliceHandle
 from sparkdl.replica.run import Run
 from sparkdl.slab.pool import Reference
 from sparkdl.slab.root import SlabConfig

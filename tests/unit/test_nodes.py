@@ -7,15 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl.engines.shuffle.traffic import (
-    NodeBytes,
     Nodes,
     SliceBytes,
     between_nodes,
     least_bytes,
-    most,
     planned,
     worth_summing,
 )
+from sparkdl.loop.engine import NodeBytes, most
 
 SLICE = SliceBytes(wire=400, flat=400, weights=400)
 

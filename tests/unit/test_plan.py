@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkdl.model.flat import ALIGNMENT, Layout, Segment
+from sparkdl.codec.packed import ALIGNMENT
+from sparkdl.model.flat import Layout, Segment
 from sparkdl.slices.spec import Piece, slice_plans
 
 KINDS = ("parameter", "parameter", "average", "exact")

@@ -15,9 +15,9 @@ from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.policy import Policy
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica import gradient_writer as streaming
-from sparkdl.replica.clock import Clock
 from sparkdl.replica.compute import MiniBatch, forward_backward, take_gradients
 from sparkdl.replica.gradient_writer import GradientWriter, streams
+from sparkdl.replica.iteration import Clock
 from sparkdl.replica.step import (
     Outcome,
     not_finite,

@@ -29,8 +29,7 @@ from sparkdl.engines.gang.in_flight import Asked
 from sparkdl.engines.gang.rank import Do, SetUp, frames_of
 from sparkdl.engines.gang.rank_records import RankStep, Setup, Standing
 from sparkdl.engines.resources import Resources
-from sparkdl.engines.shuffle.compression_tasks import ReadResiduals
-from sparkdl.engines.shuffle.messages import ReplicaReport, Step
+from sparkdl.engines.shuffle.messages import Step
 from sparkdl.engines.shuffle.placement import (
     MAX_SUBMISSIONS,
     compute_again,
@@ -42,6 +41,7 @@ from sparkdl.gang.oversubscribe import Hosting
 from sparkdl.loop.engine import (
     CURRENT,
     Iteration,
+    ReadResiduals,
     ReadState,
     StepResult,
     Used,
@@ -53,6 +53,7 @@ from sparkdl.loop.engine import (
 from sparkdl.model.flat import Layout
 from sparkdl.parallel.plan import Parallel
 from sparkdl.replica.compare import Description, check_same
+from sparkdl.replica.iteration import ReplicaReport
 from sparkdl.replica.run import Run
 from sparkdl.slab.delivery import AT_ONCE_BYTES, Wanted, bring, not_here
 from sparkdl.slab.parts import Left

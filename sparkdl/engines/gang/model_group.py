@@ -16,12 +16,11 @@ import torch.distributed as dist
 
 from sparkdl.engines.gang.node_local_rows import NearRows
 from sparkdl.engines.gang.rank_messages import broadcast
-from sparkdl.infer.shipped_module import evaluating
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.loss import masses_of
 from sparkdl.model.model_loss import called
 from sparkdl.parallel.mesh import Mesh
-from sparkdl.replica.compute import MiniBatch, autocasting
+from sparkdl.replica.compute import MiniBatch, autocasting, evaluating
 from sparkdl.replica.step import Work
 
 

@@ -39,18 +39,17 @@ from sparkdl.engines.gang.rank_state import States
 from sparkdl.engines.gang.snapshots import Snapshots
 from sparkdl.engines.gang.strategies.base import gathered
 from sparkdl.engines.gang.strategies.build import hold
-from sparkdl.engines.shuffle.compression_tasks import ReadResiduals
-from sparkdl.engines.shuffle.messages import ReplicaReport, SliceReport, Step
+from sparkdl.engines.shuffle.messages import Step
 from sparkdl.errors import ModelError, SessionError, UserError
 from sparkdl.gang.rank_task import Member
-from sparkdl.loop.engine import BEST, ReadState, Uses, weights_of
+from sparkdl.loop.engine import BEST, ReadResiduals, ReadState, Uses, weights_of
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.recipe import Recipe
 from sparkdl.process.determinism import generators_lent
 from sparkdl.process.memory import memory_given_back
 from sparkdl.process.numerics import put_back
-from sparkdl.replica.clock import Clock
 from sparkdl.replica.compare import Compared, compared
+from sparkdl.replica.iteration import Clock, ReplicaReport, SliceReport
 from sparkdl.replica.score import score_partition
 from sparkdl.replica.step import Work, to_mini_batch
 from sparkdl.slab.parts import Left, left_where_large, read_part
@@ -62,7 +61,7 @@ from sparkdl.slices.section import Contribution
 from sparkdl.slices.spec import SlicePlan
 from sparkdl.slices.state import SliceState
 from sparkdl.slices.update import Owner
-from sparkdl.spark.failures import REMEDY
+from sparkdl.usercode.travel import REMEDY
 
 
 @dataclass(frozen=True)

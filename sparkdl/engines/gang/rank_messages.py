@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from sparkdl.codec.files import parse_json, parse_tensors
-from sparkdl.codec.safe import decode, encode
-from sparkdl.slices.state import mapped
+from sparkdl.codec.safe import decode, encode, mapped
 
 
 def send(value: Any, to: int, group: dist.ProcessGroup | None, device: torch.device) -> None:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from sparkdl.data.batches import Batch
 from sparkdl.data.fields import SampleHandle
-from sparkdl.engines.shuffle.messages import ReplicaReport, SliceReport
 from sparkdl.parallel.plan import Parallel
 from sparkdl.replica.compare import Compared, Description
+from sparkdl.replica.iteration import ReplicaReport, SliceReport
 from sparkdl.replica.run import Run
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from sparkdl.codec.packed import join_files
+from sparkdl.codec.safe import mapped
 from sparkdl.engines.gang.shards import (
     Span,
     for_shards,
@@ -31,7 +32,7 @@ from sparkdl.replica.open_run import RunPlans
 from sparkdl.replica.run import Run
 from sparkdl.slices.slice_file import Part, recut, to_bytes
 from sparkdl.slices.spec import SlicePlan, slice_plans
-from sparkdl.slices.state import SliceState, mapped
+from sparkdl.slices.state import SliceState
 from sparkdl.slices.update import Owner
 
 States = dict[int, SliceState]

@@ -16,9 +16,9 @@ from typing import TypeAlias
 
 import torch
 
-from sparkdl.codec.packed import join_files, split_files
+from sparkdl.codec.packed import ALIGNMENT, join_files, split_files
 from sparkdl.errors import DamagedCheckpoint
-from sparkdl.model.flat import ALIGNMENT, Layout, Segment
+from sparkdl.model.flat import Layout, Segment
 from sparkdl.slices.slice_file import Part, to_bytes, unpack
 from sparkdl.slices.spec import Piece, SlicePlan
 from sparkdl.slices.state import SliceState

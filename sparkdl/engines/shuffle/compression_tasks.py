@@ -11,17 +11,16 @@ import torch
 
 from sparkdl.codec.packed import ByParameter, Tensors
 from sparkdl.data.epoch import derive_seed
-from sparkdl.engines.shuffle.messages import RESIDUAL_FOREIGN, Fault, ResidualHandle, Step
+from sparkdl.engines.shuffle.messages import RESIDUAL_FOREIGN, Step
 from sparkdl.engines.shuffle.replica_context import Seat
 from sparkdl.engines.shuffle.residuals import read_residuals, write_residuals
+from sparkdl.loop.engine import ReadResiduals
 from sparkdl.model.live_replica import LiveReplica
+from sparkdl.replica.iteration import Fault, ResidualHandle
 from sparkdl.replica.step import Outcome, Work
 from sparkdl.slab.pool import Pool
 from sparkdl.slices.compression import GradBucket, compress
 from sparkdl.spark.worker import settle_worker
-
-ReadResiduals = Callable[[int], ByParameter | None]
-"""Gives what replica m keeps from elsewhere: a checkpoint. Runs in tasks."""
 
 
 def compress_outcome(live: LiveReplica, outcome: Outcome, work: Work, kept: ByParameter) -> Outcome:

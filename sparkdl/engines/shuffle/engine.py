@@ -20,26 +20,19 @@ from sparkdl.codec.packed import ByParameter
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.resources import Resources
-from sparkdl.engines.shuffle.compression_tasks import ReadResiduals
 from sparkdl.engines.shuffle.form import Form
 from sparkdl.engines.shuffle.forms import SYNCHRONIZATION, IterationJobs, Synchronized
-from sparkdl.engines.shuffle.messages import (
-    Fault,
-    Pending,
-    ReplicaReport,
-    SeatReport,
-    SliceReport,
-    Step,
-)
+from sparkdl.engines.shuffle.messages import Pending, SeatReport, Step
 from sparkdl.engines.shuffle.node_sums import NodeSums
 from sparkdl.engines.shuffle.pending import ApplyPending
 from sparkdl.engines.shuffle.placement import Places
-from sparkdl.engines.shuffle.traffic import NodeBytes
 from sparkdl.engines.shuffle.versions import Committed, Snapshot, states_of
 from sparkdl.gang.slots import task_slots
 from sparkdl.loop.engine import (
     CURRENT,
     Iteration,
+    NodeBytes,
+    ReadResiduals,
     ReadState,
     StepResult,
     ValidationSet,
@@ -50,6 +43,7 @@ from sparkdl.loop.engine import (
 from sparkdl.model.flat import Layout
 from sparkdl.model.policy import Policy
 from sparkdl.replica.compare import Description
+from sparkdl.replica.iteration import Fault, ReplicaReport, SliceReport
 from sparkdl.replica.run import Run
 from sparkdl.slices.spec import SlicePlan
 from sparkdl.slices.state import SliceState

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from sparkdl.engines.shuffle.messages import SliceReport
+from sparkdl.replica.iteration import SliceReport
 
 STAGE_SECONDS = 0.010
 """What a stage costs, measured (docs/performance.md): what one stage may cost more in its tasks."""

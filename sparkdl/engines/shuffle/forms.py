@@ -25,14 +25,7 @@ from typing import Any
 from pyspark.core.rdd import RDD
 
 from sparkdl.engines.resources import Resources
-from sparkdl.engines.shuffle.messages import (
-    Installed,
-    Pending,
-    SeatReport,
-    SliceHandle,
-    SliceReport,
-    Step,
-)
+from sparkdl.engines.shuffle.messages import Installed, Pending, SeatReport, Step
 from sparkdl.engines.shuffle.node_reduce import Combine
 from sparkdl.engines.shuffle.node_sums import NodeSums
 from sparkdl.engines.shuffle.node_weights import HandOnWeights, Install
@@ -40,9 +33,11 @@ from sparkdl.engines.shuffle.pending import ApplyPending, ReducePending, Reducti
 from sparkdl.engines.shuffle.placement import Places
 from sparkdl.engines.shuffle.replica_tasks import AtOnce, ForwardBackward
 from sparkdl.engines.shuffle.report_sinks import Tell, ToNodes, to_driver
-from sparkdl.engines.shuffle.traffic import NodeBytes, Nodes, between_nodes
+from sparkdl.engines.shuffle.traffic import Nodes, between_nodes
 from sparkdl.engines.shuffle.update_tasks import Reduce, Synchronize, Update
 from sparkdl.engines.shuffle.weight_blocks import WeightBlocks
+from sparkdl.loop.engine import NodeBytes
+from sparkdl.replica.iteration import SliceHandle, SliceReport
 from sparkdl.spark.frames import (
     RunningJob,
     collect_and_forget,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparkdl.data.epoch import derive_seed
+from sparkdl.replica.iteration import Fault, ReplicaReport, ResidualHandle, SliceHandle, SliceReport
 from sparkdl.slab.pool import Reference
-from sparkdl.slices.histogram import Histogram
 from sparkdl.slices.section import SectionMap
 
 
@@ -77,38 +77,6 @@ class Step:
         return self.tick if self.pending is None else self.pending.tick
 
 
-@dataclass(frozen=True)
-class SliceHandle:
-    """Where version t of a slice's state lies: references into one node's slabs."""
-
-    weights: Reference
-    arrays: tuple[tuple[str, str, Reference], ...] = ()
-    """(name, NumPy dtype, reference) of each element-wise optimizer state."""
-    others: Reference | None = None
-    """All other optimizer state, pickled."""
-
-    @property
-    def token(self) -> str:
-        return self.weights.token
-
-    @property
-    def version(self) -> str:
-        """A name of exactly these weights."""
-        return self.weights.nonce
-
-    def references(self) -> list[Reference]:
-        own = [self.weights, *(reference for _, _, reference in self.arrays)]
-        return [*own, self.others] if self.others else own
-
-
-@dataclass(frozen=True)
-class ResidualHandle:
-    """Where what a replica keeps between iterations lies: the ``version``-th of its kind, from 1."""
-
-    reference: Reference
-    version: int
-
-
 MOVED = "moved"
 """The task ran on another node than the references it was given are for; bytes will do."""
 SAMPLES_FOREIGN = "samples foreign"
@@ -124,33 +92,6 @@ WEIGHTS_GONE = "weights gone"
 """Blocks of weights are not stored any more; those in slabs will do."""
 REPORT_MISSING = "report missing"
 """A slice was updated by a task of which Spark does not tell the report."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A reason why an attempt did no work; ``kind`` is one of this module's constants."""
-
-    kind: str
-    partition: int
-    token: str
-
-
-@dataclass(frozen=True)
-class ReplicaReport:
-    """What replica ``replica`` did: samples, their weight in the mean (their number, or the sum of
-    their weights), mean loss over them, node, seconds by activity. ``not_finite``: what is inf or
-    NaN ("the loss", or a parameter's gradient), else empty. ``received``: the bytes of weights that
-    came from another node, by slice. ``residual``: what it keeps now, of what it did not send."""
-
-    replica: int
-    count: int
-    weight: float
-    loss: float
-    token: str
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    not_finite: str = ""
-    received: Mapping[int, int] = field(default_factory=dict)
-    residual: ResidualHandle | None = None
 
 
 @dataclass(frozen=True)
@@ -235,24 +176,3 @@ class ReducedHeader:
     absent: frozenset[int] = frozenset()
     state: SliceHandle | None = None
     report: SliceReport | None = None
-
-
-@dataclass(frozen=True)
-class SliceReport:
-    """What a synchronization task tells the driver: the new state's handle, or the faults.
-
-    ``skipped``: a gradient was not finite, and ``state`` is the old one. ``norm``: the global norm
-    before clipping, where it was asked for. ``histograms``: by "weights" or "gradients" and number.
-    ``received``: the bytes of gradients that came from another node, by replica.
-    """
-
-    index: int
-    token: str
-    state: SliceHandle | None
-    replicas: tuple[ReplicaReport, ...] = ()
-    faults: tuple[Fault, ...] = ()
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    received: Mapping[int, int] = field(default_factory=dict)
-    skipped: bool = False
-    norm: float | None = None
-    histograms: Mapping[tuple[str, int], Histogram] = field(default_factory=dict)

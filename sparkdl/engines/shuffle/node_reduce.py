@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from sparkdl.codec.frames import as_tensor, decode, encode
-from sparkdl.engines.shuffle.messages import MOVED, Fault, GradientHeader, Offer
+from sparkdl.engines.shuffle.messages import MOVED, GradientHeader, Offer
 from sparkdl.engines.shuffle.traffic import Nodes, worth_summing
+from sparkdl.replica.iteration import Fault
 from sparkdl.replica.open_run import plans_of
 from sparkdl.replica.run import Run
 from sparkdl.slab.pool import Pool, open_pool

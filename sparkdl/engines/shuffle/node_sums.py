@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sparkdl.engines.shuffle.form import STAGE_SECONDS
-from sparkdl.engines.shuffle.messages import SliceHandle
-from sparkdl.engines.shuffle.traffic import Nodes, SliceBytes, most, planned
+from sparkdl.engines.shuffle.traffic import Nodes, SliceBytes, planned
+from sparkdl.loop.engine import most
 from sparkdl.model.flat import Layout
 from sparkdl.model.policy import Policy
+from sparkdl.replica.iteration import SliceHandle
 from sparkdl.replica.run import Run
 from sparkdl.slices.spec import slice_plans
 

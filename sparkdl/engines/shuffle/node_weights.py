@@ -16,17 +16,10 @@ import numpy as np
 import torch
 
 from sparkdl.codec.frames import as_tensor, decode, encode
-from sparkdl.engines.shuffle.messages import (
-    STATE_FOREIGN,
-    Fault,
-    HandedOn,
-    Installed,
-    SliceHandle,
-    SliceReport,
-    Step,
-)
+from sparkdl.engines.shuffle.messages import STATE_FOREIGN, HandedOn, Installed, Step
 from sparkdl.engines.shuffle.state_tasks import run_of
 from sparkdl.engines.shuffle.traffic import Nodes
+from sparkdl.replica.iteration import Fault, SliceHandle, SliceReport
 from sparkdl.replica.run import Run
 from sparkdl.slab.pool import open_pool
 from sparkdl.spark.frames import send

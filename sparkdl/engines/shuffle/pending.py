@@ -10,9 +10,10 @@ import pickle
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from sparkdl.engines.shuffle.messages import ReducedHeader, SliceReport, Step
+from sparkdl.engines.shuffle.messages import ReducedHeader, Step
 from sparkdl.engines.shuffle.state_tasks import run_of
 from sparkdl.engines.shuffle.update_tasks import Frame, reduce_slice, synchronize, update_slice
+from sparkdl.replica.iteration import SliceReport
 from sparkdl.replica.run import Run
 from sparkdl.spark.message import posted
 from sparkdl.spark.worker import settle_worker

@@ -18,9 +18,7 @@ from sparkdl.engines.shuffle.messages import (
     SAMPLES_FOREIGN,
     STATE_FOREIGN,
     Copies,
-    Fault,
     Installed,
-    SliceHandle,
 )
 from sparkdl.engines.shuffle.replica_context import (
     AtSeats,
@@ -35,6 +33,7 @@ from sparkdl.errors import StateLostError, TrainingError
 from sparkdl.model.flat import Layout
 from sparkdl.model.policy import Policy
 from sparkdl.replica.compare import Description, check_same
+from sparkdl.replica.iteration import Fault, SliceHandle
 from sparkdl.replica.run import ReplicaHandle, Run
 from sparkdl.spark.frames import (
     collect_and_forget,

@@ -18,22 +18,20 @@ from sparkdl.engines.shuffle.messages import (
     SAMPLES_FOREIGN,
     STATE_FOREIGN,
     Copies,
-    Fault,
-    SliceHandle,
     Step,
 )
 from sparkdl.engines.shuffle.state_tasks import RecipeSource
 from sparkdl.engines.shuffle.weights import Arrived, borrow_weights, load_weights, read_frame
 from sparkdl.errors import ModelError, StaleReferenceError, UserError
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.replica.clock import Clock
 from sparkdl.replica.compare import Compared, Description, compared
+from sparkdl.replica.iteration import Clock, Fault, SliceHandle
 from sparkdl.replica.open_run import plans_of
 from sparkdl.replica.run import ReplicaHandle, Run, build_replica, open_replica
 from sparkdl.slab.pool import Pool, open_pool
-from sparkdl.spark.failures import REMEDY
 from sparkdl.spark.message import posted
 from sparkdl.spark.worker import settle_worker
+from sparkdl.usercode.travel import REMEDY
 
 
 @dataclass(frozen=True)

@@ -12,31 +12,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from pyspark import cloudpickle
 
 from sparkdl.codec.frames import encode
+from sparkdl.data.batches import Assembly
 from sparkdl.data.partition_reader import open_partition
 from sparkdl.engines.shuffle.compression_tasks import compress_here, residual_fault
-from sparkdl.engines.shuffle.messages import (
-    MOVED,
-    Fault,
-    GradientHeader,
-    ReplicaReport,
-    SeatReport,
-    SliceReport,
-    Step,
-)
+from sparkdl.engines.shuffle.messages import MOVED, GradientHeader, SeatReport, Step
 from sparkdl.engines.shuffle.node_reduce import offered
 from sparkdl.engines.shuffle.pending import apply_pending
 from sparkdl.engines.shuffle.replica_context import Seat
 from sparkdl.engines.shuffle.traffic import Nodes
 from sparkdl.engines.shuffle.update_tasks import room_for
 from sparkdl.engines.shuffle.weights import whole_state
+from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.replica.clock import Clock
 from sparkdl.replica.gradient_writer import GradientWriter, streams
+from sparkdl.replica.iteration import Clock, Fault, ReplicaReport, SliceReport
 from sparkdl.replica.local_sgd import several_steps
 from sparkdl.replica.open_run import plans_of
 from sparkdl.replica.run import open_replica
+from sparkdl.replica.score import score_partition
 from sparkdl.replica.step import (
     Outcome,
     Work,
@@ -214,3 +210,24 @@ def _headers(seat: Seat, outcome: Outcome, report: ReplicaReport) -> list[Gradie
         )
         for n, state in enumerate(seat.states)
     ]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Body at a seat whose samples are the validation's: one frame, the pickled states (or a fault)."""
+
+    scorer: Scorer
+    assembly: Assembly
+    batch_size: int
+
+    def __call__(self, seat: Seat) -> Iterator[bytes]:
+        fault = seat.fault()
+        if fault is not None:
+            yield pickle.dumps((seat.index, fault))
+        elif seat.samples.num_rows:
+            partition = open_partition(seat.samples)
+            states = score_partition(
+                seat.replica(), partition, self.scorer, self.assembly, self.batch_size
+            )
+            yield cloudpickle.dumps((seat.index, states))  # a user's metric may be of __main__
+        settle_worker()

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pyspark.accumulators import Accumulator, AccumulatorParam
 
 from sparkdl.codec.frames import encode
-from sparkdl.engines.shuffle.messages import SliceReport
 from sparkdl.engines.shuffle.node_weights import handed_on
 from sparkdl.engines.shuffle.traffic import Nodes
 from sparkdl.engines.shuffle.weights import version_frame
+from sparkdl.replica.iteration import SliceReport
 from sparkdl.replica.open_run import plans_of
 from sparkdl.replica.run import Run
 from sparkdl.slab.pool import open_pool

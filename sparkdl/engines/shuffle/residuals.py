@@ -21,7 +21,7 @@ from sparkdl.codec.packed import (
     packed_nbytes,
     specs_of,
 )
-from sparkdl.engines.shuffle.messages import ResidualHandle
+from sparkdl.replica.iteration import ResidualHandle
 from sparkdl.slab.parts import fill
 from sparkdl.slab.pool import Pool
 

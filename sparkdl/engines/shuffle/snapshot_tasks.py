@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.engines.shuffle.messages import ResidualHandle, SliceHandle, SliceReport
 from sparkdl.engines.shuffle.residuals import copy_residuals
 from sparkdl.engines.shuffle.state_tasks import run_of
 from sparkdl.engines.shuffle.store import write_copy
+from sparkdl.replica.iteration import ResidualHandle, SliceHandle, SliceReport
 from sparkdl.slab.parts import frames_of, num_frames
 from sparkdl.slab.pool import Reference, open_pool
 from sparkdl.spark.worker import settle_worker

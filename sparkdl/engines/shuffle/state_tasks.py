@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from sparkdl.codec.frames import encode
-from sparkdl.engines.shuffle.messages import SliceHandle, SliceReport
 from sparkdl.engines.shuffle.store import copy_weights, first_version, read_version
 from sparkdl.engines.shuffle.weights import version_frame
 from sparkdl.errors import ModelError
+from sparkdl.replica.iteration import SliceHandle, SliceReport
 from sparkdl.replica.open_run import plans_of
 from sparkdl.replica.run import Run, build_replica, install_recipe
 from sparkdl.slab.parts import left_where_large, read_part

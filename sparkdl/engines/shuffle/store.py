@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from sparkdl.codec.frames import as_tensor
-from sparkdl.engines.shuffle.messages import SliceHandle
+from sparkdl.replica.iteration import SliceHandle
 from sparkdl.slab.parts import fill
 from sparkdl.slab.pool import Claim, Pool, Reference
-from sparkdl.slices.state import ARRAY_DTYPES, SliceState, mapped
+from sparkdl.slices.state import SliceState, pack, unpack
 
 _ROUND = 4096
 
@@ -92,51 +89,6 @@ class NewVersion:
         return self._claims.enter_context(
             self._pool.claim(self._role, nbytes, self._tick, self._floor)
         )
-
-
-@dataclass(frozen=True)
-class _Array:
-    """A tensor as pickle sees it."""
-
-    values: np.ndarray
-
-
-class _Scalar(NamedTuple):
-    """A tensor of one number, such as a step count."""
-
-    value: float | int
-    dtype: str
-
-
-def pack(state: SliceState) -> bytes:
-    """``held`` and ``others`` of a state as bytes.
-
-    Tensors go as numbers or NumPy arrays: torch's own pickling takes a millisecond for a step count.
-    """
-    plain = state.held, mapped(state.others, torch.Tensor, _to_array)
-    return pickle.dumps(plain, protocol=pickle.HIGHEST_PROTOCOL)
-
-
-def unpack(
-    data: bytes | memoryview,
-) -> tuple[dict[int, tuple[str, ...]], dict[int, dict[str, Any]]]:
-    """``held`` and ``others``, the tensors in them with memory of their own."""
-    held, others = pickle.loads(data)
-    return held, mapped(others, (_Scalar, _Array), _to_tensor)
-
-
-def _to_array(tensor: torch.Tensor) -> _Scalar | _Array | torch.Tensor:
-    if tensor.layout != torch.strided or tensor.dtype not in ARRAY_DTYPES:
-        return tensor
-    if tensor.ndim == 0:
-        return _Scalar(tensor.item(), str(tensor.dtype).removeprefix("torch."))
-    return _Array(tensor.detach().cpu().numpy())
-
-
-def _to_tensor(packed: _Scalar | _Array) -> torch.Tensor:
-    if isinstance(packed, _Scalar):
-        return torch.tensor(packed.value, dtype=getattr(torch, packed.dtype))
-    return torch.tensor(packed.values)
 
 
 def first_version(pool: Pool, state: SliceState, tick: int, role: str = "state") -> SliceHandle:

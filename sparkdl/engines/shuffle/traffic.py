@@ -10,9 +10,10 @@ others: 2 P (K - 1) / K bytes in each direction, the least there is where every 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from sparkdl.loop.engine import NodeBytes
 from sparkdl.slices.tree_sum import blocks
 
 
@@ -50,24 +51,6 @@ class Nodes:
         return blocks(self._members[token], len(self.replicas))
 
 
-@dataclass(frozen=True)
-class NodeBytes:
-    """Payload bytes that left a node and that arrived there, without headers."""
-
-    gradients_sent: int = 0
-    weights_sent: int = 0
-    gradients_received: int = 0
-    weights_received: int = 0
-
-    @property
-    def sent(self) -> int:
-        return self.gradients_sent + self.weights_sent
-
-    @property
-    def received(self) -> int:
-        return self.gradients_received + self.weights_received
-
-
 Transfer = tuple[str, str, int]
 """From a node to a node, bytes."""
 
@@ -84,11 +67,6 @@ def between_nodes(
                     mine = sums.setdefault(node, {})
                     mine[f"{kind}_{way}"] = mine.get(f"{kind}_{way}", 0) + nbytes
     return {node: NodeBytes(**found) for node, found in sums.items()}
-
-
-def most(traffic: Mapping[str, NodeBytes]) -> int:
-    """Bytes in the busiest direction of the busiest node."""
-    return max((max(node.sent, node.received) for node in traffic.values()), default=0)
 
 
 def least_bytes(parameter_bytes: int, nodes: int) -> float:

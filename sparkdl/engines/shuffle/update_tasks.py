@@ -14,17 +14,10 @@ from typing import Any
 import torch
 
 from sparkdl.codec.frames import decode, encode
-from sparkdl.engines.shuffle.messages import (
-    STATE_FOREIGN,
-    Fault,
-    GradientHeader,
-    ReducedHeader,
-    SliceReport,
-    Step,
-)
+from sparkdl.engines.shuffle.messages import STATE_FOREIGN, GradientHeader, ReducedHeader, Step
 from sparkdl.engines.shuffle.report_sinks import Tell, to_driver
 from sparkdl.engines.shuffle.store import next_version
-from sparkdl.replica.clock import Clock
+from sparkdl.replica.iteration import Clock, Fault, SliceReport
 from sparkdl.replica.open_run import plans_of
 from sparkdl.replica.run import Run
 from sparkdl.slab.pool import Pool, Reference, open_pool

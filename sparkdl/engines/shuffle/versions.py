@@ -12,15 +12,9 @@ from pyspark.core.rdd import RDD
 
 from sparkdl.codec.packed import ByParameter
 from sparkdl.engines.resources import Resources
-from sparkdl.engines.shuffle.compression_tasks import InitialResiduals, ReadResiduals, WithResiduals
-from sparkdl.engines.shuffle.messages import (
-    Fault,
-    ReplicaReport,
-    ResidualHandle,
-    SliceHandle,
-    SliceReport,
-)
+from sparkdl.engines.shuffle.compression_tasks import InitialResiduals, WithResiduals
 from sparkdl.engines.shuffle.placement import FEW_BYTES, Places
+from sparkdl.engines.shuffle.replica_tasks import Score
 from sparkdl.engines.shuffle.snapshot_tasks import (
     RestoreResidual,
     RestoreSlice,
@@ -29,8 +23,8 @@ from sparkdl.engines.shuffle.snapshot_tasks import (
 )
 from sparkdl.engines.shuffle.state_tasks import InitialState, KeepWeights, ReadParts, WithState
 from sparkdl.errors import ParameterError
-from sparkdl.loop.engine import AVERAGE, BEST, CURRENT, ReadState, ValidationSet
-from sparkdl.replica.score import Score
+from sparkdl.loop.engine import AVERAGE, BEST, CURRENT, ReadResiduals, ReadState, ValidationSet
+from sparkdl.replica.iteration import Fault, ReplicaReport, ResidualHandle, SliceHandle, SliceReport
 from sparkdl.slab.delivery import Wanted, bring, most_at_once, not_here
 from sparkdl.slab.parts import Left
 from sparkdl.slab.pool import Reference

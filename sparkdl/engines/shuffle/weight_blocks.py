@@ -18,15 +18,10 @@ from py4j.protocol import Py4JError
 from pyspark.core.rdd import RDD
 
 from sparkdl.engines.resources import Resources
-from sparkdl.engines.shuffle.messages import (
-    REPORT_MISSING,
-    WEIGHTS_GONE,
-    Fault,
-    SliceHandle,
-    SliceReport,
-)
+from sparkdl.engines.shuffle.messages import REPORT_MISSING, WEIGHTS_GONE
 from sparkdl.engines.shuffle.placement import Places
 from sparkdl.engines.shuffle.report_sinks import Reports, ToBlocks
+from sparkdl.replica.iteration import Fault, SliceHandle, SliceReport
 from sparkdl.spark.frames import StoringJob, is_not_stored
 
 MOST_NAMES = 256

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from sparkdl.codec.frames import as_tensor, decode, encode
-from sparkdl.engines.shuffle.messages import SliceHandle
-from sparkdl.engines.shuffle.store import pack, read_version, unpack
+from sparkdl.engines.shuffle.store import read_version
 from sparkdl.model.live_replica import LiveReplica
+from sparkdl.replica.iteration import SliceHandle
 from sparkdl.slab.pool import Pool
 from sparkdl.slices.spec import SlicePlan
-from sparkdl.slices.state import SliceState, join_states
+from sparkdl.slices.state import SliceState, join_states, pack, unpack
 
 Arrived = Mapping[int, SliceState | None]
 """States of slices that came through the shuffle, by number; None: the slice's state was not found.

@@ -14,8 +14,8 @@ from sparkdl.engines.gang.model_group import ModelGroup
 from sparkdl.engines.gang.strategies.gradient_sync import Way
 from sparkdl.model.flat import Layout
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.replica.clock import Clock
 from sparkdl.replica.compute import Gradients, MiniBatch, Passed, Spare, take_gradients
+from sparkdl.replica.iteration import Clock
 from sparkdl.replica.padding_pass import keeping_company
 from sparkdl.replica.step import Work, to_mini_batch
 from sparkdl.slices.section import NOTHING, SPARE, Contribution, sums_up

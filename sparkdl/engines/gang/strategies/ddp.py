@@ -21,8 +21,8 @@ from sparkdl.engines.gang.strategies.base import (
 )
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.parallel.base import DDP
-from sparkdl.replica.clock import Clock
 from sparkdl.replica.compute import MiniBatch, Passed, forward_backward, take_gradients
+from sparkdl.replica.iteration import Clock
 from sparkdl.replica.step import Work
 from sparkdl.slices.spec import SlicePlan
 

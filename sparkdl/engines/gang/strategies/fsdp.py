@@ -44,8 +44,8 @@ from sparkdl.model.signature import with_tensors
 from sparkdl.parallel.fsdp import units_of
 from sparkdl.parallel.mesh import Mesh
 from sparkdl.parallel.plan import Parallel
-from sparkdl.replica.clock import Clock
 from sparkdl.replica.compute import MiniBatch, Passed, forward_backward
+from sparkdl.replica.iteration import Clock
 from sparkdl.replica.step import Work
 from sparkdl.slices.spec import SlicePlan
 

@@ -36,7 +36,6 @@ from sparkdl.engines.gang.strategies.tensor import settle
 from sparkdl.parallel.base import Pipeline
 from sparkdl.parallel.pipeline import micro_batches
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.clock import Clock
 from sparkdl.replica.compute import (
     Gradients,
     MiniBatch,
@@ -44,6 +43,7 @@ from sparkdl.replica.compute import (
     loss_of_output,
     take_gradients,
 )
+from sparkdl.replica.iteration import Clock
 from sparkdl.replica.padding_pass import keeping_company
 from sparkdl.replica.step import Work
 from sparkdl.slices.spec import SlicePlan

@@ -20,8 +20,8 @@ from sparkdl.collectives.direct import swap
 from sparkdl.engines.gang.strategies.gradient_sync import Way
 from sparkdl.engines.shuffle.compression_tasks import compress_outcome
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.replica.clock import Clock
 from sparkdl.replica.compute import MiniBatch, forward_backward, take_gradients
+from sparkdl.replica.iteration import Clock
 from sparkdl.replica.step import (
     Outcome,
     Work,

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from sparkdl.engines.gang.rank_messages import receive, send
 from sparkdl.engines.gang.strategies.pipeline_stages import Seats, Stage
-from sparkdl.infer.shipped_module import evaluating
 from sparkdl.model.live_replica import LiveReplica
+from sparkdl.replica.compute import evaluating
 
 
 class InTurn:

@@ -28,7 +28,6 @@ from sparkdl.engines.gang.build_turn import Turn
 from sparkdl.engines.gang.model_group import ModelGroup
 from sparkdl.engines.gang.strategies.base import Copied, gathered_counts
 from sparkdl.errors import ModelError
-from sparkdl.infer.shipped_module import evaluating
 from sparkdl.model.flat import FlatModule, Layout, layout_of, local
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.model_loss import called
@@ -37,8 +36,15 @@ from sparkdl.model.signature import parts_of
 from sparkdl.parallel.base import Tensor
 from sparkdl.parallel.tensor import plan_of
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.clock import Clock
-from sparkdl.replica.compute import MiniBatch, Passed, buffers_kept, forward_backward, to_tensors
+from sparkdl.replica.compute import (
+    MiniBatch,
+    Passed,
+    buffers_kept,
+    evaluating,
+    forward_backward,
+    to_tensors,
+)
+from sparkdl.replica.iteration import Clock
 from sparkdl.replica.step import Work
 from sparkdl.slices.spec import SlicePlan
 
