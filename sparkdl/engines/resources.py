@@ -13,6 +13,7 @@ from pyspark.core.rdd import RDD
 from pyspark.errors import PySparkException
 
 from sparkdl.data.partition_writer import close_partitions
+from sparkdl.loop.interrupt import interrupts_held
 from sparkdl.replica.cache import forget
 from sparkdl.slab.gpu_memory import holders_awaited
 from sparkdl.slab.pool import close_pool
@@ -101,12 +102,16 @@ class Resources:
         self._shuffled = rdd
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        with interrupts_held():
+            self._give_back(failed=kind is not None)
+
+    def _give_back(self, failed: bool) -> None:
         alive = self._is_alive()
         with contextlib.suppress(Py4JError, OSError):
             self._closing.close()
         if alive:
             with contextlib.suppress(Py4JError, PySparkException):
-                self._cancel(failed=kind is not None)
+                self._cancel(failed)
             with contextlib.suppress(Py4JError, PySparkException):
                 self._clean_nodes()
         if self._watch is not None:

@@ -20,6 +20,32 @@ _TOLD = (
 logger = logging.getLogger("sparkdl")
 
 
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Inside the block SIGINT waits; afterwards it does what it would have done.
+
+    What a fit gives back to Spark at its end takes at most some seconds, and cut short it would stay
+    there as long as the session. In other threads than the main one nothing is changed: Python raises
+    KeyboardInterrupt in that one alone.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    waiting: list[int] = []
+
+    def wait(number: int, frame: FrameType | None) -> None:
+        waiting.append(number)
+
+    signal.signal(signal.SIGINT, wait)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if waiting:
+            signal.raise_signal(signal.SIGINT)
+
+
 class Interrupt:
     """Whether the user has asked for the end."""
 
