@@ -31,7 +31,7 @@ from torch import nn
 
 from sparkdl.data.batches import Assembly
 from sparkdl.data.partition_writer import PartitionWriter
-from sparkdl.engines.shuffle.messages import Step
+from sparkdl.engines.shuffle.messages import IterationMessage
 from sparkdl.engines.shuffle.replica_context import AtSeats, PrepareReplica
 from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
 from sparkdl.engines.shuffle.state_tasks import InitialState, PrepareOwner, RecipeSource
@@ -76,7 +76,7 @@ class Bodies:
         self.owner = list(PrepareOwner(self.run, source, RANKS)(rank, []))
         (first,) = InitialState()(rank, iter(self.owner))
         self.states = tuple(_gather(pickle.loads(first).state))
-        self.step = Step(0, 0, tick=1, floor=0, rows=((0, ROWS),) * RANKS)
+        self.step = IterationMessage(index=0, epoch=0, tick=1, floor=0, rows=((0, ROWS),) * RANKS)
 
     def iteration(self) -> dict[str, float]:
         """Seconds by activity, and of the two bodies."""

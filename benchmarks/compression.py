@@ -24,10 +24,10 @@ from torch import nn
 import sparkdl
 from sparkdl.data.batches import Assembly
 from sparkdl.engines.shuffle.compression_tasks import compress_outcome
-from sparkdl.engines.shuffle.messages import Step
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.compute import Gradients
+from sparkdl.replica.iteration import IterationRows
 from sparkdl.replica.step import Outcome, Work, section_maps, sections_nbytes
 from sparkdl.slices.spec import slice_plans
 
@@ -99,7 +99,9 @@ def bytes_sent(trainer: sparkdl.Trainer) -> int:
     gradients = [torch.randn(parameter.shape) for _, parameter in live.flat.parameters]
     outcome = Outcome(gradients=Gradients(list(gradients), {}))
     if trainer.compression is not None:
-        work = Work(Step(0, 0, 0, 0, ()), 0, Assembly(num_features=1, num_labels=1), 1)
+        work = Work(
+            IterationRows(index=0, epoch=0, rows=()), 0, Assembly(num_features=1, num_labels=1), 1
+        )
         outcome = compress_outcome(live, outcome, work, {})
     plans = slice_plans(live.flat.layout, REPLICAS, whole=trainer.compression is not None)
     return sum(sections_nbytes(live, plans, section_maps(live, plans, outcome)))

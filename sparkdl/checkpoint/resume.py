@@ -8,16 +8,16 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sparkdl.checkpoint.config import Checkpoint
 from sparkdl.checkpoint.files import Folder
 from sparkdl.checkpoint.identity import first_few
 from sparkdl.checkpoint.manifest import Manifest, SliceFile
 from sparkdl.checkpoint.residuals import ReadResiduals
-from sparkdl.checkpoint.save import Identity
+from sparkdl.checkpoint.save import RunIdentity
 from sparkdl.checkpoint.slice_io import read_slice_files
 from sparkdl.checkpoint.store import CheckpointStore
-from sparkdl.codec.describe import describe
 from sparkdl.errors import DamagedCheckpoint, ParameterError
 from sparkdl.loop.advance import first_state
 from sparkdl.loop.engine import BEST, Engine
@@ -27,9 +27,6 @@ from sparkdl.model.policy import Policy
 from sparkdl.slices.packed_slices import WithoutAverage
 from sparkdl.slices.spec import SlicePlan
 from sparkdl.slices.state import SliceState
-
-if TYPE_CHECKING:
-    from sparkdl.train.trainer import Trainer
 
 LATEST = "latest"
 _ANY_DATA = " To go on with what is given here, pass any_data=True."
@@ -55,17 +52,16 @@ class Restored:
 
     @staticmethod
     def of(
-        trainer: Trainer,
+        run: RunIdentity,
         uri: str,
         manifest: Manifest,
         history: History,
         any_data: bool = False,
         midway: bool = True,
     ) -> Restored:
-        """For the run of ``trainer``; ``any_data``: only the state is wanted."""
-        metric = trainer.validation.best if trainer.validation else None
-        compression = None if any_data else describe(trainer.compression)
-        return Restored(uri, manifest, history, trainer.policy, metric, compression, midway)
+        """For the run ``run``; ``any_data``: only the state is wanted."""
+        compression = None if any_data else run.compression
+        return Restored(uri, manifest, history, run.options, run.metric, compression, midway)
 
     @property
     def state(self) -> TrainState:
@@ -150,26 +146,28 @@ class Resuming:
     """
 
     def __init__(
-        self, trainer: Trainer, resume: str | os.PathLike[str], any_data: bool = False
+        self,
+        settings: Checkpoint | None,
+        resume: str | os.PathLike[str],
+        any_data: bool = False,
     ) -> None:
         self._latest = resume == LATEST
-        if self._latest and trainer.checkpoint is None:
+        if self._latest and settings is None:
             raise ParameterError(
                 'resume="latest" means the latest of checkpoint=sparkdl.Checkpoint(path), which the '
                 "trainer does not have. Give it, or the path of a checkpoint."
             )
-        path = trainer.checkpoint.path if self._latest and trainer.checkpoint else resume
+        path = settings.path if self._latest and settings else resume
         self._store = CheckpointStore(path) if self._latest else CheckpointStore.open(path)
         self._found = list(self._store.candidates())
         self._any_data = any_data
-        self._trainer = trainer
 
     @property
     def replicas(self) -> int | None:
         """M of the newest."""
         return self._found[0][1].replicas if self._found else None
 
-    def restore(self, engine: Engine, identity: Identity) -> Restored | None:
+    def restore(self, engine: Engine, identity: RunIdentity) -> Restored | None:
         """Load the newest that is whole into ``engine``; None where there is none and need not be:
         of "latest", before the first one was complete.
 
@@ -191,19 +189,19 @@ class Resuming:
             return None
         raise self._store.none_usable()
 
-    def _restored(self, uri: str, manifest: Manifest, identity: Identity) -> Restored:
+    def _restored(self, uri: str, manifest: Manifest, identity: RunIdentity) -> Restored:
         """What the manifest and the history say. Raises DamagedCheckpoint where that is nonsense."""
         data = self._store.read_history(uri, manifest)
         try:
             history = History.from_json_bytes(data)
             midway = identity.batches_as_in(manifest)
-            found = Restored.of(self._trainer, uri, manifest, history, self._any_data, midway)
+            found = Restored.of(identity, uri, manifest, history, self._any_data, midway)
             _ = found.state
         except (ValueError, TypeError, OverflowError) as error:
             raise DamagedCheckpoint(f"it tells no state of a run: {error}") from error
         return found
 
-    def _check(self, uri: str, manifest: Manifest, identity: Identity) -> None:
+    def _check(self, uri: str, manifest: Manifest, identity: RunIdentity) -> None:
         """Raise :class:`ParameterError` for a checkpoint of another run."""
         if self._any_data:
             differences = first_few(identity.model.differences(manifest.layout))
@@ -223,7 +221,7 @@ class Resuming:
                 + (_ANY_DATA if self._trains(manifest, identity) else "")
             )
 
-    def _trains(self, manifest: Manifest, identity: Identity) -> bool:
+    def _trains(self, manifest: Manifest, identity: RunIdentity) -> bool:
         """Whether its state would do for the model and optimizers that are here."""
         others = [*identity.model.differences(manifest.layout)]
         others += _other_optimizers(identity.optimizers, manifest.optimizers)

@@ -4,60 +4,55 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from sparkdl.checkpoint.config import Checkpoint
 from sparkdl.checkpoint.identity import DataIdentity, ModelIdentity
 from sparkdl.checkpoint.manifest import Best, Manifest, SliceFile
 from sparkdl.checkpoint.residuals import WriteResiduals
 from sparkdl.checkpoint.slice_io import try_probe, write_packed, write_slice
 from sparkdl.checkpoint.store import CheckpointStore
-from sparkdl.codec.describe import describe, describe_trainer
-from sparkdl.data.fields import SampleHandle
 from sparkdl.errors import CheckpointError, TrainingError
 from sparkdl.loop.engine import BEST, CURRENT, Engine, Later, Used, Uses
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState
-from sparkdl.model.recipe import frozen_digest
+from sparkdl.model.policy import Policy
 from sparkdl.slices.packed_slices import PackSlice
 from sparkdl.slices.spec import SlicePlan
 from sparkdl.slices.state import SliceState
-
-if TYPE_CHECKING:
-    from sparkdl.train.prepare import Prepared
-    from sparkdl.train.trainer import Trainer
 
 logger = logging.getLogger("sparkdl")
 TAIL = 10_000
 """Of so many iterations a checkpoint of an endless run holds the history."""
 
 
-@dataclass(frozen=True)
-class Identity:
-    """What a run is of: the model's layout, the training data, and the constants of its batches."""
+@dataclass(frozen=True, kw_only=True)
+class RunIdentity:
+    """Describe a run as its checkpoints do.
+
+    Attributes:
+        model: Names, shapes and dtypes of the model's tensors.
+        data: Rows and checksums of the training partitions.
+        constants: What divides the rows into batches: replicas, batch_size, local_steps, seed.
+        optimizers: Class names of the optimizers.
+        options: How gradients are made and applied.
+        frozen: Digest of the parameters that are not trained.
+        metric: Name of the metric by which the best weights are kept; None where they are not.
+        compression: The hook that compresses gradients, in words.
+        config: The trainer's fields as text, for people who read a manifest.
+    """
 
     model: ModelIdentity
     data: DataIdentity
     constants: Mapping[str, Any]
     optimizers: tuple[str, ...]
+    options: Policy
     frozen: str = ""
-
-    @staticmethod
-    def of(trainer: Trainer, model: Prepared, handles: Sequence[SampleHandle]) -> Identity:
-        constants = {
-            "replicas": len(handles),
-            "batch_size": trainer.batch_size,
-            "local_steps": trainer.local_steps,
-            "seed": trainer.seed,
-        }
-        return Identity(
-            ModelIdentity.of(model.layout),
-            DataIdentity.of(handles),
-            constants,
-            model.optimizers,
-            frozen_digest(model.module),
-        )
+    metric: str | None = None
+    compression: str = "None"
+    config: Mapping[str, str] = field(default_factory=dict)
 
     def batches_as_in(self, manifest: Manifest) -> bool:
         """Whether an epoch's batches are of the same numbers of rows as in a checkpoint."""
@@ -84,9 +79,9 @@ class Checkpointer:
 
     def __init__(
         self,
-        trainer: Trainer,
+        settings: Checkpoint,
         engine: Engine,
-        identity: Identity,
+        identity: RunIdentity,
         history: History,
         noting: Callable[[], Callable[[str, Manifest], None]] | None = None,
         background: Callable[[Uses], Later] | None = None,
@@ -100,12 +95,10 @@ class Checkpointer:
         manifest tells of the model. ``begun``: where the run goes
         on. ``endless``: another pass will follow, so that the end of this one is not the run's, and the
         history has no end that is known."""
-        assert trainer.checkpoint is not None
-        self._trainer, self._engine, self._identity = trainer, engine, identity
-        self.every, self._keep = trainer.checkpoint.every, trainer.checkpoint.keep
+        self._engine, self._identity = engine, identity
+        self.every, self._keep = settings.every, settings.keep
         self._history = history
-        self._store = CheckpointStore(trainer.checkpoint.path)
-        self._config = describe_trainer(trainer)
+        self._store = CheckpointStore(settings.path)
         self._noting, self._background = noting, background
         self._begun: Begun | None = None
         self._endless, self._model = endless, told
@@ -185,13 +178,12 @@ class Checkpointer:
         return replace(begun, work=self._background(Uses(*self._uses(begun))))
 
     def _opened(self, state: TrainState) -> Begun:
-        validation = self._trainer.validation
         return Begun(
             self._store.begin(state.iteration),
             state,
             (self._history.tail(TAIL) if self._endless else self._history).to_json_bytes(),
             self._noting() if self._noting is not None else None,
-            state.best is not None and validation is not None and validation.best is not None,
+            state.best is not None and self._identity.metric is not None,
         )
 
     def _uses(self, begun: Begun) -> tuple[tuple[tuple[WriteSlice, str], ...], WriteResiduals]:
@@ -223,17 +215,14 @@ class Checkpointer:
             self._told = True
 
     def _best(self, begun: Begun, used: Used) -> Best | None:
-        validation, best = self._trainer.validation, begun.state.best
-        if not begun.best:
+        metric, best = self._identity.metric, begun.state.best
+        if not begun.best or metric is None or best is None:
             return None
-        assert best is not None
-        assert validation is not None
-        assert validation.best is not None
         return Best(
             iteration=best.iteration,
             epoch=best.epoch,
-            metric=validation.best,
-            value=best.metrics[validation.best],
+            metric=metric,
+            value=best.metrics[metric],
             files=tuple(used.states[1]),
         )
 
@@ -261,13 +250,13 @@ class Checkpointer:
             skipped=state.skipped,
             validations=state.validations,
             best=self._best(begun, used),
-            config=self._config,
+            config=dict(self._identity.config),
             model=self._model,
             extra={
                 "loss_scale_age": state.loss_scale_age,
-                "scales_loss": self._trainer.policy.scales_loss,
+                "scales_loss": self._identity.options.scales_loss,
                 "higher_is_better": dict(state.higher_is_better),
-                "compression": describe(self._trainer.compression),
+                "compression": self._identity.compression,
             },
         )
 

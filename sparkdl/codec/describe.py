@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from sparkdl.codec.redaction import REDACTED, is_secret, without_credentials
-
-if TYPE_CHECKING:
-    from sparkdl.train.trainer import Trainer
-
 
 LONGEST = 2_000
 """Characters of a field's description."""
@@ -29,7 +26,7 @@ def redact(mapping: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def describe_trainer(trainer: Trainer) -> dict[str, str]:
+def describe_trainer(trainer: Any) -> dict[str, str]:
     """The trainer's fields as text: plain values as Python writes them, callables by name.
 
     For people who read a manifest later; nothing is built from it again.
@@ -74,3 +71,56 @@ def _described(values: Mapping[str, Any]) -> dict[str, str]:
 
 def _name(thing: Any) -> str:
     return f"{getattr(thing, '__module__', None) or 'builtins'}:{thing.__qualname__}"
+
+
+LONGEST_PARAMETER = 250
+"""Letters of a value; the rest is cut off (MLflow's stores take 250 to 8,000)."""
+
+
+def plain_parameters(trainer: Any, written_as: tuple[type, ...] = ()) -> dict[str, str]:
+    """The fields that a dataclass is given, where they are plain: numbers, texts, lists of them.
+
+    A function, class or module is its name; a partial also its plain keywords, as ``optimizer.lr``;
+    mappings and nested dataclasses likewise. Values of the types ``written_as`` are written as Python
+    writes them. Anything else (data, callbacks) is left out, and so is
+    what stands under a name that looks like a secret's; in texts such are hidden, see
+    :mod:`sparkdl.codec.redaction`.
+    """
+    texts = functools.partial(_texts, written_as=written_as)
+    return {k: text for name, value in _given(trainer) for k, text in texts(name, value)}
+
+
+def _given(value: Any) -> Iterator[tuple[str, Any]]:
+    """The fields of a dataclass, but for what it keeps for itself."""
+    return ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init)
+
+
+def _texts(name: str, value: Any, written_as: tuple[type, ...]) -> Iterator[tuple[str, str]]:
+    if isinstance(value, (str, int, float, type(None))):
+        if not is_secret(name, value):
+            yield name, _cut(without_credentials(str(value)))
+    elif isinstance(value, written_as):
+        named = type(value).__repr__ is object.__repr__  # which would tell an address
+        yield name, _cut(type(value).__name__ if named else without_credentials(repr(value)))
+    elif isinstance(value, functools.partial):
+        yield from _texts(name, value.func, written_as)
+        for key, argument in value.keywords.items():
+            yield from _texts(f"{name}.{key}", argument, written_as)
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _texts(f"{name}.{key}", entry, written_as)
+    elif isinstance(value, (list, tuple)):
+        texts = [text for entry in value for _, text in _texts(name, entry, written_as)]
+        if texts:
+            yield name, _cut(", ".join(texts))
+    elif isinstance(value, nn.Module):
+        yield name, type(value).__qualname__
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field, entry in _given(value):
+            yield from _texts(f"{name}.{field}", entry, written_as)
+    elif callable(value):
+        yield name, _cut(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST_PARAMETER else f"{text[: LONGEST_PARAMETER - 1]}…"

@@ -11,12 +11,10 @@ So are groups of more ranks than this was measured with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-
-from sparkdl.replica.padding_pass import idle
 
 _torchs = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its newer name
 MOST_RANKS, MOST_BYTES = 4, 3 << 20
@@ -100,7 +98,13 @@ def _add(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
 
 
 class OneRound:
-    """For ``FSDPModule.set_custom_reduce_scatter``."""
+    """For ``FSDPModule.set_custom_reduce_scatter``.
+
+    ``nothing``: says whether what this rank sums now counts for nothing.
+    """
+
+    def __init__(self, nothing: Callable[[], bool] = lambda: False) -> None:
+        self._nothing = nothing
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -119,6 +123,6 @@ class OneRound:
         """A sum, which is there when this returns."""
         assert op == dist.ReduceOp.SUM
         assert not async_op
-        if idle():  # zero times what is not finite is not zero
+        if self._nothing():  # zero times what is not finite is not zero
             input_tensor.zero_()
         reduce_scatter(output_tensor, input_tensor, group)

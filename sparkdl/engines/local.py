@@ -16,11 +16,9 @@ from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.partition_reader import MappedPartition, open_partition
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.shuffle.compression_tasks import compress_outcome
-from sparkdl.engines.shuffle.messages import Step
 from sparkdl.loop.engine import (
     BEST,
     CURRENT,
-    Iteration,
     ReadResiduals,
     ReadState,
     StepResult,
@@ -33,7 +31,7 @@ from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
 from sparkdl.process.threads import torch_threads
 from sparkdl.replica.gradient_writer import GradientWriter, streams
-from sparkdl.replica.iteration import Clock, ReplicaReport, SliceReport
+from sparkdl.replica.iteration import Clock, Iteration, IterationRows, ReplicaReport, SliceReport
 from sparkdl.replica.local_sgd import several_steps
 from sparkdl.replica.open_run import RunPlans
 from sparkdl.replica.run import Run
@@ -95,16 +93,7 @@ class LocalEngine:
         """Run every replica and every slice, here and now."""
         with torch_threads(self._run.threads):
             started = Clock()
-            step = Step(
-                iteration.index,
-                iteration.epoch,
-                0,
-                0,
-                self.plan.rows(iteration.batch),
-                iteration.hyperparameters,
-                iteration.loss_scale,
-                iteration.histograms,
-            )
+            step = iteration.with_rows(self.plan.rows(iteration.batch))
             reports, sections, kept = [], [], {}
             for replica, (start, stop) in enumerate(step.rows):
                 if stop > start:
@@ -123,7 +112,7 @@ class LocalEngine:
             return summarize(reports, slices, self._plans.layout, seconds)
 
     def _replica_step(
-        self, step: Step, replica: int
+        self, step: IterationRows, replica: int
     ) -> tuple[ReplicaReport, list[Contribution], Outcome]:
         """What a task of the forward-backward job does."""
         live, clock = self._replica, Clock()
@@ -163,7 +152,7 @@ class LocalEngine:
 
     def _synchronize(
         self,
-        step: Step,
+        step: IterationRows,
         reports: list[ReplicaReport],
         sections: list[list[Contribution]],
     ) -> list[SliceReport]:

@@ -31,7 +31,6 @@ from sparkdl.errors import (
 from sparkdl.loop.engine import (
     CURRENT,
     Engine,
-    Iteration,
     Later,
     ReadResiduals,
     ReadState,
@@ -39,6 +38,7 @@ from sparkdl.loop.engine import (
     Used,
     ValidationSet,
 )
+from sparkdl.replica.iteration import Iteration
 from sparkdl.slices.spec import SlicePlan
 from sparkdl.slices.state import SliceState
 

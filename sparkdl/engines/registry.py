@@ -1,11 +1,13 @@
-"""The engine of a fit, from what the trainer says and what is known of model and samples."""
+"""Engines by name, and what each is built from."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import nn
 
 from sparkdl.data.batches import preview_batch
 from sparkdl.data.ragged import Ragged
@@ -15,113 +17,147 @@ from sparkdl.engines.local import LocalEngine
 from sparkdl.engines.recovery import Recovering
 from sparkdl.engines.resources import Resources
 from sparkdl.engines.shuffle.engine import ShuffleEngine
-from sparkdl.gang.profile import cpus_of
 from sparkdl.loop.engine import Lasting, ValidationSet
+from sparkdl.model.flat import Layout
 from sparkdl.model.loss import Loss, OfClasses
+from sparkdl.model.recipe import Recipe
 from sparkdl.parallel.pipeline import with_split
-from sparkdl.parallel.plan import parallel_of
+from sparkdl.parallel.plan import Parallel, parallel_of
 from sparkdl.process.determinism import seeded
-from sparkdl.process.numerics import Numerics
+from sparkdl.replica.compare import Description
 from sparkdl.replica.compute import to_tensors
 from sparkdl.replica.run import Run
 from sparkdl.settings import Settings
 from sparkdl.spark.frames import is_local
-from sparkdl.train.place_samples import assembly
-
-if TYPE_CHECKING:
-    from sparkdl.train.prepare import Prepared
-    from sparkdl.train.trainer import Trainer
 
 
-def build_engine(
-    trainer: Trainer,
-    settings: Settings,
-    model: Prepared,
-    samples: SampleSet,
-    validation: ValidationSet | None,
-    replicas: int,
-    resources: Resources,
-) -> Lasting:
-    """One that has no state yet, see :meth:`sparkdl.loop.engine.Engine.start`."""
-    context = resources.context
-    total = sum(samples.counts)
-    batch_size = trainer.batch_size * trainer.local_steps
-    made = Run(
-        resources.slab,
-        trainer.seed,
-        replicas,
-        _slices(trainer, model, replicas),
-        assembly(trainer, samples, model.float_dtype),
-        tuple(max(1, round(trainer.batch_size * rows / total)) for rows in samples.counts),
-        cpus_of(context, trainer.resource_profile if trainer.engine == "gang" else None),
-        whole_tensors=not (model.optimizer.elementwise and model.optimizer.separate)
-        or trainer.compression is not None,
-        compressed=trainer.compression is not None,
-        numerics=Numerics.here(),
+@dataclass(frozen=True, kw_only=True)
+class EngineInputs:
+    """What an engine may need of a fit.
+
+    Attributes:
+        run: The constants of the run.
+        samples: The training samples, in place.
+        validation: The validation samples and how to score them; None without validation.
+        recipe: What every process builds its replica from.
+        payload: The recipe, pickled.
+        module: The model as the driver has built it.
+        layout: The layout of its flat vector.
+        built: What executors compare their model with.
+        batch_size: Rows of the global batch of an iteration, local steps included.
+        sums: Whether the loss returns ``(sum, count)``.
+        resources: What the fit holds in Spark.
+        settings: The session's settings.
+        strategies: The strategies of a gang by dimension of its mesh.
+        mesh: Sizes of the mesh's dimensions, as the user gave them.
+        resource_profile: What each rank's task asks Spark for.
+        min_ranks: The fewest tasks that a gang's ranks may share; None: a task each.
+    """
+
+    run: Run
+    samples: SampleSet
+    validation: ValidationSet | None
+    recipe: Recipe
+    payload: bytes
+    module: nn.Module
+    layout: Layout
+    built: Description
+    batch_size: int
+    sums: bool
+    resources: Resources
+    settings: Settings
+    strategies: Mapping[str, Any]
+    mesh: Mapping[str, int] | None
+    resource_profile: Any
+    min_ranks: int | None
+
+    @property
+    def snapshot_seconds(self) -> float | None:
+        """Seconds between two snapshots of the state; None where no executor can be lost."""
+        return None if is_local(self.resources.context) else self.settings.snapshot_seconds
+
+
+def build_engine(name: str, inputs: EngineInputs) -> Lasting:
+    """Build the engine ``name``, which has no state yet: see :meth:`sparkdl.loop.engine.Engine.start`.
+
+    Args:
+        name: A key of :data:`ENGINES`.
+        inputs: What the fit has prepared.
+    """
+    return ENGINES[name](inputs)
+
+
+def _local(inputs: EngineInputs) -> Lasting:
+    return LocalEngine(inputs.samples, inputs.run, inputs.payload, inputs.batch_size)
+
+
+def _shuffle(inputs: EngineInputs) -> Lasting:
+    engine = ShuffleEngine(
+        inputs.samples,
+        inputs.layout,
+        inputs.run,
+        inputs.payload,
+        inputs.recipe.policy,
+        inputs.built,
+        inputs.batch_size,
+        inputs.resources,
+        inputs.settings.stages,
     )
-    if trainer.engine == "local":
-        return LocalEngine(samples, made, model.payload, batch_size)
-    snapshots = None if is_local(context) else settings.snapshot_seconds
-    if trainer.engine == "gang":
-        how = replace(made.assembly, augment=trainer.augment)
-        with seeded(trainer.seed):
-            spare = preview_batch(how, samples.preview, augment=True)
-        parallel = parallel_of(trainer.parts, trainer.mesh, replicas)
-        if parallel.pipeline is not None:
-            inputs = to_tensors(spare.inputs, torch.device("cpu"))
-            ranks, policy = parallel.mesh.pipe, trainer.policy
-            cut = with_split(parallel.pipeline, model.module, inputs, ranks, policy)
-            parallel = replace(parallel, parts={**parallel.parts, "pipe": cut})
-        gang = GangEngine(
-            samples,
-            validation,
-            model.layout,
-            made,
-            model.payload,
-            model.built,
-            spare,
-            batch_size,
-            resources,
-            settings.timeout,
-            parallel,
-            model.recipe.policy.weighted or _labels_differ(model.recipe.loss, samples),
-            model.sums,
-            trainer.resource_profile,
-            trainer.min_ranks,
-        )
-        return Recovering(gang, snapshots)
-    shuffle = ShuffleEngine(
+    return Recovering(engine, inputs.snapshot_seconds)
+
+
+def _gang(inputs: EngineInputs) -> Lasting:
+    run, samples, recipe = inputs.run, inputs.samples, inputs.recipe
+    how = replace(run.assembly, augment=recipe.augment)
+    with seeded(run.seed):
+        spare = preview_batch(how, samples.preview, augment=True)
+    parallel = parallel_of(inputs.strategies, inputs.mesh, run.replicas)
+    if parallel.pipeline is not None:
+        parallel = _with_stages(parallel, inputs, to_tensors(spare.inputs, torch.device("cpu")))
+    engine = GangEngine(
         samples,
-        model.layout,
-        made,
-        model.payload,
-        trainer.policy,
-        model.built,
-        batch_size,
-        resources,
-        settings.stages,
+        inputs.validation,
+        inputs.layout,
+        run,
+        inputs.payload,
+        inputs.built,
+        spare,
+        inputs.batch_size,
+        inputs.resources,
+        inputs.settings.timeout,
+        parallel,
+        recipe.policy.weighted or _labels_differ(recipe.loss, samples),
+        inputs.sums,
+        inputs.resource_profile,
+        inputs.min_ranks,
     )
-    return Recovering(shuffle, snapshots)
+    return Recovering(engine, inputs.snapshot_seconds)
+
+
+ENGINES: Mapping[str, Callable[[EngineInputs], Lasting]] = {
+    "shuffle": _shuffle,
+    "gang": _gang,
+    "local": _local,
+}
+
+
+def _with_stages(parallel: Parallel, inputs: EngineInputs, rows: Any) -> Parallel:
+    """Return the plan with the model cut into the pipeline's stages."""
+    assert parallel.pipeline is not None
+    ranks, policy = parallel.mesh.pipe, inputs.recipe.policy
+    cut = with_split(parallel.pipeline, inputs.module, rows, ranks, policy)
+    return replace(parallel, parts={**parallel.parts, "pipe": cut})
 
 
 def _labels_differ(loss: Loss, samples: SampleSet) -> bool:
-    """Whether ``loss`` may take more of one label than of another."""
+    """Return whether ``loss`` may take more of one label than of another."""
     how = OfClasses.of(loss)
     if how is None or not how.averages or samples.num_labels != 1:
         return False
-    label = samples.preview[
-        samples.num_features
-    ]  # has the smallest and the largest of all integers
+    # the preview has the smallest and the largest of all integers
+    label = samples.preview[samples.num_features]
     if isinstance(label, Ragged) or label.ndim > 1 or how.weight is not None:
         return label.dtype.kind != "f"
     if label.dtype.kind == "i":
         return bool(label.min() <= how.ignored <= label.max())
     return label.dtype.kind == "u"
-
-
-def _slices(trainer: Trainer, model: Prepared, replicas: int) -> int:
-    if trainer.slices is not None:
-        return trainer.slices
-    ddp = trainer.parts.get("data")
-    whole = ddp is not None and not ddp.shard_optimizer
-    return replicas if model.optimizer.separate and not whole else 1

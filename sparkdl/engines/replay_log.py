@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
-from sparkdl.loop.engine import Iteration
+from sparkdl.replica.iteration import Iteration
 
 Hyperparameters: TypeAlias = tuple[Mapping[str, Any], ...] | None
 _Form: TypeAlias = tuple[tuple[tuple[str, int | None], ...], ...]
@@ -42,7 +42,15 @@ class Log:
             text = f"sparkdl: epoch {epoch + 1} · iteration {index + 1} · again"
             scale, histograms = self._scales[n], bool(self._histograms[n])
             values = self._hyperparameters.at(n) if index >= 0 else None
-            iteration = Iteration(index, epoch, batch, values, text, scale, histograms)
+            iteration = Iteration(
+                index=index,
+                epoch=epoch,
+                batch=batch,
+                hyperparameters=values,
+                description=text,
+                loss_scale=scale,
+                histograms=histograms,
+            )
             yield None if index < 0 else iteration
 
     @property

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -30,21 +30,21 @@ from sparkdl.model.preparation import freeze
 from sparkdl.model.recipe import frozen_digest
 from sparkdl.slices.spec import slice_plans
 
-if TYPE_CHECKING:
-    from sparkdl.train.trainer import Trainer
-
 MOST = 1 << 16
 """Characters that the arguments of a recipe may take in a manifest."""
 
 
-def told_in_manifest(trainer: Trainer, untrained: TrainedModel) -> dict[str, Any]:
-    """What :attr:`Manifest.model` holds. ``untrained``: what the run will return, but for its weights.
+def told_in_manifest(
+    untrained: TrainedModel, freeze: Sequence[str] = (), unfreeze: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What :attr:`Manifest.model` holds. ``untrained``: what the run will return, but for its weights;
+    ``freeze``, ``unfreeze``: the trainer's.
 
     No pickle: what has no name is to be given to ``load``. Nor secrets: arguments that look like one
     are not told.
     """
     try:
-        recipe = recipe_by_name(trainer.model)
+        recipe = recipe_by_name(untrained.model)
         if _secret("", [recipe["args"], recipe["kwargs"]]):
             raise WithoutName("its arguments look like a secret, which a checkpoint does not hold")
         if len(json.dumps(recipe)) > MOST:
@@ -55,7 +55,7 @@ def told_in_manifest(trainer: Trainer, untrained: TrainedModel) -> dict[str, Any
         content = json.loads(json.dumps(content_of(untrained, recipe)))
     except ParameterError as error:  # a function of a column, or of the output, has no name
         return {"unknown": str(error)}
-    return {**content, "freeze": list(trainer.freeze), "unfreeze": list(trainer.unfreeze)}
+    return {**content, "freeze": list(freeze), "unfreeze": list(unfreeze)}
 
 
 def _secret(key: str, value: Any) -> bool:

@@ -6,12 +6,13 @@ import math
 from dataclasses import replace
 
 from sparkdl.errors import TrainingError
-from sparkdl.loop.engine import Iteration, StepResult, most
+from sparkdl.loop.engine import StepResult, most
 from sparkdl.loop.history import History
 from sparkdl.loop.loss_scale import FIRST_SCALE, next_scale
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState, expected
 from sparkdl.model.policy import Policy
+from sparkdl.replica.iteration import Iteration
 
 
 def first_state(policy: Policy) -> TrainState:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparkdl.loop.state import TrainState
-
-if TYPE_CHECKING:
-    from sparkdl.train.trainer import Trainer
 
 
 class StopTraining(Exception):
@@ -28,32 +25,32 @@ class Callback:
     :class:`sparkdl.StopTraining` ends the training well; what else a hook raises ends the fit.
     """
 
-    def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
+    def on_fit_start(self, trainer: Any, state: TrainState) -> None:
         """Samples, replicas and state are in place; no iteration has run."""
 
-    def on_epoch_start(self, trainer: Trainer, state: TrainState) -> None:
+    def on_epoch_start(self, trainer: Any, state: TrainState) -> None:
         """Before the first iteration of an epoch."""
 
-    def on_iteration_start(self, trainer: Trainer, state: TrainState) -> None:
+    def on_iteration_start(self, trainer: Any, state: TrainState) -> None:
         """Before the jobs of an iteration are submitted."""
 
-    def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:
+    def on_iteration_end(self, trainer: Any, state: TrainState) -> None:
         """An iteration is committed; ``state`` counts it."""
 
-    def on_epoch_end(self, trainer: Trainer, state: TrainState) -> None:
+    def on_epoch_end(self, trainer: Any, state: TrainState) -> None:
         """After the last iteration of an epoch."""
 
-    def on_validation_end(self, trainer: Trainer, state: TrainState) -> None:
+    def on_validation_end(self, trainer: Any, state: TrainState) -> None:
         """Metrics of a validation are in the state."""
 
-    def on_checkpoint(self, trainer: Trainer, state: TrainState) -> None:
+    def on_checkpoint(self, trainer: Any, state: TrainState) -> None:
         """A checkpoint is committed."""
 
-    def on_recovery(self, trainer: Trainer, state: TrainState) -> None:
+    def on_recovery(self, trainer: Any, state: TrainState) -> None:
         """State that was lost with an executor has been brought back: the run goes on from ``state``.
         No iteration is told of twice."""
 
-    def on_fit_end(self, trainer: Trainer, state: TrainState) -> None:
+    def on_fit_end(self, trainer: Any, state: TrainState) -> None:
         """The last iteration is committed; not called where the fit fails, or is interrupted a second
         time."""
 
@@ -73,7 +70,7 @@ class ProgressBar(Callback):
         self._bar: Any = None
         self._refreshed = 0.0
 
-    def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
+    def on_fit_start(self, trainer: Any, state: TrainState) -> None:
         if not self._shown:
             return
         from tqdm.auto import tqdm
@@ -84,7 +81,7 @@ class ProgressBar(Callback):
         epoch = f"epoch {state.epoch + 1}"
         self._bar = tqdm(total=total, initial=done, unit="it", dynamic_ncols=True, desc=epoch)
 
-    def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:
+    def on_iteration_end(self, trainer: Any, state: TrainState) -> None:
         if self._bar is None:
             return
         self._bar.update()
@@ -93,7 +90,7 @@ class ProgressBar(Callback):
             self._refreshed = now
             self._show(state)
 
-    def on_fit_end(self, trainer: Trainer, state: TrainState) -> None:
+    def on_fit_end(self, trainer: Any, state: TrainState) -> None:
         if self._bar is not None:
             self._show(state)
         self.close()

@@ -15,7 +15,7 @@ from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.samples import SampleSet
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.flat import Layout
-from sparkdl.replica.iteration import ReplicaReport, SliceReport
+from sparkdl.replica.iteration import Iteration, ReplicaReport, SliceReport
 from sparkdl.slices.histogram import Histogram
 from sparkdl.slices.spec import SlicePlan
 from sparkdl.slices.state import SliceState
@@ -23,21 +23,6 @@ from sparkdl.slices.update import EMA
 
 ReadState = Callable[[SlicePlan, torch.dtype], SliceState]
 """Gives the state of a slice from elsewhere: a checkpoint, an earlier run. Runs in tasks."""
-
-
-@dataclass(frozen=True)
-class Iteration:
-    """What the loop asks of an engine: iteration ``index`` is global batch ``batch`` of ``epoch``
-    (all from 0). ``hyperparameters``: a schedule's values, one mapping a parameter group.
-    ``description``: for the Spark UI. ``histograms``: whether they are wanted."""
-
-    index: int
-    epoch: int
-    batch: int
-    hyperparameters: tuple[Mapping[str, Any], ...] | None
-    description: str
-    loss_scale: float = 1.0
-    histograms: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,21 +10,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from sparkdl.loop.advance import describe, next_iteration
-from sparkdl.loop.engine import Iteration
+from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState, expected
-from sparkdl.loop.trigger import Both, Either, Not, Trigger
-from sparkdl.loop.triggers import Every, EveryEpoch, MaxEpoch, MaxIteration, MaxScore, Plateau
-
-if TYPE_CHECKING:
-    from sparkdl.train.trainer import Trainer
+from sparkdl.loop.trigger import Trigger
+from sparkdl.replica.iteration import Iteration
 
 MOST, SECONDS = 8, 0.25
 """How many iterations are foreseen, and no more than take so long, but one."""
-_KNOWN = (Every, EveryEpoch, MaxEpoch, MaxIteration, MaxScore, Plateau)
 
 
 @dataclass(frozen=True)
@@ -41,16 +36,17 @@ class Foresight:
 
     def __init__(
         self,
-        trainer: Trainer,
+        config: LoopConfig,
         between: Sequence[Trigger],
         schedule: Schedule,
         state: TrainState,
         ahead: bool = True,
     ) -> None:
-        self._between, self._schedule = [trainer.stop, *between], schedule
-        self._wants_histograms, histograms = trainer.wants_histograms, trainer.histograms
-        asked = [*self._between, *([] if histograms is None else [histograms])]
-        self._sees = ahead and not trainer.policy.scales_loss and all(map(foreseeable, asked))
+        self._config, self._schedule = config, schedule
+        self._between = [config.stop, *between]
+        asked = [*self._between, *([] if config.histograms is None else [config.histograms])]
+        predictable = all(trigger.predictable for trigger in asked)
+        self._sees = ahead and not config.options.scales_loss and predictable
         self._at = state
         self._coming: deque[Planned] = deque()
 
@@ -85,16 +81,6 @@ class Foresight:
         """The iteration that begins at ``state``."""
         self._schedule.after(self._at, state)
         self._at = state
-        histograms = self._wants_histograms(previous, state)
+        histograms = self._config.wants_histograms(previous, state)
         iteration = next_iteration(state, self._schedule, histograms)
         self._coming.append(Planned(iteration, self._schedule.learning_rates))
-
-
-def foreseeable(trigger: Trigger) -> bool:
-    """Whether it looks at nothing but counters and validations. Of a trigger of a user's own, also one
-    that is derived from ours, nobody knows."""
-    if isinstance(trigger, Both | Either):
-        return foreseeable(trigger.left) and foreseeable(trigger.right)
-    if isinstance(trigger, Not):
-        return foreseeable(trigger.trigger)
-    return type(trigger) in _KNOWN

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from sparkdl.loop.advance import advanced, before
 from sparkdl.loop.callbacks import Callback, StopTraining
+from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.engine import Lasting
 from sparkdl.loop.history import History
 from sparkdl.loop.interrupt import INTERRUPTED, Interrupt
@@ -15,9 +16,6 @@ from sparkdl.loop.lookahead import Foresight
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState
 from sparkdl.loop.trigger import Trigger
-
-if TYPE_CHECKING:
-    from sparkdl.train.trainer import Trainer
 
 
 class Stage(Protocol):
@@ -37,7 +35,8 @@ class Stage(Protocol):
 
 
 def train(
-    trainer: Trainer,
+    trainer: object,
+    config: LoopConfig,
     engine: Lasting,
     schedule: Schedule,
     stages: Sequence[Stage],
@@ -46,16 +45,30 @@ def train(
     history: History,
     interrupt: Interrupt,
 ) -> TrainState:
-    """Iterate from ``state`` until ``trainer.stop`` says so, or a callback or the user, see
-    :attr:`History.stopped`; where that is.
+    """Iterate until ``config.stop`` says so, or a callback or the user: see :attr:`History.stopped`.
 
-    Raises KeyboardInterrupt where an iteration fails that the user has interrupted: what was asked to
-    end with it may have ended before it, such as Spark.
+    Args:
+        trainer: Given to the callbacks; the loop does not look at it.
+        config: What the loop decides by.
+        engine: Runs the iterations.
+        schedule: The learning rates; stands at ``state``.
+        stages: What may be due after an iteration, in order.
+        callbacks: Told of every event, in order.
+        state: Where the run begins, or goes on.
+        history: The run's history, which grows.
+        interrupt: Whether the user has asked for the end.
+
+    Returns:
+        The state where the run ended.
+
+    Raises:
+        KeyboardInterrupt: An iteration failed that the user has interrupted: what was asked to end
+            with it may have ended before it, such as Spark.
     """
-    policy, recoveries = trainer.policy, engine.recoveries
+    recoveries = engine.recoveries
     previous = before(state, history)
     between = [stage.every for stage in stages]
-    foresight = Foresight(trainer, between, schedule, state, ahead=engine.begins_ahead)
+    foresight = Foresight(config, between, schedule, state, ahead=engine.begins_ahead)
     history.stopped = None
 
     def tell(hook: str) -> None:
@@ -85,7 +98,7 @@ def train(
 
     tell("on_fit_start")
     started = time.monotonic() - state.seconds
-    while not (foresight.cut() if stopped() else trainer.stop(previous, state)):
+    while not (foresight.cut() if stopped() else config.stop(previous, state)):
         if state.position == 0:
             tell("on_epoch_start")
         tell("on_iteration_start")
@@ -99,7 +112,7 @@ def train(
             raise
         told_of_losses()
         seconds = (result.ended or time.monotonic()) - started
-        previous, state = state, advanced(state, result, policy, rates, seconds)
+        previous, state = state, advanced(state, result, config.options, rates, seconds)
         history.append(state, epoch)
         tell("on_iteration_end")
         for stage in stages:

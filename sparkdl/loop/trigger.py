@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from sparkdl.loop.state import TrainState
 
 
 class Trigger:
-    """Base class: ``trigger(previous, current) -> bool``."""
+    """A pure predicate over two states: ``trigger(previous, current) -> bool``.
+
+    A class is declared with ``predictable=True`` if it reads nothing but counters and validations that
+    have been: iterations may then be sent to an engine before those that precede them have ended. That
+    is not inherited: each class says so for itself.
+    """
+
+    _predictable: ClassVar[bool] = False
+
+    def __init_subclass__(cls, *, predictable: bool = False, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._predictable = predictable
+
+    @property
+    def predictable(self) -> bool:
+        """Whether the trigger reads nothing but counters and validations that have been."""
+        return self._predictable
 
     def __call__(self, previous: TrainState, current: TrainState) -> bool:
         raise TypeError(f"{type(self).__name__} does not define __call__(previous, current)")
@@ -41,6 +58,10 @@ class Both(Trigger):
     left: Trigger
     right: Trigger
 
+    @property
+    def predictable(self) -> bool:
+        return self.left.predictable and self.right.predictable
+
     def __call__(self, previous: TrainState, current: TrainState) -> bool:
         return self.left(previous, current) and self.right(previous, current)
 
@@ -63,6 +84,10 @@ class Either(Trigger):
     left: Trigger
     right: Trigger
 
+    @property
+    def predictable(self) -> bool:
+        return self.left.predictable and self.right.predictable
+
     def __call__(self, previous: TrainState, current: TrainState) -> bool:
         return self.left(previous, current) or self.right(previous, current)
 
@@ -82,6 +107,10 @@ class Not(Trigger):
     """True where ``trigger`` is not. When it is true for good is not known: no limit."""
 
     trigger: Trigger
+
+    @property
+    def predictable(self) -> bool:
+        return self.trigger.predictable
 
     def __call__(self, previous: TrainState, current: TrainState) -> bool:
         return not self.trigger(previous, current)

@@ -31,7 +31,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class MaxEpoch(Trigger):
+class MaxEpoch(Trigger, predictable=True):
     """See :func:`max_epoch`."""
 
     epochs: int
@@ -44,7 +44,7 @@ class MaxEpoch(Trigger):
 
 
 @dataclass(frozen=True)
-class MaxIteration(Trigger):
+class MaxIteration(Trigger, predictable=True):
     """See :func:`max_iteration`."""
 
     iterations: int
@@ -57,7 +57,7 @@ class MaxIteration(Trigger):
 
 
 @dataclass(frozen=True)
-class EveryEpoch(Trigger):
+class EveryEpoch(Trigger, predictable=True):
     """See :func:`every_epoch`."""
 
     def __call__(self, previous: TrainState, current: TrainState) -> bool:
@@ -65,7 +65,7 @@ class EveryEpoch(Trigger):
 
 
 @dataclass(frozen=True)
-class Every(Trigger):
+class Every(Trigger, predictable=True):
     """See :func:`every`."""
 
     iterations: int
@@ -105,7 +105,7 @@ class MinLoss(Trigger):
 
 
 @dataclass(frozen=True)
-class MaxScore(Trigger):
+class MaxScore(Trigger, predictable=True):
     """See :func:`max_score`."""
 
     metric: str
@@ -122,7 +122,7 @@ class MaxScore(Trigger):
 
 
 @dataclass(frozen=True)
-class Plateau(Trigger):
+class Plateau(Trigger, predictable=True):
     """See :func:`plateau`."""
 
     metric: str

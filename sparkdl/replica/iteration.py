@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from sparkdl.data.epoch import derive_seed
 from sparkdl.slab.pool import Reference
 from sparkdl.slices.histogram import Histogram
 
@@ -102,3 +104,44 @@ class Clock:
         now = time.perf_counter()
         self.seconds[activity] = self.seconds.get(activity, 0.0) + now - self._last
         self._last = now
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """What the loop asks of an engine.
+
+    Attributes:
+        index: The iteration's number in the run, from 0.
+        epoch: The epoch, from 0.
+        batch: The number of the global batch within the epoch, from 0.
+        hyperparameters: A schedule's values, one mapping a parameter group; None: as they are.
+        description: The text that the Spark UI shows.
+        loss_scale: Factor of the loss before backward.
+        histograms: Whether histograms of weights and gradients are wanted.
+    """
+
+    index: int
+    epoch: int
+    batch: int = 0
+    hyperparameters: tuple[Mapping[str, Any], ...] | None = None
+    description: str = ""
+    loss_scale: float = 1.0
+    histograms: bool = False
+
+    def with_rows(self, rows: Sequence[tuple[int, int]]) -> IterationRows:
+        """Return the iteration with the rows of each replica."""
+        return IterationRows(**self.__dict__, rows=tuple(rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationRows(Iteration):
+    """An iteration, and the rows [start, stop) of each replica in its order of the epoch."""
+
+    rows: tuple[tuple[int, int], ...]
+
+    def update_seed(self, seed: int) -> int:
+        """Return the seed of what optimizers draw, out of the run's ``seed``.
+
+        It is the same wherever a slice is updated, and however often.
+        """
+        return derive_seed(seed, "update", self.index)

@@ -18,7 +18,6 @@ from sparkdl.data.epoch import derive_seed
 from sparkdl.data.partition_reader import MappedPartition
 from sparkdl.data.prefetch import AHEAD
 from sparkdl.data.ragged import Rows
-from sparkdl.engines.shuffle.messages import Step
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.loss import masses_of
 from sparkdl.replica.compute import (
@@ -30,7 +29,7 @@ from sparkdl.replica.compute import (
     weigh,
 )
 from sparkdl.replica.gradient_writer import GradientWriter
-from sparkdl.replica.iteration import Clock
+from sparkdl.replica.iteration import Clock, IterationRows
 from sparkdl.slices.section import (
     Contribution,
     SectionMap,
@@ -47,7 +46,7 @@ from sparkdl.slices.spec import SlicePlan
 class Work:
     """One replica's part of one iteration: rows [start, stop) of its order of the epoch."""
 
-    step: Step
+    step: IterationRows
     replica: int
     assembly: Assembly
     share: int

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.codec.parameters import plain_parameters
+from sparkdl.codec.describe import plain_parameters
 from sparkdl.codec.redaction import without_credentials
 from sparkdl.errors import ParameterError
 from sparkdl.loop.state import TrainState
@@ -29,7 +29,7 @@ class MLflow(Recorder):
     """Logs to MLflow: into the active run, or into one of its own, which it ends.
 
     When the fit starts, the trainer's plain values as parameters (see
-    :func:`sparkdl.codec.parameters.plain_parameters`); where ``every`` is true, the scalars that
+    :func:`sparkdl.codec.describe.plain_parameters`); where ``every`` is true, the scalars that
     :class:`TensorBoard` shows; after each validation, ``validation/METRIC``; in the end the artifact
     ``history.json``. The step is the number of iterations. A fit that fails leaves its own run
     ``FAILED`` as soon as the next one starts or the program ends. Needs the extra ``mlflow``; raises
@@ -69,7 +69,7 @@ class MLflow(Recorder):
         run = self._client.get_run(self.run_id)
         parameters = [
             self._mlflow.entities.Param(name, text)
-            for name, text in _named(plain_parameters(trainer)).items()
+            for name, text in _named(plain_parameters(trainer, (Trigger,))).items()
             if name not in run.data.params  # they cannot be changed: a resumed run's stand
         ]
         self._client.log_batch(self.run_id, params=parameters)

@@ -16,7 +16,7 @@ from torch import nn
 
 from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.checkpoint.resume import Resuming
-from sparkdl.checkpoint.save import Identity
+from sparkdl.checkpoint.save import RunIdentity
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.engines.registry import build_engine
 from sparkdl.engines.resources import Resources
@@ -27,6 +27,7 @@ from sparkdl.infer.checkpoint_model import told_in_manifest
 from sparkdl.infer.trained_model import KeptState, TrainedModel
 from sparkdl.loop.advance import caught_up, first_state
 from sparkdl.loop.callbacks import ProgressBar
+from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.engine import (
     AVERAGE,
     BEST,
@@ -48,8 +49,9 @@ from sparkdl.spark.gpus import within_gpus
 from sparkdl.spark.locality import places_awaited
 from sparkdl.spark.warm_up import daemons_starting
 from sparkdl.train.carried import Carried, begin_batch, chosen_state, has_rows
+from sparkdl.train.engine_inputs import engine_inputs
 from sparkdl.train.gang_checks import check_gang
-from sparkdl.train.periodic_tasks import stages_of
+from sparkdl.train.periodic_tasks import run_identity, stages_of
 from sparkdl.train.place_samples import place, source, validation_set
 from sparkdl.train.preflight import preflight
 from sparkdl.train.prepare import prepare
@@ -120,7 +122,9 @@ def run(
     model = prepare(trainer, start)
     if kept is not None:
         kept.check(ModelIdentity.of(model.layout), model.optimizers)
-    resuming = None if resume is None else Resuming(trainer, resume, one_pass or any_data)
+    resuming = (
+        None if resume is None else Resuming(trainer.checkpoint, resume, one_pass or any_data)
+    )
     if trainer.checkpoint is not None:
         CheckpointStore(trainer.checkpoint.path).prepare()
     chosen = trainer.replicas or (resuming and resuming.replicas)
@@ -145,8 +149,9 @@ def run(
         if validation is not None and output is not None and not validation.scorer.apart:
             scorer = replace(validation.scorer, dimensions=output.dimensions)
             validation = replace(validation, scorer=scorer)
-        engine = build_engine(trainer, settings, model, samples, validation, replicas, resources)
-        identity = Identity.of(trainer, model, samples.handles)
+        inputs = engine_inputs(trainer, settings, model, samples, validation, replicas, resources)
+        engine = build_engine(trainer.engine, inputs)
+        identity = run_identity(trainer, model, samples.handles)
         result = functools.partial(
             TrainedModel,
             model=trainer.model,
@@ -172,13 +177,18 @@ def run(
         else:
             schedule = model.schedule
             state = caught_up(schedule, state, history)
-        told = told_in_manifest(trainer, result(module=model.module, history=history))
+        told = told_in_manifest(
+            result(module=model.module, history=history), trainer.freeze, trainer.unfreeze
+        )
         stages = stages_of(trainer, engine, validation, identity, told, state, history, one_pass)
         model = replace(model, module=nn.Module())  # which was for trying, and takes memory
         rescue = Rescue(trainer, engine, identity, told, history, one_pass)
         with interruptible() as interrupt, rescue:
             callbacks = [rescue, *trainer.callbacks, bar]
-            state = train(trainer, engine, schedule, stages, callbacks, state, history, interrupt)
+            config = LoopConfig.of(trainer)
+            state = train(
+                trainer, config, engine, schedule, stages, callbacks, state, history, interrupt
+            )
             results = {
                 which: result(
                     module=filled(build_model(model.payload), engine.weights(which)),
@@ -227,7 +237,7 @@ def _packed(engine: Engine, lose_it: bool) -> tuple[bytes, ...] | None:
 def _begin(
     trainer: Trainer,
     engine: Engine,
-    identity: Identity,
+    identity: RunIdentity,
     resuming: Resuming | None,
     kept: KeptState | None,
     carried: Carried | None,

@@ -1,28 +1,60 @@
-"""The stages of the loop that a trainer asks for: validation, and checkpoints."""
+"""What a trainer asks the loop to do after an iteration: validation and checkpoints; and what they
+are of."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from sparkdl.checkpoint.identity import DataIdentity, ModelIdentity
 from sparkdl.checkpoint.manifest import Manifest
 from sparkdl.checkpoint.resume import Restored
-from sparkdl.checkpoint.save import Checkpointer, Identity
+from sparkdl.checkpoint.save import Checkpointer, RunIdentity
+from sparkdl.codec.describe import describe, describe_trainer
+from sparkdl.data.fields import SampleHandle
 from sparkdl.engines.recovery import Recovering
 from sparkdl.loop.engine import Engine, Later, Uses, ValidationSet
 from sparkdl.loop.history import History
 from sparkdl.loop.loop import Stage
 from sparkdl.loop.state import TrainState
 from sparkdl.loop.validation import Validator
+from sparkdl.model.recipe import frozen_digest
+from sparkdl.train.prepare import Prepared
 from sparkdl.train.trainer import Trainer
+
+
+def run_identity(trainer: Trainer, model: Prepared, handles: Sequence[SampleHandle]) -> RunIdentity:
+    """Describe a run, as its checkpoints do.
+
+    Args:
+        trainer: What the user asked for.
+        model: The model, as it is before training.
+        handles: The training partitions.
+    """
+    return RunIdentity(
+        model=ModelIdentity.of(model.layout),
+        data=DataIdentity.of(handles),
+        constants={
+            "replicas": len(handles),
+            "batch_size": trainer.batch_size,
+            "local_steps": trainer.local_steps,
+            "seed": trainer.seed,
+        },
+        optimizers=model.optimizers,
+        options=trainer.policy,
+        frozen=frozen_digest(model.module),
+        metric=trainer.validation.best if trainer.validation else None,
+        compression=describe(trainer.compression),
+        config=describe_trainer(trainer),
+    )
 
 
 def stages_of(
     trainer: Trainer,
     engine: Engine,
     validation: ValidationSet | None,
-    identity: Identity,
+    identity: RunIdentity,
     told: Mapping[str, Any],
     state: TrainState,
     history: History,
@@ -49,11 +81,11 @@ def stages_of(
     if trainer.checkpoint is not None:
         noting, background = None, None
         if isinstance(engine, Recovering):
-            noting = functools.partial(_noting, trainer, engine)
+            noting = functools.partial(_noting, identity, engine)
             if trainer.checkpoint.asynchronous:
                 background = functools.partial(_in_background, engine)
         checkpointer = Checkpointer(
-            trainer,
+            trainer.checkpoint,
             engine,
             identity,
             history,
@@ -68,15 +100,15 @@ def stages_of(
     return stages
 
 
-def _noting(trainer: Trainer, engine: Recovering) -> Callable[[str, Manifest], None]:
+def _noting(run: RunIdentity, engine: Recovering) -> Callable[[str, Manifest], None]:
     """For a checkpoint of the state as it stands: the engine may go back to it once it is committed."""
-    return functools.partial(_note_checkpoint, trainer, engine, engine.done)
+    return functools.partial(_note_checkpoint, run, engine, engine.done)
 
 
 def _note_checkpoint(
-    trainer: Trainer, engine: Recovering, done: int, uri: str, manifest: Manifest
+    run: RunIdentity, engine: Recovering, done: int, uri: str, manifest: Manifest
 ) -> None:
-    load = Restored.of(trainer, uri, manifest, History()).load
+    load = Restored.of(run, uri, manifest, History()).load
     engine.checkpointed(done, manifest.iteration, load)
 
 

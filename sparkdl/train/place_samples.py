@@ -10,7 +10,6 @@ import numpy as np
 from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 
-from sparkdl.data.batches import Assembly
 from sparkdl.data.fields import Field
 from sparkdl.data.samples import SampleSet, Source, materialize, materialize_here
 from sparkdl.engines.resources import Resources
@@ -22,6 +21,7 @@ from sparkdl.model.model_loss import is_model_loss
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.executors import side_by_side
 from sparkdl.spark.read_failures import reading_explained
+from sparkdl.train.engine_inputs import assembly
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
@@ -57,19 +57,6 @@ def place(trainer: Trainer, source: Source, resources: Resources) -> SampleSet:
         if trainer.engine == "local":
             return materialize_here(source)
         return materialize(source, lambda rdd: resources.persist(side_by_side(rdd)))
-
-
-def assembly(trainer: Trainer, samples: SampleSet, float_dtype: str) -> Assembly:
-    """How training rows become mini-batches, but for ``augment``, which travels with the recipe."""
-    return Assembly(
-        num_features=samples.num_features,
-        num_labels=samples.num_labels,
-        weighted=samples.weighted,
-        inputs=trainer.keywords,
-        bucketing=trainer.bucketing,
-        float_dtype=float_dtype,
-        seed=trainer.seed,
-    )
 
 
 def validation_set(

@@ -10,12 +10,11 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.checkpoint.config import Checkpoint
-from sparkdl.checkpoint.save import Checkpointer, Identity
+from sparkdl.checkpoint.save import Checkpointer, RunIdentity
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.errors import CheckpointError, SparkdlError, StalledError
 from sparkdl.loop.callbacks import Callback
@@ -37,7 +36,7 @@ class Rescue(Callback):
         self,
         trainer: Trainer,
         engine: Engine,
-        identity: Identity,
+        identity: RunIdentity,
         told: Mapping[str, Any],
         history: History,
         one_pass: bool = False,
@@ -120,8 +119,7 @@ class Rescue(Callback):
             raise
 
     def _written(self, where: Checkpoint, state: TrainState, here: bool = False) -> str:
-        trainer = replace(self._trainer, checkpoint=where)
         writer = Checkpointer(
-            trainer, self._engine, self._identity, self._history, told=self._told, begun=state
+            where, self._engine, self._identity, self._history, told=self._told, begun=state
         )
         return writer.written(state, here)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,6 @@ from sparkdl.data.columns.base import Spec
 from sparkdl.errors import ParameterError, raise_all
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.callbacks import Callback
-from sparkdl.loop.state import TrainState, expected
 from sparkdl.loop.triggers import MaxEpoch, Trigger
 from sparkdl.loop.validation import Validation
 from sparkdl.model.policy import Policy
@@ -245,17 +244,6 @@ class Trainer:
             activation_checkpointing=tuple(self.activation_checkpointing),
             compile=self.compile,
         )
-
-    def wants_histograms(self, previous: TrainState, state: TrainState) -> bool:
-        """Whether the iteration after ``state``, which came after ``previous``, shall report them.
-
-        What is counted is asked of the coming iteration, and time of the one before: how long an
-        iteration takes is not known beforehand.
-        """
-        if self.histograms is None:
-            return False
-        before = replace(state, seconds=previous.seconds)
-        return self.histograms(before, expected(state))
 
     def fit(
         self,

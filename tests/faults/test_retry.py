@@ -21,7 +21,7 @@ from sparkdl.codec.frames import decode
 from sparkdl.data.batches import Assembly
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_writer import PartitionWriter
-from sparkdl.engines.shuffle.messages import RESIDUAL_FOREIGN, Step
+from sparkdl.engines.shuffle.messages import RESIDUAL_FOREIGN, IterationMessage
 from sparkdl.engines.shuffle.placement import Places
 from sparkdl.engines.shuffle.replica_context import AtSeats, PrepareReplica
 from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
@@ -175,7 +175,9 @@ class Bench:
         self.states: tuple[SliceHandle, ...] = tuple(
             pickle.loads(next(InitialState()(n, iter(self.owners[n])))).state for n in range(3)
         )
-        self.step = Step(0, 0, 1, 0, rows=((0, 6), (0, 6)), residuals=(None, None))
+        self.step = IterationMessage(
+            index=0, epoch=0, tick=1, floor=0, rows=((0, 6), (0, 6)), residuals=(None, None)
+        )
 
     def _samples(self, generator: np.random.Generator, rows: int) -> SampleHandle:
         writer = PartitionWriter(self.run.slab)

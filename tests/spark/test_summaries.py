@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
 import sparkdl
-from sparkdl.codec.parameters import plain_parameters
+from sparkdl.codec.describe import plain_parameters
 from sparkdl.summaries import Curves, HistoryFile, MLflow, TensorBoard
 
 pytestmark = pytest.mark.spark

@@ -23,7 +23,7 @@ from torch import nn
 
 from sparkdl.data.batches import Assembly
 from sparkdl.data.partition_writer import PartitionWriter
-from sparkdl.engines.shuffle.messages import Copies, Installed, Step
+from sparkdl.engines.shuffle.messages import Copies, Installed, IterationMessage
 from sparkdl.engines.shuffle.node_reduce import Combine
 from sparkdl.engines.shuffle.node_weights import HandOnWeights, Install
 from sparkdl.engines.shuffle.replica_context import (
@@ -173,10 +173,16 @@ class Machine:
     def zip(one: Stage, other: Stage) -> list[list[tuple[bytes, bytes]]]:
         return [list(zip(a, b, strict=True)) for a, b in zip(one, other, strict=True)]
 
-    def step(self) -> Step:
+    def step(self) -> IterationMessage:
         rows = tuple((0, rows) for rows in self.rows)
-        return Step(
-            self.floor, 0, self.tick, self.floor, rows, states=self.states, copies=self.copies
+        return IterationMessage(
+            index=self.floor,
+            epoch=0,
+            rows=rows,
+            tick=self.tick,
+            floor=self.floor,
+            states=self.states,
+            copies=self.copies,
         )
 
     def plain(self) -> list[SliceReport]:
@@ -208,7 +214,7 @@ class Machine:
             self._note(installed)
         return reports
 
-    def _synchronized(self, step: Step, sent: Stage, nodes: Nodes | None) -> Any:
+    def _synchronized(self, step: IterationMessage, sent: Stage, nodes: Nodes | None) -> Any:
         received = self.zip(self.shuffle(sent, len(self.slices)), self.owners)
         tell = to_driver if nodes is None else ToNodes(nodes)
         if self._clips:
@@ -222,7 +228,7 @@ class Machine:
             told = self.stage(Synchronize(step, tell), received, self.slices)
         return told if nodes is not None else [pickle.loads(frame) for (frame,) in told]
 
-    def _install(self, step: Step, sent: Stage) -> list[Installed]:
+    def _install(self, step: IterationMessage, sent: Stage) -> list[Installed]:
         arrived = self.zip(self.shuffle(sent, len(self.replicas)), self.counted(len(self.slices)))
         return [pickle.loads(f) for (f,) in self.stage(Install(step), arrived, self.replicas)]
 

@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import sparkdl
-from sparkdl.loop.lookahead import MOST, SECONDS, Foresight, foreseeable
+from sparkdl.loop.config import LoopConfig
+from sparkdl.loop.lookahead import MOST, SECONDS, Foresight
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState, Validated, expected
 from sparkdl.loop.triggers import MaxEpoch
@@ -43,7 +44,9 @@ def run(
     """What is asked for, by iteration; after which iterations something else is done; and the last
     iteration that was known at each."""
     state = TrainState(iterations_per_epoch=an_epoch)
-    foresight = Foresight(own, [every], schedule_of(make, per if make else "iteration"), state)
+    foresight = Foresight(
+        LoopConfig.of(own), [every], schedule_of(make, per if make else "iteration"), state
+    )
     asked, between, furthest, previous = [], [], [], state
     said: tuple[Any, ...] = ()
     while not own.stop(previous, state):
@@ -111,28 +114,33 @@ def test_as_many_are_foreseen_as_take_little_time() -> None:
 def test_nothing_is_foreseen_that_depends_on_how_it_goes(changes: dict[str, Any]) -> None:
     own = trainer(**{"stop": sparkdl.max_epoch(9), **changes})
     state = TrainState(iterations_per_epoch=100, loss=1.0, timings={"iteration": 0.001})
-    foresight = Foresight(own, [], schedule_of(None), state)
+    foresight = Foresight(LoopConfig.of(own), [], schedule_of(None), state)
     assert foresight.plan(state, state)[1] == ()
 
 
-def test_which_triggers_are_foreseeable() -> None:
+def test_which_triggers_are_predictable() -> None:
     class Own(MaxEpoch):
         def __call__(self, previous: TrainState, current: TrainState) -> bool:
             return current.loss < 1
 
     early = sparkdl.max_epoch(9) | sparkdl.plateau("a", 2) | sparkdl.max_score("a", 0.9)
-    assert foreseeable(early)
-    assert foreseeable(~(early & sparkdl.every(3)))
-    assert not foreseeable(early | Own(3))
-    assert not foreseeable(~sparkdl.min_loss(0.1))
+    assert early.predictable
+    assert (~(early & sparkdl.every(3))).predictable
+    assert not (early | Own(3)).predictable
+    assert not (~sparkdl.min_loss(0.1)).predictable
 
 
 def test_nothing_is_foreseen_for_who_begins_nothing_ahead_nor_after_the_cut() -> None:
     """What was foreseen before is still planned: the ranks have begun it."""
     own = trainer(stop=sparkdl.max_epoch(9))
     state = TrainState(iterations_per_epoch=100, loss=1.0, timings={"iteration": SECONDS / 3})
-    assert Foresight(own, [], schedule_of(None), state, ahead=False).plan(state, state)[1] == ()
-    foresight = Foresight(own, [], schedule_of(None), state)
+    assert (
+        Foresight(LoopConfig.of(own), [], schedule_of(None), state, ahead=False).plan(state, state)[
+            1
+        ]
+        == ()
+    )
+    foresight = Foresight(LoopConfig.of(own), [], schedule_of(None), state)
     begun = list(foresight.plan(state, state)[1])
     assert len(begun) == 3
     while begun:

@@ -28,7 +28,7 @@ from sparkdl.checkpoint.identity import DataIdentity, FieldIdentity, ModelIdenti
 from sparkdl.checkpoint.manifest import Best, Manifest, checksum
 from sparkdl.checkpoint.residuals import WriteResiduals
 from sparkdl.checkpoint.resume import Restored, Resuming
-from sparkdl.checkpoint.save import Identity
+from sparkdl.checkpoint.save import RunIdentity
 from sparkdl.checkpoint.slice_io import write_slice
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.codec.files import MAX_HEADER_BYTES
@@ -47,6 +47,7 @@ from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
 from sparkdl.model.flat import layout_of
+from sparkdl.model.policy import Policy
 from sparkdl.slices.spec import slice_plans
 from sparkdl.slices.state import SliceState
 
@@ -137,7 +138,13 @@ DATA = DataIdentity(
     rows=(7, 8), checksums=(2**64 - 1, 5), fields=(FieldIdentity(name="x", dtype="f4", shape=(4,)),)
 )
 CONSTANTS = {"replicas": 2, "batch_size": 8, "local_steps": 1, "seed": 3}
-IDENTITY = Identity(ModelIdentity.of(LAYOUT), DATA, CONSTANTS, ("Adam",))
+IDENTITY = RunIdentity(
+    model=ModelIdentity.of(LAYOUT),
+    data=DATA,
+    constants=CONSTANTS,
+    optimizers=("Adam",),
+    options=Policy(),
+)
 
 
 def slice_state(plan: Any) -> SliceState:
@@ -179,7 +186,7 @@ def write_a_checkpoint(root: Path) -> Path:
         validations=(validated,),
         best=Best(iteration=4, epoch=2, metric="loss", value=0.5, files=kinds["best"]),
         config={"batch_size": "8"},
-        model=told_in_manifest(TRAINER, UNTRAINED),
+        model=told_in_manifest(UNTRAINED),
         extra={"loss_scale_age": 0, "higher_is_better": {"loss": False}, "compression": "None"},
         **CONSTANTS,
     )
@@ -260,7 +267,7 @@ UNTRAINED = TrainedModel(
 
 def read_checkpoint(root: Path) -> object:
     reader = Reader()
-    resuming = Resuming(TRAINER, root)
+    resuming = Resuming(None, root)
     found = resuming.restore(reader, IDENTITY)  # type: ignore[arg-type]
     assert isinstance(found, Restored)
     use_history(found.history)

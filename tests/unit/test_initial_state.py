@@ -22,10 +22,9 @@ from sparkdl.engines.shuffle.replica_context import CheckSeat, PrepareReplica
 from sparkdl.engines.shuffle.state_tasks import InitialState, PrepareOwner, RecipeSource
 from sparkdl.engines.shuffle.weights import borrow_weights, load_weights
 from sparkdl.errors import ModelError, StaleReferenceError
-from sparkdl.loop.engine import Iteration
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
-from sparkdl.replica.iteration import SliceHandle, SliceReport
+from sparkdl.replica.iteration import Iteration, SliceHandle, SliceReport
 from sparkdl.replica.open_run import plans_of
 from sparkdl.replica.run import ReplicaHandle, Run, open_replica
 from sparkdl.slab.pool import close_pool, open_pool
@@ -183,7 +182,7 @@ def test_so_it_has_in_one_process(tmp_path, built_from):
     engine = LocalEngine(samples, run, cloudpickle.dumps(recipe), batch_size=6)
     engine.start()
     first = engine.weights().clone()
-    engine.step(Iteration(0, 0, 0, None, ""))
+    engine.step(Iteration(index=0, epoch=0, batch=0, hyperparameters=None))
     assert not torch.equal(engine.weights(), first)
     engine.start()
     assert torch.equal(engine.weights(), first)

@@ -15,6 +15,7 @@ import sparkdl
 from sparkdl.errors import TrainingError
 from sparkdl.loop.advance import advanced, describe, first_state, next_iteration
 from sparkdl.loop.callbacks import ProgressBar
+from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.engine import StepResult
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState, Validated, expected
@@ -120,32 +121,26 @@ def test_describe_has_no_loss_before_the_first() -> None:
 
 @pytest.mark.parametrize("trigger", [sparkdl.every(3), sparkdl.every_epoch()], ids=str)
 def test_histograms_are_asked_for_the_iteration_that_makes_the_trigger_true(trigger) -> None:
-    trainer = sparkdl.Trainer(
-        model=nn.Linear(2, 2), loss=nn.MSELoss(), optimizer=torch.optim.SGD, histograms=trigger
-    )
+    config = LoopConfig(stop=sparkdl.max_epoch(9), options=Policy(), histograms=trigger)
     state, asked, due = TrainState(iterations_per_epoch=4), [], []
     before = state
     for _ in range(13):
-        asked.append(trainer.wants_histograms(before, state))
+        asked.append(config.wants_histograms(before, state))
         before, state = state, after(state, StepResult(0.1, 1))
         due.append(trigger(before, state))
     assert asked == due
     assert sum(due) in (3, 4)
-    assert not replace(trainer, histograms=None).wants_histograms(state, state)
+    assert not replace(config, histograms=None).wants_histograms(state, state)
 
 
 def test_histograms_by_time_are_asked_for_the_iteration_after() -> None:
     """How long an iteration takes is not known beforehand."""
-    trainer = sparkdl.Trainer(
-        model=nn.Linear(2, 2),
-        loss=nn.MSELoss(),
-        optimizer=torch.optim.SGD,
-        histograms=sparkdl.every_seconds(10),
-    )
+    every = sparkdl.every_seconds(10)
+    config = LoopConfig(stop=sparkdl.max_epoch(9), options=Policy(), histograms=every)
     before = state = TrainState(iterations_per_epoch=4)
     asked = []
     for _ in range(9):
-        asked.append(trainer.wants_histograms(before, state))
+        asked.append(config.wants_histograms(before, state))
         before, state = state, replace(after(state, StepResult(0.1, 1)), seconds=state.seconds + 4)
     assert asked == [False, False, False, True, False, True, False, False, True]
 

@@ -21,7 +21,8 @@ from sparkdl.errors import (
     StateLostError,
     TrainingError,
 )
-from sparkdl.loop.engine import BEST, Iteration, StepResult
+from sparkdl.loop.engine import BEST, StepResult
+from sparkdl.replica.iteration import Iteration
 
 
 @dataclass
@@ -96,7 +97,12 @@ class Engine:
 def test_the_log_gives_back_what_was_asked_for():
     asked = [
         Iteration(
-            i, i // 4, i % 4, None if i < 3 else ({"lr": 1 / (1 + i // 2)},), "", 2.0**i, i == 5
+            index=i,
+            epoch=i // 4,
+            batch=i % 4,
+            hyperparameters=None if i < 3 else ({"lr": 1 / (1 + i // 2)},),
+            loss_scale=2.0**i,
+            histograms=i == 5,
         )
         for i in range(8)
     ]
@@ -130,7 +136,7 @@ def test_the_log_gives_back_what_was_asked_for():
 def test_the_log_keeps_hyperparameters_of_any_kind(values):
     log = Log()
     for i in range(6):
-        log.append(Iteration(i, 0, i, values(i), ""))
+        log.append(Iteration(index=i, epoch=0, batch=i, hyperparameters=values(i)))
     told = [one.hyperparameters for one in log.since(0)]
     assert told == [values(i) for i in range(6)]
     kinds = [[type(v) for group in one or () for v in group.values()] for one in told]
@@ -141,14 +147,14 @@ def test_a_schedule_costs_the_log_little():
     log = Log()
     tracemalloc.start()
     for i in range(10_000):
-        log.append(Iteration(i, 0, i, ({"lr": 1 / (i + 1)},), ""))
+        log.append(Iteration(index=i, epoch=0, batch=i, hyperparameters=({"lr": 1 / (i + 1)},)))
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert used < 100 * 10_000
 
 
 def iteration(index: int) -> Iteration:
-    return Iteration(index, 0, index, None, "")
+    return Iteration(index=index, epoch=0, batch=index, hyperparameters=None)
 
 
 def run(engine: Engine, iterations: int, seconds: float | None, checkpoints: int = 0):

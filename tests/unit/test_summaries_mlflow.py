@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import sparkdl
-from sparkdl.codec.parameters import LONGEST, plain_parameters
+from sparkdl.codec.describe import LONGEST_PARAMETER, plain_parameters
 from sparkdl.codec.redaction import REDACTED
 from sparkdl.data.partition_writer import Field
 from sparkdl.infer.output import Output
@@ -269,7 +269,7 @@ def test_plain_parameters() -> None:
         "nothing": "None",
         "flag": "True",
         "names": "a, b",
-        "long": "x" * (LONGEST - 1) + "…",
+        "long": "x" * (LONGEST_PARAMETER - 1) + "…",
         "stop": "Either(left=MaxEpoch(epochs=2), right=MinLoss(loss=0.5))",
         "own": "Quiet",
         "function": "a_function",

@@ -29,7 +29,6 @@ from sparkdl.engines.gang.in_flight import Asked
 from sparkdl.engines.gang.rank import Do, SetUp, frames_of
 from sparkdl.engines.gang.rank_records import RankStep, Setup, Standing
 from sparkdl.engines.resources import Resources
-from sparkdl.engines.shuffle.messages import Step
 from sparkdl.engines.shuffle.placement import (
     MAX_SUBMISSIONS,
     compute_again,
@@ -40,7 +39,6 @@ from sparkdl.gang.driver import Gang
 from sparkdl.gang.oversubscribe import Hosting
 from sparkdl.loop.engine import (
     CURRENT,
-    Iteration,
     ReadResiduals,
     ReadState,
     StepResult,
@@ -53,7 +51,7 @@ from sparkdl.loop.engine import (
 from sparkdl.model.flat import Layout
 from sparkdl.parallel.plan import Parallel
 from sparkdl.replica.compare import Description, check_same
-from sparkdl.replica.iteration import ReplicaReport
+from sparkdl.replica.iteration import Iteration, IterationRows, ReplicaReport
 from sparkdl.replica.run import Run
 from sparkdl.slab.delivery import AT_ONCE_BYTES, Wanted, bring, not_here
 from sparkdl.slab.parts import Left
@@ -209,17 +207,8 @@ class GangEngine:
         result = summarize(taking_part, slices, self._layout, seconds)
         return replace(result, ended=answer.ended)
 
-    def _step(self, iteration: Iteration) -> Step:
-        return Step(
-            iteration.index,
-            iteration.epoch,
-            0,
-            0,
-            self.plan.rows(iteration.batch),
-            iteration.hyperparameters,
-            iteration.loss_scale,
-            iteration.histograms,
-        )
+    def _step(self, iteration: Iteration) -> IterationRows:
+        return iteration.with_rows(self.plan.rows(iteration.batch))
 
     def score(self, validation: ValidationSet) -> list[Any]:
         """Every rank its own partition."""

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from sparkdl.engines.gang.rank import Do
 from sparkdl.engines.gang.rank_records import RankStep
-from sparkdl.engines.shuffle.messages import Step
 from sparkdl.gang.driver import Gang
-from sparkdl.loop.engine import Iteration
+from sparkdl.replica.iteration import Iteration, IterationRows
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class _Asked:
 class Asked:
     """Those of which nobody has had the answer, the oldest first. ``step``: what the ranks are told."""
 
-    def __init__(self, gang: Gang, step: Callable[[Iteration], Step]) -> None:
+    def __init__(self, gang: Gang, step: Callable[[Iteration], IterationRows]) -> None:
         self._gang, self._step = gang, step
         self._waiting: deque[_Asked] = deque()
         self._ended = 0.0

@@ -39,7 +39,6 @@ from sparkdl.engines.gang.rank_state import States
 from sparkdl.engines.gang.snapshots import Snapshots
 from sparkdl.engines.gang.strategies.base import gathered
 from sparkdl.engines.gang.strategies.build import hold
-from sparkdl.engines.shuffle.messages import Step
 from sparkdl.errors import ModelError, SessionError, UserError
 from sparkdl.gang.rank_task import Member
 from sparkdl.loop.engine import BEST, ReadResiduals, ReadState, Uses, weights_of
@@ -49,7 +48,7 @@ from sparkdl.process.determinism import generators_lent
 from sparkdl.process.memory import memory_given_back
 from sparkdl.process.numerics import put_back
 from sparkdl.replica.compare import Compared, compared
-from sparkdl.replica.iteration import Clock, ReplicaReport, SliceReport
+from sparkdl.replica.iteration import Clock, IterationRows, ReplicaReport, SliceReport
 from sparkdl.replica.score import score_partition
 from sparkdl.replica.step import Work, to_mini_batch
 from sparkdl.slab.parts import Left, left_where_large, read_part
@@ -184,7 +183,7 @@ class Rank:
         else:
             self._held.place(found)
 
-    def step(self, step: Step) -> RankStep:
+    def step(self, step: IterationRows) -> RankStep:
         """One iteration; the state of this rank's slices is then the next version."""
         clock, rank, live = Clock(), self._member.rank, self._held.live
         start, stop = step.rows[rank]
@@ -217,7 +216,7 @@ class Rank:
         self._before = clock.seconds
 
     def _finish(
-        self, step: Step, weights: Sequence[float], loss: float, failed: bool, clock: Clock
+        self, step: IterationRows, weights: Sequence[float], loss: float, failed: bool, clock: Clock
     ) -> list[SliceReport]:
         """Update, unless the loss or a gradient of some rank is not finite and that is to be left out;
         where the driver ends the run for it, the state does not matter any more."""
@@ -237,7 +236,7 @@ class Rank:
         mean = sum(one[0] * w for one, w in zip(found, weights, strict=True) if w)
         return self._update(step, contributions, mean / total if total else 0.0, clock)
 
-    def _weights(self, step: Step, weight: float) -> list[float]:
+    def _weights(self, step: IterationRows, weight: float) -> list[float]:
         """What each rank's mini-batch counts for."""
         if not self._setup.weighs:
             return [float(stop - start) for start, stop in step.rows]
@@ -245,7 +244,7 @@ class Rank:
 
     def _update(
         self,
-        step: Step,
+        step: IterationRows,
         contributions: Mapping[int, list[Contribution]],
         loss: float,
         clock: Clock,

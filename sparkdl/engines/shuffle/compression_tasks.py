@@ -11,7 +11,7 @@ import torch
 
 from sparkdl.codec.packed import ByParameter, Tensors
 from sparkdl.data.epoch import derive_seed
-from sparkdl.engines.shuffle.messages import RESIDUAL_FOREIGN, Step
+from sparkdl.engines.shuffle.messages import RESIDUAL_FOREIGN, IterationMessage
 from sparkdl.engines.shuffle.replica_context import Seat
 from sparkdl.engines.shuffle.residuals import read_residuals, write_residuals
 from sparkdl.loop.engine import ReadResiduals
@@ -48,19 +48,19 @@ def compress_outcome(live: LiveReplica, outcome: Outcome, work: Work, kept: ByPa
 
 @torch.no_grad()
 def compress_here(
-    live: LiveReplica, outcome: Outcome, work: Work, pool: Pool
+    live: LiveReplica, outcome: Outcome, work: Work, message: IterationMessage, pool: Pool
 ) -> tuple[Outcome, ResidualHandle]:
     """Likewise in a task: what is kept is read from this node's slabs and written there."""
-    before = _handle(work.step, work.replica)
+    before = _handle(message, work.replica)
     kept = read_residuals(pool, before) if before else {}
     outcome = compress_outcome(live, outcome, work, kept)
-    handle = write_residuals(pool, work.replica, before, outcome.kept, work.step.tick)
+    handle = write_residuals(pool, work.replica, before, outcome.kept, message.tick)
     if before:
         pool.check(before.reference)
     return outcome, handle
 
 
-def residual_fault(step: Step, replica: int, token: str) -> Fault | None:
+def residual_fault(step: IterationMessage, replica: int, token: str) -> Fault | None:
     """Where the task is not on the node that holds what its replica keeps."""
     before = _handle(step, replica)
     if before is None or before.reference.token == token:
@@ -68,7 +68,7 @@ def residual_fault(step: Step, replica: int, token: str) -> Fault | None:
     return Fault(RESIDUAL_FOREIGN, replica, token)
 
 
-def _handle(step: Step, replica: int) -> ResidualHandle | None:
+def _handle(step: IterationMessage, replica: int) -> ResidualHandle | None:
     return step.residuals[replica] if step.residuals else None
 
 

@@ -22,7 +22,7 @@ from sparkdl.data.samples import SampleSet
 from sparkdl.engines.resources import Resources
 from sparkdl.engines.shuffle.form import Form
 from sparkdl.engines.shuffle.forms import SYNCHRONIZATION, IterationJobs, Synchronized
-from sparkdl.engines.shuffle.messages import Pending, SeatReport, Step
+from sparkdl.engines.shuffle.messages import IterationMessage, Pending, SeatReport
 from sparkdl.engines.shuffle.node_sums import NodeSums
 from sparkdl.engines.shuffle.pending import ApplyPending
 from sparkdl.engines.shuffle.placement import Places
@@ -30,7 +30,6 @@ from sparkdl.engines.shuffle.versions import Committed, Snapshot, states_of
 from sparkdl.gang.slots import task_slots
 from sparkdl.loop.engine import (
     CURRENT,
-    Iteration,
     NodeBytes,
     ReadResiduals,
     ReadState,
@@ -43,7 +42,7 @@ from sparkdl.loop.engine import (
 from sparkdl.model.flat import Layout
 from sparkdl.model.policy import Policy
 from sparkdl.replica.compare import Description
-from sparkdl.replica.iteration import Fault, ReplicaReport, SliceReport
+from sparkdl.replica.iteration import Fault, Iteration, ReplicaReport, SliceReport
 from sparkdl.replica.run import Run
 from sparkdl.slices.spec import SlicePlan
 from sparkdl.slices.state import SliceState
@@ -94,21 +93,16 @@ class ShuffleEngine:
         """Submit the iteration, again where tasks found themselves on another node, and commit."""
         self._context.setJobDescription(iteration.description)
         doing = f"iteration {iteration.index + 1}, epoch {iteration.epoch + 1}"
-        rows = self.plan.rows(iteration.batch)
+        asked = iteration.with_rows(self.plan.rows(iteration.batch))
 
         def submit() -> tuple[StepResult | None, list[Fault]]:
             self._state.tick += 1
-            step = Step(
-                iteration.index,
-                iteration.epoch,
-                self._state.tick,
-                self._state.floor,
-                rows,
-                iteration.hyperparameters,
-                iteration.loss_scale,
-                iteration.histograms,
-                self._state.states,
-                self._pending,
+            step = IterationMessage.of(
+                asked,
+                tick=self._state.tick,
+                floor=self._state.floor,
+                states=self._state.states,
+                pending=self._pending,
                 residuals=self._state.residuals,
             )
             started = time.perf_counter()
@@ -130,13 +124,13 @@ class ShuffleEngine:
 
         return self._places.until_placed(submit, doing, self._places.samples)
 
-    def _can_be_at_once(self, step: Step) -> bool:
+    def _can_be_at_once(self, step: IterationMessage) -> bool:
         """Norms and histograms are to be known when the iteration ends, not one later."""
         early = self._policy.clips_norm or step.histograms
         return not early and self._places.one_node(self._state.states)
 
     def _commit(
-        self, step: Step, done: Synchronized, started: float
+        self, step: IterationMessage, done: Synchronized, started: float
     ) -> tuple[StepResult | None, list[Fault]]:
         """After the two stages (or more)."""
         reports = done.reports
@@ -156,7 +150,7 @@ class ShuffleEngine:
         return self._result(replicas, reports, updates, started, traffic), []
 
     def _commit_at_once(
-        self, step: Step, seats: list[SeatReport], started: float
+        self, step: IterationMessage, seats: list[SeatReport], started: float
     ) -> tuple[StepResult | None, list[Fault]]:
         """After the one stage: what was pending is applied, the new gradients are pending."""
         faults = [header.fault for seat in seats for header in seat.headers if header.fault]
@@ -197,12 +191,12 @@ class ShuffleEngine:
         if self._pending is None:
             return
         self._state.tick += 1
-        step = Step(
-            self._pending.index,
-            0,
-            self._state.tick,
-            self._state.floor,
-            (),
+        step = IterationMessage(
+            index=self._pending.index,
+            epoch=0,
+            rows=(),
+            tick=self._state.tick,
+            floor=self._state.floor,
             states=self._state.states,
             pending=self._pending,
         )

@@ -25,7 +25,7 @@ from typing import Any
 from pyspark.core.rdd import RDD
 
 from sparkdl.engines.resources import Resources
-from sparkdl.engines.shuffle.messages import Installed, Pending, SeatReport, Step
+from sparkdl.engines.shuffle.messages import Installed, IterationMessage, Pending, SeatReport
 from sparkdl.engines.shuffle.node_reduce import Combine
 from sparkdl.engines.shuffle.node_sums import NodeSums
 from sparkdl.engines.shuffle.node_weights import HandOnWeights, Install
@@ -105,11 +105,11 @@ class IterationJobs:
         self._blocks.forget()
         self._next = None
 
-    def at_once(self, step: Step) -> list[SeatReport] | None:
+    def at_once(self, step: IterationMessage) -> list[SeatReport] | None:
         """One stage; a report a replica. None: nothing was run, the step is too much to be told."""
         return self._at_seats(AT_ONCE, step)
 
-    def on_one_node(self, step: Step) -> Synchronized | None:
+    def on_one_node(self, step: IterationMessage) -> Synchronized | None:
         """Every stage a job of its own. None: the step is too much to be told, in whole or in part."""
         seats = None if self._untold else self._at_seats(FORWARD_BACKWARD, step)
         if seats is None:
@@ -125,7 +125,7 @@ class IterationJobs:
         replicas = tuple(header.report for header in headers if header.report)
         return Synchronized([replace(reports[0], replicas=replicas), *reports[1:]])
 
-    def _at_seats(self, name: str, step: Step) -> list[SeatReport] | None:
+    def _at_seats(self, name: str, step: IterationMessage) -> list[SeatReport] | None:
         places = self._places
 
         def build() -> RDD:
@@ -133,7 +133,7 @@ class IterationJobs:
 
         return self._one_stage(name, step, build, len(places.tokens))
 
-    def _at_owners(self, step: Step) -> list[SliceReport] | None:
+    def _at_owners(self, step: IterationMessage) -> list[SliceReport] | None:
         """Update by what is pending; in two stages where the norm must be known before."""
         if self._places.two_stages:
             return self._one_stage(SYNCHRONIZATION, step, self._owners(ApplyPending()))
@@ -157,7 +157,7 @@ class IterationJobs:
         count = self._slices if count is None else count
         return self._run(self._here[name], count, name, lambda: self._resources.shuffled(None))
 
-    def in_stages(self, step: Step) -> Synchronized:
+    def in_stages(self, step: IterationMessage) -> Synchronized:
         """Forward-backward, then synchronization; where it pays, nodes sum in between and share what
         comes back."""
         states, nodes = step.states, self._nodes_that_sum(step.states)
@@ -218,7 +218,7 @@ class IterationJobs:
         self,
         states: tuple[SliceHandle, ...],
         nodes: Nodes | None,
-        step: Step | None = None,
+        step: IterationMessage | None = None,
         fetched: RDD | None = None,
         storing: bool = False,
     ) -> RDD:
@@ -252,12 +252,12 @@ class IterationJobs:
     def _send(self, keyed: RDD, partitions: int) -> RDD:
         return shuffle_frames(keyed, partitions, few_bytes=self._places.few_bytes)
 
-    def _install(self, handed_on: RDD, step: Step | None) -> RDD:
+    def _install(self, handed_on: RDD, step: IterationMessage | None) -> RDD:
         """Frames with weights to every replica's place, and there into slabs."""
         arrived = self._send(handed_on, len(self._places.tokens))
         return map_frames(zip_frames(arrived, self._places.counted(self._slices)), Install(step))
 
-    def _hand_on(self, step: Step, nodes: Nodes) -> Synchronized:
+    def _hand_on(self, step: IterationMessage, nodes: Nodes) -> Synchronized:
         """The weights as they stand, once to each node that has none of them."""
         with stage_name(self._context, INSTALLATION):
             owners = map_frames(self._places.owners, HandOnWeights(step.states, nodes))

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparkdl.data.epoch import derive_seed
-from sparkdl.replica.iteration import Fault, ReplicaReport, ResidualHandle, SliceHandle, SliceReport
+from sparkdl.replica.iteration import (
+    Fault,
+    IterationRows,
+    ReplicaReport,
+    ResidualHandle,
+    SliceHandle,
+    SliceReport,
+)
 from sparkdl.slab.pool import Reference
 from sparkdl.slices.section import SectionMap
 
@@ -26,7 +33,7 @@ class Pending:
     headers: tuple[tuple[GradientHeader, ...], ...]
 
     @staticmethod
-    def of(step: Step, seats: Sequence[SeatReport]) -> Pending:
+    def of(step: IterationMessage, seats: Sequence[SeatReport]) -> Pending:
         """What a step leaves; ``seats``: of every replica, in order."""
         by_slice = zip(*[seat.headers for seat in seats], strict=True)
         headers = tuple(tuple(replace(h, report=None) for h in some) for some in by_slice)
@@ -37,37 +44,36 @@ Copies = Mapping[str, Mapping[int, "SliceHandle"]]
 """By node (its token) and slice."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """One iteration as the driver submits it.
+@dataclass(frozen=True, kw_only=True)
+class IterationMessage(IterationRows):
+    """One iteration as the driver submits it to tasks.
 
-    ``index`` counts iterations of the run from 0. ``tick`` grows with every submission, a repeated
-    one too; ``floor`` is the tick of the committed state, below which state buffers are free.
-    ``rows``: for each replica, the range of its epoch's permutation. ``hyperparameters``: one
-    mapping a parameter group. ``loss_scale``: what replicas multiply their loss by before backward.
-    ``histograms``: whether owners shall report them. ``states``: the committed version of every
-    slice. ``pending``: what is to be applied to it first. ``copies``: of the weights of other
-    nodes' slices, where nodes have them, see :mod:`sparkdl.engines.shuffle.node_weights`.
-    ``residuals``: where gradients are compressed, what each replica keeps; None before its first
-    iteration.
+    Attributes:
+        tick: Grows with every submission, a repeated one too.
+        floor: The tick of the committed state, below which state buffers are free.
+        states: The committed version of every slice.
+        pending: What is to be applied to it first; None: nothing.
+        copies: Of the weights of other nodes' slices, where nodes have them, see
+            :mod:`sparkdl.engines.shuffle.node_weights`.
+        residuals: Where gradients are compressed, what each replica keeps; None before its first
+            iteration.
     """
 
-    index: int
-    epoch: int
     tick: int
     floor: int
-    rows: tuple[tuple[int, int], ...]
-    hyperparameters: tuple[Mapping[str, Any], ...] | None = None
-    loss_scale: float = 1.0
-    histograms: bool = False
     states: tuple[SliceHandle, ...] = ()
     pending: Pending | None = None
     copies: Copies = field(default_factory=dict)
     residuals: tuple[ResidualHandle | None, ...] = ()
 
+    @staticmethod
+    def of(iteration: IterationRows, **rest: Any) -> IterationMessage:
+        """Make one of an iteration; ``rest``: the fields that are a message's own."""
+        return IterationMessage(**iteration.__dict__, **rest)
+
     def update_seed(self, seed: int) -> int:
-        """Of what optimizers draw, ``seed`` being the run's: the same wherever a slice is updated, and
-        however often."""
+        """Return the seed of the update that this message asks for: a pending one's, where there is
+        one."""
         updated = self.index if self.pending is None else self.pending.index
         return derive_seed(seed, "update", updated)
 

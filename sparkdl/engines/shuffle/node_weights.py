@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from sparkdl.codec.frames import as_tensor, decode, encode
-from sparkdl.engines.shuffle.messages import STATE_FOREIGN, HandedOn, Installed, Step
+from sparkdl.engines.shuffle.messages import STATE_FOREIGN, HandedOn, Installed, IterationMessage
 from sparkdl.engines.shuffle.state_tasks import run_of
 from sparkdl.engines.shuffle.traffic import Nodes
 from sparkdl.replica.iteration import Fault, SliceHandle, SliceReport
@@ -69,7 +69,7 @@ class Install:
     """Body of the stage, at every replica's place: write what arrives; one frame, a pickled
     :class:`Installed`. ``step``: None: the one that the job was told."""
 
-    step: Step | None = None
+    step: IterationMessage | None = None
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         step, pool, reports, copies = self.step, None, [], {}

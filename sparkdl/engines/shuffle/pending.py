@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from sparkdl.engines.shuffle.messages import ReducedHeader, Step
+from sparkdl.engines.shuffle.messages import IterationMessage, ReducedHeader
 from sparkdl.engines.shuffle.state_tasks import run_of
 from sparkdl.engines.shuffle.update_tasks import Frame, reduce_slice, synchronize, update_slice
 from sparkdl.replica.iteration import SliceReport
@@ -26,7 +26,7 @@ class ApplyPending:
     ``step``: None: the one that the job was told, see :mod:`sparkdl.spark.message`; so for the others.
     """
 
-    step: Step | None = None
+    step: IterationMessage | None = None
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
@@ -50,7 +50,7 @@ class ReducePending:
 class Reductions:
     """What came of :class:`ReducePending`, of every slice, for the update that follows it."""
 
-    step: Step
+    step: IterationMessage
     headers: tuple[ReducedHeader, ...]
 
 
@@ -66,7 +66,7 @@ class UpdateReduced:
         settle_worker()
 
 
-def apply_pending(step: Step, partition: int, run: Run) -> SliceReport:
+def apply_pending(step: IterationMessage, partition: int, run: Run) -> SliceReport:
     """Bring slice ``partition`` to the version after the pending iteration."""
     pending = step.pending
     assert pending is not None
@@ -82,6 +82,6 @@ def apply_pending(step: Step, partition: int, run: Run) -> SliceReport:
         raise
 
 
-def _frames(step: Step, partition: int) -> list[Frame]:
+def _frames(step: IterationMessage, partition: int) -> list[Frame]:
     assert step.pending is not None
     return [(header, memoryview(b"")) for header in step.pending.headers[partition]]

@@ -18,7 +18,7 @@ from sparkdl.engines.shuffle.messages import (
     SAMPLES_FOREIGN,
     STATE_FOREIGN,
     Copies,
-    Step,
+    IterationMessage,
 )
 from sparkdl.engines.shuffle.state_tasks import RecipeSource
 from sparkdl.engines.shuffle.weights import Arrived, borrow_weights, load_weights, read_frame
@@ -162,7 +162,7 @@ class AtSeats:
 
     ``states``: version t of every slice; None: of the step that the job was told, see
     :mod:`sparkdl.spark.message`. ``checksums``: of the samples of each partition, where they are
-    not the training samples. ``copies``: as in a :class:`Step`.
+    not the training samples. ``copies``: as in a :class:`IterationMessage`.
     """
 
     task: SeatTask
@@ -208,7 +208,7 @@ def _seat(
     pool = open_pool(handle.run.slab)
     states = body.states
     if states is None:
-        step: Step = posted(handle.run.key)
+        step: IterationMessage = posted(handle.run.key)
         states, copies = step.states, step.copies
     mine = copies.get(pool.token, {})
     found = pickle.loads(samples)

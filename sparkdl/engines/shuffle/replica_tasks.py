@@ -18,7 +18,7 @@ from sparkdl.codec.frames import encode
 from sparkdl.data.batches import Assembly
 from sparkdl.data.partition_reader import open_partition
 from sparkdl.engines.shuffle.compression_tasks import compress_here, residual_fault
-from sparkdl.engines.shuffle.messages import MOVED, GradientHeader, SeatReport, Step
+from sparkdl.engines.shuffle.messages import MOVED, GradientHeader, IterationMessage, SeatReport
 from sparkdl.engines.shuffle.node_reduce import offered
 from sparkdl.engines.shuffle.pending import apply_pending
 from sparkdl.engines.shuffle.replica_context import Seat
@@ -60,7 +60,7 @@ class ForwardBackward:
     nodes first: they all stay on this one, and the frames go to the tasks that sum.
     """
 
-    step: Step | None = None
+    step: IterationMessage | None = None
     nodes: Nodes | None = None
 
     def __call__(self, seat: Seat) -> Iterator[bytes]:
@@ -83,7 +83,7 @@ class AtOnce:
     this costs less than a stage. One frame, a pickled :class:`SeatReport`.
     """
 
-    step: Step | None = None
+    step: IterationMessage | None = None
 
     def __call__(self, seat: Seat) -> Iterator[bytes]:
         step = self.step or posted(seat.run.key)
@@ -102,7 +102,7 @@ Sent = tuple[GradientHeader, torch.Tensor | None]
 """What a replica has for a slice: the header and, for another node, the bytes."""
 
 
-def contributions(seat: Seat, step: Step, nodes: Nodes | None = None) -> list[Sent]:
+def contributions(seat: Seat, step: IterationMessage, nodes: Nodes | None = None) -> list[Sent]:
     """Forward, backward, publish: what goes to each slice; with ``nodes`` all by reference."""
     fault = seat.fault() or residual_fault(step, seat.index, seat.pool.token)
     if fault is None and nodes is not None and nodes.replicas[seat.index] != seat.pool.token:
@@ -113,13 +113,15 @@ def contributions(seat: Seat, step: Step, nodes: Nodes | None = None) -> list[Se
     work = Work(step, seat.index, run.assembly, run.shares[seat.index])
     start, stop = work.rows
     if stop > start:
-        return _contributions(seat, work, everything_here=nodes is not None)
+        return _contributions(seat, step, work, everything_here=nodes is not None)
     report = ReplicaReport(seat.index, 0, 0.0, 0.0, seat.pool.token, received=seat.received)
     return [(header, None) for header in _headers(seat, Outcome(), report)]
 
 
-def _contributions(seat: Seat, work: Work, everything_here: bool) -> list[Sent]:
-    pool, clock, step = seat.pool, Clock(), work.step
+def _contributions(
+    seat: Seat, step: IterationMessage, work: Work, everything_here: bool
+) -> list[Sent]:
+    pool, clock = seat.pool, Clock()
     clock.seconds["fetch"] = seat.waited
     live, plans = open_replica(seat.run), plans_of(seat.run).slices
     residual = None
@@ -138,7 +140,7 @@ def _contributions(seat: Seat, work: Work, everything_here: bool) -> list[Sent]:
             writer = GradientWriter(live, plans, early[0], early[2].bytes)
         outcome = _outcome(seat, work, clock, writer)
         if live.recipe.compression is not None:
-            outcome, residual = compress_here(live, outcome, work, pool)
+            outcome, residual = compress_here(live, outcome, work, step, pool)
             clock.lap("compress")
         maps, sizes, claim = early or room(outcome)
         sections = write_sections(live, plans, maps, outcome, claim.bytes)

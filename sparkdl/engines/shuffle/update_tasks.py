@@ -14,7 +14,12 @@ from typing import Any
 import torch
 
 from sparkdl.codec.frames import decode, encode
-from sparkdl.engines.shuffle.messages import STATE_FOREIGN, GradientHeader, ReducedHeader, Step
+from sparkdl.engines.shuffle.messages import (
+    STATE_FOREIGN,
+    GradientHeader,
+    IterationMessage,
+    ReducedHeader,
+)
 from sparkdl.engines.shuffle.report_sinks import Tell, to_driver
 from sparkdl.engines.shuffle.store import next_version
 from sparkdl.replica.iteration import Clock, Fault, SliceReport
@@ -41,7 +46,7 @@ class Synchronize:
     ``tell``: what becomes of the report and the new weights.
     """
 
-    step: Step | None = None
+    step: IterationMessage | None = None
     tell: Tell = to_driver
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
@@ -51,7 +56,9 @@ class Synchronize:
         settle_worker()
 
 
-def synchronize(step: Step, partition: int, run: Run, frames: list[Frame]) -> SliceReport:
+def synchronize(
+    step: IterationMessage, partition: int, run: Run, frames: list[Frame]
+) -> SliceReport:
     """Reduce slice ``partition``, update it, write the next version."""
     clock, pool = Clock(), open_pool(run.slab)
     report = _checked(partition, pool, frames)
@@ -95,7 +102,7 @@ class Reduce:
     """Body of the reduction stage, where the global norm must be known before the update: reduce
     slice n into a slab, and tell every slice its part of the norm."""
 
-    step: Step | None = None
+    step: IterationMessage | None = None
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         frames, run = _read(pairs)
@@ -108,7 +115,9 @@ class Reduce:
         settle_worker()
 
 
-def reduce_slice(step: Step, partition: int, run: Run, frames: list[Frame]) -> ReducedHeader:
+def reduce_slice(
+    step: IterationMessage, partition: int, run: Run, frames: list[Frame]
+) -> ReducedHeader:
     """Reduce slice ``partition`` into a slab; its part of the norm."""
     clock, pool = Clock(), open_pool(run.slab)
     report = _checked(partition, pool, frames)
@@ -144,7 +153,7 @@ def reduce_slice(step: Step, partition: int, run: Run, frames: list[Frame]) -> R
 class Update:
     """Body of the update stage after :class:`Reduce`: clip by the global norm, update slice n."""
 
-    step: Step | None = None
+    step: IterationMessage | None = None
     tell: Tell = to_driver
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
@@ -157,7 +166,7 @@ class Update:
 
 
 def update_slice(
-    step: Step, partition: int, run: Run, headers: Sequence[ReducedHeader]
+    step: IterationMessage, partition: int, run: Run, headers: Sequence[ReducedHeader]
 ) -> SliceReport:
     """Clip what :func:`reduce_slice` made of slice ``partition`` by the global norm, update it.
     ``headers``: of all slices, in order."""

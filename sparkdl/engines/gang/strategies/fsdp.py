@@ -46,6 +46,7 @@ from sparkdl.parallel.mesh import Mesh
 from sparkdl.parallel.plan import Parallel
 from sparkdl.replica.compute import MiniBatch, Passed, forward_backward
 from sparkdl.replica.iteration import Clock
+from sparkdl.replica.padding_pass import idle
 from sparkdl.replica.step import Work
 from sparkdl.slices.spec import SlicePlan
 
@@ -120,7 +121,7 @@ def cut_units(
         cut.set_gradient_divide_factor(1.0)
         cut.set_force_sum_reduction_for_comms(True)
         cut.set_reduce_scatter_unused_params(True)
-        cut.set_custom_reduce_scatter(OneRound())  # type: ignore[arg-type]
+        cut.set_custom_reduce_scatter(OneRound(idle))  # type: ignore[arg-type]
 
 
 def let_go(module: nn.Module) -> None:

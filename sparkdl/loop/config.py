@@ -1,0 +1,41 @@
+"""What the loop decides by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sparkdl.loop.state import TrainState, expected
+from sparkdl.loop.trigger import Trigger
+from sparkdl.model.policy import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """The constants of a run that its loop looks at.
+
+    Attributes:
+        stop: When training ends.
+        options: How a gradient that is not finite and the loss scale are treated.
+        histograms: When an iteration reports histograms; None: never.
+    """
+
+    stop: Trigger
+    options: Policy
+    histograms: Trigger | None = None
+
+    @staticmethod
+    def of(trainer: Any) -> LoopConfig:
+        """Take them from the fields of a trainer."""
+        return LoopConfig(stop=trainer.stop, options=trainer.policy, histograms=trainer.histograms)
+
+    def wants_histograms(self, previous: TrainState, state: TrainState) -> bool:
+        """Return whether the iteration after ``state``, which came after ``previous``, reports them.
+
+        Counters are those of the coming iteration, time is that of the one before: how long an
+        iteration takes is not known beforehand.
+        """
+        if self.histograms is None:
+            return False
+        before = replace(state, seconds=previous.seconds)
+        return self.histograms(before, expected(state))

@@ -1,0 +1,89 @@
+"""The loop over an engine of forty lines: all that it asks of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sparkdl
+from sparkdl.data.epoch import EpochPlan
+from sparkdl.loop.advance import first_state
+from sparkdl.loop.config import LoopConfig
+from sparkdl.loop.engine import StepResult
+from sparkdl.loop.history import History
+from sparkdl.loop.interrupt import Interrupt
+from sparkdl.loop.loop import train
+from sparkdl.loop.schedule import Schedule
+from sparkdl.model.policy import Policy
+from sparkdl.model.recipe import Recipe
+from sparkdl.replica.iteration import Iteration
+from sparkdl.slices.optimizer import OptimizerPlan
+
+X = torch.arange(12.0).reshape(12, 1)
+
+
+class TensorEngine:
+    """Least squares by gradient descent, on one tensor."""
+
+    begins_ahead, recoveries = False, 0
+
+    def __init__(self) -> None:
+        self.plan = EpochPlan((12,), 4)
+        self.weight = torch.zeros(1)
+
+    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> StepResult:
+        ((start, stop),) = self.plan.rows(iteration.batch)
+        x = X[start:stop]
+        error = x @ self.weight[:, None] - 2 * x
+        self.weight -= 0.01 * (x * error).mean()
+        return StepResult((error**2).mean().item(), stop - start)
+
+
+class Heard(sparkdl.Callback):
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("on_"):
+            self.events.append(name.removeprefix("on_"))
+        return super().__getattribute__(name)
+
+
+def run(stop: sparkdl.Trigger, callbacks: Sequence[sparkdl.Callback] = ()) -> tuple[Any, ...]:
+    engine, model = TensorEngine(), nn.Linear(1, 1)
+    recipe = Recipe(model, nn.MSELoss(), torch.optim.SGD, 0)
+    schedule = Schedule(
+        OptimizerPlan.of(recipe, list(model.parameters()), model), None, "iteration"
+    )
+    config, history = LoopConfig(stop=stop, options=Policy()), History()
+    state = replace(first_state(config.options), iterations_per_epoch=engine.plan.num_iterations)
+    asked = Interrupt()
+    end = train(None, config, engine, schedule, [], callbacks, state, history, asked)
+    return engine, end, history
+
+
+def test_the_loop_trains_over_an_engine_of_tensors() -> None:
+    heard = Heard()
+    engine, end, history = run(sparkdl.max_epoch(2), [heard])
+    assert (end.epoch, end.iteration, end.position, end.samples) == (2, 6, 0, 24)
+    assert len(history) == 6
+    assert history.losses[-1] < history.losses[0]
+    assert engine.weight.item() == pytest.approx(2, abs=0.5)
+    epoch = ["epoch_start", *["iteration_start", "iteration_end"] * 3, "epoch_end"]
+    assert heard.events == ["fit_start", *epoch * 2, "fit_end"]
+
+
+def test_a_callback_ends_the_training() -> None:
+    class Enough(sparkdl.Callback):
+        def on_iteration_end(self, trainer: Any, state: sparkdl.TrainState) -> None:
+            if state.iteration == 2:
+                raise sparkdl.StopTraining("enough")
+
+    _, end, history = run(sparkdl.max_epoch(2), [Enough()])
+    assert end.iteration == 2
+    assert history.stopped == "callback: enough"
