@@ -23,12 +23,11 @@ from torch import nn
 
 import sparkdl
 from sparkdl.data.batches import Assembly
-from sparkdl.engines.shuffle.compression_tasks import compress_outcome
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.compute import Gradients
 from sparkdl.replica.iteration import IterationRows
-from sparkdl.replica.step import Outcome, Work, section_maps, sections_nbytes
+from sparkdl.replica.step import Outcome, Work, compress_outcome, section_maps, sections_nbytes
 from sparkdl.slices.spec import slice_plans
 
 REPLICAS = 4

@@ -41,10 +41,9 @@ from sparkdl.metrics.named import MeanMetric, Metric
 from sparkdl.model.model_loss import ModelLoss, PerReplica
 from sparkdl.parallel.base import DDP, FSDP, Pipeline, Tensor
 from sparkdl.session import session
+from sparkdl.settings import __version__ as __version__
 from sparkdl.slices.compression import GradBucket, PowerSGD, TopK
 from sparkdl.train.trainer import Trainer
-
-__version__ = "0.1.0"
 
 __all__ = [
     "DDP",

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from sparkdl.errors import ParameterError, nearest, raise_all
 
+__version__ = "0.1.0"
+"""The package's version."""
 PREFIX = "spark.sparkdl."
 
 

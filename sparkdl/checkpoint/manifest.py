@@ -21,6 +21,7 @@ from sparkdl.codec.files import MAX_JSON_BYTES, parse_json
 from sparkdl.codec.records import from_plain, to_plain
 from sparkdl.errors import CheckpointError, DamagedCheckpoint
 from sparkdl.loop.state import Validated
+from sparkdl.settings import __version__
 
 FORMAT = "sparkdl-checkpoint"
 VERSION = 1
@@ -69,12 +70,6 @@ class Best:
     files: tuple[SliceFile, ...] = ()
 
 
-def _version() -> str:
-    import sparkdl
-
-    return sparkdl.__version__
-
-
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """All of a checkpoint but the big bytes. Counters are those of :class:`sparkdl.TrainState`."""
@@ -115,7 +110,7 @@ class Manifest:
     :func:`sparkdl.load`; empty in the checkpoints of older versions."""
     history: StoredFile | None = None
     """Set when the checkpoint is committed."""
-    sparkdl: str = field(default_factory=_version)
+    sparkdl: str = __version__
     """The version that wrote it."""
 
     @property

@@ -13,11 +13,12 @@ from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, functions
 from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructType
 
+from sparkdl.data.columns.base import Column
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.partition_join import Part, join_parts
 from sparkdl.data.partition_writer import PART_BYTES, PartitionWriter
 from sparkdl.data.row_errors import RowProblem
-from sparkdl.data.schema import Column, quoted
+from sparkdl.data.schema import quoted
 from sparkdl.errors import DataError, raise_all
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.frames import send

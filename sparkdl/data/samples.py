@@ -23,13 +23,13 @@ from sparkdl.data.arrow_tasks import (
     ship_batches,
 )
 from sparkdl.data.checks import check_handles, check_total_weight
-from sparkdl.data.columns.base import Sequence, Specs
+from sparkdl.data.columns.base import Column, Sequence, Specs
 from sparkdl.data.fields import Field, SampleHandle
 from sparkdl.data.partition_join import Part, join_parts
 from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Rows
 from sparkdl.data.record_tasks import Names, Sample, WriteRecords, record_array, split_record
-from sparkdl.data.schema import Column, read_schema
+from sparkdl.data.schema import read_schema
 from sparkdl.errors import DataError
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.frames import (

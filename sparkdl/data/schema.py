@@ -9,13 +9,13 @@ and whatever else needs a word are specified, see :mod:`sparkdl.data.columns.bas
 from __future__ import annotations
 
 from collections.abc import Sequence as Names
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sparkdl.data.columns.base import Convert, Image, Sequence, Spec, Specs
+from sparkdl.data.columns.base import Column, Convert, Image, Sequence, Spec, Specs
 from sparkdl.data.columns.image import STRUCT
 from sparkdl.data.fields import Field, dtype_as
 from sparkdl.errors import DataError, nearest, raise_all
@@ -25,30 +25,6 @@ if TYPE_CHECKING:
 
 _INTEGERS = {"byte": "int8", "short": "int16", "integer": "int32", "long": "int64"}
 _FLOATS = {"float", "double", "decimal"}
-
-
-@dataclass(frozen=True)
-class Column:
-    """One input or label column, or the weight.
-
-    ``dtype``: NumPy name of what a sample holds. ``depth``: how many array levels the column has
-    (0: a number). ``vector``: a ``pyspark.ml.linalg`` vector. ``spec``: how it is read, where its
-    type does not say it. ``weight``: the weights of the samples. ``trained``: of a function's results,
-    what they were when the model was trained.
-    """
-
-    name: str
-    dtype: str
-    depth: int = 0
-    vector: bool = False
-    spec: Spec | None = None
-    weight: bool = False
-    trained: Field | None = None
-
-    @property
-    def grows(self) -> bool:
-        """Whether the tensor may be much larger than the column."""
-        return self.vector or isinstance(self.spec, (Image, Convert))
 
 
 def quoted(name: str) -> str:

@@ -15,14 +15,13 @@ from sparkdl.codec.packed import ByParameter
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.partition_reader import MappedPartition, open_partition
 from sparkdl.data.samples import SampleSet
-from sparkdl.engines.shuffle.compression_tasks import compress_outcome
+from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.loop.engine import (
     BEST,
     CURRENT,
     ReadResiduals,
     ReadState,
     StepResult,
-    ValidationSet,
     slowest,
     summarize,
     weights_of,
@@ -39,6 +38,7 @@ from sparkdl.replica.score import score_partition
 from sparkdl.replica.step import (
     Outcome,
     Work,
+    compress_outcome,
     not_finite,
     one_gradient,
     section_maps,
@@ -57,7 +57,15 @@ class LocalEngine:
     recoveries = 0
     begins_ahead = False
 
-    def __init__(self, samples: SampleSet, run: Run, recipe: bytes, batch_size: int) -> None:
+    def __init__(
+        self,
+        samples: SampleSet,
+        run: Run,
+        recipe: bytes,
+        batch_size: int,
+        validation: ValidationSet | None = None,
+    ) -> None:
+        self._validation = validation
         self.plan = EpochPlan(samples.counts, batch_size)
         self._run = run
         self._partitions = _open(samples)
@@ -194,8 +202,10 @@ class LocalEngine:
             )
         return slices
 
-    def score(self, validation: ValidationSet) -> list[Any]:
+    def score(self) -> list[Any]:
         """Partition after partition."""
+        validation = self._validation
+        assert validation is not None
         with torch_threads(self._run.threads):
             self._load(self.weights())
             states = [

@@ -36,7 +36,6 @@ from sparkdl.loop.engine import (
     ReadState,
     StepResult,
     Used,
-    ValidationSet,
 )
 from sparkdl.replica.iteration import Iteration
 from sparkdl.slices.spec import SlicePlan
@@ -138,8 +137,8 @@ class Recovering:
         """Whether a snapshot is."""
         return self._seconds is not None and time.monotonic() >= self._due
 
-    def score(self, validation: ValidationSet) -> list[Any]:
-        return self.surely(lambda: self._engine.score(validation))
+    def score(self) -> list[Any]:
+        return self.surely(lambda: self._engine.score())
 
     def keep_best(self) -> None:
         self.surely(self._engine.keep_best)

@@ -17,7 +17,8 @@ from sparkdl.engines.local import LocalEngine
 from sparkdl.engines.recovery import Recovering
 from sparkdl.engines.resources import Resources
 from sparkdl.engines.shuffle.engine import ShuffleEngine
-from sparkdl.loop.engine import Lasting, ValidationSet
+from sparkdl.engines.validation_set import ValidationSet
+from sparkdl.loop.engine import Lasting
 from sparkdl.model.flat import Layout
 from sparkdl.model.loss import Loss, OfClasses
 from sparkdl.model.recipe import Recipe
@@ -88,7 +89,9 @@ def build_engine(name: str, inputs: EngineInputs) -> Lasting:
 
 
 def _local(inputs: EngineInputs) -> Lasting:
-    return LocalEngine(inputs.samples, inputs.run, inputs.payload, inputs.batch_size)
+    return LocalEngine(
+        inputs.samples, inputs.run, inputs.payload, inputs.batch_size, inputs.validation
+    )
 
 
 def _shuffle(inputs: EngineInputs) -> Lasting:
@@ -102,6 +105,7 @@ def _shuffle(inputs: EngineInputs) -> Lasting:
         inputs.batch_size,
         inputs.resources,
         inputs.settings.stages,
+        inputs.validation,
     )
     return Recovering(engine, inputs.snapshot_seconds)
 

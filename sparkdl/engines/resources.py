@@ -13,6 +13,7 @@ from pyspark.core.rdd import RDD
 from pyspark.errors import PySparkException
 
 from sparkdl.data.partition_writer import close_partitions
+from sparkdl.errors import TrainingError
 from sparkdl.loop.interrupt import interrupts_held
 from sparkdl.replica.cache import forget
 from sparkdl.slab.gpu_memory import holders_awaited
@@ -206,3 +207,30 @@ def _clean_here(slab: SlabConfig) -> None:
         root = open_root(slab)
     with holders_awaited([] if root is None else list(root.directories)):
         remove_root(slab)
+
+
+MAX_SUBMISSIONS = 16
+"""How often a job is submitted when tasks find themselves on another node than expected.
+
+On a busy cluster that happens several times in a row: speculative twins run on other hosts, and so do
+tasks that have waited for ``spark.locality.wait``.
+"""
+
+
+def samples_changed(doing: str, partition: int) -> TrainingError:
+    """What to raise where a partition that was computed again is another."""
+    return TrainingError(
+        f"{doing}: partition {partition} was computed again and holds other rows: the source of the "
+        "data is not deterministic. Write it out (df.write.parquet) or checkpoint it, and fit on that."
+    )
+
+
+def compute_again(rdd: RDD) -> None:
+    """Let go of what is persisted of ``rdd``; it is persisted again as it is computed.
+
+    Nobody waits for that: an executor that has just died does not answer for two minutes. A block
+    that is let go of too late, when it is there anew, is computed once more. In local mode, where
+    blocks are read without what computes them, it must not be let go of too late, and nobody dies.
+    """
+    rdd.unpersist(blocking=is_local(rdd.ctx))
+    rdd.persist(StorageLevel.MEMORY_AND_DISK)

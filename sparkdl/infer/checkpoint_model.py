@@ -19,7 +19,7 @@ from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.codec.records import from_plain
 from sparkdl.codec.redaction import is_secret, without_credentials
 from sparkdl.errors import DamagedCheckpoint, ModelError, ParameterError
-from sparkdl.infer.persistence import built, columns_of, content_of, signature_of
+from sparkdl.infer.saved_content import built, columns_of, content_of, signature_of
 from sparkdl.infer.saved_model import Saved, Told
 from sparkdl.infer.saved_recipe import WithoutName, read_recipe, recipe_by_name
 from sparkdl.infer.trained_model import TrainedModel

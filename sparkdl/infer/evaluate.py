@@ -14,7 +14,7 @@ from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 
 from sparkdl.data.arrow_tasks import select_columns
-from sparkdl.data.columns.base import Specs
+from sparkdl.data.columns.base import Column, Specs
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field, with_fields
 from sparkdl.data.ragged import Rows, dense
@@ -27,7 +27,7 @@ from sparkdl.data.record_tasks import (
     stack_records,
 )
 from sparkdl.data.row_errors import RowProblem
-from sparkdl.data.schema import Column, columns_of
+from sparkdl.data.schema import columns_of
 from sparkdl.errors import DataError, ParameterError, TrainingError, UserError, cannot_travel
 from sparkdl.infer.shipped_module import ShippedModule, device_of, run_batches
 from sparkdl.metrics.base import Metric

@@ -16,7 +16,6 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +26,14 @@ from torch import nn
 
 from sparkdl.checkpoint.store import holds_checkpoints
 from sparkdl.codec.files import is_uri, mappable, path_here
-from sparkdl.data.columns.base import (
-    Convert,
-    NamedFunction,
-    Specs,
-    name_of,
-    specs_from_json,
-    specs_to_json,
-)
-from sparkdl.errors import ModelError, ParameterError, TrustError
+from sparkdl.errors import ModelError, ParameterError
 from sparkdl.infer.saved_buffers import load_buffers, save_buffers, take_dtypes
+from sparkdl.infer.saved_content import built, columns_of, content_of, signature_of
 from sparkdl.infer.saved_model import (
     BUFFERS,
-    FORMAT,
     HISTORY,
     MODEL,
     PICKLE,
-    VERSION,
     WEIGHTS,
     Saved,
     file_checksum,
@@ -52,9 +42,7 @@ from sparkdl.infer.saved_recipe import REMEDY, WithoutName, read_recipe, recipe_
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.history import History
 from sparkdl.model.pickling import dumps
-from sparkdl.model.preparation import passing_buffers, plain
-from sparkdl.model.signature import Signature, problems_of_part
-from sparkdl.process.determinism import seeded
+from sparkdl.model.preparation import passing_buffers
 
 logger = logging.getLogger("sparkdl")
 
@@ -94,27 +82,6 @@ def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = 
     text = json.dumps({**content, "files": files}, indent=1) + "\n"
     _place(folder / MODEL, lambda draft: draft.write_text(text))
     return folder
-
-
-def content_of(trained: TrainedModel, recipe: dict[str, Any]) -> dict[str, Any]:
-    """``model.json``, but for its files."""
-    part = trained.signature.part
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "recipe": recipe,
-        "seed": trained.seed,
-        "columns": specs_to_json(trained.columns),
-        "features": list(trained.features),
-        "label": list(trained.label),
-        "fields": [asdict(field) for field in trained.fields],
-        "num_features": trained.num_features,
-        "float_dtype": trained.float_dtype,
-        "output": asdict(trained.output) if trained.output else None,
-        "judging": asdict(trained.judging),
-        "inputs": list(trained.signature.inputs),
-        "part": {"function": name_of(part, "given as output=")} if callable(part) else part,
-    }
 
 
 def _save_weights(module: nn.Module, draft: Path) -> None:
@@ -198,62 +165,6 @@ def load(
         seed=saved.told.seed,
         judging=saved.told.judging,
     )
-
-
-def columns_of(saved: Saved, trust: bool) -> Specs:
-    """How columns become tensors; a function that the folder names is imported with trust only."""
-    found: dict[str, Any] = {}
-    folder = saved.folder
-    try:
-        specs = specs_from_json(saved.content.get("columns", {}))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelError(f"{folder}/{MODEL} is damaged: columns: {error}") from error
-    for name, spec in specs.items():
-        if isinstance(spec, NamedFunction):
-            if not trust:
-                raise TrustError(
-                    f'{folder} names the function "{spec.name}" for the column "{name}". Pass '
-                    "trust=True if you trust the folder to run it."
-                )
-            spec = Convert(spec.load())
-        found[name] = spec
-    return found
-
-
-def signature_of(saved: Saved, trust: bool) -> Signature:
-    """How the module is called, and what is its output; a function that the folder names is imported
-    with trust only."""
-    folder, part = saved.folder, saved.content.get("part")
-    if isinstance(part, dict) and isinstance(part.get("function"), str):
-        if not trust:
-            raise TrustError(
-                f'{folder} names the function "{part["function"]}" for what the output is. Pass '
-                "trust=True if you trust the folder to run it."
-            )
-        part = NamedFunction(name=part["function"]).load()
-    elif problems_of_part(part):
-        raise ModelError(f"{folder}/{MODEL} is damaged: part is a {type(part).__name__}.")
-    return Signature(saved.told.inputs, part)
-
-
-def built(build: Any, saved: Saved) -> nn.Module:
-    """The module to fill, in whatever way the saved arguments, or the given function, make it."""
-    if isinstance(build, nn.Module):
-        return plain(build)
-    folder = saved.folder
-    try:
-        with seeded(saved.told.seed):
-            module = build()
-    except Exception as error:
-        raise ModelError(
-            f"the model of {folder} cannot be built ({type(error).__name__}: {error}). Pass "
-            "model=make_model to build it yourself."
-        ) from error
-    if not isinstance(module, nn.Module):
-        raise ModelError(
-            f"the model of {folder} is a {type(module).__name__}: it must be a torch.nn.Module."
-        )
-    return plain(module)
 
 
 def _history(saved: Saved) -> History:

@@ -13,7 +13,7 @@ from pyspark import TaskContext
 from pyspark.sql import DataFrame, functions
 
 from sparkdl.data.arrow_tasks import check_unambiguous, columns_named
-from sparkdl.data.columns.base import Specs
+from sparkdl.data.columns.base import Column, Specs
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field, with_fields
 from sparkdl.data.ragged import Rows
@@ -27,7 +27,7 @@ from sparkdl.data.record_tasks import (
     stack_records,
 )
 from sparkdl.data.row_errors import RowProblem
-from sparkdl.data.schema import Column, columns_of, quoted
+from sparkdl.data.schema import columns_of, quoted
 from sparkdl.errors import DataError
 from sparkdl.infer.output import Output, as_numpy, pieces, to_arrow
 from sparkdl.infer.shipped_module import Dimensions, ShippedModule, run_batches

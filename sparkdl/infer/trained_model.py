@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,13 @@ from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.checkpoint.identity import ModelIdentity, first_few
 from sparkdl.data.columns.base import Convert, Sequence, Specs
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Rows
 from sparkdl.data.record_tasks import Names, feature_names, named
 from sparkdl.errors import DataError, ParameterError, raise_all
 from sparkdl.infer.evaluate import Evaluation, check_metrics, evaluate
+from sparkdl.infer.kept_state import KeptState
 from sparkdl.infer.output import Output
 from sparkdl.infer.predict import Finish, PredictRecords, predict_dataframe
 from sparkdl.infer.shipped_module import ShippedModule, sender_to
@@ -307,30 +307,3 @@ def _batch_size(value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ParameterError(f"batch_size={value!r}: give a whole number of at least 1.")
     return value
-
-
-@dataclass(frozen=True)
-class KeptState:
-    """The state of every slice, packed, and what it belongs to.
-
-    ``optimizers``: their names. ``weights``: the digest of the result's module.
-    """
-
-    slices: tuple[bytes, ...]
-    model: ModelIdentity
-    optimizers: tuple[str, ...]
-    weights: str
-
-    def check(self, model: ModelIdentity, optimizers: tuple[str, ...]) -> None:
-        """Raise :class:`sparkdl.ParameterError` where it is no state of this model and optimizer."""
-        problems = first_few(model.differences(self.model, "start"))
-        if self.optimizers != optimizers:
-            problems.append(
-                f"the optimizer is {', '.join(optimizers)} here and {', '.join(self.optimizers)} "
-                "in start"
-            )
-        if problems:
-            raise ParameterError(
-                f"the optimizer state of start= does not fit: {'; '.join(problems)}. Pass "
-                "optimizer_state=False to go on with the weights alone."
-            )

@@ -10,10 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from sparkdl.codec.packed import ByParameter
-from sparkdl.data.batches import Assembly
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.data.samples import SampleSet
-from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.flat import Layout
 from sparkdl.replica.iteration import Iteration, ReplicaReport, SliceReport
 from sparkdl.slices.histogram import Histogram
@@ -43,16 +40,6 @@ class StepResult:
     histograms: Mapping[str, Histogram] | None = None
     traffic: Mapping[str, NodeBytes] = field(default_factory=dict)
     ended: float | None = None
-
-
-@dataclass(frozen=True)
-class ValidationSet:
-    """Validation samples in place, and how to score them."""
-
-    samples: SampleSet
-    scorer: Scorer
-    assembly: Assembly
-    batch_size: int
 
 
 CURRENT, AVERAGE, BEST = "current", "average", "best"
@@ -120,8 +107,12 @@ class Engine(Protocol):
         """Run and commit an iteration. ``then``: what :meth:`step` is called with next, while nothing
         else is asked for that concerns the state: these may be begun."""
 
-    def score(self, validation: ValidationSet) -> list[Any]:
-        """The scorer's states, of all partitions merged, with the weights as they stand."""
+    def score(self) -> list[Any]:
+        """Score the validation samples that the engine was built with, with the weights as they stand.
+
+        Returns:
+            The states of the scorer, of all partitions merged.
+        """
 
     def keep_best(self) -> None:
         """Keep a copy of the weights as they stand, instead of the one before."""

@@ -223,7 +223,9 @@ class History:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: how far it went, the loss, the last metrics."""
-        return history_tables.as_html(self)
+        return history_tables.as_html(
+            len(self), self.losses[-1] if len(self) else math.nan, self.epochs(), self.validations
+        )
 
     def save(self, path: str | Path) -> None:
         """Write a file: all of it as ``.json``, or one row an iteration as ``.csv``.

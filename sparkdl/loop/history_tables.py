@@ -5,12 +5,9 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from sparkdl.loop.history import History
 
 WHOLE = "iteration"
 _ORDER = (
@@ -61,20 +58,31 @@ def timing_table(found: Mapping[str, Mapping[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def as_html(history: History) -> str:
-    """A small table: how far, losses, speed, and the metrics of the last validation."""
-    rows: dict[str, str] = {"iterations": f"{len(history):,}"}
-    epochs = history.epochs()
+def as_html(
+    iterations: int,
+    loss: float,
+    epochs: Sequence[Mapping[str, Any]],
+    validations: Sequence[Mapping[str, Any]],
+) -> str:
+    """Return a small table: how far, losses, speed, and the metrics of the last validation.
+
+    Args:
+        iterations: How many there have been.
+        loss: The loss of the last one.
+        epochs: A mapping for each epoch, with "epoch", "seconds", "samples" and "loss".
+        validations: A mapping for each validation, with "iteration" and "metrics".
+    """
+    rows: dict[str, str] = {"iterations": f"{iterations:,}"}
     if epochs:
         seconds = sum(epoch["seconds"] for epoch in epochs)
         samples = sum(epoch["samples"] for epoch in epochs)
         rows["epochs"] = f"{epochs[-1]['epoch']:,}"
-        rows["loss of the last iteration"] = f"{history.losses[-1]:.4g}"
+        rows["loss of the last iteration"] = f"{loss:.4g}"
         rows["mean loss of the last epoch"] = f"{epochs[-1]['loss']:.4g}"
         rows["seconds"] = f"{seconds:,.1f}"
         rows["samples/s"] = f"{samples / seconds:,.0f}" if seconds > 0 else "–"
-    if history.validations:
-        last = history.validations[-1]
+    if validations:
+        last = validations[-1]
         for name, value in last["metrics"].items():
             rows[f"validation {name} (iteration {last['iteration']:,})"] = f"{value:.4g}"
     cells = "".join(

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import ParameterError, raise_all
-from sparkdl.loop.engine import Engine, ValidationSet
+from sparkdl.loop.engine import Engine
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
 from sparkdl.loop.triggers import EveryEpoch, Trigger
 from sparkdl.metrics.named import resolve
+from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.signature import Part, problems_of_part
 from sparkdl.plain import make_plain
 
@@ -72,18 +73,18 @@ class Validator:
     hook = "on_validation_end"
 
     def __init__(
-        self, engine: Engine, validation: Validation, data: ValidationSet, history: History
+        self, engine: Engine, validation: Validation, scorer: Scorer, history: History
     ) -> None:
-        self._engine, self._validation, self._data = engine, validation, data
+        self._engine, self._validation, self._scorer = engine, validation, scorer
         self._history, self.every = history, validation.every
 
     def __call__(self, previous: TrainState, state: TrainState) -> TrainState:
         if not self.every(previous, state):
             return state
-        values = self._data.scorer.values(self._engine.score(self._data))
+        values = self._scorer.values(self._engine.score())
         record = Validated(iteration=state.iteration, epoch=state.epoch, metrics=values)
         self._history.append_validation(record)
-        higher = self._data.scorer.higher_is_better
+        higher = self._scorer.higher_is_better
         metric, best = self._validation.best, state.best
         if metric is not None and is_better(record, best, metric, higher[metric]):
             self._engine.keep_best()

@@ -14,7 +14,7 @@ import torch
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
 from sparkdl.slab.gpu_memory import make_room
-from sparkdl.spark.device import gpus_of, use_gpu
+from sparkdl.spark.device import task_device
 
 MAX_LIVE_REPLICAS = 2
 
@@ -44,26 +44,3 @@ def forget(run: str) -> None:
     """Drop the replica of ``run`` from this process."""
     for key in [key for key in list(_live) if key[0] == run]:
         _live.pop(key, None)  # a thread may have done so
-
-
-def task_device(before: torch.device | None = None) -> torch.device:
-    """The GPU that Spark assigned to this task, the first where there are several; without an
-    assignment the one from ``before``, where something is kept there, else the GPUs of its node in
-    turn, by partition; the CPU where there is none. A GPU is torch's current one from here on: memory
-    is pinned for it, and a user's ``.cuda()`` goes there.
-
-    Raises :class:`sparkdl.SessionError` where Spark assigned one that torch does not see.
-    """
-    from pyspark import TaskContext
-
-    context = TaskContext.get()
-    gpu = None if context is None else context.resources().get("gpu")
-    if gpu is not None:
-        found = gpus_of(gpu.addresses)
-        return use_gpu(found[0]) if found else torch.device("cpu")
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    if before is not None and before.type == "cuda":
-        return use_gpu(before.index)
-    partition = 0 if context is None else context.partitionId()
-    return use_gpu(partition % torch.cuda.device_count())

@@ -28,7 +28,7 @@ class RunPlans:
         """Derive from a built recipe. What the optimizers allow the driver has tried, for all."""
         recipe, layout = replica.recipe, replica.flat.layout
         parameters = [parameter for _, parameter in replica.flat.parameters]
-        optimizer = OptimizerPlan.of(recipe, parameters, replica.flat.module, try_out=False)
+        optimizer = OptimizerPlan.of(recipe, parameters, replica.flat.module)
         plans = slice_plans(layout, run.slices, whole=run.whole_tensors) + slice_plans(layout, 1)
         *owners, whole = (
             Owner.of(plan, optimizer, recipe.policy, layout, not run.whole_tensors)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from sparkdl.codec.packed import ByParameter, TensorSpec, copy_packed, specs_of
+from sparkdl.codec.packed import ByParameter, Tensors, TensorSpec, copy_packed, specs_of
 from sparkdl.data.batches import Assembly, Batch, fields_to_batch, training_rows, visit_order
 from sparkdl.data.epoch import derive_seed
 from sparkdl.data.partition_reader import MappedPartition
@@ -30,6 +30,7 @@ from sparkdl.replica.compute import (
 )
 from sparkdl.replica.gradient_writer import GradientWriter
 from sparkdl.replica.iteration import Clock, IterationRows
+from sparkdl.slices.compression import GradBucket, compress
 from sparkdl.slices.section import (
     Contribution,
     SectionMap,
@@ -234,3 +235,26 @@ def not_finite(
     else:
         number = min(known, default=None)
     return "" if number is None else f'the gradient of "{live.flat.layout.segments[number].name}"'
+
+
+def compress_outcome(live: LiveReplica, outcome: Outcome, work: Work, kept: ByParameter) -> Outcome:
+    """``outcome`` with its dense gradients compressed; ``kept``: by the replica since its last
+    iteration. Parameters without a gradient keep what they had."""
+    assert live.recipe.compression is not None
+    layout = live.flat.layout
+    wire = live.recipe.policy.wire_dtype or layout.dtype
+    compressed: dict[int, Tensors] = {}
+    keeps = dict(kept)
+    for number, gradient in enumerate(outcome.gradients.dense):
+        if gradient is None:
+            continue
+        position = work.step.index, work.replica, number
+        bucket = GradBucket(
+            name=layout.segments[number].name,
+            gradient=gradient.to(layout.dtype).contiguous(),
+            state={n: t.to(gradient.device) for n, t in kept.get(number, {}).items()},
+            iteration=work.step.index,
+            seed=derive_seed(work.assembly.seed, "compression", *position),
+        )
+        compressed[number], keeps[number] = compress(live.recipe.compression, bucket, wire)
+    return replace(outcome, compressed=compressed, kept=keeps)

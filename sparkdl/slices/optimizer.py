@@ -11,16 +11,14 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from sparkdl.errors import ModelError
-from sparkdl.model.flat import sparse_tables
 from sparkdl.model.optimizer_factory import build_optimizers
 from sparkdl.model.recipe import Recipe
-from sparkdl.slices.optimizer_probe import Traits, find_traits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +81,12 @@ class OptimizerPlan:
         recipe: Recipe,
         parameters: Sequence[torch.nn.Parameter],
         module: torch.nn.Module,
-        try_out: bool = True,
     ) -> OptimizerPlan:
-        """Take the recipe's optimizers apart and, with ``try_out``, try them on a few numbers.
+        """Take the recipe's optimizers apart.
 
-        ``parameters`` are the trainable ones in layout order. Without the trial ``elementwise`` and
-        ``separate`` are not known. Raises :class:`sparkdl.errors.ModelError`.
+        ``parameters`` are the trainable ones in layout order. How far slices may be cut is not known
+        yet, see :func:`sparkdl.slices.optimizer_probe.probed`. Raises
+        :class:`sparkdl.errors.ModelError`.
         """
         number = {id(p): i for i, p in enumerate(parameters)}
         names = {id(p): name for name, p in module.named_parameters()}
@@ -123,15 +121,7 @@ class OptimizerPlan:
                     ),
                 )
             )
-        tables = {number[key] for key in sparse_tables(module) if key in number}
-        dimensions = [p.ndim for p in parameters]
-        tried = parts if try_out else []
-        traits = [t for part in tried for t in _traits_of(part, dimensions, tables)]
-        return OptimizerPlan(
-            parts=tuple(parts),
-            elementwise=all(t.elementwise for t in traits),
-            separate=all(t.separate for t in traits),
-        )
+        return OptimizerPlan(parts=tuple(parts))
 
     @property
     def name(self) -> str:
@@ -166,18 +156,6 @@ class OptimizerPlan:
     def mirrors(self) -> list[torch.optim.Optimizer]:
         """Each optimizer on one small tensor a group, for a schedule to act on."""
         return [part.mirror() for part in self.parts]
-
-
-def _traits_of(part: OptimizerPart, dimensions: Sequence[int], tables: set[int]) -> list[Traits]:
-    """One a group that has parameters: groups may differ in what makes an optimizer look around."""
-    found = []
-    for group, members, ndim in zip(part.groups, part.members, part.dimensions, strict=True):
-        if members:
-            alone = replace(part, groups=(group,), members=((0, 1),), dimensions=(ndim,))
-            dense = {dimensions[n] for n in members if n not in tables}
-            plan = OptimizerPlan(parts=(alone,))
-            found.append(find_traits(plan, dense, any(n in tables for n in members), part.kind))
-    return found
 
 
 def _without_tensors(group: Mapping[str, Any]) -> dict[str, Any]:

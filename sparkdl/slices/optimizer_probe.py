@@ -8,21 +8,20 @@ steps, says it itself, in ``update_depends_on``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from sparkdl.errors import ModelError
+from sparkdl.model.flat import sparse_tables
 from sparkdl.process.determinism import seeded
 from sparkdl.process.threads import torch_threads
+from sparkdl.slices.optimizer import OptimizerPart, OptimizerPlan
 from sparkdl.slices.optimizer_step import evaluate_once, step_slice, wants_loss
 from sparkdl.slices.spec import Piece, SlicePlan
 from sparkdl.slices.state import SliceState
-
-if TYPE_CHECKING:
-    from sparkdl.slices.optimizer import OptimizerPlan
 
 SEVERAL = (
     "Give parameters that need another one their own, by name or pattern: "
@@ -93,6 +92,42 @@ def declared(kind: type[torch.optim.Optimizer]) -> Traits | None:
             '"element", on its "tensor", or on "all" of them.'
         )
     return Traits(*_DECLARED[answer])
+
+
+def probed(
+    plan: OptimizerPlan, parameters: Sequence[torch.nn.Parameter], module: torch.nn.Module
+) -> OptimizerPlan:
+    """Try the optimizers on a few numbers, and return ``plan`` with how far its slices may be cut.
+
+    Args:
+        plan: The optimizers of ``module``.
+        parameters: The trainable parameters, in layout order.
+        module: The model.
+
+    Raises:
+        ModelError: An optimizer does not work at all on such parameters.
+    """
+    number = {id(p): i for i, p in enumerate(parameters)}
+    tables = {number[key] for key in sparse_tables(module) if key in number}
+    dimensions = [p.ndim for p in parameters]
+    traits = [t for part in plan.parts for t in _traits_of(part, dimensions, tables)]
+    return replace(
+        plan,
+        elementwise=all(t.elementwise for t in traits),
+        separate=all(t.separate for t in traits),
+    )
+
+
+def _traits_of(part: OptimizerPart, dimensions: Sequence[int], tables: set[int]) -> list[Traits]:
+    """One a group that has parameters: groups may differ in what makes an optimizer look around."""
+    found = []
+    for group, members, ndim in zip(part.groups, part.members, part.dimensions, strict=True):
+        if members:
+            alone = replace(part, groups=(group,), members=((0, 1),), dimensions=(ndim,))
+            dense = {dimensions[n] for n in members if n not in tables}
+            plan = OptimizerPlan(parts=(alone,))
+            found.append(find_traits(plan, dense, any(n in tables for n in members), part.kind))
+    return found
 
 
 # Of a few numbers: where others want the cores too, a second thread would be waited for.

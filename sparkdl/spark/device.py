@@ -174,3 +174,26 @@ class Sight:
         if not self.driver:
             return "there is no GPU driver on the node, or none in the container."
         return f"it says: {self.said or 'nothing'}."
+
+
+def task_device(before: torch.device | None = None) -> torch.device:
+    """The GPU that Spark assigned to this task, the first where there are several; without an
+    assignment the one from ``before``, where something is kept there, else the GPUs of its node in
+    turn, by partition; the CPU where there is none. A GPU is torch's current one from here on: memory
+    is pinned for it, and a user's ``.cuda()`` goes there.
+
+    Raises :class:`sparkdl.SessionError` where Spark assigned one that torch does not see.
+    """
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    gpu = None if context is None else context.resources().get("gpu")
+    if gpu is not None:
+        found = gpus_of(gpu.addresses)
+        return use_gpu(found[0]) if found else torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if before is not None and before.type == "cuda":
+        return use_gpu(before.index)
+    partition = 0 if context is None else context.partitionId()
+    return use_gpu(partition % torch.cuda.device_count())

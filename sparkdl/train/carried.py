@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import ParameterError
-from sparkdl.infer.trained_model import KeptState
+from sparkdl.infer.kept_state import KeptState
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState
 from sparkdl.model.recipe import weights_digest

@@ -6,7 +6,7 @@ import math
 import os
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pyspark.resource import ResourceProfile
@@ -23,9 +23,6 @@ from sparkdl.model.policy import PRECISIONS
 from sparkdl.model.signature import problems_of_part
 from sparkdl.parallel.plan import problems_of as problems_of_parallel
 from sparkdl.train.combinations import is_count, problems_of_combinations
-
-if TYPE_CHECKING:
-    from sparkdl.train.trainer import Trainer
 
 ENGINES = ("local", "shuffle", "gang")
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -98,7 +95,7 @@ _KINDS: tuple[tuple[str, Any, str], ...] = (
 )
 
 
-def problems_of(trainer: Trainer) -> Iterator[str]:
+def problems_of(trainer: Any) -> Iterator[str]:
     """Everything that can be known without the data."""
     yield from _numbers(trainer)
     for name, choices in _CHOICES.items():
@@ -145,7 +142,7 @@ def problems_of_start(resume: Any, start: Any = None, optimizer_state: Any = Non
         yield f"optimizer_state={optimizer_state!r}: give True, False or None."
 
 
-def _numbers(trainer: Trainer) -> Iterator[str]:
+def _numbers(trainer: Any) -> Iterator[str]:
     for name in _COUNTS:
         value = getattr(trainer, name)
         if value is None and name in _OPTIONAL:
@@ -200,7 +197,7 @@ def _compile_options(options: Any) -> Iterator[str]:
             yield f"compile={options!r}: torch.compile takes no such options ({told})."
 
 
-def _wrong_names(trainer: Trainer) -> Iterator[str]:
+def _wrong_names(trainer: Any) -> Iterator[str]:
     for name, value in (("features", trainer.features), ("label", trainer.label)):
         names = [value] if isinstance(value, str) else value
         if name == "features" and isinstance(value, Mapping):
@@ -216,7 +213,7 @@ def _wrong_names(trainer: Trainer) -> Iterator[str]:
             yield "features is empty: name at least one column."
 
 
-def _names(trainer: Trainer) -> Iterator[str]:
+def _names(trainer: Any) -> Iterator[str]:
     yield from _wrong_names(trainer)
     for name in _PATTERNS:
         value = getattr(trainer, name)
@@ -228,7 +225,7 @@ def _names(trainer: Trainer) -> Iterator[str]:
         )
 
 
-def _callbacks(trainer: Trainer) -> Iterator[str]:
+def _callbacks(trainer: Any) -> Iterator[str]:
     if isinstance(trainer.callbacks, (list, tuple)):
         for callback in trainer.callbacks:
             if isinstance(callback, type):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 from sparkdl.checkpoint import Checkpoint
 from sparkdl.errors import nearest
@@ -13,11 +13,8 @@ from sparkdl.metrics.named import resolve
 from sparkdl.model.model_loss import ModelLoss, inner, is_model_loss
 from sparkdl.parallel.plan import parts_of
 
-if TYPE_CHECKING:
-    from sparkdl.train.trainer import Trainer
 
-
-def problems_of_combinations(trainer: Trainer, strategies: bool) -> Iterator[str]:
+def problems_of_combinations(trainer: Any, strategies: bool) -> Iterator[str]:
     """``strategies``: whether ``strategy`` and ``mesh`` make sense by themselves."""
     if isinstance(trainer.local_steps, int) and trainer.local_steps > 1 and trainer.wire != "fp32":
         yield (
@@ -55,7 +52,7 @@ def problems_of_combinations(trainer: Trainer, strategies: bool) -> Iterator[str
         yield from _of_strategies(trainer)
 
 
-def _of_model_loss(trainer: Trainer) -> Iterator[str]:
+def _of_model_loss(trainer: Any) -> Iterator[str]:
     own = inner(trainer.loss)
     if not isinstance(own, ModelLoss):
         return
@@ -78,7 +75,7 @@ def _of_model_loss(trainer: Trainer) -> Iterator[str]:
         )
 
 
-def _of_a_gang(trainer: Trainer) -> Iterator[str]:
+def _of_a_gang(trainer: Any) -> Iterator[str]:
     if isinstance(trainer.local_steps, int) and trainer.local_steps > 1:
         yield (
             f'local_steps={trainer.local_steps} with engine="gang": its ranks meet in every step. Use '
@@ -91,7 +88,7 @@ def _of_a_gang(trainer: Trainer) -> Iterator[str]:
         )
 
 
-def _of_strategies(trainer: Trainer) -> Iterator[str]:
+def _of_strategies(trainer: Any) -> Iterator[str]:
     """What does not go with how a gang shares the work."""
     for dimension, part in parts_of(trainer.strategy, trainer.mesh).items():
         if trainer.compression is not None and dimension != "data":
@@ -122,7 +119,7 @@ def _of_strategies(trainer: Trainer) -> Iterator[str]:
                 yield f'{name} does not go with strategy="{part.word}": leave it out.'
 
 
-def _of_sync_batchnorm(trainer: Trainer) -> Iterator[str]:
+def _of_sync_batchnorm(trainer: Any) -> Iterator[str]:
     if trainer.engine != "gang":
         yield (
             f'sync_batchnorm=True with engine="{trainer.engine}": replicas meet within a pass in a '
@@ -133,7 +130,7 @@ def _of_sync_batchnorm(trainer: Trainer) -> Iterator[str]:
             yield f"sync_batchnorm=True does not go with {name}: leave one of the two out."
 
 
-def _of_min_ranks(trainer: Trainer) -> Iterator[str]:
+def _of_min_ranks(trainer: Any) -> Iterator[str]:
     least = trainer.min_ranks
     if not is_count(least):
         return
@@ -155,7 +152,7 @@ def problems_of_min_ranks(min_ranks: int | None, replicas: int) -> Iterator[str]
         )
 
 
-def _unknown_metrics(where: str, trigger: Any, trainer: Trainer, known: set[str]) -> Iterator[str]:
+def _unknown_metrics(where: str, trigger: Any, trainer: Any, known: set[str]) -> Iterator[str]:
     if not isinstance(trigger, Trigger):
         return
     for metric in sorted(trigger.metrics()):

@@ -8,8 +8,8 @@ from sparkdl.data.batches import Assembly
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.registry import EngineInputs
 from sparkdl.engines.resources import Resources
+from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.gang.profile import cpus_of
-from sparkdl.loop.engine import ValidationSet
 from sparkdl.process.numerics import Numerics
 from sparkdl.replica.run import Run
 from sparkdl.settings import Settings

@@ -24,7 +24,8 @@ from sparkdl.engines.shuffle.placement import INLINE_BYTES
 from sparkdl.errors import ParameterError, TrainingError
 from sparkdl.gang.slots import SLOT_SECONDS, default_replicas, task_slots
 from sparkdl.infer.checkpoint_model import told_in_manifest
-from sparkdl.infer.trained_model import KeptState, TrainedModel
+from sparkdl.infer.kept_state import KeptState
+from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.advance import caught_up, first_state
 from sparkdl.loop.callbacks import ProgressBar
 from sparkdl.loop.config import LoopConfig

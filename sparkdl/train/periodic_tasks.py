@@ -14,7 +14,8 @@ from sparkdl.checkpoint.save import Checkpointer, RunIdentity
 from sparkdl.codec.describe import describe, describe_trainer
 from sparkdl.data.fields import SampleHandle
 from sparkdl.engines.recovery import Recovering
-from sparkdl.loop.engine import Engine, Later, Uses, ValidationSet
+from sparkdl.engines.validation_set import ValidationSet
+from sparkdl.loop.engine import Engine, Later, Uses
 from sparkdl.loop.history import History
 from sparkdl.loop.loop import Stage
 from sparkdl.loop.state import TrainState
@@ -77,7 +78,7 @@ def stages_of(
     """
     stages: list[Stage] = []
     if validation is not None and trainer.validation is not None:
-        stages.append(Validator(engine, trainer.validation, validation, history))
+        stages.append(Validator(engine, trainer.validation, validation.scorer, history))
     if trainer.checkpoint is not None:
         noting, background = None, None
         if isinstance(engine, Recovering):

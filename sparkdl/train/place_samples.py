@@ -13,8 +13,8 @@ from pyspark.sql import DataFrame
 from sparkdl.data.fields import Field
 from sparkdl.data.samples import SampleSet, Source, materialize, materialize_here
 from sparkdl.engines.resources import Resources
+from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import DataError
-from sparkdl.loop.engine import ValidationSet
 from sparkdl.metrics.named import resolve, suited
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.model_loss import is_model_loss

@@ -15,9 +15,9 @@ from torch import nn
 from sparkdl.data.batches import input_fields, preview_batch
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.samples import SampleSet
+from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import ParameterError
 from sparkdl.infer.output import Output
-from sparkdl.loop.engine import ValidationSet
 from sparkdl.model.recipe import Recipe
 from sparkdl.parallel.fsdp import check_all_used
 from sparkdl.parallel.pipeline import check_one_length

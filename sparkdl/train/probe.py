@@ -12,10 +12,10 @@ from torch import nn
 
 from sparkdl.data.batches import Batch, preview_batch
 from sparkdl.data.fields import Field
+from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import ModelError
 from sparkdl.infer.output import Output
 from sparkdl.infer.shipped_module import run_batches
-from sparkdl.loop.engine import ValidationSet
 from sparkdl.model.loss import (
     Loss,
     NoValuePerSample,

@@ -20,7 +20,7 @@ from sparkdl.model.preparation import check_modules
 from sparkdl.model.recipe import Recipe
 from sparkdl.slices.compression import GradBucket, compress
 from sparkdl.slices.optimizer import OptimizerPlan
-from sparkdl.slices.optimizer_probe import SEVERAL
+from sparkdl.slices.optimizer_probe import SEVERAL, probed
 from sparkdl.train.hints import text_of
 from sparkdl.usercode import accompanied
 
@@ -89,7 +89,7 @@ def plan_optimizer(recipe: Recipe, module: nn.Module, slices: int | None) -> Opt
     layout = layout_of(module)
     parameters = [named[s.name] for s in layout.segments if s.kind == "parameter"]
     try:
-        plan = OptimizerPlan.of(recipe, parameters, module)
+        plan = probed(OptimizerPlan.of(recipe, parameters, module), parameters, module)
     except ModelError:
         raise
     except Exception as error:

@@ -104,7 +104,7 @@ def train(make: Any, policy: Policy, elements: int, in_place: bool, keep: bool) 
     flat = FlatModule(Net())
     parameters = [p for _, p in flat.parameters]
     recipe = Recipe(flat.module, torch.square, make, 0, policy)
-    optimizer = OptimizerPlan.of(recipe, parameters, flat.module, try_out=False)
+    optimizer = OptimizerPlan.of(recipe, parameters, flat.module)
     (plan,) = slice_plans(flat.layout, 1)
     owner = Owner.of(plan, optimizer, policy, flat.layout, separable=True)
     state = SliceState(flat.flat.clone())
@@ -157,7 +157,7 @@ def test_an_optimizer_that_looks_at_whole_tensors_gets_them() -> None:
     flat = FlatModule(Net())
     parameters = [p for _, p in flat.parameters]
     recipe = Recipe(flat.module, torch.square, MAKES["adam"], 0)
-    optimizer = OptimizerPlan.of(recipe, parameters, flat.module, try_out=False)
+    optimizer = OptimizerPlan.of(recipe, parameters, flat.module)
     (plan,) = slice_plans(flat.layout, 1)
     with mock.patch.object(owner_module, "cut_blocks", partial(cut_blocks, elements=64)):
         assert Owner.of(plan, optimizer, Policy(), flat.layout).blocks == [plan]
@@ -186,7 +186,7 @@ def test_what_is_drawn_follows_the_seed() -> None:
         module.weight.data.zero_()
         flat = FlatModule(module)
         recipe = Recipe(module, torch.square, partial(Late, lr=0.1), 0, Policy())
-        optimizer = OptimizerPlan.of(recipe, [p for _, p in flat.parameters], module, try_out=False)
+        optimizer = OptimizerPlan.of(recipe, [p for _, p in flat.parameters], module)
         (plan,) = slice_plans(flat.layout, 1)
         owner = Owner.of(plan, optimizer, Policy(), flat.layout, separable=True)
         state = SliceState(flat.flat.clone())

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pyspark.sql import types as sql
 
 from sparkdl.data.columns.base import (
+    Column,
     Convert,
     Image,
     NamedFunction,
@@ -23,7 +24,7 @@ from sparkdl.data.columns.base import (
 )
 from sparkdl.data.columns.image import STRUCT
 from sparkdl.data.ragged import Padding
-from sparkdl.data.schema import Column, columns_of, read_schema
+from sparkdl.data.schema import columns_of, read_schema
 from sparkdl.errors import DataError, ParameterError
 
 

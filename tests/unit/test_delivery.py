@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from nodes_here import Machine
 
+from sparkdl.engines import delivery
+from sparkdl.engines.delivery import bring, not_here
 from sparkdl.engines.shuffle.snapshot_tasks import RestoreSlice, TakeSnapshot
 from sparkdl.engines.shuffle.state_tasks import KeepWeights, ReadParts, Recount, WithState
 from sparkdl.errors import StaleReferenceError
-from sparkdl.slab import delivery, parts
-from sparkdl.slab.delivery import bring, not_here
+from sparkdl.slab import parts
 from sparkdl.slab.parts import LARGE_BYTES, Left, left_where_large, read_part
 from sparkdl.slab.pool import Reference, close_pool, open_pool
 from sparkdl.slab.root import SlabConfig, open_root, remove_root

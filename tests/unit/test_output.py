@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.data.columns.base import Convert
-from sparkdl.data.schema import Column
+from sparkdl.data.columns.base import Column, Convert
 from sparkdl.infer import output as output_module
 from sparkdl.infer.output import Output, as_numpy, offsets, pieces, to_arrow
 from sparkdl.infer.predict import PredictColumn

@@ -21,6 +21,7 @@ from sparkdl.data import partition_files as files
 from sparkdl.data import partition_join as parts
 from sparkdl.data import partition_writer as partition
 from sparkdl.data.arrow_tasks import WriteDataFrame
+from sparkdl.data.columns.base import Column
 from sparkdl.data.partition_files import segment_files
 from sparkdl.data.partition_join import join_parts
 from sparkdl.data.partition_writer import (
@@ -34,7 +35,6 @@ from sparkdl.data.partition_writer import (
 from sparkdl.data.ragged import Padding, Ragged, Rows
 from sparkdl.data.record_tasks import WriteRecords
 from sparkdl.data.row_errors import SAME_SHAPE, SAME_TYPE, Problem, RowProblem
-from sparkdl.data.schema import Column
 from sparkdl.errors import SlabFullError, StaleReferenceError
 from sparkdl.slab.root import Root, SlabConfig, open_root, remove_root
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import types as sql
 
-from sparkdl.data.columns.base import Convert
+from sparkdl.data.columns.base import Column, Convert
 from sparkdl.data.columns.base import Sequence as Sequence_
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field
 from sparkdl.data.row_errors import Problem, RowProblem
-from sparkdl.data.schema import Column, columns_of, quoted
+from sparkdl.data.schema import columns_of, quoted
 from sparkdl.errors import DataError
 
 quick = settings(deadline=None, max_examples=100)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pyspark import TaskContext
 
-from sparkdl.replica.cache import task_device
+from sparkdl.spark.device import task_device
 
 
 @pytest.fixture

@@ -15,11 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkdl.data.columns.base import Convert, Image, Sequence
+from sparkdl.data.columns.base import Column, Convert, Image, Sequence
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.ragged import Ragged
 from sparkdl.data.row_errors import INSIDE_ARRAYS, SAME_SHAPE, Problem, RowProblem
-from sparkdl.data.schema import Column
 
 STRUCT = pa.struct(
     [

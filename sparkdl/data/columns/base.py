@@ -13,6 +13,7 @@ from collections import abc
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
+from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Padding
 from sparkdl.errors import ParameterError, nearest, raise_all
 from sparkdl.plain import make_plain
@@ -232,3 +233,27 @@ def _whole(value: object, least: int) -> bool:
 
 def _number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One input or label column, or the weight.
+
+    ``dtype``: NumPy name of what a sample holds. ``depth``: how many array levels the column has
+    (0: a number). ``vector``: a ``pyspark.ml.linalg`` vector. ``spec``: how it is read, where its
+    type does not say it. ``weight``: the weights of the samples. ``trained``: of a function's results,
+    what they were when the model was trained.
+    """
+
+    name: str
+    dtype: str
+    depth: int = 0
+    vector: bool = False
+    spec: Spec | None = None
+    weight: bool = False
+    trained: Field | None = None
+
+    @property
+    def grows(self) -> bool:
+        """Whether the tensor may be much larger than the column."""
+        return self.vector or isinstance(self.spec, (Image, Convert))

@@ -26,7 +26,7 @@ from sparkdl.data.row_errors import (
 )
 
 if TYPE_CHECKING:
-    from sparkdl.data.schema import Column
+    from sparkdl.data.columns.base import Column
 
 
 def to_numpy(array: pa.Array, column: Column, first_row: int = 0) -> Rows:

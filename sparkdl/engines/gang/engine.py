@@ -24,16 +24,13 @@ from sparkdl.data.batches import Batch
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.samples import SampleSet
+from sparkdl.engines.delivery import AT_ONCE_BYTES, Wanted, bring, not_here
 from sparkdl.engines.gang.background import Results
 from sparkdl.engines.gang.in_flight import Asked
 from sparkdl.engines.gang.rank import Do, SetUp, frames_of
 from sparkdl.engines.gang.rank_records import RankStep, Setup, Standing
-from sparkdl.engines.resources import Resources
-from sparkdl.engines.shuffle.placement import (
-    MAX_SUBMISSIONS,
-    compute_again,
-    samples_changed,
-)
+from sparkdl.engines.resources import MAX_SUBMISSIONS, Resources, compute_again, samples_changed
+from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import StalledError, StateLostError, TrainingError, UserError
 from sparkdl.gang.driver import Gang
 from sparkdl.gang.oversubscribe import Hosting
@@ -44,7 +41,6 @@ from sparkdl.loop.engine import (
     StepResult,
     Used,
     Uses,
-    ValidationSet,
     slowest,
     summarize,
 )
@@ -53,7 +49,6 @@ from sparkdl.parallel.plan import Parallel
 from sparkdl.replica.compare import Description, check_same
 from sparkdl.replica.iteration import Iteration, IterationRows, ReplicaReport
 from sparkdl.replica.run import Run
-from sparkdl.slab.delivery import AT_ONCE_BYTES, Wanted, bring, not_here
 from sparkdl.slab.parts import Left
 from sparkdl.slab.pool import Reference
 from sparkdl.slab.root import SlabConfig, open_root
@@ -112,7 +107,7 @@ class GangEngine:
         """``spare``, ``weighs`` and ``sums``: see :class:`sparkdl.engines.gang.rank_records.Setup`.
         ``min_ranks``: how few task slots will do; None: one for each rank."""
         self.plan = EpochPlan(samples.counts, batch_size)
-        self._layout, self._run = layout, run
+        self._layout, self._run, self._validation = layout, run, validation
         assert samples.rdd is not None
         self._samples: list[RDD] = [samples.rdd]
         if validation is not None:
@@ -210,8 +205,10 @@ class GangEngine:
     def _step(self, iteration: Iteration) -> IterationRows:
         return iteration.with_rows(self.plan.rows(iteration.batch))
 
-    def score(self, validation: ValidationSet) -> list[Any]:
+    def score(self) -> list[Any]:
         """Every rank its own partition."""
+        validation = self._validation
+        assert validation is not None
         how = (validation.scorer, validation.assembly, validation.batch_size)
         found = self._call("validation", "score", *how)
         return validation.scorer.merge([states for states in found if states is not None])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 import torch
 import torch.distributed as dist
@@ -72,3 +73,26 @@ def _read(content: torch.Tensor, device: torch.device) -> Any:
     tensors, told = parse_tensors(content.cpu().numpy().tobytes())
     value = decode(parse_json(told["tree"].encode()), tensors)
     return mapped(value, torch.Tensor, lambda tensor: tensor.to(device))
+
+
+def exchange_bytes(parcel: bytearray, to: int, source: int, rank: int) -> memoryview:
+    """Send ``parcel`` to rank ``to``; what rank ``source`` sends here at the same time."""
+    if to == rank:
+        return memoryview(parcel)
+    length = torch.zeros(1, dtype=torch.int64)
+    _both(torch.tensor([len(parcel)]), to, length, source)
+    arrived = torch.empty(int(length), dtype=torch.uint8)
+    _both(torch.from_numpy(np.frombuffer(parcel, np.uint8)), to, arrived, source)
+    return arrived.numpy().data
+
+
+def _both(sent: torch.Tensor, to: int, arrived: torch.Tensor, source: int) -> None:
+    """Send and receive; nothing travels that is empty."""
+    under_way = []
+    if len(sent):
+        under_way.append(dist.isend(sent, to))
+    if len(arrived):
+        under_way.append(dist.irecv(arrived, source))
+    for work in under_way:
+        assert work is not None
+        work.wait()

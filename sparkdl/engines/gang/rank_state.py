@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from sparkdl.codec.packed import join_files
 from sparkdl.codec.safe import mapped
+from sparkdl.engines.gang.rank_messages import exchange_bytes
 from sparkdl.engines.gang.shards import (
     Span,
     for_shards,
@@ -23,7 +24,6 @@ from sparkdl.engines.gang.shards import (
     state_from,
     unpacked,
 )
-from sparkdl.engines.gang.strategies.sections import exchange_bytes
 from sparkdl.model.flat import Layout
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.parallel.mesh import Mesh

@@ -4,46 +4,21 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sparkdl.codec.packed import ByParameter, Tensors
-from sparkdl.data.epoch import derive_seed
+from sparkdl.codec.packed import ByParameter
 from sparkdl.engines.shuffle.messages import RESIDUAL_FOREIGN, IterationMessage
 from sparkdl.engines.shuffle.replica_context import Seat
 from sparkdl.engines.shuffle.residuals import read_residuals, write_residuals
 from sparkdl.loop.engine import ReadResiduals
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.iteration import Fault, ResidualHandle
-from sparkdl.replica.step import Outcome, Work
+from sparkdl.replica.step import Outcome, Work, compress_outcome
 from sparkdl.slab.pool import Pool
-from sparkdl.slices.compression import GradBucket, compress
 from sparkdl.spark.worker import settle_worker
-
-
-def compress_outcome(live: LiveReplica, outcome: Outcome, work: Work, kept: ByParameter) -> Outcome:
-    """``outcome`` with its dense gradients compressed; ``kept``: by the replica since its last
-    iteration. Parameters without a gradient keep what they had."""
-    assert live.recipe.compression is not None
-    layout = live.flat.layout
-    wire = live.recipe.policy.wire_dtype or layout.dtype
-    compressed: dict[int, Tensors] = {}
-    keeps = dict(kept)
-    for number, gradient in enumerate(outcome.gradients.dense):
-        if gradient is None:
-            continue
-        position = work.step.index, work.replica, number
-        bucket = GradBucket(
-            name=layout.segments[number].name,
-            gradient=gradient.to(layout.dtype).contiguous(),
-            state={n: t.to(gradient.device) for n, t in kept.get(number, {}).items()},
-            iteration=work.step.index,
-            seed=derive_seed(work.assembly.seed, "compression", *position),
-        )
-        compressed[number], keeps[number] = compress(live.recipe.compression, bucket, wire)
-    return replace(outcome, compressed=compressed, kept=keeps)
 
 
 @torch.no_grad()

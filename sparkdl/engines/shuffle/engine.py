@@ -27,6 +27,7 @@ from sparkdl.engines.shuffle.node_sums import NodeSums
 from sparkdl.engines.shuffle.pending import ApplyPending
 from sparkdl.engines.shuffle.placement import Places
 from sparkdl.engines.shuffle.versions import Committed, Snapshot, states_of
+from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.gang.slots import task_slots
 from sparkdl.loop.engine import (
     CURRENT,
@@ -34,7 +35,6 @@ from sparkdl.loop.engine import (
     ReadResiduals,
     ReadState,
     StepResult,
-    ValidationSet,
     slowest,
     summarize,
     summed,
@@ -66,7 +66,9 @@ class ShuffleEngine:
         batch_size: int,
         resources: Resources,
         stages: str = "auto",
+        validation: ValidationSet | None = None,
     ) -> None:
+        self._validation = validation
         self.plan = EpochPlan(samples.counts, batch_size)
         self._layout, self._run, self._policy = layout, run, policy
         self._context = resources.context
@@ -212,9 +214,10 @@ class ShuffleEngine:
         self._apply_pending()
         return self._state
 
-    def score(self, validation: ValidationSet) -> list[Any]:
+    def score(self) -> list[Any]:
         """See :class:`sparkdl.loop.engine.Engine`; so for what follows."""
-        return self._settled().score(validation)
+        assert self._validation is not None
+        return self._settled().score(self._validation)
 
     def keep_best(self) -> None:
         self._settled().keep_best()

@@ -6,11 +6,10 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pyspark import StorageLevel
 from pyspark.core.rdd import RDD
 
 from sparkdl.data.samples import SampleSet
-from sparkdl.engines.resources import Resources
+from sparkdl.engines.resources import MAX_SUBMISSIONS, Resources, compute_again, samples_changed
 from sparkdl.engines.shuffle.messages import (
     MOVED,
     RESIDUAL_FOREIGN,
@@ -52,12 +51,6 @@ INLINE_BYTES = 1 << 20
 """A recipe or a state up to this size travels inside the task, a larger one in a broadcast."""
 FEW_BYTES = 64 << 20
 """Of weights or gradients: so much a task may send from the memory of its JVM."""
-MAX_SUBMISSIONS = 16
-"""How often a job is submitted when tasks find themselves on another node than expected.
-
-On a busy cluster that happens several times in a row: speculative twins run on other hosts, and so do
-tasks that have waited for ``spark.locality.wait``.
-"""
 
 
 class Places:
@@ -304,22 +297,3 @@ class Places:
                 )
             if fault.kind == SAMPLES_CHANGED:
                 raise samples_changed(doing, fault.partition)
-
-
-def samples_changed(doing: str, partition: int) -> TrainingError:
-    """What to raise where a partition that was computed again is another."""
-    return TrainingError(
-        f"{doing}: partition {partition} was computed again and holds other rows: the source of the "
-        "data is not deterministic. Write it out (df.write.parquet) or checkpoint it, and fit on that."
-    )
-
-
-def compute_again(rdd: RDD) -> None:
-    """Let go of what is persisted of ``rdd``; it is persisted again as it is computed.
-
-    Nobody waits for that: an executor that has just died does not answer for two minutes. A block
-    that is let go of too late, when it is there anew, is computed once more. In local mode, where
-    blocks are read without what computes them, it must not be let go of too late, and nobody dies.
-    """
-    rdd.unpersist(blocking=is_local(rdd.ctx))
-    rdd.persist(StorageLevel.MEMORY_AND_DISK)

@@ -11,6 +11,7 @@ import torch
 from pyspark.core.rdd import RDD
 
 from sparkdl.codec.packed import ByParameter
+from sparkdl.engines.delivery import Wanted, bring, most_at_once, not_here
 from sparkdl.engines.resources import Resources
 from sparkdl.engines.shuffle.compression_tasks import InitialResiduals, WithResiduals
 from sparkdl.engines.shuffle.placement import FEW_BYTES, Places
@@ -22,10 +23,10 @@ from sparkdl.engines.shuffle.snapshot_tasks import (
     TakeSnapshot,
 )
 from sparkdl.engines.shuffle.state_tasks import InitialState, KeepWeights, ReadParts, WithState
+from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import ParameterError
-from sparkdl.loop.engine import AVERAGE, BEST, CURRENT, ReadResiduals, ReadState, ValidationSet
+from sparkdl.loop.engine import AVERAGE, BEST, CURRENT, ReadResiduals, ReadState
 from sparkdl.replica.iteration import Fault, ReplicaReport, ResidualHandle, SliceHandle, SliceReport
-from sparkdl.slab.delivery import Wanted, bring, most_at_once, not_here
 from sparkdl.slab.parts import Left
 from sparkdl.slab.pool import Reference
 from sparkdl.slices.spec import SlicePlan

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from sparkdl.codec.packed import head_from_bytes, head_to_bytes
 from sparkdl.collectives.direct import swap
 from sparkdl.engines.gang.strategies.gradient_sync import Way
-from sparkdl.engines.shuffle.compression_tasks import compress_outcome
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.compute import MiniBatch, forward_backward, take_gradients
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.step import (
     Outcome,
     Work,
+    compress_outcome,
     not_finite,
     section_maps,
     sections_nbytes,
@@ -130,26 +130,3 @@ def exchange(parcels: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
     arrived[rank] = parcels[rank]
     swap(parcels, arrived)
     return arrived
-
-
-def exchange_bytes(parcel: bytearray, to: int, source: int, rank: int) -> memoryview:
-    """Send ``parcel`` to rank ``to``; what rank ``source`` sends here at the same time."""
-    if to == rank:
-        return memoryview(parcel)
-    length = torch.zeros(1, dtype=torch.int64)
-    _both(torch.tensor([len(parcel)]), to, length, source)
-    arrived = torch.empty(int(length), dtype=torch.uint8)
-    _both(torch.from_numpy(np.frombuffer(parcel, np.uint8)), to, arrived, source)
-    return arrived.numpy().data
-
-
-def _both(sent: torch.Tensor, to: int, arrived: torch.Tensor, source: int) -> None:
-    """Send and receive; nothing travels that is empty."""
-    under_way = []
-    if len(sent):
-        under_way.append(dist.isend(sent, to))
-    if len(arrived):
-        under_way.append(dist.irecv(arrived, source))
-    for work in under_way:
-        assert work is not None
-        work.wait()
