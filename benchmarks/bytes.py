@@ -29,15 +29,15 @@ import torch.multiprocessing as mp
 from pyspark import cloudpickle
 from torch import nn
 
-from sparkdl.data.batches import Assembly
+from sparkdl.data.batches import BatchSpec
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.engines.shuffle.messages import IterationMessage
-from sparkdl.engines.shuffle.replica_context import AtSeats, PrepareReplica
+from sparkdl.engines.shuffle.replica_context import AtReplicas, PrepareReplica
 from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
-from sparkdl.engines.shuffle.state_tasks import InitialState, PrepareOwner, RecipeSource
+from sparkdl.engines.shuffle.state_tasks import InitialState, PrepareSlice, RecipeSource
 from sparkdl.engines.shuffle.update_tasks import Synchronize
 from sparkdl.model.recipe import Recipe
-from sparkdl.replica.run import ReplicaHandle, Run
+from sparkdl.replica.run import ReplicaHandle, RunSpec
 from sparkdl.slab.pool import close_pool
 from sparkdl.slab.root import SlabConfig, remove_root
 
@@ -58,8 +58,8 @@ class Bodies:
     def __init__(self, rank: int, size: float, slab: SlabConfig) -> None:
         width = WIDTH_AND_DEPTH[size][0]
         self.rank = rank
-        self.run = Run(
-            slab, 0, RANKS, RANKS, Assembly(num_features=1, num_labels=1), (ROWS, ROWS), threads=1
+        self.run = RunSpec(
+            slab, 0, RANKS, RANKS, BatchSpec(num_features=1, num_labels=1), (ROWS, ROWS), threads=1
         )
         recipe = Recipe(
             partial(make_model, size), nn.MSELoss(), partial(torch.optim.Adam, lr=1e-4), seed=0
@@ -73,14 +73,14 @@ class Bodies:
         handle = ReplicaHandle(self.run, rank, samples.checksum)
         (replica,) = PrepareReplica(source)(rank, [pickle.dumps(handle)])
         self.seat = replica, pickle.dumps(samples)
-        self.owner = list(PrepareOwner(self.run, source, RANKS)(rank, []))
+        self.owner = list(PrepareSlice(self.run, source, RANKS)(rank, []))
         (first,) = InitialState()(rank, iter(self.owner))
         self.states = tuple(_gather(pickle.loads(first).state))
         self.step = IterationMessage(index=0, epoch=0, tick=1, floor=0, rows=((0, ROWS),) * RANKS)
 
     def iteration(self) -> dict[str, float]:
         """Seconds by activity, and of the two bodies."""
-        body = AtSeats(ForwardBackward(self.step), self.states)
+        body = AtReplicas(ForwardBackward(self.step), self.states)
         frames, seconds = _timed(
             "forward-backward task", lambda: list(body(self.rank, iter([self.seat])))[1::2]
         )

@@ -22,13 +22,19 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import sparkdl
-from sparkdl.data.batches import Assembly
+from sparkdl.data.batches import BatchSpec
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.compute import Gradients
 from sparkdl.replica.iteration import IterationRows
-from sparkdl.replica.step import Outcome, Work, compress_outcome, section_maps, sections_nbytes
-from sparkdl.slices.spec import slice_plans
+from sparkdl.replica.step import (
+    ReplicaIteration,
+    ReplicaResult,
+    compress_outcome,
+    section_maps,
+    sections_nbytes,
+)
+from sparkdl.slices.spec import slice_specs
 
 REPLICAS = 4
 ROWS: dict[str, dict[str, Any]] = {
@@ -96,13 +102,13 @@ def bytes_sent(trainer: sparkdl.Trainer) -> int:
     )
     live = LiveReplica.of(recipe)
     gradients = [torch.randn(parameter.shape) for _, parameter in live.flat.parameters]
-    outcome = Outcome(gradients=Gradients(list(gradients), {}))
+    outcome = ReplicaResult(gradients=Gradients(list(gradients), {}))
     if trainer.compression is not None:
-        work = Work(
-            IterationRows(index=0, epoch=0, rows=()), 0, Assembly(num_features=1, num_labels=1), 1
+        work = ReplicaIteration(
+            IterationRows(index=0, epoch=0, rows=()), 0, BatchSpec(num_features=1, num_labels=1), 1
         )
         outcome = compress_outcome(live, outcome, work, {})
-    plans = slice_plans(live.flat.layout, REPLICAS, whole=trainer.compression is not None)
+    plans = slice_specs(live.flat.layout, REPLICAS, whole=trainer.compression is not None)
     return sum(sections_nbytes(live, plans, section_maps(live, plans, outcome)))
 
 

@@ -36,7 +36,7 @@ from torch import nn
 from usage import cpu_seconds
 
 import sparkdl
-from sparkdl.data.partition_join import join_parts
+from sparkdl.data.partition_join import join_partition
 from sparkdl.data.partition_reader import open_partition
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.data.samples import Source, materialize
@@ -169,7 +169,7 @@ def measure_gather() -> None:
                 writer = PartitionWriter(slab, source)
                 writer.add(["features"], [part], np.zeros(len(part), np.int32))
                 parts += writer.parts(1)
-            mapped = open_partition(join_parts(slab, parts))
+            mapped = open_partition(join_partition(slab, parts))
             for batch in (32, 256, 4096):
                 print(_gather(mapped, values, draw, batch))
             remove_root(slab)

@@ -19,9 +19,9 @@ from torch import nn, optim
 
 from sparkdl.model.flat import FlatModule
 from sparkdl.model.recipe import Recipe
-from sparkdl.slices.optimizer import OptimizerPlan
+from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.optimizer_step import step_slice
-from sparkdl.slices.spec import slice_plans
+from sparkdl.slices.spec import slice_specs
 from sparkdl.slices.state import SliceState
 
 WIDTH_AND_DEPTH = {"0.67 M": (256, 10), "25 M": (1024, 24)}
@@ -45,9 +45,9 @@ def measure(size: str, make: partial, steps: int) -> tuple[float, torch.Tensor]:
     torch.manual_seed(0)
     module = nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)])
     recipe = Recipe(module, torch.square, make, 0)
-    optimizer = OptimizerPlan.of(recipe, list(module.parameters()), module)
+    optimizer = OptimizerSpec.of(recipe, list(module.parameters()), module)
     flat = FlatModule(module)
-    (plan,) = slice_plans(flat.layout, 1)
+    (plan,) = slice_specs(flat.layout, 1)
     state = SliceState(flat.flat.clone())
     gradient = torch.randn(plan.dense_length)
     seconds = []

@@ -23,9 +23,9 @@ from sparkdl.loop.advance import first_state
 from sparkdl.loop.engine import BEST, Engine
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.slices.packed_slices import WithoutAverage
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 
 LATEST = "latest"
@@ -34,7 +34,7 @@ logger = logging.getLogger("sparkdl")
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredRun:
     """A checkpoint that was chosen: where it is, what it says, and its history.
 
     ``metric``: by which the run that goes on keeps the best weights, if it does. ``policy``: of it;
@@ -45,7 +45,7 @@ class Restored:
     uri: str
     manifest: Manifest
     history: History
-    policy: Policy
+    policy: TrainingOptions
     metric: str | None = None
     compression: str | None = None
     midway: bool = True
@@ -58,10 +58,10 @@ class Restored:
         history: History,
         any_data: bool = False,
         midway: bool = True,
-    ) -> Restored:
+    ) -> RestoredRun:
         """For the run ``run``; ``any_data``: only the state is wanted."""
         compression = None if any_data else run.compression
-        return Restored(uri, manifest, history, run.options, run.metric, compression, midway)
+        return RestoredRun(uri, manifest, history, run.options, run.metric, compression, midway)
 
     @property
     def state(self) -> TrainState:
@@ -112,7 +112,7 @@ class Restored:
         before = self.manifest.extra.get("compression", "None")
         if before == self.compression:
             read = ReadResiduals(self.uri, self.manifest.residuals)
-            engine.start_residuals(read, (DamagedCheckpoint,))
+            engine.load_residuals(read, (DamagedCheckpoint,))
         else:
             logger.warning(
                 "compression is %s and was %s in the checkpoint %s: what its replicas had left out of "
@@ -134,11 +134,11 @@ def history_in(checkpoint: str) -> History:
     return History.from_json_bytes(store.read_history(uri, manifest))
 
 
-def _read(uri: str, files: tuple[SliceFile, ...], plan: SlicePlan, dtype: Any) -> SliceState:
+def _read(uri: str, files: tuple[SliceFile, ...], plan: SliceSpec, dtype: Any) -> SliceState:
     return read_slice_files(uri, files, plan, dtype)
 
 
-class Resuming:
+class ResumeCandidates:
     """The checkpoints that a run may go on from, the newest first.
 
     ``any_data``: only the state is wanted, whatever data it was made with. Raises
@@ -167,7 +167,7 @@ class Resuming:
         """M of the newest."""
         return self._found[0][1].replicas if self._found else None
 
-    def restore(self, engine: Engine, identity: RunIdentity) -> Restored | None:
+    def restore(self, engine: Engine, identity: RunIdentity) -> RestoredRun | None:
         """Load the newest that is whole into ``engine``; None where there is none and need not be:
         of "latest", before the first one was complete.
 
@@ -189,13 +189,13 @@ class Resuming:
             return None
         raise self._store.none_usable()
 
-    def _restored(self, uri: str, manifest: Manifest, identity: RunIdentity) -> Restored:
+    def _restored(self, uri: str, manifest: Manifest, identity: RunIdentity) -> RestoredRun:
         """What the manifest and the history say. Raises DamagedCheckpoint where that is nonsense."""
         data = self._store.read_history(uri, manifest)
         try:
             history = History.from_json_bytes(data)
             midway = identity.batches_as_in(manifest)
-            found = Restored.of(identity, uri, manifest, history, self._any_data, midway)
+            found = RestoredRun.of(identity, uri, manifest, history, self._any_data, midway)
             _ = found.state
         except (ValueError, TypeError, OverflowError) as error:
             raise DamagedCheckpoint(f"it tells no state of a run: {error}") from error

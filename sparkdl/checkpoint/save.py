@@ -15,12 +15,12 @@ from sparkdl.checkpoint.residuals import WriteResiduals
 from sparkdl.checkpoint.slice_io import try_probe, write_packed, write_slice
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.errors import CheckpointError, TrainingError
-from sparkdl.loop.engine import BEST, CURRENT, Engine, Later, Used, Uses
+from sparkdl.loop.engine import BEST, CURRENT, Engine, PendingStateWork, StateWork, StateWorkResult
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.slices.packed_slices import PackSlice
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 
 logger = logging.getLogger("sparkdl")
@@ -48,7 +48,7 @@ class RunIdentity:
     data: DataIdentity
     constants: Mapping[str, Any]
     optimizers: tuple[str, ...]
-    options: Policy
+    options: TrainingOptions
     frozen: str = ""
     metric: str | None = None
     compression: str = "None"
@@ -61,7 +61,7 @@ class RunIdentity:
 
 
 @dataclass(frozen=True)
-class Begun:
+class OpenCheckpoint:
     """A checkpoint of ``state``, under way: what will be in it beside the files."""
 
     directory: str
@@ -69,7 +69,7 @@ class Begun:
     history: bytes
     committed: Callable[[str, Manifest], None] | None
     best: bool
-    work: Later | None = None
+    work: PendingStateWork | None = None
 
 
 class Checkpointer:
@@ -84,7 +84,7 @@ class Checkpointer:
         identity: RunIdentity,
         history: History,
         noting: Callable[[], Callable[[str, Manifest], None]] | None = None,
-        background: Callable[[Uses], Later] | None = None,
+        background: Callable[[StateWork], PendingStateWork] | None = None,
         *,
         told: Mapping[str, Any],
         begun: TrainState,
@@ -100,7 +100,7 @@ class Checkpointer:
         self._history = history
         self._store = CheckpointStore(settings.path)
         self._noting, self._background = noting, background
-        self._begun: Begun | None = None
+        self._begun: OpenCheckpoint | None = None
         self._endless, self._model = endless, told
         own = begun.checkpoint is not None and self._store.holds(begun.checkpoint)
         self._last = begun.iteration if own else 0  # the iteration of the last one
@@ -114,7 +114,7 @@ class Checkpointer:
         """
         directory = self._store.begin(0)
         try:
-            probes = self._engine.with_states(TryFolder(directory))
+            probes = self._engine.map_slices(TryFolder(directory))
             self._store.check_probes(directory, probes)
         finally:
             self._store.discard(directory)
@@ -146,21 +146,23 @@ class Checkpointer:
             begun = self._opened(state)
             uses, residuals = self._uses(begun)
             if here:
-                used = Used(tuple(self._written_here(use, which) for use, which in uses), [])
+                used = StateWorkResult(
+                    tuple(self._written_here(use, which) for use, which in uses), []
+                )
             else:
-                states = tuple(self._engine.with_states(use, which) for use, which in uses)
-                used = Used(states, self._engine.with_residuals(residuals))
+                states = tuple(self._engine.map_slices(use, which) for use, which in uses)
+                used = StateWorkResult(states, self._engine.map_residuals(residuals))
             return self._complete(begun, used)
 
     def _written_here(self, use: WriteSlice, which: str) -> list[SliceFile]:
-        bounds = self._engine.with_states(_bounds, which)
-        packed = self._engine.with_states(PackSlice(), which)
+        bounds = self._engine.map_slices(_bounds, which)
+        packed = self._engine.map_slices(PackSlice(), which)
         return [
             write_packed(use.directory, n, own, data, use.kind)
             for n, (own, data) in enumerate(zip(bounds, packed, strict=True))
         ]
 
-    def _settled(self, begun: Begun, state: TrainState, again: bool) -> TrainState:
+    def _settled(self, begun: OpenCheckpoint, state: TrainState, again: bool) -> TrainState:
         """Complete ``begun``. Where it is lost with its ranks, write one of ``state`` instead, if
         ``again``."""
         assert begun.work is not None
@@ -171,14 +173,14 @@ class Checkpointer:
                 return replace(state, checkpoint=self._complete(begun, used))
         return replace(state, checkpoint=self.written(state)) if again else state
 
-    def _begin(self, state: TrainState) -> Begun:
+    def _begin(self, state: TrainState) -> OpenCheckpoint:
         """Begin to write one, while training goes on."""
         assert self._background is not None
         begun = self._opened(state)
-        return replace(begun, work=self._background(Uses(*self._uses(begun))))
+        return replace(begun, work=self._background(StateWork(*self._uses(begun))))
 
-    def _opened(self, state: TrainState) -> Begun:
-        return Begun(
+    def _opened(self, state: TrainState) -> OpenCheckpoint:
+        return OpenCheckpoint(
             self._store.begin(state.iteration),
             state,
             (self._history.tail(TAIL) if self._endless else self._history).to_json_bytes(),
@@ -186,14 +188,16 @@ class Checkpointer:
             state.best is not None and self._identity.metric is not None,
         )
 
-    def _uses(self, begun: Begun) -> tuple[tuple[tuple[WriteSlice, str], ...], WriteResiduals]:
+    def _uses(
+        self, begun: OpenCheckpoint
+    ) -> tuple[tuple[tuple[WriteSlice, str], ...], WriteResiduals]:
         """What owners and replicas write."""
         states: list[tuple[WriteSlice, str]] = [(WriteSlice(begun.directory, "slice"), CURRENT)]
         if begun.best:
             states.append((WriteSlice(begun.directory, "best"), BEST))
         return tuple(states), WriteResiduals(begun.directory)
 
-    def _complete(self, begun: Begun, used: Used) -> str:
+    def _complete(self, begun: OpenCheckpoint, used: StateWorkResult) -> str:
         """Commit it and prune; its URI."""
         manifest = self._manifest(begun, used)
         self._store.commit(begun.directory, manifest, begun.history)
@@ -214,7 +218,7 @@ class Checkpointer:
                 )
             self._told = True
 
-    def _best(self, begun: Begun, used: Used) -> Best | None:
+    def _best(self, begun: OpenCheckpoint, used: StateWorkResult) -> Best | None:
         metric, best = self._identity.metric, begun.state.best
         if not begun.best or metric is None or best is None:
             return None
@@ -226,7 +230,7 @@ class Checkpointer:
             files=tuple(used.states[1]),
         )
 
-    def _manifest(self, begun: Begun, used: Used) -> Manifest:
+    def _manifest(self, begun: OpenCheckpoint, used: StateWorkResult) -> Manifest:
         state, own = begun.state, self._identity.constants
         files: list[SliceFile] = used.states[0]
         return Manifest(
@@ -278,11 +282,11 @@ class TryFolder:
 
     directory: str
 
-    def __call__(self, index: int, plan: SlicePlan, state: SliceState) -> str | CheckpointError:
+    def __call__(self, index: int, plan: SliceSpec, state: SliceState) -> str | CheckpointError:
         return try_probe(self.directory)
 
 
-def _bounds(index: int, plan: SlicePlan, state: SliceState) -> tuple[int, int]:
+def _bounds(index: int, plan: SliceSpec, state: SliceState) -> tuple[int, int]:
     """Run on the owner: which elements of the flat vector are its slice."""
     return plan.start, plan.stop
 
@@ -294,5 +298,5 @@ class WriteSlice:
     directory: str
     kind: str
 
-    def __call__(self, index: int, plan: SlicePlan, state: SliceState) -> SliceFile:
+    def __call__(self, index: int, plan: SliceSpec, state: SliceState) -> SliceFile:
         return write_slice(self.directory, index, plan, state, self.kind)

@@ -10,13 +10,13 @@ import torch
 from sparkdl.checkpoint.files import Folder
 from sparkdl.checkpoint.manifest import SliceFile, StoredFile, checksum
 from sparkdl.errors import CheckpointError, DamagedCheckpoint
-from sparkdl.slices.slice_file import Part, recut, to_bytes, unpack
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.slice_file import StoredSlice, reslice, to_bytes, unpack
+from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 
 
 def write_slice(
-    directory: str, index: int, plan: SlicePlan, state: SliceState, kind: str = "slice"
+    directory: str, index: int, plan: SliceSpec, state: SliceState, kind: str = "slice"
 ) -> SliceFile:
     """Write one slice into the checkpoint ``directory``; its record for the manifest.
 
@@ -58,7 +58,7 @@ def try_probe(directory: str) -> str | CheckpointError:
 
 
 def read_slice_files(
-    directory: str, files: Sequence[SliceFile], plan: SlicePlan, dtype: torch.dtype
+    directory: str, files: Sequence[SliceFile], plan: SliceSpec, dtype: torch.dtype
 ) -> SliceState:
     """The state of slice ``plan`` from a checkpoint's ``files``, whatever N it was written with.
 
@@ -70,12 +70,12 @@ def read_slice_files(
         needed = sorted(files, key=lambda f: f.nbytes)[:1]
     folder = Folder(directory)
     try:
-        return recut((_read_part(folder, file) for file in needed), plan, dtype)
+        return reslice((_read_part(folder, file) for file in needed), plan, dtype)
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(f"{folder}: {error}") from error
 
 
-def _read_part(folder: Folder, file: SliceFile) -> Part:
+def _read_part(folder: Folder, file: SliceFile) -> StoredSlice:
     try:
         part = unpack(read_checked(folder, file))
     except DamagedCheckpoint as error:

@@ -16,7 +16,7 @@ all_gather         rank ``i`` has block ``i``        all ranks have all blocks
 it combines is fixed by the algorithm and the number of ranks alone, so the same inputs give the same
 bits; and each element is combined on one rank and copied from there, so all ranks have the same bits.
 ``bounds`` are the ends of the blocks: block ``i`` is ``flat[bounds[i]:bounds[i + 1]]``; blocks may
-differ in size and be empty. :class:`~sparkdl.collectives.link.Among` makes any rank the root.
+differ in size and be empty. :class:`~sparkdl.collectives.link.SubgroupLink` makes any rank the root.
 
 The algorithms and what they cost (:mod:`sparkdl.collectives.costs` has the formulas):
 

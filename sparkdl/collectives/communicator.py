@@ -16,7 +16,7 @@ from sparkdl.collectives import notes
 from sparkdl.collectives.algorithms import ALGORITHMS
 from sparkdl.collectives.arguments import LIBRARY, OPS
 from sparkdl.collectives.halving import Combine, even_bounds
-from sparkdl.collectives.link import Among, GroupLink, Sent
+from sparkdl.collectives.link import GroupLink, Sent, SubgroupLink
 from sparkdl.errors import ParameterError, raise_all
 
 
@@ -120,7 +120,7 @@ class Communicator:
         if algorithm == LIBRARY:
             dist.broadcast(flat, group=self._group, group_src=root)
         else:
-            ALGORITHMS["broadcast"][algorithm](Among.rooted(self._link, root), flat)
+            ALGORITHMS["broadcast"][algorithm](SubgroupLink.rooted(self._link, root), flat)
         return flat.view(tensor.shape)
 
     def reduce(
@@ -132,7 +132,9 @@ class Communicator:
         if algorithm == LIBRARY:
             dist.reduce(flat, op=OPS[op][1], group=self._group, group_dst=root)
         else:
-            ALGORITHMS["reduce"][algorithm](Among.rooted(self._link, root), flat, _combine(op))
+            ALGORITHMS["reduce"][algorithm](
+                SubgroupLink.rooted(self._link, root), flat, _combine(op)
+            )
         return self._finished(flat, op).view(tensor.shape) if self.rank == root else None
 
     def all_reduce(

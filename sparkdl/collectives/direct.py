@@ -34,7 +34,7 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> 
         return
     parts = flat.tensor_split(size)
     _add(_of_all(parts, group), parts[rank])
-    swap([parts[rank]] * size, parts, group)
+    exchange_all([parts[rank]] * size, parts, group)
 
 
 def reduce_scatter(
@@ -53,7 +53,7 @@ def suits(tensor: torch.Tensor, size: int) -> bool:
     return tensor.device.type == "cpu" and 1 < size <= MOST_RANKS and tensor.numel() >= size
 
 
-def swap(
+def exchange_all(
     parts: Sequence[torch.Tensor],
     arriving: Sequence[torch.Tensor],
     group: dist.ProcessGroup | None = None,
@@ -81,7 +81,7 @@ def _of_all(
     arriving = [
         part if r == rank else torch.empty_like(parts[rank]) for r, part in enumerate(parts)
     ]
-    swap(parts, arriving, group)
+    exchange_all(parts, arriving, group)
     return arriving
 
 
@@ -97,7 +97,7 @@ def _add(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
     output.copy_(total)
 
 
-class OneRound:
+class DirectReduceScatter:
     """For ``FSDPModule.set_custom_reduce_scatter``.
 
     ``nothing``: says whether what this rank sums now counts for nothing.

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sparkdl.collectives.link import Among, Link
+from sparkdl.collectives.link import Link, SubgroupLink
 
 Combine = Callable[[torch.Tensor, torch.Tensor], object]
 """``combine(into, received)`` changes ``into`` to the sum of both, or the maximum, ..."""
@@ -187,7 +187,7 @@ def _core_members(size: int) -> list[int]:
 def _core(link: Link) -> Link | None:
     """The link among the ranks that make a power of two; None on the others."""
     members = _core_members(link.size)
-    return Among(link, members) if link.rank in members else None
+    return SubgroupLink(link, members) if link.rank in members else None
 
 
 def _core_bounds(link: Link, bounds: Sequence[int]) -> list[int]:

@@ -49,7 +49,7 @@ class Link(ABC):
         self.exchange(None, None, into, source)
 
 
-class Among(Link):
+class SubgroupLink(Link):
     """The link among a few ranks of ``link``, or among all in another order.
 
     Rank ``i`` here is ``members[i]`` there. So an algorithm can be written for root 0 and run for

@@ -15,14 +15,14 @@ from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructT
 
 from sparkdl.data.columns.base import Column
 from sparkdl.data.columns.numeric import to_numpy
-from sparkdl.data.partition_join import Part, join_parts
+from sparkdl.data.partition_join import WrittenRows, join_partition
 from sparkdl.data.partition_writer import PART_BYTES, PartitionWriter
-from sparkdl.data.row_errors import RowProblem
+from sparkdl.data.row_errors import RowError
 from sparkdl.data.schema import quoted
 from sparkdl.errors import DataError, raise_all
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.frames import send
-from sparkdl.spark.worker import settle_worker
+from sparkdl.spark.worker import finish_task
 
 FIRST_PART = 16
 """Rows of the first part, by which the size of a row is learned."""
@@ -40,13 +40,13 @@ class WriteDataFrame:
         try:
             self.write(batches, writer)
             handle = writer.finish()
-        except RowProblem as error:
+        except RowError as error:
             handle = writer.fail(error.problem)
         yield pa.RecordBatch.from_pydict({"handle": [pickle.dumps(handle)]})
-        settle_worker()
+        finish_task()
 
     def write(self, batches: Iterable[pa.RecordBatch], writer: PartitionWriter) -> None:
-        """Raises :class:`RowProblem`. A column beyond :attr:`columns` tells rows' partitions."""
+        """Raises :class:`RowError`. A column beyond :attr:`columns` tells rows' partitions."""
         names = [column.name for column in self.columns]
         for batch in batches:
             for part in self._parts(batch, writer):
@@ -71,8 +71,8 @@ class WriteDataFrame:
 
 @dataclass(frozen=True)
 class WriteParts:
-    """Likewise, where the last column tells the partition of each row: a :class:`Part` of each of
-    ``count`` partitions comes out, with its number."""
+    """Likewise, where the last column tells the partition of each row: a :class:`WrittenRows` of
+    each of ``count`` partitions comes out, with its number."""
 
     table: WriteDataFrame
     count: int
@@ -88,15 +88,15 @@ class WriteParts:
                 ],
                 names=["partition", "part"],
             )
-        settle_worker()
+        finish_task()
 
-    def parts(self, source: int, batches: Iterable[pa.RecordBatch]) -> list[Part]:
+    def parts(self, source: int, batches: Iterable[pa.RecordBatch]) -> list[WrittenRows]:
         """Of each partition; of the first alone, where a row of ``source`` is wrong."""
         writer = PartitionWriter(self.table.config, source, self.table.columns[-1].weight)
         try:
             self.table.write(batches, writer)
             return list(writer.parts(self.count))
-        except RowProblem as error:
+        except RowError as error:
             return [writer.failed_part(replace(error.problem, partition=source))]
 
 
@@ -104,7 +104,7 @@ def address_parts(partition: int, rows: Iterable[Any]) -> Iterator[bytes]:
     """Task over what :class:`WriteParts` gives: each part to its partition."""
     for target, part in rows:
         yield from send(target, bytes(part))
-    settle_worker()
+    finish_task()
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class JoinParts:
     config: SlabConfig
 
     def __call__(self, partition: int, parts: Iterable[bytes]) -> Iterator[bytes]:
-        yield pickle.dumps(join_parts(self.config, [pickle.loads(part) for part in parts]))
-        settle_worker()
+        yield pickle.dumps(join_partition(self.config, [pickle.loads(part) for part in parts]))
+        finish_task()
 
 
 def select_columns(data: DataFrame, columns: Sequence[Column]) -> DataFrame:
@@ -228,4 +228,4 @@ def first_field(partition: int, rows: Iterable[Any]) -> Iterator[bytes]:
     """Task: the one binary field of each row."""
     for row in rows:
         yield bytes(row[0])
-    settle_worker()
+    finish_task()

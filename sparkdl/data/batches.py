@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assembly:
+class BatchSpec:
     """How the fields of samples become the arrays of a mini-batch; constants of a run.
 
     The fields of a sample are ``num_features`` inputs, ``num_labels`` labels and, if ``weighted``,
@@ -65,7 +65,7 @@ class Batch:
 
 
 def visit_order(
-    assembly: Assembly, partition: MappedPartition, epoch: int, replica: int, share: int
+    assembly: BatchSpec, partition: MappedPartition, epoch: int, replica: int, share: int
 ) -> np.ndarray:
     """The order (int64) in which ``replica`` visits the rows of its partition in ``epoch``.
 
@@ -95,7 +95,7 @@ def visit_order(
 
 
 def training_batch(
-    assembly: Assembly, partition: MappedPartition, rows: np.ndarray, epoch: int, replica: int
+    assembly: BatchSpec, partition: MappedPartition, rows: np.ndarray, epoch: int, replica: int
 ) -> Batch:
     """The mini-batch of these rows (numbers in canonical order), augmented.
 
@@ -107,18 +107,18 @@ def training_batch(
 
 
 def training_rows(
-    assembly: Assembly, partition: MappedPartition, rows: np.ndarray, epoch: int, replica: int
+    assembly: BatchSpec, partition: MappedPartition, rows: np.ndarray, epoch: int, replica: int
 ) -> list[Rows]:
     """The fields of :func:`training_batch`, not yet padded."""
     return _at_place(assembly, lambda: partition.gather(rows), (rows, epoch, replica))
 
 
-def plain_batch(assembly: Assembly, partition: MappedPartition, rows: np.ndarray) -> Batch:
+def plain_batch(assembly: BatchSpec, partition: MappedPartition, rows: np.ndarray) -> Batch:
     """The mini-batch of these rows, not augmented: for validation."""
     return fields_to_batch(assembly, partition.gather(rows))
 
 
-def preview_batch(assembly: Assembly, preview: Sequence[Rows], augment: bool = False) -> Batch:
+def preview_batch(assembly: BatchSpec, preview: Sequence[Rows], augment: bool = False) -> Batch:
     """The rows of a preview as a mini-batch, to try the model (and ``augment``) on."""
     if not augment:
         return fields_to_batch(assembly, preview)
@@ -127,7 +127,7 @@ def preview_batch(assembly: Assembly, preview: Sequence[Rows], augment: bool = F
     return fields_to_batch(assembly, rows)
 
 
-def input_fields(assembly: Assembly, fields: Sequence[Field]) -> list[Field]:
+def input_fields(assembly: BatchSpec, fields: Sequence[Field]) -> list[Field]:
     """A description of each of :attr:`Batch.inputs`; ``fields`` are those of a sample."""
     found: list[Field] = []
     for field in fields[: assembly.num_features]:
@@ -137,7 +137,7 @@ def input_fields(assembly: Assembly, fields: Sequence[Field]) -> list[Field]:
     return found
 
 
-def fields_to_batch(assembly: Assembly, fields: Sequence[Rows]) -> Batch:
+def fields_to_batch(assembly: BatchSpec, fields: Sequence[Rows]) -> Batch:
     """The rows of each field as a mini-batch."""
     labels = assembly.num_features + assembly.num_labels
     weights = fields[labels] if assembly.weighted else None
@@ -150,7 +150,7 @@ def fields_to_batch(assembly: Assembly, fields: Sequence[Rows]) -> Batch:
 
 
 def _at_place(
-    assembly: Assembly,
+    assembly: BatchSpec,
     gather: Callable[[], Sequence[Rows]],
     place: tuple[np.ndarray, int, int],
 ) -> list[Rows]:
@@ -171,7 +171,7 @@ def _at_place(
 
 
 def _augmented(
-    assembly: Assembly,
+    assembly: BatchSpec,
     augment: Callable[..., Any],
     features: Sequence[Rows],
     rows: np.ndarray,

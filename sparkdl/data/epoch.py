@@ -73,7 +73,7 @@ def drawn(seed: int, epoch: int, replica: int, num_rows: int) -> np.ndarray:
     return generator(seed, "shuffle", epoch, replica).permutation(num_rows)
 
 
-def seats(counts: Sequence[int], position: int) -> np.ndarray:
+def apportion(counts: Sequence[int], position: int) -> np.ndarray:
     """How many of the first ``position`` samples of an epoch each replica gives (int64, (M,)).
 
     Sums to ``position`` (at most ``sum(counts)``), never exceeds ``counts``, and grows with
@@ -123,5 +123,5 @@ class EpochPlan:
 
 @functools.lru_cache(maxsize=8)
 def _remembered_seats(counts: tuple[int, ...], position: int) -> list[int]:
-    """As :func:`seats`: a batch starts where the one before stopped."""
-    return seats(counts, position).tolist()
+    """As :func:`apportion`: a batch starts where the one before stopped."""
+    return apportion(counts, position).tolist()

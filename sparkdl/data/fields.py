@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from sparkdl.data.ragged import Padding
-from sparkdl.data.row_errors import Problem
+from sparkdl.data.row_errors import BadRow
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Extreme:
 
 
 @dataclass(frozen=True)
-class Segment:
+class RowFile:
     """Rows that one task wrote into one directory; its files' names begin with ``path``."""
 
     path: str
@@ -90,10 +90,10 @@ class SampleHandle:
     """
 
     token: str
-    segments: tuple[Segment, ...]
+    segments: tuple[RowFile, ...]
     order_path: str
     num_rows: int
     checksum: int
     fields: tuple[Field, ...]
     extremes: tuple[Extreme, ...] = ()
-    problem: Problem | None = None
+    problem: BadRow | None = None

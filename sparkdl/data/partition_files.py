@@ -16,12 +16,12 @@ from typing import BinaryIO
 
 import numpy as np
 
-from sparkdl.data.fields import Field, Segment
+from sparkdl.data.fields import Field, RowFile
 from sparkdl.data.ragged import Padding, Ragged, Rows
 from sparkdl.slab.root import open_private
 
 
-def segment_files(segment: Segment, fields: Sequence[Field]) -> list[str]:
+def segment_files(segment: RowFile, fields: Sequence[Field]) -> list[str]:
     """The files of a segment: for each field its values, then its offsets if it has any."""
     return [
         f"{segment.path}-{number}.{kind}"
@@ -46,9 +46,9 @@ class SegmentWriter:
             raise
 
     @property
-    def segment(self) -> Segment:
+    def segment(self) -> RowFile:
         """What is written so far."""
-        return Segment(self._path, self.num_rows)
+        return RowFile(self._path, self.num_rows)
 
     def append(self, columns: Sequence[Rows]) -> None:
         """Write these rows. Where that raises OSError, the files are as they were before."""
@@ -125,7 +125,7 @@ class Items:
 
 
 @dataclass(frozen=True)
-class Column:
+class MappedColumn:
     """One field in all files of a partition; ``offsets`` where rows vary in length."""
 
     values: Items
@@ -133,16 +133,16 @@ class Column:
     padding: Padding | None = None
 
     @staticmethod
-    def map(segments: Sequence[Segment], number: int, field: Field) -> Column:
+    def map(segments: Sequence[RowFile], number: int, field: Field) -> MappedColumn:
         """Map the files. Raises FileNotFoundError."""
         if field.padding is None:
-            return Column(Items([_values(segment, number, field) for segment in segments]))
+            return MappedColumn(Items([_values(segment, number, field) for segment in segments]))
         offsets = [
             map_file(f"{segment.path}-{number}.offsets", "int64", (segment.num_rows + 1,))
             for segment in segments
         ]
         values = [_values(segment, number, field) for segment in segments]
-        return Column(Items(values), Items(offsets), field.padding)
+        return MappedColumn(Items(values), Items(offsets), field.padding)
 
     def take(self, files: np.ndarray | None, places: np.ndarray) -> Rows:
         """The rows at ``places`` in ``files``, in memory of their own."""
@@ -161,7 +161,7 @@ class Column:
         return np.concatenate([np.diff(offsets) for offsets in self.offsets.arrays])
 
 
-def _values(segment: Segment, number: int, field: Field) -> np.ndarray:
+def _values(segment: RowFile, number: int, field: Field) -> np.ndarray:
     """The rows of a field, or the items of all rows where they vary in length."""
     rows = -1 if field.ragged else segment.num_rows
     return map_file(f"{segment.path}-{number}.values", field.dtype, (rows, *field.shape))

@@ -11,10 +11,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from sparkdl.data.fields import Extreme, Field, SampleHandle, Segment
+from sparkdl.data.fields import Extreme, Field, RowFile, SampleHandle
 from sparkdl.data.partition_files import write_all
 from sparkdl.data.partition_reader import MappedPartition
-from sparkdl.data.row_errors import SAME_SHAPE, Problem
+from sparkdl.data.row_errors import SAME_SHAPE, BadRow
 from sparkdl.data.row_order import canonical_order, checksum
 from sparkdl.errors import SlabFullError
 from sparkdl.slab.root import Root, SlabConfig, open_private, open_root
@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Part:
+class WrittenRows:
     """Rows of one partition, as one task wrote them.
 
     ``places``: of these rows in the ``segments``, one after another (int64). ``hashes``: of each.
@@ -34,17 +34,17 @@ class Part:
     """
 
     token: str
-    segments: tuple[Segment, ...]
+    segments: tuple[RowFile, ...]
     fields: tuple[Field, ...]
     places: np.ndarray
     hashes: np.ndarray
     extremes: tuple[Extreme, ...] = ()
     row_bytes: int = 1
-    problem: Problem | None = None
+    problem: BadRow | None = None
     source: int = 0
 
 
-def join_parts(config: SlabConfig, parts: Sequence[Part]) -> SampleHandle:
+def join_partition(config: SlabConfig, parts: Sequence[WrittenRows]) -> SampleHandle:
     """The partition of the rows of all ``parts``; they stay where they are, on this node.
 
     Writes their canonical order. Holds about 40 bytes a row meanwhile. Raises
@@ -111,14 +111,14 @@ def where_there_is_room(root: Root, write: Callable[[Path], _T], num_rows: int, 
     )
 
 
-def _differing(parts: Sequence[Part]) -> Problem | None:
+def _differing(parts: Sequence[WrittenRows]) -> BadRow | None:
     """What is wrong where tasks found rows of different shapes."""
     filled = [part for part in parts if part.fields]
     for part in filled[1:]:
         for found, wanted in zip(part.fields, filled[0].fields, strict=True):
             if found != wanted:
                 text = f"is {found} where row 0 of partition {filled[0].source} is {wanted}"
-                return Problem(found.name, 0, text, SAME_SHAPE, part.source)
+                return BadRow(found.name, 0, text, SAME_SHAPE, part.source)
     return None
 
 

@@ -15,8 +15,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from sparkdl.data.fields import Field, SampleHandle, Segment
-from sparkdl.data.partition_files import Column, map_file, segment_files
+from sparkdl.data.fields import Field, RowFile, SampleHandle
+from sparkdl.data.partition_files import MappedColumn, map_file, segment_files
 from sparkdl.data.ragged import Rows
 from sparkdl.data.row_order import row_contents
 from sparkdl.errors import StaleReferenceError
@@ -26,7 +26,7 @@ from sparkdl.errors import StaleReferenceError
 class MappedPartition:
     """A partition mapped into this process: no copy until a batch is gathered."""
 
-    columns: tuple[Column, ...]
+    columns: tuple[MappedColumn, ...]
     starts: np.ndarray
     """Of each segment, the place of its first row."""
     order: np.ndarray
@@ -36,12 +36,12 @@ class MappedPartition:
 
     @staticmethod
     def map(
-        segments: Sequence[Segment], order_path: str, fields: tuple[Field, ...]
+        segments: Sequence[RowFile], order_path: str, fields: tuple[Field, ...]
     ) -> MappedPartition:
         """Map the files. Raises :class:`StaleReferenceError` where one was deleted."""
         try:
             numbered = enumerate(fields if segments else ())
-            columns = tuple(Column.map(segments, number, field) for number, field in numbered)
+            columns = tuple(MappedColumn.map(segments, number, field) for number, field in numbered)
             order = map_file(order_path, "int64", (-1,)) if order_path else np.zeros(0, np.int64)
         except FileNotFoundError:
             names = [name for segment in segments for name in segment_files(segment, fields)]
@@ -78,7 +78,7 @@ class MappedPartition:
 
 
 _MAX_OPEN = 64
-_Key: TypeAlias = tuple[str, tuple[Segment, ...], str, tuple[Field, ...]]
+_Key: TypeAlias = tuple[str, tuple[RowFile, ...], str, tuple[Field, ...]]
 _opened: OrderedDict[_Key, MappedPartition] = OrderedDict()
 _lock = threading.Lock()
 

@@ -19,17 +19,17 @@ from sparkdl.data.fields import Extreme, Field, SampleHandle
 from sparkdl.data.partition_files import SegmentWriter
 from sparkdl.data.partition_join import (
     Extremes,
-    Part,
-    join_parts,
+    WrittenRows,
+    join_partition,
     keep_extreme,
     where_there_is_room,
 )
 from sparkdl.data.partition_reader import MappedPartition, close_partitions, open_partition
 from sparkdl.data.ragged import Ragged, Rows
-from sparkdl.data.row_errors import SAME_SHAPE, SAME_TYPE, Problem, RowProblem
+from sparkdl.data.row_errors import SAME_SHAPE, SAME_TYPE, BadRow, RowError
 from sparkdl.data.row_order import row_hashes
 from sparkdl.slab.root import Root, SlabConfig, open_root, remove_root
-from sparkdl.spark.worker import hung_up
+from sparkdl.spark.worker import task_cancelled
 
 __all__ = [
     "Extreme",
@@ -90,7 +90,7 @@ class PartitionWriter:
             if field != first:
                 text = f"is {field} where row 0 is {first}"
                 remedy = SAME_TYPE if field.shape == first.shape else SAME_SHAPE
-                raise RowProblem(field.name, self.num_rows, text, remedy)
+                raise RowError(field.name, self.num_rows, text, remedy)
         for number, column in enumerate(columns):
             self._note_extremes(number, column)
         if self._weighted:
@@ -160,9 +160,9 @@ class PartitionWriter:
     def finish(self) -> SampleHandle:
         """The handle of the partition that all rows are."""
         hashes = self._close()
-        return join_parts(self._config, [self._part(np.arange(self.num_rows), hashes)])
+        return join_partition(self._config, [self._part(np.arange(self.num_rows), hashes)])
 
-    def parts(self, count: int) -> Iterator[Part]:
+    def parts(self, count: int) -> Iterator[WrittenRows]:
         """What there is of each of ``count`` partitions."""
         hashes = self._close()
         partitions = np.concatenate([np.zeros(0, np.int32), *self._partitions])
@@ -173,11 +173,11 @@ class PartitionWriter:
             mine = [e for e in part.extremes if partitions[e.row] == partition]
             yield replace(part, extremes=tuple(mine))
 
-    def fail(self, problem: Problem) -> SampleHandle:
+    def fail(self, problem: BadRow) -> SampleHandle:
         """Instead of :meth:`finish`, where a row is wrong: what was written is removed."""
-        return join_parts(self._config, [self.failed_part(problem)])
+        return join_partition(self._config, [self.failed_part(problem)])
 
-    def failed_part(self, problem: Problem) -> Part:
+    def failed_part(self, problem: BadRow) -> WrittenRows:
         """Instead of :meth:`parts`."""
         for writer in self._writers:
             writer.remove()
@@ -191,8 +191,8 @@ class PartitionWriter:
             writer.close()
         return np.concatenate([np.zeros(0, np.uint64), *self._hashes])
 
-    def _part(self, places: np.ndarray, hashes: np.ndarray) -> Part:
-        return Part(
+    def _part(self, places: np.ndarray, hashes: np.ndarray) -> WrittenRows:
+        return WrittenRows(
             token=self._root.token,
             segments=tuple(writer.segment for writer in self._writers),
             fields=self._fields,
@@ -210,7 +210,7 @@ def _root_of_a_task(config: SlabConfig) -> Root:
     there = open_root(config) is not None
     root = open_root(config, create=True)
     assert root is not None
-    if not there and hung_up():
+    if not there and task_cancelled():
         remove_root(config)
         raise BrokenPipeError("Spark has given up this task")
     return root

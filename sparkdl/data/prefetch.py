@@ -35,7 +35,7 @@ class _Range:
     rows: Future[list[Rows]]
 
 
-class Ahead:
+class Prefetcher:
     """Foresees that the range after this one will be asked for, where to prepare it takes long.
 
     ``patience``: how much more may be prepared for nothing than for use.
@@ -118,5 +118,5 @@ def _random_states() -> list[Any]:
     ]
 
 
-AHEAD = Ahead()
+AHEAD = Prefetcher()
 """Of this process."""

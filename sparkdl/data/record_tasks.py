@@ -17,9 +17,9 @@ from sparkdl.data.columns.numeric import check_weights
 from sparkdl.data.fields import Field, dtype_as, with_fields
 from sparkdl.data.partition_writer import PART_BYTES, PartitionWriter
 from sparkdl.data.ragged import Ragged, Rows
-from sparkdl.data.row_errors import SAME_SHAPE, SAME_TYPE, RowProblem
+from sparkdl.data.row_errors import SAME_SHAPE, SAME_TYPE, RowError
 from sparkdl.slab.root import SlabConfig
-from sparkdl.spark.worker import settle_worker
+from sparkdl.spark.worker import finish_task
 
 _RDD_BATCH = 1024
 _MEND = "Filter such records out, or mend them with rdd.map."
@@ -57,7 +57,7 @@ class Names:
         missing = [name for name in self.inputs if name not in features]
         if missing:
             text = f"is a {type(features).__name__} of {', '.join(map(str, features)) or 'nothing'}"
-            raise RowProblem("features", row, f"{text}, and lacks {', '.join(missing)}", _MEND)
+            raise RowError("features", row, f"{text}, and lacks {', '.join(missing)}", _MEND)
         found = tuple(features[name] for name in self.inputs)
         return found[0] if len(found) == 1 else found
 
@@ -65,7 +65,7 @@ class Names:
         """The :class:`Sample` that a record with these names is; any other record as it is.
 
         ``bare``: a record of so many values (None: of any number) that has other names is taken for
-        the features alone, in order. Raises :class:`RowProblem` for one that is not.
+        the features alone, in order. Raises :class:`RowError` for one that is not.
         """
         values = _named_values(record)
         if values is None:
@@ -81,7 +81,7 @@ class Names:
             )
         if bare is None or bare == len(values):
             return record
-        raise RowProblem(
+        raise RowError(
             "record",
             row,
             f"is a {type(record).__name__} of {', '.join(map(str, values))}, which has no "
@@ -133,10 +133,10 @@ class WriteRecords:
             if waiting:
                 writer.add(names, stack_records(names, waiting, self.specs))
             handle = writer.finish()
-        except RowProblem as error:
+        except RowError as error:
             handle = writer.fail(error.problem)
         yield pickle.dumps(handle)
-        settle_worker()
+        finish_task()
 
     def _parts(self, record: Any, row: int) -> list[tuple[str, np.ndarray]]:
         record = self.names.sample(record, row, 0 if self.labelled else None)
@@ -155,7 +155,7 @@ class WriteRecords:
         """CRC-32 of the record's numbers. Its pickle would not do: a tensor's holds an address."""
         try:
             values = [value for _, value in self._parts(record, 0)]
-        except RowProblem:
+        except RowError:
             return 0  # reported by the task that writes the record
         crc = 0
         for value in values:
@@ -170,7 +170,7 @@ def check_alike(
     specs: Specs | None,
     names: Sequence[str] = (),
 ) -> None:
-    """Raise :class:`RowProblem` where the fields of record ``row`` differ from those ``before``.
+    """Raise :class:`RowError` where the fields of record ``row`` differ from those ``before``.
 
     ``before``: the fields of the records directly before it, in order. ``names``: of the fields of
     the first record of all; () where they follow from their number.
@@ -179,13 +179,13 @@ def check_alike(
     if (names and found != list(names)) or (before and len(found) != len(before[0])):
         wanted = list(names) or feature_names(len(before[0]))
         text = f"has {', '.join(found)} where row 0 has {', '.join(wanted)}"
-        raise RowProblem(wanted[0], row, text, SAME_SHAPE)
+        raise RowError(wanted[0], row, text, SAME_SHAPE)
     first_row = row - len(before)
     for (name, value), first in zip(parts, before[0] if before else (), strict=False):
         varying = int(is_sequence(name, specs))  # the first length may differ
         same_shape = value.shape[varying:] == first.shape[varying:]
         if not same_shape or value.dtype != first.dtype:
-            raise RowProblem(
+            raise RowError(
                 name,
                 row,
                 f"is {value.dtype}{list(value.shape)} where row {first_row} is "
@@ -198,7 +198,7 @@ def split_record(record: Any, labelled: bool, row: int) -> tuple[Any, Any]:
     """(features, label) of an RDD's record. Without a label a bare value is the features."""
     if isinstance(record, Sample):
         if labelled and record.label is None:
-            raise RowProblem(
+            raise RowError(
                 "label", row, "is None", "Give Sample(features, label), or train with label=None."
             )
         return record.features, record.label if labelled else None
@@ -207,7 +207,7 @@ def split_record(record: Any, labelled: bool, row: int) -> tuple[Any, Any]:
     if isinstance(record, tuple) and len(record) == 2:
         return record
     size = f" of {len(record)}" if isinstance(record, tuple) else ""
-    raise RowProblem(
+    raise RowError(
         "record",
         row,
         f"is a {type(record).__name__}{size}",
@@ -246,22 +246,22 @@ def record_field(
     spec = (specs or {}).get(name)
     if isinstance(spec, Varying):
         if array.ndim == 0:
-            raise RowProblem(name, row, "is a number, not a sequence of numbers", _MEND)
+            raise RowError(name, row, "is a number, not a sequence of numbers", _MEND)
         return array[: spec.max_length]
     return array
 
 
 def record_weight(record: Any, row: int, float_dtype: str) -> np.ndarray:
-    """The weight of a :class:`Sample`, shape (). Raises :class:`RowProblem`."""
+    """The weight of a :class:`Sample`, shape (). Raises :class:`RowError`."""
     weight = record.weight if isinstance(record, Sample) else None
     if weight is None:
         text = "is None" if isinstance(record, Sample) else "is missing"
-        raise RowProblem(
+        raise RowError(
             "weight", row, text, "Give Sample(features, label, weight), or train with weight=None."
         )
     array = record_array(weight, "weight", row, float_dtype)
     if array.ndim or array.dtype.kind == "b":
-        raise RowProblem("weight", row, f"is {weight!r}, not one number", _MEND)
+        raise RowError("weight", row, f"is {weight!r}, not one number", _MEND)
     array = array.astype(float_dtype)
     check_weights(array.reshape(1), "weight", row)
     return array

@@ -29,7 +29,7 @@ def varying(column: str) -> str:
 
 
 @dataclass(frozen=True)
-class Problem:
+class BadRow:
     """What is wrong with one row of one column; found on an executor, raised on the driver.
 
     ``partition``: of the data as they were read, where that is not the one that reports it.
@@ -46,12 +46,12 @@ class Problem:
         return f'{noun} "{self.column}", row {self.row} of {place}: {self.text}. {self.remedy}'
 
 
-class RowProblem(Exception):
-    """Carries a :class:`Problem` out of a conversion."""
+class RowError(Exception):
+    """Carries a :class:`BadRow` out of a conversion."""
 
     def __init__(self, column: str, row: int, text: str, remedy: str) -> None:
         super().__init__(text)
-        self.problem = Problem(column, row, text, remedy)
+        self.problem = BadRow(column, row, text, remedy)
 
 
 def drop(name: str) -> str:

@@ -25,7 +25,7 @@ from sparkdl.data.arrow_tasks import (
 from sparkdl.data.checks import check_handles, check_total_weight
 from sparkdl.data.columns.base import Column, Sequence, Specs
 from sparkdl.data.fields import Field, SampleHandle
-from sparkdl.data.partition_join import Part, join_parts
+from sparkdl.data.partition_join import WrittenRows, join_partition
 from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Rows
 from sparkdl.data.record_tasks import Names, Sample, WriteRecords, record_array, split_record
@@ -245,11 +245,11 @@ def _bring_table(source: Source) -> list[SampleHandle]:
     for row in shipped.collect():
         batches.setdefault(row[0], []).extend(pa.ipc.open_stream(bytes(row[1])))
     task = WriteParts(WriteDataFrame(source.slab, columns), source.replicas)
-    parts: list[list[Part]] = [[] for _ in range(source.replicas)]
+    parts: list[list[WrittenRows]] = [[] for _ in range(source.replicas)]
     for number, found in batches.items():
         for partition, part in enumerate(task.parts(number, found)):
             parts[partition].append(part)
-    return [join_parts(source.slab, some) for some in parts]
+    return [join_partition(source.slab, some) for some in parts]
 
 
 def _chosen(source: Source) -> tuple[DataFrame, tuple[Column, ...]]:

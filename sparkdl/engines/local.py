@@ -19,9 +19,9 @@ from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.loop.engine import (
     BEST,
     CURRENT,
+    IterationResult,
     ReadResiduals,
     ReadState,
-    StepResult,
     slowest,
     summarize,
     weights_of,
@@ -29,15 +29,15 @@ from sparkdl.loop.engine import (
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
 from sparkdl.process.threads import torch_threads
-from sparkdl.replica.gradient_writer import GradientWriter, streams
+from sparkdl.replica.gradient_writer import GradientWriter, writes_early
 from sparkdl.replica.iteration import Clock, Iteration, IterationRows, ReplicaReport, SliceReport
 from sparkdl.replica.local_sgd import several_steps
-from sparkdl.replica.open_run import RunPlans
-from sparkdl.replica.run import Run
+from sparkdl.replica.open_run import OpenRun
+from sparkdl.replica.run import RunSpec
 from sparkdl.replica.score import score_partition
 from sparkdl.replica.step import (
-    Outcome,
-    Work,
+    ReplicaIteration,
+    ReplicaResult,
     compress_outcome,
     not_finite,
     one_gradient,
@@ -45,9 +45,9 @@ from sparkdl.replica.step import (
     sections_nbytes,
     write_sections,
 )
-from sparkdl.slices.reduce import Reduced
-from sparkdl.slices.section import Contribution
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.reduce import ReducedGradient
+from sparkdl.slices.section import Section
+from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState, join_states
 
 
@@ -60,7 +60,7 @@ class LocalEngine:
     def __init__(
         self,
         samples: SampleSet,
-        run: Run,
+        run: RunSpec,
         recipe: bytes,
         batch_size: int,
         validation: ValidationSet | None = None,
@@ -71,7 +71,7 @@ class LocalEngine:
         self._partitions = _open(samples)
         self._recipe = recipe
         self._replica = _built(recipe)
-        self._plans = RunPlans.of(self._replica, run)
+        self._plans = OpenRun.of(self._replica, run)
         self._states: list[SliceState] = []
         self._best: list[SliceState] = []
         self._residuals: dict[int, ByParameter] = {}
@@ -97,7 +97,7 @@ class LocalEngine:
         else:
             self._states = states
 
-    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> StepResult:
+    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
         """Run every replica and every slice, here and now."""
         with torch_threads(self._run.threads):
             started = Clock()
@@ -121,19 +121,19 @@ class LocalEngine:
 
     def _replica_step(
         self, step: IterationRows, replica: int
-    ) -> tuple[ReplicaReport, list[Contribution], Outcome]:
+    ) -> tuple[ReplicaReport, list[Section], ReplicaResult]:
         """What a task of the forward-backward job does."""
         live, clock = self._replica, Clock()
         partition = self._partitions[replica]
         assert partition is not None
-        work = Work(step, replica, self._run.assembly, self._run.shares[replica])
+        work = ReplicaIteration(step, replica, self._run.assembly, self._run.shares[replica])
         local_steps = live.recipe.policy.local_steps
         batches = work.mini_batches(live, partition, local_steps)
         clock.lap("data")
         self._load(self.weights())
         memory, writer = None, None
-        if streams(live):
-            maps = section_maps(live, self._plans.slices, Outcome())
+        if writes_early(live):
+            maps = section_maps(live, self._plans.slices, ReplicaResult())
             memory = np.zeros(sum(sections_nbytes(live, self._plans.slices, maps)), np.uint8)
             writer = GradientWriter(live, self._plans.slices, maps, memory)
         if local_steps == 1:
@@ -162,14 +162,14 @@ class LocalEngine:
         self,
         step: IterationRows,
         reports: list[ReplicaReport],
-        sections: list[list[Contribution]],
+        sections: list[list[Section]],
     ) -> list[SliceReport]:
         """What the tasks of the parameter-synchronization job do."""
         owners, clocks = self._plans.owners, [Clock() for _ in self._plans.owners]
         total = sum(report.weight for report in reports)
         loss = sum(r.loss * r.weight for r in reports) / total if total else 0.0
         contributions = [[replica[n] for replica in sections] for n in range(len(owners))]
-        known: list[Reduced | None] = [None] * len(owners)
+        known: list[ReducedGradient | None] = [None] * len(owners)
         squares = [0.0] * len(owners)
         for n, (owner, state) in enumerate(zip(owners, self._states, strict=True)):
             if owner.clips_norm:
@@ -230,21 +230,21 @@ class LocalEngine:
         states = self._best if which == BEST else self._states
         return torch.cat([weights_of(state, which) for state in states])
 
-    def with_states(
-        self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
+    def map_slices(
+        self, use: Callable[[int, SliceSpec, SliceState], Any], which: str = CURRENT
     ) -> list[Any]:
         """One after another."""
         plans, states = self._plans.slices, self._best if which == BEST else self._states
         return [use(n, plans[n], state) for n, state in enumerate(states)]
 
-    def start_residuals(
+    def load_residuals(
         self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
     ) -> None:
         """Read all of them."""
         found = {replica: read(replica) for replica in range(self._run.replicas)}
         self._residuals = {replica: kept for replica, kept in found.items() if kept is not None}
 
-    def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
+    def map_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
         """One after another."""
         return [use(replica, kept) for replica, kept in sorted(self._residuals.items())]
 

@@ -20,7 +20,7 @@ import torch
 
 from sparkdl.codec.packed import ByParameter
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.engines.replay_log import Log
+from sparkdl.engines.replay_log import ReplayLog
 from sparkdl.errors import (
     CheckpointError,
     StalledError,
@@ -31,14 +31,14 @@ from sparkdl.errors import (
 from sparkdl.loop.engine import (
     CURRENT,
     Engine,
-    Later,
+    IterationResult,
+    PendingStateWork,
     ReadResiduals,
     ReadState,
-    StepResult,
-    Used,
+    StateWorkResult,
 )
 from sparkdl.replica.iteration import Iteration
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 
 MAX_LOSSES = 16
@@ -52,7 +52,7 @@ logger = logging.getLogger("sparkdl")
 Result = TypeVar("Result")
 
 
-class Restorable(Engine, Protocol):
+class RestorableEngine(Engine, Protocol):
     """An engine whose state can be lost, and put back."""
 
     def take_snapshot(self) -> Any:
@@ -65,7 +65,7 @@ class Restorable(Engine, Protocol):
         """What there is of the state is given up; ``start`` or ``restore`` comes next."""
 
     @property
-    def remark(self) -> str:
+    def capacity_note(self) -> str:
         """What else is to be said of how it goes on, if anything."""
 
     def restore(self, snapshot: Any) -> None:
@@ -73,7 +73,7 @@ class Restorable(Engine, Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Point:
+class RestorePoint:
     """A state to go back to: ``done`` entries of the log lead to it. ``name`` for messages."""
 
     name: str
@@ -81,23 +81,23 @@ class Point:
     load: Callable[[], None]
 
 
-class Recovering:
+class RecoveringEngine:
     """An engine that goes on when the state of ``engine`` is lost.
 
     ``seconds``: a snapshot is taken after an iteration that ends so long after the last one, if
     snapshots take no more than :data:`SHARE` of the time; 0: after every iteration; None: never.
     """
 
-    def __init__(self, engine: Restorable, seconds: float | None) -> None:
+    def __init__(self, engine: RestorableEngine, seconds: float | None) -> None:
         self._engine, self._seconds = engine, seconds
         self.plan: EpochPlan = engine.plan
         self.recoveries = 0
         self._begun = -1  # the last iteration that the engine knows of, beyond those that are done
-        self._log = Log()
+        self._log = ReplayLog()
         self._starts: list[Callable[[], None]] = []
-        self._beginning = Point("the beginning", 0, self._start_again)
-        self._checkpoint: Point | None = None
-        self._snapshot: tuple[Point, Any] | None = None
+        self._beginning = RestorePoint("the beginning", 0, self._start_again)
+        self._checkpoint: RestorePoint | None = None
+        self._snapshot: tuple[RestorePoint, Any] | None = None
         self._due = time.monotonic() + (seconds or 0.0)
 
     def start(
@@ -111,25 +111,25 @@ class Recovering:
             self._starts.clear()
         self._begin(lambda: self._engine.start(read, reported, which))
 
-    def start_residuals(
+    def load_residuals(
         self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
     ) -> None:
-        self._begin(lambda: self._engine.start_residuals(read, reported))
+        self._begin(lambda: self._engine.load_residuals(read, reported))
 
     @property
     def begins_ahead(self) -> bool:
         return self._engine.begins_ahead
 
-    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> StepResult:
+    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
         """A snapshot that comes to be due while iterations follow one another is taken after these."""
         if self._is_due:
             then = [each for each in then if each.index <= self._begun]
-        result = self.surely(lambda: self._engine.step(iteration, then))
+        result = self.with_recovery(lambda: self._engine.step(iteration, then))
         self._begun = then[-1].index if then else -1
         self._log.append(iteration)
         if then or not self._is_due:
             return result
-        cost = self.surely(self._take_snapshot)
+        cost = self.with_recovery(self._take_snapshot)
         return replace(result, seconds={**result.seconds, "snapshot": cost}, ended=None)
 
     @property
@@ -138,26 +138,26 @@ class Recovering:
         return self._seconds is not None and time.monotonic() >= self._due
 
     def score(self) -> list[Any]:
-        return self.surely(lambda: self._engine.score())
+        return self.with_recovery(lambda: self._engine.score())
 
     def keep_best(self) -> None:
-        self.surely(self._engine.keep_best)
+        self.with_recovery(self._engine.keep_best)
         self._log.append(None)
 
     def weights(self, which: str = CURRENT) -> torch.Tensor:
-        return self.surely(lambda: self._engine.weights(which))
+        return self.with_recovery(lambda: self._engine.weights(which))
 
-    def with_states(
-        self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
+    def map_slices(
+        self, use: Callable[[int, SliceSpec, SliceState], Any], which: str = CURRENT
     ) -> list[Any]:
-        return self.surely(lambda: self._engine.with_states(use, which))
+        return self.with_recovery(lambda: self._engine.map_slices(use, which))
 
-    def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
-        return self.surely(lambda: self._engine.with_residuals(use))
+    def map_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
+        return self.with_recovery(lambda: self._engine.map_residuals(use))
 
-    def later(self, begin: Callable[[Any], Later]) -> Later:
+    def later(self, begin: Callable[[Any], PendingStateWork]) -> PendingStateWork:
         """What ``begin`` begins with the engine."""
-        return _Surely(self, self.surely(lambda: begin(self._engine)))
+        return _Surely(self, self.with_recovery(lambda: begin(self._engine)))
 
     @property
     def done(self) -> int:
@@ -167,10 +167,10 @@ class Recovering:
     def checkpointed(self, done: int, iteration: int, load: Callable[[Engine], None]) -> None:
         """There is a checkpoint, which ``load`` reads, of the state when so much was :attr:`done`."""
         name = f"the checkpoint after iteration {iteration}"
-        self._checkpoint = Point(name, done, lambda: load(self._engine))
+        self._checkpoint = RestorePoint(name, done, lambda: load(self._engine))
 
     def _begin(self, start: Callable[[], None]) -> None:
-        self.surely(start)
+        self.with_recovery(start)
         self._starts.append(start)
 
     def _take_snapshot(self) -> float:
@@ -189,13 +189,13 @@ class Recovering:
         if snapshot is not None:
             taken = snapshot
             name = f"the snapshot after iteration {self._log.iterations}"
-            point = Point(name, len(self._log), lambda: self._engine.restore(taken))
+            point = RestorePoint(name, len(self._log), lambda: self._engine.restore(taken))
             self._snapshot = point, taken
             if before is not None:
                 self._engine.drop(before[1])
         return cost
 
-    def surely(self, action: Callable[[], Result]) -> Result:
+    def with_recovery(self, action: Callable[[], Result]) -> Result:
         """``action()``, again where the state was lost."""
         for _ in range(MAX_LOSSES):
             try:
@@ -206,7 +206,7 @@ class Recovering:
 
     def _recover(self, lost: StateLostError) -> None:
         """Bring the state back to where it stood, and say so in one line."""
-        started, tries = time.monotonic(), dict[Point, int]()
+        started, tries = time.monotonic(), dict[RestorePoint, int]()
         for _ in range(MAX_LOSSES):
             point = self._latest()
             tries[point] = tries.get(point, 0) + 1
@@ -237,18 +237,18 @@ class Recovering:
                 repeated,
                 "" if repeated == 1 else "s",
                 time.monotonic() - started,
-                f" {self._engine.remark}." if self._engine.remark else "",
+                f" {self._engine.capacity_note}." if self._engine.capacity_note else "",
             )
             return
         raise _beyond_recovery(lost, lost)
 
-    def _latest(self) -> Point:
+    def _latest(self) -> RestorePoint:
         """The point that leaves least to be repeated."""
         points = [self._snapshot[0]] if self._snapshot else []
         points += [self._checkpoint] if self._checkpoint else []
         return max([*points, self._beginning], key=lambda point: point.done)
 
-    def _give_up(self, point: Point, error: Exception) -> None:
+    def _give_up(self, point: RestorePoint, error: Exception) -> None:
         """The point is of no use."""
         reason = str(error).partition("\n")[0].rstrip(".")
         logger.warning("%s cannot be read (%s).", point.name.capitalize(), reason)
@@ -275,15 +275,15 @@ class Recovering:
 class _Surely:
     """Work in the background that outlives losses of the state, if only as work that was lost."""
 
-    engine: Recovering
-    work: Later
+    engine: RecoveringEngine
+    work: PendingStateWork
 
     @property
     def ready(self) -> bool:
         return self.work.ready
 
-    def used(self) -> Used | None:
-        return self.engine.surely(self.work.used)
+    def used(self) -> StateWorkResult | None:
+        return self.engine.with_recovery(self.work.used)
 
 
 def _beyond_recovery(lost: StateLostError, error: Exception) -> StateLostError:

@@ -14,20 +14,20 @@ from sparkdl.data.ragged import Ragged
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.gang.engine import GangEngine
 from sparkdl.engines.local import LocalEngine
-from sparkdl.engines.recovery import Recovering
-from sparkdl.engines.resources import Resources
+from sparkdl.engines.recovery import RecoveringEngine
+from sparkdl.engines.resources import FitResources
 from sparkdl.engines.shuffle.engine import ShuffleEngine
 from sparkdl.engines.validation_set import ValidationSet
-from sparkdl.loop.engine import Lasting
+from sparkdl.loop.engine import TrainingEngine
 from sparkdl.model.flat import Layout
-from sparkdl.model.loss import Loss, OfClasses
+from sparkdl.model.loss import ClassLoss, Loss
 from sparkdl.model.recipe import Recipe
 from sparkdl.parallel.pipeline import with_split
-from sparkdl.parallel.plan import Parallel, parallel_of
+from sparkdl.parallel.plan import ParallelPlan, parallel_of
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compare import Description
 from sparkdl.replica.compute import to_tensors
-from sparkdl.replica.run import Run
+from sparkdl.replica.run import RunSpec
 from sparkdl.settings import Settings
 from sparkdl.spark.frames import is_local
 
@@ -55,7 +55,7 @@ class EngineInputs:
         min_ranks: The fewest tasks that a gang's ranks may share; None: a task each.
     """
 
-    run: Run
+    run: RunSpec
     samples: SampleSet
     validation: ValidationSet | None
     recipe: Recipe
@@ -65,7 +65,7 @@ class EngineInputs:
     built: Description
     batch_size: int
     sums: bool
-    resources: Resources
+    resources: FitResources
     settings: Settings
     strategies: Mapping[str, Any]
     mesh: Mapping[str, int] | None
@@ -78,7 +78,7 @@ class EngineInputs:
         return None if is_local(self.resources.context) else self.settings.snapshot_seconds
 
 
-def build_engine(name: str, inputs: EngineInputs) -> Lasting:
+def build_engine(name: str, inputs: EngineInputs) -> TrainingEngine:
     """Build the engine ``name``, which has no state yet: see :meth:`sparkdl.loop.engine.Engine.start`.
 
     Args:
@@ -88,13 +88,13 @@ def build_engine(name: str, inputs: EngineInputs) -> Lasting:
     return ENGINES[name](inputs)
 
 
-def _local(inputs: EngineInputs) -> Lasting:
+def _local(inputs: EngineInputs) -> TrainingEngine:
     return LocalEngine(
         inputs.samples, inputs.run, inputs.payload, inputs.batch_size, inputs.validation
     )
 
 
-def _shuffle(inputs: EngineInputs) -> Lasting:
+def _shuffle(inputs: EngineInputs) -> TrainingEngine:
     engine = ShuffleEngine(
         inputs.samples,
         inputs.layout,
@@ -107,10 +107,10 @@ def _shuffle(inputs: EngineInputs) -> Lasting:
         inputs.settings.stages,
         inputs.validation,
     )
-    return Recovering(engine, inputs.snapshot_seconds)
+    return RecoveringEngine(engine, inputs.snapshot_seconds)
 
 
-def _gang(inputs: EngineInputs) -> Lasting:
+def _gang(inputs: EngineInputs) -> TrainingEngine:
     run, samples, recipe = inputs.run, inputs.samples, inputs.recipe
     how = replace(run.assembly, augment=recipe.augment)
     with seeded(run.seed):
@@ -135,17 +135,17 @@ def _gang(inputs: EngineInputs) -> Lasting:
         inputs.resource_profile,
         inputs.min_ranks,
     )
-    return Recovering(engine, inputs.snapshot_seconds)
+    return RecoveringEngine(engine, inputs.snapshot_seconds)
 
 
-ENGINES: Mapping[str, Callable[[EngineInputs], Lasting]] = {
+ENGINES: Mapping[str, Callable[[EngineInputs], TrainingEngine]] = {
     "shuffle": _shuffle,
     "gang": _gang,
     "local": _local,
 }
 
 
-def _with_stages(parallel: Parallel, inputs: EngineInputs, rows: Any) -> Parallel:
+def _with_stages(parallel: ParallelPlan, inputs: EngineInputs, rows: Any) -> ParallelPlan:
     """Return the plan with the model cut into the pipeline's stages."""
     assert parallel.pipeline is not None
     ranks, policy = parallel.mesh.pipe, inputs.recipe.policy
@@ -155,7 +155,7 @@ def _with_stages(parallel: Parallel, inputs: EngineInputs, rows: Any) -> Paralle
 
 def _labels_differ(loss: Loss, samples: SampleSet) -> bool:
     """Return whether ``loss`` may take more of one label than of another."""
-    how = OfClasses.of(loss)
+    how = ClassLoss.of(loss)
     if how is None or not how.averages or samples.num_labels != 1:
         return False
     # the preview has the smallest and the largest of all integers

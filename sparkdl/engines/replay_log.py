@@ -14,7 +14,7 @@ _Form: TypeAlias = tuple[tuple[tuple[str, int | None], ...], ...]
 """Of a mapping for each group: its keys, with the length where the value is a tuple of numbers."""
 
 
-class Log:
+class ReplayLog:
     """Iterations, and to keep the best weights: some 30 bytes an entry, and as many where a schedule
     changes a hyperparameter."""
 

@@ -20,19 +20,19 @@ from sparkdl.slab.gpu_memory import holders_awaited
 from sparkdl.slab.pool import close_pool
 from sparkdl.slab.root import SlabConfig, open_root, remove_root
 from sparkdl.spark.broadcasts import BroadcastBytes
-from sparkdl.spark.executors import Executor, executors, one_each
+from sparkdl.spark.executors import Executor, executors, task_per_executor
 from sparkdl.spark.frames import forget_shuffles, is_local, stage_name
 from sparkdl.spark.locality import executor_awaited
 from sparkdl.spark.properties import own_properties
-from sparkdl.spark.watchdog import Watch
-from sparkdl.spark.worker import settle_worker
+from sparkdl.spark.watchdog import Watchdog
+from sparkdl.spark.worker import finish_task
 
 CANCEL_SECONDS = 10.0
 LAG_SECONDS = 5.0
 """So long the end of a fit that failed waits for Spark's own books, which say what still runs."""
 
 
-class Resources:
+class FitResources:
     """Persisted RDDs, broadcasts, and slabs of one fit; its Spark jobs are one job group, and the
     thread has local properties of its own meanwhile.
 
@@ -44,9 +44,9 @@ class Resources:
     def __init__(
         self, context: SparkContext, slab: SlabConfig, timeout: float | None = None
     ) -> None:
-        """``timeout``: seconds in which nothing may happen in a job, see :class:`Watch`."""
+        """``timeout``: seconds in which nothing may happen in a job, see :class:`Watchdog`."""
         self.context, self.slab, self._timeout = context, slab, timeout
-        self._watch: Watch | None = None
+        self._watch: Watchdog | None = None
         self._rdds: list[RDD] = []
         self._passing: list[RDD] = []
         self._broadcasts: list[BroadcastBytes] = []
@@ -54,10 +54,10 @@ class Resources:
         self._closing = contextlib.ExitStack()
         self._properties = contextlib.ExitStack()
 
-    def __enter__(self) -> Resources:
+    def __enter__(self) -> FitResources:
         self._properties.enter_context(own_properties(self.context))
         self.context.setJobGroup(self.slab.name, "sparkdl: reading the samples")
-        self._watch = Watch(self.context, self.slab.name, self._timeout)
+        self._watch = Watchdog(self.context, self.slab.name, self._timeout)
         return self
 
     def persist(self, rdd: RDD) -> RDD:
@@ -177,7 +177,7 @@ class Resources:
         if places:
             name = stage_name(self.context, "remove the slabs")
             with name, executor_awaited(self.context):
-                self.context.runJob(one_each(self.context, places), CleanNode(self.slab))
+                self.context.runJob(task_per_executor(self.context, places), CleanNode(self.slab))
 
     def _any_job(self) -> bool:
         """Whether tasks of the fit may have written something, also ones that failed."""
@@ -194,7 +194,7 @@ class CleanNode:
         for _ in frames:
             pass
         _clean_here(self.slab)
-        settle_worker()
+        finish_task()
         return iter(())
 
 

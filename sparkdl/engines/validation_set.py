@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparkdl.data.batches import Assembly
+from sparkdl.data.batches import BatchSpec
 from sparkdl.data.samples import SampleSet
 from sparkdl.metrics.scorer import Scorer
 
@@ -22,5 +22,5 @@ class ValidationSet:
 
     samples: SampleSet
     scorer: Scorer
-    assembly: Assembly
+    assembly: BatchSpec
     batch_size: int

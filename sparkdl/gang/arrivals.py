@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from sparkdl.gang.channel import Channel
-from sparkdl.gang.rank_task import Hello
+from sparkdl.gang.rank_task import Introduction
 
 
-class Arrivals:
+class ArrivedRanks:
     """The ranks of job number ``job`` that have come."""
 
     def __init__(self, job: int, size: int) -> None:
         self._job, self._size = job, size
-        self.come: dict[int, tuple[Channel, Hello]] = {}
+        self.come: dict[int, tuple[Channel, Introduction]] = {}
 
     @property
     def missing(self) -> list[int]:
@@ -22,7 +22,7 @@ class Arrivals:
         """Whether the stage runs fewer ranks than a gang has."""
         return any(hello.ranks != self._size for _, hello in self.come.values())
 
-    def admit(self, channel: Channel, hello: Hello) -> None:
+    def admit(self, channel: Channel, hello: Introduction) -> None:
         """Of a rank that comes again, the later one counts."""
         known = self.come.get(hello.rank)
         if hello.job != self._job or (known and known[1].task > hello.task):
@@ -32,6 +32,6 @@ class Arrivals:
             known[0].close()
         self.come[hello.rank] = channel, hello
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         for channel, _ in self.come.values():
             channel.close()

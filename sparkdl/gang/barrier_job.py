@@ -13,7 +13,7 @@ from pyspark.resource import ResourceProfile
 
 from sparkdl.errors import StateLostError, TrainingError
 from sparkdl.gang.profile import with_profile
-from sparkdl.gang.rank_task import Meeting
+from sparkdl.gang.rank_task import Rendezvous
 from sparkdl.spark.failures import explain, of_python
 from sparkdl.spark.frames import map_frames, shuffle_frames, stage_name
 from sparkdl.spark.properties import own_properties
@@ -21,7 +21,7 @@ from sparkdl.spark.properties import own_properties
 CLOSE_SECONDS = 15.0
 
 
-class Stage:
+class BarrierJob:
     """Submitted again and again, each time in a job of its own whose end nobody waits for.
 
     ``group``: the job group. ``retried``: Spark runs it again where a task is lost. ``profile``: what
@@ -35,7 +35,7 @@ class Stage:
         self._retried, self._profile = retried, profile
         self._job: Any = None
 
-    def submit(self, source: RDD, meeting: Meeting, description: str) -> None:
+    def submit(self, source: RDD, meeting: Rendezvous, description: str) -> None:
         """In place of any before: ``meeting`` is the body of its tasks, one a partition."""
         self.cancel()
         with own_properties(self._context), stage_name(self._context, "gang"):

@@ -19,7 +19,7 @@ MOST_HELD, HOLD_SECONDS = 3, 0.05
 """So many results are told together, and none is held much longer."""
 
 
-class Results:
+class ResultSender:
     """What the driver is told. Where it has sent other commands already, results of short ones are told
     together: that wakes it less often while ranks compute. None is held for long, also where the next
     command waits for another rank."""
@@ -57,7 +57,7 @@ class Results:
                     self._send()
 
 
-class Commands:
+class CommandReceiver:
     """What the driver sends, read by a thread of its own.
 
     Where the driver hangs up, what it has sent is not begun any more. A command that is under way is

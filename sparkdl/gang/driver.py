@@ -22,15 +22,22 @@ from sparkdl.errors import (
     StateLostError,
     TrainingError,
 )
-from sparkdl.gang.arrivals import Arrivals
-from sparkdl.gang.barrier_job import Stage, not_together
+from sparkdl.gang.arrivals import ArrivedRanks
+from sparkdl.gang.barrier_job import BarrierJob, not_together
 from sparkdl.gang.channel import Listener
 from sparkdl.gang.environment import Where
-from sparkdl.gang.oversubscribe import Host, Hosting, Look, Pack, Seat, ended
+from sparkdl.gang.oversubscribe import (
+    DescribeTask,
+    HostedRank,
+    Oversubscription,
+    PackRecords,
+    StartRankProcesses,
+    ended,
+)
 from sparkdl.gang.process_group import form_group
-from sparkdl.gang.rank_group import Team
-from sparkdl.gang.rank_task import Command, Meeting
-from sparkdl.gang.sharing import gpus_shared_out, shared_out
+from sparkdl.gang.rank_group import ConnectedRanks
+from sparkdl.gang.rank_task import Command, Rendezvous
+from sparkdl.gang.sharing import assign_ranks, gpus_shared_out
 from sparkdl.gang.slots import SLOT_SECONDS, check_slots, slots_now
 from sparkdl.session import conf_of
 from sparkdl.spark.frames import collect_and_forget, map_frames, stage_name
@@ -59,7 +66,7 @@ class Gang:
         output: bool = False,
         retried: bool = True,
         profile: ResourceProfile | None = None,
-        hosting: Hosting | None = None,
+        hosting: Oversubscription | None = None,
     ) -> None:
         """``group``: the job group of the stage. ``timeout``: seconds within which a command, and
         the start, must end; None: no bound. ``output``: print what ranks print. ``profile``: what the
@@ -68,11 +75,11 @@ class Gang:
         self.size = self.tasks = source.getNumPartitions()
         self._context, self._source, self._profile = context, source, profile
         self._device, self._timeout, self._output = device, timeout, output
-        self._stage, self._hosting = Stage(context, group, retried, profile), hosting
+        self._stage, self._hosting = BarrierJob(context, group, retried, profile), hosting
         self._listener: Listener | None = None
         self.where: list[Where] = []
-        self._ranks: Team | None = None
-        self._hosts: Team | None = None
+        self._ranks: ConnectedRanks | None = None
+        self._hosts: ConnectedRanks | None = None
 
     @property
     def running(self) -> bool:
@@ -91,7 +98,7 @@ class Gang:
             conf = conf_of(self._context)
             host = conf.get("spark.driver.host", "") or "localhost"
             self._listener = Listener(conf.get("spark.driver.bindAddress", "") or host)
-            self._meeting = Meeting(
+            self._meeting = Rendezvous(
                 host,
                 self._listener.port,
                 self._listener.key,
@@ -128,12 +135,12 @@ class Gang:
                 "slots do the work: min_ranks says how few."
             ) from None
 
-    def _gather(self, deadline: float) -> Team | None:
+    def _gather(self, deadline: float) -> ConnectedRanks | None:
         """Every rank, as a task; None where they must be asked for anew."""
         come = self._come(self._source, self.size, self._meeting, deadline)
-        return None if come is None else Team(come, self._timeout)
+        return None if come is None else ConnectedRanks(come, self._timeout)
 
-    def _gather_hosted(self, deadline: float) -> Team | None:
+    def _gather_hosted(self, deadline: float) -> ConnectedRanks | None:
         """Likewise, as processes of fewer tasks: see the note in :mod:`sparkdl.gang.oversubscribe`."""
         assert self._hosting is not None
         doing, node_of = "starting the ranks", self._hosting.node_of
@@ -143,17 +150,21 @@ class Gang:
         come = self._come(source, self.tasks, replace(self._meeting, device="cpu"), deadline)
         if come is None:
             return None
-        self._hosts = Team(come, self._timeout, noun="task")
-        look = Look(self._hosting.node_here, self._device)
+        self._hosts = ConnectedRanks(come, self._timeout, noun="task")
+        look = DescribeTask(self._hosting.node_here, self._device)
         places = self._hosts.call(look, doing)
-        shares = shared_out([node_of(own) for own in frames], [place.node for place in places])
+        shares = assign_ranks([node_of(own) for own in frames], [place.node for place in places])
         gpus = gpus_shared_out(places, shares)
         self._meeting = replace(self._meeting, job=self._meeting.job + 1)
-        seats = [tuple(Seat(rank, gpus[rank], frames[rank]) for rank in share) for share in shares]
-        self._hosts.call_each([Host(self._meeting.job, self.size, own) for own in seats], doing)
-        arrivals = Arrivals(self._meeting.job, self.size)
+        seats = [
+            tuple(HostedRank(rank, gpus[rank], frames[rank]) for rank in share) for share in shares
+        ]
+        self._hosts.call_each(
+            [StartRankProcesses(self._meeting.job, self.size, own) for own in seats], doing
+        )
+        arrivals = ArrivedRanks(self._meeting.job, self.size)
         self._await(arrivals, deadline, self._check_processes)
-        return Team(arrivals, self._timeout)
+        return ConnectedRanks(arrivals, self._timeout)
 
     def _records(self) -> list[list[Any]]:
         """Of each partition, computed again where they are lost."""
@@ -161,26 +172,28 @@ class Gang:
             with stage_name(self._context, "find the samples"):
                 return [
                     pickle.loads(frame)
-                    for frame in collect_and_forget(map_frames(self._source, Pack()))
+                    for frame in collect_and_forget(map_frames(self._source, PackRecords()))
                 ]
         except (Py4JError, PySparkException) as error:
             raise not_together(error) from None
 
-    def _come(self, source: RDD, size: int, meeting: Meeting, deadline: float) -> Arrivals | None:
+    def _come(
+        self, source: RDD, size: int, meeting: Rendezvous, deadline: float
+    ) -> ArrivedRanks | None:
         """Submit the stage and wait until its tasks have come; None where Spark runs too few of them,
         or too few can run."""
         assert self._listener is not None
         self._meeting = replace(self._meeting, job=self._meeting.job + 1)
         numbered = replace(meeting, job=self._meeting.job)
         self._stage.submit(source, numbered, f"sparkdl: a gang of {self.size} ranks")
-        arrivals = Arrivals(numbered.job, size)
+        arrivals = ArrivedRanks(numbered.job, size)
         self._await(arrivals, deadline, self._check_job)
         if arrivals.missing or arrivals.too_few:
-            arrivals.hang_up()
+            arrivals.disconnect()
             return None
         return arrivals
 
-    def _await(self, arrivals: Arrivals, deadline: float, check: Callable[[], bool]) -> None:
+    def _await(self, arrivals: ArrivedRanks, deadline: float, check: Callable[[], bool]) -> None:
         """Until all have come, or ``check`` says that they will not."""
         assert self._listener is not None
         try:
@@ -193,7 +206,7 @@ class Gang:
                 elif time.monotonic() > deadline:
                     self._raise_late(arrivals)
         except SparkdlError:
-            arrivals.hang_up()
+            arrivals.disconnect()
             self.leave()
             raise
 
@@ -219,7 +232,7 @@ class Gang:
                 )
         return True
 
-    def _raise_late(self, arrivals: Arrivals) -> None:
+    def _raise_late(self, arrivals: ArrivedRanks) -> None:
         missing = arrivals.missing
         self.close()
         raise StalledError(

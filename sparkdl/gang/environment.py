@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sparkdl.errors import SessionError
-from sparkdl.gang.rank_task import Member
+from sparkdl.gang.rank_task import RankContext
 
 logger = logging.getLogger("sparkdl")
 
@@ -89,7 +89,7 @@ class Announce:
 
     told: Sequence[Mapping[str, str]]
 
-    def __call__(self, member: Member) -> None:
+    def __call__(self, member: RankContext) -> None:
         gpu, own = member.device.index, self.told[member.rank]
         if gpu is not None and str(gpu) != own["LOCAL_RANK"]:
             logger.warning(
@@ -118,7 +118,7 @@ def _restore(before: Mapping[str, str | None]) -> None:
             os.environ[key] = value
 
 
-def keep_port(member: Member) -> int:
+def keep_port(member: RankContext) -> int:
     """A port of the node that the system gives to nobody, until the rank ends. It is bound, and not
     listened at: who is told of it can."""
     family = socket.getaddrinfo(member.address, 0, type=socket.SOCK_STREAM)[0][0]

@@ -30,8 +30,8 @@ import torch
 from pyspark import BarrierTaskContext, cloudpickle
 
 from sparkdl.gang.command_queue import END_SECONDS
-from sparkdl.gang.rank_task import Hello, Meeting, Member, gpus_here
-from sparkdl.gang.sharing import Place
+from sparkdl.gang.rank_task import Introduction, RankContext, Rendezvous, gpus_here
+from sparkdl.gang.sharing import TaskLocation
 from sparkdl.spark.device import Gpu, use_gpu
 
 MODULE = "sparkdl.gang.process"
@@ -40,7 +40,7 @@ STOP_SECONDS = END_SECONDS + 1.0
 
 
 @dataclass(frozen=True)
-class Hosting:
+class Oversubscription:
     """That several ranks may share a task, see the note above. ``min_slots``: the fewest tasks.
     ``node_of``: the node of a partition, from its records; ``node_here``: the one of a task."""
 
@@ -50,7 +50,7 @@ class Hosting:
 
 
 @dataclass(frozen=True)
-class Pack:
+class PackRecords:
     """Task of an ordinary job: a partition's records as one frame."""
 
     def __call__(self, partition: int, records: Iterable[Any]) -> Iterator[bytes]:
@@ -58,7 +58,7 @@ class Pack:
 
 
 @dataclass(frozen=True)
-class Seat:
+class HostedRank:
     """A rank's: which one, its GPU (None: the CPU), the frames of its partition."""
 
     rank: int
@@ -67,28 +67,28 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Look:
-    """Command: where a task is. ``device``: of its ranks, as :class:`Meeting` says it."""
+class DescribeTask:
+    """Command: where a task is. ``device``: of its ranks, as :class:`Rendezvous` says it."""
 
     node_here: Callable[[], str]
     device: str
 
-    def __call__(self, member: Member) -> Place:
+    def __call__(self, member: RankContext) -> TaskLocation:
         node = self.node_here()
         gpus, assigned = gpus_here(self.device, BarrierTaskContext.get())
-        return Place(node, member.address, tuple(gpus), assigned and bool(gpus))
+        return TaskLocation(node, member.address, tuple(gpus), assigned and bool(gpus))
 
 
 @dataclass(frozen=True)
-class Host:
+class StartRankProcesses:
     """Command: start the processes of these ranks, of ``size`` in all, until the task ends; ``job`` is
     the number that they name. The key that they need is the task's, and none travels with this."""
 
     job: int
     size: int
-    seats: tuple[Seat, ...]
+    seats: tuple[HostedRank, ...]
 
-    def __call__(self, member: Member) -> None:
+    def __call__(self, member: RankContext) -> None:
         assert member.meeting is not None
         meeting = replace(member.meeting, job=self.job)
         processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -101,8 +101,8 @@ class Host:
             )
         task = BarrierTaskContext.get().taskAttemptId()  # type: ignore[no-untyped-call]
         for seat in self.seats:
-            hello = Hello(seat.rank, self.job, task, self.size, socket.gethostname())
-            part = TakePart(meeting, hello, member.address, seat)
+            hello = Introduction(seat.rank, self.job, task, self.size, socket.gethostname())
+            part = RunHostedRank(meeting, hello, member.address, seat)
             stream = processes[seat.rank].stdin
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):  # it is dead already, see ended
@@ -111,26 +111,26 @@ class Host:
 
 
 @dataclass(frozen=True)
-class TakePart:
+class RunHostedRank:
     """What the process of a rank is told by its task, and does."""
 
-    meeting: Meeting
-    hello: Hello
+    meeting: Rendezvous
+    hello: Introduction
     address: str
-    seat: Seat
+    seat: HostedRank
 
     def __call__(self) -> None:
-        self.meeting.attend(self.hello, self._member)
+        self.meeting.serve(self.hello, self._member)
 
-    def _member(self, at_end: contextlib.ExitStack) -> Member:
+    def _member(self, at_end: contextlib.ExitStack) -> RankContext:
         device = torch.device("cpu")
         if self.seat.gpu is not None:
             device = use_gpu(self.seat.gpu)
         hello = self.hello
-        return Member(hello.rank, hello.ranks, self.address, device, self.seat.frames, at_end)
+        return RankContext(hello.rank, hello.ranks, self.address, device, self.seat.frames, at_end)
 
 
-def ended(member: Member) -> dict[int, int]:
+def ended(member: RankContext) -> dict[int, int]:
     """Command: the ranks whose processes have ended, and how: exit status, or minus a signal."""
     found = {rank: process.poll() for rank, process in member.kept["processes"].items()}
     return {rank: status for rank, status in found.items() if status is not None}

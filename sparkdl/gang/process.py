@@ -12,13 +12,13 @@ import pickle
 import sys
 import threading
 
-from sparkdl.gang.oversubscribe import TakePart
+from sparkdl.gang.oversubscribe import RunHostedRank
 from sparkdl.gang.process_group import let_go_of_folders
 
 
 def main() -> None:
     """Be a rank, until it or its task ends."""
-    part: TakePart = pickle.load(sys.stdin.buffer)
+    part: RunHostedRank = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_task, name="sparkdl-task", daemon=True).start()
     part()
 

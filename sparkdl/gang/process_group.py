@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.gang.environment import Announce, Where, gpus_of_ranks, keep_port, say, variables
-from sparkdl.gang.rank_task import Command, Member
+from sparkdl.gang.rank_task import Command, RankContext
 from sparkdl.process.system import address_call
 from sparkdl.slab.root import marked_directory
 
@@ -68,7 +68,7 @@ class FileStore:
 
     path: str
 
-    def open(self, member: Member, timeout: datetime.timedelta) -> dist.Store:
+    def open(self, member: RankContext, timeout: datetime.timedelta) -> dist.Store:
         return dist.FileStore(self.path, member.size)
 
 
@@ -79,7 +79,7 @@ class NetworkStore:
     host: str
     port: int
 
-    def open(self, member: Member, timeout: datetime.timedelta) -> dist.Store:
+    def open(self, member: RankContext, timeout: datetime.timedelta) -> dist.Store:
         served = member.kept.pop("store", None)
         return served or dist.TCPStore(self.host, self.port, None, False, timeout)
 
@@ -93,13 +93,13 @@ _held: list[tuple[int, str]] = []
 """The folders that ranks of this process hold, each with its descriptor."""
 
 
-def offer_folder(member: Member) -> str:
+def offer_folder(member: RankContext) -> str:
     """On rank 0: a private folder of this node. If it is left because a rank was killed, it goes with
     the node's next one."""
     return str(marked_directory(Path(tempfile.gettempdir()))) if member.rank == 0 else ""
 
 
-def sees(folder: str, member: Member) -> bool:
+def sees(folder: str, member: RankContext) -> bool:
     """Whether the folder is there, seen from this rank, which then holds it until it ends.
 
     The last to let go of it removes it: torch's store writes its file once more when it is closed.
@@ -137,7 +137,7 @@ def _is_last(descriptor: int) -> bool:
     return True
 
 
-def listen(seconds: float, member: Member) -> tuple[str, int] | None:
+def listen(seconds: float, member: RankContext) -> tuple[str, int] | None:
     """On rank 0: serve torch's store; at which host and port."""
     if member.rank > 0:
         return None
@@ -156,7 +156,7 @@ def listen(seconds: float, member: Member) -> tuple[str, int] | None:
     return member.address, port
 
 
-def where(member: Member) -> Where:
+def where(member: RankContext) -> Where:
     """Where the rank is."""
     port = keep_port(member) if member.rank == 0 else 0
     if member.device.type != "cuda":
@@ -166,7 +166,7 @@ def where(member: Member) -> Where:
     return Where(member.address, member.device.index, " ".join(slot), port)
 
 
-def join(store: Store, seconds: float, backend: str, member: Member) -> None:
+def join(store: Store, seconds: float, backend: str, member: RankContext) -> None:
     """Initialise the default process group, until the rank ends.
 
     Not bound to the device: torch then makes the groups of a mesh by splitting this one, which ends a

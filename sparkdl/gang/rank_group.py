@@ -14,7 +14,7 @@ from typing import Any
 from pyspark import cloudpickle
 
 from sparkdl.errors import StalledError, StateLostError, TrainingError
-from sparkdl.gang.arrivals import Arrivals
+from sparkdl.gang.arrivals import ArrivedRanks
 from sparkdl.gang.channel import Channel, ChannelError
 from sparkdl.gang.command_queue import RESULT
 from sparkdl.gang.rank_task import ERROR, OUTPUT, Command, Failure
@@ -27,13 +27,13 @@ GRACE_SECONDS = 2.0
 """After the first failure of a rank, the others have so long to say what they know of it."""
 
 
-class Team:
+class ConnectedRanks:
     """All that ``arrivals`` wait for, which have come; after an error they are hung up on.
 
     ``noun``: what messages call one of them.
     """
 
-    def __init__(self, arrivals: Arrivals, timeout: float | None, noun: str = "rank") -> None:
+    def __init__(self, arrivals: ArrivedRanks, timeout: float | None, noun: str = "rank") -> None:
         self.size, self._timeout, self._noun = len(arrivals.come), timeout, noun
         come = [arrivals.come[rank] for rank in range(self.size)]
         self._channels: list[Channel] = [channel for channel, _ in come]

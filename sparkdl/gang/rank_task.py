@@ -18,10 +18,10 @@ from pyspark import BarrierTaskContext, cloudpickle
 
 from sparkdl.errors import SessionError
 from sparkdl.gang.channel import Channel, ChannelError, connect
-from sparkdl.gang.command_queue import Commands, Results
+from sparkdl.gang.command_queue import CommandReceiver, ResultSender
 from sparkdl.slab.gpu_memory import give_back, make_room
 from sparkdl.spark.device import Gpu, Sight, gpus_of, use_gpu
-from sparkdl.spark.worker import settle_worker
+from sparkdl.spark.worker import finish_task
 
 ERROR, OUTPUT = "error", "output"
 """What a rank says beside results, see :mod:`sparkdl.gang.command_queue`; its messages are (kind,
@@ -32,8 +32,8 @@ _OF_GROUPS = ("gloo/", "NCCL error", "NCCL communicator")
 
 
 @dataclass(frozen=True)
-class Hello:
-    """The first message of a rank. ``job``: of :class:`Meeting`; ``task``: a number that grows with
+class Introduction:
+    """The first message of a rank. ``job``: of :class:`Rendezvous`; ``task``: a number that grows with
     every task of Spark's; ``ranks``: how many tasks its stage runs."""
 
     rank: int
@@ -55,7 +55,7 @@ class Failure:
 
 
 @dataclass
-class Member:
+class RankContext:
     """What commands are given: who this is, its node's address as Spark knows it, its device, the
     frames of its partition; what shall happen ``at_end``; how a task came to the driver; what
     commands have ``kept``; and what a command leaves to be done ``afterwards``, when its result is on
@@ -67,16 +67,16 @@ class Member:
     device: torch.device
     frames: list[Any]
     at_end: contextlib.ExitStack
-    meeting: Meeting | None = None
+    meeting: Rendezvous | None = None
     kept: dict[str, Any] = field(default_factory=dict)
     afterwards: Callable[[], None] | None = None
 
 
-Command = Callable[[Member], Any]
+Command = Callable[[RankContext], Any]
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """How a rank comes to its gang: the driver's address and key, the kind of device ("auto", "cpu",
     "cuda"), whether its output goes to the driver, and which job of the gang this is."""
 
@@ -91,14 +91,18 @@ class Meeting:
         """Body of a barrier stage's tasks."""
         context = BarrierTaskContext.get()
         ranks = len(context.getTaskInfos())
-        hello = Hello(partition, self.job, context.taskAttemptId(), ranks, socket.gethostname())
+        hello = Introduction(
+            partition, self.job, context.taskAttemptId(), ranks, socket.gethostname()
+        )
         own = list(frames)
-        self.attend(hello, lambda at_end: self._member(context, own, at_end))
+        self.serve(hello, lambda at_end: self._member(context, own, at_end))
         give_back()
-        settle_worker()
+        finish_task()
         yield from ()  # a generator of nothing
 
-    def attend(self, hello: Hello, member: Callable[[contextlib.ExitStack], Member]) -> None:
+    def serve(
+        self, hello: Introduction, member: Callable[[contextlib.ExitStack], RankContext]
+    ) -> None:
         """Say ``hello`` to the driver, and do what it says as the member that this makes."""
         try:
             channel = connect(self.host, self.port, self.key, hello)
@@ -115,13 +119,13 @@ class Meeting:
 
     def _member(
         self, context: BarrierTaskContext, frames: list[Any], at_end: contextlib.ExitStack
-    ) -> Member:
+    ) -> RankContext:
         infos, rank = context.getTaskInfos(), context.partitionId()
         address = infos[rank].address.rpartition(":")[0]
         device = device_of(self.device, context)
         if device.type == "cuda":
             make_room()
-        return Member(rank, len(infos), address, device, frames, at_end, self)
+        return RankContext(rank, len(infos), address, device, frames, at_end, self)
 
 
 @contextlib.contextmanager
@@ -136,10 +140,10 @@ def _failures_told(channel: Channel) -> Iterator[None]:
             channel.send((ERROR, _failure(error)))
 
 
-def _serve(channel: Channel, member: Member, rest: Callable[[], None]) -> None:
+def _serve(channel: Channel, member: RankContext, rest: Callable[[], None]) -> None:
     """Do what comes, until the driver hangs up, or something fails. ``rest``: tells what has been
     printed of a line."""
-    commands, results = Commands(channel), Results(channel)
+    commands, results = CommandReceiver(channel), ResultSender(channel)
     try:
         while (content := commands.next()) is not None:
             command: Command = cloudpickle.loads(content)

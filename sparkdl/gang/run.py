@@ -18,7 +18,7 @@ from sparkdl.codec.safe import mapped
 from sparkdl.errors import ParameterError, SessionError
 from sparkdl.gang.driver import Gang
 from sparkdl.gang.environment import check_unshared
-from sparkdl.gang.rank_task import Member
+from sparkdl.gang.rank_task import RankContext
 from sparkdl.gang.slots import task_slots
 from sparkdl.plain import plain
 from sparkdl.spark.frames import is_local
@@ -104,6 +104,6 @@ def _context_of(spark: SparkSession | None) -> SparkContext:
     return context
 
 
-def _call(fn: Callable[..., Any], args: Any, kwargs: Any, member: Member) -> Any:
+def _call(fn: Callable[..., Any], args: Any, kwargs: Any, member: RankContext) -> Any:
     result = fn(*args, **kwargs)
     return mapped(result, torch.Tensor, torch.Tensor.cpu)  # the driver may be without a GPU

@@ -10,7 +10,7 @@ from sparkdl.spark.device import Gpu
 
 
 @dataclass(frozen=True)
-class Place:
+class TaskLocation:
     """Where a task is: its ``node``, by a name that each process there knows; the node's address; the
     GPUs that it may use, its own ones where Spark has ``assigned`` them, else all of the node."""
 
@@ -20,7 +20,7 @@ class Place:
     assigned: bool = False
 
 
-def shared_out(ranks: Sequence[str], tasks: Sequence[str]) -> list[list[int]]:
+def assign_ranks(ranks: Sequence[str], tasks: Sequence[str]) -> list[list[int]]:
     """The ranks of each task. ``ranks``: for each rank the node of its samples; ``tasks``: for each
     task the node that it is on.
 
@@ -40,7 +40,7 @@ def shared_out(ranks: Sequence[str], tasks: Sequence[str]) -> list[list[int]]:
 
 
 def gpus_shared_out(
-    places: Sequence[Place], shares: Sequence[Sequence[int]]
+    places: Sequence[TaskLocation], shares: Sequence[Sequence[int]]
 ) -> dict[int, Gpu | None]:
     """The GPU of each rank, None: the CPU. Raises :class:`SessionError` where two would share one,
     which NCCL refuses."""

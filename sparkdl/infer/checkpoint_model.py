@@ -20,7 +20,7 @@ from sparkdl.codec.records import from_plain
 from sparkdl.codec.redaction import is_secret, without_credentials
 from sparkdl.errors import DamagedCheckpoint, ModelError, ParameterError
 from sparkdl.infer.saved_content import built, columns_of, content_of, signature_of
-from sparkdl.infer.saved_model import Saved, Told
+from sparkdl.infer.saved_model import ModelManifest, Saved
 from sparkdl.infer.saved_recipe import WithoutName, read_recipe, recipe_by_name
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.engine import AVERAGE, CURRENT, weights_of
@@ -28,7 +28,7 @@ from sparkdl.loop.history import History
 from sparkdl.model.flat import filled, layout_of
 from sparkdl.model.preparation import freeze
 from sparkdl.model.recipe import frozen_digest
-from sparkdl.slices.spec import slice_plans
+from sparkdl.slices.spec import slice_specs
 
 MOST = 1 << 16
 """Characters that the arguments of a recipe may take in a manifest."""
@@ -102,7 +102,7 @@ def _model_of(
             "fit(resume=...), whose result is a model."
         )
     try:
-        told: Told = from_plain({**manifest.model, "files": {}}, Told)
+        told: ModelManifest = from_plain({**manifest.model, "files": {}}, ModelManifest)
         told.check()
         frozen, unfrozen = (
             from_plain(manifest.model.get(name, []), tuple[str, ...], name)
@@ -122,7 +122,7 @@ def _model_of(
     module = made()
     _check(module, manifest, where)
     layout = layout_of(module)
-    (plan,) = slice_plans(layout, 1)
+    (plan,) = slice_specs(layout, 1)
 
     def another() -> nn.Module:
         return copy.deepcopy(module) if isinstance(build, nn.Module) else made()

@@ -26,7 +26,7 @@ from sparkdl.data.record_tasks import (
     split_record,
     stack_records,
 )
-from sparkdl.data.row_errors import RowProblem
+from sparkdl.data.row_errors import RowError
 from sparkdl.data.schema import columns_of
 from sparkdl.errors import DataError, ParameterError, TrainingError, UserError, cannot_travel
 from sparkdl.infer.shipped_module import ShippedModule, device_of, run_batches
@@ -35,7 +35,7 @@ from sparkdl.metrics.scorer import Scorer, States
 from sparkdl.model.signature import BY_POSITION, Signature
 from sparkdl.replica.compute import to_tensors
 from sparkdl.spark.read_failures import reading_explained
-from sparkdl.spark.worker import settle_worker
+from sparkdl.spark.worker import finish_task
 from sparkdl.usercode import accompanied
 
 
@@ -119,7 +119,7 @@ class EvaluateDataFrame:
             [pa.array([context.partitionId()], pa.int32()), pa.array([packed], pa.binary())],
             names=["partition", "states"],
         )
-        settle_worker()
+        finish_task()
 
     def _parts(self, batches: Iterable[pa.RecordBatch], partition: int) -> Iterator[list[Any]]:
         seen = 0
@@ -145,7 +145,7 @@ class EvaluateRecords:
 
     def __call__(self, partition: int, records: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
         yield partition, self.evaluation.packed(self._parts(records, partition))
-        settle_worker()
+        finish_task()
 
     def _parts(self, records: Iterable[Any], partition: int) -> Iterator[list[Rows]]:
         waiting: list[list[np.ndarray]] = []
@@ -155,7 +155,7 @@ class EvaluateRecords:
                 fields = self._fields(record, row)
                 names = names or [name for name, _ in fields]
                 check_alike(fields, waiting, row, self.specs, names)
-            except RowProblem as error:
+            except RowError as error:
                 raise DataError(error.problem.message(f"partition {partition}", "field")) from None
             waiting.append([value for _, value in fields])
             if len(waiting) == self.evaluation.batch_size:
@@ -223,5 +223,5 @@ def _arrays(
 ) -> list[Rows]:
     try:
         return [to_numpy(batch.column(i), column, seen) for i, column in enumerate(columns)]
-    except RowProblem as error:
+    except RowError as error:
         raise DataError(error.problem.message(f"partition {partition}")) from None

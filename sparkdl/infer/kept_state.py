@@ -9,7 +9,7 @@ from sparkdl.errors import ParameterError
 
 
 @dataclass(frozen=True)
-class KeptState:
+class StoredState:
     """The state of every slice, packed, and what it belongs to.
 
     ``optimizers``: their names. ``weights``: the digest of the result's module.

@@ -26,13 +26,13 @@ from sparkdl.data.record_tasks import (
     record_field,
     stack_records,
 )
-from sparkdl.data.row_errors import RowProblem
+from sparkdl.data.row_errors import RowError
 from sparkdl.data.schema import columns_of, quoted
 from sparkdl.errors import DataError
 from sparkdl.infer.output import Output, as_numpy, pieces, to_arrow
 from sparkdl.infer.shipped_module import Dimensions, ShippedModule, run_batches
 from sparkdl.model.signature import BY_POSITION, Signature
-from sparkdl.spark.worker import settle_worker
+from sparkdl.spark.worker import finish_task
 from sparkdl.usercode import accompanied
 
 Finish = Callable[[torch.Tensor], torch.Tensor] | None
@@ -56,7 +56,7 @@ class PredictColumn:
             columns = batch if isinstance(batch, tuple) else (batch,)
             yield from self._predict(module, columns, seen)
             seen += len(columns[0])
-        settle_worker()
+        finish_task()
 
     def _predict(self, module: Any, columns: Sequence[pa.Array], seen: int) -> Iterator[pa.Array]:
         """Predictions for one Arrow batch; what grows when decoded is taken in smaller parts.
@@ -81,7 +81,7 @@ class PredictColumn:
                 to_numpy(array, column, first_row)
                 for array, column in zip(columns, self.columns, strict=True)
             ]
-        except RowProblem as error:
+        except RowError as error:
             raise DataError(error.problem.message(_place())) from None
 
 
@@ -110,7 +110,7 @@ class PredictRecords:
                 waiting = []
         if waiting:
             yield from self._predict(module, waiting)
-        settle_worker()
+        finish_task()
 
     def inputs(
         self, record: Any, row: int, before: Sequence[Sequence[np.ndarray]]
@@ -124,7 +124,7 @@ class PredictRecords:
             ]
             check_alike(parts, before, row, self.specs)
             return [value for _, value in parts]
-        except RowProblem as error:
+        except RowError as error:
             raise DataError(error.problem.message(_place(), "field")) from None
 
     def _features(self, record: Any, row: int) -> Any:

@@ -27,7 +27,7 @@ BUFFERS = "buffers.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class ModelManifest:
     """What ``model.json`` tells beside recipe and columns; ``files``: name -> checksum; ``seed``: under
     which the module is built."""
 
@@ -65,14 +65,14 @@ class Saved:
 
     folder: Path
     content: dict[str, Any]
-    told: Told
+    told: ModelManifest
 
     @staticmethod
     def read(folder: Path) -> Saved:
         """Raises :class:`sparkdl.ModelError`, and FileNotFoundError where there is no model."""
         content = _content(folder)
         try:
-            told: Told = from_plain(content, Told)
+            told: ModelManifest = from_plain(content, ModelManifest)
             told.check()
         except (ValueError, TypeError, RecursionError) as error:
             raise ModelError(f"{folder}/{MODEL} is damaged: {error}.") from error

@@ -20,7 +20,7 @@ from sparkdl.data.ragged import Rows
 from sparkdl.data.record_tasks import Names, feature_names, named
 from sparkdl.errors import DataError, ParameterError, raise_all
 from sparkdl.infer.evaluate import Evaluation, check_metrics, evaluate
-from sparkdl.infer.kept_state import KeptState
+from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.output import Output
 from sparkdl.infer.predict import Finish, PredictRecords, predict_dataframe
 from sparkdl.infer.shipped_module import ShippedModule, sender_to
@@ -45,7 +45,7 @@ class TrainedModel:
 
     ema: TrainedModel | None = None
     best: TrainedModel | None = None
-    optimizer_state: KeptState | None = None
+    optimizer_state: StoredState | None = None
     """The state of every slice, with ``Trainer(keep_optimizer_state=True)`` and after each
     ``partial_fit``; it is not saved."""
 

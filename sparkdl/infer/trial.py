@@ -19,7 +19,7 @@ from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Ragged, Rows, concatenate, model_inputs
 from sparkdl.data.record_tasks import feature_names, stack_records
-from sparkdl.data.row_errors import RowProblem
+from sparkdl.data.row_errors import RowError
 from sparkdl.data.schema import columns_of
 from sparkdl.errors import DataError, ModelError, ParameterError, UserError
 from sparkdl.infer.output import Output
@@ -152,7 +152,7 @@ def first_rows_of(
     batches = [batch for row in shipped for batch in _batches(bytes(row[1])) if batch.num_rows]
     try:
         rows = [[to_numpy(batch.column(i), c) for batch in batches] for i, c in enumerate(columns)]
-    except RowProblem as error:
+    except RowError as error:
         raise DataError(error.problem.message("the data")) from None
     return [concatenate(parts) for parts in rows] if batches else None
 

@@ -6,21 +6,21 @@ import math
 from dataclasses import replace
 
 from sparkdl.errors import TrainingError
-from sparkdl.loop.engine import StepResult, most
+from sparkdl.loop.engine import IterationResult, busiest
 from sparkdl.loop.history import History
 from sparkdl.loop.loss_scale import FIRST_SCALE, next_scale
 from sparkdl.loop.schedule import Schedule
-from sparkdl.loop.state import TrainState, expected
-from sparkdl.model.policy import Policy
+from sparkdl.loop.state import TrainState, next_counters
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.replica.iteration import Iteration
 
 
-def first_state(policy: Policy) -> TrainState:
+def first_state(policy: TrainingOptions) -> TrainState:
     """Where a run begins."""
     return TrainState(loss_scale=FIRST_SCALE if policy.scales_loss else 1.0)
 
 
-def before(state: TrainState, history: History) -> TrainState:
+def previous_state(state: TrainState, history: History) -> TrainState:
     """The state before the last iteration of a run that goes on from ``state``, as far as its history
     tells; of a run that begins ``state`` itself."""
     if not state.iteration:
@@ -41,12 +41,12 @@ def before(state: TrainState, history: History) -> TrainState:
     )
 
 
-def caught_up(schedule: Schedule, state: TrainState, history: History) -> TrainState:
+def catch_up(schedule: Schedule, state: TrainState, history: History) -> TrainState:
     """Bring a fresh ``schedule`` to where a run goes on; ``state`` with the rates of the last
     iteration."""
     if not state.iteration:
         return state
-    previous = before(state, history)
+    previous = previous_state(state, history)
     schedule.catch_up(previous)
     state = replace(state, learning_rates=schedule.learning_rates)
     schedule.after(previous, state)
@@ -66,10 +66,10 @@ def next_iteration(state: TrainState, schedule: Schedule, histograms: bool) -> I
     )
 
 
-def advanced(
+def advance(
     state: TrainState,
-    result: StepResult,
-    policy: Policy,
+    result: IterationResult,
+    policy: TrainingOptions,
     learning_rates: tuple[float, ...],
     seconds: float,
 ) -> TrainState:
@@ -85,7 +85,7 @@ def advanced(
     if policy.scales_loss:
         scale, age = next_scale(state.loss_scale, state.loss_scale_age, skipped)
     return replace(
-        expected(state),
+        next_counters(state),
         samples=state.samples + result.samples,
         loss=result.loss,
         learning_rates=learning_rates,
@@ -95,12 +95,12 @@ def advanced(
         loss_scale=scale,
         loss_scale_age=age,
         timings=result.seconds,
-        bytes_sent=most(result.traffic),
+        bytes_sent=busiest(result.traffic),
         histograms=result.histograms,
     )
 
 
-def _not_finite(state: TrainState, result: StepResult, policy: Policy) -> str:
+def _not_finite(state: TrainState, result: IterationResult, policy: TrainingOptions) -> str:
     found = "; ".join(f"{what} in replica {m}" for m, what in result.not_finite.items())
     remedy = 'Lower the learning rate, clip with clip_norm=1.0, or pass on_nan="skip".'
     if policy.wire == "fp16":

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sparkdl.loop.state import TrainState, expected
+from sparkdl.loop.state import TrainState, next_counters
 from sparkdl.loop.trigger import Trigger
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class LoopConfig:
     """
 
     stop: Trigger
-    options: Policy
+    options: TrainingOptions
     histograms: Trigger | None = None
 
     @staticmethod
@@ -38,4 +38,4 @@ class LoopConfig:
         if self.histograms is None:
             return False
         before = replace(state, seconds=previous.seconds)
-        return self.histograms(before, expected(state))
+        return self.histograms(before, next_counters(state))

@@ -14,16 +14,16 @@ from sparkdl.data.epoch import EpochPlan
 from sparkdl.model.flat import Layout
 from sparkdl.replica.iteration import Iteration, ReplicaReport, SliceReport
 from sparkdl.slices.histogram import Histogram
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 from sparkdl.slices.update import EMA
 
-ReadState = Callable[[SlicePlan, torch.dtype], SliceState]
+ReadState = Callable[[SliceSpec, torch.dtype], SliceState]
 """Gives the state of a slice from elsewhere: a checkpoint, an earlier run. Runs in tasks."""
 
 
 @dataclass(frozen=True)
-class StepResult:
+class IterationResult:
     """``loss``: the mean over the global batch. ``seconds``: by activity, the slowest task's.
 
     ``not_finite``: for each replica whose loss or gradient was inf or NaN, what it was; the update
@@ -38,7 +38,7 @@ class StepResult:
     not_finite: Mapping[int, str] = field(default_factory=dict)
     gradient_norm: float | None = None
     histograms: Mapping[str, Histogram] | None = None
-    traffic: Mapping[str, NodeBytes] = field(default_factory=dict)
+    traffic: Mapping[str, Traffic] = field(default_factory=dict)
     ended: float | None = None
 
 
@@ -55,30 +55,31 @@ def weights_of(state: SliceState, which: str) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Uses:
+class StateWork:
     """What is to be done with a state: ``use(index, plan, state)`` of every slice, of these weights;
     ``residuals(replica, kept)`` of every replica that keeps something."""
 
-    states: tuple[tuple[Callable[[int, SlicePlan, SliceState], Any], str], ...]
+    states: tuple[tuple[Callable[[int, SliceSpec, SliceState], Any], str], ...]
     residuals: Callable[[int, ByParameter], Any]
 
 
 @dataclass(frozen=True)
-class Used:
-    """The results, for each of :attr:`Uses.states` in the order of the slices; those of residuals."""
+class StateWorkResult:
+    """The results, for each of :attr:`StateWork.states` in the order of the slices; those of
+    residuals."""
 
     states: tuple[list[Any], ...]
     residuals: list[Any]
 
 
-class Later(Protocol):
+class PendingStateWork(Protocol):
     """Uses of the state as it was, under way while training goes on."""
 
     @property
     def ready(self) -> bool:
         """Whether all are done, as far as is known."""
 
-    def used(self) -> Used | None:
+    def used(self) -> StateWorkResult | None:
         """Wait for the results; None where the state was lost before. Raises what a use raised."""
 
 
@@ -103,7 +104,7 @@ class Engine(Protocol):
         Raises the first of ``reported`` that ``read`` raised in a task.
         """
 
-    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> StepResult:
+    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
         """Run and commit an iteration. ``then``: what :meth:`step` is called with next, while nothing
         else is asked for that concerns the state: these may be begun."""
 
@@ -120,12 +121,12 @@ class Engine(Protocol):
     def weights(self, which: str = CURRENT) -> torch.Tensor:
         """A flat vector, brought to the driver."""
 
-    def with_states(
-        self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
+    def map_slices(
+        self, use: Callable[[int, SliceSpec, SliceState], Any], which: str = CURRENT
     ) -> list[Any]:
         """``use(index, plan, state)`` of every slice, run where it lies; the results in order."""
 
-    def start_residuals(
+    def load_residuals(
         self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
     ) -> None:
         """Let every replica keep what ``read`` gives, as if its last iteration had left it.
@@ -133,12 +134,12 @@ class Engine(Protocol):
         Raises the first of ``reported`` that ``read`` raised in a task.
         """
 
-    def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
+    def map_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
         """``use(replica, kept)`` of every replica that keeps something between iterations, run where
         it lies; the results in order."""
 
 
-class Lasting(Engine, Protocol):
+class TrainingEngine(Engine, Protocol):
     """One that a run is made with: what it loses it brings back, or has nothing to lose."""
 
     recoveries: int
@@ -150,13 +151,13 @@ def summarize(
     slices: Sequence[SliceReport],
     layout: Layout,
     seconds: Mapping[str, float],
-    traffic: Mapping[str, NodeBytes] | None = None,
-) -> StepResult:
+    traffic: Mapping[str, Traffic] | None = None,
+) -> IterationResult:
     """The result of a step from the reports of its replicas and slices."""
     ordered = sorted(replicas, key=lambda report: report.replica)
     total = sum(report.weight for report in ordered)
     loss = sum(report.loss * report.weight for report in ordered if report.weight)
-    return StepResult(
+    return IterationResult(
         loss=loss / total if total else math.nan,
         samples=sum(report.count for report in ordered),
         seconds=seconds,
@@ -195,7 +196,7 @@ def summed(many: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class NodeBytes:
+class Traffic:
     """Payload bytes that left a node and that arrived there, without headers."""
 
     gradients_sent: int = 0
@@ -212,7 +213,7 @@ class NodeBytes:
         return self.gradients_received + self.weights_received
 
 
-def most(traffic: Mapping[str, NodeBytes]) -> int:
+def busiest(traffic: Mapping[str, Traffic]) -> int:
     """Bytes in the busiest direction of the busiest node."""
     return max((max(node.sent, node.received) for node in traffic.values()), default=0)
 

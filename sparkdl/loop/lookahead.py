@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from sparkdl.loop.advance import describe, next_iteration
 from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.schedule import Schedule
-from sparkdl.loop.state import TrainState, expected
+from sparkdl.loop.state import TrainState, next_counters
 from sparkdl.loop.trigger import Trigger
 from sparkdl.replica.iteration import Iteration
 
@@ -23,14 +23,14 @@ MOST, SECONDS = 8, 0.25
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedIteration:
     """An iteration and its learning rates."""
 
     iteration: Iteration
     learning_rates: tuple[float, ...]
 
 
-class Foresight:
+class Lookahead:
     """``between``: triggers of what is done between iterations beside the stop. ``schedule`` stands at
     ``state``. ``ahead``: whether anything is to be foreseen."""
 
@@ -48,11 +48,11 @@ class Foresight:
         predictable = all(trigger.predictable for trigger in asked)
         self._sees = ahead and not config.options.scales_loss and predictable
         self._at = state
-        self._coming: deque[Planned] = deque()
+        self._coming: deque[PlannedIteration] = deque()
 
     def plan(
         self, previous: TrainState, state: TrainState
-    ) -> tuple[Planned, tuple[Iteration, ...]]:
+    ) -> tuple[PlannedIteration, tuple[Iteration, ...]]:
         """The iteration that begins at ``state``, which came after ``previous``; those after it, as far
         as they are foreseen."""
         if not self._coming:
@@ -72,7 +72,7 @@ class Foresight:
         seconds = state.timings.get("iteration", SECONDS)
         many = max(1, min(MOST, int(SECONDS / seconds) if seconds else MOST))
         while len(self._coming) < many:
-            coming = expected(self._at)
+            coming = next_counters(self._at)
             if any(trigger(self._at, coming) for trigger in self._between):
                 return
             self._add(self._at, coming)
@@ -83,4 +83,4 @@ class Foresight:
         self._at = state
         histograms = self._config.wants_histograms(previous, state)
         iteration = next_iteration(state, self._schedule, histograms)
-        self._coming.append(Planned(iteration, self._schedule.learning_rates))
+        self._coming.append(PlannedIteration(iteration, self._schedule.learning_rates))

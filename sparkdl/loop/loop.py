@@ -6,19 +6,19 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from sparkdl.loop.advance import advanced, before
+from sparkdl.loop.advance import advance, previous_state
 from sparkdl.loop.callbacks import Callback, StopTraining
 from sparkdl.loop.config import LoopConfig
-from sparkdl.loop.engine import Lasting
+from sparkdl.loop.engine import TrainingEngine
 from sparkdl.loop.history import History
 from sparkdl.loop.interrupt import INTERRUPTED, Interrupt
-from sparkdl.loop.lookahead import Foresight
+from sparkdl.loop.lookahead import Lookahead
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState
 from sparkdl.loop.trigger import Trigger
 
 
-class Stage(Protocol):
+class PeriodicTask(Protocol):
     """What may happen after an iteration: validation, a checkpoint."""
 
     hook: str
@@ -37,9 +37,9 @@ class Stage(Protocol):
 def train(
     trainer: object,
     config: LoopConfig,
-    engine: Lasting,
+    engine: TrainingEngine,
     schedule: Schedule,
-    stages: Sequence[Stage],
+    stages: Sequence[PeriodicTask],
     callbacks: Sequence[Callback],
     state: TrainState,
     history: History,
@@ -66,9 +66,9 @@ def train(
             with it may have ended before it, such as Spark.
     """
     recoveries = engine.recoveries
-    previous = before(state, history)
+    previous = previous_state(state, history)
     between = [stage.every for stage in stages]
-    foresight = Foresight(config, between, schedule, state, ahead=engine.begins_ahead)
+    foresight = Lookahead(config, between, schedule, state, ahead=engine.begins_ahead)
     history.stopped = None
 
     def tell(hook: str) -> None:
@@ -83,7 +83,7 @@ def train(
             history.stopped = history.stopped or INTERRUPTED
         return history.stopped is not None
 
-    def after(stage: Stage, changed: TrainState) -> None:
+    def after(stage: PeriodicTask, changed: TrainState) -> None:
         nonlocal state
         known, state = state, changed
         told_of_losses()
@@ -112,7 +112,7 @@ def train(
             raise
         told_of_losses()
         seconds = (result.ended or time.monotonic()) - started
-        previous, state = state, advanced(state, result, config.options, rates, seconds)
+        previous, state = state, advance(state, result, config.options, rates, seconds)
         history.append(state, epoch)
         tell("on_iteration_end")
         for stage in stages:

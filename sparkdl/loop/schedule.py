@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from sparkdl.errors import ModelError, nearest
 from sparkdl.loop.state import TrainState
-from sparkdl.slices.optimizer import OptimizerPlan
+from sparkdl.slices.optimizer import OptimizerSpec
 
 PER = ("iteration", "epoch")
 """When a schedule steps; ReduceLROnPlateau does at each validation."""
@@ -35,15 +35,15 @@ class Schedule:
 
     def __init__(
         self,
-        plan: OptimizerPlan,
+        plan: OptimizerSpec,
         make: Callable[[torch.optim.Optimizer], Any] | None,
         per: str = "iteration",
         metric: str | None = None,
     ) -> None:
-        mirrors = plan.mirrors()
-        self._first = [_hyperparameters(g) for m in mirrors for g in m.param_groups]
-        self._groups = [group for mirror in mirrors for group in mirror.param_groups]
-        self._schedulers = [_scheduler(make, mirror) for mirror in mirrors] if make else []
+        schedule_targets = plan.schedule_targets()
+        self._first = [_hyperparameters(g) for m in schedule_targets for g in m.param_groups]
+        self._groups = [group for mirror in schedule_targets for group in mirror.param_groups]
+        self._schedulers = [_scheduler(make, mirror) for mirror in schedule_targets] if make else []
         self._per, self._metric = per, metric
         self._totals = [min(_total_steps(s), default=None) for s in self._schedulers]
         self._steps = [0] * len(self._schedulers)

@@ -73,7 +73,7 @@ class TrainState:
         return self.validations[-1].metrics if self.validations else {}
 
 
-def expected(state: TrainState) -> TrainState:
+def next_counters(state: TrainState) -> TrainState:
     """What the counters will be after the next iteration."""
     ends = state.position + 1 == state.iterations_per_epoch
     position = 0 if ends else state.position + 1

@@ -42,17 +42,17 @@ class Trigger:
         return frozenset()
 
     def __and__(self, other: Trigger) -> Trigger:
-        return Both(self, other)
+        return And(self, other)
 
     def __or__(self, other: Trigger) -> Trigger:
-        return Either(self, other)
+        return Or(self, other)
 
     def __invert__(self) -> Trigger:
         return Not(self)
 
 
 @dataclass(frozen=True)
-class Both(Trigger):
+class And(Trigger):
     """True where both are."""
 
     left: Trigger
@@ -74,11 +74,11 @@ class Both(Trigger):
         return self.left.metrics() | self.right.metrics()
 
     def __invert__(self) -> Trigger:
-        return Either(~self.left, ~self.right)  # so that limits are known through a negation
+        return Or(~self.left, ~self.right)  # so that limits are known through a negation
 
 
 @dataclass(frozen=True)
-class Either(Trigger):
+class Or(Trigger):
     """True where one is."""
 
     left: Trigger
@@ -99,7 +99,7 @@ class Either(Trigger):
         return self.left.metrics() | self.right.metrics()
 
     def __invert__(self) -> Trigger:
-        return Both(~self.left, ~self.right)
+        return And(~self.left, ~self.right)
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class Validator:
         )
 
     def finish(self, state: TrainState) -> TrainState:
-        """See :class:`sparkdl.loop.loop.Stage`."""
+        """See :class:`sparkdl.loop.loop.PeriodicTask`."""
         return state
 
 

@@ -16,7 +16,7 @@ from sparkdl.errors import ParameterError, nearest
 from sparkdl.metrics.base import MeanMetric, Metric
 from sparkdl.metrics.ranking import AUC, hit_ratio, ndcg, top_k
 from sparkdl.metrics.torchmetrics import TorchMetric, is_torchmetric
-from sparkdl.model.loss import OfClasses, unwrapped
+from sparkdl.model.loss import ClassLoss, unwrapped
 
 __all__ = ["METRICS", "MeanMetric", "Metric", "Metrics", "resolve"]
 
@@ -136,7 +136,7 @@ class Judging:
         function, _ = unwrapped(loss)
         if isinstance(function, nn.BCELoss) or function is nn.functional.binary_cross_entropy:
             return Judging(threshold=0.5)
-        of_classes = OfClasses.of(loss)
+        of_classes = ClassLoss.of(loss)
         return (
             Judging() if of_classes is None else Judging(classes=True, ignored=of_classes.ignored)
         )

@@ -17,7 +17,7 @@ import torch
 from sparkdl.metrics.base import Metric
 
 
-class Run(NamedTuple):
+class ScoreRun(NamedTuple):
     """Scores of some samples: ascending and unique, with how many samples of each class have it."""
 
     scores: np.ndarray
@@ -38,19 +38,19 @@ class AUC(Metric):
     where the score is their difference. ``target``: 0 or 1, shape (B,) or (B, 1). nan where there
     is one class only, or a score is nan.
 
-    The state is a few :class:`Run`, each less than half as long as the one before it, so that n
+    The state is a few :class:`ScoreRun`, each less than half as long as the one before it, so that n
     samples cost O(n log n) in all, however they arrive; it holds each distinct score once.
     """
 
     name: str = "auc"
     higher_is_better: bool = True
 
-    def start(self) -> tuple[Run, ...]:
+    def start(self) -> tuple[ScoreRun, ...]:
         return ()
 
     def update(
-        self, state: tuple[Run, ...], output: torch.Tensor, target: torch.Tensor
-    ) -> tuple[Run, ...]:
+        self, state: tuple[ScoreRun, ...], output: torch.Tensor, target: torch.Tensor
+    ) -> tuple[ScoreRun, ...]:
         scores = _scores(output)
         if target.numel() != len(scores):
             raise ValueError("AUC needs one label a sample")
@@ -61,10 +61,10 @@ class AUC(Metric):
             raise ValueError(f"AUC needs labels that are 0 or 1, and found {wrong:g}")
         return _settled([*state, _run(scores, positive.astype(np.int64))])
 
-    def merge(self, one: tuple[Run, ...], other: tuple[Run, ...]) -> tuple[Run, ...]:
+    def merge(self, one: tuple[ScoreRun, ...], other: tuple[ScoreRun, ...]) -> tuple[ScoreRun, ...]:
         return _settled([*one, *other])
 
-    def value(self, state: tuple[Run, ...]) -> float:
+    def value(self, state: tuple[ScoreRun, ...]) -> float:
         if not state:
             return float("nan")
         scores, positives, negatives = _join(list(state))
@@ -75,7 +75,7 @@ class AUC(Metric):
         won = (positives.astype(np.float64) * (below + negatives / 2)).sum()
         return float(won / pairs)
 
-    def is_empty(self, state: tuple[Run, ...]) -> bool:
+    def is_empty(self, state: tuple[ScoreRun, ...]) -> bool:
         return not state
 
 
@@ -89,28 +89,28 @@ def _scores(output: torch.Tensor) -> np.ndarray:
     raise ValueError("AUC needs one score a sample, or two of which it takes the difference")
 
 
-def _run(scores: np.ndarray, positives: np.ndarray) -> Run:
+def _run(scores: np.ndarray, positives: np.ndarray) -> ScoreRun:
     """Of one batch; ``positives`` is 0 or 1 for each score."""
     return _sum_equal(scores, positives, 1 - positives)
 
 
-def _join(runs: list[Run]) -> Run:
+def _join(runs: list[ScoreRun]) -> ScoreRun:
     return _sum_equal(*(np.concatenate(parts) for parts in zip(*runs, strict=True)))
 
 
-def _sum_equal(scores: np.ndarray, positives: np.ndarray, negatives: np.ndarray) -> Run:
+def _sum_equal(scores: np.ndarray, positives: np.ndarray, negatives: np.ndarray) -> ScoreRun:
     unique, place = np.unique(scores, return_inverse=True)
     counts = []
     for count in (positives, negatives):
         total = np.zeros(len(unique), np.int64)
         np.add.at(total, place.reshape(-1), count)
         counts.append(total)
-    return Run(unique, *counts)
+    return ScoreRun(unique, *counts)
 
 
-def _settled(runs: list[Run]) -> tuple[Run, ...]:
+def _settled(runs: list[ScoreRun]) -> tuple[ScoreRun, ...]:
     """Join runs from the end until each is more than twice as long as the one after it."""
-    settled: list[Run] = []
+    settled: list[ScoreRun] = []
     for run in runs:
         while settled and len(settled[-1].scores) <= 2 * len(run.scores):
             run = _join([settled.pop(), run])

@@ -23,7 +23,7 @@ from sparkdl.process.memory import forget_values
 
 
 @dataclass(frozen=True)
-class Segment:
+class TensorRange:
     """One tensor's place in the flat vector.
 
     ``kind``: "parameter", "average" or "exact". ``start`` and ``length`` count elements of the flat
@@ -48,7 +48,7 @@ class Segment:
 class Layout:
     """Where everything lies in the flat vector of ``size`` elements of ``dtype``."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[TensorRange, ...]
     dtype: torch.dtype
     size: int
 
@@ -106,13 +106,13 @@ def layout_of(module: nn.Module) -> Layout:
     wide = any(p.dtype == torch.float64 for _, p in trainable)
     dtype = torch.float64 if wide else torch.float32
     step = ALIGNMENT // dtype.itemsize
-    segments: list[Segment] = []
+    segments: list[TensorRange] = []
     position = 0
 
     def place(name: str, kind: str, tensor: torch.Tensor, length: int) -> None:
         nonlocal position
         shape, sparse = tuple(local(tensor).shape), id(tensor) in tables
-        segments.append(Segment(name, kind, position, length, shape, tensor.dtype, sparse))
+        segments.append(TensorRange(name, kind, position, length, shape, tensor.dtype, sparse))
         position += math.ceil(length / step) * step
 
     for name, parameter in trainable:
@@ -167,7 +167,7 @@ def changed_form(name: str, before: Form | None, after: Form | None) -> str:
     )
 
 
-def _in_form(segment: Segment, owner: nn.Module, attribute: str) -> torch.Tensor | None:
+def _in_form(segment: TensorRange, owner: nn.Module, attribute: str) -> torch.Tensor | None:
     """The buffer of ``segment``; None for one that forward has given another form, which is taken for
     a cache of this process if no state_dict holds it. Raises :class:`sparkdl.errors.ModelError`."""
     buffer = owner._buffers.get(attribute)
@@ -210,8 +210,8 @@ class FlatModule:
         self.module = module.to(device)
         self.flat = torch.zeros(self.layout.size, dtype=self.layout.dtype, device=device)
         parameters = dict(module.named_parameters())
-        self.parameters: list[tuple[Segment, nn.Parameter]] = []
-        self._buffers: list[tuple[Segment, nn.Module, str]] = []
+        self.parameters: list[tuple[TensorRange, nn.Parameter]] = []
+        self._buffers: list[tuple[TensorRange, nn.Module, str]] = []
         self._borrowed: set[int] = set()
         for segment in self.layout.segments:
             if segment.kind == "parameter":
@@ -231,7 +231,7 @@ class FlatModule:
                 self._buffers.append((segment, owner, attribute))
         self.save_buffers(self.flat)
 
-    def _view(self, segment: Segment) -> torch.Tensor:
+    def _view(self, segment: TensorRange) -> torch.Tensor:
         return self.flat[segment.start : segment.stop].view(segment.shape)
 
     def _follows(self, parameter: nn.Parameter) -> bool:

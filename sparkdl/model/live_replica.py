@@ -17,7 +17,7 @@ from torch import nn
 from sparkdl.errors import ModelError
 from sparkdl.model.flat import FlatModule
 from sparkdl.model.model_loss import PerReplica
-from sparkdl.model.preparation import runnable
+from sparkdl.model.preparation import prepared_forward
 from sparkdl.model.recipe import Recipe
 
 
@@ -52,7 +52,7 @@ class LiveReplica:
     @staticmethod
     def around(recipe: Recipe, flat: FlatModule, device: torch.device | None = None) -> LiveReplica:
         """Of a recipe that is built. ``device``: None: where its flat vector is."""
-        call = runnable(flat.module, recipe.policy)
+        call = prepared_forward(flat.module, recipe.policy)
         device = device or flat.flat.device
         return LiveReplica(recipe, flat, call, device, on_device(recipe.loss, device))
 

@@ -40,7 +40,7 @@ def call_loss(loss: Loss, output: object, targets: Sequence[torch.Tensor]) -> to
 
 
 @dataclass(frozen=True)
-class OfClasses:
+class ClassLoss:
     """How a loss of class numbers takes its mean, if it ``averages``: without the label ``ignored``,
     and each of the others times the ``weight`` of its class, as far as there are any."""
 
@@ -49,19 +49,19 @@ class OfClasses:
     averages: bool
 
     @staticmethod
-    def of(loss: Loss) -> OfClasses | None:
+    def of(loss: Loss) -> ClassLoss | None:
         """Of CrossEntropyLoss, NLLLoss, their functions and partials of these; None of any other loss,
         whose mean is taken to be that over the samples."""
         loss = inner(loss)
         if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
             if type(loss).forward not in _FORWARD:  # of a subclass: it may do otherwise
                 return None
-            return OfClasses(loss.ignore_index, loss.weight, loss.reduction == "mean")
+            return ClassLoss(loss.ignore_index, loss.weight, loss.reduction == "mean")
         function, given = unwrapped(loss)
         if function not in OF_CLASSES:
             return None
         averages = given.get("reduction", "mean") == "mean"
-        return OfClasses(given.get("ignore_index", -100), given.get("weight"), averages)
+        return ClassLoss(given.get("ignore_index", -100), given.get("weight"), averages)
 
     def masses(self, target: torch.Tensor) -> torch.Tensor:
         """What is kept of each row of ``target`` (class numbers, (rows, ...)): float64, (rows,)."""
@@ -75,8 +75,8 @@ class OfClasses:
 
 def masses_of(loss: Loss, targets: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """What each sample counts for in the mean of ``loss``, (rows,) float64 on the CPU; None: all the
-    same. See :class:`OfClasses`."""
-    how = OfClasses.of(loss)
+    same. See :class:`ClassLoss`."""
+    how = ClassLoss.of(loss)
     if how is None or not how.averages or len(targets) != 1 or targets[0].is_floating_point():
         return None
     return how.masses(targets[0])

@@ -12,7 +12,7 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class TrainingOptions:
     """See the fields of :class:`sparkdl.Trainer` with the same names."""
 
     accumulate: int = 1

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sparkdl.errors import ModelError, nearest
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -108,7 +108,7 @@ _compilers: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.W
 
 def plain(module: nn.Module) -> nn.Module:
     """``module``, or the module that the user has put through ``torch.compile``, so that names are
-    those of the plain one; likewise of all inside it. :func:`runnable` compiles them again."""
+    those of the plain one; likewise of all inside it. :func:`prepared_forward` compiles them again."""
     if (wraps := _wrapped(module)) is not None:
         _compilers[wraps] = module.dynamo_ctx  # type: ignore[assignment]
         return plain(wraps)
@@ -127,7 +127,7 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
     return wraps if isinstance(wraps, nn.Module) else None
 
 
-def runnable(module: nn.Module, policy: Policy) -> Callable[..., Any]:
+def prepared_forward(module: nn.Module, policy: TrainingOptions) -> Callable[..., Any]:
     """What to call for a forward pass in training: the module, checkpointed or compiled as asked.
 
     Activation checkpointing follows Chen et al., 2016, as ``torch.utils.checkpoint`` does it.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.model.preparation import freeze, plain, start_from, take_buffers
 from sparkdl.model.signature import BY_POSITION, Signature
 from sparkdl.process.determinism import seeded
@@ -35,7 +35,7 @@ class Recipe:
     loss: Callable[..., torch.Tensor]
     optimizer: Callable[..., Any] | Mapping[str, Callable[..., Any]]
     seed: int
-    policy: Policy = field(default_factory=Policy)
+    policy: TrainingOptions = field(default_factory=TrainingOptions)
     weights: Mapping[str, torch.Tensor] | None = None
     strict_weights: bool = True
     frozen: tuple[str, ...] = ()

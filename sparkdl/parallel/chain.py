@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError, nearest
-from sparkdl.parallel.trace import Items, followed
+from sparkdl.parallel.trace import Items, trace_stages
 
 
 def chain_of(
@@ -17,12 +17,12 @@ def chain_of(
     """The modules that a model calls one after another, with their names.
 
     Those of an ``nn.Sequential`` are its members. Of another model they are found by following its
-    forward, see :func:`sparkdl.parallel.trace.followed`; ``split``: names that are to be among
+    forward, see :func:`sparkdl.parallel.trace.trace_stages`; ``split``: names that are to be among
     them; ``inputs``: a few rows of each. Raises :class:`sparkdl.ModelError` where that cannot be
     followed.
     """
     if not is_chain(module):
-        return followed(module, split, inputs)
+        return trace_stages(module, split, inputs)
     found: Items = []
     for name, child in module.named_children():
         if is_chain(child) and len(list(child.children())):

@@ -8,10 +8,10 @@ import torch
 
 from sparkdl.errors import ModelError
 from sparkdl.model.flat import Layout
-from sparkdl.slices.optimizer import OptimizerPlan
+from sparkdl.slices.optimizer import OptimizerSpec
 
 
-def check_elementwise(word: str, optimizer: OptimizerPlan) -> None:
+def check_elementwise(word: str, optimizer: OptimizerSpec) -> None:
     """Raise :class:`sparkdl.ModelError` for an optimizer that looks at whole tensors. ``word``: the
     strategy's; so for what follows."""
     if not (optimizer.elementwise and optimizer.separate):

@@ -13,14 +13,14 @@ from sparkdl.model.flat import Layout
 from sparkdl.model.preparation import matches_module
 from sparkdl.parallel.base import FSDP
 from sparkdl.parallel.divisible import check_dense, check_elementwise, check_rows
-from sparkdl.slices.optimizer import OptimizerPlan
+from sparkdl.slices.optimizer import OptimizerSpec
 
 UNIT_PARAMETERS = 100_000
 """A block of fewer parameters is no unit of its own: it would not be worth a message."""
 
 
 def check_sharding(
-    strategy: FSDP, module: nn.Module, layout: Layout, optimizer: OptimizerPlan
+    strategy: FSDP, module: nn.Module, layout: Layout, optimizer: OptimizerSpec
 ) -> None:
     """Raise :class:`sparkdl.ModelError` where the model or its optimizer cannot be sharded so."""
     _check_torch()

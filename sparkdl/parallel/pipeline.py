@@ -16,14 +16,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from sparkdl.data.fields import Field
 from sparkdl.errors import ModelError, ParameterError
 from sparkdl.model.flat import Layout
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.model.preparation import matches_module
 from sparkdl.parallel.base import Pipeline
 from sparkdl.parallel.chain import chain_of, first_of, is_chain
 from sparkdl.parallel.divisible import check_dense
-from sparkdl.parallel.tensor import layer_by_layer
+from sparkdl.parallel.tensor import without_fused_layers
 from sparkdl.parallel.trace import Items
-from sparkdl.slices.optimizer import OptimizerPlan
+from sparkdl.slices.optimizer import OptimizerSpec
 
 OPERATION = 1.0
 """What a module costs beside its multiplications, in floating-point operations: hardly anything, so
@@ -34,8 +34,8 @@ def check_stages(
     strategy: Pipeline,
     module: nn.Module,
     layout: Layout,
-    optimizer: OptimizerPlan,
-    policy: Policy,
+    optimizer: OptimizerSpec,
+    policy: TrainingOptions,
 ) -> None:
     """Raise :class:`sparkdl.ModelError` where the model or its optimizer cannot be cut so."""
     _check_torch()
@@ -75,7 +75,7 @@ def check_one_length(word: str, fields: Sequence[Field]) -> None:
             )
 
 
-def check_called(module: nn.Module, items: Items, policy: Policy) -> None:
+def check_called(module: nn.Module, items: Items, policy: TrainingOptions) -> None:
     """Raise :class:`sparkdl.ModelError` for activations that are to be those of a module which is not
     called as a whole."""
     whole = {id(child) for _, item in items for child in item.modules()}
@@ -145,7 +145,7 @@ def with_split(
     module: nn.Module,
     inputs: Sequence[torch.Tensor],
     ranks: int,
-    policy: Policy,
+    policy: TrainingOptions,
 ) -> Pipeline:
     """``strategy`` with every cut named: the user's, or such that the stages have equal work.
 
@@ -231,7 +231,7 @@ def _plain_operations() -> Iterator[None]:
     before = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     try:
-        with layer_by_layer(), sdpa_kernel(SDPBackend.MATH):
+        with without_fused_layers(), sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
         torch.backends.mkldnn.enabled = before

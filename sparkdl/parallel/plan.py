@@ -20,7 +20,7 @@ from sparkdl.parallel.mesh import Mesh, mesh_of, problems_of_mesh
 
 
 @dataclass(frozen=True)
-class Parallel:
+class ParallelPlan:
     """Strategies, by their dimensions, and the mesh of the ranks that they share the work of."""
 
     parts: Mapping[str, Any]
@@ -65,9 +65,11 @@ def parts_of(
     return found
 
 
-def parallel_of(parts: Mapping[str, Any], mesh: Mapping[str, int] | None, ranks: int) -> Parallel:
+def parallel_of(
+    parts: Mapping[str, Any], mesh: Mapping[str, int] | None, ranks: int
+) -> ParallelPlan:
     """With so many ranks. Raises :class:`sparkdl.ParameterError` where they do not fit ``mesh``."""
-    return Parallel(parts, mesh_of(mesh, tuple(parts), ranks))
+    return ParallelPlan(parts, mesh_of(mesh, tuple(parts), ranks))
 
 
 def problems_of(strategy: Any, mesh: Any) -> Iterator[str]:

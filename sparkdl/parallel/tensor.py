@@ -19,7 +19,7 @@ from sparkdl.model.flat import Layout
 from sparkdl.model.preparation import matches_module
 from sparkdl.parallel.base import Tensor
 from sparkdl.parallel.divisible import check_dense, check_elementwise, check_rows
-from sparkdl.slices.optimizer import OptimizerPlan
+from sparkdl.slices.optimizer import OptimizerSpec
 
 ELEMENTWISE = (
     nn.CELU,
@@ -97,7 +97,7 @@ def _pairs(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, str, int]
 
 
 def check_cutting(
-    strategy: Tensor, module: nn.Module, layout: Layout, optimizer: OptimizerPlan
+    strategy: Tensor, module: nn.Module, layout: Layout, optimizer: OptimizerSpec
 ) -> None:
     """Raise :class:`sparkdl.ModelError` where the model or its optimizer cannot be cut so."""
     check_elementwise(strategy.word, optimizer)
@@ -157,7 +157,7 @@ def check_even(strategy: Tensor, module: nn.Module, ranks: int) -> None:
 
 
 @contextlib.contextmanager
-def layer_by_layer() -> Iterator[None]:
+def without_fused_layers() -> Iterator[None]:
     """Inside the block torch's transformer layers call their linear layers, also in evaluation: the
     fused operation that they have for it knows nothing of parts, and nobody can count in it."""
     before = torch.backends.mha.get_fastpath_enabled()

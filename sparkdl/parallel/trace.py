@@ -36,7 +36,7 @@ _MAKERS = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn"
 """Of torch's functions those that are given no tensor, but sizes."""
 
 
-def followed(module: nn.Module, split: Sequence[str], inputs: Sequence[torch.Tensor]) -> Items:
+def trace_stages(module: nn.Module, split: Sequence[str], inputs: Sequence[torch.Tensor]) -> Items:
     """The pieces of ``module``, named after the modules with which they begin. ``inputs``: a few rows
     of each. What calls a list of modules one after another is taken apart, and what has a module of
     ``split`` inside.
@@ -274,12 +274,12 @@ def _cut(
     for start, stop in zip(starts, [*starts[1:], len(nodes)], strict=True):
         here = nodes[start:stop]
         called = next((str(node.target) for node in here if node.op == "call_module"), MODEL)
-        piece = Piece(here, live(start), live(stop), constants, on_device, whole)
+        piece = TracedStage(here, live(start), live(stop), constants, on_device, whole)
         found.append((called.partition(".")[2], piece))
     return found
 
 
-class Piece(nn.Module):
+class TracedStage(nn.Module):
     """Some steps of a forward that was recorded. It takes one value, or the tuple of several, and so it
     puts out. ``on_device``: the constants that are the device of the inputs, which may be another by
     now."""

@@ -17,11 +17,11 @@ from sparkdl.model.flat import local
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.loss import loss_of
 from sparkdl.model.model_loss import called
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.division import Division
 from sparkdl.replica.iteration import Clock
-from sparkdl.slices.section import Rows
+from sparkdl.slices.section import SparseRows
 
 
 def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
@@ -103,7 +103,7 @@ class Spare(MiniBatch):
 
 
 def weigh(
-    targets: Sequence[torch.Tensor], weights: torch.Tensor | None, policy: Policy
+    targets: Sequence[torch.Tensor], weights: torch.Tensor | None, policy: TrainingOptions
 ) -> torch.Tensor | None:
     """The weight of each sample: its own, times that of its class."""
     if policy.class_weights is None:
@@ -252,7 +252,7 @@ class Gradients:
     """
 
     dense: list[torch.Tensor | None]
-    tables: dict[int, Rows]
+    tables: dict[int, SparseRows]
     written: frozenset[int] = frozenset()
     not_finite: frozenset[int] | None = None
 
@@ -266,7 +266,7 @@ class Gradients:
 def take_gradients(replica: LiveReplica) -> Gradients:
     """The gradients that backward left in the parameters, which let go of them."""
     dense: list[torch.Tensor | None] = []
-    tables: dict[int, Rows] = {}
+    tables: dict[int, SparseRows] = {}
     for number, (segment, parameter) in enumerate(replica.flat.parameters):
         gradient = None if parameter.grad is None else local(parameter.grad)
         if gradient is None:
@@ -280,7 +280,7 @@ def take_gradients(replica: LiveReplica) -> Gradients:
     return Gradients(dense, tables)
 
 
-def _rows(gradient: torch.Tensor) -> Rows:
+def _rows(gradient: torch.Tensor) -> SparseRows:
     """Of a table's gradient: the touched rows (ascending) and their values, on the CPU."""
     if not gradient.is_sparse:  # the table is used densely elsewhere in the model too
         return torch.arange(len(gradient)), gradient.cpu()

@@ -18,8 +18,8 @@ import torch
 
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.compute import Gradients
-from sparkdl.slices.section import SectionMap, open_section, section_nbytes, sums_up
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.section import SectionLayout, open_section, section_nbytes, sums_up
+from sparkdl.slices.spec import SliceSpec
 
 CHUNK = 1 << 17
 """Elements that are copied and looked through at a time, so that they are in the core's cache."""
@@ -28,7 +28,7 @@ CHECK_FROM = 1 << 20
 one are looked through at the end, a section at a time, which takes fewer calls."""
 
 
-def streams(live: LiveReplica) -> bool:
+def writes_early(live: LiveReplica) -> bool:
     """Whether the sizes of this replica's sections are known before backward."""
     recipe = live.recipe
     tables = any(segment.sparse for segment in live.flat.layout.segments)
@@ -44,8 +44,8 @@ class GradientWriter:
     def __init__(
         self,
         live: LiveReplica,
-        plans: Sequence[SlicePlan],
-        maps: Sequence[SectionMap],
+        plans: Sequence[SliceSpec],
+        maps: Sequence[SectionLayout],
         out: np.ndarray,
     ) -> None:
         layout = live.flat.layout

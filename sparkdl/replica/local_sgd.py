@@ -15,22 +15,22 @@ from sparkdl.data.batches import Batch
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.compute import Gradients, forward_backward, take_gradients
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.step import Outcome, Work, to_mini_batch
+from sparkdl.replica.step import ReplicaIteration, ReplicaResult, to_mini_batch
 from sparkdl.slices.optimizer_step import step_slice
-from sparkdl.slices.reduce import Reduced, clip_norm, clip_values, regularise, squared_norm
+from sparkdl.slices.reduce import ReducedGradient, clip_norm, clip_values, penalize, squared_norm
 from sparkdl.slices.section import sums_up
 from sparkdl.slices.state import SliceState, pack
-from sparkdl.slices.update import EMA, Owner
+from sparkdl.slices.update import EMA, SliceUpdater
 
 
 def several_steps(
     live: LiveReplica,
     batches: Sequence[Batch],
-    work: Work,
+    work: ReplicaIteration,
     state: SliceState,
-    whole: Owner,
+    whole: SliceUpdater,
     clock: Clock,
-) -> Outcome:
+) -> ReplicaResult:
     """One optimizer step for each mini-batch; the outcome is how far the weights moved.
 
     ``state``: the optimizers' state over the whole flat vector, which is changed. ``whole``: the plan
@@ -39,7 +39,7 @@ def several_steps(
     flat, layout, policy = live.flat.flat, live.flat.layout, live.recipe.policy
     begin = flat[: whole.plan.dense_length].clone()
     state.weights = flat
-    moved = Outcome()
+    moved = ReplicaResult()
     absent = frozenset(range(len(live.flat.parameters)))
     not_finite: set[int] = set()
     live.version = ""  # the weights are no version's from here on
@@ -49,9 +49,9 @@ def several_steps(
             live, mini_batch, work.seed(number), work.step.loss_scale, clock
         )
         gradients = take_gradients(live)
-        reduced = Reduced(_flatten(live, gradients, whole), gradients.absent)
+        reduced = ReducedGradient(_flatten(live, gradients, whole), gradients.absent)
         not_finite |= _not_finite(live, gradients)
-        regularise(whole.plan, reduced, flat, whole.l1, whole.l2)
+        penalize(whole.plan, reduced, flat, whole.l1, whole.l2)
         if policy.clip_value is not None:
             clip_values(reduced, policy.clip_value)
         if policy.clip_norm is not None:
@@ -100,7 +100,7 @@ def _not_finite(live: LiveReplica, gradients: Gradients) -> set[int]:
     }
 
 
-def _flatten(live: LiveReplica, gradients: Gradients, whole: Owner) -> torch.Tensor:
+def _flatten(live: LiveReplica, gradients: Gradients, whole: SliceUpdater) -> torch.Tensor:
     flat = torch.zeros(
         whole.plan.dense_length, dtype=live.flat.layout.dtype, device=live.flat.flat.device
     )

@@ -15,7 +15,7 @@ def idle() -> bool:
 
 
 @contextlib.contextmanager
-def keeping_company(idle: bool = True) -> Iterator[None]:
+def padding_pass(idle: bool = True) -> Iterator[None]:
     """Inside the block, where ``idle``, what goes through counts for nothing."""
     global _idle
     before, _idle = _idle, idle

@@ -26,11 +26,11 @@ from sparkdl.slab.gpu_memory import hold
 from sparkdl.slab.root import SlabConfig, open_private, open_root, write_private
 
 if TYPE_CHECKING:
-    from sparkdl.data.batches import Assembly
+    from sparkdl.data.batches import BatchSpec
 
 
 @dataclass(frozen=True)
-class Run:
+class RunSpec:
     """The constants of a fit: slabs, seed, M replicas, N slices, how rows become mini-batches, and
     torch's threads in a task (they change the bits, so they are fixed).
 
@@ -44,7 +44,7 @@ class Run:
     seed: int
     replicas: int
     slices: int
-    assembly: Assembly
+    assembly: BatchSpec
     shares: tuple[int, ...]
     threads: int
     whole_tensors: bool = False
@@ -63,12 +63,12 @@ RECIPE = "recipe"
 class ReplicaHandle:
     """What the replica RDD holds for replica ``index``: its run and the checksum of its samples."""
 
-    run: Run
+    run: RunSpec
     index: int
     checksum: int
 
 
-def install_recipe(run: Run, pieces: Iterable[bytes], nbytes: int = 0) -> None:
+def install_recipe(run: RunSpec, pieces: Iterable[bytes], nbytes: int = 0) -> None:
     """Put the pickled recipe, ``nbytes`` in ``pieces``, into this node's slab root, unless it is there,
     where there is room."""
     root = open_root(run.slab, create=True)
@@ -88,7 +88,7 @@ def install_recipe(run: Run, pieces: Iterable[bytes], nbytes: int = 0) -> None:
                 raise
 
 
-def open_replica(run: Run) -> LiveReplica:
+def open_replica(run: RunSpec) -> LiveReplica:
     """The live replica of this process, built from the node's recipe where it is not cached."""
     run.numerics.use()
     if torch.get_num_threads() != run.threads:
@@ -100,7 +100,7 @@ _holding: dict[str, threading.Thread] = {}
 """What lets go of a run's replica on a GPU, by the run."""
 
 
-def _hold(run: Run) -> None:
+def _hold(run: RunSpec) -> None:
     """Until the run ends on this node, however often its replica is built."""
     root = open_root(run.slab)
     for key in [key for key, thread in _holding.items() if not thread.is_alive()]:
@@ -109,7 +109,7 @@ def _hold(run: Run) -> None:
         _holding[run.key] = hold(root.directories[-1], functools.partial(forget, run.key))
 
 
-def build_replica(run: Run) -> LiveReplica:
+def build_replica(run: RunSpec) -> LiveReplica:
     """The live replica of this process, built anew, whatever it was before: its weights are the
     recipe's. In one that was there before they need not be, nor anything else that training changes,
     even where nothing was read into it: it may have computed with weights that lay elsewhere.
@@ -118,7 +118,7 @@ def build_replica(run: Run) -> LiveReplica:
     return open_replica(run)
 
 
-def _load_recipe(run: Run) -> Recipe:
+def _load_recipe(run: RunSpec) -> Recipe:
     keep_heap()
     root = open_root(run.slab)
     if root is None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparkdl.data.batches import Assembly, plain_batch
+from sparkdl.data.batches import BatchSpec, plain_batch
 from sparkdl.data.partition_reader import MappedPartition
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.live_replica import LiveReplica
@@ -21,7 +21,7 @@ def score_partition(
     live: LiveReplica,
     partition: MappedPartition,
     scorer: Scorer,
-    assembly: Assembly,
+    assembly: BatchSpec,
     batch_size: int,
 ) -> list[Any]:
     """The scorer's states over all rows of a partition, in evaluation mode and full order."""

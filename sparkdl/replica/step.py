@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from sparkdl.codec.packed import ByParameter, Tensors, TensorSpec, copy_packed, specs_of
-from sparkdl.data.batches import Assembly, Batch, fields_to_batch, training_rows, visit_order
+from sparkdl.data.batches import Batch, BatchSpec, fields_to_batch, training_rows, visit_order
 from sparkdl.data.epoch import derive_seed
 from sparkdl.data.partition_reader import MappedPartition
 from sparkdl.data.prefetch import AHEAD
@@ -32,24 +32,24 @@ from sparkdl.replica.gradient_writer import GradientWriter
 from sparkdl.replica.iteration import Clock, IterationRows
 from sparkdl.slices.compression import GradBucket, compress
 from sparkdl.slices.section import (
-    Contribution,
-    SectionMap,
+    Section,
+    SectionLayout,
     cut_rows,
     first_not_finite,
     open_section,
     section_nbytes,
     write_gradients,
 )
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.spec import SliceSpec
 
 
 @dataclass(frozen=True)
-class Work:
+class ReplicaIteration:
     """One replica's part of one iteration: rows [start, stop) of its order of the epoch."""
 
     step: IterationRows
     replica: int
-    assembly: Assembly
+    assembly: BatchSpec
     share: int
 
     @property
@@ -84,7 +84,7 @@ class Work:
 
 
 @dataclass
-class Outcome:
+class ReplicaResult:
     """What a replica made: its mean loss, its weight in the average, and what it sends.
 
     ``others``: after local steps, the optimizers' state that is not in arrays, packed.
@@ -124,29 +124,29 @@ def to_mini_batch(
 def one_gradient(
     live: LiveReplica,
     batch: Batch,
-    work: Work,
+    work: ReplicaIteration,
     clock: Clock,
     writer: GradientWriter | None = None,
-) -> Outcome:
+) -> ReplicaResult:
     """Forward and backward over the mini-batch; dense gradients go to ``writer``, if there is one."""
     mini_batch = to_mini_batch(batch, live)
     passed = forward_backward(live, mini_batch, work.seed(), work.step.loss_scale, clock, writer)
     gradients = take_gradients(live)
     if writer is not None:
         gradients = writer.finish(gradients)
-    return Outcome(passed.loss, passed.weight, len(mini_batch), gradients)
+    return ReplicaResult(passed.loss, passed.weight, len(mini_batch), gradients)
 
 
 def section_maps(
-    live: LiveReplica, plans: Sequence[SlicePlan], outcome: Outcome
-) -> list[SectionMap]:
+    live: LiveReplica, plans: Sequence[SliceSpec], outcome: ReplicaResult
+) -> list[SectionLayout]:
     """How each slice's section of this outcome is laid out."""
     wire = live.recipe.policy.wire_dtype or live.flat.layout.dtype
     arrays = {
         name: str(array.dtype).removeprefix("torch.") for name, array in outcome.arrays.items()
     }
     return [
-        SectionMap(
+        SectionLayout(
             wire,
             {
                 piece.number: len(cut_rows(piece, outcome.gradients.tables[piece.number])[0])
@@ -160,7 +160,7 @@ def section_maps(
     ]
 
 
-def _specs(plan: SlicePlan, outcome: Outcome) -> tuple[TensorSpec, ...] | None:
+def _specs(plan: SliceSpec, outcome: ReplicaResult) -> tuple[TensorSpec, ...] | None:
     """Of the compressed gradients of a slice."""
     if outcome.compressed is None:
         return None
@@ -169,7 +169,7 @@ def _specs(plan: SlicePlan, outcome: Outcome) -> tuple[TensorSpec, ...] | None:
 
 
 def sections_nbytes(
-    live: LiveReplica, plans: Sequence[SlicePlan], maps: Sequence[SectionMap]
+    live: LiveReplica, plans: Sequence[SliceSpec], maps: Sequence[SectionLayout]
 ) -> list[int]:
     """Bytes of each slice's section."""
     dtype = live.flat.layout.dtype
@@ -179,11 +179,11 @@ def sections_nbytes(
 @torch.no_grad()
 def write_sections(
     live: LiveReplica,
-    plans: Sequence[SlicePlan],
-    maps: Sequence[SectionMap],
-    outcome: Outcome,
+    plans: Sequence[SliceSpec],
+    maps: Sequence[SectionLayout],
+    outcome: ReplicaResult,
     out: np.ndarray,
-) -> list[Contribution]:
+) -> list[Section]:
     """Write what the replica contributes into ``out`` (uint8), slice after slice, but for gradients
     that are there already."""
     layout = live.flat.layout
@@ -221,9 +221,9 @@ def write_sections(
 
 def not_finite(
     live: LiveReplica,
-    plans: Sequence[SlicePlan],
-    sections: Sequence[Contribution],
-    outcome: Outcome,
+    plans: Sequence[SliceSpec],
+    sections: Sequence[Section],
+    outcome: ReplicaResult,
 ) -> str:
     """What is inf or NaN in a contribution, as it travels; empty: nothing."""
     if not np.isfinite(outcome.loss):
@@ -237,7 +237,9 @@ def not_finite(
     return "" if number is None else f'the gradient of "{live.flat.layout.segments[number].name}"'
 
 
-def compress_outcome(live: LiveReplica, outcome: Outcome, work: Work, kept: ByParameter) -> Outcome:
+def compress_outcome(
+    live: LiveReplica, outcome: ReplicaResult, work: ReplicaIteration, kept: ByParameter
+) -> ReplicaResult:
     """``outcome`` with its dense gradients compressed; ``kept``: by the replica since its last
     iteration. Parameters without a gradient keep what they had."""
     assert live.recipe.compression is not None

@@ -138,7 +138,7 @@ class Pool:
         start = HEADER_BYTES + reference.offset
         return mapped.bytes[start : start + reference.nbytes]
 
-    def lend(self, reference: Reference) -> np.ndarray:
+    def map_private(self, reference: Reference) -> np.ndarray:
         """Likewise, to compute with: code that is not ours may write to them without any effect on
         others. They are those that were referenced where :meth:`check` says so afterwards."""
         mapped = self.check(reference)

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from sparkdl.slices.reduce import Reduced, shares_of
-from sparkdl.slices.section import Contribution
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.reduce import ReducedGradient, shares_of
+from sparkdl.slices.section import Section
+from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState, unpack
 
 
 def average(
-    plan: SlicePlan, state: SliceState, moved: Reduced, contributions: Sequence[Contribution]
+    plan: SliceSpec, state: SliceState, moved: ReducedGradient, contributions: Sequence[Section]
 ) -> None:
     """After local steps: the mean of the replicas' weights, and of the optimizer state of those that
     had a gradient for a parameter; what has no mean is that of the first of these."""

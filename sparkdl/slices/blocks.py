@@ -1,6 +1,6 @@
 """Cutting a slice into blocks that stay in cache while they are reduced and stepped.
 
-A block is a slice of a slice: a :class:`SlicePlan` of its own, so what works on a slice works on it.
+A block is a slice of a slice: a :class:`SliceSpec` of its own, so what works on a slice works on it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import torch
 
 from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.codec.safe import mapped
-from sparkdl.slices.reduce import Reduced
-from sparkdl.slices.section import Contribution
-from sparkdl.slices.spec import Piece, SlicePlan
+from sparkdl.slices.reduce import ReducedGradient
+from sparkdl.slices.section import Section
+from sparkdl.slices.spec import Fragment, SliceSpec
 from sparkdl.slices.state import SliceState
 
 BLOCK_ELEMENTS = 1 << 20
@@ -24,7 +24,7 @@ GPU_BLOCK_ELEMENTS = 1 << 26
 """On a GPU: what its memory holds beside the slice. Not measured."""
 
 
-def cut_blocks(plan: SlicePlan, elements: int = BLOCK_ELEMENTS) -> list[SlicePlan]:
+def cut_blocks(plan: SliceSpec, elements: int = BLOCK_ELEMENTS) -> list[SliceSpec]:
     """``plan`` in blocks of at most ``elements`` elements, a multiple of 64; all of a small one.
 
     Only dense parameters are cut: tables and buffers make the last block.
@@ -33,7 +33,7 @@ def cut_blocks(plan: SlicePlan, elements: int = BLOCK_ELEMENTS) -> list[SlicePla
     if plan.length <= elements:
         return [plan]
     dense, end = [piece for piece in plan.parameters if not piece.sparse], plan.dense_length
-    pieces: list[list[Piece]] = [[] for _ in range(0, end, elements)]
+    pieces: list[list[Fragment]] = [[] for _ in range(0, end, elements)]
     for piece in dense:
         for block in range(piece.start // elements, -(-piece.stop // elements)):
             pieces[block].append(_part(piece, block * elements, (block + 1) * elements))
@@ -45,18 +45,18 @@ def cut_blocks(plan: SlicePlan, elements: int = BLOCK_ELEMENTS) -> list[SlicePla
     return [*blocks, _block(plan, end, plan.length, rest)] if end < plan.length else blocks
 
 
-def _block(plan: SlicePlan, start: int, stop: int, pieces: list[Piece]) -> SlicePlan:
-    return SlicePlan(plan.index, plan.start + start, plan.start + stop, tuple(pieces))
+def _block(plan: SliceSpec, start: int, stop: int, pieces: list[Fragment]) -> SliceSpec:
+    return SliceSpec(plan.index, plan.start + start, plan.start + stop, tuple(pieces))
 
 
-def _part(piece: Piece, start: int, stop: int) -> Piece:
+def _part(piece: Fragment, start: int, stop: int) -> Fragment:
     low, high = max(start, piece.start), min(stop, piece.stop)
     shape = piece.shape if high - low == piece.length else ()
     return replace(piece, start=low - start, length=high - low, shape=shape)
 
 
 def block_of_state(
-    plan: SlicePlan, block: SlicePlan, arrays_of: SliceState, rest_of: SliceState
+    plan: SliceSpec, block: SliceSpec, arrays_of: SliceState, rest_of: SliceState
 ) -> SliceState:
     """The block's part of a slice's state. Weights and arrays share memory with ``arrays_of``; what
     is kept of whole parameters is a copy of ``rest_of``'s, since each block of one steps it anew."""
@@ -70,7 +70,7 @@ def block_of_state(
     )
 
 
-def keep_block(plan: SlicePlan, block: SlicePlan, stepped: SliceState, whole: SliceState) -> None:
+def keep_block(plan: SliceSpec, block: SliceSpec, stepped: SliceState, whole: SliceState) -> None:
     """Put into ``whole`` what a step on a block's state, a part of it, has made besides."""
     start = block.start - plan.start
     for name, array in stepped.arrays.items():
@@ -84,15 +84,15 @@ def keep_block(plan: SlicePlan, block: SlicePlan, stepped: SliceState, whole: Sl
     whole.others.update(stepped.others)
 
 
-def block_of_contribution(plan: SlicePlan, block: SlicePlan, whole: Contribution) -> Contribution:
+def block_of_contribution(plan: SliceSpec, block: SliceSpec, whole: Section) -> Section:
     """The block's part of the gradients that a replica gives to a slice; shares memory."""
     start, stop = block.start - plan.start, block.stop - plan.start
     tables = whole.tables if block.tables else {}
     return replace(whole, gradient=whole.gradient[start:stop], tables=tables)
 
 
-def block_of_reduced(plan: SlicePlan, block: SlicePlan, whole: Reduced) -> Reduced:
+def block_of_reduced(plan: SliceSpec, block: SliceSpec, whole: ReducedGradient) -> ReducedGradient:
     """The block's part of a slice's gradient; shares memory."""
     start, stop = block.start - plan.start, block.stop - plan.start
     tables = whole.tables if block.tables else {}
-    return Reduced(whole.gradient[start:stop], whole.absent, tables)
+    return ReducedGradient(whole.gradient[start:stop], whole.absent, tables)

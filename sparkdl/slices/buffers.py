@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from sparkdl.slices.section import Contribution
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.section import Section
+from sparkdl.slices.spec import SliceSpec
 
 
-def merge_buffers(
-    plan: SlicePlan, contributions: Sequence[Contribution], weights: torch.Tensor
-) -> None:
+def merge_buffers(plan: SliceSpec, contributions: Sequence[Section], weights: torch.Tensor) -> None:
     """Write the merged buffers into their places in ``weights`` (the slice of the flat vector).
 
     Floating ones: the weighted average, taken as first + sum of weighted differences, so that what

@@ -22,7 +22,7 @@ from sparkdl.model.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerPart:
+class GroupSpec:
     """One optimizer without its tensors.
 
     ``kind``: its class. ``groups``: the hyperparameters of each parameter group. ``members``: for each
@@ -65,14 +65,14 @@ class OptimizerPart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerPlan:
+class OptimizerSpec:
     """All optimizers of a run and what their slices may be.
 
     ``elementwise``: slices may be cut anywhere, else only between tensors. ``separate``: there may
     be several slices. Groups are numbered over all parts, in order.
     """
 
-    parts: tuple[OptimizerPart, ...]
+    parts: tuple[GroupSpec, ...]
     elementwise: bool = True
     separate: bool = True
 
@@ -81,16 +81,16 @@ class OptimizerPlan:
         recipe: Recipe,
         parameters: Sequence[torch.nn.Parameter],
         module: torch.nn.Module,
-    ) -> OptimizerPlan:
+    ) -> OptimizerSpec:
         """Take the recipe's optimizers apart.
 
         ``parameters`` are the trainable ones in layout order. How far slices may be cut is not known
-        yet, see :func:`sparkdl.slices.optimizer_probe.probed`. Raises
+        yet, see :func:`sparkdl.slices.optimizer_probe.probe_cut_rule`. Raises
         :class:`sparkdl.errors.ModelError`.
         """
         number = {id(p): i for i, p in enumerate(parameters)}
         names = {id(p): name for name, p in module.named_parameters()}
-        parts: list[OptimizerPart] = []
+        parts: list[GroupSpec] = []
         holder: dict[int, str] = {}
         for make, optimizer in build_optimizers(recipe, module):
             name = type(optimizer).__name__
@@ -108,7 +108,7 @@ class OptimizerPlan:
                 holder[id(p)] = name
             groups = optimizer.param_groups
             parts.append(
-                OptimizerPart(
+                GroupSpec(
                     make=make or _Rebuild(type(optimizer), dict(optimizer.defaults)),
                     kind=type(optimizer),
                     groups=tuple(_fastest(optimizer, _without_tensors(group)) for group in groups),
@@ -121,7 +121,7 @@ class OptimizerPlan:
                     ),
                 )
             )
-        return OptimizerPlan(parts=tuple(parts))
+        return OptimizerSpec(parts=tuple(parts))
 
     @property
     def name(self) -> str:
@@ -153,7 +153,7 @@ class OptimizerPlan:
             first = last
         return built
 
-    def mirrors(self) -> list[torch.optim.Optimizer]:
+    def schedule_targets(self) -> list[torch.optim.Optimizer]:
         """Each optimizer on one small tensor a group, for a schedule to act on."""
         return [part.mirror() for part in self.parts]
 

@@ -18,9 +18,9 @@ from sparkdl.errors import ModelError
 from sparkdl.model.flat import sparse_tables
 from sparkdl.process.determinism import seeded
 from sparkdl.process.threads import torch_threads
-from sparkdl.slices.optimizer import OptimizerPart, OptimizerPlan
+from sparkdl.slices.optimizer import GroupSpec, OptimizerSpec
 from sparkdl.slices.optimizer_step import evaluate_once, step_slice, wants_loss
-from sparkdl.slices.spec import Piece, SlicePlan
+from sparkdl.slices.spec import Fragment, SliceSpec
 from sparkdl.slices.state import SliceState
 
 SEVERAL = (
@@ -73,7 +73,7 @@ _CUT: list[list[Span]] = [[(0, 0, 8)], [(0, 8, 24), (1, 24, 36)], [(1, 36, 48)]]
 
 
 @dataclass(frozen=True)
-class Traits:
+class CutRule:
     """``elementwise``: a cut through a tensor changes nothing. ``separate``: what one tensor gets
     does not depend on the others."""
 
@@ -81,7 +81,7 @@ class Traits:
     separate: bool
 
 
-def declared(kind: type[torch.optim.Optimizer]) -> Traits | None:
+def declared(kind: type[torch.optim.Optimizer]) -> CutRule | None:
     """What the class says of itself, if anything. Raises :class:`sparkdl.errors.ModelError`."""
     answer = getattr(kind, DECLARED, None)
     if answer is None:
@@ -91,12 +91,12 @@ def declared(kind: type[torch.optim.Optimizer]) -> Traits | None:
             f"{kind.__name__}.{DECLARED} is {answer!r}: an element's update depends on that "
             '"element", on its "tensor", or on "all" of them.'
         )
-    return Traits(*_DECLARED[answer])
+    return CutRule(*_DECLARED[answer])
 
 
-def probed(
-    plan: OptimizerPlan, parameters: Sequence[torch.nn.Parameter], module: torch.nn.Module
-) -> OptimizerPlan:
+def probe_cut_rule(
+    plan: OptimizerSpec, parameters: Sequence[torch.nn.Parameter], module: torch.nn.Module
+) -> OptimizerSpec:
     """Try the optimizers on a few numbers, and return ``plan`` with how far its slices may be cut.
 
     Args:
@@ -118,14 +118,14 @@ def probed(
     )
 
 
-def _traits_of(part: OptimizerPart, dimensions: Sequence[int], tables: set[int]) -> list[Traits]:
+def _traits_of(part: GroupSpec, dimensions: Sequence[int], tables: set[int]) -> list[CutRule]:
     """One a group that has parameters: groups may differ in what makes an optimizer look around."""
     found = []
     for group, members, ndim in zip(part.groups, part.members, part.dimensions, strict=True):
         if members:
             alone = replace(part, groups=(group,), members=((0, 1),), dimensions=(ndim,))
             dense = {dimensions[n] for n in members if n not in tables}
-            plan = OptimizerPlan(parts=(alone,))
+            plan = OptimizerSpec(parts=(alone,))
             found.append(find_traits(plan, dense, any(n in tables for n in members), part.kind))
     return found
 
@@ -133,11 +133,11 @@ def _traits_of(part: OptimizerPart, dimensions: Sequence[int], tables: set[int])
 # Of a few numbers: where others want the cores too, a second thread would be waited for.
 @torch_threads(1)
 def find_traits(
-    plan: OptimizerPlan,
+    plan: OptimizerSpec,
     dimensions: Iterable[int],
     tables: bool,
     kind: type[torch.optim.Optimizer],
-) -> Traits:
+) -> CutRule:
     """Those of ``plan``, one group of the parameters 0 and 1, an optimizer of this ``kind``.
 
     ``dimensions``: of the dense parameters it is for; ``tables``: it is for tables with sparse
@@ -172,7 +172,7 @@ def find_traits(
                 "it with sparse=False."
             ) from error
         found += [_seen_in(trial, plan, shape, True) for trial in (_FIRST, *further)]
-    return known or Traits(all(t.elementwise for t in found), all(t.separate for t in found))
+    return known or CutRule(all(t.elementwise for t in found), all(t.separate for t in found))
 
 
 def _text(error: Exception) -> str:
@@ -185,24 +185,24 @@ def _same(one: torch.Tensor, other: torch.Tensor, scale: float = 1.0) -> bool:
     return torch.allclose(one, other, rtol=1e-4, atol=1e-14 * scale, equal_nan=True)
 
 
-def _seen_in(trial: _Trial, plan: OptimizerPlan, shape: tuple[int, ...], sparse: bool) -> Traits:
+def _seen_in(trial: _Trial, plan: OptimizerSpec, shape: tuple[int, ...], sparse: bool) -> CutRule:
     """What one trial shows; nothing, if it fails where nothing is cut."""
     try:
         together = _update(plan, shape, _TOGETHER, sparse, trial)
     except Exception:
-        return Traits(elementwise=True, separate=True)
+        return CutRule(elementwise=True, separate=True)
     try:
         apart = _update(plan, shape, _APART, sparse, trial)
     except Exception:  # it wants them all
-        return Traits(elementwise=False, separate=False)
+        return CutRule(elementwise=False, separate=False)
     try:
         cut = _same(_update(plan, shape, _CUT, sparse, trial), apart, trial.weights)
     except Exception:  # it wants a matrix, say
         cut = False
-    return Traits(cut, _same(together, apart, trial.weights))
+    return CutRule(cut, _same(together, apart, trial.weights))
 
 
-def _check_memory(plan: OptimizerPlan, shape: tuple[int, ...]) -> None:
+def _check_memory(plan: OptimizerSpec, shape: tuple[int, ...]) -> None:
     """Raise :class:`sparkdl.errors.ModelError` for an optimizer that remembers what is not in its
     ``state``: here each step is another instance's."""
     with seeded(0):
@@ -234,7 +234,7 @@ def _check_memory(plan: OptimizerPlan, shape: tuple[int, ...]) -> None:
     )
 
 
-def _hyperparameters(plan: OptimizerPlan) -> list[Mapping[str, Any]]:
+def _hyperparameters(plan: OptimizerSpec) -> list[Mapping[str, Any]]:
     """Those of the group, with a learning rate."""
     (group,) = plan.groups
     rate = group.get("lr")
@@ -255,7 +255,7 @@ def _drawn(steps: int) -> torch.Tensor:
 
 
 def _update(
-    plan: OptimizerPlan,
+    plan: OptimizerSpec,
     shape: tuple[int, ...],
     cuts: list[list[Span]],
     sparse: bool,
@@ -269,7 +269,7 @@ def _update(
     for index, spans in enumerate(cuts):
         start, stop = spans[0][1], spans[-1][2]
         pieces = tuple(_piece(number, shape, a, b, start, sparse) for number, a, b in spans)
-        piece_plan = SlicePlan(index, start, stop, pieces)
+        piece_plan = SliceSpec(index, start, stop, pieces)
         state = SliceState(drawn[0, start:stop].clone())
         for step, gradients in enumerate(drawn[1:]):
             dense = gradients[start:stop].clone()
@@ -290,16 +290,16 @@ def _update(
 
 def _piece(
     number: int, shape: tuple[int, ...], low: int, high: int, start: int, sparse: bool
-) -> Piece:
+) -> Fragment:
     if sparse:
         shape = ((high - low) // _WIDTH, _WIDTH)
     elif high - low < _SIZE:
         shape = ()
     row = low % _SIZE // _WIDTH
-    return Piece(number, "parameter", low - start, high - low, shape, sparse, row)
+    return Fragment(number, "parameter", low - start, high - low, shape, sparse, row)
 
 
-def _rows(piece: Piece, dense: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(piece: Fragment, dense: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Every third row of the tensor has no gradient."""
     rows = torch.tensor([r for r in range(piece.shape[0]) if (r + piece.first_row + step) % 3])
     return rows.long(), dense[piece.start : piece.stop].view(piece.shape)[rows.long()]

@@ -11,24 +11,24 @@ import torch
 
 from sparkdl.codec.safe import mapped
 from sparkdl.errors import ModelError
-from sparkdl.slices.spec import Piece, SlicePlan
+from sparkdl.slices.spec import Fragment, SliceSpec
 from sparkdl.slices.state import ARRAY_DTYPES, SliceState
 
 if TYPE_CHECKING:
-    from sparkdl.slices.optimizer import OptimizerPlan
+    from sparkdl.slices.optimizer import OptimizerSpec
 
-Rows = tuple[torch.Tensor, torch.Tensor]
+SparseRows = tuple[torch.Tensor, torch.Tensor]
 """A sparse gradient of a piece: row numbers (int64, [k]) and values ([k, width])."""
 
 
 def step_slice(
-    plan: SlicePlan,
+    plan: SliceSpec,
     state: SliceState,
     gradient: torch.Tensor,
     absent: frozenset[int],
-    optimizer_plan: OptimizerPlan,
+    optimizer_plan: OptimizerSpec,
     hyperparameters: Sequence[Mapping[str, Any]] | None = None,
-    sparse: Mapping[int, Rows] | None = None,
+    sparse: Mapping[int, SparseRows] | None = None,
     loss: torch.Tensor | None = None,
 ) -> None:
     """One optimizer step on the slice, in place in ``state``, which must be the caller's own copy.
@@ -74,14 +74,14 @@ def step_slice(
             _view(state.weights, pieces[number]).copy_(tensor)
 
 
-def _view(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _view(flat: torch.Tensor, piece: Fragment) -> torch.Tensor:
     """The piece of ``flat`` in its shape, or one-dimensional where it has none."""
     part = flat[piece.start : piece.stop]
     return part.view(piece.shape) if piece.shape else part
 
 
 def _gradient(
-    piece: Piece, gradient: torch.Tensor, sparse: Mapping[int, Rows] | None
+    piece: Fragment, gradient: torch.Tensor, sparse: Mapping[int, SparseRows] | None
 ) -> torch.Tensor:
     if not piece.sparse or sparse is None:
         return _view(gradient, piece)
@@ -148,8 +148,8 @@ def evaluate_once(loss: torch.Tensor | None, name: str) -> Callable[[], Any]:
 
 def _keep(
     state: SliceState,
-    plan: SlicePlan,
-    piece: Piece,
+    plan: SliceSpec,
+    piece: Fragment,
     made: Mapping[str, Any],
     own: Mapping[str, torch.Tensor],
 ) -> None:

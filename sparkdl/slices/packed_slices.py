@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from sparkdl.slices.slice_file import recut, to_bytes, unpack
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.slice_file import reslice, to_bytes, unpack
+from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 from sparkdl.slices.update import EMA
 
@@ -18,7 +18,7 @@ from sparkdl.slices.update import EMA
 class PackSlice:
     """Run on the owner: its slice as bytes, in the form of a checkpoint's file."""
 
-    def __call__(self, index: int, plan: SlicePlan, state: SliceState) -> bytes:
+    def __call__(self, index: int, plan: SliceSpec, state: SliceState) -> bytes:
         return to_bytes(plan, state)
 
 
@@ -38,10 +38,10 @@ class ReadCarried:
 
     packed: Sequence[bytes] | InTasks
 
-    def __call__(self, plan: SlicePlan, dtype: torch.dtype) -> SliceState:
+    def __call__(self, plan: SliceSpec, dtype: torch.dtype) -> SliceState:
         packed = self.packed
         slices = packed if isinstance(packed, Sequence) else packed.parts()
-        return recut(map(unpack, slices), plan, dtype)
+        return reslice(map(unpack, slices), plan, dtype)
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class WithoutAverage:
     """What ``read`` gives, for a run that keeps no moving average: one that stood still would be taken
     up by the next run that does."""
 
-    read: Callable[[SlicePlan, torch.dtype], SliceState]
+    read: Callable[[SliceSpec, torch.dtype], SliceState]
 
-    def __call__(self, plan: SlicePlan, dtype: torch.dtype) -> SliceState:
+    def __call__(self, plan: SliceSpec, dtype: torch.dtype) -> SliceState:
         state = self.read(plan, dtype)
         state.arrays.pop(EMA, None)
         return state

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from sparkdl.model.flat import Layout
-from sparkdl.slices.section import NOTHING, OWN, SPARE, Contribution, Rows
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.section import NOTHING, OWN, SPARE, Section, SparseRows
+from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.tree_sum import Term, tree_sum
 
 NORM_EPSILON = 1e-6
@@ -23,7 +23,7 @@ NORM_EPSILON = 1e-6
 
 
 @dataclass
-class Reduced:
+class ReducedGradient:
     """The gradient of the mean loss over the global batch, for one slice, changed in place.
 
     ``gradient``: (dense_length,) in the flat vector's dtype; ``tables``: the touched rows of sparse
@@ -32,12 +32,12 @@ class Reduced:
 
     gradient: torch.Tensor
     absent: frozenset[int] = frozenset()
-    tables: dict[int, Rows] = field(default_factory=dict)
+    tables: dict[int, SparseRows] = field(default_factory=dict)
 
 
 def reduce_gradients(
-    plan: SlicePlan, contributions: Sequence[Contribution], out: torch.Tensor
-) -> Reduced:
+    plan: SliceSpec, contributions: Sequence[Section], out: torch.Tensor
+) -> ReducedGradient:
     """Average over the global batch, into ``out`` (dense_length): weighted by each replica's samples
     and summed as [Note: the shape of a sum] says, in the dtype of ``out`` whatever travelled. What is
     summed already, in memory to spare, stays where it is."""
@@ -62,7 +62,7 @@ def reduce_gradients(
         ]
         if parts:
             tables[piece.number] = _add_rows(parts, out.dtype)
-    return Reduced(out, frozenset.intersection(*[c.absent for c in ordered]), tables)
+    return ReducedGradient(out, frozenset.intersection(*[c.absent for c in ordered]), tables)
 
 
 def shares_of(weights: Sequence[float]) -> list[float]:
@@ -73,7 +73,7 @@ def shares_of(weights: Sequence[float]) -> list[float]:
 
 def _add_rows(
     parts: Sequence[tuple[torch.Tensor, torch.Tensor, float]], dtype: torch.dtype
-) -> Rows:
+) -> SparseRows:
     """The weighted sum of some rows of a table, row by row in the order of ``parts``."""
     numbers = torch.unique(torch.cat([rows for rows, _, _ in parts]))
     total = torch.zeros(len(numbers), parts[0][1].shape[1], dtype=dtype)
@@ -82,7 +82,7 @@ def _add_rows(
     return numbers, total
 
 
-def strengths(value: float | Mapping[str, float], layout: Layout) -> dict[int, float]:
+def penalties(value: float | Mapping[str, float], layout: Layout) -> dict[int, float]:
     """A regulariser by parameter number: one strength for all, or by pattern of parameter names."""
     found = {}
     for number, segment in enumerate(layout.segments):
@@ -98,9 +98,9 @@ def strengths(value: float | Mapping[str, float], layout: Layout) -> dict[int, f
     return found
 
 
-def regularise(
-    plan: SlicePlan,
-    reduced: Reduced,
+def penalize(
+    plan: SliceSpec,
+    reduced: ReducedGradient,
     weights: torch.Tensor,
     l1: Mapping[int, float],
     l2: Mapping[int, float],
@@ -119,14 +119,14 @@ def regularise(
             place.add_(values, alpha=l2[piece.number])
 
 
-def clip_values(reduced: Reduced, limit: float) -> None:
+def clip_values(reduced: ReducedGradient, limit: float) -> None:
     """Bring every element into [-limit, limit], as ``torch.nn.utils.clip_grad_value_``."""
     reduced.gradient.clamp_(-limit, limit)
     for _, values in reduced.tables.values():
         values.clamp_(-limit, limit)
 
 
-def squared_norm(plan: SlicePlan, reduced: Reduced) -> float:
+def squared_norm(plan: SliceSpec, reduced: ReducedGradient) -> float:
     """The sum of squares over the slice, in float64."""
     parts = [
         reduced.gradient[piece.start : piece.stop]
@@ -148,7 +148,7 @@ def clip_factor(squares: Sequence[float], limit: float) -> tuple[float, float]:
     return norm, min(1.0, limit / (norm + NORM_EPSILON))
 
 
-def clip_norm(reduced: Reduced, squares: Sequence[float], limit: float) -> float:
+def clip_norm(reduced: ReducedGradient, squares: Sequence[float], limit: float) -> float:
     """Scale so that the global norm is at most ``limit``; the norm before. See :func:`clip_factor`."""
     norm, scale = clip_factor(squares, limit)
     if scale < 1.0:
@@ -158,8 +158,8 @@ def clip_norm(reduced: Reduced, squares: Sequence[float], limit: float) -> float
     return norm
 
 
-def scaled(reduced: Reduced, scale: float, out: torch.Tensor) -> Reduced:
+def scaled(reduced: ReducedGradient, scale: float, out: torch.Tensor) -> ReducedGradient:
     """A gradient times ``scale``, the dense one in ``out``."""
     torch.mul(reduced.gradient, scale, out=out)
     tables = {number: (rows, values * scale) for number, (rows, values) in reduced.tables.items()}
-    return Reduced(out, reduced.absent, tables)
+    return ReducedGradient(out, reduced.absent, tables)

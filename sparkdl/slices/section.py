@@ -8,7 +8,8 @@ A *section* is one contribution in memory. In this order, each part from a multi
 * optimizer state, where replicas step by themselves (``local_steps``): one part an array;
 * for each sparse table the numbers of its touched rows (int64), then their gradients (wire's dtype).
 
-The same bytes lie in a slab or travel through the shuffle; a :class:`SectionMap` says how to read them.
+The same bytes lie in a slab or travel through the shuffle; a :class:`SectionLayout` says how to
+read them.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from sparkdl.codec.frames import as_tensor
 from sparkdl.codec.packed import ALIGNMENT, ByParameter, TensorSpec, open_packed, packed_nbytes
 from sparkdl.model.flat import Layout
 from sparkdl.slices.compression import decompress
-from sparkdl.slices.spec import Piece, SlicePlan
+from sparkdl.slices.spec import Fragment, SliceSpec
 
-Rows = tuple[torch.Tensor, torch.Tensor]
+SparseRows = tuple[torch.Tensor, torch.Tensor]
 """Of a sparse table: numbers of rows (int64, (k,), ascending) and their gradients ((k, width))."""
 
 
@@ -37,7 +38,7 @@ of which this is the first, in the dtype of the flat vector; nothing, as it is i
 
 
 @dataclass(frozen=True)
-class SectionMap:
+class SectionLayout:
     """How long the variable parts of a section are: ``rows`` of each sparse table by its number,
     the dtype name of each array of optimizer state, and in place of a dense gradient the tensors in
     which it is ``compressed``. ``gradient``: OWN, SUM or NOTHING."""
@@ -50,7 +51,7 @@ class SectionMap:
 
 
 @dataclass(frozen=True)
-class Contribution:
+class Section:
     """What replica ``replica`` gives to a slice. ``weight``: its samples, or the sum of their weights.
 
     ``gradient``: (dense_length,); ``buffers``: the rest of the slice; ``tables``: by parameter
@@ -66,13 +67,13 @@ class Contribution:
     gradient: torch.Tensor
     buffers: torch.Tensor
     absent: frozenset[int] = frozenset()
-    tables: Mapping[int, Rows] = field(default_factory=dict)
+    tables: Mapping[int, SparseRows] = field(default_factory=dict)
     arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
     compressed: ByParameter | None = None
     kind: str = OWN
     others: bytes = b""
 
-    def dense_gradient(self, plan: SlicePlan, dtype: torch.dtype) -> torch.Tensor:
+    def dense_gradient(self, plan: SliceSpec, dtype: torch.dtype) -> torch.Tensor:
         """(dense_length,) in ``dtype``, zero where this replica sent nothing."""
         if self.compressed is None:
             return self.gradient if self.gradient.dtype == dtype else self.gradient.to(dtype)
@@ -84,22 +85,22 @@ class Contribution:
         return dense
 
 
-def section_nbytes(plan: SlicePlan, dtype: torch.dtype, layout: SectionMap) -> int:
+def section_nbytes(plan: SliceSpec, dtype: torch.dtype, layout: SectionLayout) -> int:
     """Bytes of a section; a multiple of 64."""
     return sum(_aligned(nbytes) for _, nbytes, _ in _parts(plan, dtype, layout))
 
 
 def open_section(
-    plan: SlicePlan,
+    plan: SliceSpec,
     dtype: torch.dtype,
-    layout: SectionMap,
+    layout: SectionLayout,
     data: np.ndarray | memoryview,
     *,
     replica: int = 0,
     weight: float = 1.0,
     absent: frozenset[int] = frozenset(),
     others: bytes = b"",
-) -> Contribution:
+) -> Section:
     """A contribution whose tensors share the memory of ``data`` (to be read, or to be written)."""
     parts: dict[str, torch.Tensor] = {"gradient": torch.empty(0, dtype=layout.wire)}
     compressed: ByParameter | None = None
@@ -117,7 +118,7 @@ def open_section(
             values = parts[f"values {piece.number}"].view(-1, piece.shape[1])
             tables[piece.number] = parts[f"rows {piece.number}"], values
     arrays = {name: parts[f"array {name}"] for name in layout.arrays}
-    return Contribution(
+    return Section(
         replica,
         weight,
         parts["gradient"],
@@ -131,7 +132,7 @@ def open_section(
     )
 
 
-def cut_rows(piece: Piece, rows: Rows) -> Rows:
+def cut_rows(piece: Fragment, rows: SparseRows) -> SparseRows:
     """The rows of a whole table that fall into ``piece``, counted from its first row."""
     numbers, values = rows
     low, high = torch.searchsorted(
@@ -142,10 +143,10 @@ def cut_rows(piece: Piece, rows: Rows) -> Rows:
 
 def write_gradients(
     layout: Layout,
-    plan: SlicePlan,
+    plan: SliceSpec,
     gradients: Sequence[torch.Tensor | None],
-    tables: Mapping[int, Rows],
-    out: Contribution,
+    tables: Mapping[int, SparseRows],
+    out: Section,
     written: frozenset[int] = frozenset(),
 ) -> None:
     """Write the gradients of a replica (by parameter number) into a section, rounding to its dtype.
@@ -173,7 +174,7 @@ def write_gradients(
             place.copy_(gradient.reshape(-1)[offset : offset + piece.length])
 
 
-def first_not_finite(plan: SlicePlan, section: Contribution) -> int | None:
+def first_not_finite(plan: SliceSpec, section: Section) -> int | None:
     """The number of the first parameter with an inf or a NaN in this section; None: all finite."""
     compressed = section.compressed or {}
     floats = {n: [t for t in c.values() if t.is_floating_point()] for n, c in compressed.items()}
@@ -200,7 +201,7 @@ def sums_up(values: torch.Tensor) -> bool:
 
 
 def _parts(
-    plan: SlicePlan, dtype: torch.dtype, layout: SectionMap
+    plan: SliceSpec, dtype: torch.dtype, layout: SectionLayout
 ) -> Iterator[tuple[str, int, torch.dtype]]:
     dense = dtype if layout.gradient == SUM else layout.wire
     length = 0 if layout.gradient == NOTHING else plan.dense_length

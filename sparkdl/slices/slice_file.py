@@ -20,7 +20,7 @@ import torch
 from sparkdl.codec.files import MAX_HEADER_BYTES, parse_json, parse_tensors
 from sparkdl.codec.safe import STORABLE, decode, encode
 from sparkdl.errors import CheckpointError, DamagedCheckpoint
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 from sparkdl.slices.update import EMA
 
@@ -29,7 +29,7 @@ VERSION = "1"
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredSlice:
     """A stored slice: elements [start, stop) of the flat vector; its arrays are
     ``trainable_length`` long."""
 
@@ -39,7 +39,7 @@ class Part:
     state: SliceState
 
 
-def pack(plan: SlicePlan, state: SliceState) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def pack(plan: SliceSpec, state: SliceState) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors and the metadata of a slice's file; tensors are contiguous and on the CPU.
 
     Raises :class:`sparkdl.CheckpointError` for optimizer state that is no tensor, number, text,
@@ -92,7 +92,7 @@ def pack(plan: SlicePlan, state: SliceState) -> tuple[dict[str, torch.Tensor], d
     return tensors, metadata
 
 
-def to_bytes(plan: SlicePlan, state: SliceState) -> bytes:
+def to_bytes(plan: SliceSpec, state: SliceState) -> bytes:
     """The slice as a safetensors file. Raises as :func:`pack` does."""
     tensors, metadata = pack(plan, state)
     data = safetensors.torch.save(tensors, metadata)
@@ -105,7 +105,7 @@ def to_bytes(plan: SlicePlan, state: SliceState) -> bytes:
     return data
 
 
-def unpack(data: bytes) -> Part:
+def unpack(data: bytes) -> StoredSlice:
     """What :func:`to_bytes` wrote; the tensors own their memory.
 
     Raises :class:`sparkdl.DamagedCheckpoint` where the bytes are no such file.
@@ -140,10 +140,10 @@ def unpack(data: bytes) -> Part:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         text = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise DamagedCheckpoint(f"it holds no slice of a checkpoint ({text})") from error
-    return Part(start, stop, trainable, state)
+    return StoredSlice(start, stop, trainable, state)
 
 
-def recut(parts: Iterable[Part], plan: SlicePlan, dtype: torch.dtype) -> SliceState:
+def reslice(parts: Iterable[StoredSlice], plan: SliceSpec, dtype: torch.dtype) -> SliceState:
     """The state of slice ``plan`` out of stored slices of another cut, bit for bit.
 
     ``parts``: at least those that overlap with the slice, in any order; each is let go before the
@@ -201,7 +201,7 @@ def _check_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         raise DamagedCheckpoint(f'"{name}" is {tensor.dtype} in one place and {dtype} in another')
 
 
-def _check_cover(name: str, spans: list[tuple[int, int]], plan: SlicePlan) -> None:
+def _check_cover(name: str, spans: list[tuple[int, int]], plan: SliceSpec) -> None:
     position = plan.start
     for low, high in sorted(spans):
         if low != position:

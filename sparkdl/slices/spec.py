@@ -9,11 +9,11 @@ import math
 from dataclasses import dataclass
 
 from sparkdl.codec.packed import ALIGNMENT
-from sparkdl.model.flat import Layout, Segment
+from sparkdl.model.flat import Layout, TensorRange
 
 
 @dataclass(frozen=True)
-class Piece:
+class Fragment:
     """The part of one segment that lies in a slice.
 
     ``number``: of the segment in the layout (trainable parameters come first, so it is their number
@@ -36,7 +36,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class SlicePlan:
+class SliceSpec:
     """Slice ``index``: elements [start, stop) of the flat vector, cut into pieces.
 
     A slice is, in this order: dense parameters, sparse parameters, buffers.
@@ -45,7 +45,7 @@ class SlicePlan:
     index: int
     start: int
     stop: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Fragment, ...]
 
     @property
     def length(self) -> int:
@@ -67,16 +67,16 @@ class SlicePlan:
         return min((p.start for p in self.pieces if p.kind != "parameter"), default=self.length)
 
     @functools.cached_property
-    def parameters(self) -> tuple[Piece, ...]:
+    def parameters(self) -> tuple[Fragment, ...]:
         return tuple(p for p in self.pieces if p.kind == "parameter")
 
     @functools.cached_property
-    def tables(self) -> tuple[Piece, ...]:
+    def tables(self) -> tuple[Fragment, ...]:
         """The pieces of sparse tables."""
         return tuple(p for p in self.pieces if p.sparse)
 
 
-def slice_plans(layout: Layout, slices: int, whole: bool = False) -> list[SlicePlan]:
+def slice_specs(layout: Layout, slices: int, whole: bool = False) -> list[SliceSpec]:
     """Cut ``layout`` into ``slices`` contiguous slices of nearly equal length (some may be empty).
 
     Cuts are at multiples of 64 bytes; in a sparse table between two rows; with ``whole`` (for
@@ -90,7 +90,7 @@ def slice_plans(layout: Layout, slices: int, whole: bool = False) -> list[SliceP
             low, high = max(start, segment.start), min(stop, segment.stop)
             if low < high or (segment.length == 0 and low == high == segment.start and low < stop):
                 pieces.append(_piece(number, segment, low, high, start))
-        plans.append(SlicePlan(index, start, stop, tuple(pieces)))
+        plans.append(SliceSpec(index, start, stop, tuple(pieces)))
     return plans
 
 
@@ -112,11 +112,11 @@ def _allowed(layout: Layout, ideal: int, whole: bool) -> int:
     return ideal // step * step
 
 
-def _piece(number: int, segment: Segment, low: int, high: int, start: int) -> Piece:
+def _piece(number: int, segment: TensorRange, low: int, high: int, start: int) -> Fragment:
     length, shape, first_row = high - low, segment.shape, 0
     if segment.sparse:
         width = max(1, math.prod(segment.shape[1:]))
         shape, first_row = (length // width, width), (low - segment.start) // width
     elif length < segment.length:
         shape = ()
-    return Piece(number, segment.kind, low - start, length, shape, segment.sparse, first_row)
+    return Fragment(number, segment.kind, low - start, length, shape, segment.sparse, first_row)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sparkdl.codec.safe import mapped
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.spec import SliceSpec
 
 ARRAY_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.int64, torch.int32})
 """The dtypes that element-wise state in slabs may have; what has another goes to ``others``."""
@@ -41,7 +41,7 @@ class SliceState:
 
 
 def join_states(
-    plans: Sequence[SlicePlan], states: Sequence[SliceState], device: torch.device
+    plans: Sequence[SliceSpec], states: Sequence[SliceState], device: torch.device
 ) -> SliceState:
     """The optimizers' state of all slices as that of one, with memory of its own on ``device``.
 

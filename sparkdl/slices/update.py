@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from sparkdl.model.flat import Layout
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.process.determinism import seeded
 from sparkdl.slices.averaging import average
 from sparkdl.slices.blocks import (
@@ -35,20 +35,20 @@ from sparkdl.slices.blocks import (
 )
 from sparkdl.slices.buffers import merge_buffers
 from sparkdl.slices.histogram import Histogram
-from sparkdl.slices.optimizer import OptimizerPlan
+from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.optimizer_step import step_slice
 from sparkdl.slices.reduce import (
-    Reduced,
+    ReducedGradient,
     clip_factor,
     clip_values,
+    penalize,
+    penalties,
     reduce_gradients,
-    regularise,
     scaled,
     squared_norm,
-    strengths,
 )
-from sparkdl.slices.section import Contribution, SectionMap, open_section, section_nbytes
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.section import Section, SectionLayout, open_section, section_nbytes
+from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 
 EMA = "sparkdl.ema"
@@ -56,24 +56,24 @@ EMA = "sparkdl.ema"
 
 
 @dataclass(frozen=True)
-class Updated:
+class UpdateResult:
     """``norm``: the global norm before clipping, where there is a limit. ``reduced``: the gradient as
     it was applied; its dense part only where it was kept."""
 
     norm: float | None
-    reduced: Reduced
+    reduced: ReducedGradient
 
 
 @dataclass(frozen=True)
-class Owner:
+class SliceUpdater:
     """The constants of a slice: its plan, the optimizer, the policy, regularisers by parameter.
 
     ``separable``: the optimizer treats every element by itself.
     """
 
-    plan: SlicePlan
-    optimizer: OptimizerPlan
-    policy: Policy
+    plan: SliceSpec
+    optimizer: OptimizerSpec
+    policy: TrainingOptions
     dtype: torch.dtype
     l1: Mapping[int, float]
     l2: Mapping[int, float]
@@ -81,39 +81,39 @@ class Owner:
 
     @staticmethod
     def of(
-        plan: SlicePlan,
-        optimizer: OptimizerPlan,
-        policy: Policy,
+        plan: SliceSpec,
+        optimizer: OptimizerSpec,
+        policy: TrainingOptions,
         layout: Layout,
         separable: bool = False,
-    ) -> Owner:
-        return Owner(
+    ) -> SliceUpdater:
+        return SliceUpdater(
             plan,
             optimizer,
             policy,
             layout.dtype,
-            strengths(policy.l1, layout),
-            strengths(policy.l2, layout),
+            penalties(policy.l1, layout),
+            penalties(policy.l2, layout),
             separable,
         )
 
     @functools.cached_property
-    def blocks(self) -> list[SlicePlan]:
+    def blocks(self) -> list[SliceSpec]:
         """What is updated at a time; all of the slice where the optimizer wants whole tensors."""
         return self._blocks(BLOCK_ELEMENTS)
 
     @functools.cached_property
-    def blocks_on_gpu(self) -> list[SlicePlan]:
+    def blocks_on_gpu(self) -> list[SliceSpec]:
         """Likewise, where no cache is to be met and each block is some launches: there are few."""
         return self._blocks(GPU_BLOCK_ELEMENTS)
 
-    def _blocks(self, elements: int) -> list[SlicePlan]:
+    def _blocks(self, elements: int) -> list[SliceSpec]:
         cut = self.separable and self.policy.local_steps == 1
         return cut_blocks(self.plan, elements) if cut else [self.plan]
 
     def reduce(
-        self, contributions: Sequence[Contribution], weights: torch.Tensor, out: torch.Tensor
-    ) -> Reduced:
+        self, contributions: Sequence[Section], weights: torch.Tensor, out: torch.Tensor
+    ) -> ReducedGradient:
         """The gradient of the slice, regularised and clipped by value, in ``out``.
 
         ``weights``: version t of the slice.
@@ -122,14 +122,14 @@ class Owner:
 
     def _reduce(
         self,
-        block: SlicePlan,
-        contributions: Sequence[Contribution],
+        block: SliceSpec,
+        contributions: Sequence[Section],
         weights: torch.Tensor,
         out: torch.Tensor,
-    ) -> Reduced:
+    ) -> ReducedGradient:
         reduced = reduce_gradients(block, contributions, out)
         if self.policy.local_steps == 1:
-            regularise(block, reduced, weights, self.l1, self.l2)
+            penalize(block, reduced, weights, self.l1, self.l2)
             if self.policy.clip_value is not None:
                 clip_values(reduced, self.policy.clip_value)
         return reduced
@@ -139,7 +139,7 @@ class Owner:
         """Whether the owners need each other's norms before they can update."""
         return self.policy.clips_norm
 
-    def squared_norm(self, reduced: Reduced) -> float:
+    def squared_norm(self, reduced: ReducedGradient) -> float:
         """Its part of the squared global norm."""
         return squared_norm(self.plan, reduced)
 
@@ -148,15 +148,15 @@ class Owner:
         self,
         old: SliceState,
         new: SliceState,
-        contributions: Sequence[Contribution],
+        contributions: Sequence[Section],
         hyperparameters: Sequence[Mapping[str, Any]] | None,
         *,
-        known: Reduced | None = None,
+        known: ReducedGradient | None = None,
         squares: Sequence[float] = (),
         loss: float = 0.0,
         seed: int = 0,
         keep: torch.Tensor | None = None,
-    ) -> Updated:
+    ) -> UpdateResult:
         """Write version t+1 into ``new``. See [Note: one pass over the bytes].
 
         ``old``: version t. ``new`` has its ``held`` and ``others`` and as many arrays, with memory of
@@ -176,7 +176,7 @@ class Owner:
         memory = keep
         if memory is None:
             memory = torch.empty(max(lengths), dtype=self.dtype, device=old.weights.device)
-        part = Reduced(memory)
+        part = ReducedGradient(memory)
         with self.drawing(seed):
             for block, length in zip(blocks, lengths, strict=True):
                 start, whole = block.start - self.plan.start, block is self.plan
@@ -198,7 +198,7 @@ class Owner:
                 if not whole:
                     keep_block(self.plan, block, state, new)
         merge_buffers(self.plan, contributions, new.weights)
-        return Updated(norm, Reduced(memory, part.absent, part.tables))
+        return UpdateResult(norm, ReducedGradient(memory, part.absent, part.tables))
 
     def drawing(self, seed: int) -> AbstractContextManager[None]:
         """A block for steps of the optimizer: what it draws follows ``seed``."""
@@ -208,20 +208,20 @@ class Owner:
     def _may_draw(self) -> bool:
         """Of optimizers of torch's and ours nobody does who treats every element by itself. Others may
         begin to after some steps, which a trial does not show."""
-        kinds = [type(mirror).__module__ for mirror in self.optimizer.mirrors()]
+        kinds = [type(mirror).__module__ for mirror in self.optimizer.schedule_targets()]
         known = all(kind.startswith(("torch.optim.", "sparkdl.optim")) for kind in kinds)
         return not (self.separable and known)
 
-    def _dense_length(self, block: SlicePlan) -> int:
+    def _dense_length(self, block: SliceSpec) -> int:
         """Elements of a block's dense gradient."""
         return max(0, min(block.stop, self.plan.start + self.plan.dense_length) - block.start)
 
     def _step(
         self,
-        block: SlicePlan,
+        block: SliceSpec,
         state: SliceState,
-        reduced: Reduced,
-        contributions: Sequence[Contribution],
+        reduced: ReducedGradient,
+        contributions: Sequence[Section],
         hyperparameters: Sequence[Mapping[str, Any]] | None,
         loss: float,
     ) -> None:
@@ -243,7 +243,9 @@ class Owner:
             moving = state.arrays[EMA]
             moving.lerp_(state.weights[: len(moving)], 1.0 - self.policy.ema)
 
-    def histograms(self, state: SliceState, reduced: Reduced) -> dict[tuple[str, int], Histogram]:
+    def histograms(
+        self, state: SliceState, reduced: ReducedGradient
+    ) -> dict[tuple[str, int], Histogram]:
         """Of the weights and gradients of each parameter's piece in this slice."""
         found = {}
         for piece in self.plan.parameters:
@@ -257,20 +259,20 @@ class Owner:
                 found["gradients", piece.number] = Histogram.of(values)
         return found
 
-    def reduced_map(self, reduced: Reduced) -> SectionMap:
+    def reduced_map(self, reduced: ReducedGradient) -> SectionLayout:
         """How a section lies in memory that holds the reduced gradient and the merged buffers."""
         rows = {number: len(rows) for number, (rows, _) in reduced.tables.items()}
-        return SectionMap(self.dtype, rows)
+        return SectionLayout(self.dtype, rows)
 
-    def reduced_nbytes(self, section: SectionMap) -> int:
+    def reduced_nbytes(self, section: SectionLayout) -> int:
         return section_nbytes(self.plan, self.dtype, section)
 
     @torch.no_grad()
     def write_reduced(
         self,
-        section: SectionMap,
-        reduced: Reduced,
-        contributions: Sequence[Contribution],
+        section: SectionLayout,
+        reduced: ReducedGradient,
+        contributions: Sequence[Section],
         out: Any,
     ) -> None:
         """Write the reduced gradient as if it came from one replica alone."""

@@ -49,13 +49,13 @@ def shared_out(executors: Sequence[Executor], partitions: int) -> list[Executor]
     return [slots[partition * len(slots) // partitions] for partition in range(partitions)]
 
 
-def side_by_side(rdd: RDD) -> RDD:
+def place_contiguously(rdd: RDD) -> RDD:
     """``rdd``, one frame a partition, with a wish where each is computed; Spark may do otherwise."""
     context, partitions = rdd.ctx, rdd.getNumPartitions()
     chosen = shared_out(executors(context), partitions)
     if not chosen:
         return rdd
-    return map_frames(zip_frames(rdd, one_each(context, chosen)), _left)
+    return map_frames(zip_frames(rdd, task_per_executor(context, chosen)), _left)
 
 
 def executors(context: SparkContext) -> list[Executor]:
@@ -77,7 +77,7 @@ def executors(context: SparkContext) -> list[Executor]:
     return found
 
 
-def one_each(context: SparkContext, chosen: Sequence[Executor | None]) -> RDD:
+def task_per_executor(context: SparkContext, chosen: Sequence[Executor | None]) -> RDD:
     """An RDD of one empty frame a partition, each with a wish where it is computed, or with none."""
     jvm: Any = context._jvm
     scala = jvm.scala.jdk.javaapi.CollectionConverters

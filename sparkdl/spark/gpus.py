@@ -18,10 +18,10 @@ from pyspark import SparkContext, TaskContext
 from sparkdl.errors import SessionError
 from sparkdl.session import conf_of
 from sparkdl.spark.device import gpus_of
-from sparkdl.spark.executors import Executor, executors, one_each
+from sparkdl.spark.executors import Executor, executors, task_per_executor
 from sparkdl.spark.frames import collect_and_forget, is_local, map_frames, stage_name
 from sparkdl.spark.locality import executor_awaited
-from sparkdl.spark.worker import settle_worker
+from sparkdl.spark.worker import finish_task
 
 AMOUNT = "spark.task.resource.gpu.amount"
 logger = logging.getLogger("sparkdl")
@@ -105,7 +105,7 @@ class CountGpus:
             yield pickle.dumps(count)
         except SessionError as error:
             yield pickle.dumps(error)
-        settle_worker()
+        finish_task()
 
 
 def _look(context: SparkContext, there: Sequence[Executor]) -> list[int]:
@@ -114,7 +114,7 @@ def _look(context: SparkContext, there: Sequence[Executor]) -> list[int]:
     if there and key in _looked:
         return _looked[key]
     with stage_name(context, "look for GPUs"), executor_awaited(context):
-        places = one_each(context, [*there] or [None])
+        places = task_per_executor(context, [*there] or [None])
         found = [
             pickle.loads(frame) for frame in collect_and_forget(map_frames(places, CountGpus()))
         ]

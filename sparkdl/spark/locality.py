@@ -23,7 +23,7 @@ _lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def places_awaited(context: SparkContext) -> Iterator[None]:
+def waiting_for_locality(context: SparkContext) -> Iterator[None]:
     """Inside the block Spark keeps a task for its executor for :data:`ENOUGH_SECONDS` at least.
 
     Sessions set it to 0 for the sake of queries. A task of ours that runs elsewhere than its state can

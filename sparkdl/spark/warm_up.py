@@ -15,7 +15,7 @@ from weakref import WeakSet
 from py4j.protocol import Py4JError
 from pyspark import SparkContext
 
-from sparkdl.spark.executors import executors, one_each
+from sparkdl.spark.executors import executors, task_per_executor
 from sparkdl.spark.frames import map_frames, stage_name
 from sparkdl.spark.properties import own_properties
 
@@ -24,7 +24,7 @@ _begun: WeakSet[SparkContext] = WeakSet()
 
 
 @contextlib.contextmanager
-def daemons_starting(context: SparkContext) -> Iterator[None]:
+def warming_up(context: SparkContext) -> Iterator[None]:
     """Start one on each executor, if no fit of this session did so. Only an error waits for them.
 
     An error inside the block is often followed by the end of the session. Spark would then report a
@@ -37,7 +37,7 @@ def daemons_starting(context: SparkContext) -> Iterator[None]:
     _begun.add(context)
     jvm: Any = context._jvm
     with own_properties(context), stage_name(context, "start Python"):
-        places = one_each(context, executors(context) or [None])
+        places = task_per_executor(context, executors(context) or [None])
         starting = map_frames(places, nothing)._jrdd.countAsync()
     try:
         yield

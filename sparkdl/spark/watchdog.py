@@ -15,7 +15,7 @@ MOST = 8
 """Tasks that a message names."""
 
 
-class Watch:
+class Watchdog:
     """Looks at the jobs of a job group from a thread of its own, until :meth:`stop`.
 
     Where no task of them starts or ends for ``seconds``, they are cancelled, and Spark reports the

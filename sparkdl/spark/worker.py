@@ -1,6 +1,6 @@
 """The PySpark worker that runs our tasks: some adjustments, and whether Spark still wants its result.
 
-Tasks call :func:`settle_worker` at their end.
+Tasks call :func:`finish_task` at their end.
 
 *Collection.* PySpark's daemon runs a full garbage collection after every task. With torch imported,
 that walks about half a million objects: 100 ms and more, several times an iteration. They are
@@ -15,7 +15,7 @@ one is nobody's error, and is not printed: after any task where :mod:`sparkdl.da
 after ours under another daemon.
 
 *Tasks that were given up.* When Spark cancels a task it hangs up, and says that the task has ended; the
-worker goes on until it next reads or writes, :func:`hung_up` tells.
+worker goes on until it next reads or writes, :func:`task_cancelled` tells.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sparkdl.process.system import has_hung_up
 _tasks = 0
 
 
-def settle_worker() -> None:
+def finish_task() -> None:
     """Put torch's settings back; in a worker, keep the collector out of the way, and hang-ups quiet."""
     global _tasks
     put_back()
@@ -43,7 +43,7 @@ def settle_worker() -> None:
         gc.freeze()
 
 
-def hung_up() -> bool:
+def task_cancelled() -> bool:
     """Whether Spark has given up the task that calls this. False outside a worker."""
     frame = sys._getframe()
     while frame is not None:

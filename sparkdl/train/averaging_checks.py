@@ -26,7 +26,7 @@ from sparkdl.model.loss import Loss, call_loss, is_sum, loss_of, masses_of
 from sparkdl.model.model_loss import PerReplica, called, inner, is_model_loss
 from sparkdl.model.recipe import Recipe
 from sparkdl.model.signature import Signature
-from sparkdl.parallel.plan import Parallel
+from sparkdl.parallel.plan import ParallelPlan
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import MiniBatch, evaluating, to_tensors, weigh
 
@@ -61,7 +61,7 @@ class Difference:
     kind: str
 
 
-def is_averaged(parallel: Parallel, counts: Sequence[int], accumulate: int) -> bool:
+def is_averaged(parallel: ParallelPlan, counts: Sequence[int], accumulate: int) -> bool:
     """Whether the loss of a batch is put together from those of several mini-batches. ``counts``: the
     rows of each replica."""
     copies = [sum(counts[rank] for rank in group) for group in parallel.mesh.model_groups]

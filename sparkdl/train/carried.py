@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import ParameterError
-from sparkdl.infer.kept_state import KeptState
+from sparkdl.infer.kept_state import StoredState
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState
 from sparkdl.model.recipe import weights_digest
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Carried:
+class CarriedRun:
     """What one ``partial_fit`` hands to the next: its result, where it ended, the slices of the best
     weights, where they are kept, and the schedule as it stands; None: to be made anew and brought
     there."""
@@ -29,7 +29,7 @@ class Carried:
     schedule: Schedule | None = None
 
 
-def chosen_state(start: TrainedModel | None, optimizer_state: bool | None) -> KeptState | None:
+def chosen_state(start: TrainedModel | None, optimizer_state: bool | None) -> StoredState | None:
     """The state to begin with, where the optimizer's is wanted and there."""
     if start is None or optimizer_state is False:
         if start is None and optimizer_state is not None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sparkdl.data.batches import Assembly
+from sparkdl.data.batches import BatchSpec
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.registry import EngineInputs
-from sparkdl.engines.resources import Resources
+from sparkdl.engines.resources import FitResources
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.gang.profile import cpus_of
 from sparkdl.process.numerics import Numerics
-from sparkdl.replica.run import Run
+from sparkdl.replica.run import RunSpec
 from sparkdl.settings import Settings
-from sparkdl.train.prepare import Prepared
+from sparkdl.train.prepare import PreparedModel
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 def engine_inputs(
     trainer: Trainer,
     settings: Settings,
-    model: Prepared,
+    model: PreparedModel,
     samples: SampleSet,
     validation: ValidationSet | None,
     replicas: int,
-    resources: Resources,
+    resources: FitResources,
 ) -> EngineInputs:
     """Return what :func:`sparkdl.engines.registry.build_engine` takes.
 
@@ -41,7 +41,7 @@ def engine_inputs(
     """
     total = sum(samples.counts)
     compressed = trainer.compression is not None
-    run = Run(
+    run = RunSpec(
         resources.slab,
         trainer.seed,
         replicas,
@@ -73,9 +73,9 @@ def engine_inputs(
     )
 
 
-def assembly(trainer: Trainer, samples: SampleSet, float_dtype: str) -> Assembly:
+def assembly(trainer: Trainer, samples: SampleSet, float_dtype: str) -> BatchSpec:
     """Return how training rows become mini-batches, but for ``augment``, which is in the recipe."""
-    return Assembly(
+    return BatchSpec(
         num_features=samples.num_features,
         num_labels=samples.num_labels,
         weighted=samples.weighted,
@@ -86,7 +86,7 @@ def assembly(trainer: Trainer, samples: SampleSet, float_dtype: str) -> Assembly
     )
 
 
-def _slices(trainer: Trainer, model: Prepared, replicas: int) -> int:
+def _slices(trainer: Trainer, model: PreparedModel, replicas: int) -> int:
     """Return N, the number of slices."""
     if trainer.slices is not None:
         return trainer.slices

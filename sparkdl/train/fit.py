@@ -15,18 +15,18 @@ from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
 from sparkdl.checkpoint.identity import ModelIdentity
-from sparkdl.checkpoint.resume import Resuming
+from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.checkpoint.save import RunIdentity
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.engines.registry import build_engine
-from sparkdl.engines.resources import Resources
+from sparkdl.engines.resources import FitResources
 from sparkdl.engines.shuffle.placement import INLINE_BYTES
 from sparkdl.errors import ParameterError, TrainingError
 from sparkdl.gang.slots import SLOT_SECONDS, default_replicas, task_slots
 from sparkdl.infer.checkpoint_model import told_in_manifest
-from sparkdl.infer.kept_state import KeptState
+from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.trained_model import TrainedModel
-from sparkdl.loop.advance import caught_up, first_state
+from sparkdl.loop.advance import catch_up, first_state
 from sparkdl.loop.callbacks import ProgressBar
 from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.engine import (
@@ -47,9 +47,9 @@ from sparkdl.session import context_of, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
 from sparkdl.slices.packed_slices import PackSlice, ReadCarried, WithoutAverage
 from sparkdl.spark.gpus import within_gpus
-from sparkdl.spark.locality import places_awaited
-from sparkdl.spark.warm_up import daemons_starting
-from sparkdl.train.carried import Carried, begin_batch, chosen_state, has_rows
+from sparkdl.spark.locality import waiting_for_locality
+from sparkdl.spark.warm_up import warming_up
+from sparkdl.train.carried import CarriedRun, begin_batch, chosen_state, has_rows
 from sparkdl.train.engine_inputs import engine_inputs
 from sparkdl.train.gang_checks import check_gang
 from sparkdl.train.periodic_tasks import run_identity, stages_of
@@ -80,7 +80,7 @@ def fit(
             "resume= and start= exclude each other: a resumed run has its weights."
         )
     kept = chosen_state(start, optimizer_state)
-    with daemons_starting(context_of(data)):
+    with warming_up(context_of(data)):
         return run(trainer, data, resume=resume, start=start, kept=kept, any_data=any_data).trained
 
 
@@ -95,7 +95,7 @@ def partial_fit(
         resume = None
         # its schedule moves with this pass: where that fails, the next one makes a schedule anew
         trainer._carried[:] = [replace(before, schedule=None)]
-    with daemons_starting(context_of(data)):
+    with warming_up(context_of(data)):
         done = run(trainer, data, resume=resume, carried=before, one_pass=True)
     trainer._carried[:] = [done]
     return done.trained
@@ -106,11 +106,11 @@ def run(
     data: DataFrame | RDD[Any],
     resume: str | os.PathLike[str] | None = None,
     start: TrainedModel | None = None,
-    kept: KeptState | None = None,
-    carried: Carried | None = None,
+    kept: StoredState | None = None,
+    carried: CarriedRun | None = None,
     one_pass: bool = False,
     any_data: bool = False,
-) -> Carried:
+) -> CarriedRun:
     """Train; the result and where the run ended.
 
     ``kept``: state to begin with. ``one_pass``: over the data, which are a part of what is trained
@@ -124,7 +124,9 @@ def run(
     if kept is not None:
         kept.check(ModelIdentity.of(model.layout), model.optimizers)
     resuming = (
-        None if resume is None else Resuming(trainer.checkpoint, resume, one_pass or any_data)
+        None
+        if resume is None
+        else ResumeCandidates(trainer.checkpoint, resume, one_pass or any_data)
     )
     if trainer.checkpoint is not None:
         CheckpointStore(trainer.checkpoint.path).prepare()
@@ -138,8 +140,8 @@ def run(
     if trainer.engine == "gang":
         check_gang(trainer, model, context, replicas)
     with (
-        places_awaited(context),
-        Resources(context, slab, settings.timeout) as resources,
+        waiting_for_locality(context),
+        FitResources(context, slab, settings.timeout) as resources,
         contextlib.closing(bar),
     ):
         training = source(trainer, data, replicas, model.float_dtype, slab)
@@ -177,7 +179,7 @@ def run(
             schedule.after(schedule.at, state)
         else:
             schedule = model.schedule
-            state = caught_up(schedule, state, history)
+            state = catch_up(schedule, state, history)
         told = told_in_manifest(
             result(module=model.module, history=history), trainer.freeze, trainer.unfreeze
         )
@@ -202,11 +204,11 @@ def run(
             wanted = trainer.keep_optimizer_state or one_pass
             packed = _packed(engine, lose_it=not one_pass) if wanted else None
             best = BEST in results and one_pass
-            packed_best = tuple(engine.with_states(PackSlice(), BEST)) if best else None
+            packed_best = tuple(engine.map_slices(PackSlice(), BEST)) if best else None
     if packed is not None:
         digest = weights_digest(trained.module)
-        trained.optimizer_state = KeptState(packed, identity.model, model.optimizers, digest)
-    return Carried(trained, state, packed_best, schedule if one_pass else None)
+        trained.optimizer_state = StoredState(packed, identity.model, model.optimizers, digest)
+    return CarriedRun(trained, state, packed_best, schedule if one_pass else None)
 
 
 def _replicas(trainer: Trainer, context: SparkContext, timeout: float | None) -> int:
@@ -223,7 +225,7 @@ def _packed(engine: Engine, lose_it: bool) -> tuple[bytes, ...] | None:
     Raises :class:`sparkdl.TrainingError` where it may not.
     """
     try:
-        return tuple(engine.with_states(PackSlice()))
+        return tuple(engine.map_slices(PackSlice()))
     except TrainingError as error:
         if not lose_it:
             raise
@@ -239,10 +241,10 @@ def _begin(
     trainer: Trainer,
     engine: Engine,
     identity: RunIdentity,
-    resuming: Resuming | None,
-    kept: KeptState | None,
-    carried: Carried | None,
-    resources: Resources,
+    resuming: ResumeCandidates | None,
+    kept: StoredState | None,
+    carried: CarriedRun | None,
+    resources: FitResources,
     anew: bool,
 ) -> tuple[TrainState, History]:
     """Give the engine its first state; where the run stands and what happened before.

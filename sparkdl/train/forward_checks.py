@@ -12,10 +12,10 @@ from sparkdl.data.epoch import EpochPlan
 from sparkdl.errors import ModelError
 from sparkdl.model.loss import loss_of, masses_of
 from sparkdl.model.model_loss import called
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.parallel.pipeline import pass_sizes
-from sparkdl.parallel.plan import Parallel
+from sparkdl.parallel.plan import ParallelPlan
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import to_tensors
 from sparkdl.train.hints import shape_of, text_of
@@ -29,7 +29,7 @@ def check_single_rows(
     batch: Batch,
     plan: EpochPlan,
     iterations: int | None,
-    parallel: Parallel,
+    parallel: ParallelPlan,
 ) -> None:
     """Raise :class:`ModelError` where a mini-batch would have one row, and the model or the loss needs
     more.
@@ -97,7 +97,7 @@ def _refused(module: nn.Module, recipe: Recipe, batch: Batch) -> tuple[str, str,
     return None
 
 
-def _has_single(rows: int, policy: Policy) -> bool:
+def _has_single(rows: int, policy: TrainingOptions) -> bool:
     """Whether the rows of a replica, cut for local steps and micro-batches, leave one row alone."""
     return any(
         1 in _cut(part, min(policy.accumulate, part))

@@ -14,7 +14,7 @@ from sparkdl.parallel.pipeline import check_split
 from sparkdl.parallel.plan import parallel_of
 from sparkdl.parallel.tensor import check_even
 from sparkdl.train.combinations import problems_of_min_ranks
-from sparkdl.train.prepare import Prepared
+from sparkdl.train.prepare import PreparedModel
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sparkdl")
 
 
-def check_gang(trainer: Trainer, model: Prepared, context: SparkContext, ranks: int) -> None:
+def check_gang(trainer: Trainer, model: PreparedModel, context: SparkContext, ranks: int) -> None:
     """Raise :class:`sparkdl.ParameterError` or :class:`sparkdl.ModelError` where ``ranks`` cannot share
     the work as the trainer says, :class:`sparkdl.SessionError` where they cannot run at once."""
     raise_all(ParameterError, list(problems_of_min_ranks(trainer.min_ranks, ranks)))

@@ -9,23 +9,25 @@ from typing import Any
 
 from sparkdl.checkpoint.identity import DataIdentity, ModelIdentity
 from sparkdl.checkpoint.manifest import Manifest
-from sparkdl.checkpoint.resume import Restored
+from sparkdl.checkpoint.resume import RestoredRun
 from sparkdl.checkpoint.save import Checkpointer, RunIdentity
 from sparkdl.codec.describe import describe, describe_trainer
 from sparkdl.data.fields import SampleHandle
-from sparkdl.engines.recovery import Recovering
+from sparkdl.engines.recovery import RecoveringEngine
 from sparkdl.engines.validation_set import ValidationSet
-from sparkdl.loop.engine import Engine, Later, Uses
+from sparkdl.loop.engine import Engine, PendingStateWork, StateWork
 from sparkdl.loop.history import History
-from sparkdl.loop.loop import Stage
+from sparkdl.loop.loop import PeriodicTask
 from sparkdl.loop.state import TrainState
 from sparkdl.loop.validation import Validator
 from sparkdl.model.recipe import frozen_digest
-from sparkdl.train.prepare import Prepared
+from sparkdl.train.prepare import PreparedModel
 from sparkdl.train.trainer import Trainer
 
 
-def run_identity(trainer: Trainer, model: Prepared, handles: Sequence[SampleHandle]) -> RunIdentity:
+def run_identity(
+    trainer: Trainer, model: PreparedModel, handles: Sequence[SampleHandle]
+) -> RunIdentity:
     """Describe a run, as its checkpoints do.
 
     Args:
@@ -60,7 +62,7 @@ def stages_of(
     state: TrainState,
     history: History,
     one_pass: bool,
-) -> list[Stage]:
+) -> list[PeriodicTask]:
     """Return what the loop does after an iteration where it is due, in order.
 
     Args:
@@ -76,12 +78,12 @@ def stages_of(
     Raises:
         CheckpointError: No checkpoint can be written where the trainer says.
     """
-    stages: list[Stage] = []
+    stages: list[PeriodicTask] = []
     if validation is not None and trainer.validation is not None:
         stages.append(Validator(engine, trainer.validation, validation.scorer, history))
     if trainer.checkpoint is not None:
         noting, background = None, None
-        if isinstance(engine, Recovering):
+        if isinstance(engine, RecoveringEngine):
             noting = functools.partial(_noting, identity, engine)
             if trainer.checkpoint.asynchronous:
                 background = functools.partial(_in_background, engine)
@@ -101,17 +103,17 @@ def stages_of(
     return stages
 
 
-def _noting(run: RunIdentity, engine: Recovering) -> Callable[[str, Manifest], None]:
+def _noting(run: RunIdentity, engine: RecoveringEngine) -> Callable[[str, Manifest], None]:
     """For a checkpoint of the state as it stands: the engine may go back to it once it is committed."""
     return functools.partial(_note_checkpoint, run, engine, engine.done)
 
 
 def _note_checkpoint(
-    run: RunIdentity, engine: Recovering, done: int, uri: str, manifest: Manifest
+    run: RunIdentity, engine: RecoveringEngine, done: int, uri: str, manifest: Manifest
 ) -> None:
-    load = Restored.of(run, uri, manifest, History()).load
+    load = RestoredRun.of(run, uri, manifest, History()).load
     engine.checkpointed(done, manifest.iteration, load)
 
 
-def _in_background(engine: Recovering, uses: Uses) -> Later:
+def _in_background(engine: RecoveringEngine, uses: StateWork) -> PendingStateWork:
     return engine.later(lambda gang: gang.in_background(uses))

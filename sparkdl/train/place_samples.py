@@ -12,14 +12,14 @@ from pyspark.sql import DataFrame
 
 from sparkdl.data.fields import Field
 from sparkdl.data.samples import SampleSet, Source, materialize, materialize_here
-from sparkdl.engines.resources import Resources
+from sparkdl.engines.resources import FitResources
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import DataError
 from sparkdl.metrics.named import resolve, suited
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.model_loss import is_model_loss
 from sparkdl.slab.root import SlabConfig
-from sparkdl.spark.executors import side_by_side
+from sparkdl.spark.executors import place_contiguously
 from sparkdl.spark.read_failures import reading_explained
 from sparkdl.train.engine_inputs import assembly
 
@@ -48,7 +48,7 @@ def source(
     )
 
 
-def place(trainer: Trainer, source: Source, resources: Resources) -> SampleSet:
+def place(trainer: Trainer, source: Source, resources: FitResources) -> SampleSet:
     """Write the samples into slabs, on the executors or here.
 
     Raises :class:`sparkdl.DataError`, and :class:`sparkdl.TrainingError` where Spark fails.
@@ -56,11 +56,11 @@ def place(trainer: Trainer, source: Source, resources: Resources) -> SampleSet:
     with reading_explained():
         if trainer.engine == "local":
             return materialize_here(source)
-        return materialize(source, lambda rdd: resources.persist(side_by_side(rdd)))
+        return materialize(source, lambda rdd: resources.persist(place_contiguously(rdd)))
 
 
 def validation_set(
-    trainer: Trainer, training: Source, samples: SampleSet, resources: Resources
+    trainer: Trainer, training: Source, samples: SampleSet, resources: FitResources
 ) -> ValidationSet | None:
     """The validation's samples, in slabs beside the training's."""
     validation = trainer.validation

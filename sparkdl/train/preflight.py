@@ -28,7 +28,7 @@ from sparkdl.train.averaging_checks import gives_sums, is_averaged, needs_more_r
 from sparkdl.train.forward_checks import check_single_rows
 from sparkdl.train.place_samples import assembly
 from sparkdl.train.plain_state import PlainState
-from sparkdl.train.prepare import Prepared
+from sparkdl.train.prepare import PreparedModel
 from sparkdl.train.probe import check_scorer, try_model
 from sparkdl.train.recipes import build_model
 from sparkdl.train.trainer import Trainer
@@ -37,7 +37,7 @@ from sparkdl.train.writes import check_writes
 
 def preflight(
     trainer: Trainer,
-    model: Prepared,
+    model: PreparedModel,
     samples: SampleSet,
     validation: ValidationSet | None,
     endless: bool,

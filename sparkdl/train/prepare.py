@@ -29,7 +29,7 @@ from sparkdl.parallel.pipeline import check_stages
 from sparkdl.parallel.tensor import check_cutting
 from sparkdl.replica.compare import Description, describe
 from sparkdl.session import context_of
-from sparkdl.slices.optimizer import OptimizerPlan
+from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.train.recipes import (
     build_model,
     check_columns,
@@ -47,7 +47,7 @@ logger = logging.getLogger("sparkdl")
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedModel:
     """The recipe and what follows from it; ``module`` is for trying. ``built``: how it was before,
     which executors compare with what they build; of no use where there are none. ``sums``: whether the
     loss returns ``(sum, count)``, which trying has shown."""
@@ -57,7 +57,7 @@ class Prepared:
     module: nn.Module
     layout: Layout
     built: Description
-    optimizer: OptimizerPlan
+    optimizer: OptimizerSpec
     schedule: Schedule
     sums: bool = False
 
@@ -71,7 +71,7 @@ class Prepared:
         return str(self.layout.dtype).removeprefix("torch.")
 
 
-def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
+def prepare(trainer: Trainer, start: TrainedModel | None) -> PreparedModel:
     """Build everything that needs no data, and find what is wrong with it."""
     if trainer.validation is not None:
         _check_data(trainer.validation.data)
@@ -112,7 +112,7 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> Prepared:
     if "pipe" in trainer.parts:
         check_stages(trainer.parts["pipe"], module, layout, optimizer, policy)
     schedule = Schedule(optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric)
-    return Prepared(recipe, payload, module, layout, built, optimizer, schedule)
+    return PreparedModel(recipe, payload, module, layout, built, optimizer, schedule)
 
 
 def _tell_of_compilation(trainer: Trainer) -> None:

@@ -17,9 +17,9 @@ from sparkdl.errors import ModelError
 from sparkdl.infer.output import Output
 from sparkdl.infer.shipped_module import run_batches
 from sparkdl.model.loss import (
+    ClassLoss,
     Loss,
     NoValuePerSample,
-    OfClasses,
     call_loss,
     check_averages,
     check_sum,
@@ -166,13 +166,13 @@ def _weights_of(
     own = None if batch.weights is None else torch.from_numpy(batch.weights)
     weights_of_classes = recipe.policy.class_weights
     if weights_of_classes is not None:
-        _check_classes(targets, len(weights_of_classes), OfClasses.of(recipe.loss), labels)
+        _check_classes(targets, len(weights_of_classes), ClassLoss.of(recipe.loss), labels)
     weights = weigh(targets, own, recipe.policy)
     return torch.ones(rows) if weights is None or not float(weights.sum()) else weights
 
 
 def _check_classes(
-    targets: Sequence[torch.Tensor], classes: int, how: OfClasses | None, labels: Sequence[Field]
+    targets: Sequence[torch.Tensor], classes: int, how: ClassLoss | None, labels: Sequence[Field]
 ) -> None:
     if len(targets) != 1 or targets[0].ndim != 1 or targets[0].is_floating_point():
         raise ModelError(

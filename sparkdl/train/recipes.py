@@ -13,14 +13,14 @@ from torch import nn
 
 from sparkdl.data.columns.base import Specs
 from sparkdl.errors import ModelError, cannot_travel, nearest
-from sparkdl.model.flat import Layout, Segment, layout_of
+from sparkdl.model.flat import Layout, TensorRange, layout_of
 from sparkdl.model.pickling import dumps
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.model.preparation import check_modules
 from sparkdl.model.recipe import Recipe
 from sparkdl.slices.compression import GradBucket, compress
-from sparkdl.slices.optimizer import OptimizerPlan
-from sparkdl.slices.optimizer_probe import SEVERAL, probed
+from sparkdl.slices.optimizer import OptimizerSpec
+from sparkdl.slices.optimizer_probe import SEVERAL, probe_cut_rule
 from sparkdl.train.hints import text_of
 from sparkdl.usercode import accompanied
 
@@ -80,7 +80,7 @@ def build_model(payload: bytes) -> nn.Module:
         ) from error
 
 
-def plan_optimizer(recipe: Recipe, module: nn.Module, slices: int | None) -> OptimizerPlan:
+def plan_optimizer(recipe: Recipe, module: nn.Module, slices: int | None) -> OptimizerSpec:
     """The recipe's optimizers on ``module``, found fit for ``slices`` (None: as many as it allows).
 
     Raises :class:`ModelError`.
@@ -89,7 +89,7 @@ def plan_optimizer(recipe: Recipe, module: nn.Module, slices: int | None) -> Opt
     layout = layout_of(module)
     parameters = [named[s.name] for s in layout.segments if s.kind == "parameter"]
     try:
-        plan = probed(OptimizerPlan.of(recipe, parameters, module), parameters, module)
+        plan = probe_cut_rule(OptimizerSpec.of(recipe, parameters, module), parameters, module)
     except ModelError:
         raise
     except Exception as error:
@@ -119,7 +119,7 @@ def plan_optimizer(recipe: Recipe, module: nn.Module, slices: int | None) -> Opt
     return plan
 
 
-def check_policy(policy: Policy, module: nn.Module, layout: Layout) -> None:
+def check_policy(policy: TrainingOptions, module: nn.Module, layout: Layout) -> None:
     """What a run asks for that this module cannot do. Raises :class:`ModelError`."""
     check_modules(module, policy.activation_checkpointing)
     tables = [segment.name for segment in layout.segments if segment.sparse]
@@ -150,7 +150,7 @@ def check_compression(recipe: Recipe, layout: Layout) -> None:
     time it has a state. Raises :class:`ModelError`."""
     if recipe.compression is None:
         return
-    tried: dict[int, Segment] = {}
+    tried: dict[int, TensorRange] = {}
     for segment in layout.segments:
         if segment.kind == "parameter" and not segment.sparse and segment.length:
             dimensions = len(segment.shape)

@@ -21,7 +21,7 @@ from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.triggers import MaxEpoch, Trigger
 from sparkdl.loop.validation import Validation
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.model.signature import Signature
 from sparkdl.parallel.base import Strategy
 from sparkdl.parallel.plan import parts_of
@@ -30,7 +30,7 @@ from sparkdl.slices.compression import GradBucket
 from sparkdl.train.checks import NAMES, VALUES, problems_of, problems_of_start
 
 if TYPE_CHECKING:
-    from sparkdl.train.carried import Carried
+    from sparkdl.train.carried import CarriedRun
 
 TEN_EPOCHS = MaxEpoch(10)
 
@@ -185,7 +185,7 @@ class Trainer:
     seed: int = 0
     """Of the initial weights, the shuffling and every random draw inside the model."""
 
-    _carried: list[Carried] = field(default_factory=list, init=False, repr=False, compare=False)
+    _carried: list[CarriedRun] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         make_plain(self, *VALUES)
@@ -226,9 +226,9 @@ class Trainer:
         return parts_of(self.strategy, self.mesh) if self.engine == "gang" else {}
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> TrainingOptions:
         """What the tasks of an iteration need to know of this."""
-        return Policy(
+        return TrainingOptions(
             accumulate=self.accumulate,
             local_steps=self.local_steps,
             precision=self.precision,

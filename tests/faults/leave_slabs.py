@@ -15,9 +15,9 @@ from harness.slabs import slabs_apart
 from pyspark import SparkContext, StorageLevel
 from pyspark.core.rdd import RDD
 
-from sparkdl.engines.resources import Resources
+from sparkdl.engines.resources import FitResources
 from sparkdl.slab.root import SlabConfig, open_root
-from sparkdl.spark.executors import Executor, executors, one_each
+from sparkdl.spark.executors import Executor, executors, task_per_executor
 from sparkdl.spark.frames import map_frames, send, shuffle_frames, zip_frames
 
 EXECUTORS = 3
@@ -60,11 +60,11 @@ def first(partition: int, pairs: Any) -> Iterator[bytes]:
 
 def persisted(case: str, context: SparkContext, found: list[Executor], slab: SlabConfig) -> RDD:
     if case == "lost":
-        sent = map_frames(one_each(context, [found[-1]] * 2), SendToAll(slab))
+        sent = map_frames(task_per_executor(context, [found[-1]] * 2), SendToAll(slab))
         read = map_frames(shuffle_frames(sent, EXECUTORS), one_frame)
-        made = map_frames(zip_frames(read, one_each(context, found)), first)
+        made = map_frames(zip_frames(read, task_per_executor(context, found)), first)
         return made.persist(StorageLevel.DISK_ONLY)
-    made = map_frames(one_each(context, found[:1]), WriteSlab(slab))
+    made = map_frames(task_per_executor(context, found[:1]), WriteSlab(slab))
     return made.persist(StorageLevel.DISK_ONLY_2 if case == "both" else StorageLevel.DISK_ONLY)
 
 
@@ -89,9 +89,9 @@ def main() -> None:
         context.parallelize(range(8), 8).count()
         for case in CASES:
             slab = SlabConfig.new("slabs", context.applicationId)
-            with Resources(context, slab) as resources:
+            with FitResources(context, slab) as resources:
                 found = executors(context)
-                map_frames(one_each(context, found), WriteSlab(slab)).count()
+                map_frames(task_per_executor(context, found), WriteSlab(slab)).count()
                 if case != "none":
                     resources._rdds.append(persisted(case, context, found, slab))
                     resources._rdds[-1].count()

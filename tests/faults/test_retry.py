@@ -18,19 +18,19 @@ from pyspark import cloudpickle
 
 import sparkdl
 from sparkdl.codec.frames import decode
-from sparkdl.data.batches import Assembly
+from sparkdl.data.batches import BatchSpec
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.engines.shuffle.messages import RESIDUAL_FOREIGN, IterationMessage
-from sparkdl.engines.shuffle.placement import Places
-from sparkdl.engines.shuffle.replica_context import AtSeats, PrepareReplica
+from sparkdl.engines.shuffle.placement import Placement
+from sparkdl.engines.shuffle.replica_context import AtReplicas, PrepareReplica
 from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
-from sparkdl.engines.shuffle.state_tasks import InitialState, PrepareOwner, RecipeSource
+from sparkdl.engines.shuffle.state_tasks import InitialState, PrepareSlice, RecipeSource
 from sparkdl.engines.shuffle.update_tasks import Synchronize
 from sparkdl.errors import StaleReferenceError
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.iteration import ResidualHandle, SliceHandle, SliceReport
-from sparkdl.replica.run import ReplicaHandle, Run
+from sparkdl.replica.run import ReplicaHandle, RunSpec
 from sparkdl.slab.pool import Pool, close_pool, open_pool
 from sparkdl.slab.root import SlabConfig, remove_root
 
@@ -113,8 +113,8 @@ def test_a_task_that_fails_every_attempt_is_one_error(results, fault):
         raised = f"OSError: injected into {site.job}"
         trace = r"\nTraceback \(most recent call last\):\n(  .*\n)+"
         assert re.fullmatch(place + raised + trace + raised, error["message"].removesuffix(told))
-        file = {"fb": "step/job.py", "sync": "sync/job.py"}[site.job]
-        assert f"sparkdl/{file}" in error["message"]
+        file = {"fb": "replica_tasks.py", "sync": "update_tasks.py"}[site.job]
+        assert f"sparkdl/engines/shuffle/{file}" in error["message"]
 
 
 @pytest.mark.slow
@@ -146,12 +146,12 @@ class Bench:
 
     def __init__(self, folder: Path, compression=None) -> None:
         slab = SlabConfig.new(str(folder), "twins")
-        self.run = Run(
+        self.run = RunSpec(
             slab,
             0,
             2,
             3,
-            Assembly(num_features=1, num_labels=1),
+            BatchSpec(num_features=1, num_labels=1),
             (6, 6),
             threads=1,
             whole_tensors=compression is not None,
@@ -171,7 +171,7 @@ class Bench:
             handle = ReplicaHandle(self.run, index, samples.checksum)
             (replica,) = PrepareReplica(source)(index, [pickle.dumps(handle)])
             self.seats.append((replica, pickle.dumps(samples)))
-        self.owners = [list(PrepareOwner(self.run, source, 2)(n, [])) for n in range(3)]
+        self.owners = [list(PrepareSlice(self.run, source, 2)(n, [])) for n in range(3)]
         self.states: tuple[SliceHandle, ...] = tuple(
             pickle.loads(next(InitialState()(n, iter(self.owners[n])))).state for n in range(3)
         )
@@ -194,7 +194,7 @@ class Bench:
 
     def forward_backward(self, index: int) -> list[bytes]:
         """The frames of one attempt, one a slice (each sent after its address)."""
-        body = AtSeats(ForwardBackward(self.step), self.states)
+        body = AtReplicas(ForwardBackward(self.step), self.states)
         return list(body(index, iter([self.seats[index]])))[1::2]
 
     def synchronize(self, n: int, gradients: list[bytes]) -> SliceReport:
@@ -392,7 +392,7 @@ def test_a_replica_without_its_residual_reports_it(compressing):
     report = bench.synchronize(0, [frames[0], bench.forward_backward(1)[0]])
     assert [fault.kind for fault in report.faults] == [RESIDUAL_FOREIGN]
     with pytest.raises(sparkdl.StateLostError, match=r"what replica 0 left out .* out of reach"):
-        Places.give_up_on(object(), list(report.faults), "iteration 2, epoch 1")
+        Placement.raise_unrecoverable(object(), list(report.faults), "iteration 2, epoch 1")
 
 
 def test_faults_are_no_part_of_the_product():

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from sparkdl.errors import StalledError, TrainingError
-from sparkdl.gang.arrivals import Arrivals
+from sparkdl.gang.arrivals import ArrivedRanks
 from sparkdl.gang.channel import Listener
 from sparkdl.gang.command_queue import HOLD_SECONDS, MOST_HELD
-from sparkdl.gang.rank_group import Team
-from sparkdl.gang.rank_task import Hello, Meeting, Member
+from sparkdl.gang.rank_group import ConnectedRanks
+from sparkdl.gang.rank_task import Introduction, RankContext, Rendezvous
 
 pytestmark = pytest.mark.gang
 
@@ -28,19 +28,19 @@ gates = [forked.Event() for _ in range(RANKS)]
 
 
 @contextlib.contextmanager
-def together(timeout: float = 20.0) -> Iterator[Team]:
+def together(timeout: float = 20.0) -> Iterator[ConnectedRanks]:
     """A team of ranks that are processes of their own."""
     for gate in gates:
         gate.clear()
     listener = Listener("127.0.0.1")
-    meeting = Meeting("127.0.0.1", listener.port, listener.key, "cpu", job=1)
+    meeting = Rendezvous("127.0.0.1", listener.port, listener.key, "cpu", job=1)
     device = torch.device("cpu")
     processes = [
         forked.Process(
-            target=meeting.attend,
+            target=meeting.serve,
             args=(
-                Hello(rank, 1, rank, RANKS, "node"),
-                functools.partial(Member, rank, RANKS, "127.0.0.1", device, []),
+                Introduction(rank, 1, rank, RANKS, "node"),
+                functools.partial(RankContext, rank, RANKS, "127.0.0.1", device, []),
             ),
             daemon=True,
         )
@@ -48,12 +48,12 @@ def together(timeout: float = 20.0) -> Iterator[Team]:
     ]
     for process in processes:
         process.start()
-    arrivals = Arrivals(1, RANKS)
+    arrivals = ArrivedRanks(1, RANKS)
     while arrivals.missing:
         arrived = listener.accept(5)
         assert arrived is not None
         arrivals.admit(*arrived)
-    team = Team(arrivals, timeout)
+    team = ConnectedRanks(arrivals, timeout)
     try:
         yield team
     finally:
@@ -64,32 +64,32 @@ def together(timeout: float = 20.0) -> Iterator[Team]:
         listener.close()
 
 
-def count(member: Member) -> tuple[int, int]:
+def count(member: RankContext) -> tuple[int, int]:
     member.kept["count"] = member.kept.get("count", 0) + 1
     return member.rank, member.kept["count"]
 
 
-def nap(member: Member) -> None:
+def nap(member: RankContext) -> None:
     """On rank 1, until all that was sent has come, and rank 0 has told its own."""
     if member.rank == 1:
         time.sleep(1.0)
 
 
-def wait(which: int, member: Member) -> str:
+def wait(which: int, member: RankContext) -> str:
     """For the test, on one rank."""
     if member.rank == which:
         gates[which].wait(20)
     return "waited"
 
 
-def fail(which: int, member: Member) -> None:
+def fail(which: int, member: RankContext) -> None:
     """On one rank; the other waits for it in vain."""
     if member.rank == which:
         raise ValueError("a mistake")
     gates[member.rank].wait(20)
 
 
-def answers(team: Team) -> list[Any]:
+def answers(team: ConnectedRanks) -> list[Any]:
     return team.answers("counting")[0]
 
 
@@ -132,7 +132,7 @@ def test_a_rank_that_waits_for_one_that_stands_still_is_not_late_itself() -> Non
             answers(team)
 
 
-def note(path: str, member: Member) -> None:
+def note(path: str, member: RankContext) -> None:
     """That it has begun, for whoever reads the file."""
     with open(f"{path}/{member.rank}", "a") as file:
         file.write("begun\n")

@@ -17,7 +17,7 @@ from torch import nn
 import sparkdl
 from sparkdl import ModelError, ParameterError
 from sparkdl.engines.gang.batchnorm import GlobalBatchNorm, synchronise
-from sparkdl.replica.padding_pass import keeping_company
+from sparkdl.replica.padding_pass import padding_pass
 
 pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -57,7 +57,7 @@ def train(shape: tuple[int, ...], how: dict[str, Any], communicator: Any) -> dic
     own = samples(shape)[start : start + size] if size else samples(shape)[:2]
     own = own.clone().requires_grad_()
     for _ in range(2):
-        with keeping_company(not size):
+        with padding_pass(not size):
             output = module(own)
         loss = (output * output.detach().cos()).sum() * (1.0 if size else 0.0)
         own.grad = None

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 import sparkdl.gang.channel
 from sparkdl.errors import StalledError
 from sparkdl.gang.channel import NONCE_BYTES, Channel, ChannelError, Listener, connect
-from sparkdl.gang.rank_group import Team
-from sparkdl.gang.rank_task import OUTPUT, Hello
+from sparkdl.gang.rank_group import ConnectedRanks
+from sparkdl.gang.rank_task import OUTPUT, Introduction
 
 pytestmark = pytest.mark.gang
 
@@ -182,8 +182,10 @@ def test_a_message_that_does_not_end_is_not_waited_for() -> None:
 
 
 def test_a_rank_that_prints_without_a_pause_is_late_all_the_same(listener: Listener) -> None:
-    driver, rank = both(listener, Hello(0, 0, 0, 1, "here"))
-    team = Team(SimpleNamespace(come={0: (driver, Hello(0, 0, 0, 1, "here"))}), 0.3)  # type: ignore[arg-type]
+    driver, rank = both(listener, Introduction(0, 0, 0, 1, "here"))
+    team = ConnectedRanks(
+        SimpleNamespace(come={0: (driver, Introduction(0, 0, 0, 1, "here"))}), 0.3
+    )  # type: ignore[arg-type]
 
     def shout() -> None:
         with contextlib.suppress(ChannelError):
@@ -211,9 +213,9 @@ def test_a_rank_that_takes_nothing_is_not_waited_for(listener):
 
 
 def test_a_team_bounds_its_sends(listener):
-    driver, rank = both(listener, Hello(0, "job", 0, 1, "node"))
-    arrivals = SimpleNamespace(come={0: (driver, Hello(0, "job", 0, 1, "node"))})
-    team = Team(arrivals, 0.2)
+    driver, rank = both(listener, Introduction(0, "job", 0, 1, "node"))
+    arrivals = SimpleNamespace(come={0: (driver, Introduction(0, "job", 0, 1, "node"))})
+    team = ConnectedRanks(arrivals, 0.2)
     with pytest.raises(StalledError, match=r"waited 0\.2 s for rank 0"):
         team.call(functools.partial(len, b"x" * 50_000_000), "a command")
     rank.close()

@@ -16,7 +16,7 @@ from virtual_ranks import Network, VirtualLink, on_virtual_ranks
 from sparkdl.collectives.algorithms import ALGORITHMS
 from sparkdl.collectives.costs import Terms, cost, terms
 from sparkdl.collectives.halving import even_bounds, power_below
-from sparkdl.collectives.link import Among
+from sparkdl.collectives.link import SubgroupLink
 
 CASES = [(operation, name) for operation, names in ALGORITHMS.items() for name in names]
 SUMS = ("reduce", "all_reduce", "reduce_scatter")
@@ -162,9 +162,9 @@ def test_any_rank_can_be_the_root(size, root):
 
     def do(link):
         flat = given[link.rank].clone()
-        ALGORITHMS["broadcast"]["halving-doubling"](Among.rooted(link, root), flat)
+        ALGORITHMS["broadcast"]["halving-doubling"](SubgroupLink.rooted(link, root), flat)
         total = given[link.rank].clone()
-        ALGORITHMS["reduce"]["tree"](Among.rooted(link, root), total, link.add)
+        ALGORITHMS["reduce"]["tree"](SubgroupLink.rooted(link, root), total, link.add)
         return flat, total
 
     found, _ = on_virtual_ranks(size, do)

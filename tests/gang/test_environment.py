@@ -13,7 +13,7 @@ from pyspark import cloudpickle
 
 import sparkdl
 from sparkdl.gang.environment import Announce, Where, variables
-from sparkdl.gang.rank_task import Member
+from sparkdl.gang.rank_task import RankContext
 
 pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -50,7 +50,7 @@ def test_the_local_rank_is_the_number_of_the_gpu():
 def test_a_gpu_of_another_number_is_told(caplog, gpu, told):
     device = torch.device("cuda", gpu)
     with contextlib.ExitStack() as at_end:
-        member = Member(0, 1, "a", device, [], at_end)
+        member = RankContext(0, 1, "a", device, [], at_end)
         Announce(variables([Where("a", gpu, "slot")], "gang"))(member)
     assert [record.getMessage()[:36] for record in caplog.records] == told
 

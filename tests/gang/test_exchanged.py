@@ -17,14 +17,14 @@ from sparkdl.codec.packed import TensorSpec, aligned, open_packed, packed_nbytes
 from sparkdl.engines.gang.node_files import pack_kept, unpack_kept
 from sparkdl.engines.gang.strategies.sections import head_of, open_parcel
 from sparkdl.model.flat import layout_of
-from sparkdl.slices.section import SectionMap, open_section, section_nbytes
-from sparkdl.slices.spec import slice_plans
+from sparkdl.slices.section import SectionLayout, open_section, section_nbytes
+from sparkdl.slices.spec import slice_specs
 
 pytestmark = pytest.mark.gang
 LAYOUT = layout_of(
     nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.EmbeddingBag(9, 3, sparse=True))
 )
-(PLAN,) = slice_plans(LAYOUT, 1)
+(PLAN,) = slice_specs(LAYOUT, 1)
 TABLE = next(n for n, segment in enumerate(LAYOUT.segments) if segment.sparse)
 
 names = st.text(st.characters(codec="utf-8"), max_size=8)
@@ -36,7 +36,7 @@ specs = st.builds(
     st.lists(st.integers(0, 4), max_size=3).map(tuple),
 )
 maps = st.builds(
-    SectionMap,
+    SectionLayout,
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     st.sampled_from([{}, {TABLE: 0}, {TABLE: 4}]),
     compressed=st.none() | st.lists(specs, max_size=3, unique_by=lambda s: s.name).map(tuple),
@@ -87,6 +87,6 @@ def test_what_a_rank_keeps_survives_a_snapshot(specs, seed):
 
 
 def test_a_head_that_is_cut_short_is_an_error():
-    head = head_of(SectionMap(torch.float32), frozenset())
+    head = head_of(SectionLayout(torch.float32), frozenset())
     with pytest.raises(json.JSONDecodeError):
         open_parcel(PLAN, LAYOUT.dtype, torch.frombuffer(bytearray(head[:20]), dtype=torch.uint8))

@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import ScheduleGPipe
 
 from sparkdl.collectives.communicator import Communicator
 from sparkdl.engines.gang.engine import GangEngine
-from sparkdl.engines.gang.in_flight import Asked
+from sparkdl.engines.gang.in_flight import InFlight
 from sparkdl.engines.gang.node_files import SnapshotFiles, unpack_kept
 from sparkdl.engines.gang.snapshots import Snapshots
 from sparkdl.errors import StateLostError, TrainingError
@@ -111,6 +111,6 @@ def test_a_snapshot_that_ends_the_ranks_costs_the_state() -> None:
 
     engine: Any = GangEngine.__new__(GangEngine)
     engine._tokens, engine._gang = ["node", "node"], SimpleNamespace(call=call)
-    engine._asked = Asked(engine._gang, engine._step)
+    engine._asked = InFlight(engine._gang, engine._step)
     with pytest.raises(StateLostError, match="rank 1 on node failed"):
         engine.take_snapshot()

@@ -24,7 +24,7 @@ from torch import nn
 import sparkdl
 from sparkdl import ParameterError, TrainingError
 from sparkdl.gang.driver import Gang
-from sparkdl.gang.oversubscribe import Hosting
+from sparkdl.gang.oversubscribe import Oversubscription
 
 pytestmark = [
     pytest.mark.gang,
@@ -147,7 +147,7 @@ def test_samples_that_cannot_be_read_again_end_the_gang(spark):
 
     context = spark.sparkContext
     source = context.parallelize(range(3), 3).mapPartitions(gone)
-    hosting = Hosting(2, lambda records: "", lambda: "")
+    hosting = Oversubscription(2, lambda records: "", lambda: "")
     with contextlib.closing(Gang(context, source, "test", hosting=hosting)) as gang:
         with pytest.raises(TrainingError) as caught:
             gang.start()

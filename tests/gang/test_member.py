@@ -18,24 +18,24 @@ import torch.distributed as dist
 from pyspark import cloudpickle
 
 from sparkdl.errors import StateLostError, TrainingError
-from sparkdl.gang.arrivals import Arrivals
+from sparkdl.gang.arrivals import ArrivedRanks
 from sparkdl.gang.channel import Listener
 from sparkdl.gang.command_queue import END_SECONDS
-from sparkdl.gang.rank_group import Team
-from sparkdl.gang.rank_task import Hello, Meeting, Member
+from sparkdl.gang.rank_group import ConnectedRanks
+from sparkdl.gang.rank_task import Introduction, RankContext, Rendezvous
 
 pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-HELLO = Hello(0, 1, 0, 1, "here")
+HELLO = Introduction(0, 1, 0, 1, "here")
 
 
-def attend(meeting: Meeting, afterwards: float) -> None:
+def attend(meeting: Rendezvous, afterwards: float) -> None:
     """The life of a rank, whose process then has other work."""
-    meeting.attend(HELLO, functools.partial(Member, 0, 1, "127.0.0.1", torch.device("cpu"), []))
+    meeting.serve(HELLO, functools.partial(RankContext, 0, 1, "127.0.0.1", torch.device("cpu"), []))
     time.sleep(afterwards)
 
 
-Begin = Callable[..., tuple[Team, Any]]
+Begin = Callable[..., tuple[ConnectedRanks, Any]]
 
 
 @pytest.fixture
@@ -46,14 +46,14 @@ def begin() -> Iterator[Begin]:
     listener, begun = Listener("127.0.0.1"), []
 
     def make(output: bool = False, afterwards: float = 0.0, timeout: float = 60.0) -> Any:
-        meeting = Meeting("127.0.0.1", listener.port, listener.key, "cpu", output, HELLO.job)
+        meeting = Rendezvous("127.0.0.1", listener.port, listener.key, "cpu", output, HELLO.job)
         process = start.Process(target=attend, args=(meeting, afterwards))
         process.start()
-        arrivals = Arrivals(HELLO.job, 1)
+        arrivals = ArrivedRanks(HELLO.job, 1)
         found = listener.accept(60)
         assert found is not None
         arrivals.admit(*found)
-        begun.append((Team(arrivals, timeout), process))
+        begun.append((ConnectedRanks(arrivals, timeout), process))
         return begun[-1]
 
     yield make
@@ -64,7 +64,7 @@ def begin() -> Iterator[Begin]:
     listener.close()
 
 
-def with_a_child(member: Member) -> int:
+def with_a_child(member: RankContext) -> int:
     child = os.fork()
     if not child:
         print("of the child")
@@ -83,7 +83,7 @@ def test_what_is_printed_arrives_but_not_from_forked_processes(begin, capsys):
     assert capsys.readouterr().out == "[rank 0] of the rank\n[rank 0] the end\n"
 
 
-def len_of_name(member: Member) -> int:
+def len_of_name(member: RankContext) -> int:
     return len("name")
 
 
@@ -92,19 +92,19 @@ class Untold(Exception):
         raise AttributeError("text")
 
 
-def leave(member: Member) -> None:
+def leave(member: RankContext) -> None:
     sys.exit(3)
 
 
-def interrupt(member: Member) -> None:
+def interrupt(member: RankContext) -> None:
     raise KeyboardInterrupt
 
 
-def fail_untold(member: Member) -> None:
+def fail_untold(member: RankContext) -> None:
     raise Untold
 
 
-def need_nccl(member: Member) -> None:
+def need_nccl(member: RankContext) -> None:
     raise RuntimeError("Distributed package doesn't have NCCL built in")
 
 
@@ -128,7 +128,7 @@ def test_mistakes_are_told_and_not_taken_for_a_lost_rank(begin, mistake):
     assert any(f"in {mistake.__name__}" in line for line in trace)
 
 
-def mistaken_with_work_left(folder: str, member: Member) -> None:
+def mistaken_with_work_left(folder: str, member: RankContext) -> None:
     def wait() -> None:
         until = time.monotonic() + 60
         while not Path(folder, "told").exists() and time.monotonic() < until:
@@ -149,7 +149,7 @@ def test_a_mistake_is_told_before_what_is_to_happen_at_the_end(begin, tmp_path):
     assert process.exitcode == 0
 
 
-def wait_outside_python(member: Member) -> None:
+def wait_outside_python(member: RankContext) -> None:
     dist.HashStore().wait(["never"], datetime.timedelta(seconds=1))
 
 

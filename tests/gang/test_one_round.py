@@ -12,10 +12,10 @@ from real_ranks import real_ranks
 from sparkdl.collectives.direct import (
     MOST_BYTES,
     MOST_RANKS,
-    OneRound,
+    DirectReduceScatter,
     all_reduce,
+    exchange_all,
     reduce_scatter,
-    swap,
 )
 
 pytestmark = pytest.mark.gang
@@ -93,7 +93,7 @@ def exchanged(communicator):
     rank, size = communicator.rank, communicator.size
     parts = [torch.full((rank + 1,), 10.0 * rank + other) for other in range(size)]
     arriving = [torch.empty(other + 1) for other in range(size)]
-    swap(parts, arriving, communicator._group)
+    exchange_all(parts, arriving, communicator._group)
     return [float(part[0]) for other, part in enumerate(arriving) if other != rank]
 
 
@@ -104,7 +104,7 @@ def test_parts_of_any_size_from_all_to_all(ranks):
 
 def only_sums(communicator):
     with pytest.raises(AssertionError):
-        OneRound()(
+        DirectReduceScatter()(
             torch.empty(1), torch.empty(2), communicator._group, torch.distributed.ReduceOp.AVG
         )
 

@@ -17,18 +17,18 @@ from torch import nn
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.batchnorm import GlobalBatchNorm, synchronise
 from sparkdl.engines.gang.groups import check_carried
-from sparkdl.engines.gang.strategies.base import Copied, GradientVector
-from sparkdl.engines.gang.strategies.ddp import AtOnce, DataParallel
+from sparkdl.engines.gang.strategies.base import CopySync, GradientVector
+from sparkdl.engines.gang.strategies.ddp import BucketedDDP, FlatAllReduce
 from sparkdl.errors import SessionError
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.parallel.base import DDP, strategy_of
 from sparkdl.parallel.plan import parallel_of
 from sparkdl.replica.compute import MiniBatch, forward_backward
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.padding_pass import keeping_company
-from sparkdl.slices.spec import slice_plans
+from sparkdl.replica.padding_pass import padding_pass
+from sparkdl.slices.spec import slice_specs
 
 pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -53,7 +53,7 @@ class Sometimes(nn.Module):
         return y + self.sometimes(x) if float(x.sum()) > 0 else y
 
 
-class OfCopies(Copied):
+class OfCopies(CopySync):
     def _pass(self, work: Any, batch: MiniBatch, share: float, clock: Clock) -> float:
         return forward_backward(self._live, batch, 0, 1.0, clock, share=share)
 
@@ -70,16 +70,18 @@ def one_rank(
     what these have counts for nothing."""
     rank, weights = communicator.rank, [4.0, *[4.0 * (not alone)] * (WORLD - 1)]
     torch.manual_seed(0)
-    live = LiveReplica.of(Recipe(Sometimes, nn.MSELoss(), torch.optim.SGD, 0, Policy(wire=wire)))
-    plans = slice_plans(live.flat.layout, 1)
+    live = LiveReplica.of(
+        Recipe(Sometimes, nn.MSELoss(), torch.optim.SGD, 0, TrainingOptions(wire=wire))
+    )
+    plans = slice_specs(live.flat.layout, 1)
     spare = Batch([np.ones((2, 3), np.float32)], [np.ones((2, 3), np.float32)], None)
     if kind == "copies":
         way: Any = OfCopies(live, plans, rank, spare)
         way._alike = dist.group.WORLD
     elif kind == "at once":
-        way = AtOnce(live, plans, rank, spare)
+        way = FlatAllReduce(live, plans, rank, spare)
     else:
-        way = DataParallel(live, plans, rank, spare, DDP(find_unused_parameters=True))
+        way = BucketedDDP(live, plans, rank, spare, DDP(find_unused_parameters=True))
     sign = 1.0 if rank == 0 else -1.0
     batch = MiniBatch([torch.full((4, 3), sign * fill)], [torch.ones(4, 3)])
     _, problem = way.compute(work(), batch, weights, Clock())
@@ -157,8 +159,8 @@ def of_half(communicator: Any, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of ranks that count for different parts: their sum, and the same in float32."""
     rank, weights = communicator.rank, [1.0 + n for n in range(WORLD)]
     torch.manual_seed(0)
-    live = LiveReplica.of(Recipe(Half, nn.MSELoss(), torch.optim.SGD, 0, Policy()))
-    plans = slice_plans(live.flat.layout, 1)
+    live = LiveReplica.of(Recipe(Half, nn.MSELoss(), torch.optim.SGD, 0, TrainingOptions()))
+    plans = slice_specs(live.flat.layout, 1)
     spare = Batch([np.ones((2, 3), np.float32)], [np.ones((2, 3), np.float32)], None)
     torch.manual_seed(rank)
     batch = MiniBatch([torch.rand(4, 3)], [torch.rand(4, 3)])
@@ -168,9 +170,9 @@ def of_half(communicator: Any, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     exact.filled([g.float() for g in gradients], weights[rank] / sum(weights))
     expected = exact.sum(None).clone()
     if kind == "at once":
-        way: Any = AtOnce(live, plans, rank, spare)
+        way: Any = FlatAllReduce(live, plans, rank, spare)
     else:
-        way = DataParallel(live, plans, rank, spare, DDP())
+        way = BucketedDDP(live, plans, rank, spare, DDP())
     way.compute(work(), batch, weights, Clock())
     (contribution, *_) = way.contributions(ROWS, weights)[0]
     found = contribution.gradient.clone()
@@ -215,7 +217,7 @@ def test_batch_norm_over_the_ranks_in_half_precision(ranks):
 def idle(communicator: Any) -> dict[str, torch.Tensor]:
     module = nn.BatchNorm1d(3)
     synchronise(module)
-    with keeping_company(True):
+    with padding_pass(True):
         module(torch.ones(2, 3))
     return module.state_dict()
 

@@ -27,9 +27,10 @@ from sparkdl.loop.state import TrainState
 from sparkdl.model.flat import FlatModule
 from sparkdl.model.optimizer_factory import build_optimizers
 from sparkdl.model.recipe import Recipe
-from sparkdl.slices.optimizer import OptimizerPlan
+from sparkdl.slices.optimizer import OptimizerSpec
+from sparkdl.slices.optimizer_probe import probe_cut_rule
 from sparkdl.slices.optimizer_step import step_slice
-from sparkdl.slices.spec import SlicePlan, slice_plans
+from sparkdl.slices.spec import SliceSpec, slice_specs
 from sparkdl.slices.state import SliceState, pack, unpack
 
 pytestmark = pytest.mark.parity
@@ -194,6 +195,12 @@ def recipe_of(module: nn.Module, make: Any) -> Recipe:
     return Recipe(module, torch.square, make, 0)
 
 
+def spec_of(module: nn.Module, make: Any, parameters: list[nn.Parameter]) -> OptimizerSpec:
+    """The optimizers of ``module``, tried."""
+    spec = OptimizerSpec.of(recipe_of(module, make), parameters, module)
+    return probe_cut_rule(spec, parameters, module)
+
+
 def on_the_whole(module: nn.Module, make: Any, schedule: Any = None) -> None:
     """Plain torch, as its documentation has it."""
     flat = FlatModule(copy.deepcopy(module))  # for the order and the kinds of gradients only
@@ -213,7 +220,7 @@ def on_the_whole(module: nn.Module, make: Any, schedule: Any = None) -> None:
 
 
 def of_slice(
-    plan: SlicePlan, flat: FlatModule, found: Sequence[torch.Tensor | None]
+    plan: SliceSpec, flat: FlatModule, found: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, dict[int, tuple[torch.Tensor, torch.Tensor]]]:
     """The slice's part of the gradients: dense, and rows of its pieces of tables."""
     whole = torch.full_like(flat.flat, float("nan"))  # what is absent must not be looked at
@@ -239,8 +246,8 @@ def on_slices(
     """The same steps, slice by slice; the weights are brought back into ``module``."""
     flat = FlatModule(module)
     parameters = [p for _, p in flat.parameters]
-    optimizer = OptimizerPlan.of(recipe_of(module, make), parameters, module)
-    plans = slice_plans(flat.layout, slices, whole=not optimizer.elementwise)
+    optimizer = spec_of(module, make, parameters)
+    plans = slice_specs(flat.layout, slices, whole=not optimizer.elementwise)
     states = [SliceState(flat.flat[plan.start : plan.stop].clone()) for plan in plans]
     for step in range(STEPS):
         found = gradients(flat, step)
@@ -283,7 +290,7 @@ def test_what_a_row_says_of_its_optimizer_is_found_out(row: str) -> None:
     names = [segment.name for segment, _ in FlatModule(copy.deepcopy(module)).parameters]
     named = dict(module.named_parameters())
     parameters = [named[name] for name in names]
-    plan = OptimizerPlan.of(recipe_of(module, ROWS[row].make), parameters, module)
+    plan = spec_of(module, ROWS[row].make, parameters)
     assert plan.elementwise is not ROWS[row].whole
     assert plan.separate is not ROWS[row].single
 
@@ -338,7 +345,7 @@ class InState(Counting):
 def test_an_optimizer_that_remembers_elsewhere_is_refused(make: Any, where: str) -> None:
     module = nn.Linear(3, 2)
     with pytest.raises(ModelError) as caught:
-        OptimizerPlan.of(recipe_of(module, make), list(module.parameters()), module)
+        spec_of(module, make, list(module.parameters()))
     assert str(caught.value) == (
         f"optimizer {make.__name__} remembers from step to step what is not in its state{where}, and "
         "here a step may be taken on another executor, where only the state goes. Keep it in "
@@ -357,7 +364,7 @@ class NoisyByNumpy(torch.optim.SGD):
 @pytest.mark.parametrize("make", [InState, Noisy, NoisyByNumpy])
 def test_one_that_keeps_its_state_or_draws_at_random_is_not(make: Any) -> None:
     module, drawn = nn.Linear(3, 2), torch.get_rng_state()
-    OptimizerPlan.of(recipe_of(module, make), list(module.parameters()), module)
+    spec_of(module, make, list(module.parameters()))
     assert torch.equal(torch.get_rng_state(), drawn) or make is not InState
 
 
@@ -366,7 +373,7 @@ def test_cuts_go_through_parameters(net: Callable[[], nn.Module]) -> None:
     """Else the tests above would not test what they say."""
     flat = FlatModule(net())
     for slices in (3, 7):
-        pieces = [p for plan in slice_plans(flat.layout, slices) for p in plan.parameters]
+        pieces = [p for plan in slice_specs(flat.layout, slices) for p in plan.parameters]
         numbers = [piece.number for piece in pieces]
         assert len(numbers) > len(set(numbers))
 
@@ -392,7 +399,7 @@ def test_a_schedule_replaces_hyperparameters(row: str, schedule: Any, slices: in
     on_the_whole(constant, make)
     assert difference(whole, constant) > 1e-3
     trainable = [p for p in module.parameters() if p.requires_grad]
-    mirrored = Schedule(OptimizerPlan.of(recipe_of(module, make), trainable, module), schedule)
+    mirrored = Schedule(spec_of(module, make, trainable), schedule)
 
     def hyperparameters(step: int) -> Any:
         if step:

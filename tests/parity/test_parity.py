@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import sparkdl
 import sparkdl.slices.update
-from sparkdl.slices.reduce import Reduced
+from sparkdl.slices.reduce import ReducedGradient
 
 pytestmark = [pytest.mark.parity, pytest.mark.spark]
 
@@ -148,7 +148,7 @@ def test_the_comparison_notices_a_wrong_mean(datasets, expected, wrong):
     def reduce(plan, contributions, out):
         chosen = contributions if wrong == "unweighted" else contributions[:-1]
         out.copy_(sum(c.gradient for c in chosen) / len(chosen))
-        return Reduced(out)
+        return ReducedGradient(out)
 
     with mock.patch.object(sparkdl.slices.update, "reduce_gradients", reduce):
         observed = observe(trainer_of(case), dataset_of(datasets, case), "local")

@@ -27,7 +27,7 @@ from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.data.partition_writer import close_partitions
 from sparkdl.data.samples import SampleSet, Source, materialize_here
 from sparkdl.slab.root import SlabConfig, remove_root
-from sparkdl.slices.slice_file import Part, unpack
+from sparkdl.slices.slice_file import StoredSlice, unpack
 
 pytestmark = [pytest.mark.parity, pytest.mark.spark]
 
@@ -222,7 +222,7 @@ class Ended:
         assert manifest.iteration == ITERATIONS
         return Ended(trained, uri, manifest)
 
-    def parts(self, best: bool = False) -> list[Part]:
+    def parts(self, best: bool = False) -> list[StoredSlice]:
         files = self.manifest.files if not best else self.manifest.best.files
         return [unpack(Path(self.uri, file.name).read_bytes()) for file in files]
 

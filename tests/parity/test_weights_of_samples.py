@@ -93,7 +93,7 @@ def test_both_weights_multiply(sizes, slices):
 IGNORED, TABLE = -7, torch.tensor(OF_CLASSES, dtype=torch.float64)
 LOSSES = {
     "ignores": nn.CrossEntropyLoss(ignore_index=IGNORED),
-    "weighs": nn.CrossEntropyLoss(weight=TABLE, ignore_index=IGNORED),
+    "weighted_batches": nn.CrossEntropyLoss(weight=TABLE, ignore_index=IGNORED),
     "smooths": nn.CrossEntropyLoss(weight=TABLE, ignore_index=IGNORED, label_smoothing=0.2),
     "likelihood": nn.NLLLoss(weight=TABLE, ignore_index=IGNORED),
     "function": partial(F.cross_entropy, ignore_index=IGNORED, weight=TABLE),

@@ -70,9 +70,9 @@ def where(index, plan, state) -> tuple[int, bool, int]:
 def test_slices_are_written_by_tasks_in_parallel(spark, df, tmp_path, num_jobs, monkeypatch):
     """One job for the slices: a task each, in processes that are not the driver's."""
     seen, jobs = [], []
-    original = ShuffleEngine.with_states
+    original = ShuffleEngine.map_slices
 
-    def with_states(self, use, *rest):
+    def map_slices(self, use, *rest):
         self._apply_pending()  # a job of its own, where the last iteration was one stage
         before = num_jobs()
         results = original(self, use, *rest)
@@ -81,7 +81,7 @@ def test_slices_are_written_by_tasks_in_parallel(spark, df, tmp_path, num_jobs, 
             seen.append(original(self, where, *rest))
         return results
 
-    monkeypatch.setattr(ShuffleEngine, "with_states", with_states)
+    monkeypatch.setattr(ShuffleEngine, "map_slices", map_slices)
     trained = trainer(tmp_path, iterations=4).fit(df)
     assert jobs == [("TryFolder", 1), ("WriteSlice", 1), ("WriteSlice", 1)]
     for places in seen:

@@ -18,7 +18,7 @@ from pyspark import cloudpickle
 from pyspark.errors import PythonException
 
 from sparkdl.data.partition_writer import PartitionWriter
-from sparkdl.engines.resources import Resources
+from sparkdl.engines.resources import FitResources
 from sparkdl.engines.shuffle import versions as committed
 from sparkdl.errors import TrainingError
 from sparkdl.slab.root import SlabConfig, open_root, remove_root
@@ -88,8 +88,8 @@ def test_nothing_is_left_of_a_snapshot_whose_other_half_fails(spark: Any, monkey
     monkeypatch.setattr(committed, "TakeSnapshot", lambda *state: kept)
     monkeypatch.setattr(committed, "TakeResidual", lambda *state: SimpleNamespace(count=1))
     before = context._jsc.getPersistentRDDs().size()
-    with Resources(context, SlabConfig.new("auto", context.applicationId)) as resources:
-        state = committed.Committed(places, resources, 1, 1)  # type: ignore[arg-type]
+    with FitResources(context, SlabConfig.new("auto", context.applicationId)) as resources:
+        state = committed.SliceVersions(places, resources, 1, 1)  # type: ignore[arg-type]
         state.residuals = (object(),)  # type: ignore[assignment]
         with pytest.raises(TrainingError, match="no space left"):
             state.take_snapshot()

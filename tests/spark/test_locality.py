@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkdl.spark.locality import WAIT, executor_awaited, places_awaited
+from sparkdl.spark.locality import WAIT, executor_awaited, waiting_for_locality
 
 pytestmark = pytest.mark.spark
 
@@ -26,14 +26,14 @@ def cluster(spark):
 def test_waits_three_seconds_at_least(cluster, given, inside):
     context, conf = cluster
     conf.set(WAIT, given)
-    with places_awaited(context):
+    with waiting_for_locality(context):
         assert conf.get(WAIT) == inside
     assert conf.get(WAIT) == given
 
 
 def test_what_is_not_set_is_left_alone(cluster):
     context, conf = cluster
-    with places_awaited(context):
+    with waiting_for_locality(context):
         assert not conf.contains(WAIT)
     assert not conf.contains(WAIT)
 
@@ -41,7 +41,7 @@ def test_what_is_not_set_is_left_alone(cluster):
 def test_is_put_back_after_an_error(cluster):
     context, conf = cluster
     conf.set(WAIT, "0s")
-    with pytest.raises(RuntimeError), places_awaited(context):
+    with pytest.raises(RuntimeError), waiting_for_locality(context):
         raise RuntimeError
     assert conf.get(WAIT) == "0s"
 
@@ -64,7 +64,7 @@ def test_two_fits_at_once_leave_the_session_as_it_was(cluster):
     key = f"{WAIT}.process"
     first, second = contextlib.ExitStack(), contextlib.ExitStack()
     for fit in (first, second):
-        fit.enter_context(places_awaited(context))
+        fit.enter_context(waiting_for_locality(context))
         fit.enter_context(executor_awaited(context))
     first.close()
     assert conf.get(WAIT) == "3s"

@@ -418,7 +418,7 @@ def test_a_mistake_found_while_the_daemon_starts_is_all_that_is_said(tmp_path: P
     as without its broadcast, where the program goes on. Here the daemon has all the time that it takes
     on a slow machine."""
     body = """
-from sparkdl.train.cluster import warm_up
+from sparkdl.spark import warm_up
 warm_up.SECONDS_TO_END = 60
 spark = sparkdl.session("local[2]", **QUIET)
 data = table(spark)

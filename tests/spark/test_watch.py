@@ -13,7 +13,7 @@ from pyspark import cloudpickle
 from sparkdl.errors import TrainingError
 from sparkdl.spark.frames import collect_frames, map_frames
 from sparkdl.spark.job_failures import faults_explained
-from sparkdl.spark.watchdog import Watch
+from sparkdl.spark.watchdog import Watchdog
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -39,7 +39,7 @@ def watched(spark):
 
     def run(task, partitions: int, seconds: float) -> list[bytes]:
         context.setJobGroup("watched", "a test")
-        watch = Watch(context, "watched", seconds)
+        watch = Watchdog(context, "watched", seconds)
         try:
             with faults_explained("iteration 3, epoch 1"):
                 return collect_frames(

@@ -21,32 +21,32 @@ import torch
 from pyspark import cloudpickle
 from torch import nn
 
-from sparkdl.data.batches import Assembly
+from sparkdl.data.batches import BatchSpec
 from sparkdl.data.partition_writer import PartitionWriter
-from sparkdl.engines.shuffle.messages import Copies, Installed, IterationMessage
-from sparkdl.engines.shuffle.node_reduce import Combine
-from sparkdl.engines.shuffle.node_weights import HandOnWeights, Install
+from sparkdl.engines.shuffle.messages import IterationMessage, NodeCopies, NodeWeights
+from sparkdl.engines.shuffle.node_reduce import ReduceOnNode
+from sparkdl.engines.shuffle.node_weights import ReceiveWeights, SendWeights
 from sparkdl.engines.shuffle.replica_context import (
-    AtSeats,
-    AtSeatsWithBytes,
+    AtReplicas,
+    AtReplicasWithWeights,
     PadFrames,
     PrepareReplica,
 )
 from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
-from sparkdl.engines.shuffle.report_sinks import ToNodes, to_driver
+from sparkdl.engines.shuffle.report_sinks import NodeReports, to_driver
 from sparkdl.engines.shuffle.state_tasks import (
     InitialState,
-    PrepareOwner,
+    PrepareSlice,
     PublishWeights,
     RecipeSource,
     Recount,
 )
 from sparkdl.engines.shuffle.traffic import Nodes
 from sparkdl.engines.shuffle.update_tasks import Reduce, Synchronize, Update
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.iteration import SliceHandle, SliceReport
-from sparkdl.replica.run import ReplicaHandle, Run
+from sparkdl.replica.run import ReplicaHandle, RunSpec
 from sparkdl.slab import pool, root
 from sparkdl.slab.root import SlabConfig
 
@@ -88,8 +88,8 @@ class Machine:
         self.replicas, self.slices, self.rows = replicas, slices, rows
         self._folder, self._memories = folder, {}
         slab = SlabConfig.new("slabs", "nodes")
-        assembly = Assembly(num_features=1, num_labels=1)
-        self.run = Run(
+        assembly = BatchSpec(num_features=1, num_labels=1)
+        self.run = RunSpec(
             slab, 0, len(replicas), len(slices), assembly, (8,) * len(replicas), threads=1
         )
         self._clips = "clip_norm" in policy and len(slices) > 1
@@ -99,7 +99,7 @@ class Machine:
             nn.CrossEntropyLoss(),
             optimizer,
             seed=0,
-            policy=Policy(**policy),
+            policy=TrainingOptions(**policy),
         )
         source = RecipeSource(cloudpickle.dumps(recipe))
         generator = np.random.default_rng(0)
@@ -113,13 +113,13 @@ class Machine:
             self.seats.append((replica, pickle.dumps(samples)))
         for n, node in enumerate(slices):
             with self.on(node):
-                self.owners.append(list(PrepareOwner(self.run, source, len(replicas))(n, [])))
+                self.owners.append(list(PrepareSlice(self.run, source, len(replicas))(n, [])))
         tokens = {node: self.token(node) for node in replicas + slices}
         self.tokens = tuple(tokens[node] for node in replicas)
         self.nodes = Nodes(self.tokens, tuple(tokens[node] for node in slices))
         found = self.stage(InitialState(), self.owners, slices)
         self.states: tuple[SliceHandle, ...] = tuple(pickle.loads(f).state for (f,) in found)
-        self.copies: Copies = {}
+        self.copies: NodeCopies = {}
         self.tick, self.floor = 1, 0
 
     def _samples(self, generator: np.random.Generator, rows: int) -> Any:
@@ -192,7 +192,7 @@ class Machine:
         published = self.shuffle(self.stage(publish, self.owners, self.slices), count)
         pads = PadFrames([len(self.slices)] * count)
         padded = self.stage(pads, [[s] for s in self.seats], self.replicas)
-        body = AtSeatsWithBytes(ForwardBackward(step), self.states)
+        body = AtReplicasWithWeights(ForwardBackward(step), self.states)
         sent = self.stage(body, self.zip(padded, published), self.replicas)
         return self._commit(self._synchronized(step, sent, None))
 
@@ -200,14 +200,14 @@ class Machine:
         """An iteration in which nodes sum. ``combine_on``: where the tasks run that do."""
         step = self.step()
         if not self.copies:
-            sent = self.stage(HandOnWeights(self.states, self.nodes), self.owners, self.slices)
+            sent = self.stage(SendWeights(self.states, self.nodes), self.owners, self.slices)
             self._note(self._install(step, sent))
             step = self.step()
-        body = AtSeats(ForwardBackward(step, self.nodes), self.states, None, step.copies)
+        body = AtReplicas(ForwardBackward(step, self.nodes), self.states, None, step.copies)
         offers = self.stage(body, [[seat] for seat in self.seats], self.replicas)
         offers = self.shuffle(offers, len(self.replicas))
         offers = self.zip(offers, self.counted(len(self.replicas)))
-        sent = self.stage(Combine(self.nodes), offers, combine_on or self.replicas)
+        sent = self.stage(ReduceOnNode(self.nodes), offers, combine_on or self.replicas)
         installed = self._install(step, self._synchronized(step, sent, self.nodes))
         reports = self._commit([report for node in installed for report in node.reports])
         if not any(report.faults for report in reports):
@@ -216,7 +216,7 @@ class Machine:
 
     def _synchronized(self, step: IterationMessage, sent: Stage, nodes: Nodes | None) -> Any:
         received = self.zip(self.shuffle(sent, len(self.slices)), self.owners)
-        tell = to_driver if nodes is None else ToNodes(nodes)
+        tell = to_driver if nodes is None else NodeReports(nodes)
         if self._clips:
             reduced = self.stage(Reduce(step), received, self.slices)
             received = self.zip(
@@ -228,11 +228,13 @@ class Machine:
             told = self.stage(Synchronize(step, tell), received, self.slices)
         return told if nodes is not None else [pickle.loads(frame) for (frame,) in told]
 
-    def _install(self, step: IterationMessage, sent: Stage) -> list[Installed]:
+    def _install(self, step: IterationMessage, sent: Stage) -> list[NodeWeights]:
         arrived = self.zip(self.shuffle(sent, len(self.replicas)), self.counted(len(self.slices)))
-        return [pickle.loads(f) for (f,) in self.stage(Install(step), arrived, self.replicas)]
+        return [
+            pickle.loads(f) for (f,) in self.stage(ReceiveWeights(step), arrived, self.replicas)
+        ]
 
-    def _note(self, installed: list[Installed]) -> None:
+    def _note(self, installed: list[NodeWeights]) -> None:
         self.copies = {}
         for node in installed:
             self.copies[node.token] = {**self.copies.get(node.token, {}), **node.copies}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparkdl.data.prefetch import Ahead
+from sparkdl.data.prefetch import Prefetcher
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.errors import ParameterError
 from sparkdl.process.determinism import steadily
@@ -53,7 +53,7 @@ def begun(source: Source, count: int) -> None:
 
 
 def test_the_next_range_is_prepared_though_it_be_one_shorter_or_longer() -> None:
-    ahead, source = Ahead(), Source()
+    ahead, source = Prefetcher(), Source()
     start = 0
     for number, stop in enumerate((10, 20, 29, 39)):
         assert right(ahead.take("me", 0, start, stop, 100, source), start, stop)
@@ -64,9 +64,9 @@ def test_the_next_range_is_prepared_though_it_be_one_shorter_or_longer() -> None
 
 
 def test_nothing_is_prepared_beyond_the_end_nor_where_it_takes_no_time() -> None:
-    ahead, source = Ahead(), Source()
+    ahead, source = Prefetcher(), Source()
     ahead.take("me", 0, 90, 100, 100, source)
-    patient, quick = Ahead(worth_seconds=10), Source(0)
+    patient, quick = Prefetcher(worth_seconds=10), Source(0)
     for start in (0, 10, 20):
         patient.take("me", 0, start, start + 10, 100, quick)
     time.sleep(0.02)
@@ -75,7 +75,7 @@ def test_nothing_is_prepared_beyond_the_end_nor_where_it_takes_no_time() -> None
 
 @pytest.mark.parametrize("change", ["position", "start", "longer"])
 def test_what_was_not_foreseen_is_computed(change: str) -> None:
-    ahead, source = Ahead(), Source()
+    ahead, source = Prefetcher(), Source()
     ahead.take("me", 0, 0, 10, 100, source)
     begun(source, 2)
     position, start, stop = {
@@ -88,7 +88,7 @@ def test_what_was_not_foreseen_is_computed(change: str) -> None:
 
 
 def test_a_mistake_surfaces_where_the_rows_are_asked_for() -> None:
-    ahead, source = Ahead(), Source()
+    ahead, source = Prefetcher(), Source()
 
     def fails(start: int, stop: int) -> list[Rows]:
         if stop > 10:
@@ -106,7 +106,7 @@ def test_a_mistake_surfaces_where_the_rows_are_asked_for() -> None:
 )
 def test_what_draws_from_a_global_generator_stays_in_the_task(draw: Callable[[], object]) -> None:
     """Beside a forward pass it would change what dropout draws there."""
-    ahead, source = Ahead(), Source()
+    ahead, source = Prefetcher(), Source()
 
     def draws(start: int, stop: int) -> list[Rows]:
         draw()
@@ -120,7 +120,7 @@ def test_what_draws_from_a_global_generator_stays_in_the_task(draw: Callable[[],
 
 def test_what_draws_steadily_stays_in_the_task_too() -> None:
     """The generators are then as they were."""
-    ahead, source = Ahead(), Source()
+    ahead, source = Prefetcher(), Source()
 
     def draws(start: int, stop: int) -> list[Rows]:
         return steadily("a test", lambda seed: (torch.rand(1), source(start, stop))[1])
@@ -134,7 +134,7 @@ def test_what_draws_steadily_stays_in_the_task_too() -> None:
 
 def test_what_was_quick_is_not_looked_at_and_becomes_slow() -> None:
     """The first slow range is not foreseen from, as nobody knows what it draws; the next one is."""
-    ahead, source = Ahead(worth_seconds=0.2), Source(0)
+    ahead, source = Prefetcher(worth_seconds=0.2), Source(0)
     ahead.take("me", 0, 0, 10, 100, source)
     source.seconds = 0.25
     ahead.take("me", 0, 10, 20, 100, source)
@@ -146,7 +146,7 @@ def test_what_was_quick_is_not_looked_at_and_becomes_slow() -> None:
 
 
 def test_little_is_kept() -> None:
-    ahead, source = Ahead(max_kept=2), Source(0.003)
+    ahead, source = Prefetcher(max_kept=2), Source(0.003)
     for who in range(6):
         ahead.take(who, 0, 0, 10, 100, source)
     assert len(ahead._ranges) == 2
@@ -154,7 +154,7 @@ def test_little_is_kept() -> None:
 
 def test_who_is_never_asked_again_is_not_prepared_for() -> None:
     """As where two processes share the replicas, and each meets the other's."""
-    ahead, source = Ahead(patience=2), Source(0.003)
+    ahead, source = Prefetcher(patience=2), Source(0.003)
     for number in range(0, 100, 2):
         ahead.take("me", 0, number, number + 1, 100, source)
     assert ahead.used == 0

@@ -18,9 +18,9 @@ from sparkdl.model.flat import FlatModule
 from sparkdl.model.recipe import Recipe
 from sparkdl.slab.pool import Pool
 from sparkdl.slab.root import SlabConfig, open_root, remove_root
-from sparkdl.slices.optimizer import OptimizerPlan
+from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.optimizer_step import _where_stepped, step_slice
-from sparkdl.slices.spec import Piece, SlicePlan, slice_plans
+from sparkdl.slices.spec import Fragment, SliceSpec, slice_specs
 from sparkdl.slices.state import SliceState, pack, unpack
 
 
@@ -34,21 +34,21 @@ class Net(nn.Module):
         self.last = nn.Linear(7, 30, bias=False)
 
 
-def parts_of(make: Any, slices: int = 1) -> tuple[FlatModule, OptimizerPlan, list[SlicePlan]]:
+def parts_of(make: Any, slices: int = 1) -> tuple[FlatModule, OptimizerSpec, list[SliceSpec]]:
     torch.manual_seed(0)
     module = Net()
-    plan = OptimizerPlan.of(
+    plan = OptimizerSpec.of(
         Recipe(module, torch.square, make, 0), list(module.parameters()), module
     )
     flat = FlatModule(module)
-    return flat, plan, slice_plans(flat.layout, slices, whole=not plan.elementwise)
+    return flat, plan, slice_specs(flat.layout, slices, whole=not plan.elementwise)
 
 
-def states_of(flat: FlatModule, plans: list[SlicePlan]) -> list[SliceState]:
+def states_of(flat: FlatModule, plans: list[SliceSpec]) -> list[SliceState]:
     return [SliceState(flat.flat[plan.start : plan.stop].clone()) for plan in plans]
 
 
-def gradient_of(plan: SlicePlan, step: int = 0) -> torch.Tensor:
+def gradient_of(plan: SliceSpec, step: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step)
     return torch.randn(plan.dense_length, generator=generator)
 
@@ -95,8 +95,8 @@ def test_what_a_step_may_not_touch() -> None:
         return optim.AdamW([module[0].weight], lr=0.1)
 
     parameters = [p for _, p in flat.parameters]
-    optimizer = OptimizerPlan.of(Recipe(module, torch.square, make, 0), parameters, module)
-    (plan,) = slice_plans(flat.layout, 1)
+    optimizer = OptimizerSpec.of(Recipe(module, torch.square, make, 0), parameters, module)
+    (plan,) = slice_specs(flat.layout, 1)
     (state,) = states_of(flat, [plan])
     before, gradient = copy.deepcopy(state.weights), gradient_of(plan)
     kept = gradient.clone()
@@ -108,7 +108,7 @@ def test_what_a_step_may_not_touch() -> None:
 
 def test_a_slice_of_buffers_only_is_left_alone() -> None:
     flat = FlatModule(nn.BatchNorm1d(200))
-    plan = slice_plans(flat.layout, 4)[-1]
+    plan = slice_specs(flat.layout, 4)[-1]
     assert plan.trainable_length == 0
     (state,) = states_of(flat, [plan])
     before = state.weights.clone()
@@ -152,7 +152,7 @@ def test_an_optimizer_that_wants_the_loss_gets_it_and_pieces_have_their_shape(
     shape: tuple[int, ...],
 ) -> None:
     length = 6 if shape else 1
-    plan = SlicePlan(0, 0, length, (Piece(0, "parameter", 0, length, shape),))
+    plan = SliceSpec(0, 0, length, (Fragment(0, "parameter", 0, length, shape),))
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(shape))
     part = replace_make(module, Recording)
@@ -163,15 +163,15 @@ def test_an_optimizer_that_wants_the_loss_gets_it_and_pieces_have_their_shape(
     assert state.others[0]["loss"] != state.others[0]["loss"]  # not given: NaN
 
 
-def replace_make(module: nn.Module, kind: Any) -> OptimizerPlan:
+def replace_make(module: nn.Module, kind: Any) -> OptimizerSpec:
     recipe = Recipe(module, torch.square, partial(optim.SGD, lr=0.1), 0)
-    plan = OptimizerPlan.of(recipe, list(module.parameters()), module)
+    plan = OptimizerSpec.of(recipe, list(module.parameters()), module)
     return replace(plan, parts=tuple(replace(part, make=kind) for part in plan.parts))
 
 
 # Sparse gradients
 
-TABLE = SlicePlan(0, 0, 12, (Piece(0, "parameter", 0, 12, (4, 3), True, 2),))
+TABLE = SliceSpec(0, 0, 12, (Fragment(0, "parameter", 0, 12, (4, 3), True, 2),))
 
 
 def table_step(
@@ -179,7 +179,7 @@ def table_step(
 ) -> SliceState:
     module = nn.Embedding(9, 3, sparse=True)
     recipe = Recipe(module, torch.square, make, 0)
-    plan = OptimizerPlan.of(recipe, list(module.parameters()), module)
+    plan = OptimizerSpec.of(recipe, list(module.parameters()), module)
     step_slice(TABLE, state, torch.empty(0), absent, plan, None, sparse)
     return state
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from sparkdl.data import epoch as batches
 from sparkdl.data.batches import (
-    Assembly,
+    BatchSpec,
     input_fields,
     plain_batch,
     preview_batch,
@@ -64,7 +64,7 @@ def some_rows(count: int, seed: int = 0) -> list[Rows]:
     ]
 
 
-ASSEMBLY = Assembly(num_features=2, num_labels=1, weighted=True, seed=3)
+ASSEMBLY = BatchSpec(num_features=2, num_labels=1, weighted=True, seed=3)
 
 
 def test_a_plain_batch(make: Make) -> None:
@@ -87,7 +87,7 @@ def test_a_plain_batch(make: Make) -> None:
 
 def test_a_batch_without_weights(make: Make) -> None:
     partition = make(some_rows(5)[:2])
-    assembly = Assembly(num_features=1, num_labels=1)
+    assembly = BatchSpec(num_features=1, num_labels=1)
     batch = plain_batch(assembly, partition, np.arange(5))
     assert (len(batch.inputs), len(batch.targets), batch.weights) == (2, 1, None)
 
@@ -101,7 +101,7 @@ def test_without_bucketing_it_is_the_permutation(make: Make) -> None:
         visit_order(ASSEMBLY, partition, 2, 1, 4), permutation(3, 2, 1, 30)
     )
     flat = make([np.arange(30)])  # nothing to bucket by
-    assembly = Assembly(num_features=1, num_labels=0, bucketing=8, seed=3)
+    assembly = BatchSpec(num_features=1, num_labels=0, bucketing=8, seed=3)
     np.testing.assert_array_equal(visit_order(assembly, flat, 2, 1, 4), permutation(3, 2, 1, 30))
 
 
@@ -273,7 +273,7 @@ def test_global_generators_are_seeded_for_each_row(make: Make, augment: Any) -> 
 def test_augment_of_a_single_feature(make: Make) -> None:
     columns = some_rows(6)
     partition = make([columns[1], columns[2]])
-    assembly = Assembly(
+    assembly = BatchSpec(
         num_features=1, num_labels=1, augment=lambda photo, rng: photo[:, ::-1], seed=1
     )
     batch = training_batch(assembly, partition, np.arange(6), 0, 0)

@@ -14,7 +14,7 @@ import sparkdl
 from sparkdl.data.batches import Batch
 from sparkdl.data.ragged import Ragged, Rows, dense
 from sparkdl.errors import ModelError
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.train.averaging_checks import gives_sums
 
@@ -61,7 +61,7 @@ def check(
     inputs = generator.normal(size=(ROWS, WIDTH)).astype(np.float32)
     weights = generator.gamma(2.0, size=ROWS).astype(np.float32) if weighted else None
     batch = Batch([inputs], dense([labels]), weights)
-    recipe = Recipe(module, loss, torch.optim.SGD, 3, Policy(weighted=weighted))  # type: ignore[arg-type]
+    recipe = Recipe(module, loss, torch.optim.SGD, 3, TrainingOptions(weighted=weighted))  # type: ignore[arg-type]
     if dtype != torch.float32:
         module = nn.Sequential(Narrow(dtype), module.to(dtype))
     return gives_sums(module, recipe, batch, [labels], averaged)

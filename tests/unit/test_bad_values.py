@@ -19,7 +19,7 @@ from sparkdl.data.columns.base import Sequence
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.data.record_tasks import Sample, WriteRecords, check_alike, record_array, stack_records
-from sparkdl.data.row_errors import Problem, RowProblem
+from sparkdl.data.row_errors import BadRow, RowError
 from sparkdl.data.schema import read_schema
 from sparkdl.errors import DataError
 
@@ -53,7 +53,7 @@ def test_any_column_becomes_tensors_or_a_sentence(
     array = array.slice(min(before, len(array)))
     try:
         rows = to_numpy(array, chosen, 7)
-    except RowProblem as error:
+    except RowError as error:
         rows, problem = None, error.problem
     if rows is None:
         assert problem.column == "x"
@@ -63,7 +63,7 @@ def test_any_column_becomes_tensors_or_a_sentence(
         check_numbers(rows)
 
 
-def check_problem(problem: Problem, rows: range) -> None:
+def check_problem(problem: BadRow, rows: range) -> None:
     assert problem.row in rows
     assert problem.text
     assert problem.remedy.endswith(".")
@@ -123,7 +123,7 @@ def test_any_record_becomes_tensors_or_a_sentence(
             check_alike(parts, waiting, row, specs, names)
             waiting.append([value for _, value in parts])
         fields = stack_records(names, waiting, specs)
-    except RowProblem as error:
+    except RowError as error:
         fields, problem = None, error.problem
     if fields is None:
         check_problem(problem, range(len(records)))
@@ -149,7 +149,7 @@ MASKED = np.ma.masked_equal([1.0, 9.0], 9.0)
 )
 def test_what_is_masked_is_told_and_what_lies_under_the_mask_not_taken(value: Any) -> None:
     """netCDF4 gives such arrays, with a fill value that is finite."""
-    with pytest.raises(RowProblem, match="holds a masked value") as caught:
+    with pytest.raises(RowError, match="holds a masked value") as caught:
         record_array(value, "features", 3, "float32")
     check_problem(caught.value.problem, range(3, 4))
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sparkdl.data.epoch import EpochPlan, derive_seed, permutation, seats
+from sparkdl.data.epoch import EpochPlan, apportion, derive_seed, permutation
 
 COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=7)
 LARGE_COUNTS = st.lists(st.integers(0, 10**9), min_size=1, max_size=6)
@@ -29,7 +29,7 @@ def sainte_lague(counts: list[int], position: int) -> list[int]:
 @example([0, 0], 1)
 @example([40, 1, 1, 1, 1, 1, 1], 3)
 def test_seats_are_those_of_the_divisor_method(counts: list[int], position: int) -> None:
-    assert seats(counts, position).tolist() == sainte_lague(counts, position)
+    assert apportion(counts, position).tolist() == sainte_lague(counts, position)
 
 
 @quick
@@ -39,7 +39,7 @@ def test_seats_sum_to_the_position_and_stay_within_the_counts(
 ) -> None:
     total = sum(counts)
     position = data.draw(st.integers(0, total))
-    taken = seats(counts, position)
+    taken = apportion(counts, position)
     assert taken.dtype == np.int64
     assert taken.sum() == position
     assert (taken >= 0).all()
@@ -51,18 +51,18 @@ def test_seats_sum_to_the_position_and_stay_within_the_counts(
 def test_seats_grow_with_the_position(counts: list[int], data: st.DataObject) -> None:
     position = data.draw(st.integers(0, sum(counts)))
     further = data.draw(st.integers(position, position + 1000))
-    assert (seats(counts, further) >= seats(counts, position)).all()
+    assert (apportion(counts, further) >= apportion(counts, position)).all()
 
 
 @quick
 @given(COUNTS, st.integers(0, 1000))
 def test_seats_past_the_end_are_the_counts(counts: list[int], excess: int) -> None:
-    assert seats(counts, sum(counts) + excess).tolist() == counts
+    assert apportion(counts, sum(counts) + excess).tolist() == counts
 
 
 def test_seats_follow_the_sizes() -> None:
-    assert seats([100, 300], 40).tolist() == [10, 30]
-    assert seats([100, 0, 300], 40).tolist() == [10, 0, 30]
+    assert apportion([100, 300], 40).tolist() == [10, 30]
+    assert apportion([100, 0, 300], 40).tolist() == [10, 0, 30]
 
 
 @quick

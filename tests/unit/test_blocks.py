@@ -15,15 +15,15 @@ from test_plan import layouts
 from torch import nn, optim
 
 from sparkdl.model.flat import FlatModule, Layout
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.slices import update as owner_module
 from sparkdl.slices.blocks import cut_blocks
-from sparkdl.slices.optimizer import OptimizerPlan
-from sparkdl.slices.section import Contribution
-from sparkdl.slices.spec import SlicePlan, slice_plans
+from sparkdl.slices.optimizer import OptimizerSpec
+from sparkdl.slices.section import Section
+from sparkdl.slices.spec import SliceSpec, slice_specs
 from sparkdl.slices.state import SliceState
-from sparkdl.slices.update import Owner
+from sparkdl.slices.update import SliceUpdater
 
 quick = settings(deadline=None, max_examples=60)
 
@@ -31,7 +31,7 @@ quick = settings(deadline=None, max_examples=60)
 @quick
 @given(layouts(), st.integers(1, 4), st.integers(1, 6).map(lambda k: 64 * k))
 def test_blocks_cover_a_slice_and_its_pieces(layout: Layout, slices: int, elements: int) -> None:
-    for plan in slice_plans(layout, slices):
+    for plan in slice_specs(layout, slices):
         blocks = cut_blocks(plan, elements)
         assert [b.start for b in blocks] == [plan.start, *(b.stop for b in blocks[:-1])]
         assert blocks[-1].stop == plan.stop
@@ -74,20 +74,20 @@ MAKES = {
     "adam": partial(optimizers, partial(optim.AdamW, lr=0.01), MOMENTUM),
 }
 POLICIES = {
-    "plain": Policy(),
-    "ema": Policy(ema=0.9),
-    "clipped": Policy(clip_norm=0.1, clip_value=0.5, l1=0.01, l2={"*.weight": 0.1}),
+    "plain": TrainingOptions(),
+    "ema": TrainingOptions(ema=0.9),
+    "clipped": TrainingOptions(clip_norm=0.1, clip_value=0.5, l1=0.01, l2={"*.weight": 0.1}),
 }
 
 
-def contributions(plan: SlicePlan, seed: int) -> list[Contribution]:
+def contributions(plan: SliceSpec, seed: int) -> list[Section]:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
     return [
-        Contribution(
+        Section(
             replica,
             1.0 + replica,
             draw(plan.dense_length),
@@ -99,14 +99,16 @@ def contributions(plan: SlicePlan, seed: int) -> list[Contribution]:
     ]
 
 
-def train(make: Any, policy: Policy, elements: int, in_place: bool, keep: bool) -> SliceState:
+def train(
+    make: Any, policy: TrainingOptions, elements: int, in_place: bool, keep: bool
+) -> SliceState:
     torch.manual_seed(0)
     flat = FlatModule(Net())
     parameters = [p for _, p in flat.parameters]
     recipe = Recipe(flat.module, torch.square, make, 0, policy)
-    optimizer = OptimizerPlan.of(recipe, parameters, flat.module)
-    (plan,) = slice_plans(flat.layout, 1)
-    owner = Owner.of(plan, optimizer, policy, flat.layout, separable=True)
+    optimizer = OptimizerSpec.of(recipe, parameters, flat.module)
+    (plan,) = slice_specs(flat.layout, 1)
+    owner = SliceUpdater.of(plan, optimizer, policy, flat.layout, separable=True)
     state = SliceState(flat.flat.clone())
     with mock.patch.object(owner_module, "BLOCK_ELEMENTS", elements):
         for step in range(3):
@@ -157,11 +159,13 @@ def test_an_optimizer_that_looks_at_whole_tensors_gets_them() -> None:
     flat = FlatModule(Net())
     parameters = [p for _, p in flat.parameters]
     recipe = Recipe(flat.module, torch.square, MAKES["adam"], 0)
-    optimizer = OptimizerPlan.of(recipe, parameters, flat.module)
-    (plan,) = slice_plans(flat.layout, 1)
+    optimizer = OptimizerSpec.of(recipe, parameters, flat.module)
+    (plan,) = slice_specs(flat.layout, 1)
     with mock.patch.object(owner_module, "cut_blocks", partial(cut_blocks, elements=64)):
-        assert Owner.of(plan, optimizer, Policy(), flat.layout).blocks == [plan]
-        local = Owner.of(plan, optimizer, Policy(local_steps=2), flat.layout, separable=True)
+        assert SliceUpdater.of(plan, optimizer, TrainingOptions(), flat.layout).blocks == [plan]
+        local = SliceUpdater.of(
+            plan, optimizer, TrainingOptions(local_steps=2), flat.layout, separable=True
+        )
         assert local.blocks == [plan]
 
 
@@ -185,15 +189,15 @@ def test_what_is_drawn_follows_the_seed() -> None:
         module = nn.Linear(16, 16, bias=False)
         module.weight.data.zero_()
         flat = FlatModule(module)
-        recipe = Recipe(module, torch.square, partial(Late, lr=0.1), 0, Policy())
-        optimizer = OptimizerPlan.of(recipe, [p for _, p in flat.parameters], module)
-        (plan,) = slice_plans(flat.layout, 1)
-        owner = Owner.of(plan, optimizer, Policy(), flat.layout, separable=True)
+        recipe = Recipe(module, torch.square, partial(Late, lr=0.1), 0, TrainingOptions())
+        optimizer = OptimizerSpec.of(recipe, [p for _, p in flat.parameters], module)
+        (plan,) = slice_specs(flat.layout, 1)
+        owner = SliceUpdater.of(plan, optimizer, TrainingOptions(), flat.layout, separable=True)
         state = SliceState(flat.flat.clone())
         gradient = torch.zeros(plan.dense_length)
         with mock.patch.object(owner_module, "BLOCK_ELEMENTS", 64):
             for seed in seeds:
-                given = [Contribution(0, 1.0, gradient, gradient[:0], frozenset())]
+                given = [Section(0, 1.0, gradient, gradient[:0], frozenset())]
                 owner.update(state, state, given, None, seed=seed)
         ends.append(state.weights)
     assert torch.equal(ends[0], ends[1])

@@ -9,26 +9,26 @@ import pytest
 import torch
 
 from sparkdl.slices.buffers import merge_buffers
-from sparkdl.slices.section import Contribution
-from sparkdl.slices.spec import Piece, SlicePlan
+from sparkdl.slices.section import Section
+from sparkdl.slices.spec import Fragment, SliceSpec
 
 INF, NAN = float("inf"), float("nan")
 
 
-def plan_of(*pieces: Piece) -> SlicePlan:
-    return SlicePlan(0, 0, max(piece.stop for piece in pieces), pieces)
+def plan_of(*pieces: Fragment) -> SliceSpec:
+    return SliceSpec(0, 0, max(piece.stop for piece in pieces), pieces)
 
 
-AVERAGE = plan_of(Piece(0, "parameter", 0, 2), Piece(1, "average", 4, 3))
+AVERAGE = plan_of(Fragment(0, "parameter", 0, 2), Fragment(1, "average", 4, 3))
 """Two parameters and two elements of padding before the buffer."""
 
 
 def contributions(
     buffers: list[list[float]], weights: list[float], dtype: torch.dtype = torch.float32
-) -> list[Contribution]:
+) -> list[Section]:
     gradient = torch.full((2,), NAN, dtype=dtype)
     return [
-        Contribution(replica, weight, gradient, torch.tensor(row, dtype=dtype))
+        Section(replica, weight, gradient, torch.tensor(row, dtype=dtype))
         for replica, (row, weight) in enumerate(zip(buffers, weights, strict=True))
     ]
 
@@ -37,7 +37,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().numpy().tobytes()
 
 
-def merged(items: list[Contribution], plan: SlicePlan = AVERAGE) -> torch.Tensor:
+def merged(items: list[Section], plan: SliceSpec = AVERAGE) -> torch.Tensor:
     weights = torch.full((plan.length,), 9.0, dtype=items[0].buffers.dtype)
     merge_buffers(plan, items, weights)
     return weights
@@ -71,7 +71,7 @@ EQUAL = [0.1, -0.0, 0.0, 1e-45, 3.4e38, INF, -INF]
 @pytest.mark.parametrize("counts", [[1], [1, 1, 1], [3, 7], [1, 2, 3, 5, 7]])
 def test_what_is_equal_everywhere_keeps_its_bits(counts: list[int]) -> None:
     """A constant buffer (a mask of -inf, a position table) must not drift over the iterations."""
-    plan = plan_of(Piece(0, "average", 0, len(EQUAL)))
+    plan = plan_of(Fragment(0, "average", 0, len(EQUAL)))
     items = contributions([EQUAL] * len(counts), counts)
     assert bits(merged(items, plan)) == bits(torch.tensor(EQUAL))
 
@@ -91,12 +91,12 @@ def test_buffers_merge_in_replica_order() -> None:
 def test_exact_buffers_come_from_the_first_replica() -> None:
     """Their bits, whatever floats they would be: counters, masks, even the bits of a NaN."""
     patterns = [0x7FA00001, 0x00000001, 0xFFFFFFFF, 0x80000000]
-    plan = plan_of(Piece(0, "exact", 0, 4))
+    plan = plan_of(Fragment(0, "exact", 0, 4))
     first = torch.frombuffer(bytearray(struct.pack("<4I", *patterns)), dtype=torch.float32)
     nothing = torch.empty(0)
     items = [
-        Contribution(5, 1, nothing, torch.zeros(4)),
-        Contribution(2, 1, nothing, first),  # replicas 0 and 1 had no samples
-        Contribution(7, 100, nothing, torch.ones(4)),
+        Section(5, 1, nothing, torch.zeros(4)),
+        Section(2, 1, nothing, first),  # replicas 0 and 1 had no samples
+        Section(7, 100, nothing, torch.ones(4)),
     ]
     assert struct.unpack("<4I", bits(merged(items, plan))) == tuple(patterns)

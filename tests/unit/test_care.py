@@ -13,14 +13,14 @@ from torch import nn
 
 import sparkdl
 from sparkdl.errors import ModelError
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.model.preparation import (
     check_modules,
     freeze,
     matches,
     matches_module,
     plain,
-    runnable,
+    prepared_forward,
     start_from,
 )
 from sparkdl.train.prepare import prepare
@@ -188,7 +188,7 @@ def test_a_compiled_module_is_the_plain_one_and_runs_compiled(where: str) -> Non
     assert type(found[1]) is Tanh
     found(x)
     assert not compiled
-    assert torch.equal(runnable(found, Policy())(x), expected)
+    assert torch.equal(prepared_forward(found, TrainingOptions())(x), expected)
     assert compiled == [where]
 
 
@@ -219,7 +219,7 @@ def test_checkpointed_modules_compute_twice_and_give_the_same_gradients() -> Non
     for patterns in ((), ("second",)):
         torch.manual_seed(0)
         module = Chain()
-        call = runnable(module, Policy(activation_checkpointing=patterns))
+        call = prepared_forward(module, TrainingOptions(activation_checkpointing=patterns))
         assert call is module
         call(x).sum().backward()
         found[patterns] = [p.grad for p in module.parameters()]
@@ -235,7 +235,7 @@ def test_a_checkpointed_module_goes_with_its_last_user() -> None:
     gc.disable()
     try:
         module = Chain()
-        runnable(module, Policy(activation_checkpointing=("second",)))(
+        prepared_forward(module, TrainingOptions(activation_checkpointing=("second",)))(
             torch.randn(5, 3)
         ).sum().backward()
         weight = weakref.ref(module.second.layer.weight)
@@ -250,7 +250,8 @@ def test_a_checkpointed_module_may_be_compiled_by_its_user() -> None:
     module, x = make()["encoder"], torch.randn(5, 3)
     whole = nn.Sequential(module, nn.Linear(4, 2))
     call = torch.compile(
-        runnable(whole, Policy(activation_checkpointing=("0",))), backend="aot_eager"
+        prepared_forward(whole, TrainingOptions(activation_checkpointing=("0",))),
+        backend="aot_eager",
     )
     call(x).sum().backward()
     assert module[1].num_batches_tracked == 1
@@ -259,7 +260,7 @@ def test_a_checkpointed_module_may_be_compiled_by_its_user() -> None:
 def test_the_copy_of_a_checkpointed_module_has_weights_of_its_own() -> None:
     """As a teacher that a model makes of itself."""
     module, x = Chain(), torch.randn(5, 3)
-    runnable(module, Policy(activation_checkpointing=("second",)))
+    prepared_forward(module, TrainingOptions(activation_checkpointing=("second",)))
     other, expected = copy.deepcopy(module), module(x)
     with torch.no_grad():
         module.second.layer.weight.zero_()
@@ -285,7 +286,9 @@ def test_compile_takes_torchs_options() -> None:
 
     torch._dynamo.reset()
     module, x = nn.Sequential(nn.Linear(3, 2), nn.Tanh()), torch.randn(4, 3)
-    call = runnable(module, Policy(compile={"backend": backend, "fullgraph": True}))
+    call = prepared_forward(
+        module, TrainingOptions(compile={"backend": backend, "fullgraph": True})
+    )
     torch.testing.assert_close(call(x), module(x))
     assert len(graphs) == 1
     assert list(module.state_dict()) == ["0.weight", "0.bias"]

@@ -107,7 +107,7 @@ def test_a_trainer_is_described() -> None:
     assert found["label"] == "'label'"
     assert found["batch_size"] == "256"
     assert found["replicas"] == "None"
-    assert found["stop"] == "Either(left=MaxEpoch(epochs=3), right=MaxIteration(iterations=7))"
+    assert found["stop"] == "Or(left=MaxEpoch(epochs=3), right=MaxIteration(iterations=7))"
     assert found["callbacks"] == "[sparkdl.loop.callbacks:Callback]"
     assert all(type(value) is str for value in found.values())
     assert set(found) == {field.name for field in fields(trainer) if field.init}

@@ -16,13 +16,13 @@ from torch import nn
 
 from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.errors import CheckpointError, DamagedCheckpoint
-from sparkdl.model.flat import Layout, Segment
+from sparkdl.model.flat import Layout, TensorRange
 from sparkdl.model.recipe import Recipe
-from sparkdl.slices.optimizer import OptimizerPlan
+from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.optimizer_step import step_slice
 from sparkdl.slices.packed_slices import WithoutAverage
-from sparkdl.slices.slice_file import Part, pack, recut, to_bytes, unpack
-from sparkdl.slices.spec import SlicePlan, slice_plans
+from sparkdl.slices.slice_file import StoredSlice, pack, reslice, to_bytes, unpack
+from sparkdl.slices.spec import SliceSpec, slice_specs
 from sparkdl.slices.state import SliceState
 from sparkdl.slices.update import EMA
 
@@ -37,7 +37,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 def layout_of_lengths(*lengths: int, dtype: torch.dtype = torch.float32) -> Layout:
     step, position, segments = ALIGNMENT // dtype.itemsize, 0, []
     for i, length in enumerate(lengths):
-        segments.append(Segment(f"p{i}", "parameter", position, length, (length,), dtype))
+        segments.append(TensorRange(f"p{i}", "parameter", position, length, (length,), dtype))
         position += -(-length // step) * step
     return Layout(tuple(segments), dtype, position)
 
@@ -54,7 +54,9 @@ def layouts(draw: st.DrawFn) -> Layout:
         shape = (length // 3, 3) if sparse else (length,)
         length = math.prod(shape)
         kind = KINDS[max(0, order - 1)]
-        segments.append(Segment(f"s{len(segments)}", kind, position, length, shape, dtype, sparse))
+        segments.append(
+            TensorRange(f"s{len(segments)}", kind, position, length, shape, dtype, sparse)
+        )
         position += -(-length // step) * step
     return Layout(tuple(segments), dtype, position)
 
@@ -111,7 +113,7 @@ def runs(draw: st.DrawFn) -> tuple[Layout, dict[str, Any]]:
     }
 
 
-def state_in(run: dict[str, Any], plan: SlicePlan) -> SliceState:
+def state_in(run: dict[str, Any], plan: SliceSpec) -> SliceState:
     """The state that slice ``plan`` of the run has."""
     mine = {p.number for p in plan.parameters}
     place = slice(plan.start, plan.start + plan.trainable_length)
@@ -147,7 +149,7 @@ def assert_value(found: Any, expected: Any) -> None:
         assert str(found) == str(expected)  # -0.0
 
 
-def assert_state(found: SliceState, expected: SliceState, plan: SlicePlan) -> None:
+def assert_state(found: SliceState, expected: SliceState, plan: SliceSpec) -> None:
     """Equal bits; an array that is missing is one of zeros."""
     assert bits(found.weights) == bits(expected.weights)
     assert (EMA in found.arrays) == (EMA in expected.arrays)
@@ -165,7 +167,7 @@ def assert_state(found: SliceState, expected: SliceState, plan: SlicePlan) -> No
 @given(runs(), st.integers(1, 6))
 def test_a_slice_comes_back_bit_for_bit(run: tuple[Layout, dict], slices: int) -> None:
     layout, content = run
-    for plan in slice_plans(layout, slices):
+    for plan in slice_specs(layout, slices):
         state = state_in(content, plan)
         part = unpack(to_bytes(plan, state))
         assert (part.start, part.stop) == (plan.start, plan.stop)
@@ -186,60 +188,60 @@ def test_cutting_anew_and_back_changes_no_bit(
     run: tuple[Layout, dict], one: int, other: int, whole: tuple[bool, bool], random: Any
 ) -> None:
     layout, content = run
-    first, second = slice_plans(layout, one, whole[0]), slice_plans(layout, other, whole[1])
+    first, second = slice_specs(layout, one, whole[0]), slice_specs(layout, other, whole[1])
     stored = [unpack(to_bytes(plan, state_in(content, plan))) for plan in first]
     random.shuffle(stored)
-    states = [recut(stored, plan, layout.dtype) for plan in second]
+    states = [reslice(stored, plan, layout.dtype) for plan in second]
     for plan, state in zip(second, states, strict=True):
         assert_state(state, state_in(content, plan), plan)
     again = [unpack(to_bytes(p, s)) for p, s in zip(second, states, strict=True)]
     for plan in first:
-        assert_state(recut(iter(again), plan, layout.dtype), state_in(content, plan), plan)
+        assert_state(reslice(iter(again), plan, layout.dtype), state_in(content, plan), plan)
 
 
 def test_a_parameter_over_three_slices_takes_its_state_from_where_it_starts() -> None:
     layout = layout_of_lengths(96)
-    first, second, third = slice_plans(layout, 3)
+    first, second, third = slice_specs(layout, 3)
     assert [p.parameters[0].length for p in (first, second, third)] == [32, 32, 32]
     parts = [
         unpack(to_bytes(p, SliceState(torch.zeros(32), {}, {0: ()}, {0: {"place": i}})))
         for i, p in enumerate((first, second, third))
     ]
-    (whole,) = slice_plans(layout, 1)
-    found = recut([parts[2], parts[0], parts[1]], whole, torch.float32)
+    (whole,) = slice_specs(layout, 1)
+    found = reslice([parts[2], parts[0], parts[1]], whole, torch.float32)
     assert found.others == {0: {"place": 0}}
     del parts[0].state.others[0], parts[0].state.held[0]  # it had no state there yet
-    found = recut([parts[2], parts[0], parts[1]], whole, torch.float32)
+    found = reslice([parts[2], parts[0], parts[1]], whole, torch.float32)
     assert found.others == {0: {"place": 1}}
 
 
 def test_an_array_that_some_slices_lack_is_zero_there() -> None:
     layout = layout_of_lengths(16, 16)
-    first, second = slice_plans(layout, 2)
+    first, second = slice_specs(layout, 2)
     parts = [
-        Part(0, 16, 16, SliceState(torch.ones(16))),
-        Part(
+        StoredSlice(0, 16, 16, SliceState(torch.ones(16))),
+        StoredSlice(
             16,
             32,
             16,
             SliceState(torch.ones(16), {"sum": torch.full((16,), 5.0)}, {1: ("sum",)}, {1: {}}),
         ),
     ]
-    (whole,) = slice_plans(layout, 1)
-    state = recut(parts, whole, torch.float32)
+    (whole,) = slice_specs(layout, 1)
+    state = reslice(parts, whole, torch.float32)
     assert state.arrays["sum"].tolist() == [0.0] * 16 + [5.0] * 16
     assert state.others == {1: {}}
     assert state.held == {1: ("sum",)}
-    assert recut(parts, first, torch.float32).arrays == {}
-    assert recut(parts, second, torch.float32).arrays["sum"].tolist() == [5.0] * 16
+    assert reslice(parts, first, torch.float32).arrays == {}
+    assert reslice(parts, second, torch.float32).arrays["sum"].tolist() == [5.0] * 16
 
 
 def test_an_empty_slice_knows_of_the_average() -> None:
     layout = layout_of_lengths(3)
-    empty, full = slice_plans(layout, 2)
+    empty, full = slice_specs(layout, 2)
     assert (empty.length, full.length) == (0, 16)
-    part = Part(0, 16, 3, SliceState(torch.ones(16), {EMA: torch.ones(3)}))
-    assert recut([part], empty, torch.float32).arrays[EMA].shape == (0,)
+    part = StoredSlice(0, 16, 3, SliceState(torch.ones(16), {EMA: torch.ones(3)}))
+    assert reslice([part], empty, torch.float32).arrays[EMA].shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -256,22 +258,22 @@ def test_steps_of_an_optimizer_go_on_as_if_never_stored(optimizer: Any) -> None:
     layout = layout_of_lengths(40, 7, 30)
     module = nn.ParameterList([nn.Parameter(torch.zeros(n)) for n in (40, 7, 30)])
     recipe = Recipe(module, torch.square, optimizer, 0)
-    plan = OptimizerPlan.of(recipe, list(module.parameters()), module)
+    plan = OptimizerSpec.of(recipe, list(module.parameters()), module)
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(4, layout.size, generator=generator)
 
-    def steps(plans: list[SlicePlan], states: list[SliceState], which: list[torch.Tensor]) -> None:
+    def steps(plans: list[SliceSpec], states: list[SliceState], which: list[torch.Tensor]) -> None:
         for p, state in zip(plans, states, strict=True):
             for gradient in which:
                 step_slice(p, state, gradient[p.start : p.stop].clone(), frozenset(), plan)
 
-    one, two, three = (slice_plans(layout, n) for n in (1, 2, 3))
+    one, two, three = (slice_specs(layout, n) for n in (1, 2, 3))
     expected = [SliceState(start.clone())]
     steps(one, expected, gradients)
     states = [SliceState(start[p.start : p.stop].clone()) for p in two]
     steps(two, states, gradients[:2])
     stored = [unpack(to_bytes(p, s)) for p, s in zip(two, states, strict=True)]
-    resumed = [recut(stored, p, torch.float32) for p in three]
+    resumed = [reslice(stored, p, torch.float32) for p in three]
     steps(three, resumed, gradients[2:])
     assert bits(torch.cat([s.weights for s in resumed])) == bits(expected[0].weights)
 
@@ -295,20 +297,20 @@ class Strange:
     ],
 )
 def test_state_that_cannot_be_stored_is_named(value: Any, says: str) -> None:
-    (plan,) = slice_plans(layout_of_lengths(16), 1)
+    (plan,) = slice_specs(layout_of_lengths(16), 1)
     with pytest.raises(CheckpointError) as caught:
         pack(plan, SliceState(torch.zeros(16), {}, {0: ()}, {0: {"cache": value}}))
     assert says in str(caught.value)
 
 
 def test_a_key_that_is_no_text_is_named() -> None:
-    (plan,) = slice_plans(layout_of_lengths(16), 1)
+    (plan,) = slice_specs(layout_of_lengths(16), 1)
     with pytest.raises(CheckpointError, match="parameter 0 has the key 3, a int"):
         pack(plan, SliceState(torch.zeros(16), {}, {0: ()}, {0: {3: 1}}))  # type: ignore[dict-item]
 
 
 def test_tensors_that_share_memory_are_stored_apart() -> None:
-    (plan,) = slice_plans(layout_of_lengths(16), 1)
+    (plan,) = slice_specs(layout_of_lengths(16), 1)
     memory = torch.arange(32.0)
     arrays = {"a": memory[:16], "b": memory[8:24]}
     state = SliceState(memory[:16], arrays, {0: ("a", "b")}, {0: {"t": memory[3]}})
@@ -317,7 +319,7 @@ def test_tensors_that_share_memory_are_stored_apart() -> None:
 
 
 def test_a_file_holds_no_pickle_and_says_what_it_is() -> None:
-    (plan,) = slice_plans(layout_of_lengths(16), 1)
+    (plan,) = slice_specs(layout_of_lengths(16), 1)
     others = {0: {"step": torch.tensor(2.0)}}
     data = to_bytes(plan, SliceState(torch.zeros(16), {}, {0: ()}, others))
     assert set(safetensors.torch.load(data)) == {"weights", "other.1"}
@@ -327,7 +329,7 @@ def test_a_file_holds_no_pickle_and_says_what_it_is() -> None:
 
 @pytest.fixture(name="stored")
 def a_stored_slice() -> bytes:
-    (plan,) = slice_plans(layout_of_lengths(16), 1)
+    (plan,) = slice_specs(layout_of_lengths(16), 1)
     return to_bytes(plan, SliceState(torch.zeros(16), {"a": torch.ones(16)}))
 
 
@@ -379,20 +381,20 @@ def test_a_cut_file_is_damage(stored: bytes) -> None:
 
 def test_parts_must_cover_the_slice_once() -> None:
     layout = layout_of_lengths(64)
-    plans = slice_plans(layout, 4)
+    plans = slice_specs(layout, 4)
     parts = [unpack(to_bytes(p, SliceState(torch.ones(16)))) for p in plans]
-    (whole,) = slice_plans(layout, 1)
+    (whole,) = slice_specs(layout, 1)
     for wrong in (parts[:3], parts[1:], [*parts[:1], *parts[2:]], [*parts, parts[1]], []):
         with pytest.raises(DamagedCheckpoint, match="exactly once"):
-            recut(wrong, whole, torch.float32)
+            reslice(wrong, whole, torch.float32)
     with pytest.raises(DamagedCheckpoint, match="float32"):
-        recut(parts, whole, torch.float64)
-    with_average = Part(0, 16, 16, SliceState(torch.ones(16), {EMA: torch.ones(16)}))
+        reslice(parts, whole, torch.float64)
+    with_average = StoredSlice(0, 16, 16, SliceState(torch.ones(16), {EMA: torch.ones(16)}))
     with pytest.raises(DamagedCheckpoint, match="ema"):
-        recut([with_average, *parts[1:]], whole, torch.float32)
+        reslice([with_average, *parts[1:]], whole, torch.float32)
 
 
 def test_a_run_without_a_moving_average_takes_up_none() -> None:
     state = SliceState(torch.zeros(4), {EMA: torch.ones(4), "momentum_buffer": torch.ones(4)})
     read = WithoutAverage(lambda plan, dtype: state)
-    assert list(read(SlicePlan(0, 0, 4, ()), torch.float32).arrays) == ["momentum_buffer"]
+    assert list(read(SliceSpec(0, 0, 4, ()), torch.float32).arrays) == ["momentum_buffer"]

@@ -22,15 +22,15 @@ from sparkdl.checkpoint.slice_io import read_slice_files, try_probe, write_slice
 from sparkdl.checkpoint.store import HISTORY, MANIFEST, CheckpointStore
 from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
-from sparkdl.model.flat import Layout, Segment
-from sparkdl.slices.spec import slice_plans
+from sparkdl.model.flat import Layout, TensorRange
+from sparkdl.slices.spec import slice_specs
 from sparkdl.slices.state import SliceState
 
 STEP = ALIGNMENT // 4
 LAYOUT = Layout(
     (
-        Segment("w", "parameter", 0, 3 * STEP, (3, STEP), torch.float32),
-        Segment("b", "parameter", 3 * STEP, 5, (5,), torch.float32),
+        TensorRange("w", "parameter", 0, 3 * STEP, (3, STEP), torch.float32),
+        TensorRange("b", "parameter", 3 * STEP, 5, (5,), torch.float32),
     ),
     torch.float32,
     4 * STEP,
@@ -48,7 +48,7 @@ def write(
     """A checkpoint's slices, not committed."""
     directory = store.begin(iteration)
     files = []
-    for plan in slice_plans(LAYOUT, slices):
+    for plan in slice_specs(LAYOUT, slices):
         weights = flat(iteration)[plan.start : plan.stop]
         arrays = {"sum": -weights[: plan.trainable_length]} if plan.parameters else {}
         others = {p.number: {"step": torch.tensor(float(iteration))} for p in plan.parameters}
@@ -82,7 +82,7 @@ def commit(store: CheckpointStore, iteration: int, slices: int = 2) -> Path:
 def read_all(uri: str, manifest: Manifest, slices: int = 1) -> torch.Tensor:
     states = [
         read_slice_files(uri, manifest.files, plan, torch.float32)
-        for plan in slice_plans(LAYOUT, slices)
+        for plan in slice_specs(LAYOUT, slices)
     ]
     return torch.cat([state.weights for state in states])
 
@@ -115,7 +115,7 @@ def test_what_is_committed_is_found_and_read(kind: str, slices: int, tmp_path: P
     assert store.skipped == []
     assert store.read_history(uri, manifest) == b"20"
     assert torch.equal(read_all(uri, manifest, slices), flat(20))
-    for plan in slice_plans(LAYOUT, slices):
+    for plan in slice_specs(LAYOUT, slices):
         state = read_slice_files(uri, manifest.files, plan, torch.float32)
         if plan.parameters:
             expected = -flat(20)[plan.start : plan.start + plan.trainable_length]
@@ -185,7 +185,7 @@ def test_a_file_that_the_driver_does_not_see_is_no_checkpoint(store: CheckpointS
 
 def test_the_files_of_the_best_weights_are_checked_too(store: CheckpointStore) -> None:
     directory, manifest = write(store, 10)
-    (plan,) = slice_plans(LAYOUT, 1)
+    (plan,) = slice_specs(LAYOUT, 1)
     file = write_slice(directory, 0, plan, SliceState(flat(5)), kind="best")
     best = Best(iteration=5, epoch=1, metric="loss", value=0.5, files=(file,))
     store.commit(directory, replace(manifest, best=best), b"")
@@ -454,7 +454,7 @@ def test_files_with_right_checksums_and_wrong_content_are_found(store: Checkpoin
     folder = commit(store, 10)
     ((uri, manifest),) = store.candidates()
     one, other = manifest.files
-    (whole,) = slice_plans(LAYOUT, 1)
+    (whole,) = slice_specs(LAYOUT, 1)
 
     def read(*files: StoredFile) -> None:
         read_slice_files(uri, files, whole, torch.float32)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.compute import MiniBatch, forward_backward, to_tensors
 from sparkdl.replica.iteration import Clock
@@ -45,7 +45,9 @@ def test_a_sum_goes_backward_as_large_as_a_mean(accumulate: int, streams: bool) 
         return (output[:, 0] * counts).sum(), counts.sum()
 
     torch.manual_seed(0)
-    recipe = Recipe(torch.nn.Linear(3, 1), loss, torch.optim.SGD, 0, Policy(accumulate=accumulate))
+    recipe = Recipe(
+        torch.nn.Linear(3, 1), loss, torch.optim.SGD, 0, TrainingOptions(accumulate=accumulate)
+    )
     live, inputs, scale = LiveReplica.of(recipe), torch.randn(8, 3), 2.0**16
     batch, given = MiniBatch([inputs], [COUNTS]), dict[int, torch.Tensor]()
     sink = given.__setitem__ if streams else None

@@ -14,29 +14,29 @@ from torch import nn
 
 from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.compute import MiniBatch, forward_backward, take_gradients
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.step import Outcome, section_maps, sections_nbytes, write_sections
+from sparkdl.replica.step import ReplicaResult, section_maps, sections_nbytes, write_sections
 from sparkdl.slices.reduce import (
     NORM_EPSILON,
-    Reduced,
+    ReducedGradient,
     clip_norm,
     clip_values,
+    penalties,
     reduce_gradients,
     squared_norm,
-    strengths,
 )
 from sparkdl.slices.section import (
-    Contribution,
-    SectionMap,
+    Section,
+    SectionLayout,
     cut_rows,
     first_not_finite,
     open_section,
     section_nbytes,
 )
-from sparkdl.slices.spec import Piece, SlicePlan, slice_plans
+from sparkdl.slices.spec import Fragment, SliceSpec, slice_specs
 
 NAMES, WIDTH = 1000, 8
 
@@ -56,19 +56,23 @@ class Net(nn.Module):
 
 def live_of(**policy: object) -> LiveReplica:
     recipe = Recipe(
-        Net, lambda output: (output**2).mean() + output.sum(), torch.optim.SGD, 1, Policy(**policy)
+        Net,
+        lambda output: (output**2).mean() + output.sum(),
+        torch.optim.SGD,
+        1,
+        TrainingOptions(**policy),
     )
     return LiveReplica.of(recipe)
 
 
-def outcome_of(live: LiveReplica, rows: list[list[int]]) -> Outcome:
+def outcome_of(live: LiveReplica, rows: list[list[int]]) -> ReplicaResult:
     batch = MiniBatch([torch.tensor(rows)], [])
     loss = forward_backward(live, batch, 0, 1.0, Clock())
-    return Outcome(loss, batch.weight, len(batch), take_gradients(live))
+    return ReplicaResult(loss, batch.weight, len(batch), take_gradients(live))
 
 
-def sections_of(live: LiveReplica, outcome: Outcome, slices: int):
-    plans = slice_plans(live.flat.layout, slices)
+def sections_of(live: LiveReplica, outcome: ReplicaResult, slices: int):
+    plans = slice_specs(live.flat.layout, slices)
     maps = section_maps(live, plans, outcome)
     sizes = sections_nbytes(live, plans, maps)
     memory = np.full(sum(sizes), 0xAB, np.uint8)  # a section may find anything in its memory
@@ -121,7 +125,7 @@ def test_cut_rows_gives_each_row_to_one_piece(rows: set[int], cuts: list[int]) -
     values = numbers.double()[:, None] * torch.ones(1, 3)
     bounds, found = [0, *sorted(cuts), 100], []
     for low, high in itertools.pairwise(bounds):
-        piece = Piece(0, "parameter", 0, (high - low) * 3, (high - low, 3), True, low)
+        piece = Fragment(0, "parameter", 0, (high - low) * 3, (high - low, 3), True, low)
         mine, gradient = cut_rows(piece, (numbers, values))
         assert torch.equal(mine + low, gradient[:, 0].long())
         assert len(mine) == 0 or 0 <= int(mine.min()) <= int(mine.max()) < high - low
@@ -130,13 +134,13 @@ def test_cut_rows_gives_each_row_to_one_piece(rows: set[int], cuts: list[int]) -
 
 
 def test_rows_add_up_in_replica_order_without_a_dense_table() -> None:
-    plan = SlicePlan(0, 0, 30, (Piece(0, "parameter", 0, 30, (10, 3), True, 0),))
+    plan = SliceSpec(0, 0, 30, (Fragment(0, "parameter", 0, 30, (10, 3), True, 0),))
 
-    def item(replica: int, weight: float, rows: list[int]) -> Contribution:
+    def item(replica: int, weight: float, rows: list[int]) -> Section:
         values = torch.tensor([[float(10 * replica + r)] * 3 for r in rows])
         table = {0: (torch.tensor(rows), values)} if rows else {}
         absent = frozenset() if rows else frozenset({0})
-        return Contribution(replica, weight, torch.empty(0), torch.empty(0), absent, table)
+        return Section(replica, weight, torch.empty(0), torch.empty(0), absent, table)
 
     items = [item(2, 1.0, [1, 4]), item(0, 3.0, [4, 9]), item(1, 4.0, [])]
     reduced = reduce_gradients(plan, items, torch.empty(0))
@@ -195,10 +199,10 @@ def test_places_without_a_gradient_are_zero_whatever_lay_there(slices: int) -> N
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16])
 def test_what_was_rounded_is_summed_in_fp32(wire: torch.dtype) -> None:
     """Where a sum in the wire's dtype would lose the small ones."""
-    plan = SlicePlan(0, 0, 2, (Piece(0, "parameter", 0, 2),))
+    plan = SliceSpec(0, 0, 2, (Fragment(0, "parameter", 0, 2),))
     values = [256.0, 1.0, 1.0, 1.0]
     items = [
-        Contribution(m, 1.0, torch.full((2,), value, dtype=wire), torch.empty(0))
+        Section(m, 1.0, torch.full((2,), value, dtype=wire), torch.empty(0))
         for m, value in enumerate(values)
     ]
     found = reduce_gradients(plan, items, torch.empty(2)).gradient
@@ -210,9 +214,9 @@ def test_what_was_rounded_is_summed_in_fp32(wire: torch.dtype) -> None:
 @pytest.mark.parametrize("arrays", [{}, {"exp_avg": "float32", "steps": "int64"}])
 def test_parts_begin_at_multiples_of_64_and_do_not_overlap(rows, arrays) -> None:
     live = live_of()
-    (plan,) = slice_plans(live.flat.layout, 1)
+    (plan,) = slice_specs(live.flat.layout, 1)
     table = plan.tables[0].number
-    layout = SectionMap(
+    layout = SectionLayout(
         torch.bfloat16, dict.fromkeys([table] * len(rows), next(iter(rows.values()), 0)), arrays
     )
     nbytes = section_nbytes(plan, torch.float32, layout)
@@ -250,8 +254,8 @@ def test_the_first_parameter_that_is_not_finite(value, where, slices) -> None:
 
 def test_large_finite_gradients_are_finite() -> None:
     """Their sum overflows; they do not."""
-    plan = SlicePlan(0, 0, 4, (Piece(0, "parameter", 0, 4),))
-    big = Contribution(0, 1.0, torch.full((4,), 3e38), torch.empty(0))
+    plan = SliceSpec(0, 0, 4, (Fragment(0, "parameter", 0, 4),))
+    big = Section(0, 1.0, torch.full((4,), 3e38), torch.empty(0))
     assert first_not_finite(plan, big) is None
 
 
@@ -259,18 +263,18 @@ def test_large_finite_gradients_are_finite() -> None:
 
 
 def test_the_norm_is_torchs_and_leaves_out_padding_and_the_absent() -> None:
-    plan = SlicePlan(0, 0, 12, (Piece(0, "parameter", 0, 3), Piece(1, "parameter", 4, 4)))
+    plan = SliceSpec(0, 0, 12, (Fragment(0, "parameter", 0, 3), Fragment(1, "parameter", 4, 4)))
     gradient = torch.tensor([3.0, 0.0, 0.0, 99.0, 4.0, 0.0, 0.0, 0.0])
     table = {2: (torch.tensor([0]), torch.tensor([[12.0]]))}
-    assert squared_norm(plan, Reduced(gradient)) == 25.0
-    assert squared_norm(plan, Reduced(gradient, frozenset({1}))) == 9.0
-    assert squared_norm(plan, Reduced(gradient, tables=table)) == 169.0
+    assert squared_norm(plan, ReducedGradient(gradient)) == 25.0
+    assert squared_norm(plan, ReducedGradient(gradient, frozenset({1}))) == 9.0
+    assert squared_norm(plan, ReducedGradient(gradient, tables=table)) == 169.0
 
 
 @pytest.mark.parametrize(("limit", "scale"), [(1.0, 1 / (5 + NORM_EPSILON)), (5.1, 1.0)])
 def test_clip_norm_scales_tables_too(limit: float, scale: float) -> None:
     table = {2: (torch.tensor([0]), torch.tensor([[4.0]], dtype=torch.float64))}
-    reduced = Reduced(torch.tensor([3.0], dtype=torch.float64), tables=table)
+    reduced = ReducedGradient(torch.tensor([3.0], dtype=torch.float64), tables=table)
     assert clip_norm(reduced, [9.0, 16.0], limit) == 5.0
     assert reduced.gradient.item() == pytest.approx(3 * scale, rel=1e-15)
     assert reduced.tables[2][1].item() == pytest.approx(4 * scale, rel=1e-15)
@@ -278,7 +282,7 @@ def test_clip_norm_scales_tables_too(limit: float, scale: float) -> None:
 
 def test_clip_values_clips_tables_too() -> None:
     table = {2: (torch.tensor([0]), torch.tensor([[-4.0, 0.1]]))}
-    reduced = Reduced(torch.tensor([3.0, -0.2]), tables=table)
+    reduced = ReducedGradient(torch.tensor([3.0, -0.2]), tables=table)
     clip_values(reduced, 0.5)
     assert reduced.gradient.tolist() == [0.5, pytest.approx(-0.2)]
     assert reduced.tables[2][1].tolist() == [[-0.5, pytest.approx(0.1)]]
@@ -299,7 +303,7 @@ def test_clip_values_clips_tables_too() -> None:
 )  # fmt: skip
 def test_strengths_by_pattern_and_never_of_tables_or_buffers(value, expected) -> None:
     layout = live_of().flat.layout
-    found = {layout.segments[n].name: s for n, s in strengths(value, layout).items()}
+    found = {layout.segments[n].name: s for n, s in penalties(value, layout).items()}
     assert found == expected
 
 

@@ -25,8 +25,8 @@ preload()
 threads = [open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task")]
 import torch
 modules = set(sys.modules)
-from sparkdl.step import job
-from sparkdl.data import records, tables
+from sparkdl.engines.shuffle import update_tasks
+from sparkdl.data import arrow_tasks, record_tasks
 parameter = torch.nn.Parameter(torch.zeros(3))
 torch.optim.Adam([parameter])
 print(json.dumps({

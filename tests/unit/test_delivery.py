@@ -14,7 +14,7 @@ from nodes_here import Machine
 from sparkdl.engines import delivery
 from sparkdl.engines.delivery import bring, not_here
 from sparkdl.engines.shuffle.snapshot_tasks import RestoreSlice, TakeSnapshot
-from sparkdl.engines.shuffle.state_tasks import KeepWeights, ReadParts, Recount, WithState
+from sparkdl.engines.shuffle.state_tasks import MapSlice, ReadParts, Recount, SaveBestWeights
 from sparkdl.errors import StaleReferenceError
 from sparkdl.slab import parts
 from sparkdl.slab.parts import LARGE_BYTES, Left, left_where_large, read_part
@@ -119,7 +119,9 @@ def machine(tmp_path, monkeypatch):
 
 def test_a_snapshot_is_made_of_short_frames_and_brings_all_of_the_state_back(machine) -> None:
     expected = machine.content()
-    kept = machine.stage(KeepWeights(machine.states, machine.tick), machine.owners, machine.slices)
+    kept = machine.stage(
+        SaveBestWeights(machine.states, machine.tick), machine.owners, machine.slices
+    )
     best = tuple(pickle.loads(frame) for (frame,) in kept)
     states, machine.states = machine.states, best
     weights = machine.content()
@@ -141,7 +143,7 @@ def test_a_snapshot_is_made_of_short_frames_and_brings_all_of_the_state_back(mac
 
 def test_a_packed_slice_is_left_on_its_node(machine, monkeypatch) -> None:
     monkeypatch.setattr(parts, "LARGE_BYTES", 100)
-    (frame,), _ = machine.stage(WithState(machine.states, PackSlice(), 9), machine.owners, "ab")
+    (frame,), _ = machine.stage(MapSlice(machine.states, PackSlice(), 9), machine.owners, "ab")
     left = pickle.loads(frame)
     asked = ReadParts({0: left.reference})
     (found,), none = machine.stage(asked, machine.owners, "ab")

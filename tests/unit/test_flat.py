@@ -13,7 +13,7 @@ from torch import nn
 
 from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.errors import ModelError
-from sparkdl.model.flat import FlatModule, Layout, Segment, layout_of
+from sparkdl.model.flat import FlatModule, Layout, TensorRange, layout_of
 
 
 def mistake(module: nn.Module) -> str:
@@ -49,13 +49,13 @@ class Buffers(nn.Module):
 def test_parameters_come_first_then_buffers() -> None:
     layout = layout_of(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
     assert layout.segments == (
-        Segment("0.weight", "parameter", 0, 6, (2, 3), torch.float32),
-        Segment("0.bias", "parameter", 16, 2, (2,), torch.float32),
-        Segment("1.weight", "parameter", 32, 2, (2,), torch.float32),
-        Segment("1.bias", "parameter", 48, 2, (2,), torch.float32),
-        Segment("1.running_mean", "average", 64, 2, (2,), torch.float32),
-        Segment("1.running_var", "average", 80, 2, (2,), torch.float32),
-        Segment("1.num_batches_tracked", "exact", 96, 2, (), torch.int64),
+        TensorRange("0.weight", "parameter", 0, 6, (2, 3), torch.float32),
+        TensorRange("0.bias", "parameter", 16, 2, (2,), torch.float32),
+        TensorRange("1.weight", "parameter", 32, 2, (2,), torch.float32),
+        TensorRange("1.bias", "parameter", 48, 2, (2,), torch.float32),
+        TensorRange("1.running_mean", "average", 64, 2, (2,), torch.float32),
+        TensorRange("1.running_var", "average", 80, 2, (2,), torch.float32),
+        TensorRange("1.num_batches_tracked", "exact", 96, 2, (), torch.int64),
     )
     assert (layout.dtype, layout.size, layout.nbytes) == (torch.float32, 112, 448)
     assert layout.num_parameters == 12

@@ -14,11 +14,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from sparkdl import ModelError, ParameterError
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.parallel.base import Pipeline
 from sparkdl.parallel.chain import chain_of
 from sparkdl.parallel.pipeline import balanced, with_split
-from sparkdl.parallel.trace import Piece
+from sparkdl.parallel.trace import TracedStage
 
 WIDTH, LENGTH, WORDS = 8, 5, 11
 
@@ -187,7 +187,7 @@ def test_blocks_of_a_list_stay_whole_unless_they_are_cut_by_name():
     assert [name for name, _ in chain_of(Blocks(), (), inputs)] == ["blocks.0", "blocks.1"]
     cut = chain_of(Blocks(), ["blocks.1.2"], inputs)
     assert [name for name, _ in cut] == ["blocks.0", "blocks.1.0", "blocks.1.1", "blocks.1.2"]
-    named = with_split(Pipeline(split=["blocks.1"]), Blocks(), inputs, 2, Policy())
+    named = with_split(Pipeline(split=["blocks.1"]), Blocks(), inputs, 2, TrainingOptions())
     assert named.split == ("blocks.1",)
 
 
@@ -201,13 +201,13 @@ def test_stages_begin_where_only_tensors_go_on():
     inputs = [torch.rand(3, WIDTH)]
     items = chain_of(Called(forward), (), inputs)
     assert [name for name, _ in items] == ["first", "again", "second"]
-    chosen = with_split(Pipeline(), Called(forward), inputs, 2, Policy())
+    chosen = with_split(Pipeline(), Called(forward), inputs, 2, TrainingOptions())
     assert chosen.split == ("second",)
     assert balanced([1.0, 9.0, 1.0], 2) == [0, 1]  # else it would begin with "again"
     with pytest.raises(ModelError, match='"first" puts out a int: cut elsewhere'):
-        with_split(Pipeline(split=["again"]), Called(forward), inputs, 2, Policy())
+        with_split(Pipeline(split=["again"]), Called(forward), inputs, 2, TrainingOptions())
     with pytest.raises(ParameterError) as caught:
-        with_split(Pipeline(), Called(forward), inputs, 3, Policy())
+        with_split(Pipeline(), Called(forward), inputs, 3, TrainingOptions())
     assert str(caught.value) == (
         'strategy="pipeline" with 3 stages: the model is a chain of 2 parts between which only tensors '
         'go. Use fewer replicas, or copies of the pipeline, mesh={"data": ..., "pipe": ...}.'
@@ -216,16 +216,18 @@ def test_stages_begin_where_only_tensors_go_on():
 
 def test_activations_are_kept_of_what_is_called_as_a_whole():
     inputs = (words,)
-    checkpointed = Policy(activation_checkpointing=("layers.*",))
+    checkpointed = TrainingOptions(activation_checkpointing=("layers.*",))
     assert with_split(Pipeline(), Language(), inputs, 2, checkpointed).split
     with pytest.raises(ModelError, match='calls the members of "language" one by one'):
-        with_split(Pipeline(), Inside(), inputs, 2, Policy(activation_checkpointing=("language",)))
+        with_split(
+            Pipeline(), Inside(), inputs, 2, TrainingOptions(activation_checkpointing=("language",))
+        )
 
 
 def test_parameters_that_become_others_go_back_where_they_are_from():
     module = Language(1)
     piece = next(p for _, p in chain_of(module, (), [words]) if "tensor0" in p._parameters)
-    assert isinstance(piece, Piece)
+    assert isinstance(piece, TracedStage)
     piece._parameters["tensor0"] = other = nn.Parameter(torch.zeros_like(module.shift))
     piece.hand_back()
     assert module.shift is other

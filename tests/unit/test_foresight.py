@@ -15,12 +15,12 @@ from torch.optim import lr_scheduler
 
 import sparkdl
 from sparkdl.loop.config import LoopConfig
-from sparkdl.loop.lookahead import MOST, SECONDS, Foresight
+from sparkdl.loop.lookahead import MOST, SECONDS, Lookahead
 from sparkdl.loop.schedule import Schedule
-from sparkdl.loop.state import TrainState, Validated, expected
+from sparkdl.loop.state import TrainState, Validated, next_counters
 from sparkdl.loop.triggers import MaxEpoch
 from sparkdl.model.recipe import Recipe
-from sparkdl.slices.optimizer import OptimizerPlan
+from sparkdl.slices.optimizer import OptimizerSpec
 
 MODEL = nn.Linear(2, 2)
 ADAM = partial(torch.optim.Adam, lr=0.5)
@@ -35,7 +35,7 @@ def trainer(**changes: Any) -> sparkdl.Trainer:
 
 def schedule_of(make: Any, per: str = "iteration") -> Schedule:
     recipe = Recipe(MODEL, nn.MSELoss(), ADAM, 0)
-    return Schedule(OptimizerPlan.of(recipe, list(MODEL.parameters()), MODEL), make, per)
+    return Schedule(OptimizerSpec.of(recipe, list(MODEL.parameters()), MODEL), make, per)
 
 
 def run(
@@ -44,7 +44,7 @@ def run(
     """What is asked for, by iteration; after which iterations something else is done; and the last
     iteration that was known at each."""
     state = TrainState(iterations_per_epoch=an_epoch)
-    foresight = Foresight(
+    foresight = Lookahead(
         LoopConfig.of(own), [every], schedule_of(make, per if make else "iteration"), state
     )
     asked, between, furthest, previous = [], [], [], state
@@ -59,7 +59,7 @@ def run(
         assert [each.index for each in then] == list(
             range(state.iteration + 1, state.iteration + 1 + len(then))
         )
-        previous, state = state, replace(expected(state), timings={"iteration": seconds})
+        previous, state = state, replace(next_counters(state), timings={"iteration": seconds})
         if every(previous, state):
             between.append(state.iteration)
             record = Validated(iteration=state.iteration, epoch=state.epoch, metrics={"a": 1.0})
@@ -114,7 +114,7 @@ def test_as_many_are_foreseen_as_take_little_time() -> None:
 def test_nothing_is_foreseen_that_depends_on_how_it_goes(changes: dict[str, Any]) -> None:
     own = trainer(**{"stop": sparkdl.max_epoch(9), **changes})
     state = TrainState(iterations_per_epoch=100, loss=1.0, timings={"iteration": 0.001})
-    foresight = Foresight(LoopConfig.of(own), [], schedule_of(None), state)
+    foresight = Lookahead(LoopConfig.of(own), [], schedule_of(None), state)
     assert foresight.plan(state, state)[1] == ()
 
 
@@ -135,17 +135,17 @@ def test_nothing_is_foreseen_for_who_begins_nothing_ahead_nor_after_the_cut() ->
     own = trainer(stop=sparkdl.max_epoch(9))
     state = TrainState(iterations_per_epoch=100, loss=1.0, timings={"iteration": SECONDS / 3})
     assert (
-        Foresight(LoopConfig.of(own), [], schedule_of(None), state, ahead=False).plan(state, state)[
+        Lookahead(LoopConfig.of(own), [], schedule_of(None), state, ahead=False).plan(state, state)[
             1
         ]
         == ()
     )
-    foresight = Foresight(LoopConfig.of(own), [], schedule_of(None), state)
+    foresight = Lookahead(LoopConfig.of(own), [], schedule_of(None), state)
     begun = list(foresight.plan(state, state)[1])
     assert len(begun) == 3
     while begun:
         assert not foresight.cut()
-        previous, state = state, replace(expected(state), timings=state.timings)
+        previous, state = state, replace(next_counters(state), timings=state.timings)
         planned, then = foresight.plan(previous, state)
         assert planned.iteration.index == begun.pop(0).index
         assert list(then) == begun

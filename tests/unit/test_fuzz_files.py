@@ -27,7 +27,7 @@ import sparkdl
 from sparkdl.checkpoint.identity import DataIdentity, FieldIdentity, ModelIdentity
 from sparkdl.checkpoint.manifest import Best, Manifest, checksum
 from sparkdl.checkpoint.residuals import WriteResiduals
-from sparkdl.checkpoint.resume import Restored, Resuming
+from sparkdl.checkpoint.resume import RestoredRun, ResumeCandidates
 from sparkdl.checkpoint.save import RunIdentity
 from sparkdl.checkpoint.slice_io import write_slice
 from sparkdl.checkpoint.store import CheckpointStore
@@ -47,8 +47,8 @@ from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
 from sparkdl.model.flat import layout_of
-from sparkdl.model.policy import Policy
-from sparkdl.slices.spec import slice_plans
+from sparkdl.model.policy import TrainingOptions
+from sparkdl.slices.spec import slice_specs
 from sparkdl.slices.state import SliceState
 
 CASES = {
@@ -143,7 +143,8 @@ IDENTITY = RunIdentity(
     data=DATA,
     constants=CONSTANTS,
     optimizers=("Adam",),
-    options=Policy(),
+    options=TrainingOptions(),
+    metric="loss",
 )
 
 
@@ -161,7 +162,7 @@ def slice_state(plan: Any) -> SliceState:
 def write_a_checkpoint(root: Path) -> Path:
     store = CheckpointStore(root)
     directory = store.begin(4)
-    plans = slice_plans(LAYOUT, 2)
+    plans = slice_specs(LAYOUT, 2)
     kinds = {
         kind: tuple(write_slice(directory, p.index, p, slice_state(p), kind) for p in plans)
         for kind in ("slice", "best")
@@ -231,13 +232,13 @@ class Reader:
         self.found: list[object] = []
 
     def start(self, read: Any, reported: Any, which: str = "") -> None:
-        for plan in slice_plans(LAYOUT, 1):
+        for plan in slice_specs(LAYOUT, 1):
             state = read(plan, torch.float32)
             assert state.weights.shape == (plan.length,)
             arrays = sorted((name, array.tolist()) for name, array in state.arrays.items())
             self.found.append([state.weights.tolist(), arrays, str(state.others)])
 
-    def start_residuals(self, read: Any, reported: Any) -> None:
+    def load_residuals(self, read: Any, reported: Any) -> None:
         for replica in range(2):
             kept = {f"{n}.{k}": t for n, d in (read(replica) or {}).items() for k, t in d.items()}
             self.found.append(sorted((key, t.tolist()) for key, t in kept.items()))
@@ -267,9 +268,9 @@ UNTRAINED = TrainedModel(
 
 def read_checkpoint(root: Path) -> object:
     reader = Reader()
-    resuming = Resuming(None, root)
+    resuming = ResumeCandidates(None, root)
     found = resuming.restore(reader, IDENTITY)  # type: ignore[arg-type]
-    assert isinstance(found, Restored)
+    assert isinstance(found, RestoredRun)
     use_history(found.history)
     assert isinstance(found.state, TrainState)
     return reader.found

@@ -10,24 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl.slices.reduce import reduce_gradients
-from sparkdl.slices.section import Contribution
-from sparkdl.slices.spec import Piece, SlicePlan
+from sparkdl.slices.section import Section
+from sparkdl.slices.spec import Fragment, SliceSpec
 
 NAN = float("nan")
 
 
-def plan_of(*pieces: Piece) -> SlicePlan:
-    return SlicePlan(0, 0, max(piece.stop for piece in pieces), pieces)
+def plan_of(*pieces: Fragment) -> SliceSpec:
+    return SliceSpec(0, 0, max(piece.stop for piece in pieces), pieces)
 
 
-GRADIENT = plan_of(Piece(0, "parameter", 0, 4))
+GRADIENT = plan_of(Fragment(0, "parameter", 0, 4))
 
 
 def contributions(
     values: list[list[float]], weights: list[float], dtype: torch.dtype = torch.float32
-) -> list[Contribution]:
+) -> list[Section]:
     return [
-        Contribution(replica, weight, torch.tensor(row, dtype=dtype), torch.empty(0, dtype=dtype))
+        Section(replica, weight, torch.tensor(row, dtype=dtype), torch.empty(0, dtype=dtype))
         for replica, (row, weight) in enumerate(zip(values, weights, strict=True))
     ]
 
@@ -37,7 +37,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def reduced(
-    items: list[Contribution], dtype: torch.dtype | None = None, plan: SlicePlan = GRADIENT
+    items: list[Section], dtype: torch.dtype | None = None, plan: SliceSpec = GRADIENT
 ) -> torch.Tensor:
     out = torch.full((plan.dense_length,), NAN, dtype=dtype or items[0].gradient.dtype)
     assert reduce_gradients(plan, items, out).gradient is out
@@ -109,15 +109,15 @@ def test_the_sum_runs_in_replica_order() -> None:
 def test_only_the_dense_trainable_part_is_summed(dtype: torch.dtype) -> None:
     """A table's rows and the buffers go their own ways."""
     plan = plan_of(
-        Piece(0, "parameter", 0, 2),
-        Piece(1, "parameter", 2, 6, (2, 3), True),
-        Piece(2, "average", 8, 2),
+        Fragment(0, "parameter", 0, 2),
+        Fragment(1, "parameter", 2, 6, (2, 3), True),
+        Fragment(2, "average", 8, 2),
     )
     buffers = torch.full((2,), NAN, dtype=dtype)
     rows = torch.tensor([1]), torch.ones(1, 3, dtype=dtype)
     items = [
-        Contribution(0, 1, torch.tensor([1, 2], dtype=dtype), buffers, tables={1: rows}),
-        Contribution(1, 1, torch.tensor([3, 4], dtype=dtype), buffers),
+        Section(0, 1, torch.tensor([1, 2], dtype=dtype), buffers, tables={1: rows}),
+        Section(1, 1, torch.tensor([3, 4], dtype=dtype), buffers),
     ]
     out = torch.full((2,), NAN, dtype=dtype)
     found = reduce_gradients(plan, items, out)
@@ -153,7 +153,7 @@ def test_a_parameter_is_absent_where_no_replica_has_it(
     absent: list[set[int]], expected: set[int]
 ) -> None:
     items = [
-        Contribution(replica, 1, torch.zeros(4), torch.empty(0), frozenset(numbers))
+        Section(replica, 1, torch.zeros(4), torch.empty(0), frozenset(numbers))
         for replica, numbers in enumerate(absent)
     ]
     assert reduce_gradients(GRADIENT, items, torch.empty(4)).absent == frozenset(expected)
@@ -161,14 +161,14 @@ def test_a_parameter_is_absent_where_no_replica_has_it(
 
 # Tables: rows of the replicas are added up, each row in replica order
 
-TABLE = plan_of(Piece(0, "parameter", 0, 24, (8, 3), True))
+TABLE = plan_of(Fragment(0, "parameter", 0, 24, (8, 3), True))
 
 
-def with_rows(replica: int, weight: float, rows: list[int], seed: int) -> Contribution:
+def with_rows(replica: int, weight: float, rows: list[int], seed: int) -> Section:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(len(rows), 3, generator=generator)
     tables = {0: (torch.tensor(rows, dtype=torch.int64), values)}
-    return Contribution(replica, weight, torch.empty(0), torch.empty(0), tables=tables)
+    return Section(replica, weight, torch.empty(0), torch.empty(0), tables=tables)
 
 
 @settings(deadline=None, max_examples=40)
@@ -194,5 +194,5 @@ def test_rows_add_up_as_the_whole_table_would(
 
 
 def test_a_table_that_no_replica_touched_has_no_rows() -> None:
-    item = Contribution(0, 1, torch.empty(0), torch.empty(0), frozenset({0}))
+    item = Section(0, 1, torch.empty(0), torch.empty(0), frozenset({0}))
     assert reduce_gradients(TABLE, [item], torch.empty(0)).tables == {}

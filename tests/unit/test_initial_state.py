@@ -13,20 +13,20 @@ import torch
 from pyspark import cloudpickle
 from torch import nn
 
-from sparkdl.data.batches import Assembly
+from sparkdl.data.batches import BatchSpec
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.local import LocalEngine
-from sparkdl.engines.shuffle.replica_context import CheckSeat, PrepareReplica
-from sparkdl.engines.shuffle.state_tasks import InitialState, PrepareOwner, RecipeSource
-from sparkdl.engines.shuffle.weights import borrow_weights, load_weights
+from sparkdl.engines.shuffle.replica_context import CheckReplica, PrepareReplica
+from sparkdl.engines.shuffle.state_tasks import InitialState, PrepareSlice, RecipeSource
+from sparkdl.engines.shuffle.weights import load_weights, map_weights
 from sparkdl.errors import ModelError, StaleReferenceError
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.iteration import Iteration, SliceHandle, SliceReport
 from sparkdl.replica.open_run import plans_of
-from sparkdl.replica.run import ReplicaHandle, Run, open_replica
+from sparkdl.replica.run import ReplicaHandle, RunSpec, open_replica
 from sparkdl.slab.pool import close_pool, open_pool
 from sparkdl.slab.root import SlabConfig, remove_root
 
@@ -42,13 +42,13 @@ class Process:
 
     def __init__(self, folder: Path, built_from: object) -> None:
         slab = SlabConfig.new(str(folder), "beginning")
-        self.run = Run(slab, 0, 1, SLICES, None, (6,), threads=1)  # type: ignore[arg-type]
+        self.run = RunSpec(slab, 0, 1, SLICES, None, (6,), threads=1)  # type: ignore[arg-type]
         recipe = Recipe(built_from, nn.CrossEntropyLoss(), partial(torch.optim.SGD, lr=0.1), 0)  # type: ignore[arg-type]
         source = RecipeSource(cloudpickle.dumps(recipe))
         handle = pickle.dumps(ReplicaHandle(self.run, 0, 0))
         samples = pickle.dumps(SampleHandle("", (), "", 0, (), 0))
         self.seat = (next(PrepareReplica(source)(0, [handle])), samples)
-        self.owners = [list(PrepareOwner(self.run, source, 1)(n, [])) for n in range(SLICES)]
+        self.owners = [list(PrepareSlice(self.run, source, 1)(n, [])) for n in range(SLICES)]
         self.ticks = 0
 
     def begin(self) -> list[SliceReport]:
@@ -59,7 +59,7 @@ class Process:
 
     def digest(self) -> str:
         """Of the initial weights, as a replica tells it to the driver."""
-        return pickle.loads(next(CheckSeat({})(0, iter([self.seat]))))[1].digest
+        return pickle.loads(next(CheckReplica({})(0, iter([self.seat]))))[1].digest
 
     def bytes(self, states: list[SliceHandle]) -> list[bytes]:
         return [open_pool(self.run.slab).read(state.weights).tobytes() for state in states]
@@ -92,7 +92,7 @@ def borrow(process: Process, live: LiveReplica) -> None:
     """Compute with weights where they lie: what was in the replica is lost."""
     pool, states = open_pool(process.run.slab), [report.state for report in process.begin()]
     live = open_replica(process.run)
-    borrow_weights(live, plans_of(process.run).slices, states, pool)  # type: ignore[arg-type]
+    map_weights(live, plans_of(process.run).slices, states, pool)  # type: ignore[arg-type]
     live.flat.module(torch.ones(2, 200))
     live.flat.give_back()
 
@@ -171,8 +171,8 @@ def test_what_is_frozen_may_be_shared(process, monkeypatch):
 @pytest.mark.parametrize("built_from", [model, model()], ids=["function", "instance"])
 def test_so_it_has_in_one_process(tmp_path, built_from):
     slab = SlabConfig.new(str(tmp_path), "one-process")
-    assembly = Assembly(num_features=1, num_labels=1)
-    run = Run(slab, 0, 1, SLICES, assembly, (6,), threads=1)
+    assembly = BatchSpec(num_features=1, num_labels=1)
+    run = RunSpec(slab, 0, 1, SLICES, assembly, (6,), threads=1)
     recipe = Recipe(built_from, nn.CrossEntropyLoss(), partial(torch.optim.SGD, lr=0.1), 0)
     writer = PartitionWriter(slab)
     rows = np.random.default_rng(0).normal(size=(6, 200)).astype("float32")

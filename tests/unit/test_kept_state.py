@@ -11,7 +11,7 @@ from torch import nn
 
 from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.errors import ParameterError
-from sparkdl.infer.kept_state import KeptState
+from sparkdl.infer.kept_state import StoredState
 from sparkdl.model.flat import layout_of
 from sparkdl.model.preparation import freeze
 from sparkdl.model.recipe import weights_digest
@@ -33,7 +33,7 @@ def identity(**changes: Any) -> ModelIdentity:
 def start() -> SimpleNamespace:
     """As much of a TrainedModel as matters here."""
     module = make_model()
-    kept = KeptState((b"",), identity(), ("Adam",), weights_digest(module))
+    kept = StoredState((b"",), identity(), ("Adam",), weights_digest(module))
     return SimpleNamespace(module=module, optimizer_state=kept)
 
 
@@ -45,7 +45,7 @@ def test_tensors_in_another_order_are_told_of_start() -> None:
     with pytest.raises(
         ParameterError, match=r'and parameter "b\.weight" in start: the order differs'
     ):
-        KeptState((), there, (), "").check(here, ())
+        StoredState((), there, (), "").check(here, ())
 
 
 def test_fits_where_nothing_differs(start: SimpleNamespace) -> None:

@@ -14,15 +14,15 @@ import sparkdl
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.loop.advance import first_state
 from sparkdl.loop.config import LoopConfig
-from sparkdl.loop.engine import StepResult
+from sparkdl.loop.engine import IterationResult
 from sparkdl.loop.history import History
 from sparkdl.loop.interrupt import Interrupt
 from sparkdl.loop.loop import train
 from sparkdl.loop.schedule import Schedule
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.iteration import Iteration
-from sparkdl.slices.optimizer import OptimizerPlan
+from sparkdl.slices.optimizer import OptimizerSpec
 
 X = torch.arange(12.0).reshape(12, 1)
 
@@ -36,12 +36,12 @@ class TensorEngine:
         self.plan = EpochPlan((12,), 4)
         self.weight = torch.zeros(1)
 
-    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> StepResult:
+    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
         ((start, stop),) = self.plan.rows(iteration.batch)
         x = X[start:stop]
         error = x @ self.weight[:, None] - 2 * x
         self.weight -= 0.01 * (x * error).mean()
-        return StepResult((error**2).mean().item(), stop - start)
+        return IterationResult((error**2).mean().item(), stop - start)
 
 
 class Heard(sparkdl.Callback):
@@ -58,9 +58,9 @@ def run(stop: sparkdl.Trigger, callbacks: Sequence[sparkdl.Callback] = ()) -> tu
     engine, model = TensorEngine(), nn.Linear(1, 1)
     recipe = Recipe(model, nn.MSELoss(), torch.optim.SGD, 0)
     schedule = Schedule(
-        OptimizerPlan.of(recipe, list(model.parameters()), model), None, "iteration"
+        OptimizerSpec.of(recipe, list(model.parameters()), model), None, "iteration"
     )
-    config, history = LoopConfig(stop=stop, options=Policy()), History()
+    config, history = LoopConfig(stop=stop, options=TrainingOptions()), History()
     state = replace(first_state(config.options), iterations_per_epoch=engine.plan.num_iterations)
     asked = Interrupt()
     end = train(None, config, engine, schedule, [], callbacks, state, history, asked)

@@ -13,7 +13,7 @@ from torch import nn
 
 from sparkdl.model.live_replica import on_device
 from sparkdl.model.loss import NoValuePerSample, call_loss, masses_of, unreduced, weighted_mean
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.replica.compute import MiniBatch, weigh
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -131,12 +131,12 @@ def test_unreduced_leaves_the_users_loss_alone() -> None:
 
 
 def test_weigh_multiplies_by_the_class() -> None:
-    policy = Policy(class_weights=(0.5, 1.0, 4.0))
+    policy = TrainingOptions(class_weights=(0.5, 1.0, 4.0))
     table = torch.tensor([0.5, 1.0, 4.0], dtype=torch.float64)
     assert torch.equal(weigh([CLASSES], None, policy), table[CLASSES])
     assert torch.equal(weigh([CLASSES], WEIGHTS.float(), policy), WEIGHTS * table[CLASSES])
-    assert weigh([CLASSES], WEIGHTS, Policy()) is WEIGHTS
-    assert weigh([CLASSES], None, Policy()) is None
+    assert weigh([CLASSES], WEIGHTS, TrainingOptions()) is WEIGHTS
+    assert weigh([CLASSES], None, TrainingOptions()) is None
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 7])

@@ -6,18 +6,18 @@ import pytest
 import torch
 from nodes_here import Machine, Tagged, gradient_bytes
 
-from sparkdl.data.batches import Assembly
+from sparkdl.data.batches import BatchSpec
 from sparkdl.engines.shuffle import node_sums
 from sparkdl.engines.shuffle.messages import MOVED
-from sparkdl.engines.shuffle.node_sums import NodeSums
+from sparkdl.engines.shuffle.node_sums import NodeReducePlan
 from sparkdl.engines.shuffle.traffic import SliceBytes, planned
-from sparkdl.model.flat import Layout, Segment, layout_of
-from sparkdl.model.policy import Policy
+from sparkdl.model.flat import Layout, TensorRange, layout_of
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.replica.iteration import SliceHandle
-from sparkdl.replica.run import Run
+from sparkdl.replica.run import RunSpec
 from sparkdl.slab.pool import Reference
 from sparkdl.slab.root import SlabConfig
-from sparkdl.slices.spec import slice_plans
+from sparkdl.slices.spec import slice_specs
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_the_bits_are_the_same_wherever_the_sums_are_made(machine, case):
         assert gradient_bytes(here) == 0
         assert gradient_bytes(ours) <= gradient_bytes(theirs), iteration
     if all(rows):
-        plans = slice_plans(layout_of(ours_model(changes)), len(slices))
+        plans = slice_specs(layout_of(ours_model(changes)), len(slices))
         assert gradient_bytes(theirs) - gradient_bytes(ours) == saving(summed, plans, changes)
 
 
@@ -124,23 +124,25 @@ def test_a_task_that_finds_itself_elsewhere_reports_it(machine):
 
 def layout(megabytes: int) -> Layout:
     length = megabytes * 250_000
-    segment = Segment("w", "parameter", 0, length, (length,), torch.float32)
+    segment = TensorRange("w", "parameter", 0, length, (length,), torch.float32)
     return Layout((segment,), torch.float32, length)
 
 
 def chosen(megabytes: int, replicas: str, slices: str, **policy):
 
-    run = Run(
+    run = RunSpec(
         SlabConfig("", ""),
         0,
         len(replicas),
         len(slices),
-        Assembly(num_features=1, num_labels=1),
+        BatchSpec(num_features=1, num_labels=1),
         (1,) * len(replicas),
         1,
     )
     states = [SliceHandle(Reference("", "", token, 0, 0)) for token in slices]
-    return NodeSums(layout(megabytes), run, Policy(**policy)).chosen(tuple(replicas), states)
+    return NodeReducePlan(layout(megabytes), run, TrainingOptions(**policy)).chosen(
+        tuple(replicas), states
+    )
 
 
 def test_nodes_sum_where_it_saves_more_than_a_stage_costs():

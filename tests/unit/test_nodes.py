@@ -12,9 +12,9 @@ from sparkdl.engines.shuffle.traffic import (
     between_nodes,
     least_bytes,
     planned,
-    worth_summing,
+    sum_is_smaller,
 )
-from sparkdl.loop.engine import NodeBytes, most
+from sparkdl.loop.engine import Traffic, busiest
 
 SLICE = SliceBytes(wire=400, flat=400, weights=400)
 
@@ -36,13 +36,13 @@ def test_where_nodes_sum_first_they_send_the_least_there_is(nodes: int, replicas
     for node in found.values():
         assert (node.sent, node.received) == (least, least)
         assert node.gradients_sent == node.weights_sent == least / 2
-    assert most(found) == least
+    assert busiest(found) == least
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_where_they_do_not_it_is_as_often_as_they_have_replicas(replicas: int) -> None:
     placed, slices = even(3, replicas), [SLICE] * 3 * replicas
-    assert most(planned(placed, slices, summed=False)) == replicas * least_bytes(
+    assert busiest(planned(placed, slices, summed=False)) == replicas * least_bytes(
         400 * len(slices), 3
     )
 
@@ -51,10 +51,10 @@ def test_the_figures_of_a_case_by_hand() -> None:
     """Replicas 0 and 1 are a block of the tree, 2 is alone; the one slice is at 2's node."""
     placed = Nodes(("a", "a", "b"), ("b",))
     found = planned(placed, [SliceBytes(wire=100, flat=200, weights=300)], summed=False)
-    assert found == {"a": NodeBytes(200, 0, 0, 600), "b": NodeBytes(0, 600, 200, 0)}
+    assert found == {"a": Traffic(200, 0, 0, 600), "b": Traffic(0, 600, 200, 0)}
     found = planned(placed, [SliceBytes(wire=200, flat=200, weights=300)], summed=True)
-    assert found == {"a": NodeBytes(200, 0, 0, 300), "b": NodeBytes(0, 300, 200, 0)}
-    assert most(found) == 300
+    assert found == {"a": Traffic(200, 0, 0, 300), "b": Traffic(0, 300, 200, 0)}
+    assert busiest(found) == 300
 
 
 def test_replicas_that_are_no_block_of_the_tree_cannot_be_summed() -> None:
@@ -65,8 +65,8 @@ def test_replicas_that_are_no_block_of_the_tree_cannot_be_summed() -> None:
 
 
 def test_half_the_width_is_worth_a_sum_only_of_more_than_two() -> None:
-    assert [worth_summing(k, wire=2, flat=4) for k in (1, 2, 3)] == [False, False, True]
-    assert [worth_summing(k, wire=4, flat=4) for k in (1, 2, 3)] == [False, True, True]
+    assert [sum_is_smaller(k, wire=2, flat=4) for k in (1, 2, 3)] == [False, False, True]
+    assert [sum_is_smaller(k, wire=4, flat=4) for k in (1, 2, 3)] == [False, True, True]
 
 
 @settings(deadline=None)
@@ -88,9 +88,9 @@ def test_each_slice_has_one_representative_a_node_and_what_leaves_arrives(
     summed = planned(nodes, [SLICE] * len(slices), summed=True)
     for found in (plain, summed):
         assert sum(node.sent for node in found.values()) == sum(n.received for n in found.values())
-    assert most(summed) <= most(plain)
+    assert busiest(summed) <= busiest(plain)
 
 
 def test_what_stays_on_its_node_counts_nothing() -> None:
     assert between_nodes([("a", "a", 5)], [("b", "b", 7)]) == {}
-    assert most({}) == 0
+    assert busiest({}) == 0

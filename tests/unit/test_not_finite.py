@@ -10,23 +10,23 @@ from torch import nn
 
 from sparkdl.model.flat import layout_of
 from sparkdl.slices.section import (
-    Contribution,
-    SectionMap,
+    Section,
+    SectionLayout,
     first_not_finite,
     open_section,
     section_nbytes,
     write_gradients,
 )
-from sparkdl.slices.spec import SlicePlan, slice_plans
+from sparkdl.slices.spec import SliceSpec, slice_specs
 
 MODEL = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7))
 LAYOUT = layout_of(MODEL)
 
 
-def sections(gradients: list[torch.Tensor]) -> list[tuple[SlicePlan, Contribution]]:
+def sections(gradients: list[torch.Tensor]) -> list[tuple[SliceSpec, Section]]:
     written = []
-    for plan in slice_plans(LAYOUT, 2):
-        section = SectionMap(torch.float32)
+    for plan in slice_specs(LAYOUT, 2):
+        section = SectionLayout(torch.float32)
         data = bytearray(section_nbytes(plan, torch.float32, section))
         contribution = open_section(plan, torch.float32, section, memoryview(data))
         write_gradients(LAYOUT, plan, gradients, {}, contribution)

@@ -17,7 +17,8 @@ import sparkdl.optim
 from sparkdl.errors import ModelError
 from sparkdl.model.optimizer_factory import build_optimizers
 from sparkdl.model.recipe import Recipe
-from sparkdl.slices.optimizer import OptimizerPlan
+from sparkdl.slices.optimizer import OptimizerSpec
+from sparkdl.slices.optimizer_probe import probe_cut_rule
 from sparkdl.train.recipes import plan_optimizer
 
 
@@ -49,9 +50,10 @@ def two_groups(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.1)
 
 
-def plan_of(module: nn.Module, make: Any) -> OptimizerPlan:
+def plan_of(module: nn.Module, make: Any) -> OptimizerSpec:
     trainable = [p for p in module.parameters() if p.requires_grad]
-    return OptimizerPlan.of(Recipe(module, torch.square, make, 0), trainable, module)
+    plan = OptimizerSpec.of(Recipe(module, torch.square, make, 0), trainable, module)
+    return probe_cut_rule(plan, trainable, module)
 
 
 # Refusals
@@ -284,7 +286,7 @@ def test_frozen_parameters_may_be_in_a_group() -> None:
 
 
 def test_mirrors_have_the_groups_and_little_else() -> None:
-    (mirror,) = plan_of(make_net(), two_groups).mirrors()
+    (mirror,) = plan_of(make_net(), two_groups).schedule_targets()
     assert isinstance(mirror, torch.optim.AdamW)
     assert [group["lr"] for group in mirror.param_groups] == [0.01, 0.1]
     assert [[p.numel() for p in group["params"]] for group in mirror.param_groups] == [[1], [1]]
@@ -295,7 +297,7 @@ def test_mirrors_of_several_are_in_the_order_of_groups() -> None:
     plan = plan_of(
         make_net(), {"last": partial(torch.optim.Muon, lr=0.5), "": partial(SGD, lr=0.25)}
     )
-    assert [type(mirror) for mirror in plan.mirrors()] == [torch.optim.Muon, SGD]
+    assert [type(mirror) for mirror in plan.schedule_targets()] == [torch.optim.Muon, SGD]
     assert [group["lr"] for group in plan.groups] == [0.5, 0.25]
     assert plan.members == ((5,), (0, 1, 2, 3, 4))
 

@@ -23,7 +23,7 @@ from sparkdl.data import partition_writer as partition
 from sparkdl.data.arrow_tasks import WriteDataFrame
 from sparkdl.data.columns.base import Column
 from sparkdl.data.partition_files import segment_files
-from sparkdl.data.partition_join import join_parts
+from sparkdl.data.partition_join import join_partition
 from sparkdl.data.partition_writer import (
     Extreme,
     Field,
@@ -34,7 +34,7 @@ from sparkdl.data.partition_writer import (
 )
 from sparkdl.data.ragged import Padding, Ragged, Rows
 from sparkdl.data.record_tasks import WriteRecords
-from sparkdl.data.row_errors import SAME_SHAPE, SAME_TYPE, Problem, RowProblem
+from sparkdl.data.row_errors import SAME_SHAPE, SAME_TYPE, BadRow, RowError
 from sparkdl.errors import SlabFullError, StaleReferenceError
 from sparkdl.slab.root import Root, SlabConfig, open_root, remove_root
 
@@ -121,7 +121,9 @@ def write_parts(
             writer.add(names, [column[low:high] for column in columns], of)
         parts.append(list(writer.parts(count)))
     random = np.random.default_rng(0)
-    return [join_parts(slab, [row[m] for row in random.permutation(parts)]) for m in range(count)]
+    return [
+        join_partition(slab, [row[m] for row in random.permutation(parts)]) for m in range(count)
+    ]
 
 
 @pytest.mark.parametrize("cuts", [[], [20], [10, 20, 21, 40, 40]])
@@ -170,7 +172,7 @@ def test_parts_of_different_shapes_are_a_mistake(slab: SlabConfig) -> None:
         writer.add(["x"], [np.zeros(shape, np.float32)], np.zeros(shape[0], np.int32))
         parts += writer.parts(1)
     text = "is float32[4] where row 0 of partition 1 is float32[2]"
-    assert join_parts(slab, parts[::-1]).problem == Problem("x", 0, text, SAME_SHAPE, 2)
+    assert join_partition(slab, parts[::-1]).problem == BadRow("x", 0, text, SAME_SHAPE, 2)
 
 
 @settings(
@@ -247,22 +249,22 @@ def test_rows_of_another_shape_are_a_mistake(
 ) -> None:
     writer = PartitionWriter(slab)
     writer.add(["x"], [np.zeros((5, 2), np.float32)])
-    with pytest.raises(RowProblem) as caught:
+    with pytest.raises(RowError) as caught:
         writer.add(["x"], [second])
-    assert caught.value.problem == Problem("x", 5, text, remedy)
+    assert caught.value.problem == BadRow("x", 5, text, remedy)
 
 
 def test_a_failed_partition_leaves_no_file(slab: SlabConfig) -> None:
     writer = PartitionWriter(slab)
     writer.add(["x"], [np.zeros(3)])
     assert len(sample_files(slab)) == 1
-    problem = Problem("x", 3, "is null", "Drop it.")
+    problem = BadRow("x", 3, "is null", "Drop it.")
     handle = writer.fail(problem)
     assert sample_files(slab) == []
     assert handle.problem == problem
     assert (handle.num_rows, handle.segments) == (0, ())
     part = writer.failed_part(problem)
-    assert join_parts(slab, [part]).problem == problem
+    assert join_partition(slab, [part]).problem == problem
 
 
 def sample_files(slab: SlabConfig) -> list[str]:
@@ -568,7 +570,7 @@ def test_large_records_that_differ(
     first = np.zeros((1, 1 << 22), np.float32)
     (frame,) = WriteRecords(slab, False, "float32")(0, iter([first, first, second]))
     text = f"{text} float32[1, 4194304]"
-    assert pickle.loads(frame).problem == Problem("features", 2, text, remedy)
+    assert pickle.loads(frame).problem == BadRow("features", 2, text, remedy)
 
 
 def test_equal_rows_without_end(slab: SlabConfig, monkeypatch: pytest.MonkeyPatch) -> None:

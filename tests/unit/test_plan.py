@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl.codec.packed import ALIGNMENT
-from sparkdl.model.flat import Layout, Segment
-from sparkdl.slices.spec import Piece, slice_plans
+from sparkdl.model.flat import Layout, TensorRange
+from sparkdl.slices.spec import Fragment, slice_specs
 
 KINDS = ("parameter", "parameter", "average", "exact")
 quick = settings(deadline=None, max_examples=100)
@@ -32,7 +32,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         length = shape[0] * (width if kind == 1 else 1)
         name = f"s{len(segments)}"
         segments.append(
-            Segment(name, KINDS[kind], position, length, shape, dtype, sparse=kind == 1)
+            TensorRange(name, KINDS[kind], position, length, shape, dtype, sparse=kind == 1)
         )
         position += -(-length // step) * step
     return Layout(tuple(segments), dtype, position)
@@ -44,7 +44,7 @@ both = st.booleans()
 @quick
 @given(layouts(), st.integers(1, 12), both)
 def test_slices_cover_the_vector_exactly(layout: Layout, slices: int, whole: bool) -> None:
-    plans = slice_plans(layout, slices, whole)
+    plans = slice_specs(layout, slices, whole)
     assert [plan.index for plan in plans] == list(range(slices))
     assert plans[0].start == 0
     assert plans[-1].stop == layout.size
@@ -58,7 +58,7 @@ def test_slices_are_aligned_outside_tables_and_of_nearly_equal_length(
     layout: Layout, slices: int
 ) -> None:
     step = ALIGNMENT // layout.dtype.itemsize
-    plans = slice_plans(layout, slices)
+    plans = slice_specs(layout, slices)
     tables = [s for s in layout.segments if s.sparse]
     for plan in plans:
         inside = [s for s in tables if s.start < plan.start < s.stop]
@@ -72,7 +72,7 @@ def test_slices_are_aligned_outside_tables_and_of_nearly_equal_length(
 @quick
 @given(layouts(), st.integers(1, 12), both)
 def test_pieces_partition_the_segments(layout: Layout, slices: int, whole: bool) -> None:
-    plans = slice_plans(layout, slices, whole)
+    plans = slice_specs(layout, slices, whole)
     pieces = [(plan, piece) for plan in plans for piece in plan.pieces]
     for plan, piece in pieces:
         segment = layout.segments[piece.number]
@@ -88,7 +88,7 @@ def test_pieces_partition_the_segments(layout: Layout, slices: int, whole: bool)
 @quick
 @given(layouts(), st.integers(1, 12), both)
 def test_pieces_have_the_shape_of_what_they_are(layout: Layout, slices: int, whole: bool) -> None:
-    for piece in (piece for plan in slice_plans(layout, slices, whole) for piece in plan.pieces):
+    for piece in (piece for plan in slice_specs(layout, slices, whole) for piece in plan.pieces):
         segment = layout.segments[piece.number]
         if segment.sparse:
             assert piece.shape[0] * piece.shape[1] == piece.length
@@ -100,7 +100,7 @@ def test_pieces_have_the_shape_of_what_they_are(layout: Layout, slices: int, who
 @quick
 @given(layouts(), st.integers(1, 12))
 def test_tables_are_cut_between_rows_that_are_counted_on(layout: Layout, slices: int) -> None:
-    plans = slice_plans(layout, slices)
+    plans = slice_specs(layout, slices)
     for number, segment in enumerate(layout.segments):
         if segment.sparse and segment.length:
             parts = [p for plan in plans for p in plan.tables if p.number == number and p.length]
@@ -122,7 +122,7 @@ def test_lengths_end_with_the_last_element_of_their_kind(
         }
 
     trainable, dense = elements((False, True)), elements((False,))
-    for plan in slice_plans(layout, slices, whole):
+    for plan in slice_specs(layout, slices, whole):
         filled = [p for p in plan.pieces if p.length]
         if len(filled) < len(plan.pieces):
             continue  # an empty tensor has a place, and no element
@@ -135,45 +135,45 @@ def test_lengths_end_with_the_last_element_of_their_kind(
 def test_a_segment_across_a_cut() -> None:
     layout = Layout(
         (
-            Segment("weight", "parameter", 0, 40, (5, 8), torch.float32),
-            Segment("mean", "average", 48, 5, (5,), torch.float32),
+            TensorRange("weight", "parameter", 0, 40, (5, 8), torch.float32),
+            TensorRange("mean", "average", 48, 5, (5,), torch.float32),
         ),
         torch.float32,
         64,
     )
-    first, second = slice_plans(layout, 2)
+    first, second = slice_specs(layout, 2)
     assert (first.start, first.stop, second.start, second.stop) == (0, 32, 32, 64)
-    assert first.pieces == (Piece(0, "parameter", 0, 32),)
-    assert second.pieces == (Piece(0, "parameter", 0, 8), Piece(1, "average", 16, 5, (5,)))
+    assert first.pieces == (Fragment(0, "parameter", 0, 32),)
+    assert second.pieces == (Fragment(0, "parameter", 0, 8), Fragment(1, "average", 16, 5, (5,)))
     assert (first.trainable_length, second.trainable_length) == (32, 8)
     assert (first.buffers_start, second.buffers_start) == (32, 16)
-    first, second = slice_plans(layout, 2, whole=True)
-    assert first.pieces == (Piece(0, "parameter", 0, 40, (5, 8)),)
-    assert second.pieces == (Piece(1, "average", 0, 5, (5,)),)
+    first, second = slice_specs(layout, 2, whole=True)
+    assert first.pieces == (Fragment(0, "parameter", 0, 40, (5, 8)),)
+    assert second.pieces == (Fragment(1, "average", 0, 5, (5,)),)
 
 
 def test_a_table_across_a_cut() -> None:
     layout = Layout(
         (
-            Segment("bias", "parameter", 0, 3, (3,), torch.float32),
-            Segment("table", "parameter", 16, 50, (10, 5), torch.float32, True),
+            TensorRange("bias", "parameter", 0, 3, (3,), torch.float32),
+            TensorRange("table", "parameter", 16, 50, (10, 5), torch.float32, True),
         ),
         torch.float32,
         80,
     )
-    first, second = slice_plans(layout, 2)
+    first, second = slice_specs(layout, 2)
     assert first.pieces == (
-        Piece(0, "parameter", 0, 3, (3,)),
-        Piece(1, "parameter", 16, 20, (4, 5), True, 0),
+        Fragment(0, "parameter", 0, 3, (3,)),
+        Fragment(1, "parameter", 16, 20, (4, 5), True, 0),
     )
-    assert second.pieces == (Piece(1, "parameter", 0, 30, (6, 5), True, 4),)
+    assert second.pieces == (Fragment(1, "parameter", 0, 30, (6, 5), True, 4),)
     assert (first.dense_length, second.dense_length) == (3, 0)
     assert second.tables == second.pieces
 
 
 @pytest.mark.parametrize("slices", [2, 5])
 def test_more_slices_than_blocks_leave_some_empty(slices: int) -> None:
-    layout = Layout((Segment("w", "parameter", 0, 3, (3,), torch.float32),), torch.float32, 16)
-    plans = slice_plans(layout, slices)
+    layout = Layout((TensorRange("w", "parameter", 0, 3, (3,), torch.float32),), torch.float32, 16)
+    plans = slice_specs(layout, slices)
     assert sorted(plan.length for plan in plans) == [0] * (slices - 1) + [16]
     assert sum(len(plan.pieces) for plan in plans) == 1

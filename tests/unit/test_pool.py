@@ -130,16 +130,16 @@ def test_what_is_lent_is_what_was_written_and_writing_to_it_is_nobodys_business(
     """Also when the same file is lent again, after a write or after another version came into it."""
     other = Pool(config)
     first = write(pool, 1, 0)
-    lent = other.lend(first.part(2, 4))
+    lent = other.map_private(first.part(2, 4))
     assert bytes(lent) == b"3456"
     lent[:] = 0
     assert bytes(pool.read(first)) == b"12345678"
     assert bytes(other.read(first)) == b"12345678"
-    assert bytes(other.lend(first)) == b"12345678"
-    other.lend(first)[:4] = 0
+    assert bytes(other.map_private(first)) == b"12345678"
+    other.map_private(first)[:4] = 0
     second = write(pool, 3, 2, b"abcdefgh")
     assert second.path == first.path
-    assert bytes(other.lend(second)) == b"abcdefgh"
+    assert bytes(other.map_private(second)) == b"abcdefgh"
     with pytest.raises(StaleReferenceError):
         other.check(first)
     other.close()

@@ -17,7 +17,7 @@ from torch import nn
 from sparkdl.errors import ModelError, StaleReferenceError
 from sparkdl.model.recipe import Recipe, optimizer_class, weights_digest
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.run import Run, install_recipe, open_replica
+from sparkdl.replica.run import RunSpec, install_recipe, open_replica
 from sparkdl.slab.root import SlabConfig, open_root, remove_root, write_private
 
 
@@ -147,7 +147,7 @@ def test_a_function_is_given_the_module() -> None:
 def test_a_recipe_that_was_deleted_is_state_that_is_lost(tmp_path, gone) -> None:
     """Not an error of the user's: it is put there again when the replicas are placed anew."""
     slab = SlabConfig.new(str(tmp_path), f"app-{gone.split()[1]}")
-    run = Run(slab, 0, 1, 1, None, (1,), torch.get_num_threads())  # type: ignore[arg-type]
+    run = RunSpec(slab, 0, 1, 1, None, (1,), torch.get_num_threads())  # type: ignore[arg-type]
     install_recipe(run, [pickle.dumps(recipe(partial(nn.Linear, 3, 2)))])
     (directory,) = open_root(slab).directories
     (directory / "recipe").unlink()
@@ -174,7 +174,7 @@ def test_a_recipe_goes_where_there_is_room(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr("sparkdl.replica.run.write_private", write)
     slab = SlabConfig.new("auto", "full")
-    run = Run(slab, 0, 1, 1, None, (1,), torch.get_num_threads())  # type: ignore[arg-type]
+    run = RunSpec(slab, 0, 1, 1, None, (1,), torch.get_num_threads())  # type: ignore[arg-type]
     for _ in range(2):
         install_recipe(run, [pickle.dumps(recipe(partial(nn.Linear, 3, 2)))])
     assert [path.name for path in (memory / slab.name).glob("recipe*")] == []

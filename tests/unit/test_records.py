@@ -9,7 +9,7 @@ import pytest
 from pyspark.sql import Row
 
 from sparkdl.data.record_tasks import Names, Sample
-from sparkdl.data.row_errors import RowProblem
+from sparkdl.data.row_errors import RowError
 
 NAMES = Names(("ids", "mask"), ("label",), "weight", inputs=("input_ids", "attention_mask"))
 
@@ -44,7 +44,7 @@ def test_other_names_are_told_where_the_position_would_decide() -> None:
     record = Row(y=1, x=[0.5])
     names = Names(("features",), ("label",))
     for bare in (0, 1):
-        with pytest.raises(RowProblem, match="is a Row of y, x, which has no features, label"):
+        with pytest.raises(RowError, match="is a Row of y, x, which has no features, label"):
             names.sample(record, 3, bare)
     for bare in (2, None):  # they are the features alone, in order
         assert names.sample(record, 3, bare) is record
@@ -55,6 +55,6 @@ def test_features_by_keyword() -> None:
     assert NAMES.in_order(given, 0) == ([5, 6], [0, 1])
     assert NAMES.in_order(([5, 6], [0, 1]), 0) == ([5, 6], [0, 1])
     assert Names(("x",), inputs=("values",)).in_order({"values": [1.0]}, 0) == [1.0]
-    with pytest.raises(RowProblem, match="is a dict of input_ids, and lacks attention_mask"):
+    with pytest.raises(RowError, match="is a dict of input_ids, and lacks attention_mask"):
         NAMES.in_order({"input_ids": [5, 6]}, 0)
     assert Names(("x",)).in_order(given, 0) is given  # by position: told where it is made a tensor

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkdl.engines.recovery import MAX_LOSSES, Recovering
-from sparkdl.engines.replay_log import Log
+from sparkdl.engines.recovery import MAX_LOSSES, RecoveringEngine
+from sparkdl.engines.replay_log import ReplayLog
 from sparkdl.errors import (
     CheckpointError,
     ModelError,
@@ -21,7 +21,7 @@ from sparkdl.errors import (
     StateLostError,
     TrainingError,
 )
-from sparkdl.loop.engine import BEST, StepResult
+from sparkdl.loop.engine import BEST, IterationResult
 from sparkdl.replica.iteration import Iteration
 
 
@@ -37,7 +37,7 @@ class Engine:
     """Loses its state in those calls (counted from 0) that ``losses`` name."""
 
     plan = None
-    remark = ""
+    capacity_note = ""
 
     def __init__(self, losses: frozenset[int] = frozenset(), first: int = 7) -> None:
         self.state, self.losses, self.calls, self.first = State(), losses, 0, first
@@ -59,11 +59,11 @@ class Engine:
         else:
             self.state = State(value)
 
-    def step(self, iteration: Iteration, then=()) -> StepResult:
+    def step(self, iteration: Iteration, then=()) -> IterationResult:
         self._call()
         assert self.state.value is not None
         self.state.value = (self.state.value * 31 + iteration.index) % 1_000_003
-        return StepResult(float(self.state.value), 1)
+        return IterationResult(float(self.state.value), 1)
 
     def keep_best(self) -> None:
         self._call()
@@ -106,7 +106,7 @@ def test_the_log_gives_back_what_was_asked_for():
         )
         for i in range(8)
     ]
-    log = Log()
+    log = ReplayLog()
     for one in asked:
         log.append(one)
         if one.index % 3 == 0:
@@ -120,7 +120,7 @@ def test_the_log_gives_back_what_was_asked_for():
         found = [one and replace(one, description="") for one in log.since(start)]
         assert found == told[start:]
     assert log.iterations == 8
-    assert Log().iterations == 0
+    assert ReplayLog().iterations == 0
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_the_log_gives_back_what_was_asked_for():
     ],
 )
 def test_the_log_keeps_hyperparameters_of_any_kind(values):
-    log = Log()
+    log = ReplayLog()
     for i in range(6):
         log.append(Iteration(index=i, epoch=0, batch=i, hyperparameters=values(i)))
     told = [one.hyperparameters for one in log.since(0)]
@@ -144,7 +144,7 @@ def test_the_log_keeps_hyperparameters_of_any_kind(values):
 
 
 def test_a_schedule_costs_the_log_little():
-    log = Log()
+    log = ReplayLog()
     tracemalloc.start()
     for i in range(10_000):
         log.append(Iteration(index=i, epoch=0, batch=i, hyperparameters=({"lr": 1 / (i + 1)},)))
@@ -159,7 +159,7 @@ def iteration(index: int) -> Iteration:
 
 def run(engine: Engine, iterations: int, seconds: float | None, checkpoints: int = 0):
     """Losses of all iterations, the weights, the best ones, which are kept every third iteration."""
-    recovering = Recovering(engine, seconds)
+    recovering = RecoveringEngine(engine, seconds)
     recovering.start()
     losses = []
     for index in range(iterations):
@@ -225,7 +225,7 @@ def test_a_snapshot_that_cannot_be_taken_stops_nothing(caplog):
 def test_a_snapshot_is_taken_after_a_recovery():
     """Of the one that it came from, a copy may be gone."""
     engine = Engine()
-    recovering = Recovering(engine, 1000.0)
+    recovering = RecoveringEngine(engine, 1000.0)
     recovering.start()
     assert "snapshot" not in recovering.step(iteration(0)).seconds
     engine.losses = frozenset([engine.calls])
@@ -237,7 +237,7 @@ def test_a_snapshot_is_taken_after_a_recovery():
 def test_a_wait_that_was_too_long_is_waited_once():
     """Every other point, and the next iteration, would have to wait as long."""
     engine = Engine()
-    recovering = Recovering(engine, 0.0)
+    recovering = RecoveringEngine(engine, 0.0)
     recovering.start()
     recovering.step(iteration(0))
     waits = []
@@ -258,7 +258,7 @@ def test_a_wait_that_was_too_long_is_waited_once():
 
 def test_what_is_lost_again_and_again_is_an_error():
     engine = Engine(frozenset(range(1, 10_000)))
-    recovering = Recovering(engine, 0.0)
+    recovering = RecoveringEngine(engine, 0.0)
     recovering.start()
     with pytest.raises(StateLostError, match=r"lost\nFit again, with resume="):
         recovering.step(iteration(0))
@@ -272,7 +272,7 @@ def test_where_nothing_can_be_read_the_error_says_both(kind):
     def gone():
         raise kind("it was deleted")
 
-    recovering = Recovering(engine, None)
+    recovering = RecoveringEngine(engine, None)
     recovering.start(lambda: 3)
     recovering._starts[:] = [gone]
     engine.losses = frozenset([engine.calls])
@@ -298,7 +298,7 @@ def test_snapshots_are_rare_where_they_are_slow(monkeypatch):
         return step(asked)
 
     engine.take_snapshot, engine.step = slow, stepping
-    recovering = Recovering(engine, 5.0)
+    recovering = RecoveringEngine(engine, 5.0)
     recovering.start()
     costs = [recovering.step(iteration(i)).seconds.get("snapshot", 0.0) for i in range(200)]
     assert {cost for cost in costs if cost} == {3.0}
@@ -336,7 +336,7 @@ def test_a_snapshot_waits_for_the_iterations_that_have_begun(monkeypatch, ahead,
     now = [0.0]
     monkeypatch.setattr("sparkdl.engines.recovery.time.monotonic", lambda: now[0])
     engine, plain = Eager(frozenset() if lost is None else frozenset([lost])), Engine()
-    recovering = Recovering(engine, 5.0)
+    recovering = RecoveringEngine(engine, 5.0)
     recovering.start()
     plain.start()
     snapshots, count = [], 40

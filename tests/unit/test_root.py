@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from sparkdl.data import partition_files as files
-from sparkdl.data.fields import Field, Segment
-from sparkdl.data.partition_files import Column, SegmentWriter, map_file
+from sparkdl.data.fields import Field, RowFile
+from sparkdl.data.partition_files import MappedColumn, SegmentWriter, map_file
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.errors import SlabFullError
 from sparkdl.process.system import boot_id, pid_namespace
@@ -236,7 +236,7 @@ def test_a_link_in_place_of_a_file_is_not_followed(
         field = Field("x", "float32", ())
         with pytest.raises(OSError, match="File exists"):
             SegmentWriter(path, [field])
-        use = lambda: Column.map([Segment(path, 4096)], 0, field)  # noqa: E731
+        use = lambda: MappedColumn.map([RowFile(path, 4096)], 0, field)  # noqa: E731
     elif file == "order":
         use = lambda: map_file(put("samples-1.order"), "int64", (-1,))  # noqa: E731
     elif file == "buffer":

@@ -16,7 +16,7 @@ from sparkdl.errors import ModelError
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState, Validated
 from sparkdl.model.recipe import Recipe
-from sparkdl.slices.optimizer import OptimizerPlan
+from sparkdl.slices.optimizer import OptimizerSpec
 
 SGD = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
 
@@ -31,10 +31,10 @@ def two_groups(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.5, momentum=0.9)
 
 
-def plan_of(optimizer: Callable[..., torch.optim.Optimizer] = SGD) -> OptimizerPlan:
+def plan_of(optimizer: Callable[..., torch.optim.Optimizer] = SGD) -> OptimizerSpec:
     module = nn.Linear(3, 2)
     recipe = Recipe(module, torch.square, optimizer, 0)
-    return OptimizerPlan.of(recipe, list(module.parameters()), module)
+    return OptimizerSpec.of(recipe, list(module.parameters()), module)
 
 
 ROWS: dict[str, Callable[..., Any]] = {

@@ -19,7 +19,7 @@ from sparkdl.data.columns.base import Column, Convert
 from sparkdl.data.columns.base import Sequence as Sequence_
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field
-from sparkdl.data.row_errors import Problem, RowProblem
+from sparkdl.data.row_errors import BadRow, RowError
 from sparkdl.data.schema import columns_of, quoted
 from sparkdl.errors import DataError
 
@@ -73,8 +73,8 @@ def sparse(size: int, entries: dict[int, float]) -> dict[str, Any]:
     }
 
 
-def problem_of(array: pa.Array, column: Column, first_row: int = 0) -> Problem:
-    with pytest.raises(RowProblem) as caught:
+def problem_of(array: pa.Array, column: Column, first_row: int = 0) -> BadRow:
+    with pytest.raises(RowError) as caught:
         to_numpy(array, column, first_row)
     assert str(caught.value) == caught.value.problem.text
     return caught.value.problem
@@ -239,7 +239,7 @@ def test_a_mistake_names_its_row(
     values: list[Any], depth: int, row: int, text: str, remedy: str, first_row: int
 ) -> None:
     array = pa.array(values, lists(depth))
-    expected = Problem("x", first_row + row, text.format(first_row), remedy)
+    expected = BadRow("x", first_row + row, text.format(first_row), remedy)
     assert problem_of(array, Column("x", "float32", depth), first_row) == expected
 
 
@@ -260,7 +260,7 @@ def test_a_mistake_names_its_row(
 def test_a_mistake_in_a_vector_names_its_row(
     rows: list[Any], row: int, text: str, remedy: str | None, first_row: int
 ) -> None:
-    expected = Problem("x", first_row + row, text.format(first_row), remedy or SAME_SHAPE)
+    expected = BadRow("x", first_row + row, text.format(first_row), remedy or SAME_SHAPE)
     assert problem_of(pa.array(rows, VECTOR), VECTOR_COLUMN, first_row) == expected
 
 
@@ -296,11 +296,11 @@ def test_infinite_or_too_large_for_the_models_floats(
         if said is None:
             assert np.isfinite(to_numpy(array, column)).all()
         else:
-            assert problem_of(array, column) == Problem("x", 1, said, remedy)
+            assert problem_of(array, column) == BadRow("x", 1, said, remedy)
 
 
 def test_the_message_of_a_problem() -> None:
-    problem = Problem("x", 7, "is null", "Drop it.")
+    problem = BadRow("x", 7, "is null", "Drop it.")
     assert problem.message("partition 2") == 'column "x", row 7 of partition 2: is null. Drop it.'
     assert problem.message("it", "field") == 'field "x", row 7 of it: is null. Drop it.'
 

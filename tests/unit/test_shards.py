@@ -15,7 +15,7 @@ from sparkdl.engines.gang.shards import (
     for_shards,
     for_slice,
     layout_of_rows,
-    nested_rows,
+    nested_shards,
     parts_of,
     rows_of,
     spans_of,
@@ -23,8 +23,8 @@ from sparkdl.engines.gang.shards import (
     unpacked,
 )
 from sparkdl.model.flat import Layout, layout_of
-from sparkdl.slices.slice_file import Part, recut
-from sparkdl.slices.spec import slice_plans
+from sparkdl.slices.slice_file import StoredSlice, reslice
+from sparkdl.slices.spec import slice_specs
 from sparkdl.slices.state import SliceState
 
 shapes = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=5)
@@ -51,7 +51,7 @@ def own_layout(shapes: list[tuple[int, ...]], buffers: int, ranks: int, rank: in
 def state_of(layout: Layout, seed: int, average: bool) -> SliceState:
     """The whole state, numbers of its own everywhere; padding is zero."""
     generator = torch.Generator().manual_seed(seed)
-    (whole,) = slice_plans(layout, 1)
+    (whole,) = slice_specs(layout, 1)
     weights, moments = torch.zeros(layout.size), torch.zeros(whole.trainable_length)
     for segment in layout.segments:
         weights[segment.start : segment.stop].normal_(generator=generator)
@@ -82,14 +82,14 @@ def same(one: SliceState, other: SliceState) -> None:
 @given(shapes, st.integers(0, 2), st.integers(1, 5), st.integers(0, 2**32 - 1), st.booleans())
 def test_there_and_back(shapes, buffers, ranks, seed, average):
     layout = layout_with(shapes, buffers)
-    (whole,) = slice_plans(layout, 1)
+    (whole,) = slice_specs(layout, 1)
     expected = state_of(layout, seed, average)
-    everything = Part(0, layout.size, whole.trainable_length, expected)
-    slices = slice_plans(layout, ranks)
-    spans = [spans_of(layout, nested_rows([(ranks, rank)]), range(99)) for rank in range(ranks)]
-    cut = [recut([everything], plan, layout.dtype) for plan in slices]
+    everything = StoredSlice(0, layout.size, whole.trainable_length, expected)
+    slices = slice_specs(layout, ranks)
+    spans = [spans_of(layout, nested_shards([(ranks, rank)]), range(99)) for rank in range(ranks)]
+    cut = [reslice([everything], plan, layout.dtype) for plan in slices]
     sliced = [
-        Part(plan.start, plan.stop, plan.trainable_length, state)
+        StoredSlice(plan.start, plan.stop, plan.trainable_length, state)
         for plan, state in zip(slices, cut, strict=True)
     ]
     back = []
@@ -112,14 +112,14 @@ def test_there_and_back(shapes, buffers, ranks, seed, average):
         back.append([for_slice(spans[rank], parts, plan) for plan in slices])
     for n, (plan, wanted) in enumerate(zip(slices, cut, strict=True)):
         arrived = [part for source in back for part in unpacked(memoryview(source[n]))]
-        found = recut(arrived, plan, layout.dtype)
+        found = reslice(arrived, plan, layout.dtype)
         if plan.length:
             same(found, wanted)
 
 
 def test_a_part_that_is_missing_is_an_error():
     layout = layout_with([(4, 2)], 0)
-    spans = spans_of(layout, nested_rows([(2, 0)]), range(99))
+    spans = spans_of(layout, nested_shards([(2, 0)]), range(99))
     with pytest.raises(DamagedCheckpoint, match="exactly once"):
         state_from(own_layout([(4, 2)], 0, 2, 0), spans, [], layout.dtype)
 
@@ -134,13 +134,13 @@ def test_rows_are_cut_as_torch_does(rows, ranks):
 @given(st.integers(1, 40), st.lists(st.integers(1, 4), min_size=1, max_size=3))
 def test_nested_rows_are_every_row_once_in_the_order_of_the_ranks(rows, sizes):
     places = itertools.product(*map(range, sizes))
-    found = [nested_rows(list(zip(sizes, place, strict=True)))(rows) for place in places]
+    found = [nested_shards(list(zip(sizes, place, strict=True)))(rows) for place in places]
     assert [row for low, high in found for row in range(low, high)] == list(range(rows))
 
 
 def test_the_layout_of_rows_has_no_others():
     layout = layout_with([(4, 2), (5,), (3, 3)], 6)
-    found = layout_of_rows(layout, nested_rows([(2, 1)]), {0, 2})
+    found = layout_of_rows(layout, nested_shards([(2, 1)]), {0, 2})
     assert [s.shape for s in found.segments[:3]] == [(2, 2), (0,), (1, 3)]
     assert [s.length for s in found.segments[3:]] == [s.length for s in layout.segments[3:]]
     assert found.size - found.buffers_start == layout.size - layout.buffers_start
@@ -148,9 +148,9 @@ def test_the_layout_of_rows_has_no_others():
 
 def test_a_single_number_is_a_row():
     layout = layout_with([(), (2, 3), ()], 0)
-    found = layout_of_rows(layout, nested_rows([]), {1, 2})
+    found = layout_of_rows(layout, nested_shards([]), {1, 2})
     assert [s.shape for s in found.segments] == [(0,), (2, 3), ()]
     assert [s.length for s in found.segments] == [0, 6, 1]
-    spans = spans_of(layout, nested_rows([]), {1, 2})
+    spans = spans_of(layout, nested_shards([]), {1, 2})
     assert [span.number for span in spans] == [1, 2]
     assert [span.length for span in spans] == [6, 1]

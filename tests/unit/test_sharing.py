@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkdl.errors import SessionError
-from sparkdl.gang.sharing import Place, gpus_shared_out, shared_out
+from sparkdl.gang.sharing import TaskLocation, assign_ranks, gpus_shared_out
 
 NODES = st.text("abc", max_size=12).map(list)
 
@@ -25,12 +25,12 @@ NODES = st.text("abc", max_size=12).map(list)
     ],
 )
 def test_each_rank_where_its_samples_are(ranks, tasks, expected):
-    assert shared_out(ranks, tasks) == expected
+    assert assign_ranks(ranks, tasks) == expected
 
 
 @given(NODES, NODES.filter(bool))
 def test_every_rank_once_and_evenly(ranks, tasks):
-    shares = shared_out(ranks, tasks)
+    shares = assign_ranks(ranks, tasks)
     assert sorted(rank for share in shares for rank in share) == list(range(len(ranks)))
     known = [rank for rank, node in enumerate(ranks) if node in tasks]
     for task, share in zip(tasks, shares, strict=True):
@@ -45,7 +45,7 @@ def test_every_rank_once_and_evenly(ranks, tasks):
 
 
 def test_without_gpus_ranks_are_on_the_cpu():
-    assert gpus_shared_out([Place("a", "h"), Place("b", "h")], [[0, 1], [2]]) == {
+    assert gpus_shared_out([TaskLocation("a", "h"), TaskLocation("b", "h")], [[0, 1], [2]]) == {
         0: None,
         1: None,
         2: None,
@@ -53,20 +53,24 @@ def test_without_gpus_ranks_are_on_the_cpu():
 
 
 def test_of_its_own_gpus_a_task_gives_one_to_each_rank():
-    places = [Place("a", "h", (4, 6), True), Place("a", "h", (1, 2), True)]
+    places = [TaskLocation("a", "h", (4, 6), True), TaskLocation("a", "h", (1, 2), True)]
     assert gpus_shared_out(places, [[0, 1], [2]]) == {0: 4, 1: 6, 2: 1}
 
 
 def test_gpus_that_nobody_assigned_are_shared_out_by_node():
-    places = [Place("a", "h", (0, 1, 2)), Place("b", "k", (0,)), Place("a", "h", (0, 1, 2))]
+    places = [
+        TaskLocation("a", "h", (0, 1, 2)),
+        TaskLocation("b", "k", (0,)),
+        TaskLocation("a", "h", (0, 1, 2)),
+    ]
     assert gpus_shared_out(places, [[0, 1], [2], [3]]) == {0: 0, 1: 1, 2: 0, 3: 2}
 
 
 @pytest.mark.parametrize(
     "places",
     [
-        [Place("a", "h", (5,), True), Place("a", "h", (6,), True)],
-        [Place("a", "h", (0, 1)), Place("a", "h", (0, 1))],
+        [TaskLocation("a", "h", (5,), True), TaskLocation("a", "h", (6,), True)],
+        [TaskLocation("a", "h", (0, 1)), TaskLocation("a", "h", (0, 1))],
     ],
 )
 def test_two_ranks_on_one_gpu_are_an_error(places):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.parallel.base import Pipeline
 from sparkdl.parallel.chain import chain_of
 from sparkdl.parallel.pipeline import (
@@ -86,11 +86,11 @@ def test_stages_have_equal_work_not_equal_parameters():
         nn.Linear(8, 100),
     ).train()
     inputs = [torch.zeros(2, 3, 16, 16)]
-    assert with_split(Pipeline(), module, inputs, 2, Policy()).split == ("2",)
+    assert with_split(Pipeline(), module, inputs, 2, TrainingOptions()).split == ("2",)
     assert module.training
-    named = with_split(Pipeline(split=["5"]), module, inputs, 2, Policy())
+    named = with_split(Pipeline(split=["5"]), module, inputs, 2, TrainingOptions())
     assert bounds_of(named, chain_of(module)) == [0, 5, 6]
-    assert with_split(Pipeline(), module, inputs, 1, Policy()).split == ()
+    assert with_split(Pipeline(), module, inputs, 1, TrainingOptions()).split == ()
 
 
 class Hidden(nn.LSTM):
@@ -112,7 +112,7 @@ def test_the_work_of_fused_kernels_counts(layer):
     """Torch's own counter takes them for nothing: all layers would be in one stage."""
     module = nn.Sequential(*(layer() for _ in range(4)), nn.Linear(8, 8))
     fast, fused = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled
-    split = with_split(Pipeline(), module, [torch.zeros(2, 5, 8)], 2, Policy()).split
+    split = with_split(Pipeline(), module, [torch.zeros(2, 5, 8)], 2, TrainingOptions()).split
     assert split == ("2",)
     assert torch.backends.mha.get_fastpath_enabled() == fast
     assert torch.backends.mkldnn.enabled == fused

@@ -12,20 +12,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica import gradient_writer as streaming
 from sparkdl.replica.compute import MiniBatch, forward_backward, take_gradients
-from sparkdl.replica.gradient_writer import GradientWriter, streams
+from sparkdl.replica.gradient_writer import GradientWriter, writes_early
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.step import (
-    Outcome,
+    ReplicaResult,
     not_finite,
     section_maps,
     sections_nbytes,
     write_sections,
 )
-from sparkdl.slices.spec import slice_plans
+from sparkdl.slices.spec import slice_specs
 
 WIDTH = 12
 
@@ -57,12 +57,12 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def outcome_of(
     stream: bool, slices: int, scale: float = 1.0, model: Any = Net, **policy: Any
-) -> tuple[np.ndarray, Outcome, str]:
+) -> tuple[np.ndarray, ReplicaResult, str]:
     """The bytes of all sections, what was made, and what is not finite."""
-    live = LiveReplica.of(Recipe(model, loss, torch.optim.SGD, 0, Policy(**policy)))
-    assert streams(live)
-    plans = slice_plans(live.flat.layout, slices)
-    maps = section_maps(live, plans, Outcome())
+    live = LiveReplica.of(Recipe(model, loss, torch.optim.SGD, 0, TrainingOptions(**policy)))
+    assert writes_early(live)
+    plans = slice_specs(live.flat.layout, slices)
+    maps = section_maps(live, plans, ReplicaResult())
     out = np.full(sum(sections_nbytes(live, plans, maps)), 255, np.uint8)
     writer = GradientWriter(live, plans, maps, out) if stream else None
     x = torch.randn(9, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -72,7 +72,7 @@ def outcome_of(
     gradients = take_gradients(live)
     if writer is not None:
         gradients = writer.finish(gradients)
-    outcome = Outcome(passed.loss, passed.weight, 9, gradients)
+    outcome = ReplicaResult(passed.loss, passed.weight, 9, gradients)
     sections = write_sections(live, plans, maps, outcome, out)
     assert all(parameter.grad is None for _, parameter in live.flat.parameters)
     content = np.concatenate(
@@ -153,9 +153,9 @@ def test_gradients_leave_one_after_another() -> None:
 
 def test_what_has_no_known_size_does_not_stream() -> None:
     table = Recipe(lambda: nn.Embedding(5, 3, sparse=True), loss, torch.optim.SGD, 0)
-    assert not streams(LiveReplica.of(table))
-    local = Recipe(Net, loss, torch.optim.SGD, 0, Policy(local_steps=2))
-    assert not streams(LiveReplica.of(local))
+    assert not writes_early(LiveReplica.of(table))
+    local = Recipe(Net, loss, torch.optim.SGD, 0, TrainingOptions(local_steps=2))
+    assert not writes_early(LiveReplica.of(local))
 
 
 def test_a_dropped_replica_is_freed_at_once() -> None:

@@ -263,14 +263,14 @@ class Values:
 
 
 def test_plain_parameters() -> None:
-    found = plain_parameters(Values())
+    found = plain_parameters(Values(), (sparkdl.Trigger,))
     assert found == {
         "number": "0.001",
         "nothing": "None",
         "flag": "True",
         "names": "a, b",
         "long": "x" * (LONGEST_PARAMETER - 1) + "…",
-        "stop": "Either(left=MaxEpoch(epochs=2), right=MinLoss(loss=0.5))",
+        "stop": "Or(left=MaxEpoch(epochs=2), right=MinLoss(loss=0.5))",
         "own": "Quiet",
         "function": "a_function",
         "module": "Linear",
@@ -287,7 +287,7 @@ def test_plain_parameters() -> None:
 
 
 def test_the_parameters_of_a_trainer() -> None:
-    found = plain_parameters(runs.a_trainer(replicas=2, features=["a", "b"]))
+    found = plain_parameters(runs.a_trainer(replicas=2, features=["a", "b"]), (sparkdl.Trigger,))
     assert (
         found
         | {

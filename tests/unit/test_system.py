@@ -20,7 +20,7 @@ FAST = ("unit/test_root.py", "unit/test_pool.py", "gang/test_channel.py", "gang/
 
 ASK = """
 import json, os, socket, sys
-from sparkdl import system
+from sparkdl.process import system
 one, other = socket.socketpair()
 found = {
     "linux": system.on_linux(),
@@ -44,7 +44,7 @@ print(json.dumps(found))
 def elsewhere() -> dict[str, str]:
     """The environment of a process without what macOS lacks."""
     known = os.environ.get("PYTHONPATH", "")
-    paths = [str(ELSEWHERE), str(Path(system.__file__).parents[1]), *known.split(os.pathsep)]
+    paths = [str(ELSEWHERE), str(Path(system.__file__).parents[2]), *known.split(os.pathsep)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from sparkdl.data.columns.base import Column, Convert, Image, Sequence
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.ragged import Ragged
-from sparkdl.data.row_errors import INSIDE_ARRAYS, SAME_SHAPE, Problem, RowProblem
+from sparkdl.data.row_errors import INSIDE_ARRAYS, SAME_SHAPE, BadRow, RowError
 
 STRUCT = pa.struct(
     [
@@ -66,8 +66,8 @@ def images(values: list[Any], spec: Image, dtype: str = "float32", first_row: in
     return to_numpy(pa.array(values, kind), column, first_row)
 
 
-def problem(make: Any) -> Problem:
-    with pytest.raises(RowProblem) as caught:
+def problem(make: Any) -> BadRow:
+    with pytest.raises(RowError) as caught:
         make()
     return caught.value.problem
 
@@ -155,7 +155,7 @@ def test_a_damaged_struct_names_its_row(changes: dict[str, Any], text: str) -> N
 
 def test_images_of_two_sizes_need_one() -> None:
     values = [png(pixels(3)), png(pixels(3, 6, 4))]
-    assert problem(lambda: images(values, Image(), first_row=7)) == Problem(
+    assert problem(lambda: images(values, Image(), first_row=7)) == BadRow(
         "photo",
         8,
         "is an image of 6 x 4 where row 7 is of 5 x 4",

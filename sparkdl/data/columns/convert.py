@@ -6,39 +6,39 @@ from typing import Any
 
 import numpy as np
 
-from sparkdl.data.row_errors import SAME_SHAPE, RowProblem, finite
+from sparkdl.data.row_errors import SAME_SHAPE, RowError, finite
 
 
 def as_array(value: Any, name: str, row: int, float_dtype: str, remedy: str) -> np.ndarray:
     """A Python value as an array: floats in ``float_dtype``, integers and booleans as they are.
 
-    Raises :class:`RowProblem` for what is not numbers or masked, for NaN and inf, and for emptiness.
+    Raises :class:`RowError` for what is not numbers or masked, for NaN and inf, and for emptiness.
     """
     if masked(value):
-        raise RowProblem(name, row, "holds a masked value", remedy)
+        raise RowError(name, row, "holds a masked value", remedy)
     try:
         array = _plain(value)
     except ValueError:
-        raise RowProblem(name, row, "is ragged: its parts differ in length", SAME_SHAPE) from None
+        raise RowError(name, row, "is ragged: its parts differ in length", SAME_SHAPE) from None
     except Exception as error:
         text = f"is a {type(value).__name__} that cannot become an array ({error})"
-        raise RowProblem(name, row, text, remedy) from None
+        raise RowError(name, row, text, remedy) from None
     if array.dtype.kind == "f":
         with np.errstate(over="ignore"):
             array = array.astype(float_dtype, copy=False)
         if np.isnan(array).any():
-            raise RowProblem(name, row, "holds NaN", remedy)
+            raise RowError(name, row, "holds NaN", remedy)
         if np.isinf(array).any():
-            raise RowProblem(name, row, "holds inf", finite(float_dtype))
+            raise RowError(name, row, "holds inf", finite(float_dtype))
     elif _too_large(array):
-        raise RowProblem(name, row, "holds a whole number beyond the 64 bits of int64", remedy)
+        raise RowError(name, row, "holds a whole number beyond the 64 bits of int64", remedy)
     elif array.dtype.kind == "u":
         array = array.astype(np.int64)
     elif array.dtype.kind not in "ib":
         what = "is None" if value is None else f"is a {type(value).__name__}"
-        raise RowProblem(name, row, f"{what}, not a number or an array of numbers", remedy)
+        raise RowError(name, row, f"{what}, not a number or an array of numbers", remedy)
     if array.size == 0:
-        raise RowProblem(name, row, "is an empty array", remedy)
+        raise RowError(name, row, "is an empty array", remedy)
     return array
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.data.columns.base import MODES, Image
-from sparkdl.data.row_errors import RowProblem, drop
+from sparkdl.data.row_errors import RowError, drop
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -36,19 +36,19 @@ def decode_images(
 ) -> np.ndarray:
     """A column of images as (rows, C, H, W): ``float_dtype`` times ``image.scale``, or uint8.
 
-    Raises :class:`RowProblem` for a null, a damaged image, or one of another size than row 0's.
+    Raises :class:`RowError` for a null, a damaged image, or one of another size than row 0's.
     """
     pixels: list[np.ndarray] = []
     for i, scalar in enumerate(array):
         row = first_row + i
         if not scalar.is_valid:
-            raise RowProblem(name, row, "is null", drop(name))
+            raise RowError(name, row, "is null", drop(name))
         try:
             found = _pixels(scalar, image)
         except _BadImage as error:
-            raise RowProblem(name, row, str(error), error.remedy) from None
+            raise RowError(name, row, str(error), error.remedy) from None
         if pixels and found.shape != pixels[0].shape:
-            raise RowProblem(
+            raise RowError(
                 name,
                 row,
                 f"is an image of {_size(found)} where row {first_row} is of {_size(pixels[0])}",

@@ -19,7 +19,7 @@ from sparkdl.data.row_errors import (
     INSIDE_VECTORS,
     NO_VALUES,
     SAME_SHAPE,
-    RowProblem,
+    RowError,
     drop,
     finite,
     varying,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def to_numpy(array: pa.Array, column: Column, first_row: int = 0) -> Rows:
     """The array as a C-contiguous NumPy array of shape (rows, *shape of one row).
 
-    A :class:`sparkdl.Sequence` becomes a :class:`Ragged`. Raises :class:`RowProblem` for a null, a
+    A :class:`sparkdl.Sequence` becomes a :class:`Ragged`. Raises :class:`RowError` for a null, a
     NaN, a number that is infinite (as ``column.dtype``), a row whose shape differs from row 0's, a
     damaged image, a function that fails, a weight that is none; ``first_row`` is the number of the
     array's row 0 in its partition.
@@ -54,7 +54,7 @@ def to_numpy(array: pa.Array, column: Column, first_row: int = 0) -> Rows:
 
 
 def _check_finite(values: np.ndarray, column: Column, first_row: int) -> None:
-    """Raise :class:`RowProblem` for NaN and for what is infinite."""
+    """Raise :class:`RowError` for NaN and for what is infinite."""
     if values.dtype.kind != "f" or not values.size:
         return
     low, high = values.min(), values.max()  # both pass NaN on, and read only
@@ -65,18 +65,18 @@ def _check_finite(values: np.ndarray, column: Column, first_row: int) -> None:
     row = int(np.flatnonzero(wrong.reshape(len(values), -1).any(axis=1))[0])
     verb = "is" if values.ndim == 1 else "holds"
     if not nan:
-        raise RowProblem(column.name, first_row + row, f"{verb} inf", finite(column.dtype))
+        raise RowError(column.name, first_row + row, f"{verb} inf", finite(column.dtype))
     remedy = INSIDE_VECTORS if column.vector else INSIDE_ARRAYS
     remedy = drop(column.name) if values.ndim == 1 else remedy
-    raise RowProblem(column.name, first_row + row, f"{verb} NaN", remedy)
+    raise RowError(column.name, first_row + row, f"{verb} NaN", remedy)
 
 
 def check_weights(values: np.ndarray, name: str, first_row: int) -> None:
-    """Raise :class:`RowProblem` for a weight that is infinite or below 0."""
+    """Raise :class:`RowError` for a weight that is infinite or below 0."""
     wrong = np.flatnonzero(np.isinf(values) | (values < 0))
     if len(wrong):
         row = int(wrong[0])
-        raise RowProblem(
+        raise RowError(
             name,
             first_row + row,
             f"is {values[row]}, and a weight is a finite number of at least 0",
@@ -97,24 +97,24 @@ def _sequences(array: pa.Array, column: Column, spec: Sequence, first_row: int) 
     """Rows of varying length; what is below the outermost level has one shape in all rows."""
     if array.null_count:
         row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
-        raise RowProblem(column.name, first_row + row, "is null", drop(column.name))
+        raise RowError(column.name, first_row + row, "is null", drop(column.name))
     lengths = array.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     if not lengths.all():
         row = int(np.argmin(lengths))
-        raise RowProblem(column.name, first_row + row, "is an empty array", NO_VALUES)
+        raise RowError(column.name, first_row + row, "is an empty array", NO_VALUES)
     inner = replace(column, depth=column.depth - 1, spec=None)
     try:
         values = to_numpy(array.flatten(), inner)
-    except RowProblem as error:
+    except RowError as error:
         item = error.problem.row
         row = int(np.searchsorted(offsets, item, side="right")) - 1
         text = _INSIDE.get(error.problem.text, error.problem.text)
         if text.startswith("has "):
             text = text.replace("has ", "has an item of ", 1).replace("row 0", "the first item")
-            raise RowProblem(column.name, first_row + row, text, SAME_SHAPE) from None
+            raise RowError(column.name, first_row + row, text, SAME_SHAPE) from None
         remedy = error.problem.remedy if text == "holds inf" else INSIDE_ARRAYS
-        raise RowProblem(column.name, first_row + row, text, remedy) from None
+        raise RowError(column.name, first_row + row, text, remedy) from None
     assert isinstance(values, np.ndarray)
     rows = Ragged(values, offsets, spec.rule)
     return rows if spec.max_length is None else rows.cut(spec.max_length)
@@ -129,7 +129,7 @@ def _converted(
         try:
             result = function(value)
         except Exception as error:
-            raise RowProblem(
+            raise RowError(
                 column.name,
                 row,
                 f"the function of this column raised {type(error).__name__}: {error}",
@@ -138,7 +138,7 @@ def _converted(
         results.append(as_array(result, column.name, row, column.dtype, _MEND))
         first = results[0]
         if (results[-1].shape, results[-1].dtype) != (first.shape, first.dtype):
-            raise RowProblem(
+            raise RowError(
                 column.name,
                 row,
                 f"became {described(results[-1])} where row {first_row} became {described(first)}",
@@ -160,8 +160,8 @@ def _nested(array: pa.Array, column: Column, first_row: int) -> np.ndarray:
             item = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
             row = first_row + item // rows_per_item
             if level == 0:
-                raise RowProblem(column.name, row, "is null", drop(column.name))
-            raise RowProblem(column.name, row, "holds a null", INSIDE_ARRAYS)
+                raise RowError(column.name, row, "is null", drop(column.name))
+            raise RowError(column.name, row, "holds a null", INSIDE_ARRAYS)
         if level == column.depth:
             break
         lengths = array.value_lengths().to_numpy(zero_copy_only=False)
@@ -169,7 +169,7 @@ def _nested(array: pa.Array, column: Column, first_row: int) -> np.ndarray:
         ragged = np.flatnonzero(lengths != length)
         if len(ragged):
             item = int(ragged[0])
-            raise RowProblem(
+            raise RowError(
                 column.name,
                 first_row + item // rows_per_item,
                 f"has {int(lengths[item])} values where row {first_row} has {length}",
@@ -179,7 +179,7 @@ def _nested(array: pa.Array, column: Column, first_row: int) -> np.ndarray:
         rows_per_item *= length
         array = array.flatten()
         if length == 0:
-            raise RowProblem(column.name, first_row, "is an empty array", NO_VALUES)
+            raise RowError(column.name, first_row, "is an empty array", NO_VALUES)
     if pa.types.is_decimal(array.type):
         array = array.cast(pa.float64())
     flat = array.to_numpy(zero_copy_only=False)
@@ -190,7 +190,7 @@ def _vectors(array: pa.Array, column: Column, first_row: int) -> np.ndarray:
     """ml.linalg vectors, which arrive as struct<type, size, indices, values>; type 0 is sparse."""
     if array.null_count:
         row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
-        raise RowProblem(column.name, first_row + row, "is null", drop(column.name))
+        raise RowError(column.name, first_row + row, "is null", drop(column.name))
     kinds, sizes, indices, values = array.flatten()
     sparse = kinds.to_numpy(zero_copy_only=False) == 0
     counts = values.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
@@ -199,14 +199,14 @@ def _vectors(array: pa.Array, column: Column, first_row: int) -> np.ndarray:
     wrong = np.flatnonzero(lengths != width)
     if len(wrong):
         row = int(wrong[0])
-        raise RowProblem(
+        raise RowError(
             column.name,
             first_row + row,
             f"has {int(lengths[row])} values where row {first_row} has {width}",
             SAME_SHAPE,
         )
     if width == 0:
-        raise RowProblem(column.name, first_row, "is an empty vector", NO_VALUES)
+        raise RowError(column.name, first_row, "is an empty vector", NO_VALUES)
     flat = values.flatten().to_numpy(zero_copy_only=False)
     if not sparse.any():
         return np.ascontiguousarray(flat, dtype=column.dtype).reshape(-1, width)

@@ -37,7 +37,7 @@ def copied_residuals(kept: ByParameter) -> ByParameter:
 
 
 @dataclass
-class Results:
+class BackgroundResult:
     """Of a rank: by slice, for each use; of its residuals; or what a use raised."""
 
     states: list[dict[int, Any]] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Background:
     ) -> None:
         self.name = name
         self._states, self._residuals = list(states), list(residuals)
-        self._results = Results()
+        self._results = BackgroundResult()
         self._copied = torch.cuda.Event() if torch.cuda.is_initialized() else None
         if self._copied is not None:
             self._copied.record()
@@ -67,7 +67,7 @@ class Background:
     def busy(self) -> bool:
         return self._thread.is_alive()
 
-    def results(self) -> Results:
+    def results(self) -> BackgroundResult:
         """Wait for them."""
         self._thread.join()
         return self._results

@@ -25,34 +25,34 @@ from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import AT_ONCE_BYTES, Wanted, bring, not_here
-from sparkdl.engines.gang.background import Results
-from sparkdl.engines.gang.in_flight import Asked
-from sparkdl.engines.gang.rank import Do, SetUp, frames_of
-from sparkdl.engines.gang.rank_records import RankStep, Setup, Standing
-from sparkdl.engines.resources import MAX_SUBMISSIONS, Resources, compute_again, samples_changed
+from sparkdl.engines.gang.background import BackgroundResult
+from sparkdl.engines.gang.in_flight import InFlight
+from sparkdl.engines.gang.rank import CallMethod, InitRank, frames_of
+from sparkdl.engines.gang.rank_records import RankConfig, RankReport, RankStatus
+from sparkdl.engines.resources import MAX_SUBMISSIONS, FitResources, compute_again, samples_changed
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import StalledError, StateLostError, TrainingError, UserError
 from sparkdl.gang.driver import Gang
-from sparkdl.gang.oversubscribe import Hosting
+from sparkdl.gang.oversubscribe import Oversubscription
 from sparkdl.loop.engine import (
     CURRENT,
+    IterationResult,
     ReadResiduals,
     ReadState,
-    StepResult,
-    Used,
-    Uses,
+    StateWork,
+    StateWorkResult,
     slowest,
     summarize,
 )
 from sparkdl.model.flat import Layout
-from sparkdl.parallel.plan import Parallel
+from sparkdl.parallel.plan import ParallelPlan
 from sparkdl.replica.compare import Description, check_same
 from sparkdl.replica.iteration import Iteration, IterationRows, ReplicaReport
-from sparkdl.replica.run import Run
+from sparkdl.replica.run import RunSpec
 from sparkdl.slab.parts import Left
 from sparkdl.slab.pool import Reference
 from sparkdl.slab.root import SlabConfig, open_root
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 from sparkdl.spark.frames import zip_frames
 
@@ -67,7 +67,7 @@ class NodeFiles:
 
 @dataclass(frozen=True)
 class InBackground:
-    """See :class:`sparkdl.loop.engine.Later`: on the ranks of ``engine``."""
+    """See :class:`sparkdl.loop.engine.PendingStateWork`: on the ranks of ``engine``."""
 
     engine: GangEngine
     name: str
@@ -77,7 +77,7 @@ class InBackground:
     def ready(self) -> bool:
         return not self.engine.writing
 
-    def used(self) -> Used | None:
+    def used(self) -> StateWorkResult | None:
         return self.engine.collect(self.name, self.count)
 
 
@@ -91,21 +91,22 @@ class GangEngine:
         samples: SampleSet,
         validation: ValidationSet | None,
         layout: Layout,
-        run: Run,
+        run: RunSpec,
         recipe: bytes,
         built: Description,
         spare: Batch,
         batch_size: int,
-        resources: Resources,
+        resources: FitResources,
         timeout: float | None,
-        parallel: Parallel,
-        weighs: bool,
+        parallel: ParallelPlan,
+        weighted_batches: bool,
         sums: bool,
         profile: ResourceProfile | None = None,
         min_ranks: int | None = None,
     ) -> None:
-        """``spare``, ``weighs`` and ``sums``: see :class:`sparkdl.engines.gang.rank_records.Setup`.
-        ``min_ranks``: how few task slots will do; None: one for each rank."""
+        """``spare``, ``weighted_batches`` and ``sums``: see
+        :class:`sparkdl.engines.gang.rank_records.RankConfig`. ``min_ranks``: how few task slots
+        will do; None: one for each rank."""
         self.plan = EpochPlan(samples.counts, batch_size)
         self._layout, self._run, self._validation = layout, run, validation
         assert samples.rdd is not None
@@ -114,7 +115,9 @@ class GangEngine:
             assert validation.samples.rdd is not None
             self._samples.append(validation.samples.rdd)
         checksums = tuple(handle.checksum for handle in samples.handles)
-        self._setup = Setup(run, recipe, built, spare, checksums, parallel, weighs, sums)
+        self._setup = RankConfig(
+            run, recipe, built, spare, checksums, parallel, weighted_batches, sums
+        )
         self._tokens: tuple[str, ...] = ()
         self._writing = False
         self._times_left = 0  # how often something was left in slabs
@@ -124,11 +127,11 @@ class GangEngine:
         name = f"{run.slab.name}-gang"
         hosting = None
         if min_ranks is not None:
-            hosting = Hosting(min_ranks, node_of, NodeHere(run.slab))
+            hosting = Oversubscription(min_ranks, node_of, NodeHere(run.slab))
         self._gang = Gang(
             resources.context, source, name, timeout=timeout, profile=profile, hosting=hosting
         )
-        self._asked = Asked(self._gang, self._step)
+        self._asked = InFlight(self._gang, self._step)
         resources.closing(self._gang)
 
     def start(
@@ -152,9 +155,9 @@ class GangEngine:
         self._asked.forget()
         for _ in range(MAX_SUBMISSIONS):
             self._gang.start()
-            told = self._gang.call(SetUp(self._setup), "setting up the ranks")
+            told = self._gang.call(InitRank(self._setup), "setting up the ranks")
             _raise_first([each for each in told if isinstance(each, UserError)])
-            found: list[Standing] = told
+            found: list[RankStatus] = told
             if all(all(standing.here) for standing in found):
                 break
             self._gang.close()
@@ -176,16 +179,16 @@ class GangEngine:
         _raise_first(self._call("setting up the ranks", "begin", theirs))
 
     @property
-    def remark(self) -> str:
-        """See :class:`sparkdl.engines.recovery.Restorable`."""
+    def capacity_note(self) -> str:
+        """See :class:`sparkdl.engines.recovery.RestorableEngine`."""
         gang = self._gang
         return too_few(gang.tasks, gang.size) if gang.tasks < gang.size else ""
 
     def _call(self, doing: str, method: str, *arguments: Any) -> list[Any]:
         self._asked.settle()
-        return self._gang.call(Do(method, arguments), doing)
+        return self._gang.call(CallMethod(method, arguments), doing)
 
-    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> StepResult:
+    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
         """A message to every rank, and its answer. What is in ``then`` is sent with it: the ranks go on
         without waiting for the driver."""
         self._asked.ask([iteration, *then])
@@ -232,12 +235,12 @@ class GangEngine:
         self._bring(doing, wanted)
         return torch.from_numpy(flat).view(self._layout.dtype)
 
-    def with_states(
-        self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
+    def map_slices(
+        self, use: Callable[[int, SliceSpec, SliceState], Any], which: str = CURRENT
     ) -> list[Any]:
         """On the ranks that answer for the slices."""
         doing = "reading the state"
-        results = self._ask_for_large(doing, "with_states", use, which)
+        results = self._ask_for_large(doing, "map_slices", use, which)
         for n, result in enumerate(results):
             if isinstance(result, Left):
                 data = np.empty(result.reference.nbytes, dtype=np.uint8)
@@ -263,20 +266,20 @@ class GangEngine:
 
         bring(not_here(self._run.slab, wanted), read, AT_ONCE_BYTES)
 
-    def start_residuals(
+    def load_residuals(
         self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
     ) -> None:
         """Every rank reads what it keeps."""
         self._ready()
-        results = self._call("setting up the ranks", "start_residuals", read, reported)
+        results = self._call("setting up the ranks", "load_residuals", read, reported)
         _raise_first(results)
 
-    def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
+    def map_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
         """On the ranks."""
-        found = self._call("reading what the ranks keep", "with_residuals", use)
+        found = self._call("reading what the ranks keep", "map_residuals", use)
         return [result for results in found for result in results]
 
-    def in_background(self, uses: Uses) -> InBackground:
+    def in_background(self, uses: StateWork) -> InBackground:
         """Begin them on the ranks, with copies of the state as it stands."""
         name = secrets.token_hex(8)
         self._call("copying the state", "begin_background", name, uses)
@@ -288,20 +291,20 @@ class GangEngine:
         """Whether a rank was busy in the background when it was last asked."""
         return self._writing and self._gang.running
 
-    def collect(self, name: str, count: int) -> Used | None:
-        """See :class:`sparkdl.loop.engine.Later`."""
+    def collect(self, name: str, count: int) -> StateWorkResult | None:
+        """See :class:`sparkdl.loop.engine.PendingStateWork`."""
         self._ready()
-        found: list[Results | None] = self._call("writing the state", "background", name)
+        found: list[BackgroundResult | None] = self._call("writing the state", "background", name)
         self._writing = False
         known = [results for results in found if results is not None]
         if len(known) < len(found):
             return None
         _raise_first([results.error for results in known])
         states = tuple(self._of_slices([r.states[k] for r in known]) for k in range(count))
-        return Used(states, [kept for results in known for kept in results.residuals])
+        return StateWorkResult(states, [kept for results in known for kept in results.residuals])
 
     def take_snapshot(self) -> NodeFiles:
-        """See :class:`sparkdl.engines.recovery.Restorable`; files on every node, which outlive
+        """See :class:`sparkdl.engines.recovery.RestorableEngine`; files on every node, which outlive
         ranks and executors."""
         holders = tuple(self._tokens.index(token) for token in dict.fromkeys(self._tokens))
         files = NodeFiles(f"snapshot-{secrets.token_hex(8)}", holders)
@@ -363,12 +366,12 @@ def too_few(slots: int, ranks: int) -> str:
     return f"{slots} task slot{'s' * (slots > 1)} now do{'es' * (slots == 1)} the work of {ranks} ranks"
 
 
-def _told(one: RankStep, done: Sequence[RankStep]) -> ReplicaReport:
+def _told(one: RankReport, done: Sequence[RankReport]) -> ReplicaReport:
     """The report of ``one``, with the loss that another of the ranks may have told instead."""
-    report, teller = one.report, one.teller
-    if teller == report.replica or not report.count:
+    report, loss_rank = one.report, one.loss_rank
+    if loss_rank == report.replica or not report.count:
         return report
-    loss, problem = done[teller].report.loss, report.not_finite
+    loss, problem = done[loss_rank].report.loss, report.not_finite
     if not math.isfinite(loss):
         problem = f"the loss ({loss})"
     return replace(report, loss=loss, not_finite=problem)

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sparkdl.errors import SessionError
-from sparkdl.parallel.plan import Parallel
+from sparkdl.parallel.plan import ParallelPlan
 
 _gangs = itertools.count()
 
 
-def check_carried(parallel: Parallel, device: torch.device) -> None:
+def check_carried(parallel: ParallelPlan, device: torch.device) -> None:
     """Raise :class:`sparkdl.SessionError` where ranks share a GPU, so that Gloo joins them, and would
     send each other what is on it, which Gloo does not."""
     cut = [part.word for name, part in parallel.parts.items() if name in ("pipe", "tensor")]
@@ -33,7 +33,7 @@ class Groups:
     every mesh has names of its own.
     """
 
-    def __init__(self, parallel: Parallel, device: torch.device) -> None:
+    def __init__(self, parallel: ParallelPlan, device: torch.device) -> None:
         """Raises what :func:`check_carried` does."""
         check_carried(parallel, device)
         sizes = parallel.mesh.sizes

@@ -7,18 +7,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sparkdl.engines.gang.rank import Do
-from sparkdl.engines.gang.rank_records import RankStep
+from sparkdl.engines.gang.rank import CallMethod
+from sparkdl.engines.gang.rank_records import RankReport
 from sparkdl.gang.driver import Gang
 from sparkdl.replica.iteration import Iteration, IterationRows
 
 
 @dataclass(frozen=True)
-class Answer:
+class FinishedIteration:
     """What the ranks did in an iteration; how many seconds it took, those before left out, and when it
     had ended (``time.monotonic``)."""
 
-    results: list[RankStep]
+    results: list[RankReport]
     seconds: float
     ended: float
 
@@ -27,11 +27,11 @@ class Answer:
 class _Asked:
     iteration: Iteration
     begun: float
-    results: list[RankStep] | None = None
+    results: list[RankReport] | None = None
     ended: float = 0.0
 
 
-class Asked:
+class InFlight:
     """Those of which nobody has had the answer, the oldest first. ``step``: what the ranks are told."""
 
     def __init__(self, gang: Gang, step: Callable[[Iteration], IterationRows]) -> None:
@@ -45,16 +45,16 @@ class Asked:
         new = [each for each in iterations if each.index > last]
         if new:
             begun = time.monotonic()
-            self._gang.send([Do("step", (self._step(each),)) for each in new])
+            self._gang.send([CallMethod("step", (self._step(each),)) for each in new])
             self._waiting.extend(_Asked(each, begun) for each in new)
 
-    def answer(self, iteration: Iteration) -> Answer:
+    def answer(self, iteration: Iteration) -> FinishedIteration:
         """Wait for that of ``iteration``, which is the oldest."""
         now = self._waiting.popleft()
         assert now.iteration.index == iteration.index
         results = self._done(now)
         before, self._ended = self._ended, max(now.ended, self._ended)
-        return Answer(results, self._ended - max(now.begun, before), self._ended)
+        return FinishedIteration(results, self._ended - max(now.begun, before), self._ended)
 
     def settle(self) -> None:
         """Wait until the ranks have done all of it. The answers are kept."""
@@ -65,7 +65,7 @@ class Asked:
         """The ranks that were asked are no more."""
         self._waiting.clear()
 
-    def _done(self, asked: _Asked) -> list[RankStep]:
+    def _done(self, asked: _Asked) -> list[RankReport]:
         """What the ranks answer; that of all before must have been waited for."""
         if asked.results is None:
             number, epoch = asked.iteration.index + 1, asked.iteration.epoch + 1

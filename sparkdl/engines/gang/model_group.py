@@ -14,14 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sparkdl.engines.gang.node_local_rows import NearRows
+from sparkdl.engines.gang.node_local_rows import NodeLocalRows
 from sparkdl.engines.gang.rank_messages import broadcast
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.loss import masses_of
 from sparkdl.model.model_loss import called
 from sparkdl.parallel.mesh import Mesh
 from sparkdl.replica.compute import MiniBatch, autocasting, evaluating
-from sparkdl.replica.step import Work
+from sparkdl.replica.step import ReplicaIteration
 
 
 class ModelGroup:
@@ -35,7 +35,7 @@ class ModelGroup:
         group: dist.ProcessGroup | None,
         live: LiveReplica,
         like: MiniBatch,
-        near: NearRows,
+        near: NodeLocalRows,
     ) -> None:
         self.ranks = mesh.model_group(rank)
         self._near = near
@@ -46,7 +46,7 @@ class ModelGroup:
         """What the group's samples count for. ``weights``: what each rank's do."""
         return sum(weights[r] for r in self.ranks)
 
-    def as_one(self, work: Work) -> Work:
+    def as_one(self, work: ReplicaIteration) -> ReplicaIteration:
         """``work``, as if all rows of each group were its first rank's."""
         rows = [(0, 0)] * len(work.step.rows)
         for group in self._all:
@@ -54,19 +54,25 @@ class ModelGroup:
             rows[group[0]] = 0, sum(stop - start for start, stop in theirs)
         return replace(work, replica=self.ranks[0], step=replace(work.step, rows=tuple(rows)))
 
-    def together(self, work: Work, weights: Sequence[float], own: MiniBatch | None) -> MiniBatch:
+    def together(
+        self, work: ReplicaIteration, weights: Sequence[float], own: MiniBatch | None
+    ) -> MiniBatch:
         """All of the group's rows that count, on every rank."""
         counts, to = self.counts(work, weights), self.ranks
         here = self.here(work, counts, own, to)
         return MiniBatch(self.inputs(counts, here, to), *self.targets(counts, here, to))
 
-    def counts(self, work: Work, weights: Sequence[float]) -> dict[int, int]:
+    def counts(self, work: ReplicaIteration, weights: Sequence[float]) -> dict[int, int]:
         """How many rows each rank of the group brings: those whose rows count for something."""
         rows = work.step.rows
         return {r: rows[r][1] - rows[r][0] for r in self.ranks if weights[r]}
 
     def here(
-        self, work: Work, counts: Mapping[int, int], own: MiniBatch | None, to: Sequence[int]
+        self,
+        work: ReplicaIteration,
+        counts: Mapping[int, int],
+        own: MiniBatch | None,
+        to: Sequence[int],
     ) -> dict[int, MiniBatch]:
         """By rank, the rows that this one has or can read, of those that are wanted on the ranks
         ``to``."""

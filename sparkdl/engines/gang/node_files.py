@@ -25,7 +25,7 @@ from sparkdl.codec.packed import (
 from sparkdl.slab.root import open_private, read_private
 from sparkdl.slices.packed_slices import ReadCarried
 from sparkdl.slices.slice_file import to_bytes
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 
 
@@ -62,12 +62,12 @@ class SnapshotFiles:
         return self.folder / f"{name}-{number}"
 
 
-def pack(plan: SlicePlan, states: Sequence[SliceState]) -> bytes:
+def pack(plan: SliceSpec, states: Sequence[SliceState]) -> bytes:
     """States of one slice, on the CPU: each as a safetensors file behind its length."""
     return bytes(join_files(to_bytes(plan, state) for state in states))
 
 
-def unpack(plan: SlicePlan, packed: bytes, dtype: torch.dtype) -> list[SliceState]:
+def unpack(plan: SliceSpec, packed: bytes, dtype: torch.dtype) -> list[SliceState]:
     """What was packed."""
     return [ReadCarried((file,))(plan, dtype) for file in split_files(packed)]
 

@@ -7,22 +7,22 @@ from dataclasses import replace
 
 from sparkdl.data.partition_reader import open_partition
 from sparkdl.data.prefetch import AHEAD
-from sparkdl.engines.gang.rank_records import Samples
+from sparkdl.engines.gang.rank_records import SampleLocation
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.compute import MiniBatch
-from sparkdl.replica.run import Run
-from sparkdl.replica.step import Work, to_mini_batch
+from sparkdl.replica.run import RunSpec
+from sparkdl.replica.step import ReplicaIteration, to_mini_batch
 
 
-class NearRows:
+class NodeLocalRows:
     """What augments rows costs more than a message: rows that are augmented are sent."""
 
     def __init__(
         self,
-        samples: Sequence[Samples],
+        samples: Sequence[SampleLocation],
         rank: int,
         ranks: Sequence[int],
-        run: Run,
+        run: RunSpec,
         live: LiveReplica,
     ) -> None:
         """``samples``: of all ranks. ``ranks``: those whose rows may be wanted."""
@@ -40,7 +40,7 @@ class NearRows:
         """Whether rank ``reader`` reads rows of rank ``source`` by itself."""
         return source != reader and not self._sent and self._tokens[source] == self._tokens[reader]
 
-    def read(self, work: Work, source: int) -> MiniBatch:
+    def read(self, work: ReplicaIteration, source: int) -> MiniBatch:
         """The rows that rank ``source`` has in this iteration; what the loss takes of them is reckoned
         for all rows together."""
         theirs = replace(work, replica=source, share=self._run.shares[source])

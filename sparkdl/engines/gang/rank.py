@@ -28,20 +28,25 @@ import numpy as np
 import torch
 
 from sparkdl.codec.packed import ByParameter
-from sparkdl.data.batches import Assembly
+from sparkdl.data.batches import BatchSpec
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_reader import close_partitions, lies_here, open_partition
-from sparkdl.engines.gang.background import Background, Results, copied_residuals, on_copies
+from sparkdl.engines.gang.background import (
+    Background,
+    BackgroundResult,
+    copied_residuals,
+    on_copies,
+)
 from sparkdl.engines.gang.build_turn import Turn
 from sparkdl.engines.gang.node_files import SnapshotFiles
-from sparkdl.engines.gang.rank_records import RankStep, Samples, Setup, Standing
+from sparkdl.engines.gang.rank_records import RankConfig, RankReport, RankStatus, SampleLocation
 from sparkdl.engines.gang.rank_state import States
 from sparkdl.engines.gang.snapshots import Snapshots
 from sparkdl.engines.gang.strategies.base import gathered
 from sparkdl.engines.gang.strategies.build import hold
 from sparkdl.errors import ModelError, SessionError, UserError
-from sparkdl.gang.rank_task import Member
-from sparkdl.loop.engine import BEST, ReadResiduals, ReadState, Uses, weights_of
+from sparkdl.gang.rank_task import RankContext
+from sparkdl.loop.engine import BEST, ReadResiduals, ReadState, StateWork, weights_of
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.recipe import Recipe
 from sparkdl.process.determinism import generators_lent
@@ -50,38 +55,38 @@ from sparkdl.process.numerics import put_back
 from sparkdl.replica.compare import Compared, compared
 from sparkdl.replica.iteration import Clock, IterationRows, ReplicaReport, SliceReport
 from sparkdl.replica.score import score_partition
-from sparkdl.replica.step import Work, to_mini_batch
+from sparkdl.replica.step import ReplicaIteration, to_mini_batch
 from sparkdl.slab.parts import Left, left_where_large, read_part
 from sparkdl.slab.pool import Reference, open_pool
 from sparkdl.slab.root import open_root
 from sparkdl.slices.optimizer_step import wants_loss
-from sparkdl.slices.reduce import Reduced
-from sparkdl.slices.section import Contribution
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.reduce import ReducedGradient
+from sparkdl.slices.section import Section
+from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
-from sparkdl.slices.update import Owner
+from sparkdl.slices.update import SliceUpdater
 from sparkdl.usercode.travel import REMEDY
 
 
 @dataclass(frozen=True)
-class Do:
+class CallMethod:
     """The command that calls a method of the rank, or of what it has: "snapshots.save"."""
 
     method: str
     arguments: tuple[Any, ...] = ()
 
-    def __call__(self, member: Member) -> Any:
+    def __call__(self, member: RankContext) -> Any:
         return operator.attrgetter(self.method)(member.kept["rank"])(*self.arguments)
 
 
 @dataclass(frozen=True)
-class SetUp:
-    """The first command: build the replica; a :class:`Standing`, or the mistake of the user's that was
-    found meanwhile."""
+class InitRank:
+    """The first command: build the replica; a :class:`RankStatus`, or the mistake of the user's
+    that was found meanwhile."""
 
-    setup: Setup
+    setup: RankConfig
 
-    def __call__(self, member: Member) -> Standing | UserError:
+    def __call__(self, member: RankContext) -> RankStatus | UserError:
         torch.set_num_threads(self.setup.run.threads)
         self.setup.run.numerics.use()
         member.at_end.callback(put_back)
@@ -100,7 +105,7 @@ class SetUp:
 class Rank:
     """See the note above. ``_read``: which state the driver had it read, to be placed."""
 
-    def __init__(self, setup: Setup, recipe: Recipe, member: Member) -> None:
+    def __init__(self, setup: RankConfig, recipe: Recipe, member: RankContext) -> None:
         self._setup, self._run, self._member = setup, setup.run, member
         root = open_root(self._run.slab, create=True)
         assert root is not None
@@ -115,11 +120,11 @@ class Rank:
         self._before: Mapping[str, float] = {}
         self._background: Background | None = None
 
-    def standing(self) -> Standing:
+    def standing(self) -> RankStatus:
         """What the driver checks before it goes on."""
         train = self._handles[0]
-        return Standing(
-            Samples(self._token, train),
+        return RankStatus(
+            SampleLocation(self._token, train),
             self._compared(),
             tuple(lies_here(handle, self._token) for handle in self._handles),
             train.checksum == self._setup.checksums[self._member.rank],
@@ -133,7 +138,7 @@ class Rank:
         with memory_given_back(), Turn(self._folder):
             return compared(self._recipe.build(), self._setup.built)
 
-    def begin(self, samples: Sequence[Samples]) -> ModelError | SessionError | None:
+    def begin(self, samples: Sequence[SampleLocation]) -> ModelError | SessionError | None:
         """All ranks are where their ``samples`` are: make them one. What is wrong with how the model is
         cut, or where, is the result."""
         if self._handles[0].num_rows:
@@ -144,9 +149,9 @@ class Rank:
             return error
         self.snapshots.begin(self._held, self._way)
         policy, owners = self._recipe.policy, self._held.owners.values()
-        kinds = [type(o) for owner in owners for o in owner.optimizer.mirrors()]
+        kinds = [type(o) for owner in owners for o in owner.optimizer.schedule_targets()]
         leaves_out = policy.on_nan == "skip" or policy.scales_loss
-        self._way.agrees = (
+        self._way.needs_all_losses = (
             leaves_out or self._setup.sums or any(wants_loss(kind) for kind in kinds)  # type: ignore[arg-type]
         )
         return None
@@ -183,11 +188,11 @@ class Rank:
         else:
             self._held.place(found)
 
-    def step(self, step: IterationRows) -> RankStep:
+    def step(self, step: IterationRows) -> RankReport:
         """One iteration; the state of this rank's slices is then the next version."""
         clock, rank, live = Clock(), self._member.rank, self._held.live
         start, stop = step.rows[rank]
-        work, batch = Work(step, rank, self._run.assembly, self._run.shares[rank]), None
+        work, batch = ReplicaIteration(step, rank, self._run.assembly, self._run.shares[rank]), None
         if stop > start:
             (arrays,) = work.mini_batches(live, self._partition)
             batch = to_mini_batch(arrays, live)
@@ -207,7 +212,7 @@ class Rank:
         self._before = {}
         report = ReplicaReport(rank, count, weight, loss, self._token, seconds, problem)
         writing = self._background is not None and self._background.busy
-        return RankStep(report, slices, writing, self._way.teller)
+        return RankReport(report, slices, writing, self._way.loss_rank)
 
     def _finish_later(self, finish: Callable[[Clock], Any]) -> None:
         """When the result has been sent; the time it takes is told with the next."""
@@ -224,7 +229,7 @@ class Rank:
         if self._setup.sums:
             found = gathered([loss, float(failed), self._way.count])
             weights = [count for _, _, count in found]
-        elif self._way.agrees:
+        elif self._way.needs_all_losses:
             found = gathered([loss, float(failed)])
         if any(one[1] for one in found):
             self._held.live.flat.refresh()
@@ -238,19 +243,19 @@ class Rank:
 
     def _weights(self, step: IterationRows, weight: float) -> list[float]:
         """What each rank's mini-batch counts for."""
-        if not self._setup.weighs:
+        if not self._setup.weighted_batches:
             return [float(stop - start) for start, stop in step.rows]
         return [found for (found,) in gathered([weight])]
 
     def _update(
         self,
         step: IterationRows,
-        contributions: Mapping[int, list[Contribution]],
+        contributions: Mapping[int, list[Section]],
         loss: float,
         clock: Clock,
     ) -> list[SliceReport]:
         """Regularise, clip and update this rank's slices; send their weights to the others."""
-        known: dict[int, Reduced] = {}
+        known: dict[int, ReducedGradient] = {}
         squares = [0.0] * self._run.slices
         for n, owner in self._held.owners.items():
             if owner.clips_norm:
@@ -285,7 +290,7 @@ class Rank:
         clock.lap("publish")
         return slices
 
-    def score(self, scorer: Scorer, assembly: Assembly, batch_size: int) -> list[Any] | None:
+    def score(self, scorer: Scorer, assembly: BatchSpec, batch_size: int) -> list[Any] | None:
         """The scorer's states over this rank's partition of the validation's samples."""
         handle = self._handles[1]
 
@@ -313,8 +318,8 @@ class Rank:
             if self.answers_for(n)
         }
 
-    def with_states(
-        self, use: Callable[[int, SlicePlan, SliceState], Any], which: str, tick: int
+    def map_slices(
+        self, use: Callable[[int, SliceSpec, SliceState], Any], which: str, tick: int
     ) -> dict[int, Any]:
         """``use(index, plan, state)`` of the slices that this rank answers for."""
         plans, states, pool = self._held.slices, self._slices(which), open_pool(self._run.slab)
@@ -333,7 +338,7 @@ class Rank:
         states = held.as_slices(held.best if which == BEST else held.states)
         return {n: state for n, state in states.items() if self.answers_for(n)}
 
-    def begin_background(self, name: str, uses: Uses) -> None:
+    def begin_background(self, name: str, uses: StateWork) -> None:
         """Use copies of the state in the background, one such work at a time."""
         plans = dict(enumerate(self._held.slices))
         states = [on_copies(use, plans, self._slices(which)) for use, which in uses.states]
@@ -343,12 +348,12 @@ class Rank:
             residuals.append(functools.partial(uses.residuals, self._member.rank, kept))
         self._background = Background(name, states, residuals)
 
-    def background(self, name: str) -> Results | None:
+    def background(self, name: str) -> BackgroundResult | None:
         """What came of it; None where this rank knows nothing of it, being new."""
         found, self._background = self._background, None
         return found.results() if found is not None and found.name == name else None
 
-    def start_residuals(self, read: ReadResiduals, reported: tuple[type[Exception], ...]) -> Any:
+    def load_residuals(self, read: ReadResiduals, reported: tuple[type[Exception], ...]) -> Any:
         """See :class:`sparkdl.loop.engine.Engine`; an exception of ``reported`` is the result."""
         try:
             self._way.kept = read(self._member.rank)
@@ -356,13 +361,13 @@ class Rank:
             return error
         return None
 
-    def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
+    def map_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
         """``use(rank, kept)``, in a list; empty where this rank keeps nothing."""
         kept = self._way.kept
         return [] if kept is None else [use(self._member.rank, kept)]
 
 
-def _dense(owner: Owner, state: SliceState) -> torch.Tensor:
+def _dense(owner: SliceUpdater, state: SliceState) -> torch.Tensor:
     """Memory for the dense gradient of what ``owner`` updates."""
     length, device = owner.plan.dense_length, state.weights.device
     return torch.empty(length, dtype=owner.dtype, device=device)

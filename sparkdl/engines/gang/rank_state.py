@@ -17,7 +17,7 @@ from sparkdl.codec.packed import join_files
 from sparkdl.codec.safe import mapped
 from sparkdl.engines.gang.rank_messages import exchange_bytes
 from sparkdl.engines.gang.shards import (
-    Span,
+    ShardRange,
     for_shards,
     for_slice,
     parts_of,
@@ -27,28 +27,28 @@ from sparkdl.engines.gang.shards import (
 from sparkdl.model.flat import Layout
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.parallel.mesh import Mesh
-from sparkdl.replica.gradient_writer import streams
-from sparkdl.replica.open_run import RunPlans
-from sparkdl.replica.run import Run
-from sparkdl.slices.slice_file import Part, recut, to_bytes
-from sparkdl.slices.spec import SlicePlan, slice_plans
+from sparkdl.replica.gradient_writer import writes_early
+from sparkdl.replica.open_run import OpenRun
+from sparkdl.replica.run import RunSpec
+from sparkdl.slices.slice_file import StoredSlice, reslice, to_bytes
+from sparkdl.slices.spec import SliceSpec, slice_specs
 from sparkdl.slices.state import SliceState
-from sparkdl.slices.update import Owner
+from sparkdl.slices.update import SliceUpdater
 
 States = dict[int, SliceState]
 """By number of the slice."""
 
 
-class Holding(Protocol):
+class RankState(Protocol):
     """``live``: the replica. ``slices``: the cut of the state as others know it. ``owners``: of what
     this rank updates; ``states`` and ``best`` have the same keys. ``first``: whether no rank before
     this one updates the same, ``counted``: what of it none before this one does, where that is less.
     Methods are called on all ranks at once."""
 
     live: LiveReplica
-    slices: list[SlicePlan]
-    owners: dict[int, Owner]
-    counted: dict[int, Owner]
+    slices: list[SliceSpec]
+    owners: dict[int, SliceUpdater]
+    counted: dict[int, SliceUpdater]
     first: bool
     states: States
     best: States
@@ -69,15 +69,15 @@ class Holding(Protocol):
         """``states`` or ``best`` as slices that this rank owns, on the CPU."""
 
 
-class Whole:
+class ReplicatedState:
     """The model is whole on each rank. There is one slice, which all own, or one for each rank.
 
     The weights of ``states`` are views of the live replica's flat vector, where that is on the device
     they are updated on.
     """
 
-    def __init__(self, live: LiveReplica, run: Run, rank: int) -> None:
-        plans = RunPlans.of(live, run)
+    def __init__(self, live: LiveReplica, run: RunSpec, rank: int) -> None:
+        plans = OpenRun.of(live, run)
         self.live, self.slices = live, plans.slices
         self.owners = {n: o for n, o in enumerate(plans.owners) if run.slices == 1 or n == rank}
         self.counted = self.owners
@@ -86,13 +86,13 @@ class Whole:
         self.best: States = {}
 
     def begin(self) -> None:
-        """See :class:`Holding`; so for what follows."""
+        """See :class:`RankState`; so for what follows."""
         flat = self.live.flat.flat
         self.place({n: SliceState(flat[_part(self.slices[n])].clone()) for n in self.owners})
 
     def place(self, slices: States) -> None:
         flat = self.live.flat.flat
-        home = flat.device if streams(self.live) else torch.device("cpu")
+        home = flat.device if writes_early(self.live) else torch.device("cpu")
         for n, state in slices.items():
             place = flat[_part(self.slices[n])]
             with torch.no_grad():
@@ -118,13 +118,13 @@ class Whole:
         return {n: on_cpu(state) for n, state in states.items()}
 
 
-def _part(plan: SlicePlan) -> slice:
+def _part(plan: SliceSpec) -> slice:
     return slice(plan.start, plan.stop)
 
 
 def broadcast_parts(
     flat: torch.Tensor,
-    plans: Sequence[SlicePlan],
+    plans: Sequence[SliceSpec],
     ranks: Sequence[int],
     group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -153,35 +153,35 @@ class Turned(Protocol):
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """A replica of which a rank has a part. ``whole``: the layout of all parts together. ``spans``:
     what a rank has of it; ``turned``: where it first has to be made that. ``repeated``: parameters,
-    by number, that are also on a rank before this one. ``sharers``: the ranks with the same part, of
-    ``group``, each of which updates some of it ("zero1"); none: each updates all."""
+    by number, that are also on a rank before this one. ``update_group``: the ranks with the same
+    part, of ``group``, each of which updates some of it ("zero1"); none: each updates all."""
 
     live: LiveReplica
     whole: Layout
     mesh: Mesh
-    spans: Callable[[int], list[Span]]
+    spans: Callable[[int], list[ShardRange]]
     turned: Turned | None = None
     repeated: frozenset[int] = frozenset()
-    sharers: Sequence[int] = ()
+    update_group: Sequence[int] = ()
     group: dist.ProcessGroup | None = None
 
 
-class Sharded:
-    """The model is cut, as a :class:`Cut` says; a rank owns its part, or what it updates of it, under
-    its own number. Rank n reads and writes slice n for the others. Of several copies of the cut model
-    the first is what others see."""
+class ShardedState:
+    """The model is cut, as a :class:`ShardSpec` says; a rank owns its part, or what it updates of
+    it, under its own number. Rank n reads and writes slice n for the others. Of several copies of
+    the cut model the first is what others see."""
 
-    def __init__(self, cut: Cut, run: Run, rank: int) -> None:
+    def __init__(self, cut: ShardSpec, run: RunSpec, rank: int) -> None:
         """``run``: with one slice for each rank."""
         self.live, self._rank, self._turned = cut.live, rank, cut.turned
-        self.slices = slice_plans(cut.whole, run.slices, whole=run.whole_tensors)
-        self._sharers, self._group = cut.sharers or (rank,), cut.group
+        self.slices = slice_specs(cut.whole, run.slices, whole=run.whole_tensors)
+        self._sharers, self._group = cut.update_group or (rank,), cut.group
         self._tells = cut.mesh.place(rank, "data") == 0
         self.first = self._tells or len(self._sharers) > 1
-        plans = RunPlans.of(cut.live, replace(run, slices=len(self._sharers)))
+        plans = OpenRun.of(cut.live, replace(run, slices=len(self._sharers)))
         self._whole, self._cuts = plans.whole.plan, plans.slices
         owner = plans.owners[self._sharers.index(rank)]
         self._mine = owner.plan
@@ -195,7 +195,7 @@ class Sharded:
         self.best: States = {}
 
     def begin(self) -> None:
-        """See :class:`Holding`; so for what follows."""
+        """See :class:`RankState`; so for what follows."""
         self.states = {self._rank: SliceState(self.live.flat.flat[_part(self._mine)])}
 
     def place(self, slices: States) -> None:
@@ -227,13 +227,13 @@ class Sharded:
         parts = list(parts_of(self._own, spans, on_cpu(state))) if self._tells else []
         spans = spans if self._tells else []
         arriving = self._sent(lambda to: for_slice(spans, parts, self.slices[to]))
-        return {self._rank: recut(arriving, self.slices[self._rank], self._own.dtype)}
+        return {self._rank: reslice(arriving, self.slices[self._rank], self._own.dtype)}
 
     def _my(self, whole: SliceState) -> SliceState:
         """What this rank updates, of the state of its part."""
         if len(self._sharers) == 1:
             return whole
-        return recut([_as_part(self._whole, whole)], self._mine, self._own.dtype)
+        return reslice([_as_part(self._whole, whole)], self._mine, self._own.dtype)
 
     def _all_of(self, state: SliceState) -> SliceState:
         """The state of this rank's part, out of what all update of it; ``state``, where only the first
@@ -242,7 +242,7 @@ class Sharded:
         if self._turned is None:
             wanted = wanted[:1]
         arriving = list(self._sent(lambda to: parcel if to in wanted else bytearray()))
-        return recut(arriving, self._whole, self._own.dtype) if arriving else state
+        return reslice(arriving, self._whole, self._own.dtype) if arriving else state
 
     def _shards(self, slices: States) -> SliceState:
         """This rank's out of every rank's slice."""
@@ -252,7 +252,7 @@ class Sharded:
         state = state_from(self._own, spans[self._rank], arriving, self._own.dtype)
         return state if self._turned is None else self._turned.as_cut(state)
 
-    def _sent(self, parcel: Callable[[int], bytearray]) -> Iterator[Part]:
+    def _sent(self, parcel: Callable[[int], bytearray]) -> Iterator[StoredSlice]:
         """Send ``parcel(r)`` to each rank r, one after another; what comes, parcel by parcel."""
         size = len(self._spans)
         for distance in range(size):
@@ -260,8 +260,8 @@ class Sharded:
             yield from unpacked(exchange_bytes(parcel(to), to, source, self._rank))
 
 
-def _as_part(plan: SlicePlan, state: SliceState) -> Part:
-    return Part(plan.start, plan.stop, plan.trainable_length, state)
+def _as_part(plan: SliceSpec, state: SliceState) -> StoredSlice:
+    return StoredSlice(plan.start, plan.stop, plan.trainable_length, state)
 
 
 def on_cpu(state: SliceState) -> SliceState:

@@ -18,14 +18,14 @@ import torch
 
 from sparkdl.codec.packed import ALIGNMENT, join_files, split_files
 from sparkdl.errors import DamagedCheckpoint
-from sparkdl.model.flat import Layout, Segment
-from sparkdl.slices.slice_file import Part, to_bytes, unpack
-from sparkdl.slices.spec import Piece, SlicePlan
+from sparkdl.model.flat import Layout, TensorRange
+from sparkdl.slices.slice_file import StoredSlice, to_bytes, unpack
+from sparkdl.slices.spec import Fragment, SliceSpec
 from sparkdl.slices.state import SliceState
 
 
 @dataclass(frozen=True)
-class Span:
+class ShardRange:
     """Elements [start, stop) of the flat vector: ``length`` of parameter ``number``, then padding; or
     all buffers (None, and ``length`` is 0)."""
 
@@ -40,10 +40,10 @@ class Span:
         return self.stop - self.start if self.number is None else self.length
 
 
-def _plan(start: int, stop: int, trainable: int) -> SlicePlan:
+def _plan(start: int, stop: int, trainable: int) -> SliceSpec:
     """An interval as a slice of its own."""
-    pieces = (Piece(0, "parameter", 0, trainable),) if trainable else ()
-    return SlicePlan(0, start, stop, pieces)
+    pieces = (Fragment(0, "parameter", 0, trainable),) if trainable else ()
+    return SliceSpec(0, start, stop, pieces)
 
 
 def rows_of(rows: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -56,7 +56,7 @@ RowsOf: TypeAlias = Callable[[int], tuple[int, int]]
 """Which rows a rank has of a parameter with so many."""
 
 
-def nested_rows(cuts: Sequence[tuple[int, int]]) -> RowsOf:
+def nested_shards(cuts: Sequence[tuple[int, int]]) -> RowsOf:
     """The rows of a rank that is the r-th of n along each dimension of a mesh, outermost first:
     ``cuts``: (n, r)."""
 
@@ -85,7 +85,7 @@ def layout_of_rows(layout: Layout, rows: RowsOf, numbers: Collection[int]) -> La
     return Layout(tuple(segments), layout.dtype, position)
 
 
-def spans_of(layout: Layout, rows: RowsOf, numbers: Collection[int]) -> list[Span]:
+def spans_of(layout: Layout, rows: RowsOf, numbers: Collection[int]) -> list[ShardRange]:
     """What a rank with these rows of the parameters ``numbers`` has of the flat vector, in ascending
     order. The buffers all have."""
     found = []
@@ -95,22 +95,22 @@ def spans_of(layout: Layout, rows: RowsOf, numbers: Collection[int]) -> list[Spa
         width = math.prod(segment.shape[1:])
         low, high = (segment.start + row * width for row in rows(_rows_in(segment)))
         if low < high:
-            found.append(Span(number, low, end if high == segment.stop else high, high - low))
+            found.append(ShardRange(number, low, end if high == segment.stop else high, high - low))
     return [*found, *_buffers_of(layout)]
 
 
-def _rows_in(segment: Segment) -> int:
+def _rows_in(segment: TensorRange) -> int:
     """Of a parameter; a single number is one."""
     return segment.shape[0] if segment.shape else 1
 
 
-def _buffers_of(layout: Layout) -> list[Span]:
+def _buffers_of(layout: Layout) -> list[ShardRange]:
     if layout.buffers_start == layout.size:
         return []
-    return [Span(None, layout.buffers_start, layout.size, 0)]
+    return [ShardRange(None, layout.buffers_start, layout.size, 0)]
 
 
-def parts_of(own: Layout, spans: Sequence[Span], state: SliceState) -> Iterator[Part]:
+def parts_of(own: Layout, spans: Sequence[ShardRange], state: SliceState) -> Iterator[StoredSlice]:
     """A rank's state, span by span. ``own``: the layout of the rank's shards, and of ``state``."""
     for span in spans:
         start = _place(own, span)
@@ -121,11 +121,13 @@ def parts_of(own: Layout, spans: Sequence[Span], state: SliceState) -> Iterator[
             name: array[start : start + span.length] if span.length else array[:0]
             for name, array in state.arrays.items()
         }
-        yield Part(span.start, span.stop, span.length, _kept(span.number, weights, arrays, state))
+        yield StoredSlice(
+            span.start, span.stop, span.length, _kept(span.number, weights, arrays, state)
+        )
 
 
 def state_from(
-    own: Layout, spans: Sequence[Span], parts: Iterable[Part], dtype: torch.dtype
+    own: Layout, spans: Sequence[ShardRange], parts: Iterable[StoredSlice], dtype: torch.dtype
 ) -> SliceState:
     """A rank's state out of parts, each of one of its spans; each is let go before the next is taken.
 
@@ -158,11 +160,11 @@ def state_from(
     return state
 
 
-def _place(own: Layout, span: Span) -> int:
+def _place(own: Layout, span: ShardRange) -> int:
     return own.buffers_start if span.number is None else own.segments[span.number].start
 
 
-def cut(part: Part, start: int, stop: int, number: int | None) -> Part | None:
+def cut(part: StoredSlice, start: int, stop: int, number: int | None) -> StoredSlice | None:
     """What of ``part`` lies in [start, stop), with what is kept of parameter ``number``."""
     low, high = max(part.start, start), min(part.stop, stop)
     if low >= high:
@@ -170,7 +172,7 @@ def cut(part: Part, start: int, stop: int, number: int | None) -> Part | None:
     first, length = low - part.start, max(0, min(high, part.start + part.trainable_length) - low)
     arrays = {name: array[first : first + length] for name, array in part.state.arrays.items()}
     weights = part.state.weights[first : first + high - low]
-    return Part(low, high, length, _kept(number, weights, arrays, part.state))
+    return StoredSlice(low, high, length, _kept(number, weights, arrays, part.state))
 
 
 def _kept(
@@ -183,7 +185,9 @@ def _kept(
     return SliceState(weights, arrays, held, others)
 
 
-def for_slice(spans: Sequence[Span], parts: Sequence[Part], plan: SlicePlan) -> bytearray:
+def for_slice(
+    spans: Sequence[ShardRange], parts: Sequence[StoredSlice], plan: SliceSpec
+) -> bytearray:
     """What a rank sends to the owner of a slice. ``parts``: of its ``spans``."""
     return _packed(
         cut(part, plan.start, plan.stop, span.number)
@@ -191,12 +195,12 @@ def for_slice(spans: Sequence[Span], parts: Sequence[Part], plan: SlicePlan) -> 
     )
 
 
-def for_shards(part: Part, spans: Sequence[Span]) -> bytearray:
+def for_shards(part: StoredSlice, spans: Sequence[ShardRange]) -> bytearray:
     """What the owner of a slice sends to a rank with these spans."""
     return _packed(cut(part, span.start, span.stop, span.number) for span in spans)
 
 
-def _packed(parts: Iterable[Part | None]) -> bytearray:
+def _packed(parts: Iterable[StoredSlice | None]) -> bytearray:
     """Safetensors files, each behind its length."""
     return join_files(
         to_bytes(_plan(part.start, part.stop, part.trainable_length), part.state)
@@ -205,6 +209,6 @@ def _packed(parts: Iterable[Part | None]) -> bytearray:
     )
 
 
-def unpacked(data: memoryview) -> Iterator[Part]:
+def unpacked(data: memoryview) -> Iterator[StoredSlice]:
     """What a rank was sent."""
     return map(unpack, split_files(data))

@@ -14,9 +14,9 @@ from sparkdl.engines.gang.node_files import (
     unpack,
     unpack_kept,
 )
-from sparkdl.engines.gang.rank_state import Holding, States
-from sparkdl.engines.gang.strategies.base import Summed
-from sparkdl.engines.gang.strategies.sections import Exchanged
+from sparkdl.engines.gang.rank_state import RankState, States
+from sparkdl.engines.gang.strategies.base import SummedGradients
+from sparkdl.engines.gang.strategies.sections import SectionExchange
 
 
 class Snapshots:
@@ -30,7 +30,7 @@ class Snapshots:
         self._files, self._rank = files, rank
         self._slices, self._residuals = slices, residuals
 
-    def begin(self, held: Holding, way: Summed | Exchanged) -> None:
+    def begin(self, held: RankState, way: SummedGradients | SectionExchange) -> None:
         """What to take snapshots of."""
         self._held, self._way = held, way
 

@@ -19,7 +19,7 @@ from sparkdl.model.live_replica import LiveReplica
 from sparkdl.slices.state import SliceState
 
 
-class ByRows:
+class RowLayout:
     """Between the parts of parameters that a rank has and rows, by way of one whole parameter after
     another (:class:`sparkdl.engines.gang.rank_state.Turned`).
 

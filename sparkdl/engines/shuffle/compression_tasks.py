@@ -11,20 +11,24 @@ import torch
 
 from sparkdl.codec.packed import ByParameter
 from sparkdl.engines.shuffle.messages import RESIDUAL_FOREIGN, IterationMessage
-from sparkdl.engines.shuffle.replica_context import Seat
+from sparkdl.engines.shuffle.replica_context import ReplicaContext
 from sparkdl.engines.shuffle.residuals import read_residuals, write_residuals
 from sparkdl.loop.engine import ReadResiduals
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.iteration import Fault, ResidualHandle
-from sparkdl.replica.step import Outcome, Work, compress_outcome
+from sparkdl.replica.step import ReplicaIteration, ReplicaResult, compress_outcome
 from sparkdl.slab.pool import Pool
-from sparkdl.spark.worker import settle_worker
+from sparkdl.spark.worker import finish_task
 
 
 @torch.no_grad()
 def compress_here(
-    live: LiveReplica, outcome: Outcome, work: Work, message: IterationMessage, pool: Pool
-) -> tuple[Outcome, ResidualHandle]:
+    live: LiveReplica,
+    outcome: ReplicaResult,
+    work: ReplicaIteration,
+    message: IterationMessage,
+    pool: Pool,
+) -> tuple[ReplicaResult, ResidualHandle]:
     """Likewise in a task: what is kept is read from this node's slabs and written there."""
     before = _handle(message, work.replica)
     kept = read_residuals(pool, before) if before else {}
@@ -55,13 +59,13 @@ class WithResiduals:
     handles: tuple[ResidualHandle | None, ...]
     use: Callable[[int, ByParameter], Any]
 
-    def __call__(self, seat: Seat) -> Iterator[bytes]:
+    def __call__(self, seat: ReplicaContext) -> Iterator[bytes]:
         handle, result = self.handles[seat.index], None
         if handle is not None:
             result = self.use(seat.index, read_residuals(seat.pool, handle))
             seat.pool.check(handle.reference)
         yield pickle.dumps((seat.index, result))
-        settle_worker()
+        finish_task()
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class InitialResiduals:
     reported: tuple[type[Exception], ...] = ()
     tick: int = 0
 
-    def __call__(self, seat: Seat) -> Iterator[bytes]:
+    def __call__(self, seat: ReplicaContext) -> Iterator[bytes]:
         result: ResidualHandle | Exception | None = None
         try:
             kept = self.read(seat.index)
@@ -83,4 +87,4 @@ class InitialResiduals:
             if kept is not None:
                 result = write_residuals(seat.pool, seat.index, None, kept, self.tick)
         yield pickle.dumps((seat.index, result))
-        settle_worker()
+        finish_task()

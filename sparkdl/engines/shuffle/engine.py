@@ -19,32 +19,32 @@ import torch
 from sparkdl.codec.packed import ByParameter
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.samples import SampleSet
-from sparkdl.engines.resources import Resources
+from sparkdl.engines.resources import FitResources
 from sparkdl.engines.shuffle.form import Form
-from sparkdl.engines.shuffle.forms import SYNCHRONIZATION, IterationJobs, Synchronized
-from sparkdl.engines.shuffle.messages import IterationMessage, Pending, SeatReport
-from sparkdl.engines.shuffle.node_sums import NodeSums
+from sparkdl.engines.shuffle.forms import SYNCHRONIZATION, IterationJobs, IterationReports
+from sparkdl.engines.shuffle.messages import IterationMessage, OneStageReport, PendingGradients
+from sparkdl.engines.shuffle.node_sums import NodeReducePlan
 from sparkdl.engines.shuffle.pending import ApplyPending
-from sparkdl.engines.shuffle.placement import Places
-from sparkdl.engines.shuffle.versions import Committed, Snapshot, states_of
+from sparkdl.engines.shuffle.placement import Placement
+from sparkdl.engines.shuffle.versions import SliceVersions, SnapshotRdds, states_of
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.gang.slots import task_slots
 from sparkdl.loop.engine import (
     CURRENT,
-    NodeBytes,
+    IterationResult,
     ReadResiduals,
     ReadState,
-    StepResult,
+    Traffic,
     slowest,
     summarize,
     summed,
 )
 from sparkdl.model.flat import Layout
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.replica.compare import Description
 from sparkdl.replica.iteration import Fault, Iteration, ReplicaReport, SliceReport
-from sparkdl.replica.run import Run
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.replica.run import RunSpec
+from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 from sparkdl.spark.job_failures import faults_explained
 
@@ -59,12 +59,12 @@ class ShuffleEngine:
         self,
         samples: SampleSet,
         layout: Layout,
-        run: Run,
+        run: RunSpec,
         recipe: bytes,
-        policy: Policy,
+        policy: TrainingOptions,
         built: Description,
         batch_size: int,
-        resources: Resources,
+        resources: FitResources,
         stages: str = "auto",
         validation: ValidationSet | None = None,
     ) -> None:
@@ -73,11 +73,11 @@ class ShuffleEngine:
         self._layout, self._run, self._policy = layout, run, policy
         self._context = resources.context
         self._context.setJobDescription("sparkdl: setting up the replicas")
-        self._pending: Pending | None = None
-        self._places = Places(samples, layout, run, recipe, policy, built, resources)
-        self._state = Committed(self._places, resources, run.replicas, run.slices)
+        self._pending: PendingGradients | None = None
+        self._places = Placement(samples, layout, run, recipe, policy, built, resources)
+        self._state = SliceVersions(self._places, resources, run.replicas, run.slices)
         self._jobs = IterationJobs(
-            self._places, run.slices, NodeSums(layout, run, policy), resources
+            self._places, run.slices, NodeReducePlan(layout, run, policy), resources
         )
         self._form = Form(stages, run.replicas, run.slices, task_slots(self._context))
 
@@ -91,13 +91,13 @@ class ShuffleEngine:
         self._pending = None
         self._state.start(read, reported, which)
 
-    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> StepResult:
+    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
         """Submit the iteration, again where tasks found themselves on another node, and commit."""
         self._context.setJobDescription(iteration.description)
         doing = f"iteration {iteration.index + 1}, epoch {iteration.epoch + 1}"
         asked = iteration.with_rows(self.plan.rows(iteration.batch))
 
-        def submit() -> tuple[StepResult | None, list[Fault]]:
+        def submit() -> tuple[IterationResult | None, list[Fault]]:
             self._state.tick += 1
             step = IterationMessage.of(
                 asked,
@@ -124,7 +124,7 @@ class ShuffleEngine:
                 done = self._jobs.on_one_node(step)
             return self._commit(step, done or self._jobs.in_stages(step), started)
 
-        return self._places.until_placed(submit, doing, self._places.samples)
+        return self._places.retry(submit, doing, self._places.samples)
 
     def _can_be_at_once(self, step: IterationMessage) -> bool:
         """Norms and histograms are to be known when the iteration ends, not one later."""
@@ -132,8 +132,8 @@ class ShuffleEngine:
         return not early and self._places.one_node(self._state.states)
 
     def _commit(
-        self, step: IterationMessage, done: Synchronized, started: float
-    ) -> tuple[StepResult | None, list[Fault]]:
+        self, step: IterationMessage, done: IterationReports, started: float
+    ) -> tuple[IterationResult | None, list[Fault]]:
         """After the two stages (or more)."""
         reports = done.reports
         faults = [fault for report in reports for fault in report.faults]
@@ -152,8 +152,8 @@ class ShuffleEngine:
         return self._result(replicas, reports, updates, started, traffic), []
 
     def _commit_at_once(
-        self, step: IterationMessage, seats: list[SeatReport], started: float
-    ) -> tuple[StepResult | None, list[Fault]]:
+        self, step: IterationMessage, seats: list[OneStageReport], started: float
+    ) -> tuple[IterationResult | None, list[Fault]]:
         """After the one stage: what was pending is applied, the new gradients are pending."""
         faults = [header.fault for seat in seats for header in seat.headers if header.fault]
         if faults:
@@ -165,7 +165,7 @@ class ShuffleEngine:
         self._pending = None
         if not any(report.not_finite for report in reports):
             self._state.keep_residuals(reports)
-            self._pending = Pending.of(step, seats)
+            self._pending = PendingGradients.of(step, seats)
         updates = [summed([report.seconds for report in seat.slices]) for seat in seats]
         return self._result(reports, [], updates, started), []
 
@@ -175,8 +175,8 @@ class ShuffleEngine:
         slices: Sequence[SliceReport],
         updates: Sequence[Mapping[str, float]],
         started: float,
-        traffic: Mapping[str, NodeBytes] | None = None,
-    ) -> StepResult:
+        traffic: Mapping[str, Traffic] | None = None,
+    ) -> IterationResult:
         """``updates``: seconds by activity of the tasks that updated."""
         total = time.perf_counter() - started
         in_tasks = [slowest([r.seconds for r in replicas]), slowest(updates)]
@@ -205,11 +205,13 @@ class ShuffleEngine:
         doing = f"the update of iteration {self._pending.index + 1}"
         with faults_explained(doing):
             reports: list[SliceReport] = self._places.at_owners(ApplyPending(step), SYNCHRONIZATION)
-        self._places.give_up_on([fault for report in reports for fault in report.faults], doing)
+        self._places.raise_unrecoverable(
+            [fault for report in reports for fault in report.faults], doing
+        )
         self._state.commit(states_of(reports), step.tick)
         self._pending = None
 
-    def _settled(self) -> Committed:
+    def _settled(self) -> SliceVersions:
         """The state with nothing pending."""
         self._apply_pending()
         return self._state
@@ -225,31 +227,31 @@ class ShuffleEngine:
     def weights(self, which: str = CURRENT) -> torch.Tensor:
         return self._settled().weights(which, self._layout.dtype)
 
-    def with_states(
-        self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
+    def map_slices(
+        self, use: Callable[[int, SliceSpec, SliceState], Any], which: str = CURRENT
     ) -> list[Any]:
-        return self._settled().with_states(use, which)
+        return self._settled().map_slices(use, which)
 
-    def start_residuals(
+    def load_residuals(
         self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
     ) -> None:
-        self._state.start_residuals(read, reported)
+        self._state.load_residuals(read, reported)
 
-    def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
-        return self._state.with_residuals(use)
+    def map_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
+        return self._state.map_residuals(use)
 
-    def take_snapshot(self) -> Snapshot:
-        """See :class:`sparkdl.engines.recovery.Restorable`; so for what follows."""
+    def take_snapshot(self) -> SnapshotRdds:
+        """See :class:`sparkdl.engines.recovery.RestorableEngine`; so for what follows."""
         return self._settled().take_snapshot()
 
-    def drop(self, snapshot: Snapshot) -> None:
+    def drop(self, snapshot: SnapshotRdds) -> None:
         self._state.drop(snapshot)
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: SnapshotRdds) -> None:
         self._state.restore(snapshot)
 
     @property
-    def remark(self) -> str:
+    def capacity_note(self) -> str:
         """Nothing: tasks queue."""
         return ""
 

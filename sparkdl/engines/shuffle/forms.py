@@ -10,7 +10,8 @@ than a second job. So
 * results come through the JVM's future, see :class:`sparkdl.spark.frames.RunningJob`;
 * on one node, where references are all that travels, they go through the driver: each stage is a job,
   whose RDD is the same for all iterations;
-* a small model's iteration is one stage, see :class:`sparkdl.engines.shuffle.replica_tasks.AtOnce`;
+* a small model's iteration is one stage, see
+:class:`sparkdl.engines.shuffle.replica_tasks.OneStageTask`;
 * between nodes synchronization stores the new weights as blocks, which the next iteration's tasks
   fetch, see :class:`sparkdl.engines.shuffle.weight_blocks.WeightBlocks`: no stage sends them.
 """
@@ -24,19 +25,24 @@ from typing import Any
 
 from pyspark.core.rdd import RDD
 
-from sparkdl.engines.resources import Resources
-from sparkdl.engines.shuffle.messages import Installed, IterationMessage, Pending, SeatReport
-from sparkdl.engines.shuffle.node_reduce import Combine
-from sparkdl.engines.shuffle.node_sums import NodeSums
-from sparkdl.engines.shuffle.node_weights import HandOnWeights, Install
+from sparkdl.engines.resources import FitResources
+from sparkdl.engines.shuffle.messages import (
+    IterationMessage,
+    NodeWeights,
+    OneStageReport,
+    PendingGradients,
+)
+from sparkdl.engines.shuffle.node_reduce import ReduceOnNode
+from sparkdl.engines.shuffle.node_sums import NodeReducePlan
+from sparkdl.engines.shuffle.node_weights import ReceiveWeights, SendWeights
 from sparkdl.engines.shuffle.pending import ApplyPending, ReducePending, Reductions, UpdateReduced
-from sparkdl.engines.shuffle.placement import Places
-from sparkdl.engines.shuffle.replica_tasks import AtOnce, ForwardBackward
-from sparkdl.engines.shuffle.report_sinks import Tell, ToNodes, to_driver
+from sparkdl.engines.shuffle.placement import Placement
+from sparkdl.engines.shuffle.replica_tasks import ForwardBackward, OneStageTask
+from sparkdl.engines.shuffle.report_sinks import NodeReports, ReportSink, to_driver
 from sparkdl.engines.shuffle.traffic import Nodes, between_nodes
 from sparkdl.engines.shuffle.update_tasks import Reduce, Synchronize, Update
 from sparkdl.engines.shuffle.weight_blocks import WeightBlocks
-from sparkdl.loop.engine import NodeBytes
+from sparkdl.loop.engine import Traffic
 from sparkdl.replica.iteration import SliceHandle, SliceReport
 from sparkdl.spark.frames import (
     RunningJob,
@@ -56,14 +62,14 @@ INSTALLATION = "weights to the nodes"
 
 
 @dataclass(frozen=True)
-class Synchronized:
+class IterationReports:
     """What came of an iteration in stages: a report a slice, in order; and where nodes sum, the copies
     of the new weights that each place took."""
 
     reports: list[SliceReport]
-    installed: tuple[Installed, ...] = ()
+    installed: tuple[NodeWeights, ...] = ()
 
-    def traffic(self, states: Sequence[SliceHandle]) -> dict[str, NodeBytes]:
+    def traffic(self, states: Sequence[SliceHandle]) -> dict[str, Traffic]:
         """What went between nodes; ``states``: the version that the iteration began with."""
         replicas = {report.replica: report for report in self.reports[0].replicas}
         gradients = [
@@ -88,7 +94,7 @@ class IterationJobs:
     """Submits iterations. ``slices``: N."""
 
     def __init__(
-        self, places: Places, slices: int, node_sums: NodeSums, resources: Resources
+        self, places: Placement, slices: int, node_sums: NodeReducePlan, resources: FitResources
     ) -> None:
         self._places, self._slices, self._resources = places, slices, resources
         self._node_sums = node_sums
@@ -105,11 +111,11 @@ class IterationJobs:
         self._blocks.forget()
         self._next = None
 
-    def at_once(self, step: IterationMessage) -> list[SeatReport] | None:
+    def at_once(self, step: IterationMessage) -> list[OneStageReport] | None:
         """One stage; a report a replica. None: nothing was run, the step is too much to be told."""
         return self._at_seats(AT_ONCE, step)
 
-    def on_one_node(self, step: IterationMessage) -> Synchronized | None:
+    def on_one_node(self, step: IterationMessage) -> IterationReports | None:
         """Every stage a job of its own. None: the step is too much to be told, in whole or in part."""
         seats = None if self._untold else self._at_seats(FORWARD_BACKWARD, step)
         if seats is None:
@@ -117,19 +123,19 @@ class IterationJobs:
         headers = [header for seat in seats for header in seat.headers]
         faults = tuple(header.fault for header in headers if header.fault)
         if faults:
-            return Synchronized([SliceReport(0, "", None, faults=faults)])
-        reports = self._at_owners(replace(step, pending=Pending.of(step, seats)))
+            return IterationReports([SliceReport(0, "", None, faults=faults)])
+        reports = self._at_owners(replace(step, pending=PendingGradients.of(step, seats)))
         if reports is None:
             self._untold = True
             return None
         replicas = tuple(header.report for header in headers if header.report)
-        return Synchronized([replace(reports[0], replicas=replicas), *reports[1:]])
+        return IterationReports([replace(reports[0], replicas=replicas), *reports[1:]])
 
-    def _at_seats(self, name: str, step: IterationMessage) -> list[SeatReport] | None:
+    def _at_seats(self, name: str, step: IterationMessage) -> list[OneStageReport] | None:
         places = self._places
 
         def build() -> RDD:
-            return places.at_seats(AtOnce(), places.samples, step.states, told=True)
+            return places.at_seats(OneStageTask(), places.samples, step.states, told=True)
 
         return self._one_stage(name, step, build, len(places.tokens))
 
@@ -157,7 +163,7 @@ class IterationJobs:
         count = self._slices if count is None else count
         return self._run(self._here[name], count, name, lambda: self._resources.shuffled(None))
 
-    def in_stages(self, step: IterationMessage) -> Synchronized:
+    def in_stages(self, step: IterationMessage) -> IterationReports:
         """Forward-backward, then synchronization; where it pays, nodes sum in between and share what
         comes back."""
         states, nodes = step.states, self._nodes_that_sum(step.states)
@@ -237,12 +243,14 @@ class IterationJobs:
         if nodes is not None:
             with stage_name(self._context, "sum on the nodes"):
                 offers = zip_frames(received, places.counted(replicas))
-                received = self._send(map_frames(offers, Combine(nodes)), self._slices)
+                received = self._send(map_frames(offers, ReduceOnNode(nodes)), self._slices)
         if not places.two_stages:
             with stage_name(self._context, REDUCTION):
                 reduced = map_frames(zip_frames(received, places.owners), Reduce(step))
                 received = self._send(reduced, self._slices)
-        tell: Tell = self._blocks.tell if storing else ToNodes(nodes) if nodes else to_driver
+        tell: ReportSink = (
+            self._blocks.tell if storing else NodeReports(nodes) if nodes else to_driver
+        )
         update = Synchronize(step, tell) if places.two_stages else Update(step, tell)
         owners = places.owners if places.two_stages else places.updaters
         with stage_name(self._context, SYNCHRONIZATION):
@@ -255,18 +263,20 @@ class IterationJobs:
     def _install(self, handed_on: RDD, step: IterationMessage | None) -> RDD:
         """Frames with weights to every replica's place, and there into slabs."""
         arrived = self._send(handed_on, len(self._places.tokens))
-        return map_frames(zip_frames(arrived, self._places.counted(self._slices)), Install(step))
+        return map_frames(
+            zip_frames(arrived, self._places.counted(self._slices)), ReceiveWeights(step)
+        )
 
-    def _hand_on(self, step: IterationMessage, nodes: Nodes) -> Synchronized:
+    def _hand_on(self, step: IterationMessage, nodes: Nodes) -> IterationReports:
         """The weights as they stand, once to each node that has none of them."""
         with stage_name(self._context, INSTALLATION):
-            owners = map_frames(self._places.owners, HandOnWeights(step.states, nodes))
+            owners = map_frames(self._places.owners, SendWeights(step.states, nodes))
             installed = collect_and_forget(self._install(owners, step))
         return _joined([pickle.loads(frame) for frame in installed])
 
 
-def _joined(results: Sequence[SliceReport | Installed]) -> Synchronized:
-    installed = tuple(result for result in results if isinstance(result, Installed))
+def _joined(results: Sequence[SliceReport | NodeWeights]) -> IterationReports:
+    installed = tuple(result for result in results if isinstance(result, NodeWeights))
     reports = [result for result in results if isinstance(result, SliceReport)]
     reports += [report for node in installed for report in node.reports]
-    return Synchronized(sorted(reports, key=lambda report: report.index), installed)
+    return IterationReports(sorted(reports, key=lambda report: report.index), installed)

@@ -16,11 +16,11 @@ from sparkdl.replica.iteration import (
     SliceReport,
 )
 from sparkdl.slab.pool import Reference
-from sparkdl.slices.section import SectionMap
+from sparkdl.slices.section import SectionLayout
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingGradients:
     """An iteration whose gradients lie in slabs and are not applied yet, see :class:`AtOnce`.
 
     ``index``, ``tick`` and ``hyperparameters`` are that iteration's; ``headers``: for each slice,
@@ -33,14 +33,14 @@ class Pending:
     headers: tuple[tuple[GradientHeader, ...], ...]
 
     @staticmethod
-    def of(step: IterationMessage, seats: Sequence[SeatReport]) -> Pending:
+    def of(step: IterationMessage, seats: Sequence[OneStageReport]) -> PendingGradients:
         """What a step leaves; ``seats``: of every replica, in order."""
         by_slice = zip(*[seat.headers for seat in seats], strict=True)
         headers = tuple(tuple(replace(h, report=None) for h in some) for some in by_slice)
-        return Pending(step.index, step.tick, step.hyperparameters, headers)
+        return PendingGradients(step.index, step.tick, step.hyperparameters, headers)
 
 
-Copies = Mapping[str, Mapping[int, "SliceHandle"]]
+NodeCopies = Mapping[str, Mapping[int, "SliceHandle"]]
 """By node (its token) and slice."""
 
 
@@ -62,8 +62,8 @@ class IterationMessage(IterationRows):
     tick: int
     floor: int
     states: tuple[SliceHandle, ...] = ()
-    pending: Pending | None = None
-    copies: Copies = field(default_factory=dict)
+    pending: PendingGradients | None = None
+    copies: NodeCopies = field(default_factory=dict)
     residuals: tuple[ResidualHandle | None, ...] = ()
 
     @staticmethod
@@ -113,7 +113,7 @@ class GradientHeader:
     replica: int
     weight: float = 0.0
     loss: float = 0.0
-    section: SectionMap | None = None
+    section: SectionLayout | None = None
     reference: Reference | None = None
     absent: frozenset[int] = frozenset()
     others: bytes = b""
@@ -124,9 +124,9 @@ class GradientHeader:
 
 
 @dataclass(frozen=True)
-class Offer:
+class GradientOffer:
     """What a replica tells a task that sums for a node, see
-    :class:`sparkdl.engines.shuffle.node_reduce.Combine`.
+    :class:`sparkdl.engines.shuffle.node_reduce.ReduceOnNode`.
 
     ``weight``: None of a replica that had no samples. ``headers``: of the slices that the task sums
     for the replica's own node, by number.
@@ -138,7 +138,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class HandedOn:
+class WeightsHeader:
     """The header of the frame from the owner of slice ``index`` to a replica's place: whether new
     ``weights`` follow; ``report`` goes to the first place."""
 
@@ -148,7 +148,7 @@ class HandedOn:
 
 
 @dataclass(frozen=True)
-class Installed:
+class NodeWeights:
     """What a task that took weights for its node tells the driver: the copies by slice, on node
     ``token``; and what the owners told it."""
 
@@ -158,7 +158,7 @@ class Installed:
 
 
 @dataclass(frozen=True)
-class SeatReport:
+class OneStageReport:
     """What a task that is a whole iteration tells the driver: its replica's headers, one a slice, and
     the slices' new version, where something was pending."""
 
@@ -177,7 +177,7 @@ class ReducedHeader:
     index: int
     squares: float = 0.0
     loss: float = 0.0
-    section: SectionMap | None = None
+    section: SectionLayout | None = None
     reference: Reference | None = None
     absent: frozenset[int] = frozenset()
     state: SliceHandle | None = None

@@ -16,18 +16,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from sparkdl.codec.frames import as_tensor, decode, encode
-from sparkdl.engines.shuffle.messages import MOVED, GradientHeader, Offer
-from sparkdl.engines.shuffle.traffic import Nodes, worth_summing
+from sparkdl.engines.shuffle.messages import MOVED, GradientHeader, GradientOffer
+from sparkdl.engines.shuffle.traffic import Nodes, sum_is_smaller
 from sparkdl.replica.iteration import Fault
 from sparkdl.replica.open_run import plans_of
-from sparkdl.replica.run import Run
+from sparkdl.replica.run import RunSpec
 from sparkdl.slab.pool import Pool, open_pool
 from sparkdl.slices.reduce import shares_of
 from sparkdl.slices.section import NOTHING, SUM, open_section, section_nbytes
 from sparkdl.slices.tree_sum import Term, tree_sum
-from sparkdl.slices.update import Owner
+from sparkdl.slices.update import SliceUpdater
 from sparkdl.spark.frames import send
-from sparkdl.spark.worker import settle_worker
+from sparkdl.spark.worker import finish_task
 
 
 def offered(replica: int, nodes: Nodes, headers: Sequence[GradientHeader]) -> Iterator[bytes]:
@@ -41,17 +41,17 @@ def offered(replica: int, nodes: Nodes, headers: Sequence[GradientHeader]) -> It
             for n, header in enumerate(headers)
             if node == token and nodes.representative(token, n) == target
         }
-        yield from send(target, encode(Offer(replica, weight, mine)))
+        yield from send(target, encode(GradientOffer(replica, weight, mine)))
 
 
 @dataclass(frozen=True)
-class Combine:
+class ReduceOnNode:
     """Body of the stage, at every replica's place: frames to the owners of the slices that it sums."""
 
     nodes: Nodes
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        offers: list[Offer] = []
+        offers: list[GradientOffer] = []
         record = b""
         for frame, replica in pairs:
             offers.append(decode(frame)[0])
@@ -67,13 +67,13 @@ class Combine:
             if headers:
                 for frame in self._frames(partition, n, run, pool, headers, shares):
                     yield from send(n, frame)
-        settle_worker()
+        finish_task()
 
     def _frames(
         self,
         partition: int,
         n: int,
-        run: Run,
+        run: RunSpec,
         pool: Pool,
         headers: Mapping[int, GradientHeader],
         shares: Mapping[int, float],
@@ -95,14 +95,14 @@ class Combine:
 
 
 def _summed(
-    owner: Owner, pool: Pool, headers: Sequence[GradientHeader], shares: Mapping[int, float]
+    owner: SliceUpdater, pool: Pool, headers: Sequence[GradientHeader], shares: Mapping[int, float]
 ) -> Iterator[bytes]:
     """A block's frames: the first with the sum, where that is fewer bytes, the others without."""
     plan, dtype = owner.plan, owner.dtype
     if not headers:
         return
     wire = headers[0].section.wire if headers[0].section else dtype
-    if not worth_summing(len(headers), wire.itemsize, dtype.itemsize):
+    if not sum_is_smaller(len(headers), wire.itemsize, dtype.itemsize):
         for header in headers:
             assert header.reference is not None
             frame = encode(

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from sparkdl.engines.shuffle.form import STAGE_SECONDS
 from sparkdl.engines.shuffle.traffic import Nodes, SliceBytes, planned
-from sparkdl.loop.engine import most
+from sparkdl.loop.engine import busiest
 from sparkdl.model.flat import Layout
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.replica.iteration import SliceHandle
-from sparkdl.replica.run import Run
-from sparkdl.slices.spec import slice_plans
+from sparkdl.replica.run import RunSpec
+from sparkdl.slices.spec import slice_specs
 
 MORE_STAGES = 2
 """Combining and installing."""
@@ -20,17 +20,17 @@ BYTES_PER_SECOND = 2e8
 takes Spark and Python 10 ns a byte of processor time (benchmarks/between_nodes.py)."""
 
 
-class NodeSums:
+class NodeReducePlan:
     """Decides from where replicas and owners are; the bits are the same."""
 
-    def __init__(self, layout: Layout, run: Run, policy: Policy) -> None:
+    def __init__(self, layout: Layout, run: RunSpec, policy: TrainingOptions) -> None:
         wire = (policy.wire_dtype or layout.dtype).itemsize
         flat = layout.dtype.itemsize
         # After local steps optimizer state travels too; what is compressed is no part of a sum yet.
         self._possible = policy.local_steps == 1 and not run.compressed
         self._slices = [
             SliceBytes(plan.dense_length * wire, plan.dense_length * flat, plan.length * flat)
-            for plan in slice_plans(layout, run.slices, whole=run.whole_tensors)
+            for plan in slice_specs(layout, run.slices, whole=run.whole_tensors)
         ]
 
     def chosen(self, tokens: tuple[str, ...], states: Sequence[SliceHandle]) -> Nodes | None:
@@ -38,6 +38,6 @@ class NodeSums:
         nodes = Nodes(tokens, tuple(state.token for state in states))
         if not self._possible or len({*nodes.replicas, *nodes.slices}) == 1:
             return None
-        plain, summed = (most(planned(nodes, self._slices, way)) for way in (False, True))
+        plain, summed = (busiest(planned(nodes, self._slices, way)) for way in (False, True))
         saved = (plain - summed) / BYTES_PER_SECOND
         return nodes if saved > MORE_STAGES * STAGE_SECONDS else None

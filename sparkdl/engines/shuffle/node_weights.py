@@ -16,18 +16,23 @@ import numpy as np
 import torch
 
 from sparkdl.codec.frames import as_tensor, decode, encode
-from sparkdl.engines.shuffle.messages import STATE_FOREIGN, HandedOn, Installed, IterationMessage
+from sparkdl.engines.shuffle.messages import (
+    STATE_FOREIGN,
+    IterationMessage,
+    NodeWeights,
+    WeightsHeader,
+)
 from sparkdl.engines.shuffle.state_tasks import run_of
 from sparkdl.engines.shuffle.traffic import Nodes
 from sparkdl.replica.iteration import Fault, SliceHandle, SliceReport
-from sparkdl.replica.run import Run
+from sparkdl.replica.run import RunSpec
 from sparkdl.slab.pool import open_pool
 from sparkdl.spark.frames import send
 from sparkdl.spark.message import posted
-from sparkdl.spark.worker import settle_worker
+from sparkdl.spark.worker import finish_task
 
 
-def handed_on(report: SliceReport, run: Run, nodes: Nodes) -> Iterator[bytes]:
+def weight_frames(report: SliceReport, run: RunSpec, nodes: Nodes) -> Iterator[bytes]:
     """A frame to every replica's place: the report to the first; the slice's new weights, if there are
     any, to the place on each other node that takes them."""
     pool = open_pool(run.slab)
@@ -37,7 +42,9 @@ def handed_on(report: SliceReport, run: Run, nodes: Nodes) -> Iterator[bytes]:
     for place, token in enumerate(nodes.replicas):
         takes = token != pool.token and nodes.representative(token, report.index) == place
         frame = encode(
-            HandedOn(report.index, report if place == 0 else None, takes and payload is not None),
+            WeightsHeader(
+                report.index, report if place == 0 else None, takes and payload is not None
+            ),
             payload if takes else None,
         )
         if weights is not None:
@@ -46,7 +53,7 @@ def handed_on(report: SliceReport, run: Run, nodes: Nodes) -> Iterator[bytes]:
 
 
 @dataclass(frozen=True)
-class HandOnWeights:
+class SendWeights:
     """Body over the owner RDD: likewise of version t (``states``), before the first iteration."""
 
     states: tuple[SliceHandle, ...]
@@ -60,14 +67,14 @@ class HandOnWeights:
             report = SliceReport(
                 partition, token, None, faults=(Fault(STATE_FOREIGN, partition, token),)
             )
-        yield from handed_on(report, run, self.nodes)
-        settle_worker()
+        yield from weight_frames(report, run, self.nodes)
+        finish_task()
 
 
 @dataclass(frozen=True)
-class Install:
+class ReceiveWeights:
     """Body of the stage, at every replica's place: write what arrives; one frame, a pickled
-    :class:`Installed`. ``step``: None: the one that the job was told."""
+    :class:`NodeWeights`. ``step``: None: the one that the job was told."""
 
     step: IterationMessage | None = None
 
@@ -75,7 +82,7 @@ class Install:
         step, pool, reports, copies = self.step, None, [], {}
         for frame, replica in pairs:
             if pool is None:
-                run: Run = pickle.loads(replica).run
+                run: RunSpec = pickle.loads(replica).run
                 step, pool = step or posted(run.key), open_pool(run.slab)
             assert step is not None
             header, payload = decode(frame)
@@ -86,5 +93,5 @@ class Install:
                     claim.bytes[:] = np.frombuffer(payload, np.uint8)
                 copies[header.index] = SliceHandle(claim.reference)
         assert pool is not None
-        yield pickle.dumps(Installed(pool.token, copies, tuple(reports)))
-        settle_worker()
+        yield pickle.dumps(NodeWeights(pool.token, copies, tuple(reports)))
+        finish_task()

@@ -14,9 +14,9 @@ from sparkdl.engines.shuffle.messages import IterationMessage, ReducedHeader
 from sparkdl.engines.shuffle.state_tasks import run_of
 from sparkdl.engines.shuffle.update_tasks import Frame, reduce_slice, synchronize, update_slice
 from sparkdl.replica.iteration import SliceReport
-from sparkdl.replica.run import Run
+from sparkdl.replica.run import RunSpec
 from sparkdl.spark.message import posted
-from sparkdl.spark.worker import settle_worker
+from sparkdl.spark.worker import finish_task
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ApplyPending:
         run = run_of(frames)
         step = self.step or posted(run.key)
         yield pickle.dumps(apply_pending(step, partition, run))
-        settle_worker()
+        finish_task()
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ReducePending:
         run = run_of(frames)
         step = posted(run.key)
         yield pickle.dumps(reduce_slice(step, partition, run, _frames(step, partition)))
-        settle_worker()
+        finish_task()
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class UpdateReduced:
         given: Reductions = posted(run.key)
         report = update_slice(given.step, partition, run, given.headers)
         yield pickle.dumps(report)
-        settle_worker()
+        finish_task()
 
 
-def apply_pending(step: IterationMessage, partition: int, run: Run) -> SliceReport:
+def apply_pending(step: IterationMessage, partition: int, run: RunSpec) -> SliceReport:
     """Bring slice ``partition`` to the version after the pending iteration."""
     pending = step.pending
     assert pending is not None

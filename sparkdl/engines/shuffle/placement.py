@@ -9,31 +9,31 @@ from typing import Any
 from pyspark.core.rdd import RDD
 
 from sparkdl.data.samples import SampleSet
-from sparkdl.engines.resources import MAX_SUBMISSIONS, Resources, compute_again, samples_changed
+from sparkdl.engines.resources import MAX_SUBMISSIONS, FitResources, compute_again, samples_changed
 from sparkdl.engines.shuffle.messages import (
     MOVED,
     RESIDUAL_FOREIGN,
     SAMPLES_CHANGED,
     SAMPLES_FOREIGN,
     STATE_FOREIGN,
-    Copies,
-    Installed,
+    NodeCopies,
+    NodeWeights,
 )
 from sparkdl.engines.shuffle.replica_context import (
-    AtSeats,
-    AtSeatsWithBytes,
-    CheckSeat,
+    AtReplicas,
+    AtReplicasWithWeights,
+    CheckReplica,
     PadFrames,
     PrepareReplica,
-    SeatTask,
+    ReplicaTask,
 )
-from sparkdl.engines.shuffle.state_tasks import PrepareOwner, PublishWeights, RecipeSource, Recount
+from sparkdl.engines.shuffle.state_tasks import PrepareSlice, PublishWeights, RecipeSource, Recount
 from sparkdl.errors import StateLostError, TrainingError
 from sparkdl.model.flat import Layout
-from sparkdl.model.policy import Policy
+from sparkdl.model.policy import TrainingOptions
 from sparkdl.replica.compare import Description, check_same
 from sparkdl.replica.iteration import Fault, SliceHandle
-from sparkdl.replica.run import ReplicaHandle, Run
+from sparkdl.replica.run import ReplicaHandle, RunSpec
 from sparkdl.spark.frames import (
     collect_and_forget,
     is_local,
@@ -53,7 +53,7 @@ FEW_BYTES = 64 << 20
 """Of weights or gradients: so much a task may send from the memory of its JVM."""
 
 
-class Places:
+class Placement:
     """The persisted RDDs of a run, and the node of each replica.
 
     ``owners`` lie where the slices' state lies, in as many records as there are replicas;
@@ -64,11 +64,11 @@ class Places:
         self,
         samples: SampleSet,
         layout: Layout,
-        run: Run,
+        run: RunSpec,
         recipe: bytes,
-        policy: Policy,
+        policy: TrainingOptions,
         built: Description,
-        resources: Resources,
+        resources: FitResources,
     ) -> None:
         """``built``: what the driver's model is to begin with."""
         self.few_bytes = layout.nbytes <= FEW_BYTES
@@ -90,7 +90,7 @@ class Places:
         replicas = map_frames(context.parallelize(handles, run.replicas), PrepareReplica(source))
         owners = map_frames(
             context.parallelize(range(run.slices), run.slices),
-            PrepareOwner(run, source, run.replicas),
+            PrepareSlice(run, source, run.replicas),
         )
         self._replicas, self.owners = resources.persist(replicas), resources.persist(owners)
         self._counted: dict[int, RDD] = {}
@@ -107,7 +107,7 @@ class Places:
         for _ in range(MAX_SUBMISSIONS):
             with stage_name(self._context, "set up replicas"):
                 seats = zip_frames(self._replicas, self.samples)
-                checked = self.pickled(map_frames(seats, CheckSeat(self._built)))
+                checked = self.pickled(map_frames(seats, CheckReplica(self._built)))
             tokens, found, here = zip(*checked, strict=True)
             if all(here):
                 break
@@ -122,13 +122,15 @@ class Places:
             self._counted[count] = self._resources.persist(recounted)
         return self._counted[count]
 
-    def note_copies(self, states: tuple[SliceHandle, ...], installed: Sequence[Installed]) -> None:
+    def note_copies(
+        self, states: tuple[SliceHandle, ...], installed: Sequence[NodeWeights]
+    ) -> None:
         """Nodes have these copies of ``states``."""
         self._copied, self._copies = states, {}
         for node in installed:
             self._copies[node.token] = {**self._copies.get(node.token, {}), **node.copies}
 
-    def copies_of(self, states: tuple[SliceHandle, ...]) -> Copies:
+    def copies_of(self, states: tuple[SliceHandle, ...]) -> NodeCopies:
         """What copies nodes have of other nodes' slices of ``states``."""
         return self._copies if states == self._copied else {}
 
@@ -147,14 +149,14 @@ class Places:
         with stage_name(self._context, name):
             return self.pickled(map_frames(self.owners, task))
 
-    def at_replicas(self, task: SeatTask, name: str) -> list[Any]:
+    def at_replicas(self, task: ReplicaTask, name: str) -> list[Any]:
         """The pickled results of a task at every replica's place that needs no weights."""
         with stage_name(self._context, name):
             return self.pickled(self.seats_of(task))
 
-    def seats_of(self, task: SeatTask) -> RDD:
+    def seats_of(self, task: ReplicaTask) -> RDD:
         """A task at every replica's place that needs no weights."""
-        return map_frames(zip_frames(self._replicas, self.samples), AtSeats(task, ()))
+        return map_frames(zip_frames(self._replicas, self.samples), AtReplicas(task, ()))
 
     def zipped_with_owners(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
         """The pickled results of a task over (frame, owner) pairs, ``count`` in a partition."""
@@ -172,7 +174,7 @@ class Places:
 
     def at_seats(
         self,
-        task: SeatTask,
+        task: ReplicaTask,
         samples: RDD,
         states: tuple[SliceHandle, ...],
         checksums: tuple[int, ...] | None = None,
@@ -187,13 +189,13 @@ class Places:
         if self.near(states):
             seats = zip_frames(self._replicas, self._light(samples))
             copies = {} if told else self.copies_of(states)
-            return map_frames(seats, AtSeats(task, given, checksums, copies))
+            return map_frames(seats, AtReplicas(task, given, checksums, copies))
         publish = PublishWeights(given, self.tokens, everything=self.everything_travels)
         published = shuffle_frames(
             map_frames(self.owners, publish), self._run.replicas, self.few_bytes
         )
         padded = self._padded(samples, (self._run.slices,) * self._run.replicas)
-        body = AtSeatsWithBytes(task, given, checksums)
+        body = AtReplicasWithWeights(task, given, checksums)
         return map_frames(zip_frames(padded, published), body)
 
     @property
@@ -206,13 +208,13 @@ class Places:
         """Whether replicas need the optimizer's state beside the weights."""
         return self._policy.local_steps > 1
 
-    def at_seats_from(self, stored: RDD, task: SeatTask, states: tuple[SliceHandle, ...]) -> RDD:
+    def at_seats_from(self, stored: RDD, task: ReplicaTask, states: tuple[SliceHandle, ...]) -> RDD:
         """Likewise with the training samples, in a job that is told the step; the weights of other
         nodes' slices are blocks of ``stored``, see
         :class:`sparkdl.engines.shuffle.report_sinks.ToBlocks`."""
         missing = self.missing(states)
         padded = self._padded(self.samples, tuple(map(len, missing)))
-        body = AtSeatsWithBytes(task)
+        body = AtReplicasWithWeights(task)
         return map_frames(zip_frames(padded, stored_for(stored, missing)), body)
 
     def _padded(self, samples: RDD, counts: tuple[int, ...]) -> RDD:
@@ -248,9 +250,7 @@ class Places:
         """Whether all replicas and all slices are on one node."""
         return len({*self.tokens, *[state.token for state in states]}) == 1
 
-    def until_placed(
-        self, submit: Callable[[], tuple[Any, list[Fault]]], doing: str, samples: RDD
-    ) -> Any:
+    def retry(self, submit: Callable[[], tuple[Any, list[Fault]]], doing: str, samples: RDD) -> Any:
         """Submit, again where tasks found themselves on another node than expected."""
         faults: list[Fault] = []
         for submission in range(MAX_SUBMISSIONS):
@@ -259,7 +259,7 @@ class Places:
             if not faults:
                 return result
             if submission:  # once, a task may only have been sent to a node that was less busy
-                self.give_up_on(faults, doing)
+                self.raise_unrecoverable(faults, doing)
             self._resolve(faults, samples)
         raise TrainingError(
             f"{doing}: after {MAX_SUBMISSIONS} submissions tasks still find "
@@ -282,7 +282,7 @@ class Places:
             with faults_explained("writing the samples again"):
                 store_frames(samples)
 
-    def give_up_on(self, faults: list[Fault], doing: str) -> None:
+    def raise_unrecoverable(self, faults: list[Fault], doing: str) -> None:
         """Raise for what no other submission could mend."""
         for fault in faults:
             if fault.kind == STATE_FOREIGN:

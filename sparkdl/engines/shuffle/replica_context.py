@@ -17,20 +17,20 @@ from sparkdl.engines.shuffle.messages import (
     SAMPLES_CHANGED,
     SAMPLES_FOREIGN,
     STATE_FOREIGN,
-    Copies,
     IterationMessage,
+    NodeCopies,
 )
 from sparkdl.engines.shuffle.state_tasks import RecipeSource
-from sparkdl.engines.shuffle.weights import Arrived, borrow_weights, load_weights, read_frame
+from sparkdl.engines.shuffle.weights import RemoteWeights, load_weights, map_weights, read_frame
 from sparkdl.errors import ModelError, StaleReferenceError, UserError
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.compare import Compared, Description, compared
 from sparkdl.replica.iteration import Clock, Fault, SliceHandle
 from sparkdl.replica.open_run import plans_of
-from sparkdl.replica.run import ReplicaHandle, Run, build_replica, open_replica
+from sparkdl.replica.run import ReplicaHandle, RunSpec, build_replica, open_replica
 from sparkdl.slab.pool import Pool, open_pool
 from sparkdl.spark.message import posted
-from sparkdl.spark.worker import settle_worker
+from sparkdl.spark.worker import finish_task
 from sparkdl.usercode.travel import REMEDY
 
 
@@ -48,7 +48,7 @@ class PrepareReplica:
 
 
 @dataclass(frozen=True)
-class CheckSeat:
+class CheckReplica:
     """Body over (replica, samples) pairs: build the replica; a pickled (node token, how it compares
     with the driver's, ``built``, whether its samples are on the node). A mistake of the user's that is
     found meanwhile is in place of the comparison."""
@@ -67,7 +67,7 @@ class CheckSeat:
             except ModuleNotFoundError as error:
                 found = ModelError(f"model() fails on the executors: {error}. {REMEDY}")
             yield pickle.dumps((token, found, lies_here(pickle.loads(samples), token)))
-        settle_worker()
+        finish_task()
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,16 @@ class PadFrames:
 
 
 @dataclass(frozen=True)
-class Seat:
+class ReplicaContext:
     """What a task at a replica's place works with. ``waited``: seconds for what ``arrived``."""
 
-    run: Run
+    run: RunSpec
     index: int
     samples: SampleHandle
     checksum: int
     states: tuple[SliceHandle, ...]
     copies: Mapping[int, SliceHandle]
-    arrived: Arrived
+    arrived: RemoteWeights
     pool: Pool
     waited: float = 0.0
 
@@ -143,7 +143,7 @@ class Seat:
     def borrowing(self) -> LiveReplica:
         """Likewise, with version t where it lies; :meth:`check` afterwards."""
         live = open_replica(self.run)
-        borrow_weights(live, plans_of(self.run).slices, self.near, self.pool)
+        map_weights(live, plans_of(self.run).slices, self.near, self.pool)
         return live
 
     def check(self) -> None:
@@ -153,11 +153,11 @@ class Seat:
                 self.pool.check(state.weights)
 
 
-SeatTask = Callable[[Seat], Iterator[bytes]]
+ReplicaTask = Callable[[ReplicaContext], Iterator[bytes]]
 
 
 @dataclass(frozen=True)
-class AtSeats:
+class AtReplicas:
     """Body over (replica, samples) pairs: ``task`` at each, weights by reference.
 
     ``states``: version t of every slice; None: of the step that the job was told, see
@@ -165,10 +165,10 @@ class AtSeats:
     not the training samples. ``copies``: as in a :class:`IterationMessage`.
     """
 
-    task: SeatTask
+    task: ReplicaTask
     states: tuple[SliceHandle, ...] | None = None
     checksums: tuple[int, ...] | None = None
-    copies: Copies = field(default_factory=dict)
+    copies: NodeCopies = field(default_factory=dict)
 
     def __call__(self, partition: int, seats: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         for replica, samples in list(seats):
@@ -176,10 +176,10 @@ class AtSeats:
 
 
 @dataclass(frozen=True)
-class AtSeatsWithBytes:
+class AtReplicasWithWeights:
     """Likewise, with the weights of other nodes as bytes through a shuffle."""
 
-    task: SeatTask
+    task: ReplicaTask
     states: tuple[SliceHandle, ...] | None = None
     checksums: tuple[int, ...] | None = None
 
@@ -197,12 +197,12 @@ class AtSeatsWithBytes:
 
 
 def _seat(
-    body: AtSeats | AtSeatsWithBytes,
+    body: AtReplicas | AtReplicasWithWeights,
     replica: bytes,
     samples: bytes,
-    arrived: Arrived,
-    copies: Copies,
-) -> Seat:
+    arrived: RemoteWeights,
+    copies: NodeCopies,
+) -> ReplicaContext:
     handle: ReplicaHandle = pickle.loads(replica)
     checksum = handle.checksum if body.checksums is None else body.checksums[handle.index]
     pool = open_pool(handle.run.slab)
@@ -212,4 +212,4 @@ def _seat(
         states, copies = step.states, step.copies
     mine = copies.get(pool.token, {})
     found = pickle.loads(samples)
-    return Seat(handle.run, handle.index, found, checksum, states, mine, arrived, pool)
+    return ReplicaContext(handle.run, handle.index, found, checksum, states, mine, arrived, pool)

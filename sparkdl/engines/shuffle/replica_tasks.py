@@ -15,27 +15,27 @@ import torch
 from pyspark import cloudpickle
 
 from sparkdl.codec.frames import encode
-from sparkdl.data.batches import Assembly
+from sparkdl.data.batches import BatchSpec
 from sparkdl.data.partition_reader import open_partition
 from sparkdl.engines.shuffle.compression_tasks import compress_here, residual_fault
-from sparkdl.engines.shuffle.messages import MOVED, GradientHeader, IterationMessage, SeatReport
+from sparkdl.engines.shuffle.messages import MOVED, GradientHeader, IterationMessage, OneStageReport
 from sparkdl.engines.shuffle.node_reduce import offered
 from sparkdl.engines.shuffle.pending import apply_pending
-from sparkdl.engines.shuffle.replica_context import Seat
+from sparkdl.engines.shuffle.replica_context import ReplicaContext
 from sparkdl.engines.shuffle.traffic import Nodes
-from sparkdl.engines.shuffle.update_tasks import room_for
-from sparkdl.engines.shuffle.weights import whole_state
+from sparkdl.engines.shuffle.update_tasks import buffer_size
+from sparkdl.engines.shuffle.weights import joined_state
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.replica.gradient_writer import GradientWriter, streams
+from sparkdl.replica.gradient_writer import GradientWriter, writes_early
 from sparkdl.replica.iteration import Clock, Fault, ReplicaReport, SliceReport
 from sparkdl.replica.local_sgd import several_steps
 from sparkdl.replica.open_run import plans_of
 from sparkdl.replica.run import open_replica
 from sparkdl.replica.score import score_partition
 from sparkdl.replica.step import (
-    Outcome,
-    Work,
+    ReplicaIteration,
+    ReplicaResult,
     not_finite,
     one_gradient,
     section_maps,
@@ -43,10 +43,10 @@ from sparkdl.replica.step import (
     write_sections,
 )
 from sparkdl.slab.pool import Claim
-from sparkdl.slices.section import SectionMap
+from sparkdl.slices.section import SectionLayout
 from sparkdl.spark.frames import send
 from sparkdl.spark.message import posted
-from sparkdl.spark.worker import settle_worker
+from sparkdl.spark.worker import finish_task
 
 BORROW_FROM = 1 << 20
 """Elements of a flat vector from which on it pays to compute with weights in slabs, not with a copy."""
@@ -63,7 +63,7 @@ class ForwardBackward:
     step: IterationMessage | None = None
     nodes: Nodes | None = None
 
-    def __call__(self, seat: Seat) -> Iterator[bytes]:
+    def __call__(self, seat: ReplicaContext) -> Iterator[bytes]:
         step, nodes = self.step or posted(seat.run.key), self.nodes
         sent = contributions(seat, step, nodes)
         if nodes is not None:
@@ -71,21 +71,21 @@ class ForwardBackward:
         else:
             for n, (header, payload) in enumerate(sent):
                 yield from send(n, encode(header, payload))
-        settle_worker()
+        finish_task()
 
 
 @dataclass(frozen=True)
-class AtOnce:
+class OneStageTask:
     """An iteration as one task a replica, with no shuffle: apply what the iteration before left
     pending, to all slices; then forward and backward, whose gradients are left pending in turn.
 
     Every replica makes the same update, bit for bit what the owners make: for models so small that
-    this costs less than a stage. One frame, a pickled :class:`SeatReport`.
+    this costs less than a stage. One frame, a pickled :class:`OneStageReport`.
     """
 
     step: IterationMessage | None = None
 
-    def __call__(self, seat: Seat) -> Iterator[bytes]:
+    def __call__(self, seat: ReplicaContext) -> Iterator[bytes]:
         step = self.step or posted(seat.run.key)
         reports: tuple[SliceReport, ...] = ()
         if step.pending is not None and seat.fault() is None:
@@ -94,15 +94,17 @@ class AtOnce:
             assert len(new) == seat.run.slices
             seat = replace(seat, states=new)
         headers = tuple(header for header, _ in contributions(seat, step))
-        yield pickle.dumps(SeatReport(headers, reports))
-        settle_worker()
+        yield pickle.dumps(OneStageReport(headers, reports))
+        finish_task()
 
 
 Sent = tuple[GradientHeader, torch.Tensor | None]
 """What a replica has for a slice: the header and, for another node, the bytes."""
 
 
-def contributions(seat: Seat, step: IterationMessage, nodes: Nodes | None = None) -> list[Sent]:
+def contributions(
+    seat: ReplicaContext, step: IterationMessage, nodes: Nodes | None = None
+) -> list[Sent]:
     """Forward, backward, publish: what goes to each slice; with ``nodes`` all by reference."""
     fault = seat.fault() or residual_fault(step, seat.index, seat.pool.token)
     if fault is None and nodes is not None and nodes.replicas[seat.index] != seat.pool.token:
@@ -110,16 +112,16 @@ def contributions(seat: Seat, step: IterationMessage, nodes: Nodes | None = None
     if fault is not None:
         return [(GradientHeader(seat.index, fault=fault), None)] * seat.run.slices
     run = seat.run
-    work = Work(step, seat.index, run.assembly, run.shares[seat.index])
+    work = ReplicaIteration(step, seat.index, run.assembly, run.shares[seat.index])
     start, stop = work.rows
     if stop > start:
         return _contributions(seat, step, work, everything_here=nodes is not None)
     report = ReplicaReport(seat.index, 0, 0.0, 0.0, seat.pool.token, received=seat.received)
-    return [(header, None) for header in _headers(seat, Outcome(), report)]
+    return [(header, None) for header in _headers(seat, ReplicaResult(), report)]
 
 
 def _contributions(
-    seat: Seat, step: IterationMessage, work: Work, everything_here: bool
+    seat: ReplicaContext, step: IterationMessage, work: ReplicaIteration, everything_here: bool
 ) -> list[Sent]:
     pool, clock = seat.pool, Clock()
     clock.seconds["fetch"] = seat.waited
@@ -127,16 +129,16 @@ def _contributions(
     residual = None
     with contextlib.ExitStack() as claims:
 
-        def room(outcome: Outcome) -> tuple[list[SectionMap], list[int], Claim]:
+        def room(outcome: ReplicaResult) -> tuple[list[SectionLayout], list[int], Claim]:
             maps = section_maps(live, plans, outcome)
             sizes = sections_nbytes(live, plans, maps)
-            nbytes = room_for(sum(sizes), *maps)
+            nbytes = buffer_size(sum(sizes), *maps)
             claim = pool.claim("gradient", nbytes, step.tick, step.gradients_floor)
             return maps, sizes, claims.enter_context(claim)
 
         early, writer = None, None
-        if streams(live):
-            early = room(Outcome())
+        if writes_early(live):
+            early = room(ReplicaResult())
             writer = GradientWriter(live, plans, early[0], early[2].bytes)
         outcome = _outcome(seat, work, clock, writer)
         if live.recipe.compression is not None:
@@ -168,7 +170,9 @@ def _contributions(
     return sent
 
 
-def _outcome(seat: Seat, work: Work, clock: Clock, writer: GradientWriter | None) -> Outcome:
+def _outcome(
+    seat: ReplicaContext, work: ReplicaIteration, clock: Clock, writer: GradientWriter | None
+) -> ReplicaResult:
     """Do the replica's part of the iteration."""
     live = open_replica(seat.run)
     local_steps = live.recipe.policy.local_steps
@@ -185,20 +189,22 @@ def _outcome(seat: Seat, work: Work, clock: Clock, writer: GradientWriter | None
         clock.lap("fetch")
         return one_gradient(live, batches[0], work, clock, writer)
     plans, flat = plans_of(seat.run), live.flat.flat
-    state = whole_state(
+    state = joined_state(
         plans.slices, seat.states, seat.arrived, seat.pool, plans.dtype, flat.device
     )
     clock.lap("fetch")
     return several_steps(live, batches, work, state, plans.whole, clock)
 
 
-def _may_borrow(seat: Seat, live: LiveReplica) -> bool:
+def _may_borrow(seat: ReplicaContext, live: LiveReplica) -> bool:
     """Whether the replica can compute with weights where they lie, and that is worth it."""
     here = not seat.arrived and live.device.type == "cpu"
     return here and not live.recipe.policy.compile and live.flat.layout.size >= BORROW_FROM
 
 
-def _headers(seat: Seat, outcome: Outcome, report: ReplicaReport) -> list[GradientHeader]:
+def _headers(
+    seat: ReplicaContext, outcome: ReplicaResult, report: ReplicaReport
+) -> list[GradientHeader]:
     return [
         GradientHeader(
             replica=seat.index,
@@ -219,10 +225,10 @@ class Score:
     """Body at a seat whose samples are the validation's: one frame, the pickled states (or a fault)."""
 
     scorer: Scorer
-    assembly: Assembly
+    assembly: BatchSpec
     batch_size: int
 
-    def __call__(self, seat: Seat) -> Iterator[bytes]:
+    def __call__(self, seat: ReplicaContext) -> Iterator[bytes]:
         fault = seat.fault()
         if fault is not None:
             yield pickle.dumps((seat.index, fault))
@@ -232,4 +238,4 @@ class Score:
                 seat.replica(), partition, self.scorer, self.assembly, self.batch_size
             )
             yield cloudpickle.dumps((seat.index, states))  # a user's metric may be of __main__
-        settle_worker()
+        finish_task()

@@ -1,8 +1,9 @@
 """After an update: where a slice's report and its new weights go. Each is a part of a task's body.
 
 Three ways: the report to the driver, and the weights stay where they are (:func:`to_driver`); both
-through a shuffle to the nodes (:class:`ToNodes`); or the weights into a block that Spark stores, from
-where the next iteration's tasks fetch them, and the report through an accumulator (:class:`ToBlocks`).
+through a shuffle to the nodes (:class:`NodeReports`); or the weights into a block that Spark
+stores, from where the next iteration's tasks fetch them, and the report through an accumulator
+(:class:`ToBlocks`).
 """
 
 from __future__ import annotations
@@ -14,31 +15,31 @@ from dataclasses import dataclass
 from pyspark.accumulators import Accumulator, AccumulatorParam
 
 from sparkdl.codec.frames import encode
-from sparkdl.engines.shuffle.node_weights import handed_on
+from sparkdl.engines.shuffle.node_weights import weight_frames
 from sparkdl.engines.shuffle.traffic import Nodes
 from sparkdl.engines.shuffle.weights import version_frame
 from sparkdl.replica.iteration import SliceReport
 from sparkdl.replica.open_run import plans_of
-from sparkdl.replica.run import Run
+from sparkdl.replica.run import RunSpec
 from sparkdl.slab.pool import open_pool
 from sparkdl.spark.frames import send
 
-Tell = Callable[[SliceReport, Run], Iterator[bytes]]
+ReportSink = Callable[[SliceReport, RunSpec], Iterator[bytes]]
 
 
-def to_driver(report: SliceReport, run: Run) -> Iterator[bytes]:
+def to_driver(report: SliceReport, run: RunSpec) -> Iterator[bytes]:
     """One frame, the pickled report."""
     yield pickle.dumps(report)
 
 
 @dataclass(frozen=True)
-class ToNodes:
-    """To the replicas' places, see :func:`sparkdl.engines.shuffle.node_weights.handed_on`."""
+class NodeReports:
+    """To the replicas' places, see :func:`sparkdl.engines.shuffle.node_weights.weight_frames`."""
 
     nodes: Nodes
 
-    def __call__(self, report: SliceReport, run: Run) -> Iterator[bytes]:
-        yield from handed_on(report, run, self.nodes)
+    def __call__(self, report: SliceReport, run: RunSpec) -> Iterator[bytes]:
+        yield from weight_frames(report, run, self.nodes)
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class ToBlocks:
     reports: Accumulator[list[SliceReport]]
     everything: bool = False
 
-    def __call__(self, report: SliceReport, run: Run) -> Iterator[bytes]:
+    def __call__(self, report: SliceReport, run: RunSpec) -> Iterator[bytes]:
         self.reports.add([report])
         if report.state is None or report.skipped:
             frame = encode((report.index, False, None))

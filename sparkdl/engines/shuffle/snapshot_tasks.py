@@ -18,11 +18,11 @@ from sparkdl.engines.shuffle.store import write_copy
 from sparkdl.replica.iteration import ResidualHandle, SliceHandle, SliceReport
 from sparkdl.slab.parts import frames_of, num_frames
 from sparkdl.slab.pool import Reference, open_pool
-from sparkdl.spark.worker import settle_worker
+from sparkdl.spark.worker import finish_task
 
 if TYPE_CHECKING:
-    from sparkdl.engines.shuffle.replica_context import Seat
-    from sparkdl.replica.run import Run
+    from sparkdl.engines.shuffle.replica_context import ReplicaContext
+    from sparkdl.replica.run import RunSpec
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class TakeSnapshot:
         yield from frames_of(pool, references)
         for _ in range(self.count - 1 - num_frames(references)):
             yield b""
-        settle_worker()
+        finish_task()
 
 
 def _references(handles: Sequence[SliceHandle]) -> list[Reference]:
@@ -68,7 +68,7 @@ class RestoreSlice:
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         owner, handles, frames = _opened(pairs)
-        run: Run = pickle.loads(owner)
+        run: RunSpec = pickle.loads(owner)
         pool = open_pool(run.slab)
         roles = zip(("state", "best"), handles, strict=False)
         found = [write_copy(pool, handle, frames, role, self.tick) for role, handle in roles]
@@ -76,7 +76,7 @@ class RestoreSlice:
         for _ in frames:
             pass
         yield pickle.dumps((SliceReport(partition, pool.token, found[0]), best))
-        settle_worker()
+        finish_task()
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,14 @@ class TakeResidual:
     def count(self) -> int:
         return 1 + max(num_frames([handle.reference]) for handle in self.handles if handle)
 
-    def __call__(self, seat: Seat) -> Iterator[bytes]:
+    def __call__(self, seat: ReplicaContext) -> Iterator[bytes]:
         handle = self.handles[seat.index]
         references = [handle.reference] if handle else []
         yield pickle.dumps((seat.index, handle))
         yield from frames_of(seat.pool, references)
         for _ in range(self.count - 1 - num_frames(references)):
             yield b""
-        settle_worker()
+        finish_task()
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class RestoreResidual:
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         seat, (replica, kept), frames = _opened(pairs)
-        run: Run = pickle.loads(pickle.loads(seat)[0]).run
+        run: RunSpec = pickle.loads(pickle.loads(seat)[0]).run
         handle = None
         if kept is not None:
             nbytes = kept.reference.nbytes
@@ -118,7 +118,7 @@ class RestoreResidual:
         for _ in frames:
             pass
         yield pickle.dumps((replica, handle))
-        settle_worker()
+        finish_task()
 
 
 def _opened(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, Any, Iterator[bytes]]:

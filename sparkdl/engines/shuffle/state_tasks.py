@@ -15,15 +15,15 @@ from sparkdl.engines.shuffle.weights import version_frame
 from sparkdl.errors import ModelError
 from sparkdl.replica.iteration import SliceHandle, SliceReport
 from sparkdl.replica.open_run import plans_of
-from sparkdl.replica.run import Run, build_replica, install_recipe
+from sparkdl.replica.run import RunSpec, build_replica, install_recipe
 from sparkdl.slab.parts import left_where_large, read_part
 from sparkdl.slab.pool import Reference, open_pool
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 from sparkdl.spark.broadcasts import BroadcastBytes
 from sparkdl.spark.frames import send
 from sparkdl.spark.message import posted
-from sparkdl.spark.worker import settle_worker
+from sparkdl.spark.worker import finish_task
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RecipeSource:
     inline: bytes | None
     broadcast: BroadcastBytes | None = None
 
-    def install(self, run: Run) -> None:
+    def install(self, run: RunSpec) -> None:
         """Put it on this node."""
         if self.broadcast is not None:
             install_recipe(run, self.broadcast, sum(self.broadcast.lengths))
@@ -42,14 +42,14 @@ class RecipeSource:
 
 
 @dataclass(frozen=True)
-class PrepareOwner:
+class PrepareSlice:
     """Body of the owner RDD: put the recipe on the node; ``count`` frames, the run first.
 
     The owner RDD is persisted and never changes; Spark runs a slice's synchronization where its
     partition of it lies. It has as many records as frames arrive, because a zip wants that.
     """
 
-    run: Run
+    run: RunSpec
     recipe: RecipeSource
     count: int
 
@@ -84,7 +84,7 @@ class InitialState:
     ``role``: of the buffers that are written, in ``tick``.
     """
 
-    read: Callable[[SlicePlan, torch.dtype], SliceState] | None = None
+    read: Callable[[SliceSpec, torch.dtype], SliceState] | None = None
     reported: tuple[type[Exception], ...] = ()
     role: str = "state"
     tick: int = 0
@@ -106,7 +106,7 @@ class InitialState:
         else:
             handle = first_version(pool, state, self.tick, self.role)
             yield pickle.dumps(SliceReport(partition, pool.token, handle))
-        settle_worker()
+        finish_task()
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class PublishWeights:
 
 
 @dataclass(frozen=True)
-class KeepWeights:
+class SaveBestWeights:
     """Body over the owner RDD: a copy of the slice's weights that outlives the next iterations;
     yields its :class:`SliceHandle`. The copy before it is given up."""
 
@@ -153,16 +153,16 @@ class KeepWeights:
         run = run_of(frames)
         pool = open_pool(run.slab)
         yield pickle.dumps(copy_weights(pool, self.states[partition], self.tick))
-        settle_worker()
+        finish_task()
 
 
 @dataclass(frozen=True)
-class WithState:
+class MapSlice:
     """Body over the owner RDD: ``use(partition, plan, state)`` on the slice's state; one frame, the
     pickled result, or where it is large what :func:`left_where_large` makes of it in ``tick``."""
 
     states: tuple[SliceHandle, ...]
-    use: Callable[[int, SlicePlan, SliceState], Any]
+    use: Callable[[int, SliceSpec, SliceState], Any]
     tick: int
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
@@ -174,7 +174,7 @@ class WithState:
         for reference in handle.references():
             pool.check(reference)
         yield pickle.dumps(left_where_large(pool, result, self.tick))
-        settle_worker()
+        finish_task()
 
 
 @dataclass(frozen=True)
@@ -187,9 +187,9 @@ class ReadParts:
         run = run_of(frames)
         if partition in self.parts:
             yield read_part(open_pool(run.slab), self.parts[partition])
-        settle_worker()
+        finish_task()
 
 
-def run_of(frames: Iterable[bytes]) -> Run:
+def run_of(frames: Iterable[bytes]) -> RunSpec:
     """The run, out of an owner's frames; reads them to the end, so that Spark keeps the worker."""
     return next(pickle.loads(frame) for frame in list(frames) if frame)

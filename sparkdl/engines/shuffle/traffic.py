@@ -13,7 +13,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from sparkdl.loop.engine import NodeBytes
+from sparkdl.loop.engine import Traffic
 from sparkdl.slices.tree_sum import blocks
 
 
@@ -55,9 +55,7 @@ Transfer = tuple[str, str, int]
 """From a node to a node, bytes."""
 
 
-def between_nodes(
-    gradients: Iterable[Transfer], weights: Iterable[Transfer]
-) -> dict[str, NodeBytes]:
+def between_nodes(gradients: Iterable[Transfer], weights: Iterable[Transfer]) -> dict[str, Traffic]:
     """What left and arrived at each node; what stayed on its node counts nothing."""
     sums: dict[str, dict[str, int]] = {}
     for kind, transfers in (("gradients", gradients), ("weights", weights)):
@@ -66,7 +64,7 @@ def between_nodes(
                 for node, way in ((source, "sent"), (target, "received")):
                     mine = sums.setdefault(node, {})
                     mine[f"{kind}_{way}"] = mine.get(f"{kind}_{way}", 0) + nbytes
-    return {node: NodeBytes(**found) for node, found in sums.items()}
+    return {node: Traffic(**found) for node, found in sums.items()}
 
 
 def least_bytes(parameter_bytes: int, nodes: int) -> float:
@@ -84,7 +82,7 @@ class SliceBytes:
     weights: int
 
 
-def worth_summing(terms: int, wire: int, flat: int) -> bool:
+def sum_is_smaller(terms: int, wire: int, flat: int) -> bool:
     """Whether a sum of gradients is fewer bytes than they are."""
     return terms > 1 and terms * wire > flat
 
@@ -95,7 +93,7 @@ class _Plan:
     weights: list[Transfer] = field(default_factory=list)
 
 
-def planned(nodes: Nodes, slices: Sequence[SliceBytes], summed: bool) -> dict[str, NodeBytes]:
+def planned(nodes: Nodes, slices: Sequence[SliceBytes], summed: bool) -> dict[str, Traffic]:
     """What an iteration will send, tables and buffers left out.
 
     ``summed``: each node sums its replicas' gradients, and gets new weights once.
@@ -109,7 +107,7 @@ def planned(nodes: Nodes, slices: Sequence[SliceBytes], summed: bool) -> dict[st
                 plan.weights.append((owner, token, len(members) * nbytes.weights))
                 continue
             for block in nodes.blocks(token):
-                worth = worth_summing(len(block), nbytes.wire, nbytes.flat)
+                worth = sum_is_smaller(len(block), nbytes.wire, nbytes.flat)
                 sent = nbytes.flat if worth else len(block) * nbytes.wire
                 plan.gradients.append((token, owner, sent))
             plan.weights.append((owner, token, nbytes.weights))

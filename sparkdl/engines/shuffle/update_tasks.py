@@ -20,18 +20,18 @@ from sparkdl.engines.shuffle.messages import (
     IterationMessage,
     ReducedHeader,
 )
-from sparkdl.engines.shuffle.report_sinks import Tell, to_driver
+from sparkdl.engines.shuffle.report_sinks import ReportSink, to_driver
 from sparkdl.engines.shuffle.store import next_version
 from sparkdl.replica.iteration import Clock, Fault, SliceReport
 from sparkdl.replica.open_run import plans_of
-from sparkdl.replica.run import Run
+from sparkdl.replica.run import RunSpec
 from sparkdl.slab.pool import Pool, Reference, open_pool
-from sparkdl.slices.reduce import Reduced
-from sparkdl.slices.section import Contribution, SectionMap, open_section
-from sparkdl.slices.update import Owner
+from sparkdl.slices.reduce import ReducedGradient
+from sparkdl.slices.section import Section, SectionLayout, open_section
+from sparkdl.slices.update import SliceUpdater
 from sparkdl.spark.frames import send
 from sparkdl.spark.message import posted
-from sparkdl.spark.worker import settle_worker
+from sparkdl.spark.worker import finish_task
 
 Frame = tuple[Any, memoryview]
 _scratch: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
@@ -47,17 +47,17 @@ class Synchronize:
     """
 
     step: IterationMessage | None = None
-    tell: Tell = to_driver
+    tell: ReportSink = to_driver
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         frames, run = _read(pairs)
         step = self.step or posted(run.key)
         yield from self.tell(synchronize(step, partition, run, frames), run)
-        settle_worker()
+        finish_task()
 
 
 def synchronize(
-    step: IterationMessage, partition: int, run: Run, frames: list[Frame]
+    step: IterationMessage, partition: int, run: RunSpec, frames: list[Frame]
 ) -> SliceReport:
     """Reduce slice ``partition``, update it, write the next version."""
     clock, pool = Clock(), open_pool(run.slab)
@@ -112,11 +112,11 @@ class Reduce:
         for other in range(run.slices):
             if other != partition:
                 yield from send(other, told)
-        settle_worker()
+        finish_task()
 
 
 def reduce_slice(
-    step: IterationMessage, partition: int, run: Run, frames: list[Frame]
+    step: IterationMessage, partition: int, run: RunSpec, frames: list[Frame]
 ) -> ReducedHeader:
     """Reduce slice ``partition`` into a slab; its part of the norm."""
     clock, pool = Clock(), open_pool(run.slab)
@@ -131,7 +131,7 @@ def reduce_slice(
     pool.check(state.weights)
     section = owner.reduced_map(reduced)
     nbytes = owner.reduced_nbytes(section)
-    with pool.claim("reduced", room_for(nbytes, section), step.tick, step.tick) as to:
+    with pool.claim("reduced", buffer_size(nbytes, section), step.tick, step.tick) as to:
         owner.write_reduced(section, reduced, contributions, to.bytes[:nbytes])
         reference = to.reference.part(0, nbytes)
     _check_references(pool, frames)
@@ -154,7 +154,7 @@ class Update:
     """Body of the update stage after :class:`Reduce`: clip by the global norm, update slice n."""
 
     step: IterationMessage | None = None
-    tell: Tell = to_driver
+    tell: ReportSink = to_driver
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         frames, run = _read(pairs)
@@ -162,11 +162,11 @@ class Update:
         headers = [header for header, _ in frames]
         report = update_slice(self.step or posted(run.key), partition, run, headers)
         yield from self.tell(report, run)
-        settle_worker()
+        finish_task()
 
 
 def update_slice(
-    step: IterationMessage, partition: int, run: Run, headers: Sequence[ReducedHeader]
+    step: IterationMessage, partition: int, run: RunSpec, headers: Sequence[ReducedHeader]
 ) -> SliceReport:
     """Clip what :func:`reduce_slice` made of slice ``partition`` by the global norm, update it.
     ``headers``: of all slices, in order."""
@@ -197,7 +197,7 @@ def update_slice(
             new,
             [alone],
             step.hyperparameters,
-            known=Reduced(alone.gradient, alone.absent, dict(alone.tables)),
+            known=ReducedGradient(alone.gradient, alone.absent, dict(alone.tables)),
             squares=[header.squares for header in headers],
             loss=mine.loss,
             seed=step.update_seed(run.seed),
@@ -216,14 +216,14 @@ def update_slice(
     )
 
 
-def room_for(nbytes: int, *sections: SectionMap) -> int:
+def buffer_size(nbytes: int, *sections: SectionLayout) -> int:
     """The size of buffer to claim: of variable sections a power of two, so that sizes are few."""
     if any(section.rows or section.compressed for section in sections):
         return 1 << max(nbytes - 1, 4095).bit_length()
     return nbytes
 
 
-def _read(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[list[Frame], Run]:
+def _read(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[list[Frame], RunSpec]:
     frames, owner = [], b""
     for frame, record in pairs:
         frames.append(decode(frame))
@@ -248,7 +248,7 @@ def _checked(partition: int, pool: Pool, frames: list[Frame]) -> SliceReport:
     )
 
 
-def _contributions(owner: Owner, pool: Pool, frames: list[Frame]) -> list[Contribution]:
+def _contributions(owner: SliceUpdater, pool: Pool, frames: list[Frame]) -> list[Section]:
     return [
         open_section(
             owner.plan,
@@ -279,7 +279,7 @@ def _loss(frames: list[Frame]) -> float:
     return sum(header.loss * header.weight for header in headers) / total if total else 0.0
 
 
-def _scratch_tensor(run: Run, owner: Owner) -> torch.Tensor:
+def _scratch_tensor(run: RunSpec, owner: SliceUpdater) -> torch.Tensor:
     """Memory for the reduced gradient of a slice, kept between tasks."""
     key = (run.key, owner.plan.index)
     tensor = _scratch.get(key)

@@ -12,9 +12,9 @@ from pyspark.core.rdd import RDD
 
 from sparkdl.codec.packed import ByParameter
 from sparkdl.engines.delivery import Wanted, bring, most_at_once, not_here
-from sparkdl.engines.resources import Resources
+from sparkdl.engines.resources import FitResources
 from sparkdl.engines.shuffle.compression_tasks import InitialResiduals, WithResiduals
-from sparkdl.engines.shuffle.placement import FEW_BYTES, Places
+from sparkdl.engines.shuffle.placement import FEW_BYTES, Placement
 from sparkdl.engines.shuffle.replica_tasks import Score
 from sparkdl.engines.shuffle.snapshot_tasks import (
     RestoreResidual,
@@ -22,14 +22,14 @@ from sparkdl.engines.shuffle.snapshot_tasks import (
     TakeResidual,
     TakeSnapshot,
 )
-from sparkdl.engines.shuffle.state_tasks import InitialState, KeepWeights, ReadParts, WithState
+from sparkdl.engines.shuffle.state_tasks import InitialState, MapSlice, ReadParts, SaveBestWeights
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import ParameterError
 from sparkdl.loop.engine import AVERAGE, BEST, CURRENT, ReadResiduals, ReadState
 from sparkdl.replica.iteration import Fault, ReplicaReport, ResidualHandle, SliceHandle, SliceReport
 from sparkdl.slab.parts import Left
 from sparkdl.slab.pool import Reference
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 from sparkdl.slices.update import EMA
 from sparkdl.spark.frames import collect_frames, map_frames, stage_name
@@ -41,7 +41,7 @@ MAX_RECORD_BYTES = (1 << 31) - (1 << 20)
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class SnapshotRdds:
     """The state as Spark keeps it, on two executors where there are as many.
 
     ``slices``: RDD of ``slice_frames`` frames a partition, see
@@ -55,14 +55,16 @@ class Snapshot:
     residual_frames: int
 
 
-class Committed:
+class SliceVersions:
     """Version t of every slice, the weights that are kept as the best, and what replicas keep.
 
     ``tick`` numbers submissions, ``floor`` is the tick of version t, below which state buffers are
     free.
     """
 
-    def __init__(self, places: Places, resources: Resources, replicas: int, slices: int) -> None:
+    def __init__(
+        self, places: Placement, resources: FitResources, replicas: int, slices: int
+    ) -> None:
         self._places, self._resources = places, resources
         self._context = resources.context
         self._replicas, self._slices = replicas, slices
@@ -123,7 +125,7 @@ class Committed:
         self.residuals = (None,) * self._replicas
         self.tick += 1
 
-    def start_residuals(
+    def load_residuals(
         self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
     ) -> None:
         """One task a replica, in parallel."""
@@ -148,13 +150,13 @@ class Committed:
             states = dict(found)
             return states, [fault for fault in states.values() if isinstance(fault, Fault)]
 
-        states = self._places.until_placed(submit, "validation", rdd)
+        states = self._places.retry(submit, "validation", rdd)
         return validation.scorer.merge([states[replica] for replica in sorted(states)])
 
     def keep_best(self) -> None:
         """Copy the weights beside the state, where they lie."""
         with faults_explained("keeping the best weights"):
-            task = KeepWeights(self.states, self.tick)
+            task = SaveBestWeights(self.states, self.tick)
             self.best = tuple(self._places.at_owners(task, "keep the best weights"))
 
     def weights(self, which: str, dtype: torch.dtype) -> torch.Tensor:
@@ -173,14 +175,14 @@ class Committed:
         self._deliver(wanted, "collecting the weights", "collect the weights")
         return flat
 
-    def with_states(
-        self, use: Callable[[int, SlicePlan, SliceState], Any], which: str = CURRENT
+    def map_slices(
+        self, use: Callable[[int, SliceSpec, SliceState], Any], which: str = CURRENT
     ) -> list[Any]:
         """One task a slice, in parallel; large results come as the weights do."""
         states = self.best if which == BEST else self.states
         self.tick += 1
         with faults_explained("reading the state"):
-            task = WithState(states, use, self.tick)
+            task = MapSlice(states, use, self.tick)
             results = self._places.at_owners(task, "read the state")
         for number, result in enumerate(results):
             if isinstance(result, Left):
@@ -200,7 +202,7 @@ class Committed:
             with faults_explained(doing), stage_name(self._context, stage):
                 bring(far, read, most_at_once(self._context))
 
-    def with_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
+    def map_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
         """One task a replica, in parallel; no job where none keeps any."""
         if not any(self.residuals):
             return []
@@ -209,7 +211,7 @@ class Committed:
             found = dict(self._places.at_replicas(task, "read the replicas' residuals"))
         return [found[m] for m, handle in enumerate(self.residuals) if handle is not None]
 
-    def take_snapshot(self) -> Snapshot:
+    def take_snapshot(self) -> SnapshotRdds:
         """Let Spark keep a copy."""
         self._context.setJobDescription("sparkdl: taking a snapshot")
         task = TakeSnapshot(self.states, self.best)
@@ -227,15 +229,15 @@ class Committed:
                 except BaseException:
                     self._resources.forget(slices)
                     raise
-        return Snapshot(slices, task.count, residuals, count)
+        return SnapshotRdds(slices, task.count, residuals, count)
 
-    def drop(self, snapshot: Snapshot) -> None:
+    def drop(self, snapshot: SnapshotRdds) -> None:
         """Let Spark forget it."""
         for rdd in (snapshot.slices, snapshot.residuals):
             if rdd is not None:
                 self._resources.forget(rdd)
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: SnapshotRdds) -> None:
         """Write it into slabs at the places as they are now."""
         with (
             faults_explained("restoring a snapshot"),

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from py4j.protocol import Py4JError
 from pyspark.core.rdd import RDD
 
-from sparkdl.engines.resources import Resources
+from sparkdl.engines.resources import FitResources
 from sparkdl.engines.shuffle.messages import REPORT_MISSING, WEIGHTS_GONE
-from sparkdl.engines.shuffle.placement import Places
+from sparkdl.engines.shuffle.placement import Placement
 from sparkdl.engines.shuffle.report_sinks import Reports, ToBlocks
 from sparkdl.replica.iteration import Fault, SliceHandle, SliceReport
 from sparkdl.spark.frames import StoringJob, is_not_stored
@@ -31,7 +31,7 @@ MOST_NAMES = 256
 class WeightBlocks:
     """The blocks of one version of the weights. ``slices``: N."""
 
-    def __init__(self, places: Places, slices: int, resources: Resources) -> None:
+    def __init__(self, places: Placement, slices: int, resources: FitResources) -> None:
         self._places, self._slices, self._resources = places, slices, resources
         self._reports = resources.context.accumulator([], Reports())
         self.tell = ToBlocks(self._reports, everything=places.everything_travels)

@@ -12,10 +12,10 @@ from sparkdl.engines.shuffle.store import read_version
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.iteration import SliceHandle
 from sparkdl.slab.pool import Pool
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState, join_states, pack, unpack
 
-Arrived = Mapping[int, SliceState | None]
+RemoteWeights = Mapping[int, SliceState | None]
 """States of slices that came through the shuffle, by number; None: the slice's state was not found.
 A slice that is not in it lies on this node."""
 
@@ -69,9 +69,9 @@ def read_frame(frame: bytes, dtype: torch.dtype) -> tuple[int, SliceState | None
 
 def load_weights(
     live: LiveReplica,
-    plans: Sequence[SlicePlan],
+    plans: Sequence[SliceSpec],
     states: Sequence[SliceHandle],
-    arrived: Arrived,
+    arrived: RemoteWeights,
     pool: Pool,
 ) -> None:
     """Bring version t into the live replica, unless it has it already."""
@@ -90,8 +90,8 @@ def load_weights(
     live.flat.refresh()
 
 
-def borrow_weights(
-    live: LiveReplica, plans: Sequence[SlicePlan], states: Sequence[SliceHandle], pool: Pool
+def map_weights(
+    live: LiveReplica, plans: Sequence[SliceSpec], states: Sequence[SliceHandle], pool: Pool
 ) -> None:
     """Let the live replica compute with version t where it lies, in slabs of this node.
 
@@ -101,7 +101,7 @@ def borrow_weights(
     live.version = ""
     flat, layout = live.flat.flat, live.flat.layout
     for plan, handle in zip(plans, states, strict=True):
-        values = as_tensor(pool.lend(handle.weights), layout.dtype)
+        values = as_tensor(pool.map_private(handle.weights), layout.dtype)
         for piece in plan.pieces:
             segment, own = layout.segments[piece.number], values[piece.start : piece.stop]
             whole = piece.kind == "parameter" and piece.length == segment.length
@@ -111,10 +111,10 @@ def borrow_weights(
     live.flat.refresh()
 
 
-def whole_state(
-    plans: Sequence[SlicePlan],
+def joined_state(
+    plans: Sequence[SliceSpec],
     states: Sequence[SliceHandle],
-    arrived: Arrived,
+    arrived: RemoteWeights,
     pool: Pool,
     dtype: torch.dtype,
     device: torch.device,

@@ -11,15 +11,15 @@ import torch.distributed as dist
 from sparkdl.collectives import direct as one_round
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.model_group import ModelGroup
-from sparkdl.engines.gang.strategies.gradient_sync import Way
+from sparkdl.engines.gang.strategies.gradient_sync import GradientSync
 from sparkdl.model.flat import Layout
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.compute import Gradients, MiniBatch, Passed, Spare, take_gradients
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.padding_pass import keeping_company
-from sparkdl.replica.step import Work, to_mini_batch
-from sparkdl.slices.section import NOTHING, SPARE, Contribution, sums_up
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.replica.padding_pass import padding_pass
+from sparkdl.replica.step import ReplicaIteration, to_mini_batch
+from sparkdl.slices.section import NOTHING, SPARE, Section, sums_up
+from sparkdl.slices.spec import SliceSpec
 
 
 class GradientVector:
@@ -67,7 +67,7 @@ class GradientVector:
         return frozenset(n for n, count in enumerate(self._counts.tolist()) if not count)
 
 
-class Summed(Way):
+class SummedGradients(GradientSync):
     """What a rank does for the gradients of an iteration, where torch sums them. ``_counts``: whether
     the last rows that went through here count for something."""
 
@@ -75,7 +75,7 @@ class Summed(Way):
     """The ranks with which this one brings its rows together, if there are any."""
 
     def __init__(
-        self, live: LiveReplica, plans: Sequence[SlicePlan], rank: int, spare: Batch
+        self, live: LiveReplica, plans: Sequence[SliceSpec], rank: int, spare: Batch
     ) -> None:
         """``plans``: of what this rank updates. ``spare``: a few rows, for iterations in which it has
         none: it takes part in the sums all the same, with nothing."""
@@ -87,7 +87,11 @@ class Summed(Way):
         self._gradients, self._counts, self._total = Gradients([], {}), False, 0.0
 
     def compute(
-        self, work: Work, batch: MiniBatch | None, weights: Sequence[float], clock: Clock
+        self,
+        work: ReplicaIteration,
+        batch: MiniBatch | None,
+        weights: Sequence[float],
+        clock: Clock,
     ) -> tuple[float, str]:
         """The loss, and what is not finite, if anything. ``weights``: what each rank's mini-batch
         counts for."""
@@ -98,7 +102,7 @@ class Summed(Way):
             clock.lap("data")
         self._counts = bool(own)
         batch = batch if own and batch is not None else self._spare
-        with keeping_company(not own):
+        with padding_pass(not own):
             loss, count = self._pass(work, batch, own / total if total else 0.0, clock)
         self._counted(count, weights, own)
         self._gradients = take_gradients(self._live)
@@ -113,7 +117,7 @@ class Summed(Way):
         self._total = sum(weights)
         self.count = count * (weights[self._rank] / own) if own else 0.0
 
-    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> Passed:
+    def _pass(self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock) -> Passed:
         """Forward and backward; the gradients are summed, each rank's times its share."""
         raise NotImplementedError
 
@@ -123,7 +127,7 @@ class Summed(Way):
 
     def contributions(
         self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
-    ) -> dict[int, list[Contribution]]:
+    ) -> dict[int, list[Section]]:
         """For each of this rank's plans, by its index, what its update is made of: the sum of all
         gradients as the first replica's, and the buffers of each. ``weights``: what each rank's rows
         count for, as they turned out."""
@@ -139,13 +143,13 @@ class Summed(Way):
             absent = frozenset(range(len(self._live.flat.parameters)))
         self._gradients = Gradients([], {})
         taking_part = [r for r, (start, stop) in enumerate(rows) if stop > start]
-        contributions: dict[int, list[Contribution]] = {}
+        contributions: dict[int, list[Section]] = {}
         for plan in self._plans:
             low = plan.start + plan.buffers_start - layout.buffers_start
             high = plan.stop - layout.buffers_start
             whole = flat[plan.start : plan.start + plan.dense_length]
             contributions[plan.index] = [
-                Contribution(
+                Section(
                     r,
                     weights[r],
                     whole if r == taking_part[0] else whole[:0],
@@ -175,7 +179,7 @@ class Summed(Way):
         """The iteration counts. Nothing is kept for the next."""
 
 
-class Copied(Summed):
+class CopySync(SummedGradients):
     """Of a model that is cut over ranks: over the copies of it."""
 
     _alike: dist.ProcessGroup | None = None

@@ -13,28 +13,30 @@ from sparkdl.engines.gang.batchnorm import synchronise
 from sparkdl.engines.gang.build_turn import Turn
 from sparkdl.engines.gang.groups import Groups
 from sparkdl.engines.gang.model_group import ModelGroup
-from sparkdl.engines.gang.node_local_rows import NearRows
-from sparkdl.engines.gang.rank_records import Samples, Setup
-from sparkdl.engines.gang.rank_state import Cut, Holding, Sharded, Whole
-from sparkdl.engines.gang.shards import RowsOf, nested_rows, spans_of
-from sparkdl.engines.gang.strategies.base import Summed
-from sparkdl.engines.gang.strategies.ddp import AtOnce, DataParallel
-from sparkdl.engines.gang.strategies.sections import Exchanged
-from sparkdl.gang.rank_task import Member
+from sparkdl.engines.gang.node_local_rows import NodeLocalRows
+from sparkdl.engines.gang.rank_records import RankConfig, SampleLocation
+from sparkdl.engines.gang.rank_state import RankState, ReplicatedState, ShardedState, ShardSpec
+from sparkdl.engines.gang.shards import RowsOf, nested_shards, spans_of
+from sparkdl.engines.gang.strategies.base import SummedGradients
+from sparkdl.engines.gang.strategies.ddp import BucketedDDP, FlatAllReduce
+from sparkdl.engines.gang.strategies.sections import SectionExchange
+from sparkdl.gang.rank_task import RankContext
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
-from sparkdl.parallel.tensor import layer_by_layer
+from sparkdl.parallel.tensor import without_fused_layers
 from sparkdl.process.available_memory import is_scarce
 from sparkdl.process.memory import keep_heap, memory_given_back
-from sparkdl.replica.gradient_writer import streams
-from sparkdl.replica.run import Run
+from sparkdl.replica.gradient_writer import writes_early
+from sparkdl.replica.run import RunSpec
 from sparkdl.replica.step import to_mini_batch
 from sparkdl.slab.root import open_root
 
-Built = tuple[Holding, Summed | Exchanged]
+Built = tuple[RankState, SummedGradients | SectionExchange]
 
 
-def hold(recipe: Recipe, setup: Setup, samples: Sequence[Samples], member: Member) -> Built:
+def hold(
+    recipe: Recipe, setup: RankConfig, samples: Sequence[SampleLocation], member: RankContext
+) -> Built:
     """Build the replica: what this rank holds of it, and how gradients come together. ``samples``: of
     all ranks.
 
@@ -48,29 +50,31 @@ def hold(recipe: Recipe, setup: Setup, samples: Sequence[Samples], member: Membe
     live = LiveReplica.of(recipe, member.device)
     if recipe.policy.sync_batchnorm:
         synchronise(live.flat.module)
-    held = Whole(live, run, member.rank)
-    if not streams(live):
-        return held, Exchanged(live, held.slices, held.owners, member.rank)
+    held = ReplicatedState(live, run, member.rank)
+    if not writes_early(live):
+        return held, SectionExchange(live, held.slices, held.owners, member.rank)
     plans = [held.slices[n] for n in held.owners]
-    if AtOnce.suits(live, parallel.ddp):
-        return held, AtOnce(live, plans, member.rank, spare)
-    return held, DataParallel(live, plans, member.rank, spare, parallel.ddp)
+    if FlatAllReduce.suits(live, parallel.ddp):
+        return held, FlatAllReduce(live, plans, member.rank, spare)
+    return held, BucketedDDP(live, plans, member.rank, spare, parallel.ddp)
 
 
-def _cut(recipe: Recipe, setup: Setup, samples: Sequence[Samples], member: Member) -> Built:
+def _cut(
+    recipe: Recipe, setup: RankConfig, samples: Sequence[SampleLocation], member: RankContext
+) -> Built:
     """Into stages, or units, or layers, or several of these."""
-    from sparkdl.engines.gang.strategies.fsdp import FullySharded, sharded
-    from sparkdl.engines.gang.strategies.pipeline import Pipelined
+    from sparkdl.engines.gang.strategies.fsdp import ShardedSync, sharded
+    from sparkdl.engines.gang.strategies.pipeline import PipelineSync
     from sparkdl.engines.gang.strategies.pipeline_stages import staged
-    from sparkdl.engines.gang.strategies.tensor import TensorParallel, cut_by_layer, repeated
-    from sparkdl.engines.gang.tensor_rows import ByRows
+    from sparkdl.engines.gang.strategies.tensor import TensorSync, cut_by_layer, repeated
+    from sparkdl.engines.gang.tensor_rows import RowLayout
 
     run, parallel, spare = setup.run, setup.parallel, setup.spare
     rank, mesh, device = member.rank, parallel.mesh, member.device
     groups, at_end = Groups(parallel, device), member.at_end
     seats = None
     if parallel.tensor is not None:
-        at_end.enter_context(layer_by_layer())
+        at_end.enter_context(without_fused_layers())
     root = open_root(run.slab)
     assert root is not None
     with memory_given_back(), Turn(root.directories[-1]) as turn:
@@ -91,37 +95,37 @@ def _cut(recipe: Recipe, setup: Setup, samples: Sequence[Samples], member: Membe
     every = frozenset(range(len(whole.segments)))
 
     def rows(r: int) -> RowsOf:
-        return nested_rows([(mesh.sizes[name], mesh.place(r, name)) for name in names])
+        return nested_shards([(mesh.sizes[name], mesh.place(r, name)) for name in names])
 
     def numbers(r: int) -> frozenset[int]:
         return every if seats is None else seats.numbers(r)
 
-    cut = Cut(live, whole, mesh, lambda r: spans_of(whole, rows(r), numbers(r)))
+    cut = ShardSpec(live, whole, mesh, lambda r: spans_of(whole, rows(r), numbers(r)))
     if parallel.tensor is not None:
-        turned = ByRows(live, whole, groups.mesh(*names), rows(rank), numbers(rank))
+        turned = RowLayout(live, whole, groups.mesh(*names), rows(rank), numbers(rank))
         part = mesh.place(rank, "tensor")
         cut = replace(cut, turned=turned, repeated=repeated(live, groups.mesh("tensor"), part))
     if parallel.ddp.shard_optimizer and mesh.data > 1:
-        cut = replace(cut, sharers=mesh.along(rank, "data"), group=groups.along("data"))
-    held = Sharded(cut, run, rank)
+        cut = replace(cut, update_group=mesh.along(rank, "data"), group=groups.along("data"))
+    held = ShardedState(cut, run, rank)
     plans = [owner.plan for owner in held.owners.values()]
-    near = NearRows(samples, rank, mesh.model_group(rank), run, live)
+    near = NodeLocalRows(samples, rank, mesh.model_group(rank), run, live)
     if parallel.pipeline is not None:
         carrier = _carrier(groups.along("pipe"), mesh.along(rank, "pipe"), samples, run, device)
         how = parallel.pipeline
-        return held, Pipelined(made, plans, rank, spare, how, groups, near, carrier)
+        return held, PipelineSync(made, plans, rank, spare, how, groups, near, carrier)
     like = to_mini_batch(spare, live, training=False)
     group = ModelGroup(mesh, rank, groups.along("tensor"), live, like, near)
     if parallel.fsdp is not None:
-        return held, FullySharded(live, plans, rank, spare, mesh, group)
-    return held, TensorParallel(live, plans, rank, spare, group, groups.along("data"))
+        return held, ShardedSync(live, plans, rank, spare, mesh, group)
+    return held, TensorSync(live, plans, rank, spare, group, groups.along("data"))
 
 
 def _carrier(
     pipe: dist.ProcessGroup | None,
     members: Sequence[int],
-    samples: Sequence[Samples],
-    run: Run,
+    samples: Sequence[SampleLocation],
+    run: RunSpec,
     device: torch.device,
 ) -> dist.ProcessGroup | None:
     """What carries the messages between the stages of a pipeline of these ranks."""

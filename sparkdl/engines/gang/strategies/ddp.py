@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.strategies.base import (
-    Summed,
+    SummedGradients,
     all_finite,
     can_be_summed,
     factors,
@@ -23,8 +23,8 @@ from sparkdl.model.live_replica import LiveReplica
 from sparkdl.parallel.base import DDP
 from sparkdl.replica.compute import MiniBatch, Passed, forward_backward, take_gradients
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.step import Work
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.replica.step import ReplicaIteration
+from sparkdl.slices.spec import SliceSpec
 
 BUFFERS: str = (
     "forward_sync_buffers"
@@ -99,7 +99,7 @@ AT_ONCE = 4 << 20
 docs/performance.md."""
 
 
-class AtOnce(Summed):
+class FlatAllReduce(SummedGradients):
     """Summed after backward, in one piece: a model that would hardly fill a bucket."""
 
     _factor = 0.0
@@ -112,7 +112,7 @@ class AtOnce(Summed):
         nbytes = layout.buffers_start * layout.dtype.itemsize
         return not strategy.static_graph and nbytes <= min(AT_ONCE, strategy.bucket_cap_mb * 2**20)
 
-    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> Passed:
+    def _pass(self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock) -> Passed:
         before, self._factor = factors(self._live, share)
         seed, scale = work.seed(), work.step.loss_scale
         return forward_backward(self._live, batch, seed, scale, clock, share=before, by_rows=True)
@@ -132,13 +132,13 @@ class AtOnce(Summed):
         return flat, self._vector.absent
 
 
-class DataParallel(Summed):
+class BucketedDDP(SummedGradients):
     """Summed by DistributedDataParallel."""
 
     def __init__(
         self,
         live: LiveReplica,
-        plans: Sequence[SlicePlan],
+        plans: Sequence[SliceSpec],
         rank: int,
         spare: Batch,
         strategy: DDP,
@@ -146,7 +146,7 @@ class DataParallel(Summed):
         super().__init__(live, plans, rank, spare)
         self._sum = distributed(live, self._spare, strategy)
 
-    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> Passed:
+    def _pass(self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock) -> Passed:
         before, after = factors(self._live, share)
         self._sum.begin(after)
         seed, scale = work.seed(), work.step.loss_scale

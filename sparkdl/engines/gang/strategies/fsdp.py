@@ -23,14 +23,14 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from sparkdl.collectives.direct import OneRound
+from sparkdl.collectives.direct import DirectReduceScatter
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.batchnorm import synchronise
 from sparkdl.engines.gang.build_turn import Turn
 from sparkdl.engines.gang.groups import Groups
 from sparkdl.engines.gang.model_group import ModelGroup
 from sparkdl.engines.gang.strategies.base import (
-    Summed,
+    SummedGradients,
     can_be_summed,
     first_not_finite,
     gathered_counts,
@@ -38,22 +38,22 @@ from sparkdl.engines.gang.strategies.base import (
 from sparkdl.engines.gang.strategies.tensor import parallelise
 from sparkdl.model.flat import FlatModule, Layout, layout_of, local
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.policy import PRECISIONS, Policy
+from sparkdl.model.policy import PRECISIONS, TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.model.signature import with_tensors
 from sparkdl.parallel.fsdp import units_of
 from sparkdl.parallel.mesh import Mesh
-from sparkdl.parallel.plan import Parallel
+from sparkdl.parallel.plan import ParallelPlan
 from sparkdl.replica.compute import MiniBatch, Passed, forward_backward
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.padding_pass import idle
-from sparkdl.replica.step import Work
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.replica.step import ReplicaIteration
+from sparkdl.slices.spec import SliceSpec
 
 
 def sharded(
     recipe: Recipe,
-    parallel: Parallel,
+    parallel: ParallelPlan,
     groups: Groups,
     spare: Batch,
     device: torch.device,
@@ -87,9 +87,9 @@ def sharded(
 def cut_units(
     units: Sequence[nn.Module],
     outermost: nn.Module,
-    parallel: Parallel,
+    parallel: ParallelPlan,
     mesh: DeviceMesh,
-    policy: Policy,
+    policy: TrainingOptions,
 ) -> None:
     """Put ``units``, and what is in none of them, under ``fully_shard``."""
     strategy = parallel.fsdp
@@ -121,7 +121,7 @@ def cut_units(
         cut.set_gradient_divide_factor(1.0)
         cut.set_force_sum_reduction_for_comms(True)
         cut.set_reduce_scatter_unused_params(True)
-        cut.set_custom_reduce_scatter(OneRound(idle))  # type: ignore[arg-type]
+        cut.set_custom_reduce_scatter(DirectReduceScatter(idle))  # type: ignore[arg-type]
 
 
 def let_go(module: nn.Module) -> None:
@@ -142,13 +142,13 @@ def _copied(unit: nn.Module, inputs: object, output: object) -> object:
     return with_tensors(output, torch.Tensor.clone)
 
 
-class FullySharded(Summed):
+class ShardedSync(SummedGradients):
     """Gradients that ``fully_shard`` sums and scatters; see the note above."""
 
     def __init__(
         self,
         live: LiveReplica,
-        plans: Sequence[SlicePlan],
+        plans: Sequence[SliceSpec],
         rank: int,
         spare: Batch,
         mesh: Mesh,
@@ -161,7 +161,7 @@ class FullySharded(Summed):
         live.clear_gradients()
         live.flat.refresh()
 
-    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> Passed:
+    def _pass(self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock) -> Passed:
         accumulate = self._live.recipe.policy.accumulate
         parts = min(accumulate, max(stop - start for start, stop in work.step.rows))
         scale = work.step.loss_scale
@@ -186,7 +186,7 @@ class FullySharded(Summed):
         return self._vector.vector, self._gradients.absent
 
     def scored(self, batches: int, score: Callable[[], Any]) -> Any:
-        """See :class:`sparkdl.engines.gang.strategies.base.Summed`."""
+        """See :class:`sparkdl.engines.gang.strategies.base.SummedGradients`."""
         counts = gathered_counts(batches)
         assert self._model_group is not None
         result = self._model_group.scored(counts, score, self._mesh.most(counts))

@@ -8,21 +8,21 @@ from typing import Any
 from sparkdl.codec.packed import ByParameter
 
 
-class Way:
+class GradientSync:
     """What rank ``rank`` does for the gradients of an iteration.
 
-    ``agrees``: whether an update needs to know every rank's loss, or that it is finite: then a rank
-    must know that of its own samples. ``kept``: what a hook left out of the gradients so far, by
-    parameter number; None where nothing is. ``count``: what the rank's rows of the last pass count for,
-    which of a loss that returns ``(sum, count)`` is known only then.
+    ``needs_all_losses``: whether an update needs to know every rank's loss, or that it is finite:
+    then a rank must know that of its own samples. ``kept``: what a hook left out of the gradients
+    so far, by parameter number; None where nothing is. ``count``: what the rank's rows of the last
+    pass count for, which of a loss that returns ``(sum, count)`` is known only then.
     """
 
     def __init__(self, rank: int) -> None:
-        self._rank, self.agrees, self.count = rank, True, 0.0
+        self._rank, self.needs_all_losses, self.count = rank, True, 0.0
         self.kept: ByParameter | None = None
 
     @property
-    def teller(self) -> int:
+    def loss_rank(self) -> int:
         """The rank that knows the loss of this one's samples."""
         return self._rank
 

@@ -26,12 +26,12 @@ import torch.distributed as dist
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.groups import Groups
 from sparkdl.engines.gang.model_group import ModelGroup
-from sparkdl.engines.gang.node_local_rows import NearRows
-from sparkdl.engines.gang.strategies.base import Copied, gathered_counts
+from sparkdl.engines.gang.node_local_rows import NodeLocalRows
+from sparkdl.engines.gang.strategies.base import CopySync, gathered_counts
 from sparkdl.engines.gang.strategies.fsdp import let_go
 from sparkdl.engines.gang.strategies.pipeline_schedules import Schedules, as_tuple
-from sparkdl.engines.gang.strategies.pipeline_stages import Staged
-from sparkdl.engines.gang.strategies.stage_relay import InTurn
+from sparkdl.engines.gang.strategies.pipeline_stages import PipelineBuild
+from sparkdl.engines.gang.strategies.stage_relay import StageRelay
 from sparkdl.engines.gang.strategies.tensor import settle
 from sparkdl.parallel.base import Pipeline
 from sparkdl.parallel.pipeline import micro_batches
@@ -44,23 +44,23 @@ from sparkdl.replica.compute import (
     take_gradients,
 )
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.padding_pass import keeping_company
-from sparkdl.replica.step import Work
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.replica.padding_pass import padding_pass
+from sparkdl.replica.step import ReplicaIteration
+from sparkdl.slices.spec import SliceSpec
 
 
-class Pipelined(Copied):
+class PipelineSync(CopySync):
     """See the note above."""
 
     def __init__(
         self,
-        staged: Staged,
-        plans: Sequence[SlicePlan],
+        staged: PipelineBuild,
+        plans: Sequence[SliceSpec],
         rank: int,
         spare: Batch,
         strategy: Pipeline,
         groups: Groups,
-        near: NearRows,
+        near: NodeLocalRows,
         carrier: dist.ProcessGroup | None,
     ) -> None:
         """``carrier``: the group of the pipeline's ranks that carries messages between stages."""
@@ -72,7 +72,7 @@ class Pipelined(Copied):
         self._gathers = groups.along("shard") is not None
         together = self._pipe if groups.along("tensor") is None else None  # None: all ranks
         self._bring = ModelGroup(mesh, rank, together, staged.live, self._spare, near)
-        self._in_turn = InTurn(staged.seats, self._stages, rank, together, staged.live)
+        self._in_turn = StageRelay(staged.seats, self._stages, rank, together, staged.live)
         self._members = mesh.along(rank, "pipe")
         self._heads, self._tails = (mesh.along(self._members[place], "tensor") for place in (0, -1))
         self._tail = self._members[-1]
@@ -99,9 +99,13 @@ class Pipelined(Copied):
             self._live.clear_gradients()
 
     def compute(
-        self, work: Work, batch: MiniBatch | None, weights: Sequence[float], clock: Clock
+        self,
+        work: ReplicaIteration,
+        batch: MiniBatch | None,
+        weights: Sequence[float],
+        clock: Clock,
     ) -> tuple[float, str]:
-        """See :class:`sparkdl.engines.gang.strategies.base.Summed`."""
+        """See :class:`sparkdl.engines.gang.strategies.base.SummedGradients`."""
         counts = self._bring.counts(work, weights)
         # the shards of units are summed over pipelines, others of which have rows
         own, self._counts = self._rank in counts, bool(counts) or self._gathers
@@ -129,7 +133,7 @@ class Pipelined(Copied):
             total = self._bring.weight(weights)
             of = total if self._found is None else self._found
             loss = sum(float(value) * weight for value, weight in self._losses) / (of or 1.0)
-            if self.agrees:
+            if self.needs_all_losses:
                 loss, of = self._told(loss, of)
             self._counted(of, weights, total)
         self._keep_pace(idle)
@@ -151,7 +155,7 @@ class Pipelined(Copied):
             return
         rows = len(self._spare)
         nothing = replace(self._spare, weights=torch.zeros(rows, dtype=torch.float64))
-        with seeded(0), buffers_kept(self._live.flat.module), keeping_company():
+        with seeded(0), buffers_kept(self._live.flat.module), padding_pass():
             self._flow(nothing, [(0, rows, 1)] * times)
 
     def _flow(self, whole: MiniBatch, runs: Sequence[tuple[int, int, int]]) -> None:
@@ -194,9 +198,9 @@ class Pipelined(Copied):
         return value * (weight * self._factor)
 
     @property
-    def teller(self) -> int:
+    def loss_rank(self) -> int:
         """Where ranks need not agree, none waits for the last stage's only to be told."""
-        return self._rank if self.agrees else self._tail
+        return self._rank if self.needs_all_losses else self._tail
 
     def _told(self, loss: float, count: float) -> tuple[float, float]:
         """The loss and what it is over, as the rank with the last stage knows them."""

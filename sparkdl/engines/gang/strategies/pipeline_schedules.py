@@ -17,8 +17,8 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from sparkdl.engines.gang.strategies.fsdp import let_go
-from sparkdl.engines.gang.strategies.pipeline_stages import Seats, Stage
-from sparkdl.engines.gang.strategies.stage_relay import InTurn
+from sparkdl.engines.gang.strategies.pipeline_stages import StageModule, StagePlacement
+from sparkdl.engines.gang.strategies.stage_relay import StageRelay
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.parallel.base import Pipeline
 from sparkdl.process.determinism import seeded
@@ -38,13 +38,13 @@ class Schedules:
 
     def __init__(
         self,
-        stages: Mapping[int, Stage],
-        seats: Seats,
+        stages: Mapping[int, StageModule],
+        seats: StagePlacement,
         strategy: Pipeline,
         members: Sequence[int],
         rank: int,
         pipe: dist.ProcessGroup | None,
-        in_turn: InTurn,
+        in_turn: StageRelay,
         live: LiveReplica,
         like: Sequence[torch.Tensor],
         loss: Callable[[Any, torch.Tensor], torch.Tensor],
@@ -128,7 +128,7 @@ class Schedules:
         return tensor.requires_grad_(requires_grad)
 
 
-def _tried(stage: Stage, inputs: Sequence[torch.Tensor]) -> Any:
+def _tried(stage: StageModule, inputs: Sequence[torch.Tensor]) -> Any:
     """What it puts out; from here on it copies its inputs, where it fails without."""
     try:
         return stage(*inputs)

@@ -22,12 +22,12 @@ from sparkdl.parallel.chain import chain_of
 from sparkdl.parallel.fsdp import units_of
 from sparkdl.parallel.mesh import Mesh
 from sparkdl.parallel.pipeline import bounds_of
-from sparkdl.parallel.plan import Parallel
-from sparkdl.parallel.trace import Items, Piece
+from sparkdl.parallel.plan import ParallelPlan
+from sparkdl.parallel.trace import Items, TracedStage
 from sparkdl.replica.compute import autocasting, to_tensors
 
 
-class Stage(nn.Module):
+class StageModule(nn.Module):
     """Some modules of the chain, one after another. ``live``: set before it is called. ``copies``: what
     comes in from another stage, where the first of them writes to it, as ``nn.ReLU(inplace=True)``
     does: to torch it is a leaf, which may not be written to."""
@@ -51,7 +51,7 @@ class Stage(nn.Module):
 
 
 @dataclass(frozen=True)
-class Seats:
+class StagePlacement:
     """Who has what: ``count`` stages, stage s at the ranks of place s % ``mesh.pipe``. ``places``: for
     each segment of the model's layout, the place of its stage."""
 
@@ -69,25 +69,25 @@ class Seats:
 
 
 @dataclass(frozen=True)
-class Staged:
+class PipelineBuild:
     """The replica with this rank's stages in its flat vector, where other stages' parameters are empty;
     its stages; the layout of the whole."""
 
     live: LiveReplica
-    stages: list[Stage]
+    stages: list[StageModule]
     whole: Layout
-    seats: Seats
+    seats: StagePlacement
 
 
 def staged(
     recipe: Recipe,
-    parallel: Parallel,
+    parallel: ParallelPlan,
     groups: Groups,
     rank: int,
     spare: Batch,
     device: torch.device,
     turn: Turn,
-) -> Staged:
+) -> PipelineBuild:
     """Build the replica, and let go of what other ranks have. ``parallel``: with every cut named."""
     strategy, mesh = parallel.pipeline, parallel.mesh
     assert strategy is not None
@@ -107,24 +107,24 @@ def staged(
     tensors = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
     stages_of = [stage_of.get(id(tensors[segment.name]), 0) for segment in whole.segments]
     places = tuple(stage % mesh.pipe for stage in stages_of)
-    seats = Seats(len(cuts), mesh, places)
+    seats = StagePlacement(len(cuts), mesh, places)
     mine = seats.stages(rank)
     for owner, name, parameter in _parameters(module):
         if stage_of.get(id(parameter), 0) not in mine:  # what is never called is of the first
             _empty(owner, name, parameter)
-    stages = [Stage(items[slice(*cuts[s])]) for s in mine]
+    stages = [StageModule(items[slice(*cuts[s])]) for s in mine]
     if parallel.fsdp is not None:
         for stage in stages:
             inside = {id(child) for child in stage.modules()}
             own = [unit for unit in units if id(unit) in inside]
             cut_units(own, stage, parallel, groups.mesh("shard"), recipe.policy)
             for piece in stage.chain:
-                if isinstance(piece, Piece):
+                if isinstance(piece, TracedStage):
                     piece.hand_back()
     live = LiveReplica.around(recipe, FlatModule(module, device))
     for stage in stages:
         stage.live = live
-    return Staged(live, stages, whole, seats)
+    return PipelineBuild(live, stages, whole, seats)
 
 
 def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

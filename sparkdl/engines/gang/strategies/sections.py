@@ -16,40 +16,44 @@ import torch
 import torch.distributed as dist
 
 from sparkdl.codec.packed import head_from_bytes, head_to_bytes
-from sparkdl.collectives.direct import swap
-from sparkdl.engines.gang.strategies.gradient_sync import Way
+from sparkdl.collectives.direct import exchange_all
+from sparkdl.engines.gang.strategies.gradient_sync import GradientSync
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.compute import MiniBatch, forward_backward, take_gradients
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.step import (
-    Outcome,
-    Work,
+    ReplicaIteration,
+    ReplicaResult,
     compress_outcome,
     not_finite,
     section_maps,
     sections_nbytes,
     write_sections,
 )
-from sparkdl.slices.section import Contribution, SectionMap, open_section
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.slices.section import Section, SectionLayout, open_section
+from sparkdl.slices.spec import SliceSpec
 
 
-class Exchanged(Way):
+class SectionExchange(GradientSync):
     """What a rank does for the gradients of an iteration, where they travel in sections."""
 
     def __init__(
-        self, live: LiveReplica, slices: Sequence[SlicePlan], mine: Collection[int], rank: int
+        self, live: LiveReplica, slices: Sequence[SliceSpec], mine: Collection[int], rank: int
     ) -> None:
         """``mine``: the slices that this rank updates."""
         super().__init__(rank)
         self._live, self._slices, self._mine = live, slices, mine
-        self._outcome: Outcome | None = None
+        self._outcome: ReplicaResult | None = None
         self._parcels: list[torch.Tensor] = []
 
     def compute(
-        self, work: Work, batch: MiniBatch | None, weights: Sequence[float], clock: Clock
+        self,
+        work: ReplicaIteration,
+        batch: MiniBatch | None,
+        weights: Sequence[float],
+        clock: Clock,
     ) -> tuple[float, str]:
-        """See :class:`sparkdl.engines.gang.strategies.ddp.Summed`."""
+        """See :class:`sparkdl.engines.gang.strategies.base.SummedGradients`."""
         live, plans = self._live, self._slices
         self._outcome, self.count = None, 0.0
         self._parcels = [torch.empty(0, dtype=torch.uint8)] * len(plans)
@@ -57,12 +61,12 @@ class Exchanged(Way):
             return 0.0, ""
         loss, weight = forward_backward(live, batch, work.seed(), work.step.loss_scale, clock)
         self.count = weight
-        outcome = Outcome(loss, weight, len(batch), take_gradients(live))
+        outcome = ReplicaResult(loss, weight, len(batch), take_gradients(live))
         if live.recipe.compression is not None:
             outcome = compress_outcome(live, outcome, work, self.kept or {})
             clock.lap("compress")
         maps = section_maps(live, plans, outcome)
-        written: list[Contribution] = []
+        written: list[Section] = []
         for n, (plan, section) in enumerate(zip(plans, maps, strict=True)):
             head = head_of(section, outcome.gradients.absent)
             (nbytes,) = sections_nbytes(live, [plan], [section])
@@ -77,13 +81,13 @@ class Exchanged(Way):
 
     def contributions(
         self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
-    ) -> dict[int, list[Contribution]]:
+    ) -> dict[int, list[Section]]:
         """For each of this rank's slices, what every replica that took part gives to it."""
         size = len(rows)
         alone = len(self._parcels) == 1  # the one slice is everybody's
         arrived = exchange([self._parcels[0 if alone else to] for to in range(size)], self._rank)
         dtype = self._live.flat.layout.dtype
-        found: dict[int, list[Contribution]] = {}
+        found: dict[int, list[Section]] = {}
         for n in self._mine:
             found[n] = [
                 replace(open_parcel(self._slices[n], dtype, parcel), replica=r, weight=weights[r])
@@ -98,7 +102,7 @@ class Exchanged(Way):
             self.kept = self._outcome.kept
 
 
-def head_of(section: SectionMap, absent: frozenset[int]) -> bytes:
+def head_of(section: SectionLayout, absent: frozenset[int]) -> bytes:
     """How to read a section."""
     return head_to_bytes(
         section.compressed or (),
@@ -109,11 +113,11 @@ def head_of(section: SectionMap, absent: frozenset[int]) -> bytes:
     )
 
 
-def open_parcel(plan: SlicePlan, dtype: torch.dtype, parcel: torch.Tensor) -> Contribution:
+def open_parcel(plan: SliceSpec, dtype: torch.dtype, parcel: torch.Tensor) -> Section:
     """A head and its section; the tensors share the memory of ``parcel`` (uint8)."""
     data = parcel.numpy()
     specs, head, start = head_from_bytes(data)
-    section = SectionMap(
+    section = SectionLayout(
         getattr(torch, head["wire"]),
         dict(head["rows"]),
         compressed=specs if head["compressed"] else None,
@@ -128,5 +132,5 @@ def exchange(parcels: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
     dist.all_gather(table, lengths)
     arrived = [torch.empty(int(row[rank]), dtype=torch.uint8) for row in table]
     arrived[rank] = parcels[rank]
-    swap(parcels, arrived)
+    exchange_all(parcels, arrived)
     return arrived

@@ -9,20 +9,20 @@ import torch
 import torch.distributed as dist
 
 from sparkdl.engines.gang.rank_messages import receive, send
-from sparkdl.engines.gang.strategies.pipeline_stages import Seats, Stage
+from sparkdl.engines.gang.strategies.pipeline_stages import StageModule, StagePlacement
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.compute import evaluating
 
 
-class InTurn:
+class StageRelay:
     """What rank ``rank`` does of it. ``stages``: its own, by number; ``group``: of the ranks whose
     samples go through the same weights. Where layers are cut too, every stage is on several ranks, and
     a value goes on between those with the same parts."""
 
     def __init__(
         self,
-        seats: Seats,
-        stages: Mapping[int, Stage],
+        seats: StagePlacement,
+        stages: Mapping[int, StageModule],
         rank: int,
         group: dist.ProcessGroup | None,
         live: LiveReplica,

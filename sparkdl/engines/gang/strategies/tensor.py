@@ -26,7 +26,7 @@ from sparkdl.collectives.direct import all_reduce
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.build_turn import Turn
 from sparkdl.engines.gang.model_group import ModelGroup
-from sparkdl.engines.gang.strategies.base import Copied, gathered_counts
+from sparkdl.engines.gang.strategies.base import CopySync, gathered_counts
 from sparkdl.errors import ModelError
 from sparkdl.model.flat import FlatModule, Layout, layout_of, local
 from sparkdl.model.live_replica import LiveReplica
@@ -45,8 +45,8 @@ from sparkdl.replica.compute import (
     to_tensors,
 )
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.step import Work
-from sparkdl.slices.spec import SlicePlan
+from sparkdl.replica.step import ReplicaIteration
+from sparkdl.slices.spec import SliceSpec
 
 
 class Row(RowwiseParallel):
@@ -189,13 +189,13 @@ def settle(live: LiveReplica) -> None:
             parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
 
 
-class TensorParallel(Copied):
+class TensorSync(CopySync):
     """Gradients of parts of layers; see the note above."""
 
     def __init__(
         self,
         live: LiveReplica,
-        plans: list[SlicePlan],
+        plans: list[SliceSpec],
         rank: int,
         spare: Batch,
         group: ModelGroup,
@@ -204,14 +204,14 @@ class TensorParallel(Copied):
         super().__init__(live, plans, rank, spare)
         self._model_group, self._alike = group, alike
 
-    def _pass(self, work: Work, batch: MiniBatch, share: float, clock: Clock) -> Passed:
+    def _pass(self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock) -> Passed:
         seed, scale = work.seed(), work.step.loss_scale
         passed = forward_backward(self._live, batch, seed, scale, clock, share=share, by_rows=True)
         settle(self._live)
         return passed
 
     def scored(self, batches: int, score: Any) -> Any:
-        """See :class:`sparkdl.engines.gang.strategies.base.Summed`."""
+        """See :class:`sparkdl.engines.gang.strategies.base.SummedGradients`."""
         assert self._model_group is not None
         return self._model_group.scored(gathered_counts(batches), score, 0)
 
