@@ -205,7 +205,7 @@ def fit_here(trainer: sparkdl.Trainer, parts: Parts, **how: Any) -> Seen:
         mock.patch.object(fit_module, "context_of", return_value=NoCluster()),
         mock.patch.object(prepare_module, "context_of"),
         mock.patch.object(fit_module, "tell_what_costs_speed"),
-        mock.patch.object(fit_module, "daemons_starting"),
+        mock.patch.object(fit_module, "warming_up"),
         mock.patch.object(placing_module, "materialize_here", _handed_over),
         mock.patch.object(LocalEngine, "step", step),
     ):
