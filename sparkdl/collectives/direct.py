@@ -19,7 +19,7 @@ import torch.distributed as dist
 _torchs = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its newer name
 MOST_RANKS, MOST_BYTES = 4, 3 << 20
 """Each rank speaks to all others at once: measured up to so many, and for a sum on all up to so large a
-tensor, see docs/performance.md."""
+tensor, see docs/internals/engine-notes.md."""
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:

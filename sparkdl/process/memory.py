@@ -4,7 +4,7 @@
 large one anew, page by page, and cuts its heap at every end of a step; kept, the memory is there. But
 tensors are aligned, and an aligned piece does not fit exactly where an equal one was: where many of
 one size come and go, as the units of a replica that is cut do, the heap grows to several times what
-is in use. Figures are in docs/performance.md.
+is in use. Figures are in docs/internals/engine-notes.md.
 """
 
 from __future__ import annotations

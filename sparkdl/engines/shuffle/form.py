@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from sparkdl.replica.iteration import SliceReport
 
 STAGE_SECONDS = 0.010
-"""What a stage costs, measured (docs/performance.md): what one stage may cost more in its tasks."""
+"""What a stage costs, measured (docs/internals/engine-notes.md): what one stage may cost more in
+its tasks."""
 TRIALS = 3
 """Updates that are measured first; the fastest counts, as the first ones also set things up."""
 

@@ -96,7 +96,7 @@ class WeightedSum:
 
 AT_ONCE = 4 << 20
 """Bytes of gradients up to which one sum after backward is faster than buckets: measured, see
-docs/performance.md."""
+docs/internals/engine-notes.md."""
 
 
 class FlatAllReduce(SummedGradients):
