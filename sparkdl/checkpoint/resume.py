@@ -101,9 +101,9 @@ class RestoredRun:
 
     def load(self, engine: Engine) -> None:
         """Read the state into the engine. Raises :class:`sparkdl.DamagedCheckpoint`."""
-        engine.start(self._reader(self.manifest.files), (DamagedCheckpoint,))
+        engine.load(self._reader(self.manifest.files), (DamagedCheckpoint,))
         if self.best is not None and self.manifest.best is not None:
-            engine.start(self._reader(self.manifest.best.files), (DamagedCheckpoint,), BEST)
+            engine.load(self._reader(self.manifest.best.files), (DamagedCheckpoint,), BEST)
         if self.compression is not None:
             self._load_residuals(engine)
 

@@ -76,7 +76,7 @@ class LocalEngine:
         self._best: list[SliceState] = []
         self._residuals: dict[int, ByParameter] = {}
 
-    def start(
+    def load(
         self,
         read: ReadState | None = None,
         reported: tuple[type[Exception], ...] = (),
@@ -97,7 +97,7 @@ class LocalEngine:
         else:
             self._states = states
 
-    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
+    def run(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
         """Run every replica and every slice, here and now."""
         with torch_threads(self._run.threads):
             started = Clock()

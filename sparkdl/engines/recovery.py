@@ -100,7 +100,7 @@ class RecoveringEngine:
         self._snapshot: tuple[RestorePoint, Any] | None = None
         self._due = time.monotonic() + (seconds or 0.0)
 
-    def start(
+    def load(
         self,
         read: ReadState | None = None,
         reported: tuple[type[Exception], ...] = (),
@@ -109,7 +109,7 @@ class RecoveringEngine:
         """See :class:`sparkdl.loop.engine.Engine`; so for what follows."""
         if which == CURRENT:
             self._starts.clear()
-        self._begin(lambda: self._engine.start(read, reported, which))
+        self._begin(lambda: self._engine.load(read, reported, which))
 
     def load_residuals(
         self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
@@ -120,11 +120,11 @@ class RecoveringEngine:
     def begins_ahead(self) -> bool:
         return self._engine.begins_ahead
 
-    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
+    def run(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
         """A snapshot that comes to be due while iterations follow one another is taken after these."""
         if self._is_due:
             then = [each for each in then if each.index <= self._begun]
-        result = self.with_recovery(lambda: self._engine.step(iteration, then))
+        result = self.with_recovery(lambda: self._engine.run(iteration, then))
         self._begun = then[-1].index if then else -1
         self._log.append(iteration)
         if then or not self._is_due:
@@ -266,7 +266,7 @@ class RecoveringEngine:
         """What was asked for after the first ``done`` entries."""
         for asked in self._log.since(done):
             if asked is not None:
-                self._engine.step(asked)
+                self._engine.run(asked)
             else:
                 self._engine.keep_best()
 

@@ -79,7 +79,7 @@ class EngineInputs:
 
 
 def build_engine(name: str, inputs: EngineInputs) -> TrainingEngine:
-    """Build the engine ``name``, which has no state yet: see :meth:`sparkdl.loop.engine.Engine.start`.
+    """Build the engine ``name``, which has no state yet: see :meth:`sparkdl.loop.engine.Engine.load`.
 
     Args:
         name: A key of :data:`ENGINES`.

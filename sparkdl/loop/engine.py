@@ -90,9 +90,9 @@ class Engine(Protocol):
 
     @property
     def begins_ahead(self) -> bool:
-        """Whether it begins iterations that :meth:`step` is told will follow."""
+        """Whether it begins iterations that :meth:`run` is told will follow."""
 
-    def start(
+    def load(
         self,
         read: ReadState | None = None,
         reported: tuple[type[Exception], ...] = (),
@@ -104,8 +104,8 @@ class Engine(Protocol):
         Raises the first of ``reported`` that ``read`` raised in a task.
         """
 
-    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
-        """Run and commit an iteration. ``then``: what :meth:`step` is called with next, while nothing
+    def run(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
+        """Run and commit an iteration. ``then``: what :meth:`run` is called with next, while nothing
         else is asked for that concerns the state: these may be begun."""
 
     def score(self) -> list[Any]:

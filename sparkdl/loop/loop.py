@@ -105,7 +105,7 @@ def train(
         planned, then = foresight.plan(previous, state)
         rates, epoch = planned.learning_rates, state.epoch + 1
         try:
-            result = engine.step(planned.iteration, then)
+            result = engine.run(planned.iteration, then)
         except Exception as error:
             if interrupt.asked:
                 raise KeyboardInterrupt from error

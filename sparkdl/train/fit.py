@@ -265,9 +265,9 @@ def _begin(
 
     if carried is not None:
         kept = carried.trained.optimizer_state
-    engine.start(None if kept is None else read(kept.slices))
+    engine.load(None if kept is None else read(kept.slices))
     if carried is not None and carried.best is not None:
-        engine.start(read(carried.best), which=BEST)
+        engine.load(read(carried.best), which=BEST)
     if carried is not None:
         return begin_batch(carried.state, per_epoch), carried.trained.history.branch()
     return begin_batch(first_state(trainer.policy), per_epoch), History()

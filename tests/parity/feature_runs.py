@@ -190,7 +190,7 @@ class Seen:
 
 def fit_here(trainer: sparkdl.Trainer, parts: Parts, **how: Any) -> Seen:
     """``trainer.fit(parts)`` on the local engine, watched."""
-    seen, notes, original = Seen(), Notes(), LocalEngine.step
+    seen, notes, original = Seen(), Notes(), LocalEngine.run
     layout = layout_of(recipe_of(trainer).build())
 
     def step(self: LocalEngine, iteration: Any, then: Any = ()) -> Any:
@@ -207,7 +207,7 @@ def fit_here(trainer: sparkdl.Trainer, parts: Parts, **how: Any) -> Seen:
         mock.patch.object(fit_module, "tell_what_costs_speed"),
         mock.patch.object(fit_module, "warming_up"),
         mock.patch.object(placing_module, "materialize_here", _handed_over),
-        mock.patch.object(LocalEngine, "step", step),
+        mock.patch.object(LocalEngine, "run", step),
     ):
         seen.trained = trainer.fit(parts, **how)
     return seen

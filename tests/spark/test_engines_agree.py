@@ -508,7 +508,7 @@ def test_the_engines_are_two(frames):
         trainer = trainer_of({"stop": sparkdl.max_iteration(1)}, validation)
         replace(trainer, engine=engine, callbacks=[Told()]).fit(df)
     assert told == ["local", "shuffle"]
-    assert LocalEngine.step is not ShuffleEngine.step
+    assert LocalEngine.run is not ShuffleEngine.step
 
 
 def test_what_validation_measures_is_what_evaluate_measures(frames):

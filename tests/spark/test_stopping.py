@@ -138,14 +138,14 @@ def test_an_iteration_that_fails_after_an_interrupt_is_an_interrupt(df, monkeypa
     """Ctrl-C goes to all processes of a terminal: Spark may end with it."""
     from sparkdl.engines.local import LocalEngine
 
-    step = LocalEngine.step
+    step = LocalEngine.run
 
     def fails(self, iteration, then=()):
         if iteration.index == 4:
             raise ConnectionError("the JVM is gone")
         return step(self, iteration, then)
 
-    monkeypatch.setattr(LocalEngine, "step", fails)
+    monkeypatch.setattr(LocalEngine, "run", fails)
     with pytest.raises(ConnectionError):
         trainer().fit(df)
     with pytest.raises(KeyboardInterrupt) as caught:

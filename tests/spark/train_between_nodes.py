@@ -133,7 +133,7 @@ def main() -> None:
     submissions: list[int] = []
     persisted: list[int] = []
     engines: list[ShuffleEngine] = []
-    step, hand_on, case = ShuffleEngine.step, [], ""
+    step, hand_on, case = ShuffleEngine.run, [], ""
 
     class Untold(StoringJob):
         """A job of which the tasks find the blocks stored already, and report nothing."""
@@ -164,7 +164,7 @@ def main() -> None:
         )
         return result
 
-    ShuffleEngine.step = noted
+    ShuffleEngine.run = noted
     results = {}
     with session(given["master"], **{"spark.sparkdl.slab.dir": "slabs"}) as spark:
         spark.sparkContext.parallelize(range(8), 8).count()  # until all executors are known

@@ -42,14 +42,14 @@ def main() -> None:
 
     given = spec()
     roots = set()
-    step = ShuffleEngine.step
+    step = ShuffleEngine.run
 
     def noted(self, iteration, then=()):
         result = step(self, iteration)
         roots.update(self._places.tokens, [state.token for state in self._state.states])
         return result
 
-    ShuffleEngine.step = noted
+    ShuffleEngine.run = noted
     results = {}
     for master in given["masters"]:
         roots.clear()

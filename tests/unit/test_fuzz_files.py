@@ -231,7 +231,7 @@ class Reader:
     def __init__(self) -> None:
         self.found: list[object] = []
 
-    def start(self, read: Any, reported: Any, which: str = "") -> None:
+    def load(self, read: Any, reported: Any, which: str = "") -> None:
         for plan in slice_specs(LAYOUT, 1):
             state = read(plan, torch.float32)
             assert state.weights.shape == (plan.length,)

@@ -36,7 +36,7 @@ class TensorEngine:
         self.plan = EpochPlan((12,), 4)
         self.weight = torch.zeros(1)
 
-    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
+    def run(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
         ((start, stop),) = self.plan.rows(iteration.batch)
         x = X[start:stop]
         error = x @ self.weight[:, None] - 2 * x

@@ -51,7 +51,7 @@ class Engine:
         if not self.placed:
             raise StateLostError(f"call {self.calls}: lost")
 
-    def start(self, read=None, reported=(), which="current") -> None:
+    def load(self, read=None, reported=(), which="current") -> None:
         self._call()
         value = self.first if read is None else read()
         if which == BEST:
@@ -59,7 +59,7 @@ class Engine:
         else:
             self.state = State(value)
 
-    def step(self, iteration: Iteration, then=()) -> IterationResult:
+    def run(self, iteration: Iteration, then=()) -> IterationResult:
         self._call()
         assert self.state.value is not None
         self.state.value = (self.state.value * 31 + iteration.index) % 1_000_003
@@ -160,18 +160,18 @@ def iteration(index: int) -> Iteration:
 def run(engine: Engine, iterations: int, seconds: float | None, checkpoints: int = 0):
     """Losses of all iterations, the weights, the best ones, which are kept every third iteration."""
     recovering = RecoveringEngine(engine, seconds)
-    recovering.start()
+    recovering.load()
     losses = []
     for index in range(iterations):
-        losses.append(recovering.step(iteration(index)).loss)
+        losses.append(recovering.run(iteration(index)).loss)
         if index % 3 == 2:
             recovering.keep_best()
         if checkpoints and index % checkpoints == checkpoints - 1:
             value, best = recovering.weights(), recovering.weights(BEST)
 
             def load(to, value=value, best=best) -> None:
-                to.start(lambda: value)
-                to.start(lambda: best, which=BEST)
+                to.load(lambda: value)
+                to.load(lambda: best, which=BEST)
 
             recovering.checkpointed(recovering.done, index + 1, load)
     return losses, recovering.weights(), recovering.weights(BEST)
@@ -200,14 +200,14 @@ def test_any_losses_leave_no_trace(losses, seconds, checkpoints, readable):
 )
 def test_it_goes_back_no_further_than_it_must(caplog, seconds, checkpoints, point, repeated):
     engine = Engine()
-    step = engine.step
+    step = engine.run
 
     def lose_the_sixth(asked, then=()):
         if asked.index == 5 and engine.losses == frozenset():
             engine.losses = frozenset([engine.calls])
         return step(asked)
 
-    engine.step = lose_the_sixth
+    engine.run = lose_the_sixth
     with caplog.at_level(logging.WARNING, "sparkdl"):
         assert run(engine, 8, seconds, checkpoints) == run(Engine(), 8, None, checkpoints)
     (line,) = caplog.messages
@@ -226,20 +226,20 @@ def test_a_snapshot_is_taken_after_a_recovery():
     """Of the one that it came from, a copy may be gone."""
     engine = Engine()
     recovering = RecoveringEngine(engine, 1000.0)
-    recovering.start()
-    assert "snapshot" not in recovering.step(iteration(0)).seconds
+    recovering.load()
+    assert "snapshot" not in recovering.run(iteration(0)).seconds
     engine.losses = frozenset([engine.calls])
-    assert "snapshot" in recovering.step(iteration(1)).seconds
+    assert "snapshot" in recovering.run(iteration(1)).seconds
     assert recovering.recoveries == 1
-    assert "snapshot" not in recovering.step(iteration(2)).seconds
+    assert "snapshot" not in recovering.run(iteration(2)).seconds
 
 
 def test_a_wait_that_was_too_long_is_waited_once():
     """Every other point, and the next iteration, would have to wait as long."""
     engine = Engine()
     recovering = RecoveringEngine(engine, 0.0)
-    recovering.start()
-    recovering.step(iteration(0))
+    recovering.load()
+    recovering.run(iteration(0))
     waits = []
 
     def wait(*_):
@@ -248,20 +248,20 @@ def test_a_wait_that_was_too_long_is_waited_once():
 
     engine.restore, engine.placed = wait, False
     with pytest.raises(StalledError):
-        recovering.step(iteration(1))
+        recovering.run(iteration(1))
     engine.take_snapshot, engine.placed = wait, True
-    engine.start()
+    engine.load()
     with pytest.raises(StalledError):
-        recovering.step(iteration(1))
+        recovering.run(iteration(1))
     assert len(waits) == 2
 
 
 def test_what_is_lost_again_and_again_is_an_error():
     engine = Engine(frozenset(range(1, 10_000)))
     recovering = RecoveringEngine(engine, 0.0)
-    recovering.start()
+    recovering.load()
     with pytest.raises(StateLostError, match=r"lost\nFit again, with resume="):
-        recovering.step(iteration(0))
+        recovering.run(iteration(0))
     assert engine.calls < 10 * MAX_LOSSES
 
 
@@ -273,13 +273,13 @@ def test_where_nothing_can_be_read_the_error_says_both(kind):
         raise kind("it was deleted")
 
     recovering = RecoveringEngine(engine, None)
-    recovering.start(lambda: 3)
+    recovering.load(lambda: 3)
     recovering._starts[:] = [gone]
     engine.losses = frozenset([engine.calls])
     with pytest.raises(
         StateLostError, match=r"lost It could not be brought back: it was deleted\nFit"
     ):
-        recovering.step(iteration(0))
+        recovering.run(iteration(0))
 
 
 def test_snapshots_are_rare_where_they_are_slow(monkeypatch):
@@ -287,7 +287,7 @@ def test_snapshots_are_rare_where_they_are_slow(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("sparkdl.engines.recovery.time.monotonic", lambda: now[0])
     engine = Engine()
-    take, step = engine.take_snapshot, engine.step
+    take, step = engine.take_snapshot, engine.run
 
     def slow():
         now[0] += 3.0
@@ -297,10 +297,10 @@ def test_snapshots_are_rare_where_they_are_slow(monkeypatch):
         now[0] += 1.0
         return step(asked)
 
-    engine.take_snapshot, engine.step = slow, stepping
+    engine.take_snapshot, engine.run = slow, stepping
     recovering = RecoveringEngine(engine, 5.0)
-    recovering.start()
-    costs = [recovering.step(iteration(i)).seconds.get("snapshot", 0.0) for i in range(200)]
+    recovering.load()
+    costs = [recovering.run(iteration(i)).seconds.get("snapshot", 0.0) for i in range(200)]
     assert {cost for cost in costs if cost} == {3.0}
     assert costs[4] == 3.0
     assert sum(costs) / now[0] <= 0.05 + 3.0 / now[0]
@@ -314,8 +314,8 @@ class Eager(Engine):
         super().__init__(losses)
         self.done, self.last = -1, -1
 
-    def step(self, iteration, then=()):
-        result = super().step(iteration)
+    def run(self, iteration, then=()):
+        result = super().run(iteration)
         self.done = iteration.index
         self.last = max([self.last, self.done, *(each.index for each in then)])
         return result
@@ -337,14 +337,14 @@ def test_a_snapshot_waits_for_the_iterations_that_have_begun(monkeypatch, ahead,
     monkeypatch.setattr("sparkdl.engines.recovery.time.monotonic", lambda: now[0])
     engine, plain = Eager(frozenset() if lost is None else frozenset([lost])), Engine()
     recovering = RecoveringEngine(engine, 5.0)
-    recovering.start()
-    plain.start()
+    recovering.load()
+    plain.load()
     snapshots, count = [], 40
     for i in range(count):
         now[0] += 1.0
         then = [iteration(n) for n in range(i + 1, min(i + 1 + ahead, count))]
-        result = recovering.step(iteration(i), then)
-        assert result.loss == plain.step(iteration(i)).loss
+        result = recovering.run(iteration(i), then)
+        assert result.loss == plain.run(iteration(i)).loss
         if "snapshot" in result.seconds:
             snapshots.append(i)
     assert recovering.recoveries == (lost is not None)

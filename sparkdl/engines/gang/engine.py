@@ -134,7 +134,7 @@ class GangEngine:
         self._asked = InFlight(self._gang, self._step)
         resources.closing(self._gang)
 
-    def start(
+    def load(
         self,
         read: ReadState | None = None,
         reported: tuple[type[Exception], ...] = (),
@@ -188,7 +188,7 @@ class GangEngine:
         self._asked.settle()
         return self._gang.call(CallMethod(method, arguments), doing)
 
-    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
+    def run(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
         """A message to every rank, and its answer. What is in ``then`` is sent with it: the ranks go on
         without waiting for the driver."""
         self._asked.ask([iteration, *then])

@@ -45,7 +45,7 @@ class InFlight:
         new = [each for each in iterations if each.index > last]
         if new:
             begun = time.monotonic()
-            self._gang.send([CallMethod("step", (self._step(each),)) for each in new])
+            self._gang.send([CallMethod("run", (self._step(each),)) for each in new])
             self._waiting.extend(_Asked(each, begun) for each in new)
 
     def answer(self, iteration: Iteration) -> FinishedIteration:

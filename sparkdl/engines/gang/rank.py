@@ -188,7 +188,7 @@ class Rank:
         else:
             self._held.place(found)
 
-    def step(self, step: IterationRows) -> RankReport:
+    def run(self, step: IterationRows) -> RankReport:
         """One iteration; the state of this rank's slices is then the next version."""
         clock, rank, live = Clock(), self._member.rank, self._held.live
         start, stop = step.rows[rank]

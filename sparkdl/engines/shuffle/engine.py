@@ -81,7 +81,7 @@ class ShuffleEngine:
         )
         self._form = Form(stages, run.replicas, run.slices, task_slots(self._context))
 
-    def start(
+    def load(
         self,
         read: ReadState | None = None,
         reported: tuple[type[Exception], ...] = (),
@@ -89,9 +89,9 @@ class ShuffleEngine:
     ) -> None:
         """See :class:`sparkdl.loop.engine.Engine`."""
         self._pending = None
-        self._state.start(read, reported, which)
+        self._state.load(read, reported, which)
 
-    def step(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
+    def run(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
         """Submit the iteration, again where tasks found themselves on another node, and commit."""
         self._context.setJobDescription(iteration.description)
         doing = f"iteration {iteration.index + 1}, epoch {iteration.epoch + 1}"

@@ -82,7 +82,7 @@ class SliceVersions:
         new = {report.replica: report.residual for report in replicas}
         self.residuals = tuple(new.get(m) or old for m, old in enumerate(self.residuals))
 
-    def start(
+    def load(
         self,
         read: ReadState | None = None,
         reported: tuple[type[Exception], ...] = (),
