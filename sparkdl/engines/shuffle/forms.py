@@ -260,9 +260,9 @@ class IterationJobs:
     def _send(self, keyed: RDD, partitions: int) -> RDD:
         return shuffle_frames(keyed, partitions, few_bytes=self._places.few_bytes)
 
-    def _install(self, handed_on: RDD, step: IterationMessage | None) -> RDD:
+    def _install(self, weight_frames: RDD, step: IterationMessage | None) -> RDD:
         """Frames with weights to every replica's place, and there into slabs."""
-        arrived = self._send(handed_on, len(self._places.tokens))
+        arrived = self._send(weight_frames, len(self._places.tokens))
         return map_frames(
             zip_frames(arrived, self._places.counted(self._slices)), ReceiveWeights(step)
         )
