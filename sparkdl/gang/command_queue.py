@@ -68,7 +68,7 @@ class CommandReceiver:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._arrived: queue.SimpleQueue[bytes | Exception | None] = queue.SimpleQueue()
-        self._busy, self._hung_up = False, False
+        self._busy, self._task_cancelled = False, False
         self._lock, self._idle = threading.Lock(), threading.Event()
         threading.Thread(target=self._read, name="sparkdl-commands", daemon=True).start()
 
@@ -90,7 +90,7 @@ class CommandReceiver:
         if isinstance(content, Exception):
             raise content
         with self._lock:
-            content = None if self._hung_up else content
+            content = None if self._task_cancelled else content
             self._busy = content is not None
             self._idle.clear()
         return content
@@ -106,7 +106,7 @@ class CommandReceiver:
             self._arrived.put(error)
             self._channel.exhaust()
         with self._lock:
-            self._hung_up = True
+            self._task_cancelled = True
             if not self._busy:
                 return
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

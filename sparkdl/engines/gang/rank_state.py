@@ -178,12 +178,12 @@ class ShardedState:
         """``run``: with one slice for each rank."""
         self.live, self._rank, self._turned = cut.live, rank, cut.turned
         self.slices = slice_specs(cut.whole, run.slices, whole=run.whole_tensors)
-        self._sharers, self._group = cut.update_group or (rank,), cut.group
+        self._update_group, self._group = cut.update_group or (rank,), cut.group
         self._tells = cut.mesh.place(rank, "data") == 0
-        self.first = self._tells or len(self._sharers) > 1
-        plans = OpenRun.of(cut.live, replace(run, slices=len(self._sharers)))
+        self.first = self._tells or len(self._update_group) > 1
+        plans = OpenRun.of(cut.live, replace(run, slices=len(self._update_group)))
         self._whole, self._cuts = plans.whole.plan, plans.slices
-        owner = plans.owners[self._sharers.index(rank)]
+        owner = plans.owners[self._update_group.index(rank)]
         self._mine = owner.plan
         owner = replace(owner, plan=replace(owner.plan, index=rank))
         self.owners = {rank: owner}
@@ -211,16 +211,16 @@ class ShardedState:
         self.best = {self._rank: self._my(self._shards(slices))}
 
     def share(self) -> None:
-        if len(self._sharers) > 1:
+        if len(self._update_group) > 1:
             flat = self.live.flat.flat
-            broadcast_parts(flat, self._cuts, self._sharers, self._group)
+            broadcast_parts(flat, self._cuts, self._update_group, self._group)
         self.live.flat.refresh()
 
     def as_slices(self, states: States) -> States:
         if not states:
             return {}
         spans, state = self._spans[self._rank], states[self._rank]
-        if len(self._sharers) > 1:
+        if len(self._update_group) > 1:
             state = self._all_of(state)
         if self._turned is not None:
             state = self._turned.by_rows(state)
@@ -231,14 +231,14 @@ class ShardedState:
 
     def _my(self, whole: SliceState) -> SliceState:
         """What this rank updates, of the state of its part."""
-        if len(self._sharers) == 1:
+        if len(self._update_group) == 1:
             return whole
         return reslice([_as_part(self._whole, whole)], self._mine, self._own.dtype)
 
     def _all_of(self, state: SliceState) -> SliceState:
         """The state of this rank's part, out of what all update of it; ``state``, where only the first
         copy needs it."""
-        parcel, wanted = join_files([to_bytes(self._mine, on_cpu(state))]), self._sharers
+        parcel, wanted = join_files([to_bytes(self._mine, on_cpu(state))]), self._update_group
         if self._turned is None:
             wanted = wanted[:1]
         arriving = list(self._sent(lambda to: parcel if to in wanted else bytearray()))
