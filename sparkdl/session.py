@@ -8,7 +8,7 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.errors import SessionError
+from sparkdl.errors import SessionError, wrong_data
 from sparkdl.plain import plain
 from sparkdl.settings import NEEDED_FOR_SPEED, PREFIX, SPARK_SETTINGS, Settings
 
@@ -93,8 +93,12 @@ def _launched(given: dict[str, str]) -> SparkConf:
 
 
 def context_of(data: Any) -> SparkContext:
-    """The SparkContext behind a DataFrame or an RDD; a clear error for Spark Connect, and for a
-    session that was stopped."""
+    """Return the SparkContext behind a DataFrame or an RDD.
+
+    Raises:
+        DataError: ``data`` is neither.
+        SessionError: It belongs to a Spark Connect session, or to one that was stopped.
+    """
     from pyspark.core.rdd import RDD
     from pyspark.sql import DataFrame
 
@@ -108,9 +112,11 @@ def context_of(data: Any) -> SparkContext:
             "needs them. Start a classic session on the cluster: sparkdl.session(master), or "
             "spark-submit your script; do not set spark.remote or SPARK_REMOTE."
         )
-    raise SessionError(
-        f"fit takes a DataFrame or an RDD, not {type(data).__module__}.{type(data).__qualname__}. "
-        "Make one with spark.createDataFrame(rows, schema) or spark.sparkContext.parallelize(samples)."
+    raise wrong_data(
+        "fit",
+        data,
+        "a DataFrame or an RDD",
+        "Make one with spark.createDataFrame(rows, schema) or spark.sparkContext.parallelize(samples).",
     )
 
 

@@ -35,7 +35,7 @@ from sparkdl.data.columns.base import (
     specs_from_json,
     specs_to_json,
 )
-from sparkdl.errors import ModelError, ParameterError, TrustError
+from sparkdl.errors import ModelError, ParameterError, TrustError, kind_of
 from sparkdl.infer.saved_buffers import load_buffers, save_buffers, take_dtypes
 from sparkdl.infer.saved_model import (
     BUFFERS,
@@ -122,7 +122,7 @@ def _save_weights(module: nn.Module, draft: Path) -> None:
     for name, value in module.state_dict().items():
         if not isinstance(value, torch.Tensor):
             raise ModelError(
-                f'state_dict() has "{name}", a {type(value).__name__}, and a safetensors file holds '
+                f'state_dict() has "{name}", {kind_of(value)}, and a safetensors file holds '
                 "tensors only: let get_extra_state() return a tensor, or register a buffer."
             )
     save_model(_apart(copy.deepcopy(module)) if _views(module) else module, str(draft))
@@ -232,7 +232,7 @@ def signature_of(saved: Saved, trust: bool) -> Signature:
             )
         part = NamedFunction(name=part["function"]).load()
     elif problems_of_part(part):
-        raise ModelError(f"{folder}/{MODEL} is damaged: part is a {type(part).__name__}.")
+        raise ModelError(f"{folder}/{MODEL} is damaged: part is {kind_of(part)}.")
     return Signature(saved.told.inputs, part)
 
 
@@ -251,7 +251,7 @@ def built(build: Any, saved: Saved) -> nn.Module:
         ) from error
     if not isinstance(module, nn.Module):
         raise ModelError(
-            f"the model of {folder} is a {type(module).__name__}: it must be a torch.nn.Module."
+            f"the model of {folder} is {kind_of(module)}: it must be a torch.nn.Module."
         )
     return plain(module)
 

@@ -19,7 +19,7 @@ from sparkdl.data.columns.base import Convert, Sequence, Specs
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Rows
 from sparkdl.data.record_tasks import Names, feature_names, named
-from sparkdl.errors import DataError, ParameterError, raise_all
+from sparkdl.errors import DataError, ParameterError, kind_of, raise_all, wrong_data
 from sparkdl.infer.evaluate import Evaluation, check_metrics, evaluate
 from sparkdl.infer.output import Output
 from sparkdl.infer.predict import Finish, PredictRecords, predict_dataframe
@@ -288,7 +288,7 @@ class TrainedModel:
     ) -> Found:
         """What the predictions hold. ``first_rows``: those of the data, which may be looked at."""
         if postprocess is not None and not callable(postprocess):
-            raise ParameterError(f"postprocess is a {type(postprocess).__name__}: give a function.")
+            raise ParameterError(f"postprocess is {kind_of(postprocess)}: give a function.")
         known = self.output if signature.part == self.signature.part else None
         if known is not None and postprocess is None:
             return known, (known.dimensions, known.dimensions)
@@ -298,8 +298,7 @@ class TrainedModel:
 
 def _check_kind(method: str, data: Any, kind: Any, wanted: str, hint: str = "") -> None:
     if not isinstance(data, kind):
-        found = f"{type(data).__module__}.{type(data).__qualname__}"
-        raise ParameterError(f"{method} takes {wanted}, not {found}. {hint}".rstrip())
+        raise wrong_data(method, data, wanted, hint)
 
 
 def _batch_size(value: int) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 
 from sparkdl.data.batches import Batch, preview_batch
 from sparkdl.data.fields import Field
-from sparkdl.errors import ModelError
+from sparkdl.errors import ModelError, kind_of
 from sparkdl.infer.output import Output
 from sparkdl.infer.shipped_module import run_batches
 from sparkdl.loop.engine import ValidationSet
@@ -115,7 +115,7 @@ def try_model(
             found = (
                 f"a tensor of shape {list(value.shape)}"
                 if isinstance(value, torch.Tensor)
-                else f"a {type(value).__name__}"
+                else kind_of(value)
             )
             raise ModelError(
                 f"the loss returned {found}: it must return one number, the mean over the batch "

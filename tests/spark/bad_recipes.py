@@ -495,7 +495,7 @@ MODELS = [
         "weights that are no tensors",
         lambda fit: fit(fit.good(), weights={"0.weight": 3}),
         ModelError,
-        "weights['0.weight'] is a int: give a state_dict, which maps the names of the model "
+        "weights['0.weight'] is an int: give a state_dict, which maps the names of the model "
         "to tensors.",
     ),
 ]

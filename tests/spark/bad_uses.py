@@ -94,27 +94,43 @@ USES = [
     Mistake(
         "evaluate a list",
         lambda t: t.model.evaluate([1.0]),
-        ParameterError,
+        DataError,
         "evaluate takes a DataFrame or an RDD, not builtins.list.",
     ),
     Mistake(
         "transform a list",
         lambda t: t.model.transform([1.0]),
-        ParameterError,
+        DataError,
         "transform takes a DataFrame, not builtins.list. For an RDD use predict.",
     ),
     Mistake(
         "transform an RDD",
         lambda t: t.model.transform(t.rdd(1.0)),
-        ParameterError,
+        DataError,
         "transform takes a DataFrame, not pyspark.core.rdd.RDD. For an RDD use predict.",
     ),
     Mistake(
         "predict on a DataFrame",
         lambda t: t.model.predict(t.good()),
-        ParameterError,
+        DataError,
         "predict takes an RDD, not pyspark.sql.classic.dataframe.DataFrame. For a DataFrame "
         "use transform.",
+    ),
+    Mistake(
+        "transform a frame of pandas",
+        lambda t: t.model.transform(t.good().toPandas()),
+        DataError,
+        "transform takes a DataFrame, not pandas.core.frame.DataFrame. Pass "
+        "spark.createDataFrame(df).",
+        jobs=1,
+    ),
+    Mistake(
+        "predict on a frame of pandas",
+        lambda t: t.model.predict(t.good().toPandas()),
+        DataError,
+        "predict takes an RDD, not pandas.core.frame.DataFrame. Pass spark.createDataFrame(df) to "
+        "transform.",
+        jobs=1,
     ),
     Mistake(
         "metrics by name",

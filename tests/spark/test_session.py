@@ -435,7 +435,7 @@ time.sleep(4)
         program(body, tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=150
     )
     mistake = json.loads(done.stdout)
-    assert mistake["error"].startswith("optimizer gave a int")
+    assert mistake["error"].startswith("optimizer gave an int")
     assert mistake["seconds"] < 60
     assert [line for line in done.stderr.splitlines() if "incubator" not in line] == []
 
