@@ -62,7 +62,9 @@ SETTINGS: dict[str, Setting] = {
     ),
     "spark.sparkdl.progress": Setting(
         default="auto",
-        doc="Progress bar while fitting. 'auto': on a terminal and in notebooks only.",
+        doc="Signs of life of a fit. 'auto': a progress bar on a terminal and in notebooks; elsewhere a "
+        "line of the logger sparkdl each 30 seconds, which goes to the standard error where logging is "
+        "not configured. 'true': the bar anywhere; 'false': neither.",
         choices=("auto", "true", "false"),
     ),
 }

@@ -26,6 +26,7 @@ from sparkdl.infer.predict import Finish, PredictRecords, predict_dataframe
 from sparkdl.infer.shipped_module import ShippedModule, sender_to
 from sparkdl.infer.trial import Found, Trial, first_records_of, first_rows_of
 from sparkdl.loop.history import History
+from sparkdl.loop.history_tables import as_line, counted
 from sparkdl.metrics.named import Judging, Metrics, resolve, suited
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.loss import check_averages
@@ -89,6 +90,13 @@ class TrainedModel:
     def judging(self) -> Judging:
         """How an accuracy takes output and label: as the loss does."""
         return (self._judging or Judging()) if self.loss is None else Judging.of(self.loss)
+
+    def __repr__(self) -> str:
+        size = counted(
+            sum(parameter.numel() for parameter in self.module.parameters()), "parameter"
+        )
+        kind = type(self.module).__name__
+        return f"<sparkdl.TrainedModel: {kind} of {size}, {as_line(self.history)}>"
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what a pickle makes, ships for itself."""

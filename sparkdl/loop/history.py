@@ -221,6 +221,9 @@ class History:
         """:meth:`timings` as lines of text: where the time of an iteration went."""
         return history_tables.timing_table(self.timings())
 
+    def __repr__(self) -> str:
+        return f"<sparkdl.History: {history_tables.as_line(self)}>"
+
     def _repr_html_(self) -> str:
         """What a notebook shows: how far it went, the loss, the last metrics."""
         return history_tables.as_html(self)

@@ -61,6 +61,23 @@ def timing_table(found: Mapping[str, Mapping[str, float]]) -> str:
     return "\n".join(lines)
 
 
+def as_line(history: History) -> str:
+    """How far it went, the last loss, and why it ended before its time, in one line."""
+    if not len(history):
+        return "no iterations"
+    (last,) = history.last(1)
+    done = f"{counted(len(history), 'iteration')} up to epoch {last['epoch']:,}"
+    parts = [done, f"last loss {last['loss']:.4g}"]
+    if history.stopped is not None:
+        parts.append(f"stopped: {history.stopped}")
+    return ", ".join(parts)
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun: "1 iteration", "1,200 iterations"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def as_html(history: History) -> str:
     """A small table: how far, losses, speed, and the metrics of the last validation."""
     rows: dict[str, str] = {"iterations": f"{len(history):,}"}
