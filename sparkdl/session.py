@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import SessionError, wrong_data
@@ -39,9 +40,11 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
     ``settings`` are Spark settings: ``session("local[2]", **{"spark.ui.enabled": "false"})``; an
     underscore stands for a dot, so ``spark_driver_memory="4g"`` works too. What ``spark-submit``
     or its properties file already set is kept unless it is given here. Workers run this Python
-    interpreter unless ``PYSPARK_PYTHON`` or ``spark.pyspark.python`` says otherwise. Raises
-    :class:`SessionError` for what is no master.
+    interpreter unless ``PYSPARK_PYTHON`` or ``spark.pyspark.python`` says otherwise. A session that is
+    running is kept, as it is; a warning says what it has not. Raises :class:`SessionError` for what is
+    no master.
     """
+    from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
     if master is not None and not _MASTER.fullmatch(str(master)):
@@ -71,11 +74,36 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
         builder = builder.master(master)
     elif not conf.contains("spark.master"):
         builder = builder.master("local[*]")
+    running = SparkContext._active_spark_context
     spark = builder.getOrCreate()
+    if running is not None and spark.sparkContext is running:
+        _tell_what_is_kept(spark, given if master is None else {"spark.master": master, **given})
     spark.sparkContext.setLogLevel(
         given.get("spark.log.level", conf.get("spark.log.level") or "ERROR")
     )
     return spark
+
+
+def _tell_what_is_kept(spark: SparkSession, asked: Mapping[str, str]) -> None:
+    """Warn where ``spark``, which was running before, is not what was asked for."""
+    conf = conf_of(spark.sparkContext)
+    without_effect = [
+        key
+        for key, value in asked.items()
+        if conf.get(key) != value
+        and not key.startswith(PREFIX)
+        and key != "spark.log.level"
+        and not spark.conf.isModifiable(key)
+    ]
+    if without_effect:
+        logger.warning(
+            "a session with spark.master=%s is already running and is kept: %s has no effect. To get "
+            "another session, stop that one first, with spark.stop().",
+            conf.get("spark.master"),
+            ", ".join(
+                f"{key}={asked[key]}" if key == "spark.master" else key for key in without_effect
+            ),
+        )
 
 
 def _launched(given: dict[str, str]) -> SparkConf:

@@ -62,9 +62,9 @@ SETTINGS: dict[str, Setting] = {
     ),
     "spark.sparkdl.progress": Setting(
         default="auto",
-        doc="Signs of life of a fit. 'auto': a progress bar on a terminal and in notebooks; elsewhere a "
-        "line of the logger sparkdl each 30 seconds, which goes to the standard error where logging is "
-        "not configured. 'true': the bar anywhere; 'false': neither.",
+        doc="What a fit shows of its progress. 'auto': a bar on a terminal and in notebooks; elsewhere "
+        "a line of the logger 'sparkdl' every 30 seconds, which goes to the standard error where "
+        "logging is not configured. 'true': the bar, anywhere. 'false': nothing.",
         choices=("auto", "true", "false"),
     ),
 }
