@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from sparkdl.loop.loop import Stage
 from sparkdl.loop.state import TrainState
 from sparkdl.loop.validation import Validator
 from sparkdl.train.trainer import Trainer
+
+logger = logging.getLogger("sparkdl")
 
 
 def stages_of(
@@ -47,6 +50,12 @@ def stages_of(
     if validation is not None and trainer.validation is not None:
         stages.append(Validator(engine, trainer.validation, validation, history))
     if trainer.checkpoint is not None:
+        if "unknown" in told and state.iteration == 0:
+            logger.warning(
+                "the checkpoints of this run can be resumed from, but sparkdl.load cannot read them, "
+                "and save() of its result will fail: %s",
+                told["unknown"],
+            )
         noting, background = None, None
         if isinstance(engine, Recovering):
             noting = functools.partial(_noting, trainer, engine)

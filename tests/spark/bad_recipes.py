@@ -14,6 +14,7 @@ from bad_inputs import (
     Embedded,
     HoldsLock,
     Mistake,
+    SumOfInputs,
     Weighing,
     batch_normed,
     cross_entropy,
@@ -243,6 +244,19 @@ MODELS = [
         "of the 2 feature columns "
         "is an input of its own, model(a, b, ...); for one input join them first: "
         "VectorAssembler, or functions.array(...).",
+        jobs=3,
+    ),
+    Mistake(
+        "a keyword that forward does not take",
+        lambda fit: fit(
+            fit.good().selectExpr("*", "features c"),
+            model=SumOfInputs,
+            features={"a": "features", "bb": "c"},
+        ),
+        ModelError,
+        'the model fails on the first rows ("features" [2, 2], "c" [2, 2]; float32, float32): '
+        "TypeError: SumOfInputs.forward() got an unexpected keyword argument 'bb'. features= gives "
+        '"bb", and the parameters of its forward are b, a: give columns by these names.',
         jobs=3,
     ),
     Mistake(
@@ -656,6 +670,15 @@ LOSSES = [
         jobs=3,
     ),
     Mistake(
+        "class numbers in arrays of one",
+        lambda fit: fit(fit.labels("array<double>", [0.0], [1.0], [0.0]), **cross_entropy),
+        ModelError,
+        "the loss fails on output [2, 2] float32 and label [2, 1] float32: RuntimeError: 0D or 1D "
+        'target tensor expected, multi-target not supported. "label" is an array of one number a row, '
+        'and the loss takes the number itself: df.withColumn("label", df["label"][0].cast("long")).',
+        jobs=3,
+    ),
+    Mistake(
         "a class of the validation data alone",
         lambda fit: fit(
             fit.labels("int", 0, 1, 0, 1),
@@ -720,7 +743,7 @@ LOSSES = [
         "loss that returns nothing",
         lambda fit: fit(fit.good(), loss=lambda output, target: None),
         ModelError,
-        "the loss returned a NoneType: it must return one number, the mean over the batch "
+        "the loss returned None: it must return one number, the mean over the batch "
         '(reduction="mean" in torch.nn losses), or (sum, count).',
         jobs=3,
     ),
@@ -852,7 +875,7 @@ OPTIMIZERS = [
         "no schedule",
         lambda fit: fit(fit.good(), schedule=lambda optimizer: None),
         ModelError,
-        "schedule gave a NoneType, not a torch.optim.lr_scheduler.LRScheduler.",
+        "schedule gave None, not a torch.optim.lr_scheduler.LRScheduler.",
     ),
     Mistake(
         "schedule that cannot be built",

@@ -352,7 +352,7 @@ PARAMETERS = [
         "optimizer None",
         lambda fit: fit(fit.good(), optimizer=None),
         ParameterError,
-        "optimizer is a NoneType: give a torch.optim class, or a partial of one such as "
+        "optimizer is None: give a torch.optim class, or a partial of one such as "
         "partial(torch.optim.Adam, lr=1e-3).",
     ),
     Mistake(

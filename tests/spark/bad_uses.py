@@ -59,7 +59,8 @@ USES = [
         "postprocess that sums up",
         lambda t: t.model.transform(t.good(), postprocess=torch.sum),
         ParameterError,
-        "postprocess must map a tensor of shape (rows, ...) to one with as many rows.",
+        "postprocess returned a tensor of shape [] for a batch of 2 rows: it must return a "
+        "tensor with a value for each row, of shape [2, ...], as partial(torch.argmax, dim=1) does.",
     ),
     Mistake(
         "unknown metric",

@@ -407,6 +407,18 @@ def test_the_model_of_a_checkpoint(spark, tmp_path):
     assert len(sparkdl.load(tmp_path / "run").history) == 4
 
 
+def test_a_run_is_told_at_its_start_that_its_model_cannot_be_saved(df, tmp_path, caplog):
+    run = trainer(tmp_path / "run", 2, engine="local", output=lambda returned: returned)
+    trained = run.fit(df)
+    [told] = caplog.messages
+    assert told.startswith(
+        "the checkpoints of this run can be resumed from, but sparkdl.load cannot"
+    )
+    with pytest.raises(sparkdl.ParameterError) as caught:
+        trained.save(tmp_path / "model")
+    assert told.endswith(f": {caught.value}")
+
+
 def test_what_a_checkpoint_does_not_tell_of_its_model(spark, tmp_path):
     """No pickle is in it, and no secret: the model is given to load."""
     trained, _ = waves(spark, tmp_path / "a", model=lambda: Waves())

@@ -61,7 +61,7 @@ from sparkdl.slices.section import Contribution
 from sparkdl.slices.spec import SlicePlan
 from sparkdl.slices.state import SliceState
 from sparkdl.slices.update import Owner
-from sparkdl.usercode.travel import REMEDY
+from sparkdl.usercode.travel import model_needs
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class SetUp:
         except UserError as error:
             return error
         except ModuleNotFoundError as error:
-            return ModelError(f"model() fails on the ranks: {error}. {REMEDY}")
+            return model_needs(error, "the ranks")
 
 
 class Rank:
