@@ -300,8 +300,10 @@ MODELS = [
         lambda fit: fit(fit.good(), model=Counting),
         ModelError,
         'forward changes "0.passes" in each pass, and it is neither a parameter nor a buffer: each '
-        "worker would have its own, and the trained model none. Make it a buffer: give "
-        "register_buffer a tensor in __init__, which forward may change.",
+        "worker would have its own, and the trained model none. If the model needs it, make it a "
+        "buffer: give register_buffer a tensor in __init__, which forward may change. If not, as with "
+        "a time that is measured, leave it out, or name it in the module's class: sparkdl_no_state = "
+        '("passes",).',
         jobs=3,
     ),
     Mistake(
