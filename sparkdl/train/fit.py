@@ -249,8 +249,9 @@ def _begin(
     restored = None if resuming is None else resuming.restore(engine, identity)
     if restored is not None:
         state = replace(restored.state, iterations_per_epoch=per_epoch)
-        anew = anew or not restored.midway
-        return begin_batch(state, per_epoch) if anew else state, restored.history
+        if anew or not restored.midway:
+            state = begin_batch(state, per_epoch, each_an_epoch=anew)
+        return state, restored.history
 
     def read(packed: tuple[bytes, ...]) -> ReadState:
         large = sum(map(len, packed)) > INLINE_BYTES and trainer.engine == "shuffle"
@@ -263,7 +264,8 @@ def _begin(
     if carried is not None and carried.best is not None:
         engine.start(read(carried.best), which=BEST)
     if carried is not None:
-        return begin_batch(carried.state, per_epoch), carried.trained.history.branch()
+        state = begin_batch(carried.state, per_epoch, each_an_epoch=True)
+        return state, carried.trained.history.branch()
     return begin_batch(first_state(trainer.policy), per_epoch), History()
 
 

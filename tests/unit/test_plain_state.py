@@ -119,8 +119,8 @@ def test_state_is_told(name: str) -> None:
         "Draw from the generators of torch, numpy or random themselves, which are seeded."
         if "generator" in name
         else "If the model needs it, make it a buffer: give register_buffer a tensor in __init__, "
-        "which forward may change. If not, as with a time that is measured, leave it out, or name it in the "
-        f'module\'s class: sparkdl_no_state = ("{place[2:]}",).'
+        "which forward may change. If not, as with a time that is measured, leave it out, or name it "
+        f'in the module\'s class: sparkdl_no_state = ("{place[2:]}",).'
     )
     assert str(caught.value) == (
         f'forward changes "{place}" in each pass, and it is neither a parameter nor a buffer: each '
