@@ -215,7 +215,7 @@ def name_of(function: Any, where: str) -> str:
     shown = path or type(function).__name__
     raise ParameterError(
         f"the function {shown} {where} cannot be saved by name: define it at the top level of a module "
-        "that can be imported, a file beside the script or notebook."
+        "that can be imported."
     )
 
 
