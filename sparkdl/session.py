@@ -41,7 +41,7 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
     underscore stands for a dot, so ``spark_driver_memory="4g"`` works too. What ``spark-submit``
     or its properties file already set is kept unless it is given here. Workers run this Python
     interpreter unless ``PYSPARK_PYTHON`` or ``spark.pyspark.python`` says otherwise. A session that is
-    running is kept, as it is; a warning says what it has not. Raises :class:`SessionError` for what is
+    already running is kept; a warning names what has no effect on it. Raises :class:`SessionError` for what is
     no master.
     """
     from pyspark import SparkContext
@@ -97,7 +97,7 @@ def _tell_what_is_kept(spark: SparkSession, asked: Mapping[str, str]) -> None:
     ]
     if without_effect:
         logger.warning(
-            "a session with spark.master=%s is already running and is kept: %s has no effect. To get "
+            "a session with spark.master=%s is already running and is kept. Without effect: %s. To get "
             "another session, stop that one first, with spark.stop().",
             conf.get("spark.master"),
             ", ".join(

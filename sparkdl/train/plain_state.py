@@ -150,7 +150,8 @@ class PlainState:
         known: list[Any] = [*self._module.modules(), *self._module.parameters()]
         found = {}
         for path, module in self._module.named_modules():
-            ignored = {*_OF_ALL_MODULES, *getattr(module, NO_STATE, ())}
+            named = getattr(module, NO_STATE, ())
+            ignored = {*_OF_ALL_MODULES, *([named] if isinstance(named, str) else named)}
             own = {k: v for k, v in vars(module).items() if k not in ignored}
             forms = self._forms.get(module, {})
             for name, buffer in module._buffers.items():

@@ -163,9 +163,9 @@ sparkdl.session("local[2]", **QUIET, **kept)
     assert said[1] == {"level": "FATAL", "again": True}
     kept = [line for line in stderr.splitlines() if "is already running" in line]
     assert kept == [
-        "sparkdl WARNING a session with spark.master=local[1] is already running and is kept: "
-        "spark.master=local[2], spark.executor.memory has no effect. To get another session, stop that "
-        "one first, with spark.stop()."
+        "sparkdl WARNING a session with spark.master=local[1] is already running and is kept. Without "
+        "effect: spark.master=local[2], spark.executor.memory. To get another session, stop that one "
+        "first, with spark.stop()."
     ]
 
 
