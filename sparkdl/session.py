@@ -41,8 +41,8 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
     underscore stands for a dot, so ``spark_driver_memory="4g"`` works too. What ``spark-submit``
     or its properties file already set is kept unless it is given here. Workers run this Python
     interpreter unless ``PYSPARK_PYTHON`` or ``spark.pyspark.python`` says otherwise. A session that is
-    already running is kept; a warning names what has no effect on it. Raises :class:`SessionError` for what is
-    no master.
+    already running is kept; a warning names what has no effect on it. Raises
+    :class:`SessionError` for what is no master.
     """
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
