@@ -8,7 +8,13 @@ never retried. Everything else is a *fault* of the run, which Spark retries firs
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
+
+_VOWEL_SOUND = re.compile("[aeioAEIO]|[FHLMNRSX][A-Z]|ndarray")
+"""Begins the names of types that are spoken with a vowel first: int, LRScheduler, ndarray."""
+_OF_PANDAS = {"pandas": "spark.createDataFrame(df)", "pyspark.pandas": "df.to_spark()"}
+"""Makes a Spark DataFrame of a DataFrame ``df`` of these libraries."""
 
 
 class SparkdlError(Exception):
@@ -65,6 +71,25 @@ class StaleReferenceError(SparkdlError, RuntimeError):
 
 class SlabFullError(TrainingError, OSError):
     """No slab directory of this node has room, or it cannot be made."""
+
+
+def kind_of(value: object) -> str:
+    """Return ``value``'s type with its article, to stand in a sentence: "an int", "a str", "None"."""
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if _VOWEL_SOUND.match(name) else 'a'} {name}"
+
+
+def wrong_data(method: str, data: object, wanted: str, remedy: str = "") -> DataError:
+    """Return the error for ``data`` that ``method`` cannot take; ``wanted``: what it takes."""
+    kind = type(data)
+    library = kind.__module__.rpartition(".core.")[0] or kind.__module__.rpartition(".")[0]
+    if kind.__name__ == "DataFrame" and library in _OF_PANDAS:
+        to = "" if "DataFrame" in wanted else " to transform"
+        remedy = f"Pass {_OF_PANDAS[library]}{to}."
+    found = f"{kind.__module__}.{kind.__qualname__}"
+    return DataError(f"{method} takes {wanted}, not {found}. {remedy}".rstrip())
 
 
 def cannot_travel(what: str, error: Exception, remedy: str) -> str:

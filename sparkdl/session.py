@@ -6,9 +6,10 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.errors import SessionError
+from sparkdl.errors import SessionError, wrong_data
 from sparkdl.plain import plain
 from sparkdl.settings import NEEDED_FOR_SPEED, PREFIX, SPARK_SETTINGS, Settings
 
@@ -39,9 +40,11 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
     ``settings`` are Spark settings: ``session("local[2]", **{"spark.ui.enabled": "false"})``; an
     underscore stands for a dot, so ``spark_driver_memory="4g"`` works too. What ``spark-submit``
     or its properties file already set is kept unless it is given here. Workers run this Python
-    interpreter unless ``PYSPARK_PYTHON`` or ``spark.pyspark.python`` says otherwise. Raises
+    interpreter unless ``PYSPARK_PYTHON`` or ``spark.pyspark.python`` says otherwise. A session that is
+    already running is kept; a warning names what has no effect on it. Raises
     :class:`SessionError` for what is no master.
     """
+    from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
     if master is not None and not _MASTER.fullmatch(str(master)):
@@ -71,11 +74,36 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
         builder = builder.master(master)
     elif not conf.contains("spark.master"):
         builder = builder.master("local[*]")
+    running = SparkContext._active_spark_context
     spark = builder.getOrCreate()
+    if running is not None and spark.sparkContext is running:
+        _tell_what_is_kept(spark, given if master is None else {"spark.master": master, **given})
     spark.sparkContext.setLogLevel(
         given.get("spark.log.level", conf.get("spark.log.level") or "ERROR")
     )
     return spark
+
+
+def _tell_what_is_kept(spark: SparkSession, asked: Mapping[str, str]) -> None:
+    """Warn where ``spark``, which was running before, is not what was asked for."""
+    conf = conf_of(spark.sparkContext)
+    without_effect = [
+        key
+        for key, value in asked.items()
+        if conf.get(key) != value
+        and not key.startswith(PREFIX)
+        and key != "spark.log.level"
+        and not spark.conf.isModifiable(key)
+    ]
+    if without_effect:
+        logger.warning(
+            "a session with spark.master=%s is already running and is kept. Without effect: %s. To get "
+            "another session, stop that one first, with spark.stop().",
+            conf.get("spark.master"),
+            ", ".join(
+                f"{key}={asked[key]}" if key == "spark.master" else key for key in without_effect
+            ),
+        )
 
 
 def _launched(given: dict[str, str]) -> SparkConf:
@@ -93,8 +121,12 @@ def _launched(given: dict[str, str]) -> SparkConf:
 
 
 def context_of(data: Any) -> SparkContext:
-    """The SparkContext behind a DataFrame or an RDD; a clear error for Spark Connect, and for a
-    session that was stopped."""
+    """Return the SparkContext behind a DataFrame or an RDD.
+
+    Raises:
+        DataError: ``data`` is neither.
+        SessionError: It belongs to a Spark Connect session, or to one that was stopped.
+    """
     from pyspark.core.rdd import RDD
     from pyspark.sql import DataFrame
 
@@ -108,9 +140,11 @@ def context_of(data: Any) -> SparkContext:
             "needs them. Start a classic session on the cluster: sparkdl.session(master), or "
             "spark-submit your script; do not set spark.remote or SPARK_REMOTE."
         )
-    raise SessionError(
-        f"fit takes a DataFrame or an RDD, not {type(data).__module__}.{type(data).__qualname__}. "
-        "Make one with spark.createDataFrame(rows, schema) or spark.sparkContext.parallelize(samples)."
+    raise wrong_data(
+        "fit",
+        data,
+        "a DataFrame or an RDD",
+        "Make one with spark.createDataFrame(rows, schema) or spark.sparkContext.parallelize(samples).",
     )
 
 

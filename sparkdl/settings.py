@@ -64,7 +64,9 @@ SETTINGS: dict[str, Setting] = {
     ),
     "spark.sparkdl.progress": Setting(
         default="auto",
-        doc="Progress bar while fitting. 'auto': on a terminal and in notebooks only.",
+        doc="What a fit shows of its progress. 'auto': a bar on a terminal and in notebooks; elsewhere "
+        "a line of the logger 'sparkdl' every 30 seconds, which goes to the standard error where "
+        "logging is not configured. 'true': the bar, anywhere. 'false': nothing.",
         choices=("auto", "true", "false"),
     ),
 }

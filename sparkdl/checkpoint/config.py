@@ -6,7 +6,7 @@ import os
 from dataclasses import KW_ONLY, dataclass
 
 from sparkdl.errors import ParameterError, raise_all
-from sparkdl.loop.triggers import EveryEpoch, Trigger
+from sparkdl.loop.triggers import EveryEpoch, Trigger, no_trigger
 from sparkdl.plain import make_plain
 
 EVERY_EPOCH = EveryEpoch()
@@ -37,10 +37,8 @@ class Checkpoint:
                 '"/shared/run-1" or "s3://bucket/run-1".'
             )
         if not isinstance(self.every, Trigger):
-            problems.append(
-                f"Checkpoint every={self.every!r}: give a trigger, such as sparkdl.every(100) or "
-                "sparkdl.every_epoch()."
-            )
+            example = "sparkdl.every(100) or sparkdl.every_epoch()"
+            problems.append(no_trigger("Checkpoint every={}", self.every, example))
         whole = isinstance(self.keep, int) and not isinstance(self.keep, bool)
         if self.keep is not None and not (whole and self.keep >= 1):
             problems.append(

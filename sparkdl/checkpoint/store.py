@@ -10,6 +10,7 @@ went back to an earlier one.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import secrets
@@ -24,6 +25,7 @@ from sparkdl.checkpoint.slice_io import read_checked, write_probe
 from sparkdl.codec.files import MAX_JSON_BYTES
 from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
 
+logger = logging.getLogger("sparkdl")
 MANIFEST = "manifest.json"
 HISTORY = "history.json"
 
@@ -110,6 +112,20 @@ class CheckpointStore:
             self._root.delete(write_probe(self._root.uri))
         except CheckpointError as error:
             raise CheckpointError(f"{error} {_WRITABLE}") from None
+
+    def tell_of_another_run(self, keep: int | None) -> None:
+        """Warn where there are checkpoints that :meth:`prune` will delete for those of a run that does
+        not go on from any of them."""
+        newest = None if keep is None else next(self.candidates(), None)
+        if newest is not None:
+            logger.warning(
+                "%s holds checkpoints of another run, the newest of iteration %s, and this run deletes "
+                "them as it writes its own (keep=%s). Give it a folder of its own, or go on from them "
+                'with resume="latest".',
+                self,
+                f"{newest[1].iteration:,}",
+                keep,
+            )
 
     def check_probes(self, directory: str, probes: Iterable[str | CheckpointError]) -> None:
         """Look for what tasks wrote into ``directory``, of :meth:`begin`, with ``tasks.try_probe``.

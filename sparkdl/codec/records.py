@@ -11,6 +11,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from sparkdl.codec.safe import decode, encode
+from sparkdl.errors import kind_of
 
 
 def to_plain(value: Any, kind: Any, where: str = "") -> Any:
@@ -38,7 +39,7 @@ def to_plain(value: Any, kind: Any, where: str = "") -> Any:
         return number if math.isfinite(number) else repr(number)
     fits = isinstance(value, kind) or (kind is int and hasattr(value, "__index__"))
     if not fits or (isinstance(value, bool) and kind is not bool):
-        raise TypeError(f"{where} is a {type(value).__name__}")
+        raise TypeError(f"{where} is {kind_of(value)}")
     return kind(value)
 
 
@@ -78,5 +79,5 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 def _of(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{where or 'it'} is a {type(value).__name__}")
+        raise ValueError(f"{where or 'it'} is {kind_of(value)}")
     return value

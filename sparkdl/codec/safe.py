@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparkdl.errors import kind_of
+
 STORABLE = frozenset(
     {
         torch.float64,
@@ -62,7 +64,7 @@ def encode(
     if type(value) is dict:
         for key in value:
             if type(key) not in (str, int, bool, type(None)):
-                raise TypeError(f"{where} has the key {key!r}, a {type(key).__name__}")
+                raise TypeError(f"{where} has the key {key!r}, {kind_of(key)}")
         return {
             "dict": [
                 [key, encode(item, f"{where}[{key!r}]", keep, leaf)] for key, item in value.items()
@@ -70,7 +72,7 @@ def encode(
         }
     if leaf is not None:
         return {"leaf": leaf(value, where)}
-    raise TypeError(f"{where} is a {type(value).__name__}")
+    raise TypeError(f"{where} is {kind_of(value)}")
 
 
 def decode(

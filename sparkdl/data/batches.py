@@ -19,7 +19,7 @@ from sparkdl.data.columns.convert import masked
 from sparkdl.data.epoch import derive_seed, drawn, generator, permutation, remembered
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Ragged, Rows, dense, model_inputs
-from sparkdl.errors import ParameterError
+from sparkdl.errors import ParameterError, kind_of
 from sparkdl.process.determinism import steadily
 
 if TYPE_CHECKING:
@@ -236,9 +236,7 @@ def _value(value: Any, dtype: np.dtype, float_dtype: str) -> np.ndarray:
         raise ParameterError("augment returned a masked value: fill it, with value.filled(0), say.")
     array = np.asarray(value)
     if array.dtype.kind not in "fiub":
-        raise ParameterError(
-            f"augment returned a {type(value).__name__}, which is no array of numbers."
-        )
+        raise ParameterError(f"augment returned {kind_of(value)}, which is no array of numbers.")
     if dtype.kind == "f":
         return array.astype(dtype, copy=False)
     return array.astype(float_dtype, copy=False) if array.dtype.kind == "f" else array

@@ -18,6 +18,7 @@ from sparkdl.data.fields import Field, dtype_as, with_fields
 from sparkdl.data.partition_writer import PART_BYTES, PartitionWriter
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.data.row_errors import SAME_SHAPE, SAME_TYPE, RowError
+from sparkdl.errors import kind_of
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.worker import finish_task
 
@@ -56,7 +57,7 @@ class Names:
             return features
         missing = [name for name in self.inputs if name not in features]
         if missing:
-            text = f"is a {type(features).__name__} of {', '.join(map(str, features)) or 'nothing'}"
+            text = f"is {kind_of(features)} of {', '.join(map(str, features)) or 'nothing'}"
             raise RowError("features", row, f"{text}, and lacks {', '.join(missing)}", _MEND)
         found = tuple(features[name] for name in self.inputs)
         return found[0] if len(found) == 1 else found
@@ -84,7 +85,7 @@ class Names:
         raise RowError(
             "record",
             row,
-            f"is a {type(record).__name__} of {', '.join(map(str, values))}, which has no "
+            f"is {kind_of(record)} of {', '.join(map(str, values))}, which has no "
             f"{', '.join(missing)}",
             "A record with names is read by them: give the trainer these names, as "
             "Trainer(features=..., label=...), or make (features, label) pairs with rdd.map.",
@@ -210,7 +211,7 @@ def split_record(record: Any, labelled: bool, row: int) -> tuple[Any, Any]:
     raise RowError(
         "record",
         row,
-        f"is a {type(record).__name__}{size}",
+        f"is {kind_of(record)}{size}",
         "Give (features, label) pairs or sparkdl.Sample(features, label).",
     )
 

@@ -15,7 +15,7 @@ from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
 from sparkdl.codec.safe import mapped
-from sparkdl.errors import ParameterError, SessionError
+from sparkdl.errors import ParameterError, SessionError, kind_of
 from sparkdl.gang.driver import Gang
 from sparkdl.gang.environment import check_unshared
 from sparkdl.gang.rank_task import RankContext
@@ -60,7 +60,7 @@ def run(
     :class:`sparkdl.SessionError` where there can be no such gang.
     """
     if not callable(fn):
-        raise ParameterError(f"fn is {type(fn).__name__}: give a function.")
+        raise ParameterError(f"fn is {kind_of(fn)}: give a function.")
     if device not in DEVICES:
         raise ParameterError(f'device = "{device}": use one of {", ".join(DEVICES)}.')
     ranks, timeout = plain(ranks), plain(timeout)

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from sparkdl.errors import ParameterError
+from sparkdl.errors import ParameterError, kind_of
 
 _SQL = {
     "float32": "float",
@@ -87,7 +87,7 @@ def pieces(batch: np.ndarray) -> Iterator[np.ndarray]:
 def as_numpy(output: Any) -> np.ndarray:
     """A model's output as NumPy; half precisions become float32. Raises TypeError for a non-tensor."""
     if not isinstance(output, torch.Tensor):
-        raise TypeError(f"the model returned a {type(output).__name__}, not a tensor")
+        raise TypeError(f"the model returned {kind_of(output)}, not a tensor")
     tensor = output.detach().cpu()
     if tensor.dtype in (torch.bfloat16, torch.float16):
         tensor = tensor.float()

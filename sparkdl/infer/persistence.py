@@ -26,7 +26,7 @@ from torch import nn
 
 from sparkdl.checkpoint.store import holds_checkpoints
 from sparkdl.codec.files import is_uri, mappable, path_here
-from sparkdl.errors import ModelError, ParameterError
+from sparkdl.errors import ModelError, ParameterError, kind_of
 from sparkdl.infer.saved_buffers import load_buffers, save_buffers, take_dtypes
 from sparkdl.infer.saved_content import built, columns_of, content_of, signature_of
 from sparkdl.infer.saved_model import (
@@ -89,7 +89,7 @@ def _save_weights(module: nn.Module, draft: Path) -> None:
     for name, value in module.state_dict().items():
         if not isinstance(value, torch.Tensor):
             raise ModelError(
-                f'state_dict() has "{name}", a {type(value).__name__}, and a safetensors file holds '
+                f'state_dict() has "{name}", {kind_of(value)}, and a safetensors file holds '
                 "tensors only: let get_extra_state() return a tensor, or register a buffer."
             )
     save_model(_apart(copy.deepcopy(module)) if _views(module) else module, str(draft))

@@ -15,7 +15,7 @@ from sparkdl.data.columns.base import (
     specs_from_json,
     specs_to_json,
 )
-from sparkdl.errors import ModelError, TrustError
+from sparkdl.errors import ModelError, TrustError, kind_of
 from sparkdl.infer.saved_model import FORMAT, MODEL, VERSION, Saved
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.model.preparation import plain
@@ -76,7 +76,7 @@ def signature_of(saved: Saved, trust: bool) -> Signature:
             )
         part = NamedFunction(name=part["function"]).load()
     elif problems_of_part(part):
-        raise ModelError(f"{folder}/{MODEL} is damaged: part is a {type(part).__name__}.")
+        raise ModelError(f"{folder}/{MODEL} is damaged: part is {kind_of(part)}.")
     return Signature(saved.told.inputs, part)
 
 
@@ -95,6 +95,6 @@ def built(build: Any, saved: Saved) -> nn.Module:
         ) from error
     if not isinstance(module, nn.Module):
         raise ModelError(
-            f"the model of {folder} is a {type(module).__name__}: it must be a torch.nn.Module."
+            f"the model of {folder} is {kind_of(module)}: it must be a torch.nn.Module."
         )
     return plain(module)

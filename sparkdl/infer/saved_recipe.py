@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from sparkdl.codec.safe import decode, encode
-from sparkdl.errors import ModelError, TrustError
+from sparkdl.errors import ModelError, TrustError, kind_of
 from sparkdl.infer.saved_model import MODEL, PICKLE, Saved
 
 REMEDY = (
@@ -58,7 +58,7 @@ def _name_of(thing: Any) -> str:
     if isinstance(thing, nn.Module):
         raise WithoutName("it is a module, not a function that builds one")
     if not isinstance(thing, (type, types.FunctionType)):
-        raise WithoutName(f"it is a {type(thing).__name__}, not a class or a function")
+        raise WithoutName(f"it is {kind_of(thing)}, not a class or a function")
     module, name = thing.__module__, thing.__qualname__
     if "<lambda>" in name:
         raise WithoutName("it is a lambda")
@@ -92,7 +92,7 @@ def _leaf(value: Any, where: str) -> dict[str, str]:
             return {"name": _name_of(value)}
         except WithoutName as error:
             raise TypeError(f"{where} cannot be named: {error}") from None
-    raise TypeError(f"{where} is a {type(value).__name__}")
+    raise TypeError(f"{where} is {kind_of(value)}")
 
 
 def read_recipe(saved: Saved, trust: bool) -> Any:

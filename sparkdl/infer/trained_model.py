@@ -18,7 +18,7 @@ from sparkdl.data.columns.base import Convert, Sequence, Specs
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Rows
 from sparkdl.data.record_tasks import Names, feature_names, named
-from sparkdl.errors import DataError, ParameterError, raise_all
+from sparkdl.errors import DataError, ParameterError, kind_of, raise_all, wrong_data
 from sparkdl.infer.evaluate import Evaluation, check_metrics, evaluate
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.output import Output
@@ -26,6 +26,7 @@ from sparkdl.infer.predict import Finish, PredictRecords, predict_dataframe
 from sparkdl.infer.shipped_module import ShippedModule, sender_to
 from sparkdl.infer.trial import Found, Trial, first_records_of, first_rows_of
 from sparkdl.loop.history import History
+from sparkdl.loop.history_tables import counted
 from sparkdl.metrics.named import Judging, Metrics, resolve, suited
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.loss import check_averages
@@ -89,6 +90,13 @@ class TrainedModel:
     def judging(self) -> Judging:
         """How an accuracy takes output and label: as the loss does."""
         return (self._judging or Judging()) if self.loss is None else Judging.of(self.loss)
+
+    def __repr__(self) -> str:
+        size = counted(
+            sum(parameter.numel() for parameter in self.module.parameters()), "parameter"
+        )
+        kind = type(self.module).__name__
+        return f"<sparkdl.TrainedModel: {kind} of {size}, {self.history.summary()}>"
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what a pickle makes, ships for itself."""
@@ -288,7 +296,7 @@ class TrainedModel:
     ) -> Found:
         """What the predictions hold. ``first_rows``: those of the data, which may be looked at."""
         if postprocess is not None and not callable(postprocess):
-            raise ParameterError(f"postprocess is a {type(postprocess).__name__}: give a function.")
+            raise ParameterError(f"postprocess is {kind_of(postprocess)}: give a function.")
         known = self.output if signature.part == self.signature.part else None
         if known is not None and postprocess is None:
             return known, (known.dimensions, known.dimensions)
@@ -298,8 +306,7 @@ class TrainedModel:
 
 def _check_kind(method: str, data: Any, kind: Any, wanted: str, hint: str = "") -> None:
     if not isinstance(data, kind):
-        found = f"{type(data).__module__}.{type(data).__qualname__}"
-        raise ParameterError(f"{method} takes {wanted}, not {found}. {hint}".rstrip())
+        raise wrong_data(method, data, wanted, hint)
 
 
 def _batch_size(value: int) -> int:

@@ -105,9 +105,11 @@ class Trial:
             )
             raise _Failed(ParameterError(text)) from error
         if not isinstance(finished, torch.Tensor) or not finished.ndim or len(finished) != rows:
-            given = "a tensor of shape (rows, ...)" if dimensions else "what the model returns"
-            wanted = "one" if dimensions else "a tensor"
-            raise ParameterError(f"postprocess must map {given} to {wanted} with as many rows.")
+            raise ParameterError(
+                f"postprocess returned {described(finished)} for a batch of {rows} rows: it must "
+                f"return a tensor with a value for each row, of shape [{rows}, ...], as "
+                "partial(torch.argmax, dim=1) does."
+            )
         return Output.of(finished), (dimensions, finished.ndim)
 
 

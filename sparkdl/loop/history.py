@@ -221,6 +221,14 @@ class History:
         """:meth:`timings` as lines of text: where the time of an iteration went."""
         return history_tables.timing_table(self.timings())
 
+    def __repr__(self) -> str:
+        return f"<sparkdl.History: {self.summary()}>"
+
+    def summary(self) -> str:
+        """Return in one line how far the run went, its last loss, and why it ended before its time."""
+        last = self.last(1)[-1] if len(self) else {"epoch": 0, "loss": math.nan}
+        return history_tables.as_line(len(self), int(last["epoch"]), last["loss"], self.stopped)
+
     def _repr_html_(self) -> str:
         """What a notebook shows: how far it went, the loss, the last metrics."""
         return history_tables.as_html(

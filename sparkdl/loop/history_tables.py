@@ -58,6 +58,19 @@ def timing_table(found: Mapping[str, Mapping[str, float]]) -> str:
     return "\n".join(lines)
 
 
+def as_line(iterations: int, epoch: int, loss: float, stopped: str | None) -> str:
+    """Return how far a run went, its last loss, and why it ended before its time, in one line."""
+    if not iterations:
+        return "no iterations"
+    parts = [f"{counted(iterations, 'iteration')} up to epoch {epoch:,}", f"last loss {loss:.4g}"]
+    return ", ".join([*parts, *([] if stopped is None else [f"stopped: {stopped}"])])
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun: "1 iteration", "1,200 iterations"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def as_html(
     iterations: int,
     loss: float,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from sparkdl.errors import ModelError, nearest
+from sparkdl.errors import ModelError, kind_of, nearest
 from sparkdl.loop.state import TrainState
 from sparkdl.slices.optimizer import OptimizerSpec
 
@@ -183,7 +183,7 @@ def _scheduler(make: Callable[[torch.optim.Optimizer], Any], mirror: torch.optim
         ) from error
     if not isinstance(scheduler, LRScheduler):
         raise ModelError(
-            f"schedule gave a {type(scheduler).__name__}, not a torch.optim.lr_scheduler.LRScheduler."
+            f"schedule gave {kind_of(scheduler)}, not a torch.optim.lr_scheduler.LRScheduler."
         )
     return scheduler
 

@@ -6,7 +6,9 @@ so it means the same after a resume. The set follows BigDL's (Dai et al., 2019).
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sparkdl.errors import ParameterError
@@ -210,6 +212,24 @@ def plateau(metric: str, patience: int, min_delta: float = 0.0) -> Trigger:
     if least < 0:
         raise ParameterError(f"{call}: give a min_delta of at least 0.")
     return Plateau(_name(call, metric), patience, least)
+
+
+def no_trigger(place: str, value: object, example: str, of: Callable[..., Trigger] = every) -> str:
+    """Return what to say of ``value``, which was given where a trigger is wanted.
+
+    Args:
+        place: Where it was given, with "{}" in the place of the value.
+        value: What was given.
+        example: A trigger to give there.
+        of: The function that makes a trigger to give there of a number.
+    """
+    name = getattr(value, "__name__", "")
+    if name in __all__ and globals()[name] is value and not isinstance(value, type):
+        arguments = ", ".join(inspect.signature(globals()[name]).parameters)
+        return f"{place.format(f'sparkdl.{name}')}: call it, sparkdl.{name}({arguments})."
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        example = f"sparkdl.{of.__name__}({value})"
+    return f"{place.format(repr(value))}: give a trigger, such as {example}."
 
 
 def _sign(metric: str, state: TrainState) -> int:

@@ -11,7 +11,7 @@ from sparkdl.errors import ParameterError, raise_all
 from sparkdl.loop.engine import Engine
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
-from sparkdl.loop.triggers import EveryEpoch, Trigger
+from sparkdl.loop.triggers import EveryEpoch, Trigger, no_trigger
 from sparkdl.metrics.named import resolve
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.signature import Part, problems_of_part
@@ -49,9 +49,7 @@ class Validation:
         problems = []
         make_plain(self, "batch_size", "best")
         if not isinstance(self.every, Trigger):
-            problems.append(
-                f"Validation(every={self.every!r}): give a trigger, such as sparkdl.every_epoch()."
-            )
+            problems.append(no_trigger("Validation(every={})", self.every, "sparkdl.every_epoch()"))
         if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int):
             problems.append(f"Validation(batch_size={self.batch_size!r}): give a whole number.")
         elif self.batch_size < 1:

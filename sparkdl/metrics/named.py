@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from sparkdl.errors import ParameterError, nearest
+from sparkdl.errors import ParameterError, kind_of, nearest
 from sparkdl.metrics.base import MeanMetric, Metric
 from sparkdl.metrics.ranking import AUC, hit_ratio, ndcg, top_k
 from sparkdl.metrics.torchmetrics import TorchMetric, is_torchmetric
@@ -160,7 +160,7 @@ def suited(
 def _metric(one: Any) -> Metric:
     if isinstance(one, Metric):
         if not isinstance(getattr(one, "name", None), str):
-            raise ParameterError(f"a {type(one).__name__} has no name: set its attribute name.")
+            raise ParameterError(f"{kind_of(one)} has no name: set its attribute name.")
         return one
     if isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str):
         return _named(*one)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sparkdl.errors import ParameterError
+from sparkdl.errors import ParameterError, kind_of
 from sparkdl.metrics.base import Metric
 
 State = tuple[dict[str, Any], int]
@@ -86,7 +86,7 @@ class TorchMetric(Metric):
         shape = (
             f"a tensor of shape {tuple(value.shape)}"
             if isinstance(value, torch.Tensor)
-            else f"a {type(value).__name__}"
+            else kind_of(value)
         )
         raise ParameterError(
             f'metric "{self.name}" gives {shape}, not one number: give one that is reduced, for '

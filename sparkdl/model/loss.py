@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.errors import ModelError
+from sparkdl.errors import ModelError, kind_of
 from sparkdl.model.model_loss import inner
 
 Loss = Callable[..., Any]
@@ -150,7 +150,7 @@ def check_sum(found: tuple[Any, Any], rows: int) -> None:
         elif count.requires_grad:
             problem = "the count has a gradient"
     elif isinstance(count, bool) or not isinstance(count, numbers.Real):
-        problem = f"the count is a {type(count).__name__}"
+        problem = f"the count is {kind_of(count)}"
     if not problem:
         number = float(torch.as_tensor(count).double().min())
         if not (math.isfinite(number) and number >= 0):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sparkdl.errors import ModelError
+from sparkdl.errors import ModelError, kind_of
 
 IGNORED = -100
 """The label that torch's losses leave out by default, and those of transformers' models."""
@@ -115,7 +115,7 @@ def _found(output: Any) -> Any:
         found = alone[0] if len(alone) == 1 else None
     if found is None:
         raise ModelError(
-            f"no loss was found in what the model returned, a {type(output).__name__}: it must be one "
+            f"no loss was found in what the model returned, {kind_of(output)}: it must be one "
             "number, have an attribute or key loss, or be a tuple with one number in it. Else say with "
             "sparkdl.ModelLoss(loss=function) where it is."
         )

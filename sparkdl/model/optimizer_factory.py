@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.errors import ModelError, nearest
+from sparkdl.errors import ModelError, kind_of, nearest
 from sparkdl.model.recipe import Recipe, optimizer_class
 
 Factory = Callable[..., Any]
@@ -40,7 +40,7 @@ def build_optimizers(
 def _checked(optimizer: Any, where: str = "") -> torch.optim.Optimizer:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ModelError(
-            f"optimizer{where} gave a {type(optimizer).__name__}: give a torch.optim class, a "
+            f"optimizer{where} gave {kind_of(optimizer)}: give a torch.optim class, a "
             "partial of one, or a callable(module) that returns a torch.optim.Optimizer."
         )
     return optimizer

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sparkdl.errors import ModelError, nearest
+from sparkdl.errors import ModelError, kind_of, nearest
 from sparkdl.model.policy import TrainingOptions
 
 
@@ -58,7 +58,7 @@ def start_from(module: nn.Module, weights: Mapping[str, torch.Tensor], strict: b
     for name, value in weights.items():
         if not isinstance(value, torch.Tensor):
             raise ModelError(
-                f"weights[{name!r}] is a {type(value).__name__}: give a state_dict, which maps the "
+                f"weights[{name!r}] is {kind_of(value)}: give a state_dict, which maps the "
                 "names of the model to tensors."
             )
     problems = [

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.errors import ModelError
+from sparkdl.errors import ModelError, kind_of
 from sparkdl.model.policy import TrainingOptions
 from sparkdl.model.preparation import freeze, plain, start_from, take_buffers
 from sparkdl.model.signature import BY_POSITION, Signature
@@ -65,7 +65,7 @@ class Recipe:
             module = self.model()
         if not isinstance(module, nn.Module):
             raise ModelError(
-                f"model() returned a {type(module).__name__}: it must return a torch.nn.Module."
+                f"model() returned {kind_of(module)}: it must return a torch.nn.Module."
             )
         return plain(module)
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from sparkdl.errors import ModelError, nearest
+from sparkdl.errors import ModelError, kind_of, nearest
 from sparkdl.model.model_loss import is_model_loss
 
 Part: TypeAlias = str | int | Callable[[Any], Any] | None
@@ -107,7 +107,7 @@ def described(returned: Any) -> str:
         f"{name!r} {list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__}"
         for name, value in list(parts_of(returned).items())[:8]
     ]
-    return f"a {type(returned).__name__}" + (f" of {', '.join(shown)}" if shown else "")
+    return kind_of(returned) + (f" of {', '.join(shown)}" if shown else "")
 
 
 def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from sparkdl.errors import ModelError, ParameterError, nearest
+from sparkdl.errors import ModelError, ParameterError, kind_of, nearest
 from sparkdl.model.flat import Layout
 from sparkdl.model.preparation import matches_module
 from sparkdl.parallel.base import Tensor
@@ -115,7 +115,7 @@ def _check_ways(strategy: Tensor, module: nn.Module) -> None:
         child = module.get_submodule(name)
         if isinstance(way, str) and not isinstance(child, (nn.Linear, nn.Embedding)):
             raise ModelError(
-                f'strategy=Tensor: "{name}" is a {type(child).__name__}, and "{way}" is a way to cut '
+                f'strategy=Tensor: "{name}" is {kind_of(child)}, and "{way}" is a way to cut '
                 "an nn.Linear or an nn.Embedding: name these, or give a style of "
                 "torch.distributed.tensor.parallel."
             )

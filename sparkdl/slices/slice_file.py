@@ -19,7 +19,7 @@ import torch
 
 from sparkdl.codec.files import MAX_HEADER_BYTES, parse_json, parse_tensors
 from sparkdl.codec.safe import STORABLE, decode, encode
-from sparkdl.errors import CheckpointError, DamagedCheckpoint
+from sparkdl.errors import CheckpointError, DamagedCheckpoint, kind_of
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 from sparkdl.slices.update import EMA
@@ -61,7 +61,7 @@ def pack(plan: SliceSpec, state: SliceState) -> tuple[dict[str, torch.Tensor], d
 
     def entry(number: int, key: str, value: Any) -> list[Any]:
         if type(key) is not str:
-            raise TypeError(f"parameter {number} has the key {key!r}, a {type(key).__name__}")
+            raise TypeError(f"parameter {number} has the key {key!r}, {kind_of(key)}")
         return [key, encode(value, f'parameter {number}, "{key}"', keep)]
 
     def keep(tensor: torch.Tensor, where: str) -> str:

@@ -15,7 +15,7 @@ from sparkdl.errors import ParameterError
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState
-from sparkdl.loop.triggers import Trigger
+from sparkdl.loop.triggers import Trigger, no_trigger
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
@@ -30,10 +30,8 @@ class Recorder(Callback):
 
     def __init__(self, every: Trigger) -> None:
         if not isinstance(every, Trigger):
-            raise ParameterError(
-                f"{type(self).__name__}(every={every!r}): give a trigger, such as "
-                "sparkdl.every_epoch()."
-            )
+            place = f"{type(self).__name__}(every={{}})"
+            raise ParameterError(no_trigger(place, every, "sparkdl.every_epoch()"))
         self._every = every
         self._last = TrainState()
         self._due = False

@@ -11,7 +11,7 @@ import numpy as np
 from sparkdl.errors import ParameterError
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.state import TrainState
-from sparkdl.loop.triggers import Every, Trigger
+from sparkdl.loop.triggers import Every, Trigger, no_trigger
 from sparkdl.slices.histogram import EDGES, Histogram
 from sparkdl.summaries.base import check_writable, extra_needed
 from sparkdl.summaries.scalars import scalars
@@ -40,9 +40,8 @@ class TensorBoard(Callback):
     def __init__(self, log_dir: str | Path, every: Trigger | None = None) -> None:
         every = Every(1) if every is None else every
         if not isinstance(every, Trigger):
-            raise ParameterError(
-                f"TensorBoard(every={every!r}): give a trigger, such as sparkdl.every(10)."
-            )
+            place = "TensorBoard(every={})"
+            raise ParameterError(no_trigger(place, every, "sparkdl.every(10)"))
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:

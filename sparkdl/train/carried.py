@@ -56,6 +56,15 @@ def has_rows(data: Any) -> bool:
         return not data.isEmpty()
 
 
-def begin_batch(before: TrainState, iterations_per_epoch: int) -> TrainState:
-    """The state at the start of new data: counters go on, the position is the beginning."""
-    return replace(before, position=0, iterations_per_epoch=iterations_per_epoch)
+def begin_batch(
+    before: TrainState, iterations_per_epoch: int, each_an_epoch: bool = False
+) -> TrainState:
+    """Return the state at the start of new data: counters go on, the position is the beginning.
+
+    Args:
+        before: Where the run stands.
+        iterations_per_epoch: Of the new data.
+        each_an_epoch: Whether a pass that was cut short is an epoch of its own, as every pass is.
+    """
+    epoch = before.epoch + (each_an_epoch and before.position != 0)
+    return replace(before, epoch=epoch, position=0, iterations_per_epoch=iterations_per_epoch)

@@ -14,10 +14,10 @@ from torch import nn
 
 from sparkdl.checkpoint import Checkpoint
 from sparkdl.data.columns.base import check_specs
-from sparkdl.errors import nearest
+from sparkdl.errors import kind_of, nearest
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.callbacks import Callback
-from sparkdl.loop.triggers import Trigger
+from sparkdl.loop.triggers import Trigger, max_epoch, no_trigger
 from sparkdl.loop.validation import Validation
 from sparkdl.model.policy import PRECISIONS
 from sparkdl.model.signature import problems_of_part
@@ -71,10 +71,8 @@ _KINDS: tuple[tuple[str, Any, str], ...] = (
         (Callable, type(None)),
         "give sparkdl.TopK(), sparkdl.PowerSGD(), a function of a sparkdl.GradBucket, or None",
     ),
-    ("stop", Trigger, "give a trigger, such as sparkdl.max_epoch(10)"),
     ("validation", (Validation, type(None)), "give sparkdl.Validation(data, metrics=[...])"),
     ("checkpoint", (Checkpoint, type(None)), 'give sparkdl.Checkpoint("path")'),
-    ("histograms", (Trigger, type(None)), "give a trigger, such as sparkdl.every(100)"),
     ("callbacks", (list, tuple), "give a list of sparkdl.Callback objects"),
     ("weight", (str, type(None)), "give the name of a column"),
     ("schedule_metric", (str, type(None)), "give the name of a metric of the validation"),
@@ -115,10 +113,14 @@ def problems_of(trainer: Any) -> Iterator[str]:
     if isinstance(trainer.optimizer, torch.optim.Optimizer):
         name = type(trainer.optimizer).__name__
         yield f"optimizer is already built; give its recipe: partial(torch.optim.{name}, lr=...)."
+    if not isinstance(trainer.stop, Trigger):
+        yield no_trigger("stop={}", trainer.stop, "sparkdl.max_epoch(10)", max_epoch)
+    if not isinstance(trainer.histograms, (Trigger, type(None))):
+        yield no_trigger("histograms={}", trainer.histograms, "sparkdl.every(100)")
     for name, kind, remedy in _KINDS:
         value = getattr(trainer, name)
         if not isinstance(value, kind):
-            yield f"{name} is a {type(value).__name__}: {remedy}."
+            yield f"{name} is {kind_of(value)}: {remedy}."
     yield from problems_of_part(trainer.output)
     yield from _names(trainer)
     yield from _callbacks(trainer)
@@ -130,12 +132,12 @@ def problems_of_start(resume: Any, start: Any = None, optimizer_state: Any = Non
     """What is wrong with what a run is to begin with."""
     if not isinstance(resume, (str, os.PathLike, type(None))):
         yield (
-            f'resume is a {type(resume).__name__}: give "latest", or the path of a checkpoint or of '
+            f'resume is {kind_of(resume)}: give "latest", or the path of a checkpoint or of '
             "a folder of them."
         )
     if not isinstance(start, (TrainedModel, type(None))):
         yield (
-            f"start is a {type(start).__name__}: give what fit returned, or sparkdl.load(path). A "
+            f"start is {kind_of(start)}: give what fit returned, or sparkdl.load(path). A "
             "state_dict or a file is weights= of the trainer."
         )
     if not isinstance(optimizer_state, (bool, type(None))):
@@ -176,7 +178,7 @@ def _class_weights(weights: Any) -> Iterator[str]:
     if weights is None:
         return
     if isinstance(weights, (str, bytes)) or not isinstance(weights, (Mapping, list, tuple)):
-        yield f"class_weights is a {type(weights).__name__}: {remedy}"
+        yield f"class_weights is {kind_of(weights)}: {remedy}"
         return
     values = list(weights.values()) if isinstance(weights, Mapping) else list(weights)
     classes = list(weights) if isinstance(weights, Mapping) else []

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.checkpoint.save import RunIdentity
 from sparkdl.checkpoint.store import CheckpointStore
+from sparkdl.data.samples import SampleSet
 from sparkdl.engines.registry import build_engine
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.shuffle.placement import INLINE_BYTES
@@ -27,7 +29,6 @@ from sparkdl.infer.checkpoint_model import told_in_manifest
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.advance import catch_up, first_state
-from sparkdl.loop.callbacks import ProgressBar
 from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.engine import (
     AVERAGE,
@@ -37,8 +38,10 @@ from sparkdl.loop.engine import (
     ReadState,
 )
 from sparkdl.loop.history import History
+from sparkdl.loop.history_tables import counted
 from sparkdl.loop.interrupt import interruptible
 from sparkdl.loop.loop import train
+from sparkdl.loop.progress import progress_of
 from sparkdl.loop.state import TrainState
 from sparkdl.loop.triggers import MaxEpoch
 from sparkdl.model.flat import filled
@@ -55,7 +58,7 @@ from sparkdl.train.gang_checks import check_gang
 from sparkdl.train.periodic_tasks import run_identity, stages_of
 from sparkdl.train.place_samples import place, source, validation_set
 from sparkdl.train.preflight import preflight
-from sparkdl.train.prepare import prepare
+from sparkdl.train.prepare import PreparedModel, prepare
 from sparkdl.train.recipes import build_model
 from sparkdl.train.rescue import Rescue
 from sparkdl.train.sizes import check_sizes
@@ -116,6 +119,7 @@ def run(
     ``kept``: state to begin with. ``one_pass``: over the data, which are a part of what is trained
     on; ``carried``: the pass before it. ``any_data``: the checkpoint may be of other data.
     """
+    began = time.monotonic()
     context = context_of(data)
     session = data.sparkSession if isinstance(data, DataFrame) else SparkSession.getActiveSession()
     settings = settings_of(context, session)
@@ -129,20 +133,21 @@ def run(
         else ResumeCandidates(trainer.checkpoint, resume, one_pass or any_data)
     )
     if trainer.checkpoint is not None:
-        CheckpointStore(trainer.checkpoint.path).prepare()
+        store = CheckpointStore(trainer.checkpoint.path)
+        store.prepare()
+        if resuming is None and carried is None:
+            store.tell_of_another_run(trainer.checkpoint.keep)
     chosen = trainer.replicas or (resuming and resuming.replicas)
     replicas = chosen or _replicas(trainer, context, settings.timeout)
     if trainer.resource_profile is None:
         replicas = within_gpus(context, replicas, bool(chosen), trainer.engine)
     check_sizes(trainer, model.layout, replicas, context, settings.slab_dir)
     slab = SlabConfig.new(settings.slab_dir, context.applicationId)
-    bar = ProgressBar(settings.progress, one_pass)
     if trainer.engine == "gang":
         check_gang(trainer, model, context, replicas)
     with (
         waiting_for_locality(context),
         FitResources(context, slab, settings.timeout) as resources,
-        contextlib.closing(bar),
     ):
         training = source(trainer, data, replicas, model.float_dtype, slab)
         samples = place(trainer, training, resources)
@@ -184,10 +189,12 @@ def run(
             result(module=model.module, history=history), trainer.freeze, trainer.unfreeze
         )
         stages = stages_of(trainer, engine, validation, identity, told, state, history, one_pass)
+        facts = _facts(trainer, model, samples)
+        progress = progress_of(settings.progress, facts, began, one_pass)
         model = replace(model, module=nn.Module())  # which was for trying, and takes memory
         rescue = Rescue(trainer, engine, identity, told, history, one_pass)
-        with interruptible() as interrupt, rescue:
-            callbacks = [rescue, *trainer.callbacks, bar]
+        with interruptible() as interrupt, rescue, contextlib.closing(progress):
+            callbacks = [rescue, *trainer.callbacks, progress]
             config = LoopConfig.of(trainer)
             state = train(
                 trainer, config, engine, schedule, stages, callbacks, state, history, interrupt
@@ -255,8 +262,9 @@ def _begin(
     restored = None if resuming is None else resuming.restore(engine, identity)
     if restored is not None:
         state = replace(restored.state, iterations_per_epoch=per_epoch)
-        anew = anew or not restored.midway
-        return begin_batch(state, per_epoch) if anew else state, restored.history
+        if anew or not restored.midway:
+            state = begin_batch(state, per_epoch, each_an_epoch=anew)
+        return state, restored.history
 
     def read(packed: tuple[bytes, ...]) -> ReadState:
         large = sum(map(len, packed)) > INLINE_BYTES and trainer.engine == "shuffle"
@@ -269,8 +277,17 @@ def _begin(
     if carried is not None and carried.best is not None:
         engine.load(read(carried.best), which=BEST)
     if carried is not None:
-        return begin_batch(carried.state, per_epoch), carried.trained.history.branch()
+        state = begin_batch(carried.state, per_epoch, each_an_epoch=True)
+        return state, carried.trained.history.branch()
     return begin_batch(first_state(trainer.policy), per_epoch), History()
+
+
+def _facts(trainer: Trainer, model: PreparedModel, samples: SampleSet) -> str:
+    """Return what is trained on what, for a line of the log."""
+    kind = type(model.module).__name__
+    size = counted(sum(parameter.numel() for parameter in model.module.parameters()), "parameter")
+    rows, replicas = counted(sum(samples.counts), "row"), counted(len(samples.counts), "replica")
+    return f'{kind} of {size} on {rows}: {replicas}, engine="{trainer.engine}"'
 
 
 def _wanted(trainer: Trainer, state: TrainState) -> list[str]:

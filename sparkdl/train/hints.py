@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +12,7 @@ import torch
 from torch import nn
 
 from sparkdl.data.fields import Field
+from sparkdl.model.loss import Loss, call_loss
 from sparkdl.model.model_loss import ModelLoss, inner
 from sparkdl.model.signature import described, for_example
 
@@ -94,6 +98,25 @@ def input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequenc
     return "".join(hints)
 
 
+def keyword_hint(error: Exception, module: nn.Module, keywords: Sequence[str]) -> str:
+    """What to do where the model does not take its inputs by the ``keywords`` of ``features=``."""
+    if not keywords or not isinstance(error, TypeError):
+        return ""
+    taken = inspect.signature(module.forward).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in taken):
+        return ""
+    names = [p.name for p in taken if p.kind is not p.VAR_POSITIONAL]
+    wrong = [keyword for keyword in keywords if keyword not in names]
+    if not wrong:
+        return ""
+    names.sort(key=lambda name: -difflib.SequenceMatcher(None, wrong[0], name).ratio())
+    told = " and ".join(f'"{keyword}"' for keyword in wrong)
+    return (
+        f" features= gives {told}, and the parameters of its forward are {', '.join(names)}: give "
+        "columns by these names."
+    )
+
+
 def own_loss_hint(error: Exception, loss: Any) -> str:
     """What to do where a model fails that is called with its labels."""
     own = inner(loss)
@@ -104,6 +127,23 @@ def own_loss_hint(error: Exception, loss: Any) -> str:
         f" With ModelLoss it is called with its label {how}: say with ModelLoss(labels=name) how it "
         "takes them (None: after its inputs)."
     )
+
+
+def one_number_hint(
+    loss: Loss, output: Any, targets: Sequence[torch.Tensor], labels: Sequence[Field]
+) -> str:
+    """What to do where the label is an array of one number a row, and the loss takes the number."""
+    if len(targets) != 1 or targets[0].ndim != 2 or targets[0].shape[1] != 1:
+        return ""
+    number, name = targets[0][:, 0], labels[0].name
+    for cast, target in (("", number), ('.cast("long")', number.long())):
+        with contextlib.suppress(Exception):
+            call_loss(loss, output, [target])
+            return (
+                f' "{name}" is an array of one number a row, and the loss takes the number itself: '
+                f'df.withColumn("{name}", df["{name}"][0]{cast}).'
+            )
+    return ""
 
 
 def loss_hint(

@@ -4,6 +4,7 @@ are of."""
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from sparkdl.loop.validation import Validator
 from sparkdl.model.recipe import frozen_digest
 from sparkdl.train.prepare import PreparedModel
 from sparkdl.train.trainer import Trainer
+
+logger = logging.getLogger("sparkdl")
 
 
 def run_identity(
@@ -82,6 +85,12 @@ def stages_of(
     if validation is not None and trainer.validation is not None:
         stages.append(Validator(engine, trainer.validation, validation.scorer, history))
     if trainer.checkpoint is not None:
+        if "unknown" in told and state.iteration == 0:
+            logger.warning(
+                "the checkpoints of this run can be resumed from, but sparkdl.load cannot read them, "
+                "and save() of its result will fail: %s",
+                told["unknown"],
+            )
         noting, background = None, None
         if isinstance(engine, RecoveringEngine):
             noting = functools.partial(_noting, identity, engine)

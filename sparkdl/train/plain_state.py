@@ -3,7 +3,8 @@
 Each Python process would have its own of it, and the trained module none. It is found by comparing
 what the modules hold before and after passes over the same rows: what changes with every pass is
 state (a counter, a running mean, a generator of its own); what every pass leaves behind in the same
-way is not (a cache, a constant made at the first call, the last activations).
+way is not (a cache, a constant made at the first call, the last activations). What a module's
+``sparkdl_no_state`` names, such as a time that forward measures, is left alone.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from sparkdl.model.flat import changed_form, form_of
 logger = logging.getLogger("sparkdl")
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters, buffers, children, hooks."""
+NO_STATE = "sparkdl_no_state"
+"""An attribute of a module, or of its class: names of others that no result depends on."""
 _NOT_LOOKED_INTO = (type, types.FunctionType, types.MethodType, types.ModuleType, weakref.ref)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEPTH = 8
@@ -112,7 +115,9 @@ class PlainState:
                 "Draw from the generators of torch, numpy or random themselves, which are seeded."
             )
         return (
-            "Make it a buffer: give register_buffer a tensor in __init__, which forward may change."
+            "If the model needs it, make it a buffer: give register_buffer a tensor in __init__, which "
+            "forward may change. If not, as with a time that is measured, leave it out, or name it in "
+            f'the module\'s class: {NO_STATE} = ("{name}",).'
         )
 
     def _check_forms(self) -> None:
@@ -145,7 +150,9 @@ class PlainState:
         known: list[Any] = [*self._module.modules(), *self._module.parameters()]
         found = {}
         for path, module in self._module.named_modules():
-            own = {k: v for k, v in vars(module).items() if k not in _OF_ALL_MODULES}
+            named = getattr(module, NO_STATE, ())
+            ignored = {*_OF_ALL_MODULES, *([named] if isinstance(named, str) else named)}
+            own = {k: v for k, v in vars(module).items() if k not in ignored}
             forms = self._forms.get(module, {})
             for name, buffer in module._buffers.items():
                 if name in forms and form_of(buffer) == forms[name]:

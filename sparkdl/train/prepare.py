@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from sparkdl.codec.files import mappable
-from sparkdl.errors import ParameterError, SessionError
+from sparkdl.errors import DataError, ParameterError, SessionError
 from sparkdl.infer.evaluate import check_metrics
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.schedule import Schedule
@@ -145,8 +145,8 @@ def _check_data(data: object) -> None:
     """Raise :class:`sparkdl.UserError` for what cannot be validated on."""
     try:
         context_of(data)
-    except SessionError as error:
-        raise SessionError(f"validation data: {error}") from None
+    except (DataError, SessionError) as error:
+        raise type(error)(f"validation data: {error}") from None
 
 
 def _weights_file(trainer: Trainer) -> Mapping[str, torch.Tensor] | None:

@@ -13,7 +13,7 @@ from torch import nn
 from sparkdl.data.batches import Batch, preview_batch
 from sparkdl.data.fields import Field
 from sparkdl.engines.validation_set import ValidationSet
-from sparkdl.errors import ModelError
+from sparkdl.errors import ModelError, kind_of
 from sparkdl.infer.output import Output
 from sparkdl.infer.shipped_module import run_batches
 from sparkdl.model.loss import (
@@ -35,8 +35,10 @@ from sparkdl.replica.compute import evaluating, to_tensors, weigh
 from sparkdl.train.hints import (
     dtypes_of,
     input_hint,
+    keyword_hint,
     label_hint,
     loss_hint,
+    one_number_hint,
     own_loss_hint,
     precision_hint,
     shape_of,
@@ -73,7 +75,8 @@ def try_model(
             output = called(loss, recipe.signature.bound(module), inputs, targets)
         except Exception as error:
             hint = (
-                own_loss_hint(error, loss)
+                keyword_hint(error, module, recipe.signature.inputs)
+                or own_loss_hint(error, loss)
                 or precision_hint(module, inputs)
                 or input_hint(error, inputs, inputs_are)
             )
@@ -106,16 +109,17 @@ def try_model(
             raise
         except Exception as error:
             labels = ", ".join(f"{list(t.shape)} {short(t)}" for t in targets) or "no label"
+            hint = one_number_hint(loss, output, targets, labels_are)
+            hint = hint or loss_hint(error, output, targets, labels_are)
             raise ModelError(
                 f"the loss fails on output {shape_of(output)} and label {labels}: "
-                f"{type(error).__name__}: {text_of(error)}."
-                f"{loss_hint(error, output, targets, labels_are)}"
+                f"{type(error).__name__}: {text_of(error)}.{hint}"
             ) from error
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             found = (
                 f"a tensor of shape {list(value.shape)}"
                 if isinstance(value, torch.Tensor)
-                else f"a {type(value).__name__}"
+                else kind_of(value)
             )
             raise ModelError(
                 f"the loss returned {found}: it must return one number, the mean over the batch "

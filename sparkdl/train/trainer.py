@@ -67,7 +67,8 @@ class Trainer:
     output: str | int | Callable[[Any], Any] | None = None
     """Which part of what the model returns is its output, for the loss, metrics and predictions: a
     field of a mapping, a named tuple, a dataclass or a ``ModelOutput`` by name, a member of a tuple by
-    number, a function of the whole. None: the whole, which a loss may take apart."""
+    number, a function of the whole (one that can be imported, for the model to be saved). None: the
+    whole, which a loss may take apart."""
 
     # The data.
     features: str | Sequence[str] | Mapping[str, str] = "features"

@@ -200,6 +200,16 @@ def _missing(own: OwnModule, name: str | None) -> str:
     )
 
 
+def model_needs(error: ModuleNotFoundError, where: str) -> ModelError:
+    """Return what to raise where the model cannot be built for want of a module.
+
+    Args:
+        error: What building it came to.
+        where: Which processes lack the module: "the executors", "the ranks".
+    """
+    return ModelError(f"model() fails on {where}: {error}. {REMEDY}")
+
+
 def _check(own: OwnModule, module: types.ModuleType) -> None:
     """Raise :class:`sparkdl.ModelError` where the module is not the driver's."""
     functions = functions_of(module)

@@ -124,7 +124,7 @@ def test_a_gang_trains_as_one_process_with_all_samples(frames, strategy, sizes, 
 
 
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"sync_batchnorm": 1}, ParameterError, "sync_batchnorm is a int: give True or False."),
+    ({"sync_batchnorm": 1}, ParameterError, "sync_batchnorm is an int: give True or False."),
     (
         {"sync_batchnorm": True, "engine": "shuffle"},
         ParameterError,

@@ -172,7 +172,7 @@ def test_a_rank_that_takes_too_long_is_named(spark):
 
 
 BAD: list[tuple[Any, dict[str, Any], str]] = [
-    (None, {}, "fn is NoneType: give a function."),
+    (None, {}, "fn is None: give a function."),
     (total, {"ranks": 0}, "ranks = 0: give a whole number of at least 1."),
     (total, {"ranks": True}, "ranks = True: give a whole number of at least 1."),
     (total, {"device": "tpu"}, 'device = "tpu": use one of auto, cpu, cuda.'),

@@ -14,6 +14,7 @@ from bad_inputs import (
     Embedded,
     HoldsLock,
     Mistake,
+    SumOfInputs,
     Weighing,
     batch_normed,
     cross_entropy,
@@ -246,6 +247,19 @@ MODELS = [
         jobs=3,
     ),
     Mistake(
+        "a keyword that forward does not take",
+        lambda fit: fit(
+            fit.good().selectExpr("*", "features c"),
+            model=SumOfInputs,
+            features={"a": "features", "bb": "c"},
+        ),
+        ModelError,
+        'the model fails on the first rows ("features" [2, 2], "c" [2, 2]; float32, float32): '
+        "TypeError: SumOfInputs.forward() got an unexpected keyword argument 'bb'. features= gives "
+        '"bb", and the parameters of its forward are b, a: give columns by these names.',
+        jobs=3,
+    ),
+    Mistake(
         "integers into Linear",
         lambda fit: fit(fit.features("array<int>", [1, 2], [3, 4])),
         ModelError,
@@ -286,8 +300,10 @@ MODELS = [
         lambda fit: fit(fit.good(), model=Counting),
         ModelError,
         'forward changes "0.passes" in each pass, and it is neither a parameter nor a buffer: each '
-        "worker would have its own, and the trained model none. Make it a buffer: give "
-        "register_buffer a tensor in __init__, which forward may change.",
+        "worker would have its own, and the trained model none. If the model needs it, make it a "
+        "buffer: give register_buffer a tensor in __init__, which forward may change. If not, as with "
+        "a time that is measured, leave it out, or name it in the module's class: sparkdl_no_state = "
+        '("passes",).',
         jobs=3,
     ),
     Mistake(
@@ -495,7 +511,7 @@ MODELS = [
         "weights that are no tensors",
         lambda fit: fit(fit.good(), weights={"0.weight": 3}),
         ModelError,
-        "weights['0.weight'] is a int: give a state_dict, which maps the names of the model "
+        "weights['0.weight'] is an int: give a state_dict, which maps the names of the model "
         "to tensors.",
     ),
 ]
@@ -656,6 +672,15 @@ LOSSES = [
         jobs=3,
     ),
     Mistake(
+        "class numbers in arrays of one",
+        lambda fit: fit(fit.labels("array<double>", [0.0], [1.0], [0.0]), **cross_entropy),
+        ModelError,
+        "the loss fails on output [2, 2] float32 and label [2, 1] float32: RuntimeError: 0D or 1D "
+        'target tensor expected, multi-target not supported. "label" is an array of one number a row, '
+        'and the loss takes the number itself: df.withColumn("label", df["label"][0].cast("long")).',
+        jobs=3,
+    ),
+    Mistake(
         "a class of the validation data alone",
         lambda fit: fit(
             fit.labels("int", 0, 1, 0, 1),
@@ -720,7 +745,7 @@ LOSSES = [
         "loss that returns nothing",
         lambda fit: fit(fit.good(), loss=lambda output, target: None),
         ModelError,
-        "the loss returned a NoneType: it must return one number, the mean over the batch "
+        "the loss returned None: it must return one number, the mean over the batch "
         '(reduction="mean" in torch.nn losses), or (sum, count).',
         jobs=3,
     ),
@@ -852,7 +877,7 @@ OPTIMIZERS = [
         "no schedule",
         lambda fit: fit(fit.good(), schedule=lambda optimizer: None),
         ModelError,
-        "schedule gave a NoneType, not a torch.optim.lr_scheduler.LRScheduler.",
+        "schedule gave None, not a torch.optim.lr_scheduler.LRScheduler.",
     ),
     Mistake(
         "schedule that cannot be built",

@@ -15,7 +15,7 @@ from pyspark.sql import functions
 from torch import nn
 
 import sparkdl
-from sparkdl import CheckpointError, ModelError, ParameterError, SessionError
+from sparkdl import CheckpointError, DataError, ModelError, ParameterError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -135,7 +135,7 @@ PARAMETERS = [
         "stop by number",
         lambda fit: fit(fit.good(), stop=10),
         ParameterError,
-        "stop is a int: give a trigger, such as sparkdl.max_epoch(10).",
+        "stop=10: give a trigger, such as sparkdl.max_epoch(10).",
     ),
     Mistake(
         "trigger of nothing",
@@ -352,7 +352,7 @@ PARAMETERS = [
         "optimizer None",
         lambda fit: fit(fit.good(), optimizer=None),
         ParameterError,
-        "optimizer is a NoneType: give a torch.optim class, or a partial of one such as "
+        "optimizer is None: give a torch.optim class, or a partial of one such as "
         "partial(torch.optim.Adam, lr=1e-3).",
     ),
     Mistake(
@@ -390,7 +390,7 @@ PARAMETERS = [
     Mistake(
         "validation on a list",
         lambda fit: fit(fit.good(), validation=sparkdl.Validation([1.0])),
-        SessionError,
+        DataError,
         "validation data: fit takes a DataFrame or an RDD, not builtins.list. Make one with "
         "spark.createDataFrame(rows, schema) or spark.sparkContext.parallelize(samples).",
     ),
@@ -411,7 +411,7 @@ PARAMETERS = [
     Mistake(
         "fit on a path",
         lambda fit: fit("data.parquet"),
-        SessionError,
+        DataError,
         "fit takes a DataFrame or an RDD, not builtins.str. Make one with "
         "spark.createDataFrame(rows, schema) or spark.sparkContext.parallelize(samples).",
     ),
@@ -426,7 +426,7 @@ PARAMETERS = [
         "resume by number",
         lambda fit: fit(fit.good(), resume=5),
         ParameterError,
-        'resume is a int: give "latest", or the path of a checkpoint or of a folder of them.',
+        'resume is an int: give "latest", or the path of a checkpoint or of a folder of them.',
     ),
 ]
 

@@ -59,7 +59,8 @@ USES = [
         "postprocess that sums up",
         lambda t: t.model.transform(t.good(), postprocess=torch.sum),
         ParameterError,
-        "postprocess must map a tensor of shape (rows, ...) to one with as many rows.",
+        "postprocess returned a tensor of shape [] for a batch of 2 rows: it must return a "
+        "tensor with a value for each row, of shape [2, ...], as partial(torch.argmax, dim=1) does.",
     ),
     Mistake(
         "unknown metric",
@@ -94,27 +95,43 @@ USES = [
     Mistake(
         "evaluate a list",
         lambda t: t.model.evaluate([1.0]),
-        ParameterError,
+        DataError,
         "evaluate takes a DataFrame or an RDD, not builtins.list.",
     ),
     Mistake(
         "transform a list",
         lambda t: t.model.transform([1.0]),
-        ParameterError,
+        DataError,
         "transform takes a DataFrame, not builtins.list. For an RDD use predict.",
     ),
     Mistake(
         "transform an RDD",
         lambda t: t.model.transform(t.rdd(1.0)),
-        ParameterError,
+        DataError,
         "transform takes a DataFrame, not pyspark.core.rdd.RDD. For an RDD use predict.",
     ),
     Mistake(
         "predict on a DataFrame",
         lambda t: t.model.predict(t.good()),
-        ParameterError,
+        DataError,
         "predict takes an RDD, not pyspark.sql.classic.dataframe.DataFrame. For a DataFrame "
         "use transform.",
+    ),
+    Mistake(
+        "transform a frame of pandas",
+        lambda t: t.model.transform(t.good().toPandas()),
+        DataError,
+        "transform takes a DataFrame, not pandas.core.frame.DataFrame. Pass "
+        "spark.createDataFrame(df).",
+        jobs=1,
+    ),
+    Mistake(
+        "predict on a frame of pandas",
+        lambda t: t.model.predict(t.good().toPandas()),
+        DataError,
+        "predict takes an RDD, not pandas.core.frame.DataFrame. Pass spark.createDataFrame(df) to "
+        "transform.",
+        jobs=1,
     ),
     Mistake(
         "metrics by name",

@@ -269,15 +269,22 @@ def test_fit_on_local_data(spark: Any, num_jobs: Any, make: Any) -> None:
     before = num_jobs()
     data = make([[1.0, 2.0]])
     kind = f"{type(data).__module__}.{type(data).__qualname__}"
-    with expect(sparkdl.UserError, f"fit takes a DataFrame or an RDD, not {kind}.…"):
+    with expect(DataError, f"fit takes a DataFrame or an RDD, not {kind}.…"):
         Fit(spark)(data)
     assert num_jobs() == before
 
 
 def test_fit_on_a_pandas_frame(spark: Any) -> None:
     frame = Fit(spark).good().toPandas()
-    with expect(sparkdl.UserError, "fit takes a DataFrame or an RDD, not pandas.…DataFrame.…"):
+    said = "fit takes a DataFrame or an RDD, not pandas.core.frame.DataFrame. Pass "
+    with expect(DataError, f"{said}spark.createDataFrame(df)."):
         Fit(spark)(frame)
+    with expect(DataError, f"validation data: {said}spark.createDataFrame(df)."):
+        Fit(spark)(Fit(spark).good(), validation=sparkdl.Validation(frame))
+    with expect(
+        DataError, "fit takes a DataFrame or an RDD, not pyspark.…DataFrame. Pass df.to_spark()."
+    ):
+        Fit(spark)(Fit(spark).good().pandas_api())
 
 
 class ContextWith:

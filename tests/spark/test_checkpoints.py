@@ -119,8 +119,8 @@ def test_the_driver_never_holds_the_weights(df, tmp_path):
     assert large.bytes < small.bytes + 0.5e6
 
 
-def test_keep(df, tmp_path):
-    """The newest two; what is not sparkdl's stays."""
+def test_keep(df, tmp_path, caplog):
+    """The newest two; what is not sparkdl's stays. Another run is told what it deletes."""
     (tmp_path / "notes.txt").write_text("mine")
     told = []
 
@@ -144,6 +144,13 @@ def test_keep(df, tmp_path):
     longer = replace(run, stop=sparkdl.max_iteration(8))
     longer.fit(df, resume="latest")
     assert iterations_of(tmp_path) == [8, 7]
+    assert not caplog.messages
+    replace(run, stop=sparkdl.max_iteration(1)).fit(df)
+    assert caplog.messages == [
+        f"{tmp_path} holds checkpoints of another run, the newest of iteration 8, and this run deletes "
+        "them as it writes its own (keep=2). Give it a folder of its own, or go on from them with "
+        'resume="latest".'
+    ]
 
 
 def test_a_run_goes_on_where_older_checkpoints_cannot_be_deleted(df, caplog):
@@ -398,6 +405,18 @@ def test_the_model_of_a_checkpoint(spark, tmp_path):
     text = (newest / "manifest.json").read_bytes()
     (newest / "manifest.json").write_bytes(text[:-9])
     assert len(sparkdl.load(tmp_path / "run").history) == 4
+
+
+def test_a_run_is_told_at_its_start_that_its_model_cannot_be_saved(df, tmp_path, caplog):
+    run = trainer(tmp_path / "run", 2, engine="local", output=lambda returned: returned)
+    trained = run.fit(df)
+    [told] = caplog.messages
+    assert told.startswith(
+        "the checkpoints of this run can be resumed from, but sparkdl.load cannot"
+    )
+    with pytest.raises(sparkdl.ParameterError) as caught:
+        trained.save(tmp_path / "model")
+    assert told.endswith(f": {caught.value}")
 
 
 def test_what_a_checkpoint_does_not_tell_of_its_model(spark, tmp_path):

@@ -368,7 +368,7 @@ def test_data_that_cannot_be_read_is_told_in_a_later_pass_too(spark, frame):
     run.partial_fit(frame(20))
     with pytest.raises(sparkdl.DataError, match="the data cannot be read: "):
         run.partial_fit(frame(20).where("CAST('x' || label AS long) = 0"))
-    with pytest.raises(sparkdl.SessionError, match="fit takes a DataFrame or an RDD, not"):
+    with pytest.raises(sparkdl.DataError, match="fit takes a DataFrame or an RDD, not"):
         run.partial_fit([([1.0] * WIDTH, 0)])
 
 

@@ -141,6 +141,9 @@ from sparkdl.session import tell_what_costs_speed
 tell_what_costs_speed(spark.sparkContext)
 say(level=str(spark._jvm.org.apache.logging.log4j.LogManager.getRootLogger().getLevel()),
     again=sparkdl.session().sparkContext is spark.sparkContext)
+kept = {"spark.executor.memory": "2g", "spark.sql.shuffle.partitions": 4, "spark.sparkdl.stages": "one"}
+sparkdl.session("local[1]", **QUIET)
+sparkdl.session("local[2]", **QUIET, **kept)
 """,
         tmp_path,
     )
@@ -158,6 +161,12 @@ say(level=str(spark._jvm.org.apache.logging.log4j.LogManager.getRootLogger().get
     )
     assert told in stderr
     assert said[1] == {"level": "FATAL", "again": True}
+    kept = [line for line in stderr.splitlines() if "is already running" in line]
+    assert kept == [
+        "sparkdl WARNING a session with spark.master=local[1] is already running and is kept. Without "
+        "effect: spark.master=local[2], spark.executor.memory. To get another session, stop that one "
+        "first, with spark.stop()."
+    ]
 
 
 @pytest.mark.slow
@@ -435,7 +444,7 @@ time.sleep(4)
         program(body, tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=150
     )
     mistake = json.loads(done.stdout)
-    assert mistake["error"].startswith("optimizer gave a int")
+    assert mistake["error"].startswith("optimizer gave an int")
     assert mistake["seconds"] < 60
     assert [line for line in done.stderr.splitlines() if "incubator" not in line] == []
 

@@ -207,6 +207,7 @@ def test_a_pass_that_is_cut_short(df, tmp_path):
     assert [m.iteration for _, m in CheckpointStore(tmp_path).candidates()] == [2]
     whole = online.partial_fit(df)
     assert (len(whole.history), whole.history.stopped) == (6, None)
+    assert [e["iterations"] for e in whole.history.epochs()] == [2, 4]  # each pass is an epoch
     assert cut.history.stopped == "interrupted"
     assert [m.iteration for _, m in CheckpointStore(tmp_path).candidates()] == [2]
 

@@ -155,7 +155,7 @@ def test_a_manifest_that_is_none_is_refused(data: bytes, says: str) -> None:
     [
         ({"iteration": 1.5}, "iteration is a float"),
         ({"extra": {"a": {1, 2}}}, r"extra\['a'\] is a set"),
-        ({"config": {"a": 1}}, r"config\['a'\] is a int"),
+        ({"config": {"a": 1}}, r"config\['a'\] is an int"),
     ],
 )
 def test_what_json_cannot_hold_is_named(changes: dict, says: str) -> None:

@@ -305,7 +305,7 @@ def test_state_that_cannot_be_stored_is_named(value: Any, says: str) -> None:
 
 def test_a_key_that_is_no_text_is_named() -> None:
     (plan,) = slice_specs(layout_of_lengths(16), 1)
-    with pytest.raises(CheckpointError, match="parameter 0 has the key 3, a int"):
+    with pytest.raises(CheckpointError, match="parameter 0 has the key 3, an int"):
         pack(plan, SliceState(torch.zeros(16), {}, {0: ()}, {0: {3: 1}}))  # type: ignore[dict-item]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
 import sparkdl
 from sparkdl import errors
-from sparkdl.errors import DataError, ParameterError, UserError, nearest, raise_all
+from sparkdl.errors import DataError, ParameterError, UserError, kind_of, nearest, raise_all
 
 USER_ERRORS = ["ParameterError", "DataError", "ModelError", "SessionError", "TrustError"]
 FAULTS = [
@@ -90,3 +92,23 @@ def test_several_problems_come_together() -> None:
     with pytest.raises(ParameterError) as caught:
         raise_all(ParameterError, ["one.", "two."])
     assert str(caught.value) == "2 problems:\n  - one.\n  - two."
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (3, "an int"),
+        ("a", "a str"),
+        (None, "None"),
+        (torch.zeros(1), "a Tensor"),
+        (np.zeros(1), "an ndarray"),
+        (
+            torch.optim.lr_scheduler.LRScheduler.__new__(torch.optim.lr_scheduler.LRScheduler),
+            "an LRScheduler",
+        ),
+        (np.uint8(1), "a uint8"),
+        (np.float32(1), "a float32"),
+    ],
+)
+def test_a_type_has_its_article(value: object, said: str) -> None:
+    assert kind_of(value) == said

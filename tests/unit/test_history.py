@@ -190,6 +190,14 @@ def test_a_notebook_shows_the_loss_and_the_last_metrics() -> None:
     assert ">0<" in History()._repr_html_()
 
 
+def test_it_prints_itself_in_one_line() -> None:
+    history = some_history()
+    assert repr(history) == "<sparkdl.History: 5 iterations up to epoch 2, last loss 0.25>"
+    history.stopped = "interrupted"
+    assert repr(history).endswith(", last loss 0.25, stopped: interrupted>")
+    assert repr(History()) == "<sparkdl.History: no iterations>"
+
+
 def test_back_to_an_iteration() -> None:
     history = full_history()
     history.truncate(3)

@@ -383,7 +383,7 @@ def test_a_callable_is_given_the_parameters_it_wins() -> None:
         ),
         (
             {"": lambda parameters: None},
-            "optimizer for '' gave a NoneType: give a torch.optim class, a partial of one, or a "
+            "optimizer for '' gave None: give a torch.optim class, a partial of one, or a "
             "callable(module) that returns a torch.optim.Optimizer.",
         ),
     ],

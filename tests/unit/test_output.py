@@ -116,8 +116,8 @@ def test_half_precisions_are_widened(dtype: torch.dtype) -> None:
     assert found.tolist() == [1.5, -2.0]
 
 
-@pytest.mark.parametrize(("output", "kind"), [((torch.ones(1),), "tuple"), (None, "NoneType")])
+@pytest.mark.parametrize(("output", "kind"), [((torch.ones(1),), "a tuple"), (None, "None")])
 def test_what_is_no_tensor(output: object, kind: str) -> None:
     with pytest.raises(TypeError) as caught:
         as_numpy(output)
-    assert str(caught.value) == f"the model returned a {kind}, not a tensor"
+    assert str(caught.value) == f"the model returned {kind}, not a tensor"

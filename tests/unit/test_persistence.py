@@ -610,7 +610,7 @@ def test_with_trust_a_named_function_is_called(tmp_path: Path) -> None:
     folder = save(trained_on(Net), tmp_path)
     mark = tmp_path / "called"
     tamper(folder, name="subprocess:call", args=[["touch", str(mark)]])
-    with pytest.raises(ModelError, match="is a int: it must be a"):
+    with pytest.raises(ModelError, match="is an int: it must be a"):
         load(folder, trust=True)
     assert mark.exists()
     assert subprocess.call(["true"]) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -117,12 +118,24 @@ def test_state_is_told(name: str) -> None:
     remedy = (
         "Draw from the generators of torch, numpy or random themselves, which are seeded."
         if "generator" in name
-        else "Make it a buffer: give register_buffer a tensor in __init__, which forward may change."
+        else "If the model needs it, make it a buffer: give register_buffer a tensor in __init__, "
+        "which forward may change. If not, as with a time that is measured, leave it out, or name it "
+        f'in the module\'s class: sparkdl_no_state = ("{place[2:]}",).'
     )
     assert str(caught.value) == (
         f'forward changes "{place}" in each pass, and it is neither a parameter nor a buffer: each '
         f"worker would have its own, and the trained model none. {remedy}"
     )
+
+
+class Timed(Keeps):
+    sparkdl_no_state = ("value",)
+
+
+def test_what_a_class_says_is_no_state_is_none() -> None:
+    check(nn.Sequential(Timed(0.0, keeping("value", lambda m, x: time.perf_counter()))))
+    with pytest.raises(ModelError, match=r'forward changes "0\.other"'):
+        check(nn.Sequential(Timed(0.0, keeping("other", lambda m, x: time.perf_counter()))))
 
 
 @pytest.mark.parametrize("name", NONE)

@@ -92,7 +92,7 @@ CHOICES = [
 ]
 ADAM = torch.optim.Adam([nn.Parameter(torch.zeros(1))])
 KINDS = [
-    ({"model": 3}, "model is a int: give a function that builds a torch.nn.Module, or a module."),
+    ({"model": 3}, "model is an int: give a function that builds a torch.nn.Module, or a module."),
     ({"loss": "mse"}, "loss is a str: give a function of (output, target), such as"),
     ({"loss": nn.MSELoss}, "loss is the class MSELoss: give an instance, MSELoss()."),
     ({"optimizer": "adam"}, "optimizer is a str: give a torch.optim class, or a partial of one"),
@@ -106,15 +106,21 @@ KINDS = [
         "gradients. Leave one of the two out.",
     ),
     ({"augment": "flip"}, "augment is a str: give a function of (*features, rng)."),
-    ({"stop": 10}, "stop is a int: give a trigger, such as sparkdl.max_epoch(10)."),
-    ({"validation": DATA}, "validation is a object: give sparkdl.Validation(data, metrics=[...])."),
+    ({"stop": 10}, "stop=10: give a trigger, such as sparkdl.max_epoch(10)."),
+    ({"stop": 3}, "stop=3: give a trigger, such as sparkdl.max_epoch(3)."),
+    ({"stop": sparkdl.max_epoch}, "stop=sparkdl.max_epoch: call it, sparkdl.max_epoch(epochs)."),
+    ({"validation": DATA}, "validation is an object: give sparkdl.Validation(data, metrics=[...])."),
     ({"checkpoint": "path"}, 'checkpoint is a str: give sparkdl.Checkpoint("path").'),
-    ({"histograms": True}, "histograms is a bool: give a trigger, such as sparkdl.every(100)."),
+    ({"histograms": True}, "histograms=True: give a trigger, such as sparkdl.every(100)."),
+    (
+        {"histograms": sparkdl.every_epoch},
+        "histograms=sparkdl.every_epoch: call it, sparkdl.every_epoch().",
+    ),
     ({"callbacks": sparkdl.Callback()}, "callbacks is a Callback: give a list of sparkdl.Callback"),
     ({"callbacks": [sparkdl.Callback]}, "callback Callback is a class: give an instance of it."),
     ({"callbacks": [print]}, "callback <built-in function print> is not a sparkdl.Callback."),
     ({"weight": 1.0}, "weight is a float: give the name of a column."),
-    ({"schedule_metric": 3}, "schedule_metric is a int: give the name of a metric of the validation."),
+    ({"schedule_metric": 3}, "schedule_metric is an int: give the name of a metric of the validation."),
     ({"compile": "inductor"}, "compile is a str: give True, or a mapping of torch.compile's options."),
     (
         {"compile": {"faster": True}},
@@ -125,8 +131,8 @@ KINDS = [
         "compile={'mode': 'fast'}: torch.compile takes no such options (Unrecognized mode=fast",
     ),
     ({"weights": nn.Linear(1, 1)}, "weights is a Linear: give a state_dict, or the path"),
-    ({"strict_weights": 1}, "strict_weights is a int: give True or False."),
-    ({"keep_optimizer_state": None}, "keep_optimizer_state is a NoneType: give True or False."),
+    ({"strict_weights": 1}, "strict_weights is an int: give True or False."),
+    ({"keep_optimizer_state": None}, "keep_optimizer_state is None: give True or False."),
 ]  # fmt: skip
 NAMES = [
     ({"features": []}, "features is empty: name at least one column."),
@@ -233,7 +239,7 @@ def test_metrics_that_can_be_gone_through_once() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"every": 3}, "Validation(every=3): give a trigger, such as sparkdl.every_epoch()."),
+        ({"every": 3}, "Validation(every=3): give a trigger, such as sparkdl.every(3)."),
         ({"batch_size": 0}, "Validation(batch_size=0): give at least 1."),
         ({"batch_size": True}, "Validation(batch_size=True): give a whole number."),
         ({"batch_size": 1.5}, "Validation(batch_size=1.5): give a whole number."),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import re
+import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,8 +16,8 @@ from torch import nn
 
 import sparkdl
 from sparkdl.errors import TrainingError
+from sparkdl.loop import progress
 from sparkdl.loop.advance import advance, describe, first_state, next_iteration
-from sparkdl.loop.callbacks import ProgressBar
 from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.engine import IterationResult
 from sparkdl.loop.schedule import Schedule
@@ -148,47 +151,142 @@ def test_histograms_by_time_are_asked_for_the_iteration_after() -> None:
     assert asked == [False, False, False, True, False, True, False, False, True]
 
 
-def bar_of(monkeypatch: pytest.MonkeyPatch, state: TrainState, one_pass: bool) -> list[Any]:
-    """What the bar says first, and after the iteration that follows ``state``."""
+class Bar:
+    """A bar of tqdm's that keeps what it shows."""
+
+    said: list[Any]
+
+    def __init__(self, total: int, initial: int, desc: str, **_: Any) -> None:
+        self.said.append((initial, total, desc))
+
+    def update(self) -> None: ...
+    def close(self) -> None: ...
+    def clear(self) -> None:
+        self.said.append("clear")
+
+    def set_postfix_str(self, text: str) -> None:
+        self.said.append(re.sub(r"loss [\d.]+, [\d,]+ samples/s", "…", text))
+
+    def set_description(self, text: str, refresh: bool) -> None:
+        self.said.append(text)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the bars of a test have shown."""
     import tqdm.auto
 
-    said: list[Any] = []
-
-    class Bar:
-        def __init__(self, total: int, initial: int, desc: str, **_: Any) -> None:
-            said.append((initial, total, desc))
-
-        def update(self) -> None: ...
-        def close(self) -> None: ...
-        def set_postfix_str(self, text: str) -> None: ...
-        def set_description(self, text: str, refresh: bool) -> None:
-            said.append(text)
-
+    monkeypatch.setattr(Bar, "said", [], raising=False)
     monkeypatch.setattr(tqdm.auto, "tqdm", Bar)
-    trainer = sparkdl.Trainer(
+    return Bar.said
+
+
+def four_epochs(**changes: Any) -> sparkdl.Trainer:
+    return sparkdl.Trainer(
         model=nn.Linear(2, 2),
         loss=nn.MSELoss(),
         optimizer=torch.optim.SGD,
         stop=sparkdl.max_epoch(4),
+        **changes,
     )
-    bar = ProgressBar("true", one_pass)
-    bar.on_fit_start(trainer, state)
-    bar.on_iteration_end(trainer, after(state, IterationResult(0.1, 1)))
+
+
+def show_one(state: TrainState, one_pass: bool) -> None:
+    bar = progress.progress_of("true", "", 0.0, one_pass)
+    bar.on_fit_start(four_epochs(), state)
+    bar.on_iteration_end(four_epochs(), after(state, IterationResult(0.1, 1)))
     bar.close()
-    return said
 
 
-def test_the_bar_of_a_resumed_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_of_a_resumed_run_goes_on(said: list[Any]) -> None:
     begun = TrainState(iterations_per_epoch=5)
-    assert bar_of(monkeypatch, begun, False) == [(0, 20, "epoch 1"), "epoch 1"]
-    resumed = replace(begun, iteration=12, epoch=2, position=2)
-    assert bar_of(monkeypatch, resumed, False) == [(12, 20, "epoch 3"), "epoch 3"]
+    show_one(begun, False)
+    show_one(replace(begun, iteration=12, epoch=2, position=2), False)
+    assert said == [(0, 20, "epoch 1"), "epoch 1", "…", (12, 20, "epoch 3"), "epoch 3", "…"]
 
 
-def test_the_bar_of_a_pass_over_new_data_shows_that_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_of_a_pass_over_new_data_shows_that_pass(said: list[Any]) -> None:
     """Passes may be of any length, so what was before says nothing of it."""
-    third = TrainState(iterations_per_epoch=7, iteration=11, epoch=2)
-    assert bar_of(monkeypatch, third, True) == [(0, 7, "epoch 3"), "epoch 3"]
+    show_one(TrainState(iterations_per_epoch=7, iteration=11, epoch=2), True)
+    assert said == [(0, 7, "epoch 3"), "epoch 3", "…"]
+
+
+def test_the_bar_says_what_training_waits_for(said: list[Any]) -> None:
+    trainer = four_epochs(
+        validation=sparkdl.Validation(None, metrics=["accuracy"], every=sparkdl.every(1)),
+        checkpoint=sparkdl.Checkpoint("unused", every=sparkdl.every(1)),
+    )
+    state = TrainState(iterations_per_epoch=5)
+    bar = progress.progress_of("true", "", 0.0)
+    bar.on_fit_start(trainer, state)
+    state = after(state, IterationResult(0.1, 1))
+    bar.on_iteration_end(trainer, state)
+    found = Validated(iteration=1, epoch=0, metrics={"loss": 0.2, "accuracy": 0.75})
+    state = replace(state, validations=(found,))
+    bar.on_validation_end(trainer, state)
+    bar.on_checkpoint(trainer, state)
+    bar.close()
+    assert [text for text in said[1:] if text != "epoch 1"] == [
+        "…, validating",
+        "…, validation accuracy 0.75, writing a checkpoint",
+        "…, validation accuracy 0.75",
+    ]
+
+
+def test_a_message_begins_on_a_line_of_its_own(said: list[Any]) -> None:
+    bar = progress.progress_of("true", "", 0.0)
+    bar.on_fit_start(four_epochs(), TrainState(iterations_per_epoch=5))
+    logging.getLogger("sparkdl").warning("interrupted")
+    bar.close()
+    logging.getLogger("sparkdl").warning("another")
+    assert said == [(0, 20, "epoch 1"), "clear"]
+
+
+def run_for(seconds: int, log: progress.Progress, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fit of one iteration a second."""
+    began = time.monotonic()
+    state = TrainState(iterations_per_epoch=25)
+    log.on_fit_start(four_epochs(), state)
+    for i in range(seconds):
+        monkeypatch.setattr(time, "monotonic", lambda i=i: began + i + 1)
+        state = replace(after(state, IterationResult(0.1, 8)), seconds=i + 1.0)
+        log.on_iteration_end(four_epochs(), state)
+    log.on_fit_end(four_epochs(), state)
+
+
+@pytest.mark.parametrize(("mode", "seconds"), [("auto", 29), ("false", 90)])
+def test_a_short_fit_logs_nothing(
+    mode: str,
+    seconds: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level("INFO", "sparkdl")
+    run_for(seconds, progress.progress_of(mode, "Net", time.monotonic()), monkeypatch)
+    assert not caplog.messages
+
+
+def test_a_long_fit_logs_a_line_each_thirty_seconds(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", "sparkdl")
+    run_for(70, progress.progress_of("auto", "Net of 6 parameters", time.monotonic()), monkeypatch)
+    assert caplog.messages == [
+        "training Net of 6 parameters",
+        "epoch 2, iteration 30 of 100, loss 0.1, 8 samples/s",
+        "epoch 3, iteration 60 of 100, loss 0.1, 8 samples/s",
+        "training has ended: epoch 3, iteration 70 of 100, loss 0.1, 8 samples/s",
+    ]
+
+
+def test_the_lines_are_seen_where_logging_is_not_configured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    run_for(31, progress.progress_of("auto", "Net", time.monotonic()), monkeypatch)
+    first, second, _ = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d sparkdl: training Net", first)
+    assert second.endswith(" sparkdl: epoch 2, iteration 30 of 100, loss 0.1, 8 samples/s")
 
 
 def test_what_was_not_measured_is_not_better() -> None:

@@ -53,7 +53,7 @@ def test_a_part_of_what_a_model_returns(kind: str) -> None:
         (
             AsNamedTuple(LOGITS, HIDDEN),
             "x",
-            "output='x': the model returned a AsNamedTuple of 'logits' [2, 3], 'hidden' [2, 8], which "
+            "output='x': the model returned an AsNamedTuple of 'logits' [2, 3], 'hidden' [2, 8], which "
             "has no such part.",
         ),
         (

@@ -99,9 +99,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert str(caught.value) == 'HistoryFile("history.txt"): end the name in .csv or .json.'
     with pytest.raises(sparkdl.ParameterError) as caught:
         HistoryFile("history.csv", every=5)  # type: ignore[arg-type]
-    assert str(caught.value) == (
-        "HistoryFile(every=5): give a trigger, such as sparkdl.every_epoch()."
-    )
+    assert str(caught.value) == ("HistoryFile(every=5): give a trigger, such as sparkdl.every(5).")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     for make in (lambda: Curves("a.png"), lambda: plot_history(History(), tmp_path / "a.png")):
         with pytest.raises(

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Padding
-from sparkdl.errors import ParameterError, nearest, raise_all
+from sparkdl.errors import ParameterError, kind_of, nearest, raise_all
 from sparkdl.plain import make_plain
 
 MODES = {"L": 1, "RGB": 3, "RGBA": 4}
@@ -107,7 +107,7 @@ class Convert:
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise ParameterError(
-                f"Convert: function is a {type(self.function).__name__}: give a function of one "
+                f"Convert: function is {kind_of(self.function)}: give a function of one "
                 "value that returns a number or an array."
             )
 
@@ -126,7 +126,7 @@ def check_specs(
     """What is wrong with ``Trainer.columns`` beside the other parameters, one sentence each."""
     if not isinstance(specs, abc.Mapping):
         yield (
-            f"columns is a {type(specs).__name__}: give a dict of column names, such as "
+            f"columns is {kind_of(specs)}: give a dict of column names, such as "
             '{"photo": sparkdl.Image()}.'
         )
         return
@@ -136,7 +136,7 @@ def check_specs(
             yield f'columns["{name}"] is the class {spec.__name__}: give an instance of it.'
         elif not isinstance(spec, (Image, Sequence, Convert)):
             yield (
-                f'columns["{name}"] is a {type(spec).__name__}: give a sparkdl.Image, '
+                f'columns["{name}"] is {kind_of(spec)}: give a sparkdl.Image, '
                 "sparkdl.Sequence or sparkdl.Convert."
             )
         elif name == weight:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from sparkdl.data.row_errors import SAME_SHAPE, RowError, finite
+from sparkdl.errors import kind_of
 
 
 def as_array(value: Any, name: str, row: int, float_dtype: str, remedy: str) -> np.ndarray:
@@ -21,7 +22,7 @@ def as_array(value: Any, name: str, row: int, float_dtype: str, remedy: str) -> 
     except ValueError:
         raise RowError(name, row, "is ragged: its parts differ in length", SAME_SHAPE) from None
     except Exception as error:
-        text = f"is a {type(value).__name__} that cannot become an array ({error})"
+        text = f"is {kind_of(value)} that cannot become an array ({error})"
         raise RowError(name, row, text, remedy) from None
     if array.dtype.kind == "f":
         with np.errstate(over="ignore"):
@@ -35,7 +36,7 @@ def as_array(value: Any, name: str, row: int, float_dtype: str, remedy: str) -> 
     elif array.dtype.kind == "u":
         array = array.astype(np.int64)
     elif array.dtype.kind not in "ib":
-        what = "is None" if value is None else f"is a {type(value).__name__}"
+        what = f"is {kind_of(value)}"
         raise RowError(name, row, f"{what}, not a number or an array of numbers", remedy)
     if array.size == 0:
         raise RowError(name, row, "is an empty array", remedy)

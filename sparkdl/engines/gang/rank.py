@@ -65,7 +65,7 @@ from sparkdl.slices.section import Section
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 from sparkdl.slices.update import SliceUpdater
-from sparkdl.usercode.travel import REMEDY
+from sparkdl.usercode.travel import model_needs
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class InitRank:
         except UserError as error:
             return error
         except ModuleNotFoundError as error:
-            return ModelError(f"model() fails on the ranks: {error}. {REMEDY}")
+            return model_needs(error, "the ranks")
 
 
 class Rank:

@@ -22,7 +22,7 @@ from sparkdl.engines.shuffle.messages import (
 )
 from sparkdl.engines.shuffle.state_tasks import RecipeSource
 from sparkdl.engines.shuffle.weights import RemoteWeights, load_weights, map_weights, read_frame
-from sparkdl.errors import ModelError, StaleReferenceError, UserError
+from sparkdl.errors import StaleReferenceError, UserError
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.compare import Compared, Description, compared
 from sparkdl.replica.iteration import Clock, Fault, SliceHandle
@@ -31,7 +31,7 @@ from sparkdl.replica.run import ReplicaHandle, RunSpec, build_replica, open_repl
 from sparkdl.slab.pool import Pool, open_pool
 from sparkdl.spark.message import posted
 from sparkdl.spark.worker import finish_task
-from sparkdl.usercode.travel import REMEDY
+from sparkdl.usercode.travel import model_needs
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class CheckReplica:
             except UserError as error:
                 found = error
             except ModuleNotFoundError as error:
-                found = ModelError(f"model() fails on the executors: {error}. {REMEDY}")
+                found = model_needs(error, "the executors")
             yield pickle.dumps((token, found, lies_here(pickle.loads(samples), token)))
         finish_task()
 

@@ -1,0 +1,206 @@
+"""Signs of life of a run: a bar on terminals and in notebooks, lines in the log elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from sparkdl.loop.callbacks import Callback
+from sparkdl.loop.state import TrainState
+
+logger = logging.getLogger("sparkdl")
+LOG_SECONDS = 30.0
+"""How often a line is logged; a fit that is done by then logs none."""
+_REFRESH_SECONDS = 0.2
+
+
+class Progress(Callback):
+    """Shows how far a run is. :meth:`close` is also called where the fit fails."""
+
+    def close(self) -> None:
+        """Leave the terminal's line."""
+
+
+def progress_of(mode: str, facts: str, began: float, one_pass: bool = False) -> Progress:
+    """Return what shows the progress of a run, as ``spark.sparkdl.progress`` says.
+
+    Args:
+        mode: "true" is the bar, "false" nothing, "auto" the bar on terminals and in notebooks and
+            lines in the log elsewhere.
+        facts: What is trained on what, for the first line of the log.
+        began: When the fit was called, by ``time.monotonic()``.
+        one_pass: Whether only the epoch that begins is shown, of a run over data that come in parts.
+    """
+    if mode == "true" or (mode == "auto" and (sys.stderr.isatty() or _in_notebook())):
+        return ProgressBar(one_pass)
+    return ProgressLog(facts, began, one_pass) if mode == "auto" else Progress()
+
+
+class ProgressBar(Progress):
+    """A tqdm bar with epoch, loss, samples/s, a metric of the last validation, and what training
+    waits for: a validation, a checkpoint."""
+
+    def __init__(self, one_pass: bool = False) -> None:
+        self._one_pass = one_pass
+        self._bar: Any = None
+        self._refreshed = 0.0
+        self._previous = TrainState()
+        self._own_line = contextlib.ExitStack()
+
+    def on_fit_start(self, trainer: Any, state: TrainState) -> None:
+        from tqdm.auto import tqdm
+
+        done, total = state.iteration, trainer.stop.limit(state.iterations_per_epoch)
+        if self._one_pass:
+            done, total = state.position, state.iterations_per_epoch
+        epoch = f"epoch {state.epoch + 1}"
+        self._bar = tqdm(total=total, initial=done, unit="it", dynamic_ncols=True, desc=epoch)
+        self._own_line.enter_context(_cleared_for_messages(self._bar))
+        self._previous = state
+
+    def on_iteration_end(self, trainer: Any, state: TrainState) -> None:
+        self._bar.update()
+        validation = trainer.validation
+        if validation is not None and validation.every(self._previous, state):
+            self._show(trainer, state, "validating")
+        elif not self._tell_of_checkpoint(trainer, state):
+            now = time.perf_counter()
+            if now - self._refreshed > _REFRESH_SECONDS:
+                self._refreshed = now
+                self._show(trainer, state)
+            self._previous = state
+
+    def on_validation_end(self, trainer: Any, state: TrainState) -> None:
+        if not self._tell_of_checkpoint(trainer, state):
+            self._show(trainer, state)
+        self._previous = state
+
+    def on_checkpoint(self, trainer: Any, state: TrainState) -> None:
+        self._show(trainer, state)
+        self._previous = state
+
+    def on_fit_end(self, trainer: Any, state: TrainState) -> None:
+        self._show(trainer, state)
+        self.close()
+
+    def close(self) -> None:
+        """Leave the terminal's line; also called where the fit fails."""
+        self._own_line.close()
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _tell_of_checkpoint(self, trainer: Any, state: TrainState) -> bool:
+        """Show that training waits for a checkpoint; whether it does."""
+        checkpoint = trainer.checkpoint
+        if checkpoint is None or checkpoint.asynchronous:
+            return False
+        if due := checkpoint.every(self._previous, state):
+            self._show(trainer, state, "writing a checkpoint")
+        return due
+
+    def _show(self, trainer: Any, state: TrainState, doing: str = "") -> None:
+        running = state.position != 0
+        self._bar.set_description(f"epoch {state.epoch + running}", refresh=False)
+        rate = state.samples / max(state.seconds, 1e-9)
+        shown = [
+            f"loss {state.loss:.4g}",
+            f"{rate:,.0f} samples/s",
+            *_metric(trainer, state),
+            doing,
+        ]
+        self._bar.set_postfix_str(", ".join(filter(None, shown)))
+
+
+class ProgressLog(Progress):
+    """Lines of the logger "sparkdl": what is trained, and every 30 seconds how far it is.
+
+    They are of level INFO. Where logging is not configured they go to the standard error, as warnings
+    do; else they go where the configuration says.
+    """
+
+    def __init__(self, facts: str, began: float, one_pass: bool = False) -> None:
+        self._facts, self._one_pass = facts, one_pass
+        self._told_at, self._told_of = began, TrainState()
+        self._begun = False
+
+    def on_fit_start(self, trainer: Any, state: TrainState) -> None:
+        self._told_of = state
+        if self._due():  # placing the samples took long
+            self._begin()
+
+    def on_iteration_end(self, trainer: Any, state: TrainState) -> None:
+        if self._due():
+            self._begin()
+            self._tell(trainer, state)
+
+    def on_fit_end(self, trainer: Any, state: TrainState) -> None:
+        if self._begun:
+            self._tell(trainer, state, "training has ended: ")
+
+    def _due(self) -> bool:
+        return time.monotonic() - self._told_at >= LOG_SECONDS
+
+    def _begin(self) -> None:
+        if not self._begun:
+            _log(f"training {self._facts}")
+            self._begun, self._told_at = True, time.monotonic()
+
+    def _tell(self, trainer: Any, state: TrainState, what: str = "") -> None:
+        limit = None if self._one_pass else trainer.stop.limit(state.iterations_per_epoch)
+        of = "" if limit is None else f" of {limit:,}"
+        before = self._told_of
+        shown = [
+            f"epoch {state.epoch + (state.position != 0)}",
+            f"iteration {state.iteration:,}{of}",
+            f"loss {state.loss:.4g}",
+        ]
+        if state.samples > before.samples:
+            rate = (state.samples - before.samples) / max(state.seconds - before.seconds, 1e-9)
+            shown.append(f"{rate:,.0f} samples/s")
+        _log(what + ", ".join([*shown, *_metric(trainer, state)]))
+        self._told_at, self._told_of = time.monotonic(), state
+
+
+def _metric(trainer: Any, state: TrainState) -> Iterator[str]:
+    """Give a metric of the last validation: what weights are kept by, else the first but the loss."""
+    if state.metrics:
+        best = trainer.validation.best if trainer.validation else None
+        name = best or next((name for name in state.metrics if name != "loss"), "loss")
+        if name in state.metrics:
+            yield f"validation {name} {state.metrics[name]:.4g}"
+
+
+def _log(text: str) -> None:
+    """Log ``text``, to the standard error where nobody has configured logging."""
+    if logger.level or logger.hasHandlers():
+        logger.info("%s", text)
+    elif logging.root.manager.disable < logging.INFO:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", "%H:%M:%S"))
+        handler.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, text, (), None))
+
+
+@contextlib.contextmanager
+def _cleared_for_messages(bar: Any) -> Iterator[None]:
+    """Inside the block a message of sparkdl begins at the start of the bar's line, which is drawn anew
+    below it."""
+
+    def clear(record: logging.LogRecord) -> bool:
+        bar.clear()
+        return True
+
+    logger.addFilter(clear)
+    try:
+        yield
+    finally:
+        logger.removeFilter(clear)
+
+
+def _in_notebook() -> bool:
+    shell = sys.modules.get("IPython")
+    return shell is not None and type(shell.get_ipython()).__name__ == "ZMQInteractiveShell"
