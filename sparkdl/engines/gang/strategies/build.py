@@ -24,14 +24,16 @@ from sparkdl.gang.rank_task import Member
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
 from sparkdl.parallel.tensor import layer_by_layer
-from sparkdl.process.available_memory import is_scarce
-from sparkdl.process.memory import keep_heap, memory_given_back
+from sparkdl.process.memory import is_scarce, keep_heap, memory_given_back
 from sparkdl.replica.gradient_writer import streams
 from sparkdl.replica.run import Run
 from sparkdl.replica.step import to_mini_batch
 from sparkdl.slab.root import open_root
 
 Built = tuple[Holding, Summed | Exchanged]
+HEAP_SHARE = 8
+"""A rank under "fsdp" may come to hold so many times the model's bytes where it keeps its heap (see
+:mod:`sparkdl.process.memory`): measured with Adam."""
 
 
 def hold(recipe: Recipe, setup: Setup, samples: Sequence[Samples], member: Member) -> Built:
@@ -85,7 +87,7 @@ def _cut(recipe: Recipe, setup: Setup, samples: Sequence[Samples], member: Membe
             live, whole = cut_by_layer(recipe, parallel.tensor, layers, spare, device, turn)
     if parallel.fsdp is not None:
         here = [each.token for each in samples].count(samples[rank].token)
-        if is_scarce(whole.nbytes // mesh.pipe, here):
+        if is_scarce(HEAP_SHARE * whole.nbytes // mesh.pipe, here):
             at_end.enter_context(memory_given_back())
     names = [name for name in ("shard", "tensor") if name in parallel.parts]
     every = frozenset(range(len(whole.segments)))
