@@ -25,7 +25,7 @@ from sparkdl.codec.files import MAX_JSON_BYTES
 from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
 
 MANIFEST = "manifest.json"
-HISTORY = "history.json"
+HISTORY = "history.safetensors"
 
 _WRITABLE = (
     "Give Checkpoint(path) a folder that can be written, on a file system that the driver and all "
@@ -40,7 +40,7 @@ NOT_SHARED = "The path must be on a file system that the driver and all executor
 
 _FOLDER = re.compile(r"iteration-(\d{10,})-([0-9a-f]{12})[0-9a-f]{8}")
 _OWN = re.compile(
-    r"manifest\.json|history\.json|[a-z]+-\d{5,}-[0-9a-f]{16}\.safetensors|probe-[0-9a-f]{16}"
+    r"manifest\.json|history\.safetensors|[a-z]+-\d{5,}-[0-9a-f]{16}\.safetensors|probe-[0-9a-f]{16}"
 )
 
 

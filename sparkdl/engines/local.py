@@ -17,6 +17,7 @@ from sparkdl.data.partition_reader import MappedPartition, open_partition
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.shuffle.compression_tasks import compress_outcome
 from sparkdl.engines.shuffle.messages import Step
+from sparkdl.errors import StaleReferenceError, StateLostError
 from sparkdl.loop.engine import (
     BEST,
     CURRENT,
@@ -54,15 +55,26 @@ from sparkdl.slices.state import SliceState, join_states
 
 
 class LocalEngine:
-    """M replicas one after another on one live module, N slices one after another."""
+    """M replicas one after another on one live module, N slices one after another.
+
+    It opens all samples at the start: what is mapped stays, also where its files are deleted.
+    """
 
     recoveries = 0
     begins_ahead = False
 
-    def __init__(self, samples: SampleSet, run: Run, recipe: bytes, batch_size: int) -> None:
+    def __init__(
+        self,
+        samples: SampleSet,
+        validation: ValidationSet | None,
+        run: Run,
+        recipe: bytes,
+        batch_size: int,
+    ) -> None:
         self.plan = EpochPlan(samples.counts, batch_size)
         self._run = run
         self._partitions = _open(samples)
+        self._validation = [] if validation is None else _open(validation.samples)
         self._recipe = recipe
         self._replica = _built(recipe)
         self._plans = RunPlans.of(self._replica, run)
@@ -217,7 +229,7 @@ class LocalEngine:
                     validation.assembly,
                     validation.batch_size,
                 )
-                for partition in _open(validation.samples)
+                for partition in self._validation
                 if partition is not None
             ]
         return validation.scorer.merge(states)
@@ -260,4 +272,10 @@ def _built(recipe: bytes) -> LiveReplica:
 
 
 def _open(samples: SampleSet) -> list[MappedPartition | None]:
-    return [open_partition(handle) if handle.num_rows else None for handle in samples.handles]
+    try:
+        return [open_partition(handle) if handle.num_rows else None for handle in samples.handles]
+    except StaleReferenceError as error:
+        raise StateLostError(
+            f"{error} before training began. Call fit again, which writes the samples anew; keep "
+            "others from deleting what is in spark.sparkdl.slab.dir."
+        ) from error

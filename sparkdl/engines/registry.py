@@ -60,7 +60,7 @@ def build_engine(
         numerics=Numerics.here(),
     )
     if trainer.engine == "local":
-        return LocalEngine(samples, made, model.payload, batch_size)
+        return LocalEngine(samples, validation, made, model.payload, batch_size)
     snapshots = None if is_local(context) else settings.snapshot_seconds
     if trainer.engine == "gang":
         how = replace(made.assembly, augment=trainer.augment)

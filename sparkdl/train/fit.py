@@ -37,7 +37,7 @@ from sparkdl.loop.engine import (
 from sparkdl.loop.history import History
 from sparkdl.loop.interrupt import interruptible
 from sparkdl.loop.loop import train
-from sparkdl.loop.state import TrainState
+from sparkdl.loop.state import TrainState, recent_validations
 from sparkdl.loop.triggers import MaxEpoch
 from sparkdl.model.flat import filled
 from sparkdl.model.recipe import weights_digest
@@ -172,6 +172,8 @@ def run(
         else:
             schedule = model.schedule
             state = caught_up(schedule, state, history)
+        if one_pass and not schedule.follows_validations:
+            state = replace(state, validations=recent_validations(state.validations))
         told = told_in_manifest(trainer, result(module=model.module, history=history))
         stages = stages_of(trainer, engine, validation, identity, told, state, history, one_pass)
         model = replace(model, module=nn.Module())  # which was for trying, and takes memory

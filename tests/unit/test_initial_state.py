@@ -180,7 +180,7 @@ def test_so_it_has_in_one_process(tmp_path, built_from):
     writer.add(["features", "label"], [rows, np.arange(6) % 3])
     handle = writer.finish()
     samples = SampleSet(None, (handle,), handle.fields, 1, [], num_labels=1)
-    engine = LocalEngine(samples, run, cloudpickle.dumps(recipe), batch_size=6)
+    engine = LocalEngine(samples, None, run, cloudpickle.dumps(recipe), batch_size=6)
     engine.start()
     first = engine.weights().clone()
     engine.step(Iteration(0, 0, 0, None, ""))

@@ -28,6 +28,7 @@ from sparkdl.engines.gang.background import Results
 from sparkdl.engines.gang.in_flight import Asked
 from sparkdl.engines.gang.rank import Do, SetUp, frames_of
 from sparkdl.engines.gang.rank_records import RankStep, Setup, Standing
+from sparkdl.engines.gang.recipe_files import RecipeSource
 from sparkdl.engines.resources import Resources
 from sparkdl.engines.shuffle.messages import Step
 from sparkdl.engines.shuffle.placement import (
@@ -121,19 +122,20 @@ class GangEngine:
             assert validation.samples.rdd is not None
             self._samples.append(validation.samples.rdd)
         checksums = tuple(handle.checksum for handle in samples.handles)
-        self._setup = Setup(run, recipe, built, spare, checksums, parallel, weighs, sums)
+        self._recipe, source = recipe, RecipeSource.of(run.slab, recipe)
+        self._setup = Setup(run, source, built, spare, checksums, parallel, weighs, sums)
         self._tokens: tuple[str, ...] = ()
         self._writing = False
         self._times_left = 0  # how often something was left in slabs
-        source = self._samples[0]
+        frames = self._samples[0]
         if validation is not None:
-            source = zip_frames(source, self._samples[1])
+            frames = zip_frames(frames, self._samples[1])
         name = f"{run.slab.name}-gang"
         hosting = None
         if min_ranks is not None:
             hosting = Hosting(min_ranks, node_of, NodeHere(run.slab))
         self._gang = Gang(
-            resources.context, source, name, timeout=timeout, profile=profile, hosting=hosting
+            resources.context, frames, name, timeout=timeout, profile=profile, hosting=hosting
         )
         self._asked = Asked(self._gang, self._step)
         resources.closing(self._gang)
@@ -159,6 +161,7 @@ class GangEngine:
         self._asked.forget()
         for _ in range(MAX_SUBMISSIONS):
             self._gang.start()
+            self._setup.recipe.bring(self._gang, self._recipe)
             told = self._gang.call(SetUp(self._setup), "setting up the ranks")
             _raise_first([each for each in told if isinstance(each, UserError)])
             found: list[Standing] = told
@@ -181,6 +184,7 @@ class GangEngine:
         self._tokens = tuple(each.token for each in samples)
         theirs = samples if self._setup.parallel.cuts else ()  # nobody else reads others' rows
         _raise_first(self._call("setting up the ranks", "begin", theirs))
+        self._setup.recipe.remove(self._gang)
 
     @property
     def remark(self) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sparkdl.data.batches import Batch
 from sparkdl.data.fields import SampleHandle
+from sparkdl.engines.gang.recipe_files import RecipeSource
 from sparkdl.parallel.plan import Parallel
 from sparkdl.replica.compare import Compared, Description
 from sparkdl.replica.iteration import ReplicaReport, SliceReport
@@ -14,13 +15,13 @@ from sparkdl.replica.run import Run
 
 @dataclass(frozen=True)
 class Setup:
-    """What a rank begins with. ``recipe``: pickled. ``built``: what the driver has made of it.
+    """What a rank begins with. ``recipe``: where it is. ``built``: what the driver has made of it.
     ``spare``: a few rows of the data, for a rank that has none in an iteration. ``checksums``: of the
     partitions of training samples. ``weighs``: whether a mini-batch may count for something else than
     its rows, so that ranks have to tell. ``sums``: whether the loss returns ``(sum, count)``."""
 
     run: Run
-    recipe: bytes
+    recipe: RecipeSource
     built: Description
     spare: Batch
     checksums: tuple[int, ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -36,9 +36,11 @@ HEAP_SHARE = 8
 :mod:`sparkdl.process.memory`): measured with Adam."""
 
 
-def hold(recipe: Recipe, setup: Setup, samples: Sequence[Samples], member: Member) -> Built:
-    """Build the replica: what this rank holds of it, and how gradients come together. ``samples``: of
-    all ranks.
+def hold(
+    load: Callable[[], Recipe], setup: Setup, samples: Sequence[Samples], member: Member
+) -> Built:
+    """Build the replica: what this rank holds of it, and how gradients come together. ``load``: reads
+    the recipe. ``samples``: of all ranks.
 
     Raises :class:`sparkdl.ModelError` where its layers cannot be cut as the plan says, and
     :class:`sparkdl.SessionError` where what is cut cannot be on these devices.
@@ -46,7 +48,8 @@ def hold(recipe: Recipe, setup: Setup, samples: Sequence[Samples], member: Membe
     keep_heap()
     run, parallel, spare = setup.run, setup.parallel, setup.spare
     if parallel.cuts:
-        return _cut(recipe, setup, samples, member)
+        return _cut(load, setup, samples, member)
+    recipe = load()
     live = LiveReplica.of(recipe, member.device)
     if recipe.policy.sync_batchnorm:
         synchronise(live.flat.module)
@@ -59,7 +62,9 @@ def hold(recipe: Recipe, setup: Setup, samples: Sequence[Samples], member: Membe
     return held, DataParallel(live, plans, member.rank, spare, parallel.ddp)
 
 
-def _cut(recipe: Recipe, setup: Setup, samples: Sequence[Samples], member: Member) -> Built:
+def _cut(
+    load: Callable[[], Recipe], setup: Setup, samples: Sequence[Samples], member: Member
+) -> Built:
     """Into stages, or units, or layers, or several of these."""
     from sparkdl.engines.gang.strategies.fsdp import FullySharded, sharded
     from sparkdl.engines.gang.strategies.pipeline import Pipelined
@@ -76,15 +81,19 @@ def _cut(recipe: Recipe, setup: Setup, samples: Sequence[Samples], member: Membe
     root = open_root(run.slab)
     assert root is not None
     with memory_given_back(), Turn(root.directories[-1]) as turn:
+        recipe = load()
+        module = recipe.build()
+        recipe = recipe.without_weights()  # which are in the module
         if parallel.pipeline is not None:
-            made = staged(recipe, parallel, groups, rank, spare, device, turn)
+            made = staged(recipe, module, parallel, groups, rank, spare, device, turn)
             live, whole, seats = made.live, made.whole, made.seats
         elif parallel.fsdp is not None:
-            live, whole = sharded(recipe, parallel, groups, spare, device, turn)
+            live, whole = sharded(recipe, module, parallel, groups, spare, device, turn)
         else:
             assert parallel.tensor is not None
             layers = groups.mesh("tensor")
-            live, whole = cut_by_layer(recipe, parallel.tensor, layers, spare, device, turn)
+            how = parallel.tensor
+            live, whole = cut_by_layer(recipe, module, how, layers, spare, device, turn)
     if parallel.fsdp is not None:
         here = [each.token for each in samples].count(samples[rank].token)
         if is_scarce(HEAP_SHARE * whole.nbytes // mesh.pipe, here):
@@ -110,8 +119,8 @@ def _cut(recipe: Recipe, setup: Setup, samples: Sequence[Samples], member: Membe
     near = NearRows(samples, rank, mesh.model_group(rank), run, live)
     if parallel.pipeline is not None:
         carrier = _carrier(groups.along("pipe"), mesh.along(rank, "pipe"), samples, run, device)
-        how = parallel.pipeline
-        return held, Pipelined(made, plans, rank, spare, how, groups, near, carrier)
+        pipeline = parallel.pipeline
+        return held, Pipelined(made, plans, rank, spare, pipeline, groups, near, carrier)
     like = to_mini_batch(spare, live, training=False)
     group = ModelGroup(mesh, rank, groups.along("tensor"), live, like, near)
     if parallel.fsdp is not None:

@@ -52,6 +52,7 @@ from sparkdl.slices.spec import SlicePlan
 
 def sharded(
     recipe: Recipe,
+    module: nn.Module,
     parallel: Parallel,
     groups: Groups,
     spare: Batch,
@@ -60,12 +61,11 @@ def sharded(
 ) -> tuple[LiveReplica, Layout]:
     """The replica with this rank's shards in its flat vector, and the layout of the whole.
 
-    The module is built on the CPU, and cut unit by unit, after its layers where they are cut too. With
-    ``cpu_offload`` that is where the shards stay.
+    ``module``, which has just been built on the CPU, is cut unit by unit, after its layers where they
+    are cut too. With ``cpu_offload`` that is where the shards stay.
     """
     strategy = parallel.fsdp
     assert strategy is not None
-    module = recipe.build()
     layout = layout_of(module)
     units = units_of(module, strategy.units)
     if parallel.tensor is not None:
