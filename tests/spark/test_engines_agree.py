@@ -539,8 +539,8 @@ class DeletesSamples(sparkdl.Callback):
 @pytest.mark.linux
 @pytest.mark.parametrize("engine", ["local", "shuffle"])
 def test_files_that_are_deleted_before_the_first_validation_cost_nothing(spark, frames, engine):
-    df, validation = frames
-    trainer = trainer_of({"stop": sparkdl.max_iteration(4)}, validation)
+    df, _ = frames  # of whose second part no row is looked at before
+    trainer = trainer_of({"stop": sparkdl.max_iteration(4)}, df)
     expected = replace(trainer, engine="local").fit(df)
     deletes = DeletesSamples(spark.sparkContext.applicationId)
     found = replace(trainer, engine=engine, callbacks=[deletes]).fit(df)
