@@ -131,7 +131,7 @@ def history_in(checkpoint: str) -> History:
     """The history in a checkpoint, named as by :attr:`TrainState.checkpoint`."""
     store = CheckpointStore.open(checkpoint)
     uri, manifest = next(store.candidates())
-    return History.from_json_bytes(store.read_history(uri, manifest))
+    return History.from_bytes(store.read_history(uri, manifest))
 
 
 def _read(uri: str, files: tuple[SliceFile, ...], plan: SliceSpec, dtype: Any) -> SliceState:
@@ -193,7 +193,7 @@ class ResumeCandidates:
         """What the manifest and the history say. Raises DamagedCheckpoint where that is nonsense."""
         data = self._store.read_history(uri, manifest)
         try:
-            history = History.from_json_bytes(data)
+            history = History.from_bytes(data)
             midway = identity.batches_as_in(manifest)
             found = RestoredRun.of(identity, uri, manifest, history, self._any_data, midway)
             _ = found.state

@@ -183,7 +183,7 @@ class Checkpointer:
         return OpenCheckpoint(
             self._store.begin(state.iteration),
             state,
-            (self._history.tail(TAIL) if self._endless else self._history).to_json_bytes(),
+            (self._history.tail(TAIL) if self._endless else self._history).to_bytes(),
             self._noting() if self._noting is not None else None,
             state.best is not None and self._identity.metric is not None,
         )

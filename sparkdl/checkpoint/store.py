@@ -27,7 +27,7 @@ from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
 
 logger = logging.getLogger("sparkdl")
 MANIFEST = "manifest.json"
-HISTORY = "history.json"
+HISTORY = "history.safetensors"
 
 _WRITABLE = (
     "Give Checkpoint(path) a folder that can be written, on a file system that the driver and all "
@@ -42,7 +42,7 @@ NOT_SHARED = "The path must be on a file system that the driver and all executor
 
 _FOLDER = re.compile(r"iteration-(\d{10,})-([0-9a-f]{12})[0-9a-f]{8}")
 _OWN = re.compile(
-    r"manifest\.json|history\.json|[a-z]+-\d{5,}-[0-9a-f]{16}\.safetensors|probe-[0-9a-f]{16}"
+    r"manifest\.json|history\.safetensors|[a-z]+-\d{5,}-[0-9a-f]{16}\.safetensors|probe-[0-9a-f]{16}"
 )
 
 

@@ -16,6 +16,7 @@ from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.partition_reader import MappedPartition, open_partition
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.validation_set import ValidationSet
+from sparkdl.errors import StaleReferenceError, StateLostError
 from sparkdl.loop.engine import (
     BEST,
     CURRENT,
@@ -52,7 +53,10 @@ from sparkdl.slices.state import SliceState, join_states
 
 
 class LocalEngine:
-    """M replicas one after another on one live module, N slices one after another."""
+    """M replicas one after another on one live module, N slices one after another.
+
+    It opens all samples at the start: what is mapped stays, also where its files are deleted.
+    """
 
     recoveries = 0
     begins_ahead = False
@@ -66,6 +70,7 @@ class LocalEngine:
         validation: ValidationSet | None = None,
     ) -> None:
         self._validation = validation
+        self._validation_partitions = [] if validation is None else _open(validation.samples)
         self.plan = EpochPlan(samples.counts, batch_size)
         self._run = run
         self._partitions = _open(samples)
@@ -216,7 +221,7 @@ class LocalEngine:
                     validation.assembly,
                     validation.batch_size,
                 )
-                for partition in _open(validation.samples)
+                for partition in self._validation_partitions
                 if partition is not None
             ]
         return validation.scorer.merge(states)
@@ -259,4 +264,10 @@ def _built(recipe: bytes) -> LiveReplica:
 
 
 def _open(samples: SampleSet) -> list[MappedPartition | None]:
-    return [open_partition(handle) if handle.num_rows else None for handle in samples.handles]
+    try:
+        return [open_partition(handle) if handle.num_rows else None for handle in samples.handles]
+    except StaleReferenceError as error:
+        raise StateLostError(
+            f"{error} before training began. Call fit again, which writes the samples anew; keep "
+            "others from deleting what is in spark.sparkdl.slab.dir."
+        ) from error

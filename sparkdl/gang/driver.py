@@ -250,6 +250,12 @@ class Gang:
         self.send([command])
         return self.answers(doing)[0]
 
+    def call_each(self, commands: Sequence[Command], doing: str) -> list[Any]:
+        """Likewise, a command for each rank, in rank order."""
+        assert self._ranks is not None
+        self._ranks.send_each(commands)
+        return self.answers(doing)[0]
+
     def send(self, commands: Sequence[Command]) -> None:
         """Every rank does these, one after another, after those before: :meth:`answers` gives the
         results of one."""

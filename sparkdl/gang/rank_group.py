@@ -54,8 +54,12 @@ class ConnectedRanks:
 
     def call_each(self, commands: Iterable[Command], doing: str) -> list[Any]:
         """Likewise, a command for each."""
-        self._send([[cloudpickle.dumps(command)] for command in commands])
+        self.send_each(commands)
         return self.answers(doing)[0]
+
+    def send_each(self, commands: Iterable[Command]) -> None:
+        """A command for each: :meth:`answers` gives the results."""
+        self._send([[cloudpickle.dumps(command)] for command in commands])
 
     def send(self, commands: Sequence[Command]) -> None:
         """Each does these, one after another, after those before: :meth:`answers` gives the results of

@@ -79,7 +79,7 @@ def load_checkpoint(
     store = CheckpointStore.open(path)
     for uri, manifest in store.candidates():
         try:
-            history = History.from_json_bytes(store.read_history(uri, manifest))
+            history = History.from_bytes(store.read_history(uri, manifest))
             return _model_of(uri, manifest, history, model, loss, trust)
         except DamagedCheckpoint as error:
             store.skip(uri, str(error))

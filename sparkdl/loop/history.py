@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from sparkdl.errors import ParameterError
+from sparkdl.loop import history_columns, history_tables
 from sparkdl.loop import history_formats as history_files
-from sparkdl.loop import history_tables
 from sparkdl.loop.history_formats import KINDS
 from sparkdl.loop.state import TrainState, Validated
 
+_TIMINGS = "timings/"
 _NO_NORM = -1.0  # a norm is never negative; NaN is one that was measured
 _CODES: dict[type, Any] = {int: "q", float: "d", bool: "q"}  # "skipped" is kept as a count
 
@@ -255,8 +256,37 @@ class History:
         """
         return History._of(history_files.read(Path(path)), str(path))
 
+    def to_bytes(self) -> bytes:
+        """All of it as a safetensors file, for a checkpoint."""
+        timings = {_TIMINGS + name: column for name, column in self._timings.items()}
+        rest = {
+            "validations": self.validations,
+            "timings": list(self._timings),
+            "start": self._start,
+            "stopped": self.stopped,
+        }
+        return history_columns.pack({**self._columns, **timings}, self._length, rest)
+
+    @staticmethod
+    def from_bytes(content: bytes) -> History:
+        """Read what :meth:`to_bytes` gave. Raises :class:`sparkdl.ParameterError` for other bytes."""
+        return _explained(History._unpacked, content, "it")
+
+    @staticmethod
+    def _unpacked(content: bytes) -> History:
+        codes = {name: _CODES[kind] for name, kind in KINDS.items()}
+        columns, rest = history_columns.unpack(content, codes)
+        history = History()
+        history._columns = {name: columns.pop(name) for name in codes}
+        history._timings = {name: columns.pop(_TIMINGS + name) for name in rest["timings"]}
+        if columns:
+            raise ValueError(f"nothing is known of its {', '.join(columns)}")
+        history._length = len(history._columns["loss"])
+        history._read_rest(rest)
+        return history
+
     def to_json_bytes(self) -> bytes:
-        """The JSON of :meth:`save` without spaces, as UTF-8: for a checkpoint."""
+        """The JSON of :meth:`save` without spaces, as UTF-8."""
         return history_files.to_json(self._content()).encode()
 
     @staticmethod
@@ -288,27 +318,12 @@ class History:
 
         Raises :class:`sparkdl.ParameterError` where it is none, and calls it ``where``.
         """
-        try:
-            return History._read(content)
-        except (
-            ArithmeticError,
-            AttributeError,
-            IndexError,
-            KeyError,
-            TypeError,
-            ValueError,
-        ) as error:
-            raise ParameterError(
-                f"{where} holds no history ({type(error).__name__}: {error})."
-            ) from error
+        return _explained(History._read, content, where)
 
     @staticmethod
     def _read(content: dict[str, Any]) -> History:
         history = History()
-        for name, before in history._start.items():
-            history._start[name] = type(before)(content.get("start", {}).get(name, before))
-        stopped = content.get("stopped")
-        history.stopped = None if stopped is None else str(stopped)
+        history._read_rest(content)
         timings = content.get("timings", {})
         skipped = history._start["skipped"]
         for i, row in enumerate(content["iterations"]):
@@ -326,8 +341,33 @@ class History:
                 timings={k: v[i] for k, v in timings.items() if v[i] is not None},
             )
             history.append(state, row["epoch"])
+        return history
+
+    def _read_rest(self, content: dict[str, Any]) -> None:
+        """All but the iterations."""
+        for name, before in self._start.items():
+            self._start[name] = type(before)(content.get("start", {}).get(name, before))
+        stopped = content.get("stopped")
+        self.stopped = None if stopped is None else str(stopped)
         for record in content.get("validations", []):
             metrics = {str(name): float(value) for name, value in record["metrics"].items()}
             iteration, epoch = int(record["iteration"]), int(record["epoch"])
-            history.append_validation(Validated(iteration=iteration, epoch=epoch, metrics=metrics))
-        return history
+            self.append_validation(Validated(iteration=iteration, epoch=epoch, metrics=metrics))
+
+
+def _explained(read: Callable[[Any], History], content: Any, where: str) -> History:
+    """``read(content)``. Raises :class:`ParameterError` where that is no history, and calls it
+    ``where``."""
+    try:
+        return read(content)
+    except (
+        ArithmeticError,
+        AttributeError,
+        IndexError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise ParameterError(
+            f"{where} holds no history ({type(error).__name__}: {error})."
+        ) from error

@@ -66,6 +66,11 @@ class Schedule:
     def learning_rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self._groups if "lr" in group)
 
+    @property
+    def follows_validations(self) -> bool:
+        """Whether a schedule's place follows from all validations that have been."""
+        return any(self._plateaus)
+
     def changes(self) -> tuple[Mapping[str, Any], ...] | None:
         """What differs from the optimizers' own values, one mapping a group; None without schedule."""
         if not self._schedulers:
@@ -98,7 +103,7 @@ class Schedule:
         ``limit``: its last iteration, as far as it is known. ``metrics``: what its validation
         gives; empty without validation.
         """
-        if any(self._plateaus):
+        if self.follows_validations:
             if not metrics:
                 raise ModelError(
                     "schedule ReduceLROnPlateau follows a metric of the validation, and there is "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -59,7 +60,8 @@ class TrainState:
     """Of the last iteration where ``Trainer.histograms`` asked for them: "weights/NAME" and
     "gradients/NAME" for each trainable parameter."""
     validations: tuple[Validated, ...] = ()
-    """Every validation so far, oldest first."""
+    """Every validation so far, oldest first. Where ``partial_fit`` goes on, see
+    :func:`recent_validations`."""
     best: Validated | None = None
     """The validation whose weights are kept; None without ``Validation(best=...)``."""
     higher_is_better: Mapping[str, bool] = field(default_factory=dict)
@@ -71,6 +73,27 @@ class TrainState:
     def metrics(self) -> Mapping[str, float]:
         """The last validation's values by name; empty before the first."""
         return self.validations[-1].metrics if self.validations else {}
+
+
+MOST_VALIDATIONS = 1000
+"""So many validations a stream takes along from one batch of data to the next, and a few more."""
+
+
+def recent_validations(validations: Sequence[Validated]) -> tuple[Validated, ...]:
+    """The last :data:`MOST_VALIDATIONS`, and of those before them the ones with the least and the
+    greatest value of each metric.
+
+    So a trigger that compares recent validations with the best one of all before them decides the same;
+    one whose patience is :data:`MOST_VALIDATIONS` or more does not.
+    """
+    old, recent = validations[:-MOST_VALIDATIONS], validations[-MOST_VALIDATIONS:]
+    kept: set[int] = set()
+    for name in {name for validated in old for name in validated.metrics}:
+        values = {n: v.metrics[name] for n, v in enumerate(old) if name in v.metrics}
+        known = {n: value for n, value in values.items() if not math.isnan(value)}
+        if known:
+            kept |= {min(known, key=known.__getitem__), max(known, key=known.__getitem__)}
+    return (*(old[n] for n in sorted(kept)), *recent)
 
 
 def next_counters(state: TrainState) -> TrainState:

@@ -77,13 +77,19 @@ class Layout:
         return self.size * self.dtype.itemsize
 
 
+_NOTHING = (
+    "the model has no trainable parameter: of its {} parameters none has requires_grad=True. "
+    "Leave some out of freeze=, name some in unfreeze=, or build layers that have some."
+)
+
+
 def layout_of(module: nn.Module) -> Layout:
     """Lay out ``module``. Raises :class:`sparkdl.errors.ModelError` for what cannot be trained."""
     tables = sparse_tables(module)
     trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     trainable.sort(key=lambda item: id(item[1]) in tables)
     if not trainable:
-        raise ModelError("the model has no trainable parameter (all have requires_grad=False).")
+        raise ModelError(_NOTHING.format(sum(1 for _ in module.parameters())))
     memory: dict[int, str] = {}
     for name, parameter in ((name, local(parameter)) for name, parameter in trainable):
         if parameter.is_complex() or not parameter.is_floating_point():

@@ -54,6 +54,7 @@ class LiveReplica:
         """Of a recipe that is built. ``device``: None: where its flat vector is."""
         call = prepared_forward(flat.module, recipe.policy)
         device = device or flat.flat.device
+        recipe = recipe.without_weights()
         return LiveReplica(recipe, flat, call, device, on_device(recipe.loss, device))
 
     def give_gradients(self, sink: Callable[[int, torch.Tensor], None] | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -57,6 +57,10 @@ class Recipe:
             take_buffers(module, self.buffers)
         freeze(module, self.frozen, self.unfrozen)
         return module
+
+    def without_weights(self) -> Recipe:
+        """The recipe of a module that is built, and so has the weights."""
+        return replace(self, weights=None, buffers={})
 
     def _made(self) -> nn.Module:
         if isinstance(self.model, nn.Module):

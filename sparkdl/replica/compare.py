@@ -7,6 +7,18 @@ told.
 Values are compared bit for bit. Where the bits differ, some of the values are compared as numbers: a
 driver and executors with processors of other kinds may differ in the last bits of what torch draws,
 which harms nothing, as all executors begin with the same.
+
+A number that only ``forward`` uses, such as a constant of a module of the user's, is not compared; the
+code of its functions is (:mod:`sparkdl.usercode`). To compare what ``forward`` puts out for a fixed
+batch would tell of some such numbers, and would be wrong of some models:
+
+* What is there in training alone, such as the rate of a dropout, shows in no evaluation, and in
+  training only as other random numbers.
+* Outputs that jump, such as the index of a maximum or boxes that are suppressed, differ by more than
+  rounding between processors of two kinds, and so does what a GPU draws.
+* A pass changes what it keeps in Python attributes, such as a count of calls, and the replica that has
+  made it would no longer be the one that plain PyTorch begins with; another replica for it alone takes
+  the memory of a model on each executor, and the time of a pass on the driver at the start of each fit.
 """
 
 from __future__ import annotations

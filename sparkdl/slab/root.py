@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sparkdl.process.memory import left_for_files
 from sparkdl.process.system import boot_id, parent, pid_namespace, start_time
-from sparkdl.slab.memory import for_files
 
 SHARED_MEMORY = Path("/dev/shm")
 SMALL_BYTES = 64 << 10
@@ -56,7 +56,7 @@ class Root:
         leave too little memory, if there is another place."""
         first, *others = self.directories
         asks = others and nbytes >= SMALL_BYTES and first.is_relative_to(SHARED_MEMORY)
-        return tuple(others) if asks and for_files() < nbytes else self.directories
+        return tuple(others) if asks and left_for_files() < nbytes else self.directories
 
 
 _open_roots: dict[str, Root] = {}

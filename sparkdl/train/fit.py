@@ -42,7 +42,7 @@ from sparkdl.loop.history_tables import counted
 from sparkdl.loop.interrupt import interruptible
 from sparkdl.loop.loop import train
 from sparkdl.loop.progress import progress_of
-from sparkdl.loop.state import TrainState
+from sparkdl.loop.state import TrainState, recent_validations
 from sparkdl.loop.triggers import MaxEpoch
 from sparkdl.model.flat import filled
 from sparkdl.model.recipe import weights_digest
@@ -185,6 +185,8 @@ def run(
         else:
             schedule = model.schedule
             state = catch_up(schedule, state, history)
+        if one_pass and not schedule.follows_validations:
+            state = replace(state, validations=recent_validations(state.validations))
         told = told_in_manifest(
             result(module=model.module, history=history), trainer.freeze, trainer.unfreeze
         )

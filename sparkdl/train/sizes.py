@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from pyspark import SparkContext
 
 from sparkdl.errors import ParameterError
-from sparkdl.process.available_memory import left_to_machine, left_to_process
-from sparkdl.slab import memory
+from sparkdl.process.memory import left_for_files, left_to_process
 from sparkdl.slab.root import SHARED_MEMORY
 from sparkdl.spark.frames import is_local
 
@@ -31,7 +30,7 @@ def check_sizes(
     if layout.nbytes <= SMALL_BYTES:
         return
     # The module, which is here for trying, and is let go of, and the vector of its weights.
-    need, left = layout.nbytes, min(left_to_machine(), left_to_process())
+    need, left = layout.nbytes, left_to_process()
     if trainer.keep_optimizer_state:
         need += layout.nbytes
     if need > left:
@@ -59,7 +58,7 @@ def _check_room(
         local = jvm.org.apache.spark.util.Utils.getLocalDir(context._jsc.sc().conf())
         rooms = {local: _free(Path(local))}
         if os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
-            rooms[str(SHARED_MEMORY)] = min(_free(SHARED_MEMORY), max(0.0, memory.for_files()))
+            rooms[str(SHARED_MEMORY)] = min(_free(SHARED_MEMORY), max(0.0, left_for_files()))
     else:
         rooms = {slab_dir: _free(Path(slab_dir).absolute())}
     if need > sum(rooms.values()):

@@ -555,7 +555,7 @@ def flip_best(folder: Path) -> None:
 
 
 def flip_history(folder: Path) -> None:
-    path = folder / "history.json"
+    path = folder / "history.safetensors"
     path.write_bytes(path.read_bytes().replace(b"loss", b"lost"))
 
 
@@ -572,7 +572,7 @@ DAMAGES = {
     truncate: r'the file "slice-00001-\w+\.safetensors" has \d+ bytes instead of \d+',
     flip: r"{path}: slice-00001-\w+\.safetensors: its bytes were changed \(checksum\)",
     flip_best: r"{path}: best-00000-\w+\.safetensors: its bytes were changed \(checksum\)",
-    flip_history: r"{path}: history\.json: its bytes were changed \(checksum\)",
+    flip_history: r"{path}: history\.safetensors: its bytes were changed \(checksum\)",
     flip_manifest: r"its manifest was changed \(checksum\)",
     lose_manifest: r"it has no manifest: it was not completed",
 }

@@ -223,7 +223,8 @@ MODELS = [
         "no trainable parameter",
         lambda fit: fit(fit.good(), model=frozen),
         ModelError,
-        "the model has no trainable parameter (all have requires_grad=False).",
+        "the model has no trainable parameter: of its 2 parameters none has requires_grad=True. "
+        "Leave some out of freeze=, name some in unfreeze=, or build layers that have some.",
     ),
     Mistake(
         "wrong input size",
@@ -382,13 +383,15 @@ MODELS = [
         "no parameter at all",
         lambda fit: fit(fit.good(), model=lambda: nn.Flatten(0)),
         ModelError,
-        "the model has no trainable parameter (all have requires_grad=False).",
+        "the model has no trainable parameter: of its 0 parameters none has requires_grad=True. "
+        "Leave some out of freeze=, name some in unfreeze=, or build layers that have some.",
     ),
     Mistake(
         "everything frozen",
         lambda fit: fit(fit.good(), freeze=["0"]),
         ModelError,
-        "the model has no trainable parameter (all have requires_grad=False).",
+        "the model has no trainable parameter: of its 2 parameters none has requires_grad=True. "
+        "Leave some out of freeze=, name some in unfreeze=, or build layers that have some.",
     ),
     Mistake(
         "freezing what is not there",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from dataclasses import replace
 from functools import partial
@@ -13,10 +14,11 @@ import pytest
 import torch
 from pyspark import cloudpickle
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 import sparkdl
 from sparkdl.checkpoint import save as checkpointing
+from sparkdl.loop import state as loop_state
 
 pytestmark = pytest.mark.spark
 WIDTH, CLASSES = 5, 3
@@ -424,12 +426,46 @@ def test_a_pass_costs_the_same_however_many_came_before(frame, tmp_path):
     assert [record["iteration"] for record in values[0].history] == [1, 2]
 
 
+class Known(sparkdl.Callback):
+    """How many validations the state knows after each."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_validation_end(self, trainer, state) -> None:
+        self.counts.append(len(state.validations))
+
+
+@pytest.mark.parametrize("follows", [False, True], ids=["bounded", "a schedule follows them"])
+def test_validations_of_a_stream_do_not_grow_for_ever(frame, tmp_path, monkeypatch, follows):
+    """Except where the place of a schedule follows from all of them."""
+    monkeypatch.setattr(loop_state, "MOST_VALIDATIONS", 2)
+    known = Known()
+    run = online(
+        validation=sparkdl.Validation(frame(10, 99)),
+        checkpoint=sparkdl.Checkpoint(tmp_path),
+        callbacks=[known],
+        schedule=partial(ReduceLROnPlateau, patience=0) if follows else None,
+    )
+    expected = passes(run, frame, range(8))
+    told = json.loads(max(tmp_path.glob("*/manifest.json")).read_text())["validations"]
+    assert len(expected.history.validations) == 8
+    if follows:
+        assert known.counts == [1, 2, 3, 4, 5, 6, 7, 8]
+        assert len(told) == 8
+    else:
+        assert known.counts[:4] == [1, 2, 3, 4]
+        assert max(known.counts) <= 2 + 2 + 1
+        assert [one["iteration"] for one in told][-2:] == [7, 8]
+        assert len(told) <= 5
+
+
 def test_a_checkpoint_of_a_pass_does_not_grow_for_ever(frame, tmp_path, monkeypatch):
     """It holds the end of the history, from which a new trainer goes on."""
     monkeypatch.setattr(checkpointing, "TAIL", 3)
     kept = {"checkpoint": sparkdl.Checkpoint(tmp_path, keep=None), "batch_size": 8}
     expected = passes(online(**kept), frame, (0, 0, 0))
-    sizes = [p.stat().st_size for p in sorted(tmp_path.glob("*/history.json"))]
+    sizes = [p.stat().st_size for p in sorted(tmp_path.glob("*/history.safetensors"))]
     assert len(expected.history) == 9
     assert max(sizes) < 1.2 * sizes[0]
     fourth = online(**kept).partial_fit(frame(20), resume="latest")

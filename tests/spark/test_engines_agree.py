@@ -7,6 +7,7 @@ import random
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -521,3 +522,28 @@ def test_what_validation_measures_is_what_evaluate_measures(frames):
     assert last["metrics"] == pytest.approx(evaluated, rel=1e-6)
     best = min(v["metrics"]["loss"] for v in trained.history.validations)
     assert trained.best.evaluate(validation)["loss"] == pytest.approx(best, rel=1e-6)
+
+
+class DeletesSamples(sparkdl.Callback):
+    """The files of all samples of this application, before the first validation."""
+
+    def __init__(self, application: str) -> None:
+        self.application, self.deleted = application, 0
+
+    def on_iteration_end(self, trainer, state):
+        for path in Path("/dev/shm").glob(f"sparkdl-{self.application}-*/samples-*"):
+            path.unlink()
+            self.deleted += 1
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize("engine", ["local", "shuffle"])
+def test_files_that_are_deleted_before_the_first_validation_cost_nothing(spark, frames, engine):
+    df, _ = frames  # of whose second part no row is looked at before
+    trainer = trainer_of({"stop": sparkdl.max_iteration(4)}, df)
+    expected = replace(trainer, engine="local").fit(df)
+    deletes = DeletesSamples(spark.sparkContext.applicationId)
+    found = replace(trainer, engine=engine, callbacks=[deletes]).fit(df)
+    assert deletes.deleted > 2
+    assert found.history.losses == expected.history.losses
+    assert found.history.validations == expected.history.validations

@@ -62,7 +62,7 @@ MANIFEST = Manifest(
     best=Best(iteration=60, epoch=1, metric="accuracy", value=0.1, files=(FILE,)),
     config={"batch_size": "64", "api_token": "hunter2", "path": "s3://me:hunter2@bucket/x"},
     extra={"schedule": {"best": math.inf, "rates": (0.1, 0.2), 3: [None, True]}},
-    history=StoredFile(name="history.json", nbytes=1, checksum="cd"),
+    history=StoredFile(name="history.safetensors", nbytes=1, checksum="cd"),
 )
 
 

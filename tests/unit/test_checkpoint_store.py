@@ -473,5 +473,5 @@ def test_a_changed_history_is_found(store: CheckpointStore) -> None:
     folder = commit(store, 10)
     flip(folder / HISTORY, 3)
     ((uri, manifest),) = store.candidates()
-    with pytest.raises(DamagedCheckpoint, match=r"history\.json: its bytes were changed"):
+    with pytest.raises(DamagedCheckpoint, match=r"history\.safetensors: its bytes were changed"):
         store.read_history(uri, manifest)

@@ -120,9 +120,14 @@ def test_frozen_parameters_are_no_part_of_it() -> None:
 
 
 def test_no_trainable_parameter() -> None:
-    expected = "the model has no trainable parameter (all have requires_grad=False)."
-    assert mistake(nn.Linear(3, 2).requires_grad_(False)) == expected
-    assert mistake(nn.ReLU()) == expected
+    assert mistake(nn.Linear(3, 2).requires_grad_(False)) == (
+        "the model has no trainable parameter: of its 2 parameters none has requires_grad=True. "
+        "Leave some out of freeze=, name some in unfreeze=, or build layers that have some."
+    )
+    assert mistake(nn.ReLU()) == (
+        "the model has no trainable parameter: of its 0 parameters none has requires_grad=True. "
+        "Leave some out of freeze=, name some in unfreeze=, or build layers that have some."
+    )
 
 
 def test_a_lazy_parameter() -> None:

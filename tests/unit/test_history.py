@@ -7,13 +7,16 @@ import csv
 import json
 import math
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparkdl.codec.files import parse_tensors
 from sparkdl.errors import ParameterError
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
@@ -246,11 +249,12 @@ def test_the_file_is_json_for_anyone(tmp_path: Path, history: History) -> None:
 
 
 @pytest.mark.parametrize("history", [History(), some_history(), full_history()])
-def test_json_brings_everything_back(tmp_path: Path, history: History) -> None:
+def test_a_file_brings_everything_back(tmp_path: Path, history: History) -> None:
     history.save(tmp_path / "history.json")
     for loaded in (
         History.load(tmp_path / "history.json"),
         History.from_json_bytes(history.to_json_bytes()),
+        History.from_bytes(history.to_bytes()),
     ):
         assert same(list(loaded), list(history))
         assert same(loaded.validations, history.validations)
@@ -274,7 +278,7 @@ FLOATS = st.floats(allow_nan=True, allow_infinity=True)
         max_size=6,
     )
 )
-def test_any_history_comes_back_from_either_format(rows: list[Any]) -> None:
+def test_any_history_comes_back_from_any_format(rows: list[Any]) -> None:
     from sparkdl.loop import history_formats as history_files
 
     history, skipped = History(), 0
@@ -286,8 +290,12 @@ def test_any_history_comes_back_from_either_format(rows: list[Any]) -> None:
         history.append(state, i)
         if metrics:
             history.append_validation(Validated(iteration=i, epoch=i, metrics=metrics))
-    back = History.from_json_bytes(history.to_json_bytes())
-    assert back.to_json_bytes() == history.to_json_bytes()
+    for back in (
+        History.from_json_bytes(history.to_json_bytes()),
+        History.from_bytes(history.to_bytes()),
+        History.from_bytes(history.branch().to_bytes()),
+    ):
+        assert back.to_json_bytes() == history.to_json_bytes()
     table = history_files.to_csv(history._content())
     loaded = History._of(history_files.from_csv(table))
     assert same(list(loaded), list(history))
@@ -452,6 +460,36 @@ def test_the_end_of_a_history() -> None:
     assert end.epochs()[-1] == history.epochs()[-1]
     assert end.timings()["reduce"] == history.timings()["reduce"]
     assert len(long_history(500).tail(50).to_json_bytes()) < 15_000
+
+
+def test_a_checkpoint_holds_8_bytes_a_number() -> None:
+    """Of those iterations alone that are this history's."""
+    history = long_history(5_000)
+    other = history.branch()
+    other.append(TrainState(iteration=5_001, timings={"data": 1.0}), 1)
+    figures = len(next(iter(history))) - 1  # "timings", of which there are none
+    assert 0 < len(history.to_bytes()) - 8 * figures * 5_000 < 2_000
+    assert 0 < len(other.to_bytes()) - 8 * (figures + 1) * 5_001 < 2_000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: tensors.pop("loss"),
+        lambda tensors: tensors.update(loss=tensors["loss"][:2]),
+        lambda tensors: tensors.update(loss=tensors["loss"].float()),
+        lambda tensors: tensors.update(loss=tensors["loss"][:, None]),
+        lambda tensors: tensors.update(more=tensors["iteration"]),
+    ],
+)
+def test_bytes_that_are_no_history(change: Callable[[dict[str, Any]], Any]) -> None:
+    tensors, metadata = parse_tensors(some_history().to_bytes())
+    change(tensors)
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    with pytest.raises(ParameterError, match=r"^it holds no history"):
+        History.from_bytes(safetensors.torch.save(tensors, metadata))
+    with pytest.raises(ParameterError, match=r"^it holds no history"):
+        History.from_bytes(b"{}")
 
 
 def test_why_it_was_stopped_is_kept(tmp_path: Path) -> None:

@@ -1,8 +1,12 @@
-"""What shared memory may still take: the machine and control groups have a say."""
+"""Memory that is left: the machine, control groups and a process's own limits have a say, also in
+where files go."""
 
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,72 +14,112 @@ import numpy as np
 import pytest
 
 from sparkdl.data.partition_writer import PartitionWriter, close_partitions, open_partition
-from sparkdl.slab import memory, pool, root
-from sparkdl.slab.memory import for_files
+from sparkdl.process import memory
+from sparkdl.process.memory import is_scarce, left_for_files, left_to_machine, left_to_process
+from sparkdl.slab import pool, root
 from sparkdl.slab.pool import close_pool, open_pool
 from sparkdl.slab.root import SlabConfig, open_root, remove_root
 
 GIB = 1 << 30
+Group = tuple[str, object, float, float]
+"""Of a control group: its path, limit, use, and how much of that caches files of a disk; in GiB."""
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """A machine of 64 GiB, of which 20 can still be had; the directory of its control groups."""
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A machine of 64 GiB, of which 20 can still be had, and its control groups."""
 
-    def make(*lines: str) -> Path:
-        proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    def make(lines: list[str], groups: list[Group]) -> None:
+        proc, folder = tmp_path / "proc", tmp_path / "cgroup"
         (proc / "self").mkdir(parents=True)
         kib = f"MemTotal: {64 * GIB // 1024} kB\nMemAvailable: {20 * GIB // 1024} kB\n"
         (proc / "meminfo").write_text(kib)
         (proc / "self/cgroup").write_text("".join(f"{line}\n" for line in lines))
+        for path, limit, use, cache in groups:
+            write_group(folder / path, limit, use, cache, 1 if path.startswith("memory") else 2)
         monkeypatch.setattr(memory, "PROC", proc)
-        monkeypatch.setattr(memory, "CGROUPS", groups)
-        return groups
+        monkeypatch.setattr(memory, "CGROUPS", folder)
 
     return make
 
 
-def version_2(folder: Path, limit: object, current: int, cache: int = 0) -> None:
+def write_group(folder: Path, limit: object, use: float, cache: float, version: int) -> None:
+    """As the kernel does. Files in shared memory are in use, and no process has them (anon)."""
+    names, prefix = ("memory.max", "memory.current"), ""
+    if version == 1:
+        names, prefix = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"
+    most = "max" if limit == "max" else int(float(str(limit)) * GIB)
+    half = int(cache * GIB / 2)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "memory.max").write_text(f"{limit}\n")
-    (folder / "memory.current").write_text(f"{current}\n")
-    stat = f"anon 5\nshmem 7\ninactive_file {cache // 2}\nactive_file {cache // 2}\n"
+    (folder / names[0]).write_text(f"{most}\n")
+    (folder / names[1]).write_text(f"{int(use * GIB)}\n")
+    stat = f"anon 5\nshmem 7\n{prefix}inactive_file {half}\n{prefix}active_file {half}\n"
     (folder / "memory.stat").write_text(stat)
 
 
-def test_the_machine_keeps_a_reserve(machine) -> None:
-    machine()
-    assert for_files() == 18 * GIB
+V2, V1 = "0::", "4:memory:"
+MACHINES: dict[str, tuple[list[str], list[Group], float, float]] = {
+    "no container": ([], [], 20, 18),
+    # Of a limit of 8 GiB 5 are in use, of which 2 cache files; the rest may well be shared memory
+    "a container is its own root": ([f"{V2}/"], [("", 8, 5, 2)], 5, 5 - 0.8),
+    "the scarcest of the groups around": (
+        [f"{V2}/pods/ours"],
+        [("pods/ours", "max", 1, 0), ("pods", 10, 9, 0)],
+        *(1, 0),
+    ),
+    "no limit": ([f"{V2}/"], [("", "max", 30, 0)], 20, 18),
+    "more in use than the limit is": ([f"{V2}/"], [("", 4, 4.5, 0)], -0.5, -0.9),
+    "version 1": ([f"{V1}/docker/us", f"{V2}/"], [("memory/docker/us", 4, 3, 1)], 2, 2 - 0.4),
+    # Inside a container the path of its group is often not to be seen
+    "version 1, as the root": ([f"{V1}/docker/us", f"{V2}/"], [("memory", 4, 3, 1)], 2, 2 - 0.4),
+}
+"""Lines of /proc/self/cgroup, groups, and what is left: to processes, and to files in shared memory."""
 
 
-def test_a_container_is_its_own_root(machine) -> None:
-    """Of a limit of 8 GiB 5 are in use, of which 2 are cache that anybody may have."""
-    version_2(machine("0::/"), 8 * GIB, 5 * GIB, cache=2 * GIB)
-    assert for_files() == 5 * GIB - 0.1 * 8 * GIB
-
-
-def test_the_scarcest_of_the_groups_around_counts(machine) -> None:
-    groups = machine("0::/pods/ours")
-    version_2(groups / "pods/ours", "max", 1 * GIB)
-    version_2(groups / "pods", 10 * GIB, 9 * GIB)
-    assert for_files() == 0
-
-
-@pytest.mark.parametrize("seen", ["docker/ours", ""])
-def test_version_1(machine, seen: str) -> None:
-    """Inside a container its path is often not to be seen, and the root is its own."""
-    folder = machine("4:memory:/docker/ours", "0::/") / "memory" / seen
-    folder.mkdir(parents=True)
-    (folder / "memory.limit_in_bytes").write_text(f"{4 * GIB}")
-    (folder / "memory.usage_in_bytes").write_text(f"{3 * GIB}")
-    (folder / "memory.stat").write_text(f"total_inactive_file {GIB}\ntotal_active_file 0\n")
-    assert for_files() == 2 * GIB - 0.1 * 4 * GIB
+@pytest.mark.parametrize("name", MACHINES)
+def test_what_is_left(machine, name: str) -> None:
+    lines, groups, left, for_files = MACHINES[name]
+    machine(lines, groups)
+    assert left_to_machine() == left * GIB
+    assert left_to_process() == left * GIB
+    assert left_for_files() == pytest.approx(for_files * GIB, abs=2)
+    assert is_scarce(int(left * GIB / 2), 2) == (left < 0)
+    assert is_scarce(int(max(left, 0) * GIB / 2) + 1, 2)
 
 
 def test_where_nothing_says_there_is_room(tmp_path: Path, monkeypatch) -> None:
     """As on a system without /proc."""
     monkeypatch.setattr(memory, "PROC", tmp_path / "none")
-    assert for_files() == math.inf
+    assert left_to_machine() == left_to_process() == left_for_files() == math.inf
+    assert not is_scarce(1 << 60, 4)
+
+
+def test_what_this_machine_says() -> None:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < left_for_files() < left_to_machine()
+    assert left_to_machine() <= total or left_to_machine() == math.inf
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from sparkdl.process import memory
+memory.PROC = Path(sys.argv[3])
+resource.setrlimit(getattr(resource, sys.argv[1]), (int(sys.argv[2]), -1))
+print(int(memory.left_to_process()))
+"""
+
+
+@pytest.mark.parametrize("pages", [0, 1 << 20])
+@pytest.mark.parametrize("kind", ["RLIMIT_AS", "RLIMIT_DATA"])
+def test_a_limit_of_the_process_counts(tmp_path: Path, kind: str, pages: int) -> None:
+    """Less what it has already, where the system says how much that is."""
+    if pages:
+        (tmp_path / "self").mkdir()
+        (tmp_path / "self/statm").write_text(f"{pages} 7 7 7 0 7 0\n")
+    command = [sys.executable, "-c", LIMITED, kind, str(3 << 40), str(tmp_path)]
+    run = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert int(run.stdout) == (3 << 40) - pages * os.sysconf("SC_PAGE_SIZE")
 
 
 # Where files go
@@ -89,7 +133,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     answers: list[float] = []
     monkeypatch.setattr(root, "SHARED_MEMORY", shared)
     monkeypatch.setattr(
-        root, "for_files", lambda: answers.pop(0) if len(answers) > 1 else answers[0]
+        root, "left_for_files", lambda: answers.pop(0) if len(answers) > 1 else answers[0]
     )
     monkeypatch.setenv("SPARK_LOCAL_DIRS", str(disk))
     config = SlabConfig.new("auto", "app-memory")
@@ -129,7 +173,7 @@ def test_samples_stay_below_the_reserve(places, monkeypatch) -> None:
 
 def test_a_directory_that_was_asked_for_is_taken(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(root, "SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr(root, "for_files", lambda: 0)
+    monkeypatch.setattr(root, "left_for_files", lambda: 0)
     config = SlabConfig.new(str(tmp_path / "slabs"), "app-asked")
     open_root(config, create=True)
     with pool.Pool(config).claim("state", 200_000, 1, 1) as claim:

@@ -81,6 +81,15 @@ def test_lbfgs_with_several_evaluations_is_refused(arguments: dict[str, Any]) ->
     )
 
 
+@pytest.mark.parametrize("groups", [{}, {"lr": torch.tensor(0.1)}], ids=["plain", "tensor lr"])
+def test_steps_for_cuda_graphs_are_refused(groups: dict[str, Any]) -> None:
+    adam = partial(torch.optim.Adam, capturable=True, **groups)
+    assert refusal(adam, make_net()) == (
+        "optimizer Adam has capturable=True, which is for steps in a CUDA graph, and here they are "
+        "in none: leave it out."
+    )
+
+
 def test_lbfgs_is_refused_on_several_slices() -> None:
     module = make_net()
     recipe = Recipe(module, torch.square, partial(torch.optim.LBFGS, max_iter=1), 0)

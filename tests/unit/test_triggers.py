@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +15,8 @@ from hypothesis import strategies as st
 
 import sparkdl
 from sparkdl.errors import ParameterError
-from sparkdl.loop.state import TrainState, Validated
+from sparkdl.loop import state as loop_state
+from sparkdl.loop.state import TrainState, Validated, recent_validations
 from sparkdl.loop.triggers import (
     Trigger,
     every,
@@ -315,6 +318,26 @@ def test_plateau_is_the_same_in_either_direction(
         for score in scores:
             best, waited = (score, 0) if score > best else (best, waited + 1)
         assert found is (waited >= patience)
+
+
+VALUES = st.sampled_from([0.0, 1.0, 2.0, 3.0, math.nan])
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(VALUES, st.booleans()), max_size=16), st.integers(1, 3), st.booleans())
+def test_what_a_stream_takes_along_decides_the_same(
+    scores: list[tuple[float, bool]], patience: int, higher: bool
+) -> None:
+    """A batch of data may end after any validation; of those before the last 4 two stay at most."""
+    trigger, kept = plateau("accuracy", patience), ()
+    with mock.patch.object(loop_state, "MOST_VALIDATIONS", 4):
+        for count, (_, ends) in enumerate(scores, start=1):
+            all_of_them = validated(*(score for score, _ in scores[:count]), higher=higher)
+            kept = (*kept, all_of_them.validations[-1])
+            assert at(trigger, replace(all_of_them, validations=kept)) is at(trigger, all_of_them)
+            if ends:
+                kept = recent_validations(kept)
+                assert len(kept) <= 4 + 2 * 2  # of two metrics
 
 
 def test_the_names_of_the_metrics() -> None:

@@ -1,8 +1,14 @@
 """The ranks of a node build a model that is cut one after another.
 
-Each of them builds the whole model and lets go of what others have of it. All at once they would need
-the memory of as many models as there are ranks; in turn, of one and of what they keep. The bits are
-those of a model that is built whole.
+Each of them reads the recipe, with a module or weights that it may hold, builds the whole model, and
+lets go of what others have of it. All at once they would need the memory of as many models as there are
+ranks; in turn, of one and of what they keep.
+
+The bits are those of a model that is built whole. A model built on the device "meta", of which each
+rank then makes only its shards, would not have them: a seeded build draws the values of all tensors
+from one sequence of random numbers, in the order in which constructors and initialisers
+(``torch.nn.init``, ``reset_parameters``, what the user wrote) happen to draw, and draws again over
+some. On "meta" nothing is drawn, and what would have been is not recorded.
 """
 
 from __future__ import annotations

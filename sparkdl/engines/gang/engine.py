@@ -29,6 +29,7 @@ from sparkdl.engines.gang.background import BackgroundResult
 from sparkdl.engines.gang.in_flight import InFlight
 from sparkdl.engines.gang.rank import CallMethod, InitRank, frames_of
 from sparkdl.engines.gang.rank_records import RankConfig, RankReport, RankStatus
+from sparkdl.engines.gang.recipe_files import RecipeSource
 from sparkdl.engines.resources import MAX_SUBMISSIONS, FitResources, compute_again, samples_changed
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import StalledError, StateLostError, TrainingError, UserError
@@ -115,21 +116,22 @@ class GangEngine:
             assert validation.samples.rdd is not None
             self._samples.append(validation.samples.rdd)
         checksums = tuple(handle.checksum for handle in samples.handles)
+        self._recipe, source = recipe, RecipeSource.of(run.slab, recipe)
         self._setup = RankConfig(
-            run, recipe, built, spare, checksums, parallel, weighted_batches, sums
+            run, source, built, spare, checksums, parallel, weighted_batches, sums
         )
         self._tokens: tuple[str, ...] = ()
         self._writing = False
         self._times_left = 0  # how often something was left in slabs
-        source = self._samples[0]
+        frames = self._samples[0]
         if validation is not None:
-            source = zip_frames(source, self._samples[1])
+            frames = zip_frames(frames, self._samples[1])
         name = f"{run.slab.name}-gang"
         hosting = None
         if min_ranks is not None:
             hosting = Oversubscription(min_ranks, node_of, NodeHere(run.slab))
         self._gang = Gang(
-            resources.context, source, name, timeout=timeout, profile=profile, hosting=hosting
+            resources.context, frames, name, timeout=timeout, profile=profile, hosting=hosting
         )
         self._asked = InFlight(self._gang, self._step)
         resources.closing(self._gang)
@@ -155,6 +157,7 @@ class GangEngine:
         self._asked.forget()
         for _ in range(MAX_SUBMISSIONS):
             self._gang.start()
+            self._setup.recipe.bring(self._gang, self._recipe)
             told = self._gang.call(InitRank(self._setup), "setting up the ranks")
             _raise_first([each for each in told if isinstance(each, UserError)])
             found: list[RankStatus] = told
@@ -177,6 +180,7 @@ class GangEngine:
         self._tokens = tuple(each.token for each in samples)
         theirs = samples if self._setup.parallel.cuts else ()  # nobody else reads others' rows
         _raise_first(self._call("setting up the ranks", "begin", theirs))
+        self._setup.recipe.remove(self._gang)
 
     @property
     def capacity_note(self) -> str:

@@ -92,8 +92,7 @@ class InitRank:
         member.at_end.callback(put_back)
         member.at_end.enter_context(generators_lent())
         try:
-            recipe = pickle.loads(self.setup.recipe)
-            rank = member.kept["rank"] = Rank(self.setup, recipe, member)
+            rank = member.kept["rank"] = Rank(self.setup, member)
             member.at_end.callback(close_partitions)
             return rank.standing()
         except UserError as error:
@@ -105,14 +104,14 @@ class InitRank:
 class Rank:
     """See the note above. ``_read``: which state the driver had it read, to be placed."""
 
-    def __init__(self, setup: RankConfig, recipe: Recipe, member: RankContext) -> None:
+    def __init__(self, setup: RankConfig, member: RankContext) -> None:
         self._setup, self._run, self._member = setup, setup.run, member
         root = open_root(self._run.slab, create=True)
         assert root is not None
         self._token, self._folder = root.token, root.directories[-1]
-        self._recipe = recipe
-        files, compresses = SnapshotFiles(root.directories[-1]), recipe.compression is not None
-        self.snapshots = Snapshots(files, member.rank, self._run.slices, member.size * compresses)
+        self._load: Callable[[], Recipe] = setup.recipe.load
+        files, residuals = SnapshotFiles(self._folder), member.size * self._run.compressed
+        self.snapshots = Snapshots(files, member.rank, self._run.slices, residuals)
         handles = [pickle.loads(frame) for frame in frames_of(member.frames)]
         self._handles: list[SampleHandle] = handles
         self._partition: Any = None
@@ -131,12 +130,14 @@ class Rank:
         )
 
     def _compared(self) -> Compared:
-        """What is built here beside what the driver has built. A model that is cut is built in turn,
-        and let go of."""
-        if not self._setup.parallel.cuts:
-            return compared(self._recipe.build(), self._setup.built)
-        with memory_given_back(), Turn(self._folder):
-            return compared(self._recipe.build(), self._setup.built)
+        """What is built here beside what the driver has built. A model that is cut is read and built in
+        turn, and let go of."""
+        if self._setup.parallel.cuts:
+            with memory_given_back(), Turn(self._folder):
+                return compared(self._load().build(), self._setup.built)
+        recipe = self._load()
+        self._load = lambda: recipe
+        return compared(recipe.build(), self._setup.built)
 
     def begin(self, samples: Sequence[SampleLocation]) -> ModelError | SessionError | None:
         """All ranks are where their ``samples`` are: make them one. What is wrong with how the model is
@@ -144,11 +145,12 @@ class Rank:
         if self._handles[0].num_rows:
             self._partition = open_partition(self._handles[0])
         try:
-            self._held, self._way = hold(self._recipe, self._setup, samples, self._member)
+            self._held, self._way = hold(self._load, self._setup, samples, self._member)
         except (ModelError, SessionError) as error:
             return error
+        self._load = self._setup.recipe.load  # what was read is let go of
         self.snapshots.begin(self._held, self._way)
-        policy, owners = self._recipe.policy, self._held.owners.values()
+        policy, owners = self._held.live.recipe.policy, self._held.owners.values()
         kinds = [type(o) for owner in owners for o in owner.optimizer.schedule_targets()]
         leaves_out = policy.on_nan == "skip" or policy.scales_loss
         self._way.needs_all_losses = (

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sparkdl.data.batches import Batch
 from sparkdl.data.fields import SampleHandle
+from sparkdl.engines.gang.recipe_files import RecipeSource
 from sparkdl.parallel.plan import ParallelPlan
 from sparkdl.replica.compare import Compared, Description
 from sparkdl.replica.iteration import ReplicaReport, SliceReport
@@ -14,14 +15,14 @@ from sparkdl.replica.run import RunSpec
 
 @dataclass(frozen=True)
 class RankConfig:
-    """What a rank begins with. ``recipe``: pickled. ``built``: what the driver has made of it.
+    """What a rank begins with. ``recipe``: where it is. ``built``: what the driver has made of it.
     ``spare``: a few rows of the data, for a rank that has none in an iteration. ``checksums``: of the
     partitions of training samples. ``weighted_batches``: whether a mini-batch may count for
     something else than its rows, so that ranks have to tell. ``sums``: whether the loss returns
     ``(sum, count)``."""
 
     run: RunSpec
-    recipe: bytes
+    recipe: RecipeSource
     built: Description
     spare: Batch
     checksums: tuple[int, ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,21 +24,26 @@ from sparkdl.gang.rank_task import RankContext
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
 from sparkdl.parallel.tensor import without_fused_layers
-from sparkdl.process.available_memory import is_scarce
-from sparkdl.process.memory import keep_heap, memory_given_back
+from sparkdl.process.memory import is_scarce, keep_heap, memory_given_back
 from sparkdl.replica.gradient_writer import writes_early
 from sparkdl.replica.run import RunSpec
 from sparkdl.replica.step import to_mini_batch
 from sparkdl.slab.root import open_root
 
 Built = tuple[RankState, SummedGradients | SectionExchange]
+HEAP_SHARE = 8
+"""A rank under "fsdp" may come to hold so many times the model's bytes where it keeps its heap (see
+:mod:`sparkdl.process.memory`): measured with Adam."""
 
 
 def hold(
-    recipe: Recipe, setup: RankConfig, samples: Sequence[SampleLocation], member: RankContext
+    load: Callable[[], Recipe],
+    setup: RankConfig,
+    samples: Sequence[SampleLocation],
+    member: RankContext,
 ) -> Built:
-    """Build the replica: what this rank holds of it, and how gradients come together. ``samples``: of
-    all ranks.
+    """Build the replica: what this rank holds of it, and how gradients come together. ``load``: reads
+    the recipe. ``samples``: of all ranks.
 
     Raises :class:`sparkdl.ModelError` where its layers cannot be cut as the plan says, and
     :class:`sparkdl.SessionError` where what is cut cannot be on these devices.
@@ -46,7 +51,8 @@ def hold(
     keep_heap()
     run, parallel, spare = setup.run, setup.parallel, setup.spare
     if parallel.cuts:
-        return _cut(recipe, setup, samples, member)
+        return _cut(load, setup, samples, member)
+    recipe = load()
     live = LiveReplica.of(recipe, member.device)
     if recipe.policy.sync_batchnorm:
         synchronise(live.flat.module)
@@ -60,7 +66,10 @@ def hold(
 
 
 def _cut(
-    recipe: Recipe, setup: RankConfig, samples: Sequence[SampleLocation], member: RankContext
+    load: Callable[[], Recipe],
+    setup: RankConfig,
+    samples: Sequence[SampleLocation],
+    member: RankContext,
 ) -> Built:
     """Into stages, or units, or layers, or several of these."""
     from sparkdl.engines.gang.strategies.fsdp import ShardedSync, sharded
@@ -78,18 +87,22 @@ def _cut(
     root = open_root(run.slab)
     assert root is not None
     with memory_given_back(), Turn(root.directories[-1]) as turn:
+        recipe = load()
+        module = recipe.build()
+        recipe = recipe.without_weights()  # which are in the module
         if parallel.pipeline is not None:
-            made = staged(recipe, parallel, groups, rank, spare, device, turn)
+            made = staged(recipe, module, parallel, groups, rank, spare, device, turn)
             live, whole, seats = made.live, made.whole, made.seats
         elif parallel.fsdp is not None:
-            live, whole = sharded(recipe, parallel, groups, spare, device, turn)
+            live, whole = sharded(recipe, module, parallel, groups, spare, device, turn)
         else:
             assert parallel.tensor is not None
             layers = groups.mesh("tensor")
-            live, whole = cut_by_layer(recipe, parallel.tensor, layers, spare, device, turn)
+            how = parallel.tensor
+            live, whole = cut_by_layer(recipe, module, how, layers, spare, device, turn)
     if parallel.fsdp is not None:
         here = [each.token for each in samples].count(samples[rank].token)
-        if is_scarce(whole.nbytes // mesh.pipe, here):
+        if is_scarce(HEAP_SHARE * whole.nbytes // mesh.pipe, here):
             at_end.enter_context(memory_given_back())
     names = [name for name in ("shard", "tensor") if name in parallel.parts]
     every = frozenset(range(len(whole.segments)))
@@ -112,8 +125,8 @@ def _cut(
     near = NodeLocalRows(samples, rank, mesh.model_group(rank), run, live)
     if parallel.pipeline is not None:
         carrier = _carrier(groups.along("pipe"), mesh.along(rank, "pipe"), samples, run, device)
-        how = parallel.pipeline
-        return held, PipelineSync(made, plans, rank, spare, how, groups, near, carrier)
+        pipeline = parallel.pipeline
+        return held, PipelineSync(made, plans, rank, spare, pipeline, groups, near, carrier)
     like = to_mini_batch(spare, live, training=False)
     group = ModelGroup(mesh, rank, groups.along("tensor"), live, like, near)
     if parallel.fsdp is not None:

@@ -53,6 +53,7 @@ from sparkdl.slices.spec import SliceSpec
 
 def sharded(
     recipe: Recipe,
+    module: nn.Module,
     parallel: ParallelPlan,
     groups: Groups,
     spare: Batch,
@@ -61,12 +62,11 @@ def sharded(
 ) -> tuple[LiveReplica, Layout]:
     """The replica with this rank's shards in its flat vector, and the layout of the whole.
 
-    The module is built on the CPU, and cut unit by unit, after its layers where they are cut too. With
-    ``cpu_offload`` that is where the shards stay.
+    ``module``, which has just been built on the CPU, is cut unit by unit, after its layers where they
+    are cut too. With ``cpu_offload`` that is where the shards stay.
     """
     strategy = parallel.fsdp
     assert strategy is not None
-    module = recipe.build()
     layout = layout_of(module)
     units = units_of(module, strategy.units)
     if parallel.tensor is not None:

@@ -81,6 +81,7 @@ class PipelineBuild:
 
 def staged(
     recipe: Recipe,
+    module: nn.Module,
     parallel: ParallelPlan,
     groups: Groups,
     rank: int,
@@ -88,10 +89,10 @@ def staged(
     device: torch.device,
     turn: Turn,
 ) -> PipelineBuild:
-    """Build the replica, and let go of what other ranks have. ``parallel``: with every cut named."""
+    """Make the replica of ``module``, which has just been built, and let go of what other ranks have.
+    ``parallel``: with every cut named."""
     strategy, mesh = parallel.pipeline, parallel.mesh
     assert strategy is not None
-    module = recipe.build()
     whole = layout_of(module)
     items = chain_of(module, strategy.split, to_tensors(spare.inputs, torch.device("cpu")))
     units = [] if parallel.fsdp is None else units_of(module, parallel.fsdp.units)

@@ -106,6 +106,7 @@ def parallelise(
     with buffers_kept(module):
         right = _output(recipe, module, inputs, targets)
     parallelize_module(module, mesh, styles, src_data_rank=None)
+    _let_go_of_others(module)
     turn.ends()
     for name in styles:
         child = module.get_submodule(name)
@@ -122,6 +123,14 @@ def parallelise(
         raise ModelError(
             f"strategy=Tensor(plan=...): the model that is cut so puts out something else.{_HINT}"
         )
+
+
+def _let_go_of_others(module: nn.Module) -> None:
+    """Torch leaves a part that is some rows where the whole parameter is: it would stay in memory."""
+    for parameter in module.parameters():
+        part = getattr(parameter, "_local_tensor", parameter)
+        if part.untyped_storage().nbytes() > part.nbytes and part is not parameter:
+            parameter._local_tensor = part.clone()  # type: ignore[attr-defined]
 
 
 def _without_inference_mode(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
@@ -142,6 +151,7 @@ def _arrived(module: nn.Module, inputs: object, output: object) -> object:
 
 def cut_by_layer(
     recipe: Recipe,
+    module: nn.Module,
     strategy: Tensor,
     mesh: DeviceMesh,
     spare: Batch,
@@ -149,7 +159,6 @@ def cut_by_layer(
     turn: Turn,
 ) -> tuple[LiveReplica, Layout]:
     """The replica with this rank's parts in its flat vector, and the layout of the whole."""
-    module = recipe.build()
     layout = layout_of(module)
     parallelise(recipe, module, strategy, mesh, spare, device, turn)
     return LiveReplica.around(recipe, FlatModule(module, device)), layout

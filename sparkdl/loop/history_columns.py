@@ -1,0 +1,56 @@
+"""The columns of a history as a safetensors file, for checkpoints.
+
+A number takes its 8 bytes. As JSON it takes twice as many, and the history of a long run seconds to
+write, each time.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from sparkdl.codec.files import parse_json, parse_tensors
+
+DTYPES = {"q": torch.int64, "d": torch.float64}
+_REST = "history"
+
+
+def pack(columns: Mapping[str, array[Any]], length: int, rest: Mapping[str, Any]) -> bytes:
+    """The first ``length`` numbers of each of ``columns``, and ``rest`` of plain values."""
+    tensors = {
+        name: torch.frombuffer(column, dtype=DTYPES[column.typecode], count=length)
+        if length
+        else torch.empty(0, dtype=DTYPES[column.typecode])
+        for name, column in columns.items()
+    }
+    return safetensors.torch.save(tensors, {_REST: json.dumps(rest)})
+
+
+def unpack(data: bytes, codes: Mapping[str, str]) -> tuple[dict[str, array[Any]], dict[str, Any]]:
+    """What was packed: the columns and the rest. ``codes``: of the columns that must be there; those
+    of others are "d".
+
+    Raises ValueError, KeyError or TypeError for other bytes.
+    """
+    tensors, metadata = parse_tensors(data)
+    missing = [name for name in codes if name not in tensors]
+    if missing:
+        raise ValueError(f"it has no {', '.join(missing)}")
+    columns = {}
+    for name, tensor in tensors.items():
+        code = codes.get(name, "d")
+        if tensor.ndim != 1 or tensor.dtype != DTYPES[code]:
+            raise ValueError(f"its {name} is {list(tensor.shape)} of {tensor.dtype}")
+        column = columns[name] = array(code)
+        column.frombytes(tensor.numpy().tobytes())
+    if len({len(column) for column in columns.values()}) > 1:
+        raise ValueError("its columns are not of one length")
+    rest = parse_json(metadata[_REST].encode())
+    if not isinstance(rest, dict):
+        raise ValueError("its metadata is no object")
+    return columns, rest
