@@ -30,7 +30,7 @@ from sparkdl import (
     UserError,
     __version__,
 )
-from sparkdl.codec.redaction import REDACTED, is_secret, without_credentials
+from sparkdl.codec.describe import REDACTED, is_secret, without_credentials
 
 
 class RunFolder(Callback):
@@ -114,7 +114,7 @@ def models_of(trained: TrainedModel) -> dict[str, TrainedModel]:
 
 def redacted(value: Any, key: str = "") -> Any:
     """``value`` with what stands under keys that speak of secrets hidden, and credentials in texts;
-    see :mod:`sparkdl.codec.redaction`. ``key``: where it stands, all keys on the way."""
+    see :mod:`sparkdl.codec.describe`. ``key``: where it stands, all keys on the way."""
     if isinstance(value, dict):
         if key == ".data.columns":  # a column may well be named "tokens"
             return {k: redacted(v, "") for k, v in value.items()}

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import unquote
 
-from sparkdl.checkpoint import file_systems as remote
-from sparkdl.checkpoint import local_files as local
-from sparkdl.codec.redaction import without_credentials
+from sparkdl.checkpoint import file_systems
+from sparkdl.codec.describe import without_credentials
 from sparkdl.errors import CheckpointError
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/+)(.*)", re.DOTALL)
@@ -166,8 +165,8 @@ def unfinished(name: str) -> str | None:
 @functools.lru_cache(maxsize=256)
 def _open(uri: str) -> tuple[Backend, str]:
     if "://" not in uri:
-        return local, uri
-    system, path = remote.open_uri(uri)
+        return file_systems, uri
+    system, path = file_systems.open_uri(uri)
     return system, path.rstrip("/")
 
 

@@ -14,17 +14,16 @@ from sparkdl.checkpoint.config import Checkpoint
 from sparkdl.checkpoint.files import Folder
 from sparkdl.checkpoint.identity import first_few
 from sparkdl.checkpoint.manifest import Manifest, SliceFile
-from sparkdl.checkpoint.residuals import ReadResiduals
 from sparkdl.checkpoint.save import RunIdentity
-from sparkdl.checkpoint.slice_io import read_slice_files
+from sparkdl.checkpoint.slice_io import ReadResiduals, read_slice_files
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.errors import DamagedCheckpoint, ParameterError
 from sparkdl.loop.advance import first_state
 from sparkdl.loop.engine import BEST, Engine
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
-from sparkdl.model.policy import TrainingOptions
-from sparkdl.slices.packed_slices import WithoutAverage
+from sparkdl.model.options import TrainingOptions
+from sparkdl.slices.slice_file import WithoutAverage
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 

@@ -11,15 +11,14 @@ from typing import Any
 from sparkdl.checkpoint.config import Checkpoint
 from sparkdl.checkpoint.identity import DataIdentity, ModelIdentity
 from sparkdl.checkpoint.manifest import Best, Manifest, SliceFile
-from sparkdl.checkpoint.residuals import WriteResiduals
-from sparkdl.checkpoint.slice_io import try_probe, write_packed, write_slice
+from sparkdl.checkpoint.slice_io import WriteResiduals, try_probe, write_packed, write_slice
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.errors import CheckpointError, TrainingError
 from sparkdl.loop.engine import BEST, CURRENT, Engine, PendingStateWork, StateWork, StateWorkResult
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState
-from sparkdl.model.policy import TrainingOptions
-from sparkdl.slices.packed_slices import PackSlice
+from sparkdl.model.options import TrainingOptions
+from sparkdl.slices.slice_file import PackSlice
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 

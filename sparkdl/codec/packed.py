@@ -1,17 +1,23 @@
-"""Named tensors of parameters as one run of bytes: each from a multiple of 64 bytes on. Pure torch."""
+"""Named tensors of parameters as one run of bytes: each from a multiple of 64 bytes on. Pure torch.
+
+Frames between jobs: a small header and, between nodes, the raw bytes of a tensor.
+
+A frame is 4 bytes of header length (big-endian), the header (a pickled record of metadata), then the
+payload as it lies in memory. The payload never passes through pickle.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import pickle
 import struct
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-
-from sparkdl.codec.frames import as_tensor
 
 _LENGTH = struct.Struct("<q")
 Tensors = Mapping[str, torch.Tensor]
@@ -112,3 +118,35 @@ def split_files(data: bytes | memoryview) -> Iterator[bytes]:
 
 ALIGNMENT = 64
 """Segments start at multiples of this many bytes, as separately allocated tensors do."""
+
+
+_LENGTH_FRAMES = struct.Struct(">I")
+
+
+def encode(header: Any, *payload: torch.Tensor | None) -> bytes:
+    """A frame; ``payload``: contiguous CPU tensors, one after another."""
+    head = pickle.dumps(header, protocol=pickle.HIGHEST_PROTOCOL)
+    parts: list[Any] = [_LENGTH_FRAMES.pack(len(head)), head]
+    for tensor in payload:
+        if tensor is not None:
+            parts.append(tensor.detach().numpy().view(np.uint8).data)
+    return b"".join(parts)
+
+
+def decode(frame: bytes) -> tuple[Any, memoryview]:
+    """The header and the payload (a view of the frame, empty where there is none)."""
+    (length,) = _LENGTH_FRAMES.unpack_from(frame)
+    body = memoryview(frame)[_LENGTH_FRAMES.size :]
+    return pickle.loads(body[:length]), body[length:]
+
+
+def as_tensor(data: memoryview | np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """Raw bytes as a one-dimensional tensor that shares their memory; read-only bytes are not to be
+    written through it."""
+    if len(data) == 0:
+        return torch.empty(0, dtype=dtype)
+    if not (data if isinstance(data, memoryview) else data.data).readonly:
+        return torch.frombuffer(data, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(data, dtype=dtype)

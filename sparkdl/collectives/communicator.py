@@ -11,8 +11,7 @@ import itertools
 import torch
 import torch.distributed as dist
 
-from sparkdl.collectives import arguments as checks
-from sparkdl.collectives import notes
+from sparkdl.collectives import arguments
 from sparkdl.collectives.algorithms import ALGORITHMS
 from sparkdl.collectives.arguments import LIBRARY, OPS
 from sparkdl.collectives.halving import Combine, even_bounds
@@ -51,7 +50,7 @@ class Communicator:
 
     Raises:
         ParameterError: A ValueError: an argument cannot work, or the ranks disagree. Nothing was sent
-            but the notes.
+            but the arguments.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -90,21 +89,21 @@ class Communicator:
         so of two ranks that push to each other, one must pull first. ``tag``: a number from 0 that
         the puller names too; what has another tag is left waiting (NCCL ignores tags).
         """
-        problems = checks.peer(to, self.size, self.rank, tag)
-        raise_all(ParameterError, problems + checks.device(tensor, self._device))
+        problems = arguments.peer(to, self.size, self.rank, tag)
+        raise_all(ParameterError, problems + arguments.device(tensor, self._device))
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-        text = " ".join([checks.name_of(tensor.dtype), *map(str, tensor.shape)])
-        note = notes.write(text, self._device)
+        text = " ".join([arguments.name_of(tensor.dtype), *map(str, tensor.shape)])
+        note = arguments.write(text, self._device)
         dist.send(note, group=self._group, group_dst=to, tag=tag)
         if flat.numel():
             dist.send(flat, group=self._group, group_dst=to, tag=tag)
 
     def pull(self, source: int, tag: int = 0) -> torch.Tensor:
         """Wait for the tensor that the rank ``source`` pushes to this one."""
-        raise_all(ParameterError, checks.peer(source, self.size, self.rank, tag))
-        note = torch.empty(notes.LENGTH, dtype=torch.uint8, device=self._device)
+        raise_all(ParameterError, arguments.peer(source, self.size, self.rank, tag))
+        note = torch.empty(arguments.LENGTH, dtype=torch.uint8, device=self._device)
         dist.recv(note, group=self._group, group_src=source, tag=tag)
-        name, *shape = notes.read(note).split()
+        name, *shape = arguments.read(note).split()
         dtype = getattr(torch, name)
         found = torch.empty([int(length) for length in shape], dtype=dtype, device=self._device)
         if found.numel():
@@ -212,10 +211,12 @@ class Communicator:
     ) -> list[int]:
         """Check the arguments, here and then among the ranks; the number of rows of each rank."""
         by_rows = operation in ("reduce_scatter", "all_gather")
-        problems = checks.algorithm(operation, algorithm)
-        problems += checks.collective_tensor(tensor, by_rows) + checks.device(tensor, self._device)
-        problems += checks.reduction(op, tensor.dtype) if op is not None else []
-        problems += checks.rank(root, self.size) if root is not None else []
+        problems = arguments.algorithm(operation, algorithm)
+        problems += arguments.collective_tensor(tensor, by_rows) + arguments.device(
+            tensor, self._device
+        )
+        problems += arguments.reduction(op, tensor.dtype) if op is not None else []
+        problems += arguments.rank(root, self.size) if root is not None else []
         raise_all(ParameterError, problems)
         details = [algorithm] if op is None else [algorithm, op]
         details += [] if root is None else [f"root {root}"]
@@ -223,8 +224,8 @@ class Communicator:
         rows = 0
         if operation == "all_gather":
             rows, shape[0] = len(tensor), "any"
-        call = f"{operation} ({', '.join(details)}) of {checks.name_of(tensor.dtype)}"
-        return notes.compare(self._group, f"{call} [{', '.join(shape)}]", rows, self._device)
+        call = f"{operation} ({', '.join(details)}) of {arguments.name_of(tensor.dtype)}"
+        return arguments.compare(self._group, f"{call} [{', '.join(shape)}]", rows, self._device)
 
     def _finished(self, total: torch.Tensor, op: str) -> torch.Tensor:
         return total.div_(self.size) if op == "mean" else total

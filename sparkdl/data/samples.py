@@ -22,9 +22,8 @@ from sparkdl.data.arrow_tasks import (
     select_columns,
     ship_batches,
 )
-from sparkdl.data.checks import check_handles, check_total_weight
 from sparkdl.data.columns.base import Column, Sequence, Specs
-from sparkdl.data.fields import Field, SampleHandle
+from sparkdl.data.fields import Field, SampleHandle, check_handles, check_total_weight
 from sparkdl.data.partition_join import WrittenRows, join_partition
 from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Rows

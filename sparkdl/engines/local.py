@@ -29,12 +29,11 @@ from sparkdl.loop.engine import (
 )
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
-from sparkdl.process.threads import torch_threads
+from sparkdl.process.determinism import torch_threads
 from sparkdl.replica.gradient_writer import GradientWriter, writes_early
 from sparkdl.replica.iteration import Clock, Iteration, IterationRows, ReplicaReport, SliceReport
 from sparkdl.replica.local_sgd import several_steps
-from sparkdl.replica.open_run import OpenRun
-from sparkdl.replica.run import RunSpec
+from sparkdl.replica.run import OpenRun, RunSpec
 from sparkdl.replica.score import score_partition
 from sparkdl.replica.step import (
     ReplicaIteration,

@@ -15,14 +15,13 @@ from pyspark.errors import PySparkException
 from sparkdl.data.partition_writer import close_partitions
 from sparkdl.errors import TrainingError
 from sparkdl.loop.interrupt import interrupts_held
-from sparkdl.replica.cache import forget
+from sparkdl.replica.run import forget
 from sparkdl.slab.gpu_memory import holders_awaited
 from sparkdl.slab.pool import close_pool
 from sparkdl.slab.root import SlabConfig, open_root, remove_root
 from sparkdl.spark.broadcasts import BroadcastBytes
-from sparkdl.spark.executors import Executor, executors, task_per_executor
+from sparkdl.spark.executors import Executor, executor_awaited, executors, task_per_executor
 from sparkdl.spark.frames import forget_shuffles, is_local, stage_name
-from sparkdl.spark.locality import executor_awaited
 from sparkdl.spark.properties import own_properties
 from sparkdl.spark.watchdog import Watchdog
 from sparkdl.spark.worker import finish_task

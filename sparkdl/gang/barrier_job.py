@@ -12,8 +12,8 @@ from pyspark.core.rdd import RDD
 from pyspark.resource import ResourceProfile
 
 from sparkdl.errors import StateLostError, TrainingError
-from sparkdl.gang.profile import with_profile
 from sparkdl.gang.rank_task import Rendezvous
+from sparkdl.gang.slots import with_profile
 from sparkdl.spark.failures import explain, of_python
 from sparkdl.spark.frames import map_frames, shuffle_frames, stage_name
 from sparkdl.spark.properties import own_properties

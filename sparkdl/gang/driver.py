@@ -22,7 +22,6 @@ from sparkdl.errors import (
     StateLostError,
     TrainingError,
 )
-from sparkdl.gang.arrivals import ArrivedRanks
 from sparkdl.gang.barrier_job import BarrierJob, not_together
 from sparkdl.gang.channel import Listener
 from sparkdl.gang.environment import Where
@@ -32,12 +31,13 @@ from sparkdl.gang.oversubscribe import (
     Oversubscription,
     PackRecords,
     StartRankProcesses,
+    assign_ranks,
     ended,
+    gpus_shared_out,
 )
 from sparkdl.gang.process_group import form_group
-from sparkdl.gang.rank_group import ConnectedRanks
+from sparkdl.gang.rank_group import ArrivedRanks, ConnectedRanks
 from sparkdl.gang.rank_task import Command, Rendezvous
-from sparkdl.gang.sharing import assign_ranks, gpus_shared_out
 from sparkdl.gang.slots import SLOT_SECONDS, check_slots, slots_now
 from sparkdl.session import conf_of
 from sparkdl.spark.frames import collect_and_forget, map_frames, stage_name

@@ -14,10 +14,9 @@ from typing import Any
 from pyspark import cloudpickle
 
 from sparkdl.errors import StalledError, StateLostError, TrainingError
-from sparkdl.gang.arrivals import ArrivedRanks
 from sparkdl.gang.channel import Channel, ChannelError
 from sparkdl.gang.command_queue import RESULT
-from sparkdl.gang.rank_task import ERROR, OUTPUT, Command, Failure
+from sparkdl.gang.rank_task import ERROR, OUTPUT, Command, Failure, Introduction
 
 LOST = "lost"
 """In place of a message: the rank is gone."""
@@ -161,3 +160,34 @@ class ConnectedRanks:
     def _print(self, rank: int, text: str) -> None:
         for line in text.split("\n"):
             print(f"[rank {rank}] {line}", file=sys.stdout)
+
+
+class ArrivedRanks:
+    """The ranks of job number ``job`` that have come."""
+
+    def __init__(self, job: int, size: int) -> None:
+        self._job, self._size = job, size
+        self.come: dict[int, tuple[Channel, Introduction]] = {}
+
+    @property
+    def missing(self) -> list[int]:
+        return [rank for rank in range(self._size) if rank not in self.come]
+
+    @property
+    def too_few(self) -> bool:
+        """Whether the stage runs fewer ranks than a gang has."""
+        return any(hello.ranks != self._size for _, hello in self.come.values())
+
+    def admit(self, channel: Channel, hello: Introduction) -> None:
+        """Of a rank that comes again, the later one counts."""
+        known = self.come.get(hello.rank)
+        if hello.job != self._job or (known and known[1].task > hello.task):
+            channel.close()
+            return
+        if known:
+            known[0].close()
+        self.come[hello.rank] = channel, hello
+
+    def disconnect(self) -> None:
+        for channel, _ in self.come.values():
+            channel.close()

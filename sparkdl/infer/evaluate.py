@@ -34,7 +34,7 @@ from sparkdl.metrics.base import Metric
 from sparkdl.metrics.scorer import Scorer, States
 from sparkdl.model.signature import BY_POSITION, Signature
 from sparkdl.replica.compute import to_tensors
-from sparkdl.spark.read_failures import reading_explained
+from sparkdl.spark.failures import reading_explained
 from sparkdl.spark.worker import finish_task
 from sparkdl.usercode import accompanied
 
@@ -191,7 +191,7 @@ def evaluate(
 
     Raises :class:`DataError` for data without a row and for a bad row, :class:`ModelError` where the
     model or the loss fails on rows, :class:`ParameterError` for a metric that does not go with the
-    model's output or the label; and what :func:`sparkdl.spark.read_failures.reading_explained` does.
+    model's output or the label; and what :func:`sparkdl.spark.failures.reading_explained` does.
     """
     with reading_explained("evaluating the model"):
         if isinstance(data, DataFrame):

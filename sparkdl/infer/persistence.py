@@ -27,7 +27,6 @@ from torch import nn
 from sparkdl.checkpoint.store import holds_checkpoints
 from sparkdl.codec.files import is_uri, mappable, path_here
 from sparkdl.errors import ModelError, ParameterError, kind_of
-from sparkdl.infer.saved_buffers import load_buffers, save_buffers, take_dtypes
 from sparkdl.infer.saved_content import built, columns_of, content_of, signature_of
 from sparkdl.infer.saved_model import (
     BUFFERS,
@@ -37,6 +36,9 @@ from sparkdl.infer.saved_model import (
     WEIGHTS,
     Saved,
     file_checksum,
+    load_buffers,
+    save_buffers,
+    take_dtypes,
 )
 from sparkdl.infer.saved_recipe import REMEDY, WithoutName, read_recipe, recipe_by_name
 from sparkdl.infer.trained_model import TrainedModel

@@ -28,7 +28,7 @@ from sparkdl.infer.shipped_module import Dimensions, device_of
 from sparkdl.model.signature import Signature, described, for_example
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import buffers_kept, evaluating, to_tensors
-from sparkdl.spark.read_failures import reading_explained
+from sparkdl.spark.failures import reading_explained
 
 Found: TypeAlias = tuple[Output, Dimensions]
 """What a prediction holds for one row, and the dimensions of a batch: of the output, and of that."""

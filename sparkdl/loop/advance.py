@@ -1,4 +1,10 @@
-"""From one state of a run to the next."""
+"""From one state of a run to the next.
+
+The loss scale of fp16 training, as ``torch.amp.GradScaler`` moves it (Micikevicius et al., 2018).
+
+fp16 gradients underflow below 6e-8. The loss is multiplied by a large power of two and the gradients
+divided by it again; where one overflows on any replica, nobody updates and the scale is halved.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +14,9 @@ from dataclasses import replace
 from sparkdl.errors import TrainingError
 from sparkdl.loop.engine import IterationResult, busiest
 from sparkdl.loop.history import History
-from sparkdl.loop.loss_scale import FIRST_SCALE, next_scale
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState, next_counters
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 from sparkdl.replica.iteration import Iteration
 
 
@@ -115,3 +120,19 @@ def describe(state: TrainState) -> str:
     """What the Spark UI shows for the coming iteration."""
     text = f"sparkdl: epoch {state.epoch + 1} · iteration {state.iteration + 1}"
     return text if state.iteration == 0 else f"{text} · loss {state.loss:.4g}"
+
+
+FIRST_SCALE = 2.0**16
+
+
+GROWTH_ITERATIONS = 2000
+
+
+def next_scale(scale: float, age: int, skipped: bool) -> tuple[float, int]:
+    """The scale of the next iteration and its age: halved after an overflow, doubled after 2,000
+    iterations without one."""
+    if skipped:
+        return max(1.0, scale / 2), 0
+    if age + 1 >= GROWTH_ITERATIONS:
+        return scale * 2, 0
+    return scale, age + 1

@@ -7,7 +7,7 @@ from typing import Any
 
 from sparkdl.loop.state import TrainState, next_counters
 from sparkdl.loop.trigger import Trigger
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 
 
 @dataclass(frozen=True, kw_only=True)

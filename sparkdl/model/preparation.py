@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sparkdl.errors import ModelError, kind_of, nearest
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 
 
 def matches(pattern: str, name: str) -> bool:

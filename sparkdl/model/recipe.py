@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError, kind_of
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 from sparkdl.model.preparation import freeze, plain, start_from, take_buffers
 from sparkdl.model.signature import BY_POSITION, Signature
 from sparkdl.process.determinism import seeded

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
-from sparkdl.errors import nearest
-from sparkdl.model.policy import PRECISIONS
+import torch
+
+from sparkdl.errors import ModelError, nearest
+from sparkdl.model.flat import Layout
+from sparkdl.model.options import PRECISIONS
 from sparkdl.plain import make_plain
+from sparkdl.slices.optimizer import OptimizerSpec
 
 STRATEGIES = ("ddp", "zero1", "fsdp", "tensor", "pipeline")
 SCHEDULES = ("1f1b", "gpipe")
@@ -206,3 +210,34 @@ def _counts(strategy: Pipeline, *names: str) -> Iterator[str]:
         value = getattr(strategy, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             yield f"{name}={value!r}): give a whole number of at least 1."
+
+
+def check_elementwise(word: str, optimizer: OptimizerSpec) -> None:
+    """Raise :class:`sparkdl.ModelError` for an optimizer that looks at whole tensors. ``word``: the
+    strategy's; so for what follows."""
+    if not (optimizer.elementwise and optimizer.separate):
+        raise ModelError(
+            f'strategy="{word}" cuts tensors, and optimizer {optimizer.name} needs whole ones: use '
+            'strategy="zero1", or an optimizer that treats every element by itself, such as AdamW.'
+        )
+
+
+def check_dense(word: str, layout: Layout, instead: str = "zero1") -> None:
+    """Raise :class:`sparkdl.ModelError` for a sparse table. ``instead``: a strategy for such models."""
+    for segment in layout.segments:
+        if segment.sparse:
+            raise ModelError(
+                f'strategy="{word}" does not go with the embedding '
+                f'"{segment.name.rpartition(".")[0]}", which has sparse=True: use '
+                f'strategy="{instead}", or sparse=False.'
+            )
+
+
+def check_rows(word: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise :class:`sparkdl.ModelError` for a parameter without rows."""
+    for name, parameter in parameters:
+        if not parameter.ndim:
+            raise ModelError(
+                f'strategy="{word}" cuts parameters by rows, and "{name}" is a single number: give it '
+                "the shape [1], or make it a buffer."
+            )

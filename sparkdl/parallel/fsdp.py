@@ -11,8 +11,7 @@ from torch import nn
 from sparkdl.errors import ModelError, nearest
 from sparkdl.model.flat import Layout
 from sparkdl.model.preparation import matches_module
-from sparkdl.parallel.base import FSDP
-from sparkdl.parallel.divisible import check_dense, check_elementwise, check_rows
+from sparkdl.parallel.base import FSDP, check_dense, check_elementwise, check_rows
 from sparkdl.slices.optimizer import OptimizerSpec
 
 UNIT_PARAMETERS = 100_000

@@ -16,11 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from sparkdl.data.fields import Field
 from sparkdl.errors import ModelError, ParameterError
 from sparkdl.model.flat import Layout
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 from sparkdl.model.preparation import matches_module
-from sparkdl.parallel.base import Pipeline
+from sparkdl.parallel.base import Pipeline, check_dense
 from sparkdl.parallel.chain import chain_of, first_of, is_chain
-from sparkdl.parallel.divisible import check_dense
 from sparkdl.parallel.tensor import without_fused_layers
 from sparkdl.parallel.trace import Items
 from sparkdl.slices.optimizer import OptimizerSpec

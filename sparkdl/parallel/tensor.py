@@ -17,8 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from sparkdl.errors import ModelError, ParameterError, kind_of, nearest
 from sparkdl.model.flat import Layout
 from sparkdl.model.preparation import matches_module
-from sparkdl.parallel.base import Tensor
-from sparkdl.parallel.divisible import check_dense, check_elementwise, check_rows
+from sparkdl.parallel.base import Tensor, check_dense, check_elementwise, check_rows
 from sparkdl.slices.optimizer import OptimizerSpec
 
 ELEMENTWISE = (

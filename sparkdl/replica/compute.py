@@ -17,7 +17,7 @@ from sparkdl.model.flat import local
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.loss import loss_of
 from sparkdl.model.model_loss import called
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.division import Division
 from sparkdl.replica.iteration import Clock

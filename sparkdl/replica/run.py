@@ -1,4 +1,10 @@
-"""A run as its tasks see it: the constants of a fit, and the way to the live replica."""
+"""A run as its tasks see it: the constants of a fit, and the way to the live replica.
+
+The live replica of this process, kept between tasks.
+
+Only a cache: Spark hands tasks to pooled workers in any order and drops idle ones, so an entry may
+be missing at any time, and building it again gives the same replica.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,8 @@ import os
 import pickle
 import secrets
 import threading
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,13 +24,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparkdl.errors import StaleReferenceError
+from sparkdl.model.flat import Layout
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
 from sparkdl.process.memory import keep_heap
 from sparkdl.process.numerics import Numerics
-from sparkdl.replica.cache import forget, live_replica
-from sparkdl.slab.gpu_memory import hold
+from sparkdl.slab.gpu_memory import hold, make_room
 from sparkdl.slab.root import SlabConfig, open_private, open_root, write_private
+from sparkdl.slices.optimizer import OptimizerSpec
+from sparkdl.slices.spec import SliceSpec, slice_specs
+from sparkdl.slices.update import SliceUpdater
+from sparkdl.spark.device import task_device
 
 if TYPE_CHECKING:
     from sparkdl.data.batches import BatchSpec
@@ -131,3 +142,80 @@ def _load_recipe(run: RunSpec) -> Recipe:
             return recipe
     # the root was deleted, and is there anew
     raise StaleReferenceError(f"the recipe in {root.directories[0]} was deleted")
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """The owners of a run's slices, and the one owner that all of it would have."""
+
+    owners: list[SliceUpdater]
+    whole: SliceUpdater
+    layout: Layout
+
+    @staticmethod
+    def of(replica: LiveReplica, run: RunSpec) -> OpenRun:
+        """Derive from a built recipe. What the optimizers allow the driver has tried, for all."""
+        recipe, layout = replica.recipe, replica.flat.layout
+        parameters = [parameter for _, parameter in replica.flat.parameters]
+        optimizer = OptimizerSpec.of(recipe, parameters, replica.flat.module)
+        plans = slice_specs(layout, run.slices, whole=run.whole_tensors) + slice_specs(layout, 1)
+        *owners, whole = (
+            SliceUpdater.of(plan, optimizer, recipe.policy, layout, not run.whole_tensors)
+            for plan in plans
+        )
+        return OpenRun(owners, whole, layout)
+
+    @property
+    def slices(self) -> list[SliceSpec]:
+        return [owner.plan for owner in self.owners]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layout.dtype
+
+
+_plans: OrderedDict[str, OpenRun] = OrderedDict()
+
+
+_KEEP = 2
+
+
+def plans_of(run: RunSpec) -> OpenRun:
+    """The plans of ``run``, kept between tasks."""
+    run.numerics.use()
+    plans = _plans.get(run.key)
+    if plans is None:
+        plans = _plans[run.key] = OpenRun.of(open_replica(run), run)
+        while len(_plans) > _KEEP:
+            _plans.popitem(last=False)
+    return plans
+
+
+MAX_LIVE_REPLICAS = 2
+
+
+_live: OrderedDict[tuple[str, torch.device], LiveReplica] = OrderedDict()
+
+
+def live_replica(
+    run: str, load: Callable[[], Recipe], on_gpu: Callable[[], None] = lambda: None
+) -> LiveReplica:
+    """The replica of ``run`` on this task's device; ``load`` gives its recipe on a miss. ``on_gpu``:
+    called where there is one more on a GPU from here on."""
+    device = task_device()
+    replica = _live.get((run, device))
+    if replica is None:
+        if device.type == "cuda":
+            make_room()
+            on_gpu()
+        replica = _live[run, device] = LiveReplica.of(load(), device)
+        while len(_live) > MAX_LIVE_REPLICAS:
+            _live.popitem(last=False)
+    _live.move_to_end((run, device))
+    return replica
+
+
+def forget(run: str) -> None:
+    """Drop the replica of ``run`` from this process."""
+    for key in [key for key in list(_live) if key[0] == run]:
+        _live.pop(key, None)  # a thread may have done so

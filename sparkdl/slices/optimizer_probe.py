@@ -16,8 +16,7 @@ import torch
 
 from sparkdl.errors import ModelError
 from sparkdl.model.flat import sparse_tables
-from sparkdl.process.determinism import seeded
-from sparkdl.process.threads import torch_threads
+from sparkdl.process.determinism import seeded, torch_threads
 from sparkdl.slices.optimizer import GroupSpec, OptimizerSpec
 from sparkdl.slices.optimizer_step import evaluate_once, step_slice, wants_loss
 from sparkdl.slices.spec import Fragment, SliceSpec

@@ -16,6 +16,7 @@ import torch
 from sparkdl.model.flat import Layout
 from sparkdl.slices.section import NOTHING, OWN, SPARE, Section, SparseRows
 from sparkdl.slices.spec import SliceSpec
+from sparkdl.slices.state import SliceState, unpack
 from sparkdl.slices.tree_sum import Term, tree_sum
 
 NORM_EPSILON = 1e-6
@@ -163,3 +164,64 @@ def scaled(reduced: ReducedGradient, scale: float, out: torch.Tensor) -> Reduced
     torch.mul(reduced.gradient, scale, out=out)
     tables = {number: (rows, values * scale) for number, (rows, values) in reduced.tables.items()}
     return ReducedGradient(out, reduced.absent, tables)
+
+
+def average(
+    plan: SliceSpec, state: SliceState, moved: ReducedGradient, contributions: Sequence[Section]
+) -> None:
+    """After local steps: the mean of the replicas' weights, and of the optimizer state of those that
+    had a gradient for a parameter; what has no mean is that of the first of these."""
+    state.weights[: plan.dense_length].add_(moved.gradient)
+    ordered = sorted(contributions, key=lambda c: c.replica)
+    told = {c.replica: unpack(c.others) for c in ordered if c.others}
+    for piece in plan.parameters:
+        stepped = [
+            c
+            for c in ordered
+            if c.replica in told
+            and piece.number not in c.absent
+            and piece.number in told[c.replica][1]
+        ]
+        if not stepped:
+            continue
+        held, others = told[stepped[0].replica]
+        state.held[piece.number] = held[piece.number]
+        state.others[piece.number] = others[piece.number]
+        shares = shares_of([c.weight for c in stepped])
+        for name in held[piece.number]:
+            first = stepped[0].arrays[name]
+            if name not in state.arrays:
+                state.arrays[name] = torch.zeros_like(first, device=state.weights.device)
+            place = state.arrays[name][piece.start : piece.stop]
+            if not first.is_floating_point():
+                place.copy_(first[piece.start : piece.stop])
+                continue
+            place.zero_()
+            for c, share in zip(stepped, shares, strict=True):
+                if name in c.arrays:
+                    place.add_(c.arrays[name][piece.start : piece.stop], alpha=share)
+
+
+def merge_buffers(plan: SliceSpec, contributions: Sequence[Section], weights: torch.Tensor) -> None:
+    """Write the merged buffers into their places in ``weights`` (the slice of the flat vector).
+
+    Floating ones: the weighted average, taken as first + sum of weighted differences, so that what
+    is equal on all replicas keeps its bits (infinities too). Others: the first replica's. A replica
+    whose share weighs nothing has not been forward.
+    """
+    ordered = sorted(contributions, key=lambda c: c.replica)
+    ordered = [c for c in ordered if c.weight] or ordered
+    total = sum(c.weight for c in ordered)
+    for piece in plan.pieces:
+        if piece.kind == "parameter":
+            continue
+        place = slice(piece.start - plan.buffers_start, piece.stop - plan.buffers_start)
+        first = ordered[0].buffers[place]
+        merged = weights[piece.start : piece.stop]
+        merged.copy_(first)
+        if piece.kind == "average" and total:
+            for item in ordered[1:]:
+                values = item.buffers[place]
+                # -0.0: adding it changes no bit, not even that of a -0.0
+                difference = torch.where(values == first, -0.0, values - first)
+                merged.add_(difference, alpha=item.weight / total)

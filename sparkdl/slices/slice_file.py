@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import safetensors.torch
 import torch
@@ -211,3 +211,46 @@ def _check_cover(name: str, spans: list[tuple[int, int]], plan: SliceSpec) -> No
         raise DamagedCheckpoint(
             f'the files do not hold elements {position} to {plan.stop} of "{name}" exactly once'
         )
+
+
+@dataclass(frozen=True)
+class PackSlice:
+    """Run on the owner: its slice as bytes, in the form of a checkpoint's file."""
+
+    def __call__(self, index: int, plan: SliceSpec, state: SliceState) -> bytes:
+        return to_bytes(plan, state)
+
+
+class InTasks(Protocol):
+    """Byte strings that tasks have, such as :class:`sparkdl.spark.broadcasts.BroadcastBytes`."""
+
+    def parts(self) -> Iterator[bytes]:
+        """One after another, none of which is kept."""
+
+
+@dataclass(frozen=True)
+class ReadCarried:
+    """Run on the owner: its slice out of all slices of an earlier run, whatever their number.
+
+    ``packed``: the bytes, or what has them in a task.
+    """
+
+    packed: Sequence[bytes] | InTasks
+
+    def __call__(self, plan: SliceSpec, dtype: torch.dtype) -> SliceState:
+        packed = self.packed
+        slices = packed if isinstance(packed, Sequence) else packed.parts()
+        return reslice(map(unpack, slices), plan, dtype)
+
+
+@dataclass(frozen=True)
+class WithoutAverage:
+    """What ``read`` gives, for a run that keeps no moving average: one that stood still would be taken
+    up by the next run that does."""
+
+    read: Callable[[SliceSpec, torch.dtype], SliceState]
+
+    def __call__(self, plan: SliceSpec, dtype: torch.dtype) -> SliceState:
+        state = self.read(plan, dtype)
+        state.arrays.pop(EMA, None)
+        return state

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 
 from sparkdl.model.flat import Layout
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 from sparkdl.process.determinism import seeded
-from sparkdl.slices.averaging import average
 from sparkdl.slices.blocks import (
     BLOCK_ELEMENTS,
     GPU_BLOCK_ELEMENTS,
@@ -33,14 +32,15 @@ from sparkdl.slices.blocks import (
     cut_blocks,
     keep_block,
 )
-from sparkdl.slices.buffers import merge_buffers
 from sparkdl.slices.histogram import Histogram
 from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.optimizer_step import step_slice
 from sparkdl.slices.reduce import (
     ReducedGradient,
+    average,
     clip_factor,
     clip_values,
+    merge_buffers,
     penalize,
     penalties,
     reduce_gradients,

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import textwrap
+from collections.abc import Iterator
 
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
+
+from sparkdl.errors import (
+    DataError,
+    ModelError,
+    StaleReferenceError,
+    StalledError,
+    StateLostError,
+    TrainingError,
+)
 from sparkdl.spark.frames import PLACE
 from sparkdl.usercode.travel import REMEDY
 
@@ -79,3 +92,60 @@ def _did_not_start(said: str) -> str:
         else ""
     )
     return f"Python did not start: {last}.{hint}" + (f"\n{said}" if before else "")
+
+
+@contextlib.contextmanager
+def reading_explained(doing: str = "reading the data") -> Iterator[None]:
+    """What Spark reports while it reads the data: a :class:`DataError` where the data's own query
+    fails (a cast, a UDF, a function of ``rdd.map``), a :class:`ModelError` where a module of the user's
+    is not there, else a :class:`TrainingError`. ``doing``: what the data are read for."""
+    try:
+        yield
+    except (Py4JError, PySparkException) as error:
+        text = str(error)
+        if mistake := _OF_MODULES.search(text):
+            raise ModelError(f"{doing}: {mistake[1]}") from None
+        if isinstance(error, Py4JError) or "sparkdl.errors." in text:
+            reason = of_query(explain(text))
+            kind = StalledError if reason.startswith(WAITED) else TrainingError
+            raise kind(f"{doing}: {reason}") from None
+        told = explain(text) if of_python(text) else of_query(text)
+        raise DataError(
+            f"the data cannot be read: {told.rstrip('. ')}{chr(10) if chr(10) in told else '. '}"
+            "Mend the query or the function that the data comes from; data.count() fails likewise."
+        ) from None
+
+
+def of_query(text: str) -> str:
+    """What Spark says of a query: its sentences, without the class of the error and the SQL."""
+    first, newline, trace = text.strip().partition("\n")
+    return _LABEL.sub("", first) + (newline + trace if trace.startswith("Traceback") else "")
+
+
+_OF_MODULES = re.compile(r"errors\.ModelError: (the executors (?:cannot import|have other) .*)")
+"""See :mod:`sparkdl.usercode`."""
+
+
+_LABEL = re.compile(r"^\[[A-Z_.0-9]+\] | SQLSTATE: \w+.*$")
+
+
+_DELETED = f"{StaleReferenceError.__name__}:"
+"""What a task says that reads what is no longer there."""
+
+
+@contextlib.contextmanager
+def faults_explained(doing: str) -> Iterator[None]:
+    """Turn a failed Spark job into one :class:`TrainingError` that says what, where and why; into a
+    :class:`StateLostError` where its tasks found slabs deleted, a :class:`StalledError` where nothing
+    happened in it."""
+    try:
+        yield
+    except (Py4JError, PySparkException) as error:
+        reason = explain(str(error))
+        raise _kind(reason)(f"{doing}: {reason}") from None
+
+
+def _kind(reason: str) -> type[TrainingError]:
+    if reason.startswith(WAITED):
+        return StalledError
+    return StateLostError if _DELETED in reason.partition("\n")[0] else TrainingError

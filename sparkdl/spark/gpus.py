@@ -18,9 +18,8 @@ from pyspark import SparkContext, TaskContext
 from sparkdl.errors import SessionError
 from sparkdl.session import conf_of
 from sparkdl.spark.device import gpus_of
-from sparkdl.spark.executors import Executor, executors, task_per_executor
+from sparkdl.spark.executors import Executor, executor_awaited, executors, task_per_executor
 from sparkdl.spark.frames import collect_and_forget, is_local, map_frames, stage_name
-from sparkdl.spark.locality import executor_awaited
 from sparkdl.spark.worker import finish_task
 
 AMOUNT = "spark.task.resource.gpu.amount"

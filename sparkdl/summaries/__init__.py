@@ -5,8 +5,7 @@ Not imported by ``import sparkdl``; each one's library is an extra.
 May import: ``loop`` and ``codec``. Must not know: how an engine works.
 """
 
-from sparkdl.summaries.files import Curves, plot_history
-from sparkdl.summaries.history_file import HistoryFile
+from sparkdl.summaries.files import Curves, HistoryFile, plot_history
 from sparkdl.summaries.mlflow import MLflow
 from sparkdl.summaries.tensorboard import TensorBoard
 

@@ -9,13 +9,11 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.codec.describe import plain_parameters
-from sparkdl.codec.redaction import without_credentials
+from sparkdl.codec.describe import plain_parameters, without_credentials
 from sparkdl.errors import ParameterError
 from sparkdl.loop.state import TrainState
 from sparkdl.loop.triggers import Every, Trigger
-from sparkdl.summaries.base import Recorder, extra_needed
-from sparkdl.summaries.scalars import scalars
+from sparkdl.summaries.base import Recorder, extra_needed, scalars
 
 if TYPE_CHECKING:
     from sparkdl.infer.trained_model import TrainedModel

@@ -13,8 +13,7 @@ from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.state import TrainState
 from sparkdl.loop.triggers import Every, Trigger, no_trigger
 from sparkdl.slices.histogram import EDGES, Histogram
-from sparkdl.summaries.base import check_writable, extra_needed
-from sparkdl.summaries.scalars import scalars
+from sparkdl.summaries.base import check_writable, extra_needed, scalars
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer

@@ -11,7 +11,7 @@ from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState
 from sparkdl.model.recipe import weights_digest
 from sparkdl.session import context_of
-from sparkdl.spark.read_failures import reading_explained
+from sparkdl.spark.failures import reading_explained
 
 if TYPE_CHECKING:
     from sparkdl.infer.trained_model import TrainedModel

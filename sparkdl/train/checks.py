@@ -19,7 +19,7 @@ from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.triggers import Trigger, max_epoch, no_trigger
 from sparkdl.loop.validation import Validation
-from sparkdl.model.policy import PRECISIONS
+from sparkdl.model.options import PRECISIONS
 from sparkdl.model.signature import problems_of_part
 from sparkdl.parallel.plan import problems_of as problems_of_parallel
 from sparkdl.train.combinations import is_count, problems_of_combinations

@@ -9,7 +9,7 @@ from sparkdl.data.samples import SampleSet
 from sparkdl.engines.registry import EngineInputs
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.validation_set import ValidationSet
-from sparkdl.gang.profile import cpus_of
+from sparkdl.gang.slots import cpus_of
 from sparkdl.process.numerics import Numerics
 from sparkdl.replica.run import RunSpec
 from sparkdl.settings import Settings

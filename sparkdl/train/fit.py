@@ -48,9 +48,9 @@ from sparkdl.model.flat import filled
 from sparkdl.model.recipe import weights_digest
 from sparkdl.session import context_of, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
-from sparkdl.slices.packed_slices import PackSlice, ReadCarried, WithoutAverage
+from sparkdl.slices.slice_file import PackSlice, ReadCarried, WithoutAverage
+from sparkdl.spark.executors import waiting_for_locality
 from sparkdl.spark.gpus import within_gpus
-from sparkdl.spark.locality import waiting_for_locality
 from sparkdl.spark.warm_up import warming_up
 from sparkdl.train.carried import CarriedRun, begin_batch, chosen_state, has_rows
 from sparkdl.train.engine_inputs import engine_inputs

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -12,8 +14,9 @@ from sparkdl.data.epoch import EpochPlan
 from sparkdl.errors import ModelError
 from sparkdl.model.loss import loss_of, masses_of
 from sparkdl.model.model_loss import called
-from sparkdl.model.policy import TrainingOptions
-from sparkdl.model.recipe import Recipe
+from sparkdl.model.options import TrainingOptions
+from sparkdl.model.recipe import Recipe, frozen_digests
+from sparkdl.model.signature import Signature
 from sparkdl.parallel.pipeline import pass_sizes
 from sparkdl.parallel.plan import ParallelPlan
 from sparkdl.process.determinism import seeded
@@ -108,3 +111,41 @@ def _has_single(rows: int, policy: TrainingOptions) -> bool:
 
 def _cut(rows: int, count: int) -> list[int]:
     return [rows * (i + 1) // count - rows * i // count for i in range(count)]
+
+
+def check_writes(module: nn.Module, signature: Signature, inputs: Sequence[np.ndarray]) -> None:
+    """Raise :class:`sparkdl.ModelError` for a forward pass that writes to parameters which do not
+    train, or that norms the rows of a table in place.
+
+    ``inputs``: what ``module`` is called with, a private copy, whose weights are others afterwards.
+    """
+    for name, table in module.named_modules():
+        if not isinstance(table, nn.Embedding | nn.EmbeddingBag) or table.max_norm is None:
+            continue
+        if table.weight.requires_grad:
+            raise ModelError(
+                f'"{name}" has max_norm={table.max_norm:g}: with it torch writes to the weights of '
+                "rows that are looked up, which each replica does for its own. Leave it out, and scale "
+                "what is looked up in forward."
+            )
+    if all(parameter.requires_grad for parameter in module.parameters()):
+        return
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.requires_grad and parameter.is_floating_point():
+                parameter.add_(0.01)  # as after an update: else a copy of them stays what it is
+    before = frozen_digests(module)
+    module.train()
+    try:
+        with seeded(0):
+            signature.call(module, to_tensors(inputs, torch.device("cpu")))
+    except Exception:  # it takes these rows, which is known, but not with all weights
+        return
+    after = frozen_digests(module)
+    for name, digest in before.items():
+        if after.get(name, digest) != digest:
+            raise ModelError(
+                f'forward writes to "{name}", a parameter with requires_grad=False: these are taken '
+                "for constants, and each worker would have its own. Make it a buffer "
+                "(register_buffer), which is kept, averaged over the replicas, and part of the result."
+            )

@@ -20,7 +20,7 @@ from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.model_loss import is_model_loss
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.executors import place_contiguously
-from sparkdl.spark.read_failures import reading_explained
+from sparkdl.spark.failures import reading_explained
 from sparkdl.train.engine_inputs import assembly
 
 if TYPE_CHECKING:

@@ -25,14 +25,13 @@ from sparkdl.parallel.plan import parallel_of
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import to_tensors
 from sparkdl.train.averaging_checks import gives_sums, is_averaged, needs_more_rows
-from sparkdl.train.forward_checks import check_single_rows
+from sparkdl.train.forward_checks import check_single_rows, check_writes
 from sparkdl.train.place_samples import assembly
 from sparkdl.train.plain_state import PlainState
 from sparkdl.train.prepare import PreparedModel
 from sparkdl.train.probe import check_scorer, try_model
 from sparkdl.train.recipes import build_model
 from sparkdl.train.trainer import Trainer
-from sparkdl.train.writes import check_writes
 
 
 def preflight(

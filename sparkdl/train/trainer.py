@@ -21,7 +21,7 @@ from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.triggers import MaxEpoch, Trigger
 from sparkdl.loop.validation import Validation
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 from sparkdl.model.signature import Signature
 from sparkdl.parallel.base import Strategy
 from sparkdl.parallel.plan import parts_of

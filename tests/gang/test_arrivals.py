@@ -7,9 +7,8 @@ import socket
 import pytest
 
 from sparkdl.errors import TrainingError
-from sparkdl.gang.arrivals import ArrivedRanks
 from sparkdl.gang.channel import Channel
-from sparkdl.gang.rank_group import ConnectedRanks
+from sparkdl.gang.rank_group import ArrivedRanks, ConnectedRanks
 from sparkdl.gang.rank_task import ERROR, Failure, Introduction
 
 KEY = b"key"

@@ -18,10 +18,9 @@ import torch.distributed as dist
 from pyspark import cloudpickle
 
 from sparkdl.errors import StateLostError, TrainingError
-from sparkdl.gang.arrivals import ArrivedRanks
 from sparkdl.gang.channel import Listener
 from sparkdl.gang.command_queue import END_SECONDS
-from sparkdl.gang.rank_group import ConnectedRanks
+from sparkdl.gang.rank_group import ArrivedRanks, ConnectedRanks
 from sparkdl.gang.rank_task import Introduction, RankContext, Rendezvous
 
 pytestmark = pytest.mark.gang

@@ -16,12 +16,12 @@ from torch import nn
 
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.batchnorm import GlobalBatchNorm, synchronise
-from sparkdl.engines.gang.groups import check_carried
+from sparkdl.engines.gang.model_group import check_carried
 from sparkdl.engines.gang.strategies.base import CopySync, GradientVector
 from sparkdl.engines.gang.strategies.ddp import BucketedDDP, FlatAllReduce
 from sparkdl.errors import SessionError
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.parallel.base import DDP, strategy_of
 from sparkdl.parallel.plan import parallel_of

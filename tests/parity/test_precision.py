@@ -213,7 +213,7 @@ class Amplifier(nn.Module):
 
 
 def test_the_scale_halves_on_overflow_and_recovers(monkeypatch):
-    monkeypatch.setattr("sparkdl.loop.loss_scale.GROWTH_ITERATIONS", 4)
+    monkeypatch.setattr("sparkdl.loop.advance.GROWTH_ITERATIONS", 4)
     sizes = (22, 21)
     trainer = trainer_of(
         sizes,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkdl.spark.locality import WAIT, executor_awaited, waiting_for_locality
+from sparkdl.spark.executors import WAIT, executor_awaited, waiting_for_locality
 
 pytestmark = pytest.mark.spark
 

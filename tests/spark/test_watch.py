@@ -11,8 +11,8 @@ import pytest
 from pyspark import cloudpickle
 
 from sparkdl.errors import TrainingError
+from sparkdl.spark.failures import faults_explained
 from sparkdl.spark.frames import collect_frames, map_frames
-from sparkdl.spark.job_failures import faults_explained
 from sparkdl.spark.watchdog import Watchdog
 
 pytestmark = pytest.mark.spark

@@ -24,8 +24,7 @@ from torch import nn
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.engines.shuffle.messages import IterationMessage, NodeCopies, NodeWeights
-from sparkdl.engines.shuffle.node_reduce import ReduceOnNode
-from sparkdl.engines.shuffle.node_weights import ReceiveWeights, SendWeights
+from sparkdl.engines.shuffle.node_reduce import ReceiveWeights, ReduceOnNode, SendWeights
 from sparkdl.engines.shuffle.replica_context import (
     AtReplicas,
     AtReplicasWithWeights,
@@ -43,7 +42,7 @@ from sparkdl.engines.shuffle.state_tasks import (
 )
 from sparkdl.engines.shuffle.traffic import Nodes
 from sparkdl.engines.shuffle.update_tasks import Reduce, Synchronize, Update
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.iteration import SliceHandle, SliceReport
 from sparkdl.replica.run import ReplicaHandle, RunSpec

@@ -14,7 +14,7 @@ import sparkdl
 from sparkdl.data.batches import Batch
 from sparkdl.data.ragged import Ragged, Rows, dense
 from sparkdl.errors import ModelError
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.train.averaging_checks import gives_sums
 

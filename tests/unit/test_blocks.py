@@ -15,7 +15,7 @@ from test_plan import layouts
 from torch import nn, optim
 
 from sparkdl.model.flat import FlatModule, Layout
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.slices import update as owner_module
 from sparkdl.slices.blocks import cut_blocks

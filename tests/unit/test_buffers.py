@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 
-from sparkdl.slices.buffers import merge_buffers
+from sparkdl.slices.reduce import merge_buffers
 from sparkdl.slices.section import Section
 from sparkdl.slices.spec import Fragment, SliceSpec
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import sparkdl
 from sparkdl.errors import ModelError
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 from sparkdl.model.preparation import (
     check_modules,
     freeze,

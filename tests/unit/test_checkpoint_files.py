@@ -16,8 +16,7 @@ import pytest
 from permissions import unprivileged
 from pyarrow import fs
 
-from sparkdl.checkpoint import file_systems as remote
-from sparkdl.checkpoint import local_files as local
+from sparkdl.checkpoint import file_systems
 from sparkdl.checkpoint.files import Folder, unfinished
 from sparkdl.errors import CheckpointError
 
@@ -128,14 +127,14 @@ def test_a_file_that_goes_while_its_folder_is_listed(
     folder = Folder.of(tmp_path)
     for name in ("a", "b", "c"):
         folder.write(name, b"12")
-    look = local._entry
+    look = file_systems._entry
 
     def vanishing(entry: os.DirEntry[str]) -> tuple[str, str, int]:
         if entry.name == "b":
             os.unlink(entry.path)
         return look(entry)
 
-    monkeypatch.setattr(local, "_entry", vanishing)
+    monkeypatch.setattr(file_systems, "_entry", vanishing)
     assert set(folder.entries()) == {"a", "c"}
 
 
@@ -247,7 +246,7 @@ class Store:
 
 
 def test_nothing_is_copied_on_s3(tmp_path: Path) -> None:
-    remote.Remote(Store()).write(f"{tmp_path}/slice", f"{tmp_path}/.slice.part", b"123456")
+    file_systems.Remote(Store()).write(f"{tmp_path}/slice", f"{tmp_path}/.slice.part", b"123456")
     assert [path.name for path in tmp_path.iterdir()] == ["slice"]
     assert (tmp_path / "slice").read_bytes() == b"123456"
 

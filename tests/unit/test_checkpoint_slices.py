@@ -20,8 +20,7 @@ from sparkdl.model.flat import Layout, TensorRange
 from sparkdl.model.recipe import Recipe
 from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.optimizer_step import step_slice
-from sparkdl.slices.packed_slices import WithoutAverage
-from sparkdl.slices.slice_file import StoredSlice, pack, reslice, to_bytes, unpack
+from sparkdl.slices.slice_file import StoredSlice, WithoutAverage, pack, reslice, to_bytes, unpack
 from sparkdl.slices.spec import SliceSpec, slice_specs
 from sparkdl.slices.state import SliceState
 from sparkdl.slices.update import EMA

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.compute import MiniBatch, forward_backward, to_tensors
 from sparkdl.replica.iteration import Clock

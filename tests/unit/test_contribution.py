@@ -14,7 +14,7 @@ from torch import nn
 
 from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.compute import MiniBatch, forward_backward, take_gradients
 from sparkdl.replica.iteration import Clock

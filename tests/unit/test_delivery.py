@@ -20,8 +20,7 @@ from sparkdl.slab import parts
 from sparkdl.slab.parts import LARGE_BYTES, Left, left_where_large, read_part
 from sparkdl.slab.pool import Reference, close_pool, open_pool
 from sparkdl.slab.root import SlabConfig, open_root, remove_root
-from sparkdl.slices.packed_slices import PackSlice
-from sparkdl.slices.slice_file import unpack
+from sparkdl.slices.slice_file import PackSlice, unpack
 
 CONTENT = np.random.default_rng(0).integers(256, size=300_000).astype(np.uint8)
 

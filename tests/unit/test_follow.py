@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from sparkdl import ModelError, ParameterError
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 from sparkdl.parallel.base import Pipeline
 from sparkdl.parallel.chain import chain_of
 from sparkdl.parallel.pipeline import balanced, with_split

@@ -26,10 +26,9 @@ from torch import nn
 import sparkdl
 from sparkdl.checkpoint.identity import DataIdentity, FieldIdentity, ModelIdentity
 from sparkdl.checkpoint.manifest import Best, Manifest, checksum
-from sparkdl.checkpoint.residuals import WriteResiduals
 from sparkdl.checkpoint.resume import RestoredRun, ResumeCandidates
 from sparkdl.checkpoint.save import RunIdentity
-from sparkdl.checkpoint.slice_io import write_slice
+from sparkdl.checkpoint.slice_io import WriteResiduals, write_slice
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.codec.files import MAX_HEADER_BYTES
 from sparkdl.data.fields import Field
@@ -47,7 +46,7 @@ from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
 from sparkdl.model.flat import layout_of
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 from sparkdl.slices.spec import slice_specs
 from sparkdl.slices.state import SliceState
 

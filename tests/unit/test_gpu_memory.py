@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from sparkdl.engines.resources import _clean_here
-from sparkdl.replica import cache, run
-from sparkdl.replica.cache import live_replica
+from sparkdl.replica import run
+from sparkdl.replica.run import live_replica
 from sparkdl.slab import gpu_memory
 from sparkdl.slab.gpu_memory import Idle, hold, holders_awaited, kept_while_used
 from sparkdl.slab.root import SlabConfig, open_root
@@ -87,9 +87,9 @@ def test_a_replica_on_a_gpu_is_held_and_finds_room(monkeypatch):
     gpu, done = torch.device("cuda", 0), []
     monkeypatch.setattr(gpu_memory, "_idle", [])
     kept_while_used(lambda: done.append("room"))
-    monkeypatch.setattr(cache, "task_device", lambda: gpu)
-    monkeypatch.setattr(cache, "_live", type(cache._live)())
-    monkeypatch.setattr(cache.LiveReplica, "of", lambda recipe, device: done.append("built"))
+    monkeypatch.setattr(run, "task_device", lambda: gpu)
+    monkeypatch.setattr(run, "_live", type(run._live)())
+    monkeypatch.setattr(run.LiveReplica, "of", lambda recipe, device: done.append("built"))
     live_replica("run", lambda: done.append("read"), lambda: done.append("held"))
     assert done == ["room", "held", "read", "built"]
 
@@ -100,15 +100,15 @@ def test_the_replica_of_a_run_goes_with_the_run(monkeypatch, tmp_path):
     open_root(slab, create=True)
     numerics = SimpleNamespace(use=lambda: None)
     made: Any = SimpleNamespace(key=slab.name, slab=slab, threads=1, numerics=numerics)
-    monkeypatch.setattr(cache, "task_device", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr(cache, "_live", type(cache._live)())
-    monkeypatch.setattr(cache.LiveReplica, "of", lambda recipe, device: recipe)
+    monkeypatch.setattr(run, "task_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(run, "_live", type(run._live)())
+    monkeypatch.setattr(run.LiveReplica, "of", lambda recipe, device: recipe)
     monkeypatch.setattr(run, "_load_recipe", lambda made: "replica")
     for _ in range(2):
         assert run.build_replica(made) == "replica"
     assert [thread.name for thread in threading.enumerate()].count("sparkdl-gpu") == 1
     _clean_here(slab)
-    assert not cache._live
+    assert not run._live
     until = time.monotonic() + 10
     while run._holding[slab.name].is_alive():
         assert time.monotonic() < until

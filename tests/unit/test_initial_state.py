@@ -25,8 +25,7 @@ from sparkdl.errors import ModelError, StaleReferenceError
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.iteration import Iteration, SliceHandle, SliceReport
-from sparkdl.replica.open_run import plans_of
-from sparkdl.replica.run import ReplicaHandle, RunSpec, open_replica
+from sparkdl.replica.run import ReplicaHandle, RunSpec, open_replica, plans_of
 from sparkdl.slab.pool import close_pool, open_pool
 from sparkdl.slab.root import SlabConfig, remove_root
 

@@ -19,7 +19,7 @@ from sparkdl.loop.history import History
 from sparkdl.loop.interrupt import Interrupt
 from sparkdl.loop.loop import train
 from sparkdl.loop.schedule import Schedule
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.iteration import Iteration
 from sparkdl.slices.optimizer import OptimizerSpec

@@ -12,7 +12,7 @@ from sparkdl.engines.shuffle.messages import MOVED
 from sparkdl.engines.shuffle.node_sums import NodeReducePlan
 from sparkdl.engines.shuffle.traffic import SliceBytes, planned
 from sparkdl.model.flat import Layout, TensorRange, layout_of
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 from sparkdl.replica.iteration import SliceHandle
 from sparkdl.replica.run import RunSpec
 from sparkdl.slab.pool import Reference

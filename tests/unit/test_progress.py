@@ -23,7 +23,7 @@ from sparkdl.loop.engine import IterationResult
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState, Validated, next_counters
 from sparkdl.loop.validation import is_better
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.slices.optimizer import OptimizerSpec
 

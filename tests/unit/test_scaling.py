@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkdl.loop.loss_scale import FIRST_SCALE, GROWTH_ITERATIONS, next_scale
+from sparkdl.loop.advance import FIRST_SCALE, GROWTH_ITERATIONS, next_scale
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(0, GROWTH_ITERATIONS))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkdl.errors import SessionError
-from sparkdl.gang.sharing import TaskLocation, assign_ranks, gpus_shared_out
+from sparkdl.gang.oversubscribe import TaskLocation, assign_ranks, gpus_shared_out
 
 NODES = st.text("abc", max_size=12).map(list)
 

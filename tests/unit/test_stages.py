@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 from sparkdl.parallel.base import Pipeline
 from sparkdl.parallel.chain import chain_of
 from sparkdl.parallel.pipeline import (

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica import gradient_writer as streaming
 from sparkdl.replica.compute import MiniBatch, forward_backward, take_gradients

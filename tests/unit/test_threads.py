@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from sparkdl.process.threads import torch_threads
+from sparkdl.process.determinism import torch_threads
 
 
 @pytest.fixture(autouse=True)

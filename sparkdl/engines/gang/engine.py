@@ -28,7 +28,7 @@ from sparkdl.engines.delivery import AT_ONCE_BYTES, Wanted, bring, not_here
 from sparkdl.engines.gang.background import BackgroundResult
 from sparkdl.engines.gang.in_flight import InFlight
 from sparkdl.engines.gang.rank import CallMethod, InitRank, frames_of
-from sparkdl.engines.gang.rank_records import RankConfig, RankReport, RankStatus
+from sparkdl.engines.gang.rank_messages import RankConfig, RankReport, RankStatus
 from sparkdl.engines.gang.recipe_files import RecipeSource
 from sparkdl.engines.resources import MAX_SUBMISSIONS, FitResources, compute_again, samples_changed
 from sparkdl.engines.validation_set import ValidationSet
@@ -106,7 +106,7 @@ class GangEngine:
         min_ranks: int | None = None,
     ) -> None:
         """``spare``, ``weighted_batches`` and ``sums``: see
-        :class:`sparkdl.engines.gang.rank_records.RankConfig`. ``min_ranks``: how few task slots
+        :class:`sparkdl.engines.gang.rank_messages.RankConfig`. ``min_ranks``: how few task slots
         will do; None: one for each rank."""
         self.plan = EpochPlan(samples.counts, batch_size)
         self._layout, self._run, self._validation = layout, run, validation

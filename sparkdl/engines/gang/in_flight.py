@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sparkdl.engines.gang.rank import CallMethod
-from sparkdl.engines.gang.rank_records import RankReport
+from sparkdl.engines.gang.rank_messages import RankReport
 from sparkdl.gang.driver import Gang
 from sparkdl.replica.iteration import Iteration, IterationRows
 

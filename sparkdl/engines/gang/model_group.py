@@ -3,25 +3,33 @@
 Every rank has samples of its own, as in every engine. The ranks of such a group bring theirs to where
 they are computed with, so that the group is one replica with all of its rows. Between nodes they send
 them; on one, a rank reads the others' rows from their files.
+
+The process groups of a rank: torch's ``DeviceMesh``, a group for each dimension.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from sparkdl.engines.gang.node_local_rows import NodeLocalRows
-from sparkdl.engines.gang.rank_messages import broadcast
+from sparkdl.data.partition_reader import open_partition
+from sparkdl.data.prefetch import AHEAD
+from sparkdl.engines.gang.rank_messages import SampleLocation, broadcast
+from sparkdl.errors import SessionError
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.loss import masses_of
 from sparkdl.model.model_loss import called
 from sparkdl.parallel.mesh import Mesh
+from sparkdl.parallel.plan import ParallelPlan
 from sparkdl.replica.compute import MiniBatch, autocasting, evaluating
-from sparkdl.replica.step import ReplicaIteration
+from sparkdl.replica.run import RunSpec
+from sparkdl.replica.step import ReplicaIteration, to_mini_batch
 
 
 class ModelGroup:
@@ -170,3 +178,90 @@ class ModelGroup:
     def _told(self, member: int, batches: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         for _ in range(batches):
             yield broadcast(None, member, self._group, self._live.device)
+
+
+class NodeLocalRows:
+    """What augments rows costs more than a message: rows that are augmented are sent."""
+
+    def __init__(
+        self,
+        samples: Sequence[SampleLocation],
+        rank: int,
+        ranks: Sequence[int],
+        run: RunSpec,
+        live: LiveReplica,
+    ) -> None:
+        """``samples``: of all ranks. ``ranks``: those whose rows may be wanted."""
+        self._run, self._live = run, live
+        self._tokens = [each.token for each in samples]
+        self._sent = live.recipe.augment is not None
+        self._partitions = {
+            r: open_partition(samples[r].handle)
+            for r in ranks
+            if self.reaches(r, rank) and samples[r].handle.num_rows
+        }
+        AHEAD.serve(1 + len(self._partitions))
+
+    def reaches(self, source: int, reader: int) -> bool:
+        """Whether rank ``reader`` reads rows of rank ``source`` by itself."""
+        return source != reader and not self._sent and self._tokens[source] == self._tokens[reader]
+
+    def read(self, work: ReplicaIteration, source: int) -> MiniBatch:
+        """The rows that rank ``source`` has in this iteration; what the loss takes of them is reckoned
+        for all rows together."""
+        theirs = replace(work, replica=source, share=self._run.shares[source])
+        (arrays,) = theirs.mini_batches(self._live, self._partitions[source])
+        return to_mini_batch(arrays, self._live, masses=False)
+
+
+_gangs = itertools.count()
+
+
+def check_carried(parallel: ParallelPlan, device: torch.device) -> None:
+    """Raise :class:`sparkdl.SessionError` where ranks share a GPU, so that Gloo joins them, and would
+    send each other what is on it, which Gloo does not."""
+    cut = [part.word for name, part in parallel.parts.items() if name in ("pipe", "tensor")]
+    if cut and device.type == "cuda" and "cuda:nccl" not in dist.get_backend_config():
+        raise SessionError(
+            f'strategy="{cut[0]}" needs a GPU for each rank, and here ranks share one: use as many '
+            'replicas as there are GPUs, or strategy="ddp".'
+        )
+
+
+class Groups:
+    """Made on all ranks at once, for each dimension that has several ranks or a strategy.
+
+    A process may be a rank of one gang after another, and torch remembers how tensors on a mesh are
+    computed with, by the mesh's shape and names, and with it the groups, which end with their gang. So
+    every mesh has names of its own.
+    """
+
+    def __init__(self, parallel: ParallelPlan, device: torch.device) -> None:
+        """Raises what :func:`check_carried` does."""
+        check_carried(parallel, device)
+        sizes = parallel.mesh.sizes
+        names = tuple(name for name, size in sizes.items() if size > 1 or name in parallel.parts)
+        self._suffix = f"-{next(_gangs)}"
+        self._mesh = init_device_mesh(
+            device.type, tuple(sizes[name] for name in names), mesh_dim_names=self._own(*names)
+        )
+        if device.type != "cpu":
+            self.meet(device)
+
+    def meet(self, device: torch.device) -> None:
+        """The first sum of every group. NCCL connects the ranks of a group with what they first do
+        together, which all of them must do: a message from one to another is too few."""
+        for own in self._mesh.mesh_dim_names or ():
+            dist.all_reduce(torch.zeros(1, device=device), group=self._mesh.get_group(own))
+
+    def _own(self, *names: str) -> tuple[str, ...]:
+        return tuple(name + self._suffix for name in names)
+
+    def mesh(self, *names: str) -> DeviceMesh:
+        """Of these dimensions, in this order."""
+        return self._mesh[self._own(*names)]
+
+    def along(self, name: str) -> dist.ProcessGroup | None:
+        """The ranks that differ from this one in this dimension alone; None where it is not there."""
+        (own,) = self._own(name)
+        return self._mesh.get_group(own) if own in (self._mesh.mesh_dim_names or ()) else None

@@ -23,8 +23,7 @@ from sparkdl.codec.packed import (
     split_files,
 )
 from sparkdl.slab.root import open_private, read_private
-from sparkdl.slices.packed_slices import ReadCarried
-from sparkdl.slices.slice_file import to_bytes
+from sparkdl.slices.slice_file import ReadCarried, to_bytes
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 

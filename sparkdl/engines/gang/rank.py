@@ -39,7 +39,7 @@ from sparkdl.engines.gang.background import (
 )
 from sparkdl.engines.gang.build_turn import Turn
 from sparkdl.engines.gang.node_files import SnapshotFiles
-from sparkdl.engines.gang.rank_records import RankConfig, RankReport, RankStatus, SampleLocation
+from sparkdl.engines.gang.rank_messages import RankConfig, RankReport, RankStatus, SampleLocation
 from sparkdl.engines.gang.rank_state import States
 from sparkdl.engines.gang.snapshots import Snapshots
 from sparkdl.engines.gang.strategies.base import gathered

@@ -28,8 +28,7 @@ from sparkdl.model.flat import Layout
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.parallel.mesh import Mesh
 from sparkdl.replica.gradient_writer import writes_early
-from sparkdl.replica.open_run import OpenRun
-from sparkdl.replica.run import RunSpec
+from sparkdl.replica.run import OpenRun, RunSpec
 from sparkdl.slices.slice_file import StoredSlice, reslice, to_bytes
 from sparkdl.slices.spec import SliceSpec, slice_specs
 from sparkdl.slices.state import SliceState

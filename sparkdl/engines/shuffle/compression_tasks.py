@@ -12,7 +12,7 @@ import torch
 from sparkdl.codec.packed import ByParameter
 from sparkdl.engines.shuffle.messages import RESIDUAL_FOREIGN, IterationMessage
 from sparkdl.engines.shuffle.replica_context import ReplicaContext
-from sparkdl.engines.shuffle.residuals import read_residuals, write_residuals
+from sparkdl.engines.shuffle.store import read_residuals, write_residuals
 from sparkdl.loop.engine import ReadResiduals
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.iteration import Fault, ResidualHandle

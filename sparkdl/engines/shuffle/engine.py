@@ -40,13 +40,13 @@ from sparkdl.loop.engine import (
     summed,
 )
 from sparkdl.model.flat import Layout
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 from sparkdl.replica.compare import Description
 from sparkdl.replica.iteration import Fault, Iteration, ReplicaReport, SliceReport
 from sparkdl.replica.run import RunSpec
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
-from sparkdl.spark.job_failures import faults_explained
+from sparkdl.spark.failures import faults_explained
 
 
 class ShuffleEngine:

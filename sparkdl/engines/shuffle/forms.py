@@ -32,9 +32,8 @@ from sparkdl.engines.shuffle.messages import (
     OneStageReport,
     PendingGradients,
 )
-from sparkdl.engines.shuffle.node_reduce import ReduceOnNode
+from sparkdl.engines.shuffle.node_reduce import ReceiveWeights, ReduceOnNode, SendWeights
 from sparkdl.engines.shuffle.node_sums import NodeReducePlan
-from sparkdl.engines.shuffle.node_weights import ReceiveWeights, SendWeights
 from sparkdl.engines.shuffle.pending import ApplyPending, ReducePending, Reductions, UpdateReduced
 from sparkdl.engines.shuffle.placement import Placement
 from sparkdl.engines.shuffle.replica_tasks import ForwardBackward, OneStageTask

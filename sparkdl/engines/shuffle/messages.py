@@ -54,7 +54,7 @@ class IterationMessage(IterationRows):
         states: The committed version of every slice.
         pending: What is to be applied to it first; None: nothing.
         copies: Of the weights of other nodes' slices, where nodes have them, see
-            :mod:`sparkdl.engines.shuffle.node_weights`.
+            :mod:`sparkdl.engines.shuffle.node_reduce`.
         residuals: Where gradients are compressed, what each replica keeps; None before its first
             iteration.
     """

@@ -8,7 +8,7 @@ from sparkdl.engines.shuffle.form import STAGE_SECONDS
 from sparkdl.engines.shuffle.traffic import Nodes, SliceBytes, planned
 from sparkdl.loop.engine import busiest
 from sparkdl.model.flat import Layout
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 from sparkdl.replica.iteration import SliceHandle
 from sparkdl.replica.run import RunSpec
 from sparkdl.slices.spec import slice_specs

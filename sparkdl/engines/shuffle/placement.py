@@ -30,10 +30,11 @@ from sparkdl.engines.shuffle.replica_context import (
 from sparkdl.engines.shuffle.state_tasks import PrepareSlice, PublishWeights, RecipeSource, Recount
 from sparkdl.errors import StateLostError, TrainingError
 from sparkdl.model.flat import Layout
-from sparkdl.model.policy import TrainingOptions
+from sparkdl.model.options import TrainingOptions
 from sparkdl.replica.compare import Description, check_same
 from sparkdl.replica.iteration import Fault, SliceHandle
 from sparkdl.replica.run import ReplicaHandle, RunSpec
+from sparkdl.spark.failures import faults_explained
 from sparkdl.spark.frames import (
     collect_and_forget,
     is_local,
@@ -45,7 +46,6 @@ from sparkdl.spark.frames import (
     stored_frames,
     zip_frames,
 )
-from sparkdl.spark.job_failures import faults_explained
 
 INLINE_BYTES = 1 << 20
 """A recipe or a state up to this size travels inside the task, a larger one in a broadcast."""

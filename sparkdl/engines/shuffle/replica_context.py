@@ -26,8 +26,7 @@ from sparkdl.errors import StaleReferenceError, UserError
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.compare import Compared, Description, compared
 from sparkdl.replica.iteration import Clock, Fault, SliceHandle
-from sparkdl.replica.open_run import plans_of
-from sparkdl.replica.run import ReplicaHandle, RunSpec, build_replica, open_replica
+from sparkdl.replica.run import ReplicaHandle, RunSpec, build_replica, open_replica, plans_of
 from sparkdl.slab.pool import Pool, open_pool
 from sparkdl.spark.message import posted
 from sparkdl.spark.worker import finish_task

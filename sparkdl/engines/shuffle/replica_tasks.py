@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from pyspark import cloudpickle
 
-from sparkdl.codec.frames import encode
+from sparkdl.codec.packed import encode
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.partition_reader import open_partition
 from sparkdl.engines.shuffle.compression_tasks import compress_here, residual_fault
@@ -30,8 +30,7 @@ from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.gradient_writer import GradientWriter, writes_early
 from sparkdl.replica.iteration import Clock, Fault, ReplicaReport, SliceReport
 from sparkdl.replica.local_sgd import several_steps
-from sparkdl.replica.open_run import plans_of
-from sparkdl.replica.run import open_replica
+from sparkdl.replica.run import open_replica, plans_of
 from sparkdl.replica.score import score_partition
 from sparkdl.replica.step import (
     ReplicaIteration,

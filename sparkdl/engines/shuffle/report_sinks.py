@@ -14,13 +14,12 @@ from dataclasses import dataclass
 
 from pyspark.accumulators import Accumulator, AccumulatorParam
 
-from sparkdl.codec.frames import encode
-from sparkdl.engines.shuffle.node_weights import weight_frames
+from sparkdl.codec.packed import encode
+from sparkdl.engines.shuffle.node_reduce import weight_frames
 from sparkdl.engines.shuffle.traffic import Nodes
 from sparkdl.engines.shuffle.weights import version_frame
 from sparkdl.replica.iteration import SliceReport
-from sparkdl.replica.open_run import plans_of
-from sparkdl.replica.run import RunSpec
+from sparkdl.replica.run import RunSpec, plans_of
 from sparkdl.slab.pool import open_pool
 from sparkdl.spark.frames import send
 
@@ -34,7 +33,7 @@ def to_driver(report: SliceReport, run: RunSpec) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class NodeReports:
-    """To the replicas' places, see :func:`sparkdl.engines.shuffle.node_weights.weight_frames`."""
+    """To the replicas' places, see :func:`sparkdl.engines.shuffle.node_reduce.weight_frames`."""
 
     nodes: Nodes
 

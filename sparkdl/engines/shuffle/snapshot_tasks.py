@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.engines.shuffle.residuals import copy_residuals
 from sparkdl.engines.shuffle.state_tasks import run_of
-from sparkdl.engines.shuffle.store import write_copy
+from sparkdl.engines.shuffle.store import copy_residuals, write_copy
 from sparkdl.replica.iteration import ResidualHandle, SliceHandle, SliceReport
 from sparkdl.slab.parts import frames_of, num_frames
 from sparkdl.slab.pool import Reference, open_pool

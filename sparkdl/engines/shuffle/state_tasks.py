@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from sparkdl.codec.frames import encode
+from sparkdl.codec.packed import encode
 from sparkdl.engines.shuffle.store import copy_weights, first_version, read_version
 from sparkdl.engines.shuffle.weights import version_frame
 from sparkdl.errors import ModelError
 from sparkdl.replica.iteration import SliceHandle, SliceReport
-from sparkdl.replica.open_run import plans_of
-from sparkdl.replica.run import RunSpec, build_replica, install_recipe
+from sparkdl.replica.run import RunSpec, build_replica, install_recipe, plans_of
 from sparkdl.slab.parts import left_where_large, read_part
 from sparkdl.slab.pool import Reference, open_pool
 from sparkdl.slices.spec import SliceSpec

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sparkdl.codec.frames import decode, encode
+from sparkdl.codec.packed import decode, encode
 from sparkdl.engines.shuffle.messages import (
     STATE_FOREIGN,
     GradientHeader,
@@ -23,8 +23,7 @@ from sparkdl.engines.shuffle.messages import (
 from sparkdl.engines.shuffle.report_sinks import ReportSink, to_driver
 from sparkdl.engines.shuffle.store import next_version
 from sparkdl.replica.iteration import Clock, Fault, SliceReport
-from sparkdl.replica.open_run import plans_of
-from sparkdl.replica.run import RunSpec
+from sparkdl.replica.run import RunSpec, plans_of
 from sparkdl.slab.pool import Pool, Reference, open_pool
 from sparkdl.slices.reduce import ReducedGradient
 from sparkdl.slices.section import Section, SectionLayout, open_section

@@ -32,8 +32,8 @@ from sparkdl.slab.pool import Reference
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 from sparkdl.slices.update import EMA
+from sparkdl.spark.failures import faults_explained
 from sparkdl.spark.frames import collect_frames, map_frames, stage_name
-from sparkdl.spark.job_failures import faults_explained
 from sparkdl.usercode import accompanied
 
 MAX_RECORD_BYTES = (1 << 31) - (1 << 20)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from sparkdl.codec.packed import ByParameter
 from sparkdl.collectives import direct as one_round
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.model_group import ModelGroup
-from sparkdl.engines.gang.strategies.gradient_sync import GradientSync
 from sparkdl.model.flat import Layout
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.compute import Gradients, MiniBatch, Passed, Spare, take_gradients
@@ -65,6 +66,29 @@ class GradientVector:
     def absent(self) -> frozenset[int]:
         """The parameters of which no rank had a gradient."""
         return frozenset(n for n, count in enumerate(self._counts.tolist()) if not count)
+
+
+class GradientSync:
+    """What rank ``rank`` does for the gradients of an iteration.
+
+    ``needs_all_losses``: whether an update needs to know every rank's loss, or that it is finite:
+    then a rank must know that of its own samples. ``kept``: what a hook left out of the gradients
+    so far, by parameter number; None where nothing is. ``count``: what the rank's rows of the last
+    pass count for, which of a loss that returns ``(sum, count)`` is known only then.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self.needs_all_losses, self.count = rank, True, 0.0
+        self.kept: ByParameter | None = None
+
+    @property
+    def loss_rank(self) -> int:
+        """The rank that knows the loss of this one's samples."""
+        return self._rank
+
+    def scored(self, batches: int, score: Callable[[], Any]) -> Any:
+        """What ``score`` makes of this rank's ``batches`` of the validation's samples."""
+        return score()
 
 
 class SummedGradients(GradientSync):

@@ -11,10 +11,8 @@ import torch.distributed as dist
 
 from sparkdl.engines.gang.batchnorm import synchronise
 from sparkdl.engines.gang.build_turn import Turn
-from sparkdl.engines.gang.groups import Groups
-from sparkdl.engines.gang.model_group import ModelGroup
-from sparkdl.engines.gang.node_local_rows import NodeLocalRows
-from sparkdl.engines.gang.rank_records import RankConfig, SampleLocation
+from sparkdl.engines.gang.model_group import Groups, ModelGroup, NodeLocalRows
+from sparkdl.engines.gang.rank_messages import RankConfig, SampleLocation
 from sparkdl.engines.gang.rank_state import RankState, ReplicatedState, ShardedState, ShardSpec
 from sparkdl.engines.gang.shards import RowsOf, nested_shards, spans_of
 from sparkdl.engines.gang.strategies.base import SummedGradients

@@ -27,8 +27,7 @@ from sparkdl.collectives.direct import DirectReduceScatter
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.batchnorm import synchronise
 from sparkdl.engines.gang.build_turn import Turn
-from sparkdl.engines.gang.groups import Groups
-from sparkdl.engines.gang.model_group import ModelGroup
+from sparkdl.engines.gang.model_group import Groups, ModelGroup
 from sparkdl.engines.gang.strategies.base import (
     SummedGradients,
     can_be_summed,
@@ -38,7 +37,7 @@ from sparkdl.engines.gang.strategies.base import (
 from sparkdl.engines.gang.strategies.tensor import parallelise
 from sparkdl.model.flat import FlatModule, Layout, layout_of, local
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.policy import PRECISIONS, TrainingOptions
+from sparkdl.model.options import PRECISIONS, TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.model.signature import with_tensors
 from sparkdl.parallel.fsdp import units_of

@@ -24,14 +24,11 @@ import torch
 import torch.distributed as dist
 
 from sparkdl.data.batches import Batch
-from sparkdl.engines.gang.groups import Groups
-from sparkdl.engines.gang.model_group import ModelGroup
-from sparkdl.engines.gang.node_local_rows import NodeLocalRows
+from sparkdl.engines.gang.model_group import Groups, ModelGroup, NodeLocalRows
 from sparkdl.engines.gang.strategies.base import CopySync, gathered_counts
 from sparkdl.engines.gang.strategies.fsdp import let_go
 from sparkdl.engines.gang.strategies.pipeline_schedules import Schedules, as_tuple
-from sparkdl.engines.gang.strategies.pipeline_stages import PipelineBuild
-from sparkdl.engines.gang.strategies.stage_relay import StageRelay
+from sparkdl.engines.gang.strategies.pipeline_stages import PipelineBuild, StageRelay
 from sparkdl.engines.gang.strategies.tensor import settle
 from sparkdl.parallel.base import Pipeline
 from sparkdl.parallel.pipeline import micro_batches

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.build_turn import Turn
-from sparkdl.engines.gang.groups import Groups
+from sparkdl.engines.gang.model_group import Groups
+from sparkdl.engines.gang.rank_messages import receive, send
 from sparkdl.engines.gang.strategies.fsdp import cut_units
 from sparkdl.engines.gang.strategies.tensor import parallelise
 from sparkdl.model.flat import FlatModule, Layout, layout_of
@@ -24,7 +26,7 @@ from sparkdl.parallel.mesh import Mesh
 from sparkdl.parallel.pipeline import bounds_of
 from sparkdl.parallel.plan import ParallelPlan
 from sparkdl.parallel.trace import Items, TracedStage
-from sparkdl.replica.compute import autocasting, to_tensors
+from sparkdl.replica.compute import autocasting, evaluating, to_tensors
 
 
 class StageModule(nn.Module):
@@ -142,3 +144,73 @@ def _empty(owner: nn.Module, name: str, parameter: nn.Parameter) -> None:
         setattr(owner, name, nn.Parameter(nothing, parameter.requires_grad))
     else:
         parameter.data = nothing
+
+
+class StageRelay:
+    """What rank ``rank`` does of it. ``stages``: its own, by number; ``group``: of the ranks whose
+    samples go through the same weights. Where layers are cut too, every stage is on several ranks, and
+    a value goes on between those with the same parts."""
+
+    def __init__(
+        self,
+        seats: StagePlacement,
+        stages: Mapping[int, StageModule],
+        rank: int,
+        group: dist.ProcessGroup | None,
+        live: LiveReplica,
+    ) -> None:
+        mesh = seats.mesh
+        self._seats, self._stages, self._rank = seats, stages, rank
+        self._group, self._live = group, live
+        self._ranks, self._column = mesh.model_group(rank), mesh.along(rank, "pipe")
+        live.flat.module.forward = self._there_and_back
+
+    def scored(
+        self,
+        counts: Sequence[int],
+        score: Callable[[], Any],
+        most: int,
+        spare: tuple[torch.Tensor, ...],
+    ) -> Any:
+        """See :meth:`sparkdl.engines.gang.model_group.ModelGroup.scored`."""
+        result = None
+        for member in self._ranks:
+            if member == self._rank:
+                result = score()
+            else:
+                with evaluating(self._live.flat.module):
+                    for _ in range(counts[member]):
+                        self._passed(member, None)
+        for _ in range(most - sum(counts[r] for r in self._ranks)):
+            with evaluating(self._live.flat.module):
+                self._passed(self._ranks[0], spare)
+        return result
+
+    def _there_and_back(self, *inputs: Any) -> Any:
+        """The model's output for this rank's inputs."""
+        return self._passed(self._rank, inputs)
+
+    def _passed(self, source: int, value: Any) -> Any:
+        """Through all stages, from rank ``source`` and back to it."""
+        mesh, column = self._seats.mesh, self._column
+        for head in mesh.along(self._ranks[0], "tensor"):
+            value = self.moved(value, source, head)
+        before = column[0]
+        for number in range(self._seats.count):
+            here = column[number % len(column)]
+            value = self.moved(value, before, here)
+            if self._rank == here:
+                value = (self._stages[number](*value),)
+            before = here
+        value = self.moved(value, mesh.along(source, "pipe")[-1], source)
+        return value[0] if self._rank == source else None
+
+    def moved(self, value: Any, source: int, to: int) -> Any:
+        """``value`` of rank ``source`` at rank ``to``; elsewhere as it was."""
+        if source == to or self._rank not in (source, to):
+            return value
+        device = self._live.device
+        if self._rank == source:
+            send(value, to, self._group, device)
+            return value
+        return receive(source, self._group, device)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from sparkdl.codec.packed import head_from_bytes, head_to_bytes
 from sparkdl.collectives.direct import exchange_all
-from sparkdl.engines.gang.strategies.gradient_sync import GradientSync
+from sparkdl.engines.gang.strategies.base import GradientSync
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.compute import MiniBatch, forward_backward, take_gradients
 from sparkdl.replica.iteration import Clock
