@@ -1,0 +1,173 @@
+"""Deliberate faults of one line: each of them must be caught by the tests named beside it.
+
+A suite may be made smaller as long as ``test_faults.py`` holds. A row is a module of the package, what
+stands there, what is put in its place, and the test files that must fail then. Rows are small and
+plausible: a sum in another order, a weight ignored, a bound off by one, a fault swallowed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """``text`` occurs in ``module``, and ``tests`` fail with ``instead`` in its place."""
+
+    module: str
+    text: str
+    instead: str
+    tests: str
+
+
+FAULTS = {
+    "terms are added up as they come": Fault(
+        "slices/tree_sum.py",
+        "ordered = sorted(terms, key=lambda term: term.place)",
+        "ordered = list(terms)",
+        "unit/test_tree.py",
+    ),
+    "a sum has another shape": Fault(
+        "slices/tree_sum.py",
+        "while joints and joints[-1] < level:",
+        "while joints and joints[-1] <= level + 1:",
+        "unit/test_tree.py",
+    ),
+    "replicas count alike in the mean": Fault(
+        "slices/reduce.py",
+        "return [weight / total if total else 0.0 for weight in weights]",
+        "return [1 / len(weights) if total else 0.0 for weight in weights]",
+        "unit/test_gradient.py",
+    ),
+    "values are clipped from above only": Fault(
+        "slices/reduce.py",
+        "reduced.gradient.clamp_(-limit, limit)",
+        "reduced.gradient.clamp_(max=limit)",
+        "unit/test_gradient.py",
+    ),
+    "tables are left out of the norm": Fault(
+        "slices/reduce.py",
+        "parts += [values for _, values in reduced.tables.values()]",
+        "parts += []",
+        "unit/test_gradient.py",
+    ),
+    "l2 takes the sign": Fault(
+        "slices/reduce.py",
+        "place.add_(values, alpha=l2[piece.number])",
+        "place.add_(values.sign(), alpha=l2[piece.number])",
+        "unit/test_gradient.py",
+    ),
+    "a parameter without a gradient is regularised": Fault(
+        "slices/reduce.py",
+        "if piece.sparse or piece.number in reduced.absent:",
+        "if piece.sparse:",
+        "unit/test_gradient.py",
+    ),
+    "the moving average moves by the decay": Fault(
+        "slices/update.py",
+        "moving.lerp_(state.weights[: len(moving)], 1.0 - self.policy.ema)",
+        "moving.lerp_(state.weights[: len(moving)], self.policy.ema)",
+        "parity/test_model_care.py",
+    ),
+    "a block is updated with the weights of the first": Fault(
+        "slices/update.py",
+        "weights = old.weights[start : start + block.length]",
+        "weights = old.weights[: block.length]",
+        "unit/test_blocks.py",
+    ),
+    "a parameter without a gradient is stepped": Fault(
+        "slices/optimizer_step.py",
+        "if number not in absent:",
+        "if True:",
+        "unit/test_apply.py",
+    ),
+    "the step's own memory is not copied back": Fault(
+        "slices/optimizer_step.py",
+        "if tensor.data_ptr() != places[number]:",
+        "if False:",
+        "unit/test_apply.py",
+    ),
+    "samples count once, whatever their weight": Fault(
+        "replica/compute.py",
+        "return float(weights.sum() if self.masses is None else self.masses @ weights.cpu())",
+        "return float(len(self))",
+        "unit/test_compute.py",
+    ),
+    "a micro-batch loses its last row": Fault(
+        "replica/compute.py",
+        "yield self.rows(slice(rows * i // min(count, rows), rows * (i + 1) // min(count, rows)))",
+        "yield self.rows(slice(rows * i // min(count, rows), rows * (i + 1) // min(count, rows) - (i > 0)))",
+        "unit/test_compute.py",
+    ),
+    "buffers keep what a trial wrote": Fault(
+        "replica/compute.py",
+        "buffer.copy_(content)",
+        "pass",
+        "unit/test_compute.py",
+    ),
+    "an epoch leaves out the last batch": Fault(
+        "data/epoch.py",
+        "return -(-self.num_samples // self.batch_size)",
+        "return max(1, self.num_samples // self.batch_size)",
+        "unit/test_batches.py",
+    ),
+    "every epoch has the order of the first": Fault(
+        "data/epoch.py",
+        'return generator(seed, "shuffle", epoch, replica).permutation(num_rows)',
+        'return generator(seed, "shuffle", 0, replica).permutation(num_rows)',
+        "unit/test_batches.py",
+    ),
+    "a trigger is true one iteration late": Fault(
+        "loop/triggers.py",
+        "return current.iteration >= self.iterations",
+        "return current.iteration > self.iterations",
+        "unit/test_triggers.py",
+    ),
+    "plateau looks at one validation less": Fault(
+        "loop/triggers.py",
+        "scores[: -self.patience], scores[-self.patience :]",
+        "scores[: 1 - self.patience or None], scores[-self.patience :]",
+        "unit/test_triggers.py",
+    ),
+    "a gradient that is not finite is passed over": Fault(
+        "loop/advance.py",
+        'if skipped and policy.on_nan == "raise" and state.loss_scale == 1.0:',
+        "if False:",
+        "unit/test_progress.py",
+    ),
+    "the loss scale never falls": Fault(
+        "loop/advance.py",
+        "scale, age = next_scale(state.loss_scale, state.loss_scale_age, skipped)",
+        "scale, age = next_scale(state.loss_scale, state.loss_scale_age, False)",
+        "unit/test_progress.py",
+    ),
+    "a buffer is written to while somebody may read it": Fault(
+        "slab/pool.py",
+        "if mapped.stamp()[0] < floor and os.fstat(mapped.fd).st_nlink:",
+        "if os.fstat(mapped.fd).st_nlink:",
+        "unit/test_pool.py",
+    ),
+    "recovery forgets the last iteration": Fault(
+        "engines/replay_log.py",
+        "for n in range(start, len(self)):",
+        "for n in range(start, len(self) - 1):",
+        "unit/test_recovery.py",
+    ),
+    "slices that overlap are taken for a whole": Fault(
+        "slices/slice_file.py",
+        "if low != position:",
+        "if low > position:",
+        "unit/test_checkpoint_slices.py unit/test_checkpoint_manifest.py",
+    ),
+    "a checkpoint of other shapes is taken": Fault(
+        "checkpoint/identity.py",
+        "elif one.shape != other.shape:",
+        "elif len(one.shape) != len(other.shape):",
+        "unit/test_checkpoint_manifest.py",
+    ),
+    "equal scores count as won": Fault(
+        "metrics/ranking.py",
+        "(below + negatives / 2)",
+        "(below + negatives)",
+        "unit/test_ranking.py",
+    ),
+}
