@@ -67,8 +67,11 @@ def most_at_once(context: SparkContext) -> int:
 
 
 def _read_here(slab: SlabConfig, wanted: Wanted) -> bool:
-    """Read one entry from this node's slabs; return False if its bytes are not on this node or no
-    longer there. The owner that is asked next then reports what is wrong."""
+    """Read one entry from this node's slabs, and return whether that worked.
+
+    It does not if the bytes are on another node or were overwritten. In the second case, the owner
+    reports the error when it is read from next.
+    """
     _, reference, into = wanted
     try:
         root = open_root(slab)

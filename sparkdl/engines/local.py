@@ -58,6 +58,13 @@ class LocalEngine:
     """An engine that runs M replicas in turn on one live module, then updates N slices in turn.
 
     It opens all samples at the start. Mapped samples stay readable even if their files are deleted.
+
+    Args:
+        samples: The training samples, in slabs.
+        run: The constants of the run.
+        recipe: The pickled recipe of the model.
+        batch_size: The rows of a global batch, local steps included.
+        validation: The validation samples; None without validation.
     """
 
     recoveries = 0
@@ -89,7 +96,11 @@ class LocalEngine:
         reported: tuple[type[Exception], ...] = (),
         which: str = CURRENT,
     ) -> None:
-        """Set the state of every slice: from the recipe's weights, or from ``read`` if it is given."""
+        """Set the state of every slice, from the recipe's weights or from ``read`` if it is given.
+
+        See :class:`sparkdl.loop.engine.Engine`. ``reported`` is not needed here, because exceptions
+        of ``read`` are raised directly.
+        """
         if read is None and self._states:  # the replica's weights have changed since it was built
             self._replica = _built(self._recipe)
         flat = self._replica.flat.flat

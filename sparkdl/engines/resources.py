@@ -45,8 +45,14 @@ class FitResources:
     def __init__(
         self, context: SparkContext, slab: SlabConfig, timeout: float | None = None
     ) -> None:
-        """Create the resources; ``timeout`` is in seconds without progress in a job, see
-        :class:`Watchdog`."""
+        """Create the resources of a fit.
+
+        Args:
+            context: The Spark context.
+            slab: The place and the name of the fit's slabs; the name is also that of its job group.
+            timeout: The seconds without progress after which jobs are cancelled, see
+                :class:`Watchdog`; None: no timeout.
+        """
         self.context, self.slab, self._timeout = context, slab, timeout
         self._watch: Watchdog | None = None
         self._rdds: list[RDD] = []

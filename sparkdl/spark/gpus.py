@@ -77,7 +77,13 @@ def _capped(replicas: int, gpus: int) -> int:
 
 
 def sharing(there: Sequence[Executor], counts: Sequence[int], replicas: int) -> str | None:
-    """Return a message if a host may run more tasks at a time than it has GPUs, else None."""
+    """Return a message if a host may run more tasks at a time than it has GPUs, else None.
+
+    Args:
+        there: The executors.
+        counts: The number of GPUs that a task sees on each of them.
+        replicas: The number of replicas.
+    """
     slots: dict[str, int] = {}
     gpus: dict[str, int] = {}
     for executor, count in zip(there, counts, strict=False):

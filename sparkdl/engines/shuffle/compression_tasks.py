@@ -36,6 +36,13 @@ def compress_here(
     """Compress a replica's outcome in a task, with residuals read from and written to this node's
     slabs.
 
+    Args:
+        live: The live replica.
+        outcome: The replica's gradients.
+        work: The replica's part of the iteration.
+        message: The iteration, with the handles of the old residuals.
+        pool: The slabs of this node.
+
     Returns:
         The compressed outcome, and the handle of the new residuals.
 
@@ -52,7 +59,13 @@ def compress_here(
 
 
 def residual_fault(step: IterationMessage, replica: int, token: str) -> Fault | None:
-    """Return a fault if the task does not run on the node that holds its replica's residuals."""
+    """Return a fault if the task does not run on the node that holds its replica's residuals.
+
+    Args:
+        step: The iteration, with the handles of the residuals.
+        replica: The number of the replica.
+        token: The token of the task's node.
+    """
     before = _handle(step, replica)
     if before is None or before.reference.token == token:
         return None
@@ -89,6 +102,11 @@ class InitialResiduals:
 
     Yields one frame, a pickled (replica, handle or None), or (replica, exception) if ``read``
     raises one of ``reported``.
+
+    Attributes:
+        read: Returns a replica's residuals, or None if it has none.
+        reported: The exceptions of ``read`` to yield.
+        tick: The tick of the buffers that are written.
     """
 
     read: ReadResiduals

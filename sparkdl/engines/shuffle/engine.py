@@ -54,6 +54,18 @@ class ShuffleEngine:
     """The engine that holds the persisted RDDs and the handles of version t.
 
     See "One iteration" in docs/architecture.md.
+
+    Args:
+        samples: The training samples, in slabs.
+        layout: The layout of the model's flat vector.
+        run: The constants of the run.
+        recipe: The pickled recipe of the model.
+        policy: The training options of the recipe.
+        built: The description of the driver's model.
+        batch_size: The rows of a global batch, local steps included.
+        resources: The fit's Spark resources.
+        stages: The setting ``spark.sparkdl.stages``.
+        validation: The validation samples; None without validation.
     """
 
     begins_ahead = False

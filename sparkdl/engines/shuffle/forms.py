@@ -95,7 +95,14 @@ class IterationReports:
 
 
 class IterationJobs:
-    """The submission of iterations as Spark jobs; ``slices`` is N."""
+    """The submission of iterations as Spark jobs.
+
+    Args:
+        places: The placement of replicas and owners.
+        slices: N.
+        node_sums: The choice of whether nodes sum their replicas' gradients.
+        resources: The fit's Spark resources.
+    """
 
     def __init__(
         self, places: Placement, slices: int, node_sums: NodeReducePlan, resources: FitResources

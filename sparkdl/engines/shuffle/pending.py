@@ -68,7 +68,13 @@ class UpdateReduced:
 
 
 def apply_pending(step: IterationMessage, partition: int, run: RunSpec) -> SliceReport:
-    """Bring slice ``partition`` to the version after the pending iteration, and return its report."""
+    """Bring slice ``partition`` to the version after the pending iteration, and return its report.
+
+    Args:
+        step: The iteration that is submitted, which names the pending gradients.
+        partition: The number of the slice.
+        run: The constants of the run.
+    """
     pending = step.pending
     assert pending is not None
     own = pending.index == step.index

@@ -75,8 +75,17 @@ class Placement:
         built: Description,
         resources: FitResources,
     ) -> None:
-        """Create the RDDs; ``built`` describes the driver's model, which each replica must equal at
-        first."""
+        """Create the RDDs of a run and persist them.
+
+        Args:
+            samples: The training samples, in slabs.
+            layout: The layout of the model's flat vector.
+            run: The constants of the run.
+            recipe: The pickled recipe of the model.
+            policy: The training options of the recipe.
+            built: The description of the driver's model, which each replica must equal at first.
+            resources: The fit's Spark resources.
+        """
         self.few_bytes = layout.nbytes <= FEW_BYTES
         assert samples.rdd is not None
         self.samples, self._run, self._policy = samples.rdd, run, policy
@@ -167,14 +176,24 @@ class Placement:
         return map_frames(zip_frames(self._replicas, self.samples), AtReplicas(task, ()))
 
     def zipped_with_owners(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
-        """Run a task over (frame, owner) pairs, ``count`` per partition, and return its unpickled
-        results."""
+        """Run a task over (frame, owner) pairs, and return its unpickled results.
+
+        Args:
+            frames: An RDD with one partition per slice.
+            count: The number of frames in each partition.
+            task: The task.
+        """
         owners = map_frames(self.owners, Recount(count))
         return self.pickled(map_frames(zip_frames(frames, owners), task))
 
     def zipped_with_seats(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
-        """Run a task over (frame, padded seat) pairs, ``count`` per partition, and return its
-        unpickled results."""
+        """Run a task over (frame, padded seat) pairs, and return its unpickled results.
+
+        Args:
+            frames: An RDD with one partition per replica.
+            count: The number of frames in each partition.
+            task: The task.
+        """
         seats = self._padded(self.samples, (count,) * self._run.replicas)
         return self.pickled(map_frames(zip_frames(frames, seats), task))
 

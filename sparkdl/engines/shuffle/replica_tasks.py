@@ -237,6 +237,11 @@ class Score:
     """Task at a seat with validation samples: score them.
 
     Yields one frame, a pickled (replica, states) or (replica, fault); none without samples.
+
+    Attributes:
+        scorer: The loss and the metrics.
+        assembly: How rows are assembled into mini-batches.
+        batch_size: The rows of a forward pass.
     """
 
     scorer: Scorer

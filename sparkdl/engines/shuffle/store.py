@@ -44,9 +44,16 @@ def next_version(
     """Yield version t, buffers for version t+1, and a :class:`NewVersion` to ``seal`` them with.
 
     Version t must not be written to. The buffers have the same number and lengths, and undefined
-    content, which the ``with`` block fills. State that is not in arrays is the same object in both
-    and has its own memory. ``seal`` checks that version t was not overwritten in the meantime, see
-    [Note: who may write a buffer].
+    content, which the ``with`` block overwrites. State that is not in arrays is the same object in
+    both and has its own memory. ``seal`` checks that version t was not overwritten in the meantime,
+    see [Note: who may write a buffer].
+
+    Args:
+        pool: The slabs of this node.
+        handle: The handle of version t.
+        dtype: The dtype of the weights.
+        tick: The tick of the new buffers.
+        floor: The tick below which buffers are free.
     """
     with contextlib.ExitStack() as claims:
         to = NewVersion(pool, tick, floor, claims, replaces=handle)
@@ -58,7 +65,16 @@ def next_version(
 
 
 class NewVersion:
-    """Version t+1 of a slice while it is being written."""
+    """Version t+1 of a slice while it is being written.
+
+    Args:
+        pool: The slabs of this node.
+        tick: The tick of the new buffers.
+        floor: The tick below which buffers are free.
+        claims: The stack that the claims of the buffers are entered into.
+        role: The role of the buffers.
+        replaces: The handle of the version that this one is made from, if any.
+    """
 
     def __init__(
         self,
@@ -115,7 +131,14 @@ class NewVersion:
 
 
 def first_version(pool: Pool, state: SliceState, tick: int, role: str = "state") -> SliceHandle:
-    """Write a state that is not in slabs yet into buffers of ``role``."""
+    """Write a state that is not in slabs yet.
+
+    Args:
+        pool: The slabs of this node.
+        state: The state.
+        tick: The tick of the buffers.
+        role: The role of the buffers.
+    """
     with contextlib.ExitStack() as claims:
         new = NewVersion(pool, tick, tick, claims, role)
         new.like("weights", state.weights).copy_(state.weights)
@@ -123,7 +146,13 @@ def first_version(pool: Pool, state: SliceState, tick: int, role: str = "state")
 
 
 def read_version(pool: Pool, handle: SliceHandle, dtype: torch.dtype) -> SliceState:
-    """Return a state mapped from slabs: do not write to it, and check its references after use."""
+    """Return a state mapped from slabs: do not write to it, and check its references after use.
+
+    Args:
+        pool: The slabs of this node.
+        handle: The handle of the state.
+        dtype: The dtype of the weights.
+    """
     state = SliceState(as_tensor(pool.read(handle.weights), dtype))
     for name, kind, reference in handle.arrays:
         state.arrays[name] = torch.from_numpy(pool.read(reference).view(kind))
@@ -133,7 +162,13 @@ def read_version(pool: Pool, handle: SliceHandle, dtype: torch.dtype) -> SliceSt
 
 
 def copy_weights(pool: Pool, handle: SliceHandle, tick: int) -> SliceHandle:
-    """Copy a slice's weights into a buffer that only a later such copy reuses."""
+    """Copy a slice's weights into a buffer that only a later such copy reuses.
+
+    Args:
+        pool: The slabs of this node.
+        handle: The handle of the slice's state.
+        tick: The tick of the buffer.
+    """
     source = pool.read(handle.weights)
     with pool.claim("best", len(source), tick, tick) as claim:
         claim.bytes[:] = source
@@ -185,7 +220,15 @@ _LENGTH = struct.Struct("<q")
 def write_residuals(
     pool: Pool, replica: int, before: ResidualHandle | None, kept: ByParameter, tick: int
 ) -> ResidualHandle:
-    """Write the version after ``before``: the length of the pickled specs, the specs, the tensors."""
+    """Write the version after ``before``: the length of the pickled specs, the specs, the tensors.
+
+    Args:
+        pool: The slabs of this node.
+        replica: The number of the replica.
+        before: The handle of the last version; None for the first.
+        kept: The residuals.
+        tick: The tick of the buffer.
+    """
     version = before.version + 1 if before else 1
     specs = specs_of(kept)
     head = pickle.dumps(specs, protocol=pickle.HIGHEST_PROTOCOL)
@@ -202,9 +245,14 @@ def write_residuals(
 def copy_residuals(
     pool: Pool, replica: int, nbytes: int, frames: Iterator[bytes], tick: int
 ) -> ResidualHandle:
-    """Write a replica's residuals of ``nbytes`` from elsewhere as its first version.
+    """Write a replica's residuals from elsewhere as its first version.
 
-    ``frames`` holds their bytes, see :func:`sparkdl.slab.parts.frames_of`.
+    Args:
+        pool: The slabs of this node.
+        replica: The number of the replica.
+        nbytes: The size of the residuals.
+        frames: The bytes of the residuals, see :func:`sparkdl.slab.parts.frames_of`.
+        tick: The tick of the buffer.
     """
     with pool.claim(f"residual.{replica}.1", _one_of_few(nbytes), tick, floor=tick) as claim:
         fill(claim.bytes[:nbytes], frames)

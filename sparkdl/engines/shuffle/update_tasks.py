@@ -60,7 +60,14 @@ class Synchronize:
 def synchronize(
     step: IterationMessage, partition: int, run: RunSpec, frames: list[Frame]
 ) -> SliceReport:
-    """Reduce slice ``partition``, update it, write the next version, and return its report."""
+    """Reduce slice ``partition``, update it, write the next version, and return its report.
+
+    Args:
+        step: The iteration.
+        partition: The number of the slice.
+        run: The constants of the run.
+        frames: The replicas' headers and payloads, in any order.
+    """
     clock, pool = Clock(), open_pool(run.slab)
     report = _checked(partition, pool, frames)
     if report.faults or report.skipped:
@@ -121,7 +128,14 @@ class Reduce:
 def reduce_slice(
     step: IterationMessage, partition: int, run: RunSpec, frames: list[Frame]
 ) -> ReducedHeader:
-    """Reduce slice ``partition`` into a slab, and return a header with its part of the norm."""
+    """Reduce slice ``partition`` into a slab, and return a header with its part of the norm.
+
+    Args:
+        step: The iteration.
+        partition: The number of the slice.
+        run: The constants of the run.
+        frames: The replicas' headers and payloads, in any order.
+    """
     clock, pool = Clock(), open_pool(run.slab)
     report = _checked(partition, pool, frames)
     if report.faults or report.skipped:

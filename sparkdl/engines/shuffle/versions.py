@@ -59,7 +59,13 @@ class SnapshotRdds:
 
 
 class SliceVersions:
-    """Version t of every slice, the weights that are kept as the best, and the replicas' residuals.
+    """Version t of every slice, the best weights if they are kept, and the replicas' residuals.
+
+    Args:
+        places: The placement of replicas and owners.
+        resources: The fit's Spark resources.
+        replicas: M.
+        slices: N.
 
     Attributes:
         tick: The number of the last submission.

@@ -31,7 +31,16 @@ MOST_NAMES = 256
 
 
 class WeightBlocks:
-    """The blocks of one version of the weights; ``slices`` is N."""
+    """The blocks of one version of the weights.
+
+    Args:
+        places: The placement of replicas and owners.
+        slices: N.
+        resources: The fit's Spark resources.
+
+    Attributes:
+        tell: The report sink with which an iteration that stores blocks must end.
+    """
 
     def __init__(self, places: Placement, slices: int, resources: FitResources) -> None:
         self._places, self._slices, self._resources = places, slices, resources

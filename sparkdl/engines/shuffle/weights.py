@@ -35,8 +35,14 @@ class _Content:
 def version_frame(
     pool: Pool, partition: int, handle: SliceHandle, dtype: torch.dtype, everything: bool
 ) -> bytes:
-    """Return a frame with a slice's weights as raw bytes, and if ``everything`` its optimizer
-    state.
+    """Return a frame with a slice's weights as raw bytes.
+
+    Args:
+        pool: The slabs of this node.
+        partition: The number of the slice.
+        handle: The handle of its version.
+        dtype: The dtype of the weights.
+        everything: Whether to include the optimizer state.
 
     Raises:
         sparkdl.errors.StaleReferenceError: The version was overwritten while it was read.
@@ -85,7 +91,18 @@ def load_weights(
     arrived: RemoteWeights,
     pool: Pool,
 ) -> None:
-    """Copy version t into the live replica, unless the replica has it already."""
+    """Copy version t into the live replica, unless the replica has it already.
+
+    Args:
+        live: The live replica.
+        plans: The slices.
+        states: The handle of each slice.
+        arrived: The states of slices that came as bytes; the others are read from slabs.
+        pool: The slabs of this node.
+
+    Raises:
+        sparkdl.errors.StaleReferenceError: A slice was overwritten while it was read.
+    """
     version = "/".join(state.version for state in states)
     live.flat.give_back()
     if live.version != version:
@@ -108,6 +125,12 @@ def map_weights(
 
     The results are valid only if ``pool.check`` passes for every slice afterwards. Only tensors
     that two slices share, buffers, and tensors of another dtype are copied.
+
+    Args:
+        live: The live replica.
+        plans: The slices.
+        states: The handle of each slice, on this node.
+        pool: The slabs of this node.
     """
     live.version = ""
     flat, layout = live.flat.flat, live.flat.layout
@@ -130,7 +153,20 @@ def joined_state(
     dtype: torch.dtype,
     device: torch.device,
 ) -> SliceState:
-    """Return the optimizer state of all slices as one, see :func:`sparkdl.slices.state.join_states`."""
+    """Return the optimizer state of all slices as one, see
+    :func:`sparkdl.slices.state.join_states`.
+
+    Args:
+        plans: The slices.
+        states: The handle of each slice.
+        arrived: The states of slices that came as bytes; the others are read from slabs.
+        pool: The slabs of this node.
+        dtype: The dtype of the weights.
+        device: The device of the result.
+
+    Raises:
+        sparkdl.errors.StaleReferenceError: A slice was overwritten while it was read.
+    """
     found = [
         arrived.get(plan.index) or read_version(pool, handle, dtype)
         for plan, handle in zip(plans, states, strict=True)
