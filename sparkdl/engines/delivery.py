@@ -1,6 +1,6 @@
-"""The transfer of large byte ranges from slabs to the driver; see [Note: large bytes] in
-:mod:`sparkdl.slab.parts`.
+"""The transfer of large byte ranges from slabs to the driver.
 
+See [Note: large bytes] in :mod:`sparkdl.slab.parts` for the reasons.
 Slabs on the driver's own node are mapped and read, which takes neither a Spark job nor the JVM.
 Bytes from other nodes come in parts.
 """
@@ -21,7 +21,7 @@ AT_ONCE_BYTES = 32 << 20
 LEAST_BYTES = 16 << 10
 
 ReadParts = Callable[[Mapping[int, Reference]], Sequence[bytes]]
-"""Returns the bytes of the given references (owner number to reference), in order of the numbers."""
+"""A function that returns the bytes of references (by owner number), in order of the numbers."""
 Wanted = tuple[int, Reference, np.ndarray]
 """A read from one owner: the owner's number, the reference, and the destination (uint8, same size)."""
 
@@ -59,8 +59,10 @@ def bring(far: Sequence[Wanted], read: ReadParts, at_once: int) -> None:
 
 
 def most_at_once(context: SparkContext) -> int:
-    """Return how many bytes of results a job may produce: half of Spark's limit, and at most
-    :data:`AT_ONCE_BYTES`."""
+    """Return how many bytes of results a job may produce.
+
+    This is half of Spark's limit, and at most :data:`AT_ONCE_BYTES`.
+    """
     conf = context._jsc.sc().conf()  # type: ignore[union-attr]
     limit = conf.getSizeAsBytes("spark.driver.maxResultSize", "1g")
     return min(AT_ONCE_BYTES, limit // 2) if limit > 0 else AT_ONCE_BYTES

@@ -173,8 +173,7 @@ class RecoveringEngine:
         return self.with_recovery(lambda: self._engine.map_residuals(use))
 
     def later(self, begin: Callable[[Any], PendingStateWork]) -> PendingStateWork:
-        """Start work in the background with ``begin(engine)``, and return it protected against
-        losses."""
+        """Start background work with ``begin(engine)``, and return it with recovery from losses."""
         return _Surely(self, self.with_recovery(lambda: begin(self._engine)))
 
     @property

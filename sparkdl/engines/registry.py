@@ -74,14 +74,14 @@ class EngineInputs:
 
     @property
     def snapshot_seconds(self) -> float | None:
-        """Return the seconds between two snapshots; None in local mode, where no executor can be
-        lost."""
+        """Return the seconds between snapshots; None in local mode, which cannot lose an executor."""
         return None if is_local(self.resources.context) else self.settings.snapshot_seconds
 
 
 def build_engine(name: str, inputs: EngineInputs) -> TrainingEngine:
-    """Build the engine called ``name``. It has no state until its ``load`` is called; see
-    :meth:`sparkdl.loop.engine.Engine.load`.
+    """Build the engine called ``name``, which has no state yet.
+
+    Its state is set by :meth:`sparkdl.loop.engine.Engine.load`.
 
     Args:
         name: A key of :data:`ENGINES`.

@@ -77,8 +77,10 @@ class FitResources:
         return rdd
 
     def replicated(self, rdd: RDD) -> RDD:
-        """Compute ``rdd`` and keep it on the disks of two executors, if there are two, until
-        :meth:`forget` or the end of the fit."""
+        """Compute ``rdd``, and persist it until :meth:`forget` or the end of the fit.
+
+        It is kept on the disks of two executors, if there are two.
+        """
         self._passing.append(rdd.persist(StorageLevel.DISK_ONLY_2))
         try:
             rdd._jrdd.count()
@@ -108,8 +110,10 @@ class FitResources:
         self._closing.callback(thing.close)
 
     def shuffled(self, rdd: RDD | None) -> None:
-        """Delete the shuffles of the RDD of the last call, and keep those of ``rdd`` until the next
-        call or the end of the fit."""
+        """Keep the shuffles of ``rdd`` until the next call or the end of the fit.
+
+        The shuffles of the previous call's RDD are deleted.
+        """
         if self._shuffled is not None:
             forget_shuffles(self._shuffled)
         self._shuffled = rdd
@@ -140,16 +144,14 @@ class FitResources:
         self._properties.close()
 
     def _is_alive(self) -> bool:
-        """Return whether Spark is alive. Its JVM may have been killed, e.g. while the model was
-        returned."""
+        """Return whether Spark is alive. Its JVM may have been killed, e.g. during the last job."""
         try:
             return self.context._jsc is not None and not self.context._jsc.sc().isStopped()
         except (Py4JError, OSError):
             return False
 
     def _cancel(self, failed: bool) -> None:
-        """Cancel the fit's jobs and wait until their tasks have ended, so that none creates another
-        slab.
+        """Cancel the fit's jobs and wait until their tasks have ended, so that none creates a slab.
 
         This includes jobs that failed: Spark ends a job at its first task that fails for good, and
         the other tasks notice seconds later. Spark's status store may not even know yet that these
@@ -167,8 +169,7 @@ class FitResources:
             time.sleep(0.05)
 
     def _running_tasks(self) -> int:
-        """Return the number of running tasks of the fit's last two jobs; earlier jobs have ended
-        normally."""
+        """Count the running tasks of the fit's last two jobs; earlier jobs have ended normally."""
         tracker, store = self.context.statusTracker(), self.context._jsc.sc().statusStore()
         running = 0
         for job in sorted(tracker.getJobIdsForGroup(self.slab.name))[-2:]:

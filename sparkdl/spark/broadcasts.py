@@ -22,16 +22,14 @@ PIECE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class BroadcastBytes:
-    """Byte strings of given ``lengths``, concatenated in ``pieces``, each a broadcast of some
-    chunks."""
+    """Byte strings of given ``lengths``, concatenated; each of the ``pieces`` holds some chunks."""
 
     pieces: tuple[Broadcast[Any], ...]
     lengths: tuple[int, ...]
 
     @staticmethod
     def of(context: SparkContext, parts: Sequence[bytes]) -> BroadcastBytes:
-        """Broadcast ``parts``. This process copies nothing, so ``parts`` live as long as the
-        broadcasts."""
+        """Broadcast ``parts`` without copying them, so that they live as long as the broadcasts."""
         pieces: list[list[pickle.PickleBuffer]] = [[]]
         room = PIECE_BYTES
         for part in parts:
@@ -48,8 +46,7 @@ class BroadcastBytes:
         return BroadcastBytes(broadcasts, tuple(map(len, parts)))
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yield the chunks, in a task. The worker keeps none in memory that it can read again from
-        disk."""
+        """Yield the chunks, in a task. The worker keeps none that it can read again from disk."""
         for piece in self.pieces:
             chunks = piece.value
             if getattr(piece, "_path", None) is not None:

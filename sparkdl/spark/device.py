@@ -82,8 +82,9 @@ def _find(address: str, known: Sequence[str]) -> int | None:
 
 
 def gpus_of(addresses: Sequence[str]) -> list[Gpu]:
-    """Return the devices of the addresses that Spark assigned; none if the environment hides all
-    GPUs.
+    """Return the devices of the addresses that Spark assigned; none if all GPUs are hidden.
+
+    The executors' environment hides them, see :func:`hidden`.
 
     Raises:
         SessionError: Torch sees no GPU, or not the assigned ones.

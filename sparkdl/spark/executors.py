@@ -34,10 +34,10 @@ next heartbeat, 10 s later.
 
 @dataclass(frozen=True, order=True)
 class Executor:
-    """An executor.
+    """An executor of the session.
 
     Attributes:
-        host: Its machine.
+        host: Spark's name of its machine.
         name: Its identifier.
         slots: The number of tasks that it runs at a time.
         used: Whether it may have had any tasks.
@@ -50,13 +50,12 @@ class Executor:
 
     @property
     def place(self) -> str | None:
-        """Return its name as a preferred location; None for a host with an underscore, which has no
-        such name."""
+        """Return its name as a preferred location; a host with an underscore has none (None)."""
         return None if "_" in self.host else f"executor_{self.host}_{self.name}"
 
 
 def shared_out(executors: Sequence[Executor], partitions: int) -> list[Executor]:
-    """Return an executor for each partition: executors in order, each as often as it has slots.
+    """Return an executor for each partition: executors in order, in proportion to their slots.
 
     The list is empty if there are fewer than two executors, if not all partitions could run at
     once, or if an executor cannot be named as a preferred location.
@@ -68,8 +67,10 @@ def shared_out(executors: Sequence[Executor], partitions: int) -> list[Executor]
 
 
 def place_contiguously(rdd: RDD) -> RDD:
-    """Return ``rdd`` (one frame per partition) with a preferred location for each partition, which
-    Spark may ignore."""
+    """Return ``rdd`` (one frame per partition) with a preferred location for each partition.
+
+    Spark may ignore it.
+    """
     context, partitions = rdd.ctx, rdd.getNumPartitions()
     chosen = shared_out(executors(context), partitions)
     if not chosen:

@@ -12,8 +12,7 @@ from pyspark import SparkContext
 
 @contextlib.contextmanager
 def own_properties(context: SparkContext) -> Iterator[None]:
-    """Give this thread its own copy of its local properties inside the block, and restore them
-    after it.
+    """Give this thread a copy of its local properties inside the block; restore them afterwards.
 
     Threads may share one set of properties, as those of ``pyspark.ml.tuning`` do. The jobs of each
     would then be submitted with the values that any of them set last. For example, they would be in

@@ -53,8 +53,7 @@ class Watchdog:
                     since = 0.0
 
     def _stages(self) -> list[tuple[Any, ...]]:
-        """Return a value that changes whenever something happens: the state of each active stage and
-        job."""
+        """Return the state of each active stage and job, which changes whenever something happens."""
         tracker = self._context.statusTracker()
         found: list[tuple[Any, ...]] = []
         active = set(tracker.getActiveJobsIds())

@@ -58,8 +58,7 @@ def task_cancelled() -> bool:
 
 
 def quiet_hang_ups() -> bool:
-    """Silence closed connections in the daemon's output; return whether this is a worker or its
-    daemon."""
+    """Silence closed connections in the daemon's output; return whether this is a worker or daemon."""
     daemon = sys.modules["__main__"]
     if getattr(getattr(daemon, "__spec__", None), "name", "") != "pyspark.daemon":
         if "pyspark.daemon" not in sys.modules:

@@ -33,8 +33,7 @@ def compress_here(
     message: IterationMessage,
     pool: Pool,
 ) -> tuple[ReplicaResult, ResidualHandle]:
-    """Compress a replica's outcome in a task, with residuals read from and written to this node's
-    slabs.
+    """Compress a replica's outcome in a task, with the residuals in this node's slabs.
 
     Args:
         live: The live replica.

@@ -239,7 +239,7 @@ class ShuffleEngine:
         return self._state
 
     def score(self) -> list[Any]:
-        """Score the validation samples; see :class:`sparkdl.loop.engine.Engine`, also for what
+        """Score the validation samples; see :class:`sparkdl.loop.engine.Engine`, as for what
         follows."""
         assert self._validation is not None
         return self._settled().score(self._validation)
@@ -264,8 +264,8 @@ class ShuffleEngine:
         return self._state.map_residuals(use)
 
     def take_snapshot(self) -> SnapshotRdds:
-        """Take a snapshot; see :class:`sparkdl.engines.recovery.RestorableEngine`, also for what
-        follows."""
+        """Take a snapshot; for this and the rest see
+        :class:`sparkdl.engines.recovery.RestorableEngine`."""
         return self._settled().take_snapshot()
 
     def drop(self, snapshot: SnapshotRdds) -> None:

@@ -172,8 +172,10 @@ class IterationJobs:
     def _one_stage(
         self, name: str, told: Any, build: Callable[[], RDD], count: int | None = None
     ) -> list[Any] | None:
-        """Return the reports of a job over an RDD that is built only once; None if ``told`` is too
-        large for a message."""
+        """Return the reports of a job over an RDD that is built only once.
+
+        Return None if ``told`` is too large for a message.
+        """
         if not post(self._context, self._places.fit, told):
             return None
         if name not in self._here:
@@ -219,7 +221,7 @@ class IterationJobs:
     def _prepare(
         self, running: RDD, states: tuple[SliceHandle, ...], nodes: Nodes | None, storing: bool
     ) -> None:
-        """Delete the shuffle before ``running`` while that runs, and build the RDD that probably
+        """While ``running`` runs, delete the previous shuffle and build the RDD that probably
         follows."""
         self._resources.shuffled(running)
         fetched = running if storing else None

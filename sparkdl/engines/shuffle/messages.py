@@ -77,8 +77,10 @@ class IterationMessage(IterationRows):
         return IterationMessage(**iteration.__dict__, **rest)
 
     def update_seed(self, seed: int) -> int:
-        """Return the seed for the update that this message requests, which is that of the pending
-        iteration if there is one."""
+        """Return the seed of the update that this message requests.
+
+        It is that of the pending iteration, if there is one.
+        """
         updated = self.index if self.pending is None else self.pending.index
         return derive_seed(seed, "update", updated)
 

@@ -122,8 +122,10 @@ class ReduceOnNode:
 def _summed(
     owner: SliceUpdater, pool: Pool, headers: Sequence[GradientHeader], shares: Mapping[int, float]
 ) -> Iterator[bytes]:
-    """Yield the frames of a block. The first holds the sum, if that takes fewer bytes; the others then
-    hold no dense gradient."""
+    """Yield the frames of a block.
+
+    If a sum takes fewer bytes, the first frame holds it and the others hold no dense gradient.
+    """
     plan, dtype = owner.plan, owner.dtype
     if not headers:
         return
@@ -191,8 +193,10 @@ def weight_frames(report: SliceReport, run: RunSpec, nodes: Nodes) -> Iterator[b
 
 @dataclass(frozen=True)
 class SendWeights:
-    """Body over the owner RDD: send the weights of version t (``states``) before the first
-    iteration."""
+    """Body over the owner RDD: send the weights of version t (``states``) to nodes without them.
+
+    This is needed before the first iteration, and whenever version t comes from elsewhere.
+    """
 
     states: tuple[SliceHandle, ...]
     nodes: Nodes

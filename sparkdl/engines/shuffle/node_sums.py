@@ -37,8 +37,7 @@ class NodeReducePlan:
         ]
 
     def chosen(self, tokens: tuple[str, ...], states: Sequence[SliceHandle]) -> Nodes | None:
-        """Return the nodes if they should sum, or None if every replica should send its own
-        gradients.
+        """Return the nodes if they should sum; None if each replica should send its own gradients.
 
         Args:
             tokens: The node token of each replica.

@@ -48,8 +48,7 @@ class ReducePending:
 
 @dataclass(frozen=True)
 class Reductions:
-    """The message of an update that follows :class:`ReducePending`: the step, and each slice's
-    header."""
+    """The message of an update after :class:`ReducePending`: the step, and each slice's header."""
 
     step: IterationMessage
     headers: tuple[ReducedHeader, ...]

@@ -131,8 +131,7 @@ class Placement:
         self.tokens = tokens
 
     def counted(self, count: int) -> RDD:
-        """Return the replica RDD with ``count`` records per partition, of which the first is the
-        replica's."""
+        """Return the replica RDD with ``count`` records per partition; the first is the replica's."""
         if count not in self._counted:
             recounted = map_frames(self._replicas, Recount(count))
             self._counted[count] = self._resources.persist(recounted)
@@ -166,8 +165,7 @@ class Placement:
             return self.pickled(map_frames(self.owners, task))
 
     def at_replicas(self, task: ReplicaTask, name: str) -> list[Any]:
-        """Run a task that needs no weights at every replica's seat, and return its unpickled
-        results."""
+        """Run a task that needs no weights at every replica's seat, and return its results."""
         with stage_name(self._context, name):
             return self.pickled(self.seats_of(task))
 
@@ -209,8 +207,7 @@ class Placement:
         checksums: tuple[int, ...] | None = None,
         told: bool = False,
     ) -> RDD:
-        """Return the RDD of a task at every replica's seat, with version t by reference or as
-        bytes.
+        """Return the RDD of a task at every replica's seat, with version t as references or bytes.
 
         Args:
             task: The task.
@@ -281,8 +278,7 @@ class Placement:
         )
 
     def _light(self, samples: RDD) -> RDD:
-        """Return the persisted samples; in local mode without their lineage, which tasks would carry
-        along."""
+        """Return the persisted samples; in local mode without their lineage, to keep tasks small."""
         if not is_local(self._context):
             return samples
         if samples not in self._stored:
@@ -294,8 +290,7 @@ class Placement:
         return len({*self.tokens, *[state.token for state in states]}) == 1
 
     def retry(self, submit: Callable[[], tuple[Any, list[Fault]]], doing: str, samples: RDD) -> Any:
-        """Submit a job, repeatedly if its tasks run on other nodes than expected, and return its
-        result.
+        """Submit a job, again if its tasks run on other nodes than expected, and return its result.
 
         Args:
             submit: Submits the job and returns its result, or the faults of its tasks.
@@ -341,8 +336,12 @@ class Placement:
                 store_frames(samples)
 
     def raise_unrecoverable(self, faults: list[Fault], doing: str) -> None:
-        """Raise the error of the first fault that another submission could not resolve, if there is
-        one."""
+        """Raise an error if another submission could not resolve one of the faults.
+
+        Raises:
+            StateLostError: The state of a slice or the residuals of a replica are lost.
+            TrainingError: Samples have changed.
+        """
         for fault in faults:
             if fault.kind == STATE_FOREIGN:
                 raise StateLostError(

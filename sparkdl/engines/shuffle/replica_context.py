@@ -74,8 +74,10 @@ class CheckReplica:
 
 @dataclass(frozen=True)
 class PadFrames:
-    """Body over (replica, samples) pairs: pad the one seat to the number of frames in ``counts``, so
-    that it can be zipped with weights."""
+    """Body over (replica, samples) pairs: pad the one seat to the number of frames in ``counts``.
+
+    It can then be zipped with weights.
+    """
 
     counts: Sequence[int]
 
@@ -155,8 +157,7 @@ class ReplicaContext:
         return live
 
     def borrowing(self) -> LiveReplica:
-        """Return the live replica, with version t used directly in slabs. Call :meth:`check`
-        afterwards."""
+        """Return the live replica with version t used in slabs; call :meth:`check` afterwards."""
         live = open_replica(self.run)
         map_weights(live, plans_of(self.run).slices, self.near, self.pool)
         return live

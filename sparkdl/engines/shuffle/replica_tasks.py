@@ -1,7 +1,6 @@
-"""Task bodies of the forward-backward job, which M tasks run at their seats
-(:mod:`sparkdl.engines.shuffle.replica_context`).
+"""Task bodies of the forward-backward job, which M tasks run at their seats.
 
-Each is safe to run twice.
+Seats are described in :mod:`sparkdl.engines.shuffle.replica_context`. Each body is safe to run twice.
 """
 
 from __future__ import annotations
@@ -48,14 +47,13 @@ from sparkdl.spark.message import posted
 from sparkdl.spark.worker import finish_task
 
 BORROW_FROM = 1 << 20
-"""The least number of elements of a flat vector for which computing with weights in slabs is faster
+"""The number of elements of a flat vector from which computing with weights in slabs is faster
 than copying them first."""
 
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """Task at a seat: run one replica for one iteration, and send a frame to the owner of each
-    slice.
+    """Task at a seat: run one replica for one iteration, and send a frame to each slice's owner.
 
     Attributes:
         step: The iteration; None: that of the job's message.

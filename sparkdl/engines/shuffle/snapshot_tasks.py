@@ -2,8 +2,8 @@
 
 Spark persists a snapshot's frames with two copies, so that what one executor loses is available on
 another. Restoring a snapshot writes slabs anew, wherever the owners are by then. The first frame of
-a partition describes its content; the bytes follow in frames of bounded length, see [Note: large
-bytes].
+a partition describes its content; the bytes follow in frames of bounded length, see
+[Note: large bytes].
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def _references(handles: Sequence[SliceHandle]) -> list[Reference]:
 
 @dataclass(frozen=True)
 class RestoreSlice:
-    """Body over (snapshot, owner) pairs: write the slice's state into this node's slabs, with
-    ``tick``.
+    """Body over (snapshot, owner) pairs: write the slice's state into this node's slabs.
 
     Yields a pickled pair: a :class:`SliceReport`, and the handle of the best weights or None.
+    ``tick`` is the tick of the buffers.
     """
 
     tick: int
@@ -123,8 +123,10 @@ class RestoreResidual:
 
 
 def _opened(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, Any, Iterator[bytes]]:
-    """Return the seat or owner (the first right element), the snapshot's first frame unpickled, and
-    its other frames. Read these to the end, so that Spark keeps the Python worker."""
+    """Return the first right element (an owner or seat), the first frame unpickled, and the others.
+
+    Read the others to the end, so that Spark keeps the Python worker.
+    """
     rest = iter(pairs)
     first, place = next(rest)
     return place, pickle.loads(first), (frame for frame, _ in rest if frame)

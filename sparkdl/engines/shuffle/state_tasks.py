@@ -76,11 +76,10 @@ class Recount:
 
 @dataclass(frozen=True)
 class InitialState:
-    """Body over the owner RDD: write version 0 of the slice; yields its pickled
-    :class:`SliceReport`.
+    """Body over the owner RDD: write version 0 of the slice.
 
-    If ``read`` raises one of ``reported``, or the model cannot be built again, the frame is the
-    pickled exception.
+    Yields a pickled :class:`SliceReport`. If ``read`` raises one of ``reported``, or the model
+    cannot be built again, the frame is the pickled exception.
 
     Attributes:
         read: Returns a slice's state from elsewhere (a checkpoint, an earlier run). None: take the
@@ -150,8 +149,7 @@ class PublishWeights:
 
 @dataclass(frozen=True)
 class SaveBestWeights:
-    """Body over the owner RDD: copy the slice's weights into a buffer that outlives the next
-    iterations.
+    """Body over the owner RDD: copy the slice's weights, for longer than the next iterations.
 
     Yields the copy's pickled :class:`SliceHandle`. The previous copy is given up.
     """

@@ -97,8 +97,8 @@ class NewVersion:
         return tensor
 
     def seal(self, state: SliceState) -> SliceHandle:
-        """Write what is not in slabs yet (new optimizer state, others), and return the version's
-        handle.
+        """Write what is not in slabs yet (new optimizer state, others); return the handle of the
+        version.
 
         Raises:
             sparkdl.errors.StaleReferenceError: The version that this one replaces was overwritten

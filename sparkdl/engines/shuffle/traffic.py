@@ -91,8 +91,7 @@ class SliceBytes:
 
 
 def sum_is_smaller(terms: int, wire: int, flat: int) -> bool:
-    """Return whether the sum of ``terms`` gradients takes fewer bytes than the gradients
-    themselves.
+    """Return whether a sum of gradients takes fewer bytes than the gradients themselves.
 
     Args:
         terms: The number of gradients.

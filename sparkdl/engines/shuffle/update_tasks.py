@@ -185,14 +185,13 @@ class Update:
 def update_slice(
     step: IterationMessage, partition: int, run: RunSpec, headers: Sequence[ReducedHeader]
 ) -> SliceReport:
-    """Clip the result of :func:`reduce_slice` for slice ``partition`` by the global norm, and
-    update it.
+    """Clip the reduced gradient of slice ``partition`` by the global norm, and update the slice.
 
     Args:
         step: The iteration.
         partition: The number of the slice.
         run: The constants of the run.
-        headers: The headers of all slices, in order.
+        headers: The results of :func:`reduce_slice` for all slices, in order.
     """
     clock, pool = Clock(), open_pool(run.slab)
     mine = headers[partition]
@@ -241,8 +240,10 @@ def update_slice(
 
 
 def buffer_size(nbytes: int, *sections: SectionLayout) -> int:
-    """Return the size of the buffer to claim: for sections of variable size a power of two, so that
-    there are few sizes."""
+    """Return the size of the buffer to claim.
+
+    For sections of variable size it is a power of two, so that there are few sizes.
+    """
     if any(section.rows or section.compressed for section in sections):
         return 1 << max(nbytes - 1, 4095).bit_length()
     return nbytes

@@ -101,7 +101,17 @@ class SliceVersions:
         reported: tuple[type[Exception], ...] = (),
         which: str = CURRENT,
     ) -> None:
-        """Place replicas where their samples are, and write the first version of the state."""
+        """Place replicas where their samples are, and write the first version of the state.
+
+        Args:
+            read: Returns a slice's state from elsewhere; None: use the recipe's weights.
+            reported: The exceptions of ``read`` that are raised as they are.
+            which: ``BEST`` to write the weights that are kept as the best, else the current state.
+
+        Raises:
+            sparkdl.ParameterError: A slice is too large to go to another node.
+            sparkdl.TrainingError: The job failed.
+        """
         with faults_explained("setting up the replicas"):
             if not self._places.tokens:
                 self._places.place_replicas()
@@ -132,8 +142,7 @@ class SliceVersions:
             )
 
     def forget(self) -> None:
-        """Give up the present state, which is out of reach; load or restore it at new places
-        afterwards."""
+        """Give up the present state, which is out of reach; a load or restore at new places follows."""
         self._places.forget()
         self.states = self.best = ()
         self.residuals = (None,) * self._replicas
@@ -150,8 +159,7 @@ class SliceVersions:
         self.residuals = tuple(found[replica] for replica in range(self._replicas))
 
     def score(self, validation: ValidationSet) -> list[Any]:
-        """Score the validation samples in one job at the replicas' seats, and return the merged
-        states."""
+        """Score the validation samples in one job at the replicas' seats; return the merged states."""
         samples = validation.samples
         rdd = samples.rdd
         assert rdd is not None
@@ -221,8 +229,10 @@ class SliceVersions:
                 bring(far, read, most_at_once(self._context))
 
     def map_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
-        """Call ``use`` on all residuals with one task per replica, in parallel; run no job if there are
-        none."""
+        """Call ``use`` on all residuals, in parallel with one task per replica.
+
+        No job runs if there are none.
+        """
         if not any(self.residuals):
             return []
         with faults_explained("reading the replicas' residuals"):

@@ -1,5 +1,4 @@
-"""Blocks of weights that Spark stores, so that an iteration between nodes needs no stage to send
-them.
+"""Blocks of weights that Spark stores, so that no stage of an iteration has to send weights.
 
 [Note: weights as blocks] The task that updates a slice yields its new weights as the only frame of
 its partition, and Spark stores that frame on the executor (in memory or on disk). The tasks of the
@@ -52,7 +51,7 @@ class WeightBlocks:
         self._executors: frozenset[str] = frozenset()
 
     def pay(self, states: tuple[SliceHandle, ...]) -> bool:
-        """Return whether to use blocks.
+        """Return whether using blocks pays.
 
         It does if every replica needs some, and there are not too many to name, nor are they too
         large: they share storage memory with the user's cached data.

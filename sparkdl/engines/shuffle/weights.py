@@ -24,8 +24,7 @@ A slice without an entry lies on this node.
 
 @dataclass(frozen=True)
 class _Content:
-    """The content of a frame: the weights, then arrays of ``lengths`` elements; ``others`` is
-    packed."""
+    """The content of a frame: the weights, arrays of ``lengths`` elements, and packed ``others``."""
 
     weights: int
     lengths: tuple[tuple[str, str, int], ...]
@@ -63,10 +62,10 @@ def version_frame(
 
 
 def read_frame(frame: bytes, dtype: torch.dtype) -> tuple[int, SliceState | None] | None:
-    """Return (slice, state) of a frame with bytes, or (slice, None) if the owner did not find the
-    state.
+    """Return the slice and its state in a frame.
 
-    Return None if the frame says that the state lies on this node.
+    The state is None if the owner did not find it. The result is None if the frame says that the
+    state lies on this node.
     """
     (partition, here, content), payload = decode(frame)
     if not here:
@@ -153,8 +152,7 @@ def joined_state(
     dtype: torch.dtype,
     device: torch.device,
 ) -> SliceState:
-    """Return the optimizer state of all slices as one, see
-    :func:`sparkdl.slices.state.join_states`.
+    """Join the states of all slices into one, see :func:`sparkdl.slices.state.join_states`.
 
     Args:
         plans: The slices.
