@@ -1,5 +1,5 @@
-"""How iterations run: in this process, as Spark jobs, or over the ranks of a gang.
+"""The engines, which run iterations in this process, as Spark jobs, or on the ranks of a gang.
 
-May import: every room below it. Must not know: ``Trainer``, checkpoints as files, the user's
-DataFrames. No engine imports another.
+An engine may import every package below this one. It must not know ``Trainer``, checkpoint files or
+the user's DataFrames. No engine imports another.
 """

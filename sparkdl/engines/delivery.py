@@ -1,8 +1,8 @@
-"""How large bytes come from the slabs of nodes into this process: see [Note: large bytes] in
-:mod:`sparkdl.slab.parts`.
+"""The transfer of large byte ranges from slabs to the driver.
 
-Slabs of this process's own node are mapped and read, with neither a job nor the JVM; those of other
-nodes come part by part.
+See [Note: large bytes] in :mod:`sparkdl.slab.parts` for the reasons.
+Slabs on the driver's own node are mapped and read, which takes neither a Spark job nor the JVM.
+Bytes from other nodes come in parts.
 """
 
 from __future__ import annotations
@@ -17,22 +17,28 @@ from sparkdl.slab.pool import Reference, open_pool
 from sparkdl.slab.root import SlabConfig, open_root
 
 AT_ONCE_BYTES = 32 << 20
-"""The parts that come at once take so much together, whatever Spark lets through."""
+"""The largest total size of the parts fetched at once, even if Spark allows larger results."""
 LEAST_BYTES = 16 << 10
 
 ReadParts = Callable[[Mapping[int, Reference]], Sequence[bytes]]
-"""Gives the bytes of some owners' references, by number, in the order of the numbers."""
+"""A function that returns the bytes of references (by owner number), in order of the numbers."""
 Wanted = tuple[int, Reference, np.ndarray]
-"""Of an owner, by its number: what to read, and where to write it (as many bytes, uint8)."""
+"""A read from one owner: the owner's number, the reference, and the destination (uint8, same size)."""
 
 
 def not_here(slab: SlabConfig, wanted: Sequence[Wanted]) -> list[Wanted]:
-    """What is not in slabs of this node; all else has been brought."""
+    """Read what lies in slabs of this node, and return the entries that do not."""
     return [each for each in wanted if not _read_here(slab, each)]
 
 
 def bring(far: Sequence[Wanted], read: ReadParts, at_once: int) -> None:
-    """Bring what is wanted of other nodes, ``at_once`` bytes at a time."""
+    """Fetch the entries in ``far`` from other nodes, about ``at_once`` bytes at a time.
+
+    Args:
+        far: The entries that :func:`not_here` returned.
+        read: Fetches one part from each of several owners; called repeatedly.
+        at_once: The total size of the parts of one call of ``read``, in bytes.
+    """
     queues: dict[int, list[tuple[Reference, np.ndarray]]] = {}
     for number, reference, into in far:
         queues.setdefault(number, []).append((reference, into))
@@ -53,16 +59,21 @@ def bring(far: Sequence[Wanted], read: ReadParts, at_once: int) -> None:
 
 
 def most_at_once(context: SparkContext) -> int:
-    """How many bytes of results a job may have: half of what Spark lets through, and no more than
-    :data:`AT_ONCE_BYTES`."""
+    """Return how many bytes of results a job may produce.
+
+    This is half of Spark's limit, and at most :data:`AT_ONCE_BYTES`.
+    """
     conf = context._jsc.sc().conf()  # type: ignore[union-attr]
     limit = conf.getSizeAsBytes("spark.driver.maxResultSize", "1g")
     return min(AT_ONCE_BYTES, limit // 2) if limit > 0 else AT_ONCE_BYTES
 
 
 def _read_here(slab: SlabConfig, wanted: Wanted) -> bool:
-    """Read it where it lies; False where that is not on this node, or there no more: who is asked for
-    it then says what is wrong."""
+    """Read one entry from this node's slabs, and return whether that worked.
+
+    It does not if the bytes are on another node or were overwritten. In the second case, the owner
+    reports the error when it is read from next.
+    """
     _, reference, into = wanted
     try:
         root = open_root(slab)

@@ -1,5 +1,8 @@
-"""The local engine: the same iteration in this process, no Spark jobs. For debugging, and the
-reference that the shuffle engine is held against: the same M and N give the same bits."""
+"""The local engine, which runs iterations in this process without Spark jobs.
+
+It serves for debugging and as the reference for the shuffle engine: the same M and N give the same
+bits.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +55,16 @@ from sparkdl.slices.state import SliceState, join_states
 
 
 class LocalEngine:
-    """M replicas one after another on one live module, N slices one after another.
+    """An engine that runs M replicas in turn on one live module, then updates N slices in turn.
 
-    It opens all samples at the start: what is mapped stays, also where its files are deleted.
+    It opens all samples at the start. Mapped samples stay readable even if their files are deleted.
+
+    Args:
+        samples: The training samples, in slabs.
+        run: The constants of the run.
+        recipe: The pickled recipe of the model.
+        batch_size: The rows of a global batch, local steps included.
+        validation: The validation samples; None without validation.
     """
 
     recoveries = 0
@@ -86,8 +96,12 @@ class LocalEngine:
         reported: tuple[type[Exception], ...] = (),
         which: str = CURRENT,
     ) -> None:
-        """Copy the recipe's weights, or read every slice."""
-        if read is None and self._states:  # the replica holds others by now
+        """Set the state of every slice, from the recipe's weights or from ``read`` if it is given.
+
+        See :class:`sparkdl.loop.engine.Engine`. ``reported`` is not needed here, because exceptions
+        of ``read`` are raised directly.
+        """
+        if read is None and self._states:  # the replica's weights have changed since it was built
             self._replica = _built(self._recipe)
         flat = self._replica.flat.flat
         states = [
@@ -102,7 +116,7 @@ class LocalEngine:
             self._states = states
 
     def run(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
-        """Run every replica and every slice, here and now."""
+        """Run every replica and update every slice in this process."""
         with torch_threads(self._run.threads):
             started = Clock()
             step = iteration.with_rows(self.plan.rows(iteration.batch))
@@ -126,7 +140,7 @@ class LocalEngine:
     def _replica_step(
         self, step: IterationRows, replica: int
     ) -> tuple[ReplicaReport, list[Section], ReplicaResult]:
-        """What a task of the forward-backward job does."""
+        """Do the work of one task of the forward-backward job."""
         live, clock = self._replica, Clock()
         partition = self._partitions[replica]
         assert partition is not None
@@ -168,7 +182,7 @@ class LocalEngine:
         reports: list[ReplicaReport],
         sections: list[list[Section]],
     ) -> list[SliceReport]:
-        """What the tasks of the parameter-synchronization job do."""
+        """Do the work of the tasks of the parameter-synchronization job."""
         owners, clocks = self._plans.owners, [Clock() for _ in self._plans.owners]
         total = sum(report.weight for report in reports)
         loss = sum(r.loss * r.weight for r in reports) / total if total else 0.0
@@ -207,7 +221,7 @@ class LocalEngine:
         return slices
 
     def score(self) -> list[Any]:
-        """Partition after partition."""
+        """Score the validation partitions one after another."""
         validation = self._validation
         assert validation is not None
         with torch_threads(self._run.threads):
@@ -226,30 +240,30 @@ class LocalEngine:
         return validation.scorer.merge(states)
 
     def keep_best(self) -> None:
-        """Copy the weights."""
+        """Copy the current weights as the best ones."""
         self._best = [SliceState(state.weights.clone()) for state in self._states]
 
     def weights(self, which: str = CURRENT) -> torch.Tensor:
-        """Join the slices."""
+        """Join the slices' weights into one flat vector."""
         states = self._best if which == BEST else self._states
         return torch.cat([weights_of(state, which) for state in states])
 
     def map_slices(
         self, use: Callable[[int, SliceSpec, SliceState], Any], which: str = CURRENT
     ) -> list[Any]:
-        """One after another."""
+        """Apply ``use`` to one slice after another."""
         plans, states = self._plans.slices, self._best if which == BEST else self._states
         return [use(n, plans[n], state) for n, state in enumerate(states)]
 
     def load_residuals(
         self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
     ) -> None:
-        """Read all of them."""
+        """Read the residuals of every replica."""
         found = {replica: read(replica) for replica in range(self._run.replicas)}
         self._residuals = {replica: kept for replica, kept in found.items() if kept is not None}
 
     def map_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
-        """One after another."""
+        """Apply ``use`` to the residuals of one replica after another."""
         return [use(replica, kept) for replica, kept in sorted(self._residuals.items())]
 
     def _load(self, weights: torch.Tensor) -> None:

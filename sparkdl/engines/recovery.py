@@ -1,11 +1,11 @@
-"""When the state is lost with its executors: restore it and repeat what was done since.
+"""Recovery from losing the state together with its executors: restore it and repeat what followed.
 
-[Note: snapshots and replay] An iteration is a function of the state before it and of what the loop
-asks for; so a run that is set back to an earlier state and asked for the same again comes to the same
-bits. The points to go back to are the last snapshot (Spark keeps it on two executors), else the last
-checkpoint, else the beginning. What the loop asked for since the beginning is remembered, some 30 to
-60 bytes an iteration. The loop, its callbacks and the history see nothing of it: every iteration
-is reported once.
+[Note: snapshots and replay] An iteration is a function of the state before it and of the loop's
+request. A run that is reset to an earlier state and receives the same requests therefore reaches
+the same bits. It can be reset to the last snapshot (Spark keeps it on two executors), otherwise to
+the last checkpoint, otherwise to the beginning. The log holds all requests since the beginning, at
+some 30 to 60 bytes per iteration. The loop, its callbacks and the history notice nothing: every
+iteration is reported once.
 """
 
 from __future__ import annotations
@@ -42,39 +42,49 @@ from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 
 MAX_LOSSES = 16
-"""How often the state may be lost before an iteration is done: then something is wrong for good."""
+"""The number of times the state may be lost within one request; more points to a permanent fault."""
 TRIES = 2
-"""How often a point is tried that cannot be read: an executor may be lost meanwhile."""
+"""The number of tries to read a restore point, because an executor may be lost during the first."""
 SHARE = 0.05
-"""Of the time, that snapshots may take."""
+"""The largest share of the time that snapshots may take."""
 
 logger = logging.getLogger("sparkdl")
 Result = TypeVar("Result")
 
 
 class RestorableEngine(Engine, Protocol):
-    """An engine whose state can be lost, and put back."""
+    """An engine whose state can be lost and restored."""
 
     def take_snapshot(self) -> Any:
-        """A copy of the state that outlives any one executor."""
+        """Return a copy of the state that survives the loss of any single executor."""
 
     def drop(self, snapshot: Any) -> None:
-        """It is not needed any more."""
+        """Release a snapshot that is no longer needed."""
 
     def forget(self) -> None:
-        """What there is of the state is given up; ``start`` or ``restore`` comes next."""
+        """Give up what remains of the state; a ``load`` or ``restore`` must follow."""
 
     @property
     def capacity_note(self) -> str:
-        """What else is to be said of how it goes on, if anything."""
+        """Return a remark about the capacity with which the engine continues, or an empty string."""
 
     def restore(self, snapshot: Any) -> None:
-        """Go on from it. Raises :class:`sparkdl.TrainingError` where it is lost too."""
+        """Reset the state to ``snapshot``.
+
+        Raises:
+            sparkdl.TrainingError: The snapshot is lost too.
+        """
 
 
 @dataclass(frozen=True, eq=False)
 class RestorePoint:
-    """A state to go back to: ``done`` entries of the log lead to it. ``name`` for messages."""
+    """A state that the engine can be reset to.
+
+    Attributes:
+        name: The name of the point in messages.
+        done: The number of log entries that lead to this state.
+        load: Resets the engine to this state.
+    """
 
     name: str
     done: int
@@ -82,17 +92,20 @@ class RestorePoint:
 
 
 class RecoveringEngine:
-    """An engine that goes on when the state of ``engine`` is lost.
+    """An engine that wraps another one and continues when that one loses its state.
 
-    ``seconds``: a snapshot is taken after an iteration that ends so long after the last one, if
-    snapshots take no more than :data:`SHARE` of the time; 0: after every iteration; None: never.
+    Args:
+        engine: The engine that runs the iterations.
+        seconds: The time between snapshots. A snapshot follows the first iteration that ends this
+            long after the last snapshot, as long as snapshots take no more than :data:`SHARE` of
+            the time. 0: after every iteration; None: never.
     """
 
     def __init__(self, engine: RestorableEngine, seconds: float | None) -> None:
         self._engine, self._seconds = engine, seconds
         self.plan: EpochPlan = engine.plan
         self.recoveries = 0
-        self._begun = -1  # the last iteration that the engine knows of, beyond those that are done
+        self._begun = -1  # the index of the last iteration that was announced ahead, or -1
         self._log = ReplayLog()
         self._starts: list[Callable[[], None]] = []
         self._beginning = RestorePoint("the beginning", 0, self._start_again)
@@ -106,7 +119,7 @@ class RecoveringEngine:
         reported: tuple[type[Exception], ...] = (),
         which: str = CURRENT,
     ) -> None:
-        """See :class:`sparkdl.loop.engine.Engine`; so for what follows."""
+        """Load the state; see :class:`sparkdl.loop.engine.Engine`, also for the methods below."""
         if which == CURRENT:
             self._starts.clear()
         self._begin(lambda: self._engine.load(read, reported, which))
@@ -121,7 +134,11 @@ class RecoveringEngine:
         return self._engine.begins_ahead
 
     def run(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
-        """A snapshot that comes to be due while iterations follow one another is taken after these."""
+        """Run an iteration, then take a snapshot if one is due.
+
+        A snapshot that falls due within a series of iterations begun ahead is taken after that
+        series.
+        """
         if self._is_due:
             then = [each for each in then if each.index <= self._begun]
         result = self.with_recovery(lambda: self._engine.run(iteration, then))
@@ -134,7 +151,7 @@ class RecoveringEngine:
 
     @property
     def _is_due(self) -> bool:
-        """Whether a snapshot is."""
+        """Return whether a snapshot is due."""
         return self._seconds is not None and time.monotonic() >= self._due
 
     def score(self) -> list[Any]:
@@ -156,16 +173,22 @@ class RecoveringEngine:
         return self.with_recovery(lambda: self._engine.map_residuals(use))
 
     def later(self, begin: Callable[[Any], PendingStateWork]) -> PendingStateWork:
-        """What ``begin`` begins with the engine."""
+        """Start background work with ``begin(engine)``, and return it with recovery from losses."""
         return _Surely(self, self.with_recovery(lambda: begin(self._engine)))
 
     @property
     def done(self) -> int:
-        """How much has been asked for so far."""
+        """Return the number of requests in the log so far."""
         return len(self._log)
 
     def checkpointed(self, done: int, iteration: int, load: Callable[[Engine], None]) -> None:
-        """There is a checkpoint, which ``load`` reads, of the state when so much was :attr:`done`."""
+        """Note a checkpoint that recovery may go back to.
+
+        Args:
+            done: The value of :attr:`done` for the state in the checkpoint.
+            iteration: The number of the checkpoint's iteration, for messages.
+            load: Loads the checkpoint into an engine.
+        """
         name = f"the checkpoint after iteration {iteration}"
         self._checkpoint = RestorePoint(name, done, lambda: load(self._engine))
 
@@ -174,7 +197,10 @@ class RecoveringEngine:
         self._starts.append(start)
 
     def _take_snapshot(self) -> float:
-        """Take one, instead of the one before; seconds. One that cannot be taken stops no training."""
+        """Take a snapshot that replaces the last one, and return the seconds it took.
+
+        A snapshot that cannot be taken is logged and does not stop training.
+        """
         started = time.monotonic()
         before, snapshot = self._snapshot, None
         try:
@@ -196,7 +222,7 @@ class RecoveringEngine:
         return cost
 
     def with_recovery(self, action: Callable[[], Result]) -> Result:
-        """``action()``, again where the state was lost."""
+        """Return ``action()``; recover and call it again whenever the state was lost."""
         for _ in range(MAX_LOSSES):
             try:
                 return action()
@@ -205,7 +231,7 @@ class RecoveringEngine:
         return action()
 
     def _recover(self, lost: StateLostError) -> None:
-        """Bring the state back to where it stood, and say so in one line."""
+        """Restore the state to where it stood, and log one line about it."""
         started, tries = time.monotonic(), dict[RestorePoint, int]()
         for _ in range(MAX_LOSSES):
             point = self._latest()
@@ -213,9 +239,9 @@ class RecoveringEngine:
             try:
                 self._engine.forget()
                 point.load()
-            except StalledError:  # so would every other point, after as long a wait
+            except StalledError:  # every other point would stall too, after an equally long wait
                 raise
-            except UserError as error:  # no other point would change it
+            except UserError as error:  # no other point would avoid it
                 raise _beyond_recovery(lost, error) from None
             except (TrainingError, CheckpointError) as error:
                 if tries[point] >= TRIES and point is not self._beginning:
@@ -225,10 +251,10 @@ class RecoveringEngine:
                 continue
             try:
                 self._repeat(point.done)
-            except StateLostError:  # again, while it was being brought back
+            except StateLostError:  # lost again during the replay
                 continue
             self.recoveries += 1
-            self._due = time.monotonic()  # of the snapshot that it came from, a copy may be gone
+            self._due = time.monotonic()  # one of the two copies of the snapshot may be lost
             repeated = sum(asked is not None for asked in self._log.since(point.done))
             logger.warning(
                 "%s. Went on from %s and repeated %d iteration%s: %.1f s.%s",
@@ -243,13 +269,13 @@ class RecoveringEngine:
         raise _beyond_recovery(lost, lost)
 
     def _latest(self) -> RestorePoint:
-        """The point that leaves least to be repeated."""
+        """Return the restore point that leaves the fewest requests to repeat."""
         points = [self._snapshot[0]] if self._snapshot else []
         points += [self._checkpoint] if self._checkpoint else []
         return max([*points, self._beginning], key=lambda point: point.done)
 
     def _give_up(self, point: RestorePoint, error: Exception) -> None:
-        """The point is of no use."""
+        """Discard a restore point that cannot be read."""
         reason = str(error).partition("\n")[0].rstrip(".")
         logger.warning("%s cannot be read (%s).", point.name.capitalize(), reason)
         if self._snapshot is not None and point is self._snapshot[0]:
@@ -263,7 +289,7 @@ class RecoveringEngine:
             start()
 
     def _repeat(self, done: int) -> None:
-        """What was asked for after the first ``done`` entries."""
+        """Repeat the requests after the first ``done`` log entries."""
         for asked in self._log.since(done):
             if asked is not None:
                 self._engine.run(asked)
@@ -273,7 +299,7 @@ class RecoveringEngine:
 
 @dataclass(frozen=True)
 class _Surely:
-    """Work in the background that outlives losses of the state, if only as work that was lost."""
+    """Background work that survives losses of the state, possibly only to report itself as lost."""
 
     engine: RecoveringEngine
     work: PendingStateWork

@@ -1,4 +1,4 @@
-"""Engines by name, and what each is built from."""
+"""The engines by name, and the inputs that each is built from."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ from sparkdl.spark.frames import is_local
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInputs:
-    """What an engine may need of a fit.
+    """The inputs that a fit prepares for building an engine.
 
     Attributes:
         run: The constants of the run.
-        samples: The training samples, in place.
+        samples: The training samples, written to slabs.
         validation: The validation samples and how to score them; None without validation.
-        recipe: What every process builds its replica from.
+        recipe: The recipe from which every process builds its replica.
         payload: The recipe, pickled.
-        module: The model as the driver has built it.
+        module: The model as built on the driver.
         layout: The layout of its flat vector.
-        built: What executors compare their model with.
-        batch_size: Rows of the global batch of an iteration, local steps included.
+        built: The description of the driver's model, which executors compare theirs with.
+        batch_size: The rows of an iteration's global batch, local steps included.
         sums: Whether the loss returns ``(sum, count)``.
-        resources: What the fit holds in Spark.
-        settings: The session's settings.
-        strategies: The strategies of a gang by dimension of its mesh.
-        mesh: Sizes of the mesh's dimensions, as the user gave them.
-        resource_profile: What each rank's task asks Spark for.
-        min_ranks: The fewest tasks that a gang's ranks may share; None: a task each.
+        resources: The fit's Spark resources.
+        settings: The settings of the session.
+        strategies: The strategies of a gang by mesh dimension.
+        mesh: The sizes of the mesh dimensions, as given by the user.
+        resource_profile: The resources that the task of each rank requests from Spark.
+        min_ranks: The fewest tasks that the ranks of a gang may share; None: one task per rank.
     """
 
     run: RunSpec
@@ -74,16 +74,18 @@ class EngineInputs:
 
     @property
     def snapshot_seconds(self) -> float | None:
-        """Seconds between two snapshots of the state; None where no executor can be lost."""
+        """Return the seconds between snapshots; None in local mode, which cannot lose an executor."""
         return None if is_local(self.resources.context) else self.settings.snapshot_seconds
 
 
 def build_engine(name: str, inputs: EngineInputs) -> TrainingEngine:
-    """Build the engine ``name``, which has no state yet: see :meth:`sparkdl.loop.engine.Engine.load`.
+    """Build the engine called ``name``, which has no state yet.
+
+    Its state is set by :meth:`sparkdl.loop.engine.Engine.load`.
 
     Args:
         name: A key of :data:`ENGINES`.
-        inputs: What the fit has prepared.
+        inputs: The inputs that the fit has prepared.
     """
     return ENGINES[name](inputs)
 
@@ -146,7 +148,7 @@ ENGINES: Mapping[str, Callable[[EngineInputs], TrainingEngine]] = {
 
 
 def _with_stages(parallel: ParallelPlan, inputs: EngineInputs, rows: Any) -> ParallelPlan:
-    """Return the plan with the model cut into the pipeline's stages."""
+    """Return the plan with the model split into pipeline stages."""
     assert parallel.pipeline is not None
     ranks, policy = parallel.mesh.pipe, inputs.recipe.policy
     cut = with_split(parallel.pipeline, inputs.module, rows, ranks, policy)
@@ -154,11 +156,11 @@ def _with_stages(parallel: ParallelPlan, inputs: EngineInputs, rows: Any) -> Par
 
 
 def _labels_differ(loss: Loss, samples: SampleSet) -> bool:
-    """Return whether ``loss`` may take more of one label than of another."""
+    """Return whether ``loss`` may weigh labels unequally, so that replicas' shares differ."""
     how = ClassLoss.of(loss)
     if how is None or not how.averages or samples.num_labels != 1:
         return False
-    # the preview has the smallest and the largest of all integers
+    # For integers, the preview holds the smallest and the largest value of all samples.
     label = samples.preview[samples.num_features]
     if isinstance(label, Ragged) or label.ndim > 1 or how.weight is not None:
         return label.dtype.kind != "f"

@@ -1,4 +1,4 @@
-"""What the loop asked an engine for, so that it can be asked for again."""
+"""A compact log of the loop's requests to an engine, from which they can be repeated."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from sparkdl.replica.iteration import Iteration
 
 Hyperparameters: TypeAlias = tuple[Mapping[str, Any], ...] | None
 _Form: TypeAlias = tuple[tuple[tuple[str, int | None], ...], ...]
-"""Of a mapping for each group: its keys, with the length where the value is a tuple of numbers."""
+"""Per parameter group, its keys, each with the tuple's length if the value is a tuple of numbers."""
 
 
 class ReplayLog:
-    """Iterations, and to keep the best weights: some 30 bytes an entry, and as many where a schedule
-    changes a hyperparameter."""
+    """A log of iterations and of requests to keep the best weights.
+
+    An entry takes some 30 bytes, and as many again where a schedule changes a hyperparameter.
+    """
 
     def __init__(self) -> None:
-        self._numbers = array("q")  # index, epoch and batch; of what is no iteration -1
+        self._numbers = array("q")  # index, epoch, batch; -1, -1, -1 for keeping the best
         self._scales = array("d")
         self._histograms = bytearray()
         self._hyperparameters = _Values()
@@ -28,7 +30,7 @@ class ReplayLog:
         return len(self._scales)
 
     def append(self, asked: Iteration | None) -> None:
-        """``asked``: None: to keep the best weights."""
+        """Append an iteration, or None for a request to keep the best weights."""
         if asked is not None:
             self._hyperparameters.append(len(self), asked.hyperparameters)
         self._numbers.extend((asked.index, asked.epoch, asked.batch) if asked else (-1, -1, -1))
@@ -36,7 +38,7 @@ class ReplayLog:
         self._histograms.append(asked.histograms if asked else False)
 
     def since(self, start: int) -> Iterator[Iteration | None]:
-        """The entries from number ``start`` on."""
+        """Yield the entries from number ``start`` on, None for a request to keep the best weights."""
         for n in range(start, len(self)):
             index, epoch, batch = self._numbers[3 * n : 3 * n + 3]
             text = f"sparkdl: epoch {epoch + 1} · iteration {index + 1} · again"
@@ -55,17 +57,19 @@ class ReplayLog:
 
     @property
     def iterations(self) -> int:
-        """Iterations done, those before this run included."""
+        """Return the number of iterations done, including those before this run."""
         return max(self._numbers[-6::3], default=-1) + 1
 
 
 class _Values:
-    """Hyperparameters of each entry, kept where they differ from those before: numbers in an array, and
-    what holds anything else as it is."""
+    """The hyperparameters of each entry, stored only where they differ from the entry before.
+
+    Numbers lie in an array; hyperparameters that include any other type are stored as they are.
+    """
 
     def __init__(self) -> None:
         self._entries = array("q")
-        self._forms = array("q")  # places in the list; -1: it is among the others
+        self._forms = array("q")  # indices into _known; -1: the values are in _others
         self._starts = array("q")
         self._numbers = array("d")
         self._known: list[_Form] = []
@@ -109,7 +113,7 @@ class _Values:
 
 
 def _form_of(values: tuple[Mapping[str, Any], ...]) -> _Form | None:
-    """None where a value is neither a float nor a tuple of some."""
+    """Return the form of ``values``; None if a value is neither a float nor a tuple of floats."""
     form = []
     for group in values:
         keys: list[tuple[str, int | None]] = []

@@ -1,4 +1,4 @@
-"""What a fit holds in Spark, and how all of it is given back, however the fit ends."""
+"""The Spark resources of a fit, and their release when the fit ends, with or without an error."""
 
 from __future__ import annotations
 
@@ -28,22 +28,31 @@ from sparkdl.spark.worker import finish_task
 
 CANCEL_SECONDS = 10.0
 LAG_SECONDS = 5.0
-"""So long the end of a fit that failed waits for Spark's own books, which say what still runs."""
+"""The time that a failed fit waits at its end for Spark's listener bus, which reports running tasks."""
 
 
 class FitResources:
-    """Persisted RDDs, broadcasts, and slabs of one fit; its Spark jobs are one job group, and the
-    thread has local properties of its own meanwhile.
+    """The persisted RDDs, broadcasts and slabs of one fit.
 
-    A context manager: on leaving, what still runs is cancelled, the slabs are deleted on every node
-    that may have some, RDDs are unpersisted and broadcasts destroyed. What a killed
-    node kept is swept there when the next fit begins, see :mod:`sparkdl.slab.root`.
+    The fit's Spark jobs form one job group, and its thread has its own local properties in the
+    meantime.
+
+    Use it as a context manager. Leaving it cancels running jobs, deletes the slabs on every node
+    that may have some, unpersists RDDs and destroys broadcasts. What a killed node leaves behind is
+    removed there when the next fit begins; see :mod:`sparkdl.slab.root`.
     """
 
     def __init__(
         self, context: SparkContext, slab: SlabConfig, timeout: float | None = None
     ) -> None:
-        """``timeout``: seconds in which nothing may happen in a job, see :class:`Watchdog`."""
+        """Create the resources of a fit.
+
+        Args:
+            context: The Spark context.
+            slab: The place and the name of the fit's slabs; the name is also that of its job group.
+            timeout: The seconds without progress after which jobs are cancelled, see
+                :class:`Watchdog`; None: no timeout.
+        """
         self.context, self.slab, self._timeout = context, slab, timeout
         self._watch: Watchdog | None = None
         self._rdds: list[RDD] = []
@@ -60,13 +69,18 @@ class FitResources:
         return self
 
     def persist(self, rdd: RDD) -> RDD:
-        """Persist ``rdd`` (memory, then disk: a lost block would move its task) until the end."""
+        """Persist ``rdd`` until the end of the fit.
+
+        It is kept in memory and spills to disk, because a lost block would move its task.
+        """
         self._rdds.append(rdd.persist(StorageLevel.MEMORY_AND_DISK))
         return rdd
 
     def replicated(self, rdd: RDD) -> RDD:
-        """Compute ``rdd`` and keep it on the disks of two executors, where there are as many, until
-        it is forgotten or at the end."""
+        """Compute ``rdd``, and persist it until :meth:`forget` or the end of the fit.
+
+        It is kept on the disks of two executors, if there are two.
+        """
         self._passing.append(rdd.persist(StorageLevel.DISK_ONLY_2))
         try:
             rdd._jrdd.count()
@@ -76,27 +90,30 @@ class FitResources:
         return rdd
 
     def stored(self, rdd: RDD) -> RDD:
-        """Persist ``rdd`` until it is forgotten or at the end."""
+        """Persist ``rdd`` until :meth:`forget` or the end of the fit."""
         self._passing.append(rdd.persist(StorageLevel.MEMORY_AND_DISK))
         return rdd
 
     def forget(self, rdd: RDD) -> None:
-        """Let go of what was :meth:`replicated` or :meth:`stored`."""
+        """Unpersist an RDD that :meth:`replicated` or :meth:`stored` persisted."""
         self._passing.remove(rdd)
         with contextlib.suppress(Py4JError):
             rdd.unpersist()
 
     def broadcast(self, parts: Sequence[bytes]) -> BroadcastBytes:
-        """Broadcast them until the end."""
+        """Broadcast ``parts`` until the end of the fit."""
         self._broadcasts.append(BroadcastBytes.of(self.context, parts))
         return self._broadcasts[-1]
 
     def closing(self, thing: Any) -> None:
-        """Call its ``close()`` before all else at the end."""
+        """Register ``thing``, whose ``close()`` is called first at the end of the fit."""
         self._closing.callback(thing.close)
 
     def shuffled(self, rdd: RDD | None) -> None:
-        """The shuffles behind ``rdd`` are needed until the next call, or the end."""
+        """Keep the shuffles of ``rdd`` until the next call or the end of the fit.
+
+        The shuffles of the previous call's RDD are deleted.
+        """
         if self._shuffled is not None:
             forget_shuffles(self._shuffled)
         self._shuffled = rdd
@@ -127,21 +144,21 @@ class FitResources:
         self._properties.close()
 
     def _is_alive(self) -> bool:
-        """Whether Spark is. Its JVM may have been killed, while the model was on its way back, say."""
+        """Return whether Spark is alive. Its JVM may have been killed, e.g. during the last job."""
         try:
             return self.context._jsc is not None and not self.context._jsc.sc().isStopped()
         except (Py4JError, OSError):
             return False
 
     def _cancel(self, failed: bool) -> None:
-        """Cancel the fit's jobs and wait until their tasks are gone, so that none makes a slab.
+        """Cancel the fit's jobs and wait until their tasks have ended, so that none creates a slab.
 
-        Of a job that failed, too: Spark ends it with its first task that fails for good, and the
-        others notice within some seconds. It may not even know that they have begun, since what tells
-        it follows the scheduler from afar.
+        This includes jobs that failed: Spark ends a job at its first task that fails for good, and
+        the other tasks notice seconds later. Spark's status store may not even know yet that these
+        have started, because it follows the scheduler with a delay.
         """
         if failed:
-            with contextlib.suppress(Py4JError):  # it waited in vain
+            with contextlib.suppress(Py4JError):  # the wait timed out
                 bus = self.context._jsc.sc().listenerBus()  # type: ignore[union-attr]
                 bus.waitUntilEmpty(int(1e3 * LAG_SECONDS))
         tracker = self.context.statusTracker()
@@ -152,22 +169,22 @@ class FitResources:
             time.sleep(0.05)
 
     def _running_tasks(self) -> int:
-        """Of the last jobs of the fit; the ones before have ended well."""
+        """Count the running tasks of the fit's last two jobs; earlier jobs have ended normally."""
         tracker, store = self.context.statusTracker(), self.context._jsc.sc().statusStore()
         running = 0
         for job in sorted(tracker.getJobIdsForGroup(self.slab.name))[-2:]:
             info = tracker.getJobInfo(job)
             for stage in info.stageIds if info else ():
-                with contextlib.suppress(Py4JError):  # a stage that Spark has not begun
+                with contextlib.suppress(Py4JError):  # Spark has not started this stage
                     running += store.lastStageAttempt(stage).numActiveTasks()
         return running
 
     def _clean_nodes(self) -> None:
         """Run :class:`CleanNode` on each executor that may have slabs.
 
-        Not where the persisted partitions lie: they may have moved and left slabs behind, and one
-        that an executor loses meanwhile would be computed anew, with slabs on whatever executors
-        that takes.
+        It does not run over the persisted partitions. They may have moved and left slabs behind,
+        and a partition that is lost in the meantime would be recomputed, with new slabs on
+        arbitrary executors.
         """
         self.context.setJobDescription("sparkdl: removing the slabs")
         places: list[Executor | None] = [one for one in executors(self.context) if one.used]
@@ -179,12 +196,12 @@ class FitResources:
                 self.context.runJob(task_per_executor(self.context, places), CleanNode(self.slab))
 
     def _any_job(self) -> bool:
-        """Whether tasks of the fit may have written something, also ones that failed."""
+        """Return whether tasks of the fit, including failed ones, may have written something."""
         return bool(self.context.statusTracker().getJobIdsForGroup(self.slab.name))
 
 
 class CleanNode:
-    """Task that removes a run's slabs from its node and lets go of them in its process."""
+    """A task that removes a run's slabs from its node and releases them in its process."""
 
     def __init__(self, slab: SlabConfig) -> None:
         self.slab = slab
@@ -202,22 +219,22 @@ def _clean_here(slab: SlabConfig) -> None:
     close_partitions()
     close_pool(slab)
     root = None
-    with contextlib.suppress(OSError):  # it is none of ours
+    with contextlib.suppress(OSError):  # the slab root belongs to someone else
         root = open_root(slab)
     with holders_awaited([] if root is None else list(root.directories)):
         remove_root(slab)
 
 
 MAX_SUBMISSIONS = 16
-"""How often a job is submitted when tasks find themselves on another node than expected.
+"""The number of submissions of a job whose tasks run on other nodes than expected.
 
-On a busy cluster that happens several times in a row: speculative twins run on other hosts, and so do
-tasks that have waited for ``spark.locality.wait``.
+On a busy cluster this can happen several times in a row: speculative copies of tasks run on other
+hosts, and so do tasks that have waited for ``spark.locality.wait``.
 """
 
 
 def samples_changed(doing: str, partition: int) -> TrainingError:
-    """What to raise where a partition that was computed again is another."""
+    """Return the error to raise if a partition differs after it was recomputed."""
     return TrainingError(
         f"{doing}: partition {partition} was computed again and holds other rows: the source of the "
         "data is not deterministic. Write it out (df.write.parquet) or checkpoint it, and fit on that."
@@ -225,11 +242,12 @@ def samples_changed(doing: str, partition: int) -> TrainingError:
 
 
 def compute_again(rdd: RDD) -> None:
-    """Let go of what is persisted of ``rdd``; it is persisted again as it is computed.
+    """Unpersist ``rdd`` so that it is recomputed; it is persisted again as it is computed.
 
-    Nobody waits for that: an executor that has just died does not answer for two minutes. A block
-    that is let go of too late, when it is there anew, is computed once more. In local mode, where
-    blocks are read without what computes them, it must not be let go of too late, and nobody dies.
+    Outside local mode, this does not wait: an executor that has just died does not answer for two
+    minutes. A block that is removed too late, after it was recomputed, is computed once more. In
+    local mode blocks are read without their lineage, so none may be removed too late; there the
+    call blocks, and no executor can die.
     """
     rdd.unpersist(blocking=is_local(rdd.ctx))
     rdd.persist(StorageLevel.MEMORY_AND_DISK)

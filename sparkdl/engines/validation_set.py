@@ -1,4 +1,4 @@
-"""Validation samples in place, and how an engine scores them."""
+"""The validation samples of a fit, and how an engine scores them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sparkdl.metrics.scorer import Scorer
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """What an engine that validates is built with.
+    """The validation samples in slabs, with all that an engine needs to score them.
 
     Attributes:
         samples: The validation samples, in slabs.
         scorer: The loss and the metrics.
-        assembly: How rows become mini-batches.
-        batch_size: Rows of a forward pass of one replica.
+        assembly: How rows are assembled into mini-batches.
+        batch_size: The rows of one replica's forward pass.
     """
 
     samples: SampleSet

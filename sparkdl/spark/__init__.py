@@ -1,5 +1,5 @@
-"""Spark's machinery: RDDs of raw bytes, jobs, messages to tasks, executors, time limits, failures.
+"""Helpers around Spark: RDDs of raw bytes, jobs, messages to tasks, executors, timeouts, failures.
 
-May import: ``process``, ``session``, ``settings`` and ``errors``. Must not know: samples, models,
-training.
+This package may import ``process``, ``session``, ``settings`` and ``errors``. It must not know
+samples, models or training.
 """

@@ -1,7 +1,8 @@
-"""Bytes of any size on their way to the executors, in broadcasts of bounded size.
+"""Transfer of byte strings of any size to the executors, in broadcasts of bounded size.
 
-A broadcast is as a whole in the heap of the driver's JVM while it is made, and in an executor's while
-it is fetched; what is cached of it goes to disk where memory is short. So large bytes go as several.
+While a broadcast is made, it lies entirely in the heap of the driver's JVM; while it is fetched, in
+that of an executor. What is cached of it goes to disk if memory is short. Large byte strings are
+therefore split into several broadcasts.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ PIECE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class BroadcastBytes:
-    """Byte strings of ``lengths``, one after another in ``pieces``, each a broadcast of some chunks."""
+    """Byte strings of given ``lengths``, concatenated; each of the ``pieces`` holds some chunks."""
 
     pieces: tuple[Broadcast[Any], ...]
     lengths: tuple[int, ...]
 
     @staticmethod
     def of(context: SparkContext, parts: Sequence[bytes]) -> BroadcastBytes:
-        """Nothing is copied in this process: ``parts`` stay as long as the broadcasts do."""
+        """Broadcast ``parts`` without copying them, so that they live as long as the broadcasts."""
         pieces: list[list[pickle.PickleBuffer]] = [[]]
         room = PIECE_BYTES
         for part in parts:
@@ -45,7 +46,7 @@ class BroadcastBytes:
         return BroadcastBytes(broadcasts, tuple(map(len, parts)))
 
     def __iter__(self) -> Iterator[bytes]:
-        """In a task: chunk after chunk. None is kept by the worker where it can read it again."""
+        """Yield the chunks, in a task. The worker keeps none that it can read again from disk."""
         for piece in self.pieces:
             chunks = piece.value
             if getattr(piece, "_path", None) is not None:
@@ -53,7 +54,7 @@ class BroadcastBytes:
             yield from chunks
 
     def parts(self) -> Iterator[bytes]:
-        """In a task: byte string after byte string."""
+        """Yield the byte strings, in a task."""
         chunks = iter(self)
         for length in self.lengths:
             found = [next(chunks)]
@@ -63,12 +64,12 @@ class BroadcastBytes:
 
     @property
     def value(self) -> bytes:
-        """In a task: the byte string, where it is one."""
+        """Return the byte string, in a task, if there is exactly one."""
         (part,) = self.parts()
         return part
 
     def destroy(self) -> None:
-        """Delete them, here and on the executors: nothing that uses them may come any more."""
+        """Delete the broadcasts here and on the executors; no task may use them afterwards."""
         for piece in self.pieces:
-            with contextlib.suppress(Py4JError):  # of a session that has stopped it is gone
+            with contextlib.suppress(Py4JError):  # a stopped session has deleted them
                 piece.destroy()

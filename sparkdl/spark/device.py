@@ -1,13 +1,15 @@
-"""Which GPU a task computes on, by what Spark assigned to it and what torch sees.
+"""The choice of a task's GPU, from Spark's assignment and the devices that torch sees.
 
-Spark hands on what the discovery script printed: numbers as ``nvidia-smi`` counts, or names, of whole
-GPUs ("GPU-...") and of parts ("MIG-..."). Torch counts what ``CUDA_VISIBLE_DEVICES`` leaves. So
+Spark passes on the output of the discovery script: numbers as ``nvidia-smi`` counts, or names of
+whole GPUs ("GPU-...") or parts of one ("MIG-..."). Torch counts the devices in
+``CUDA_VISIBLE_DEVICES``. So
 
-* an address that stands in the variable is the device at that place;
-* a name that does not is looked for among the names of the devices that torch sees;
-* a number that does not is one that counts what the variable leaves (inside a container, say);
-* of the parts of GPUs a process sees one alone, and it is the one that the variable names when CUDA
-  starts: a process that has none yet is given its own.
+* an address that is listed in the variable is the device at that position;
+* a name that is not listed is looked up among the names of the devices that torch sees;
+* a number that is not listed counts the devices that the variable leaves visible (e.g. inside a
+  container);
+* a process sees only one part of a GPU, the one that the variable names when CUDA starts: a process
+  in which CUDA has not started is given the assigned part.
 """
 
 from __future__ import annotations
@@ -25,16 +27,22 @@ from sparkdl.errors import SessionError
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
 Gpu = int | str
-"""A device by torch's number, or a part of a GPU by its name."""
+"""A device, by torch's number, or a part of a GPU, by its name."""
 
 
 def choose_gpus(
     addresses: Sequence[str], visible: str | None, count: int, names: Callable[[], Sequence[str]]
 ) -> list[Gpu]:
-    """The devices of these addresses. ``visible``: ``CUDA_VISIBLE_DEVICES``; ``count`` and ``names``:
-    of the devices that torch sees.
+    """Return the devices that ``addresses`` denote.
 
-    Raises :class:`SessionError` for an address that is none of them.
+    Args:
+        addresses: The addresses that Spark assigned.
+        visible: The value of ``CUDA_VISIBLE_DEVICES``; None if it is not set.
+        count: The number of devices that torch sees.
+        names: Returns their names.
+
+    Raises:
+        SessionError: An address is none of these devices.
     """
     return [_choose(address.strip(), visible, count, names) for address in addresses]
 
@@ -62,7 +70,7 @@ def _choose(
 
 
 def _find(address: str, known: Sequence[str]) -> int | None:
-    """Where it is among ``known``, in which names may be shortened, and without their prefix."""
+    """Return the index of ``address`` in ``known``; names may be abbreviated and lack their prefix."""
     if address.isdigit():
         return known.index(address) if address in known else None
     short = address.removeprefix("GPU-")
@@ -74,14 +82,19 @@ def _find(address: str, known: Sequence[str]) -> int | None:
 
 
 def gpus_of(addresses: Sequence[str]) -> list[Gpu]:
-    """The devices of the addresses that Spark assigned; empty where the executors' environment hides
-    all GPUs. Raises :class:`SessionError` where torch sees none, or others."""
+    """Return the devices of the addresses that Spark assigned; none if all GPUs are hidden.
+
+    The executors' environment hides them, see :func:`hidden`.
+
+    Raises:
+        SessionError: Torch sees no GPU, or not the assigned ones.
+    """
     if hidden(os.environ.get(VISIBLE)):
         return []
     before = os.environ.get(VISIBLE)
     if not torch.cuda.is_initialized():
-        os.environ.setdefault(ORDER, "PCI_BUS_ID")  # as nvidia-smi, and so Spark's script, counts
-        if addresses[0].startswith("MIG-"):  # before torch is asked what it sees
+        os.environ.setdefault(ORDER, "PCI_BUS_ID")  # the order of nvidia-smi and Spark's script
+        if addresses[0].startswith("MIG-"):  # set before torch looks for devices
             os.environ[VISIBLE] = addresses[0]
     if not torch.cuda.is_available():
         raise SessionError(
@@ -93,8 +106,11 @@ def gpus_of(addresses: Sequence[str]) -> list[Gpu]:
 
 
 def use_gpu(gpu: Gpu) -> torch.device:
-    """Make it torch's current device. Raises :class:`SessionError` for a part of a GPU where this
-    process has begun on another."""
+    """Make ``gpu`` torch's current device, and return it.
+
+    Raises:
+        SessionError: ``gpu`` is a part of a GPU, and this process already uses another one.
+    """
     if isinstance(gpu, str):
         if torch.cuda.is_initialized() and os.environ.get(VISIBLE) != gpu:
             raise SessionError(
@@ -110,20 +126,28 @@ def use_gpu(gpu: Gpu) -> torch.device:
 
 
 def hidden(visible: str | None) -> bool:
-    """Whether the variable is set, and leaves no GPU: empty, or -1."""
+    """Return whether the variable is set and leaves no GPU: it is empty or starts with -1."""
     return visible is not None and visible.split(",")[0].strip() in ("", "-1")
 
 
 def _names() -> list[str]:
-    """Of the GPUs that torch sees."""
+    """Return the names of the GPUs that torch sees."""
     count = torch.cuda.device_count()
     return [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
 
 
 @dataclass(frozen=True)
 class Sight:
-    """What decides whether torch sees a GPU. ``address_space``: its limit in bytes, if any; ``said``:
-    what torch says when it is made to start CUDA."""
+    """The facts that decide whether torch sees a GPU.
+
+    Attributes:
+        built: Whether torch is built with CUDA or ROCm.
+        visible: The value of ``CUDA_VISIBLE_DEVICES``; None if it is not set.
+        forked: Whether CUDA had started in the process that this one was forked from.
+        address_space: The limit of the address space in bytes; None without one.
+        driver: Whether a GPU driver is on this node.
+        said: The first line of torch's error on starting CUDA; empty without one.
+    """
 
     built: bool
     visible: str | None
@@ -134,7 +158,7 @@ class Sight:
 
     @staticmethod
     def here() -> Sight:
-        """Of this process."""
+        """Return the facts for this process; this starts CUDA."""
         soft, _ = resource.getrlimit(resource.RLIMIT_AS)
         said = ""
         try:
@@ -152,7 +176,7 @@ class Sight:
 
     @property
     def reason(self) -> str:
-        """Why none is seen, and what to do."""
+        """Return why torch sees no GPU, and how to change that."""
         if not self.built:
             return (
                 f"torch {torch.__version__} of the executors' Python is built without CUDA. Install a "
@@ -177,12 +201,17 @@ class Sight:
 
 
 def task_device(before: torch.device | None = None) -> torch.device:
-    """The GPU that Spark assigned to this task, the first where there are several; without an
-    assignment the one from ``before``, where something is kept there, else the GPUs of its node in
-    turn, by partition; the CPU where there is none. A GPU is torch's current one from here on: memory
-    is pinned for it, and a user's ``.cuda()`` goes there.
+    """Choose this task's device, and make a GPU torch's current device.
 
-    Raises :class:`sparkdl.SessionError` where Spark assigned one that torch does not see.
+    This is the GPU that Spark assigned, the first if there are several. Without an assignment it is
+    ``before``, if given; else the node's GPUs are used in turn, by partition; without GPUs it is
+    the CPU. Once a GPU is current, memory is pinned for it, and a user's ``.cuda()`` goes there.
+
+    Args:
+        before: The device on which this process keeps something from an earlier task.
+
+    Raises:
+        sparkdl.SessionError: Spark assigned a GPU that torch does not see.
     """
     from pyspark import TaskContext
 

@@ -1,9 +1,10 @@
-"""Tasks on executors of our choice, and by it partitions side by side on the same executor.
+"""Placement of tasks on chosen executors, which puts neighboring partitions on the same executor.
 
-Spark deals the tasks of a stage out like cards: of four partitions on two executors one gets 0 and 2,
-the other 1 and 3. Then no node has two replicas whose gradients meet in the tree of sums (see [Note:
-the shape of a sum]), and each would have to be sent by itself. So the samples are read where this
-module says, executors of a host one after another; replicas live where their samples are.
+Spark deals out the tasks of a stage in turn: of four partitions, one of two executors gets 0 and 2,
+the other 1 and 3. Then no node has two replicas whose gradients meet in the tree of sums (see
+[Note: the shape of a sum]), and each gradient would have to be sent separately. Therefore this
+module says where to read the samples, with the executors of a host one after another. Replicas live
+where their samples are.
 """
 
 from __future__ import annotations
@@ -24,13 +25,23 @@ from sparkdl.session import conf_of
 from sparkdl.spark.frames import map_frames, zip_frames
 
 NEW_MS = 15_000
-"""Of an executor that is no older Spark may not know its tasks yet: what changes within 100 ms of what
-it noted last is noted with the next change, or with the next heartbeat, 10 s later."""
+"""The age in ms up to which Spark may not know an executor's tasks yet.
+
+A change within 100 ms of the last recorded one is only recorded with the next change, or with the
+next heartbeat, 10 s later.
+"""
 
 
 @dataclass(frozen=True, order=True)
 class Executor:
-    """``slots``: tasks that it runs at a time; ``used``: whether it may have had any."""
+    """An executor of the session.
+
+    Attributes:
+        host: Spark's name of its machine.
+        name: Its identifier.
+        slots: The number of tasks that it runs at a time.
+        used: Whether it may have had any tasks.
+    """
 
     host: str
     name: str
@@ -39,13 +50,16 @@ class Executor:
 
     @property
     def place(self) -> str | None:
-        """Its name as a preferred location; a host with an underscore has none."""
+        """Return its name as a preferred location; a host with an underscore has none (None)."""
         return None if "_" in self.host else f"executor_{self.host}_{self.name}"
 
 
 def shared_out(executors: Sequence[Executor], partitions: int) -> list[Executor]:
-    """An executor for each partition: in order, to each by its slots. Empty where there is no choice,
-    or not all partitions would run at once, or an executor cannot be named as a place."""
+    """Return an executor for each partition: executors in order, in proportion to their slots.
+
+    The list is empty if there are fewer than two executors, if not all partitions could run at
+    once, or if an executor cannot be named as a preferred location.
+    """
     slots = [executor for executor in sorted(executors) for _ in range(executor.slots)]
     if len(executors) < 2 or len(slots) < partitions or None in [one.place for one in executors]:
         return []
@@ -53,7 +67,10 @@ def shared_out(executors: Sequence[Executor], partitions: int) -> list[Executor]
 
 
 def place_contiguously(rdd: RDD) -> RDD:
-    """``rdd``, one frame a partition, with a wish where each is computed; Spark may do otherwise."""
+    """Return ``rdd`` (one frame per partition) with a preferred location for each partition.
+
+    Spark may ignore it.
+    """
     context, partitions = rdd.ctx, rdd.getNumPartitions()
     chosen = shared_out(executors(context), partitions)
     if not chosen:
@@ -62,7 +79,7 @@ def place_contiguously(rdd: RDD) -> RDD:
 
 
 def executors(context: SparkContext) -> list[Executor]:
-    """Those that are there now."""
+    """Return the executors that are there now; none in local mode."""
     sc = context._jsc.sc()
     if sc.isLocal():
         return []
@@ -81,7 +98,7 @@ def executors(context: SparkContext) -> list[Executor]:
 
 
 def task_per_executor(context: SparkContext, chosen: Sequence[Executor | None]) -> RDD:
-    """An RDD of one empty frame a partition, each with a wish where it is computed, or with none."""
+    """Return an RDD of one empty frame per partition, each with a preferred location or with none."""
     jvm: Any = context._jvm
     scala = jvm.scala.jdk.javaapi.CollectionConverters
     pairs = jvm.java.util.ArrayList()
@@ -104,15 +121,15 @@ WAIT = "spark.locality.wait"
 
 
 ENOUGH_SECONDS = 3.0
-"""Spark's own default."""
+"""The default of Spark for ``spark.locality.wait``."""
 
 
 ONE_SECONDS = 60.0
-"""How long a task that is for one executor, and would do nothing elsewhere, waits for it."""
+"""The time that a task waits for its executor if it could do nothing elsewhere."""
 
 
 _set: dict[str, tuple[int, str | None]] = {}
-"""Of each setting: in how many blocks of now it is ours, and what it was before the first."""
+"""For each setting, the number of blocks that now override it, and its value before the first."""
 
 
 _lock = threading.Lock()
@@ -120,11 +137,12 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def waiting_for_locality(context: SparkContext) -> Iterator[None]:
-    """Inside the block Spark keeps a task for its executor for :data:`ENOUGH_SECONDS` at least.
+    """Make Spark hold a task for its executor for at least :data:`ENOUGH_SECONDS` inside the block.
 
-    Sessions set it to 0 for the sake of queries. A task of ours that runs elsewhere than its state can
-    do nothing, and where there are more of them than slots Spark would send some elsewhere each time.
-    Spark looks it up as a stage begins; the three finer settings, if given, stay as they are.
+    Sessions set this wait to 0 to speed up queries. A sparkdl task that runs elsewhere than its
+    state can do nothing, and if there are more such tasks than slots, Spark would send some
+    elsewhere each time. Spark reads the setting when a stage begins. The three finer settings, if
+    given, stay as they are.
     """
     sc = context._jsc.sc() if context._jsc is not None else None
     if sc is None or sc.isLocal():
@@ -137,15 +155,18 @@ def waiting_for_locality(context: SparkContext) -> Iterator[None]:
 
 @contextlib.contextmanager
 def executor_awaited(context: SparkContext) -> Iterator[None]:
-    """Inside the block a task goes to the executor it is for, or, where that is lost, to another."""
+    """Make each task inside the block wait for its executor, or go to another if that is lost."""
     with _setting(context._jsc.sc().conf(), f"{WAIT}.process", ONE_SECONDS):  # type: ignore[union-attr]
         yield
 
 
 @contextlib.contextmanager
 def _setting(conf: Any, key: str, seconds: float) -> Iterator[None]:
-    """Inside the block ``key`` is so many seconds, and what it was before once the last of such blocks
-    has ended: two fits of a session may train at once."""
+    """Set ``key`` to ``seconds`` inside the block.
+
+    The old value returns when the last of overlapping blocks ends, as two fits may train in one
+    session.
+    """
     with _lock:
         count, before = _set.get(key, (0, None))
         if count == 0:

@@ -1,4 +1,4 @@
-"""What made a Spark job fail, out of Spark's long report: the task, the node, the Python error."""
+"""The causes of failed Spark jobs, from Spark's long report: the task, the node, the Python error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sparkdl.spark.frames import PLACE
 from sparkdl.usercode.travel import REMEDY
 
 WAITED = "sparkdl waited"
-"""How the reason begins where a job was cancelled because nothing happened in it."""
+"""The start of the reason given when a job is cancelled because nothing happened in it."""
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 _TASK = re.compile(
     r"Task (?P<partition>\d+) in stage [\d.]+ failed (?P<attempts>\d+) times?, most recent "
@@ -33,19 +33,20 @@ _NOT_STARTED = re.compile(r"Error from python worker:\n(?P<said>.*?)\n *PYTHONPA
 _WAITED = re.compile(rf"{WAITED} .*?timeout\.seconds\.", re.S)
 _JAVA_CLASS = re.compile(r"^(:? ?(Caused by: )?(java|org)\.[\w.]+: )+")
 _FUTURE = re.compile(r"^:? ?java\.util\.concurrent\.ExecutionException: ")
-"""What Java puts around the error of a job that runs in the background."""
+"""The wrapper that Java puts around the error of a job in the background."""
 
 
 def of_python(text: str) -> bool:
-    """Whether Spark reports an exception of Python's, with its traceback."""
+    """Return whether Spark reports a Python exception, with its traceback."""
     return _TRACE.search(text) is not None
 
 
 def explain(text: str) -> str:
-    """One line with partition, node, attempts and error; then the Python traceback, if any.
+    """Return one line with partition, node, attempts and error, followed by any Python traceback.
 
-    Spark names the task where it reports the failed job. Since 4.1 it reports a Python error in a
-    task as that error alone, and the place is the one that the task noted, see ``map_frames``.
+    Spark names the task in the report of a failed job. Since 4.1 it reports a Python error in a
+    task as that error alone; the location then comes from the note that the task added, see
+    ``map_frames``.
     """
     waited = _WAITED.search(text)
     if waited:
@@ -57,7 +58,7 @@ def explain(text: str) -> str:
         times = "once" if attempts == 1 else f"{attempts} times"
         where = f"partition {place['partition']} on {place['node']} failed {times}. "
     started = _NOT_STARTED.search(text)
-    if started:  # Spark indents what the daemon said
+    if started:  # Spark indents the output of the daemon
         said = textwrap.dedent(started["said"]).strip()
         return f"{where}{_did_not_start(said)}"
     trace = _TRACE.search(text)
@@ -69,7 +70,7 @@ def explain(text: str) -> str:
         if missing := _MISSING.match(first):
             first += f'. The executors have no module "{missing[1]}". {REMEDY}'
         return f"{where}{first}\n" + "\n".join(lines)
-    if place:  # no Python error: what Spark says after naming the task
+    if place:  # no Python error: take Spark's text after the name of the task
         first = text[place.end() :].lstrip(": ").partition("\n")[0]
     else:
         lines = [line for line in text.splitlines() if not line.startswith("\tat ")]
@@ -83,7 +84,7 @@ def explain(text: str) -> str:
 
 
 def _did_not_start(said: str) -> str:
-    """Of an executor whose Python ends before it takes tasks, and of what it printed."""
+    """Explain why an executor's Python ended before it took tasks; ``said`` is its output."""
     *before, last = said.splitlines() or ["it said nothing"]
     hint = (
         " The Python of the executors (spark.pyspark.python) needs sparkdl, torch and what they need: "
@@ -96,9 +97,14 @@ def _did_not_start(said: str) -> str:
 
 @contextlib.contextmanager
 def reading_explained(doing: str = "reading the data") -> Iterator[None]:
-    """What Spark reports while it reads the data: a :class:`DataError` where the data's own query
-    fails (a cast, a UDF, a function of ``rdd.map``), a :class:`ModelError` where a module of the user's
-    is not there, else a :class:`TrainingError`. ``doing``: what the data are read for."""
+    """Translate the errors of jobs that read the data; ``doing`` says what the data are read for.
+
+    Raises:
+        DataError: The query of the data itself fails (a cast, a UDF, a function of ``rdd.map``).
+        ModelError: The executors lack a module of the user, or have another version of it.
+        StalledError: Nothing happened in the job.
+        TrainingError: The job failed for another reason.
+    """
     try:
         yield
     except (Py4JError, PySparkException) as error:
@@ -117,27 +123,34 @@ def reading_explained(doing: str = "reading the data") -> Iterator[None]:
 
 
 def of_query(text: str) -> str:
-    """What Spark says of a query: its sentences, without the class of the error and the SQL."""
+    """Return Spark's message about a query, without the error class and the SQL state."""
     first, newline, trace = text.strip().partition("\n")
     return _LABEL.sub("", first) + (newline + trace if trace.startswith("Traceback") else "")
 
 
 _OF_MODULES = re.compile(r"errors\.ModelError: (the executors (?:cannot import|have other) .*)")
-"""See :mod:`sparkdl.usercode`."""
+"""The message of an error that :mod:`sparkdl.usercode` raises in a task."""
 
 
 _LABEL = re.compile(r"^\[[A-Z_.0-9]+\] | SQLSTATE: \w+.*$")
 
 
 _DELETED = f"{StaleReferenceError.__name__}:"
-"""What a task says that reads what is no longer there."""
+"""The text in the error of a task that reads what has been deleted or overwritten."""
 
 
 @contextlib.contextmanager
 def faults_explained(doing: str) -> Iterator[None]:
-    """Turn a failed Spark job into one :class:`TrainingError` that says what, where and why; into a
-    :class:`StateLostError` where its tasks found slabs deleted, a :class:`StalledError` where nothing
-    happened in it."""
+    """Translate the error of a failed Spark job into one that says what failed, where and why.
+
+    Args:
+        doing: What the job does, for the message.
+
+    Raises:
+        StateLostError: The tasks found slabs deleted.
+        StalledError: Nothing happened in the job.
+        TrainingError: The job failed for another reason.
+    """
     try:
         yield
     except (Py4JError, PySparkException) as error:

@@ -1,8 +1,8 @@
-"""RDDs of raw byte frames: map, zip and shuffle with no pickling of the payload.
+"""RDDs of raw byte frames, with map, zip and shuffle that do not pickle the payload.
 
 PySpark pickles what crosses between Python and the JVM. The records of a training iteration are
-bytes already, so these few functions hand them over as they are. They use the same JVM classes that
-``RDD.partitionBy`` and ``RDD.zip`` use.
+bytes already, so these functions pass them on unchanged. They use the same JVM classes as
+``RDD.partitionBy`` and ``RDD.zip``.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from pyspark.util import _load_from_socket
 Frames = Iterable[bytes]
 _FILES = "spark.shuffle.sort.bypassMergeThreshold"
 FEW_FILES = 4
-"""So many a task may write as well as one."""
+"""The number of files up to which a task's shuffle output is written as fast as in one file."""
 _PARTITIONER_ID = 0x5DA7  # any constant: equal partitioners compare equal across our RDDs
 
 
 PLACE = re.compile(
     r"\n?\[partition (?P<partition>\d+), attempt (?P<attempts>\d+), on (?P<node>\S+)\]"
 )
-"""The note that a task adds to an exception that leaves it; attempts count from 1."""
+"""The note that a task adds to its exceptions; attempts count from 1."""
 
 
 @dataclass(frozen=True)
 class _Located:
-    """A task whose exceptions say where they happened: since 4.1 Spark's report does not."""
+    """A task that adds its location to its exceptions, since Spark's report lacks it from 4.1 on."""
 
     task: Callable[[int, Any], Frames]
 
@@ -53,9 +53,12 @@ class _Located:
 
 
 def map_frames(rdd: RDD, task: Callable[[int, Any], Frames], barrier: bool = False) -> RDD:
-    """``task(partition, records) -> frames`` over ``rdd``; the result is an RDD of raw frames.
+    """Run ``task(partition, records) -> frames`` over ``rdd``; return an RDD of raw frames.
 
-    ``barrier``: all tasks run at once, and can wait for each other.
+    Args:
+        rdd: The RDD of the records.
+        task: The function that yields the frames of a partition.
+        barrier: Whether all tasks run at once, and can wait for each other.
     """
     mapped = PipelinedRDD(rdd, _Located(task), isFromBarrier=barrier)
     mapped._bypass_serializer = True
@@ -64,7 +67,7 @@ def map_frames(rdd: RDD, task: Callable[[int, Any], Frames], barrier: bool = Fal
 
 
 def zip_frames(left: RDD, right: RDD) -> RDD:
-    """Pairs of frames of two RDDs of frames with equal partitions and equal records in each."""
+    """Return pairs of frames of two RDDs with as many partitions, and as many records in each."""
     return RDD(
         left._jrdd.zip(right._jrdd),
         left.ctx,
@@ -75,8 +78,10 @@ def zip_frames(left: RDD, right: RDD) -> RDD:
 def shuffle_frames(keyed: RDD, num_partitions: int, few_bytes: bool = False) -> RDD:
     """Send frames to partitions through a Spark shuffle.
 
-    ``keyed`` comes from :func:`map_frames` with a task that yields :func:`send` pairs. ``few_bytes``:
-    a task's frames have room in the JVM's memory, together.
+    Args:
+        keyed: The result of :func:`map_frames` with a task that yields :func:`send` pairs.
+        num_partitions: The number of partitions to send to.
+        few_bytes: Whether all frames of a task together fit into the JVM's memory.
     """
     jvm = keyed.ctx._jvm
     assert jvm is not None
@@ -91,13 +96,14 @@ def shuffle_frames(keyed: RDD, num_partitions: int, few_bytes: bool = False) -> 
 
 @contextlib.contextmanager
 def _one_file_a_task(context: SparkContext) -> Iterator[None]:
-    """Shuffles that are registered inside the block sort what a task sends and write it as one file.
+    """Make shuffles that are registered inside the block sort a task's output into a single file.
 
-    By itself Spark opens a file for each partition where there are up to 200: M x N files in all.
+    By default Spark opens one file per partition if there are up to 200 of them: M x N files in
+    all.
     """
     assert context._jsc is not None
     conf = context._jsc.sc().conf()
-    if conf.contains(_FILES):  # the user knows better
+    if conf.contains(_FILES):  # the user's choice takes precedence
         yield
         return
     conf.set(_FILES, str(FEW_FILES))
@@ -108,34 +114,38 @@ def _one_file_a_task(context: SparkContext) -> Iterator[None]:
 
 
 def send(partition: int, frame: bytes) -> Iterator[bytes]:
-    """Address ``frame`` to ``partition`` of the coming :func:`shuffle_frames`."""
+    """Address ``frame`` to ``partition`` of the :func:`shuffle_frames` that follows."""
     yield pack_long(partition)
     yield frame
 
 
 def stored_frames(rdd: RDD) -> RDD:
-    """The frames of a persisted RDD as they are stored, without its lineage; for local mode.
+    """Return the stored frames of a persisted RDD, without its lineage; for local mode only.
 
-    Spark sends the partitions of an RDD with each of its tasks, and those of a narrow chain are the
-    source's own: of ``parallelize`` or ``createDataFrame`` all rows, in every task of every job. Stored
-    blocks go by name. One that is lost is not computed again, so only where none can be: in local mode
-    what memory has no room for is on disk.
+    Spark sends the partitions of an RDD with each of its tasks, and those of a narrow chain include
+    the source's own: for ``parallelize`` or ``createDataFrame`` all rows, in every task of every
+    job. Stored blocks go by name. A lost block is not recomputed, so this is only for local mode,
+    where none can be lost: what does not fit into memory is on disk.
     """
     (blocks,) = _blocks(rdd, [range(rdd.getNumPartitions())])
     return RDD(blocks, rdd.ctx, NoOpSerializer())
 
 
 def store_frames(rdd: RDD) -> None:
-    """Compute the partitions of a persisted RDD that are not stored; nothing comes to the driver."""
+    """Compute and store the missing partitions of a persisted RDD; send nothing to the driver."""
     rdd._jrdd.count()
 
 
 def stored_for(rdd: RDD, wanted: Sequence[Sequence[int]]) -> RDD:
-    """An RDD whose m-th partition has the frames of those partitions of a persisted RDD that
-    ``wanted[m]`` names, one or more, from wherever they are stored; without its lineage.
+    """Return an RDD whose m-th partition has the frames of the partitions ``wanted[m]`` of ``rdd``.
 
-    ``rdd`` comes from :func:`map_frames` with a task that yields :func:`send` pairs, in the partitions
-    that they are addressed to. Where a block is not found, tasks fail: see :func:`is_not_stored`.
+    The frames are fetched from wherever they are stored, without the lineage of ``rdd``. If a block
+    is not found, tasks fail: see :func:`is_not_stored`.
+
+    Args:
+        rdd: A persisted RDD from :func:`map_frames` with a task that yields :func:`send` pairs;
+            frames lie in the partitions that they are addressed to.
+        wanted: For each new partition, one or more partitions of ``rdd``.
     """
     jvm = rdd.ctx._jvm
     assert jvm is not None
@@ -144,18 +154,18 @@ def stored_for(rdd: RDD, wanted: Sequence[Sequence[int]]) -> RDD:
     partitions: list[RDD[bytes]] = [
         RDD(together[groups.index(tuple(some))], rdd.ctx, NoOpSerializer()) for some in wanted
     ]
-    # Of pairs nothing says where they had best be read: what they are zipped with does.
+    # Pairs have no preferred locations, so the RDD that they are zipped with decides.
     pairs = jvm.PairwiseRDD(rdd.ctx.union(partitions)._jrdd.rdd()).asJavaPairRDD()
     return RDD(jvm.PythonRDD.valueOfPair(pairs), rdd.ctx, NoOpSerializer())
 
 
 def is_not_stored(error: Exception) -> bool:
-    """Whether a job failed since a block of :func:`stored_for` is no longer stored anywhere."""
+    """Return whether a job failed because a block of :func:`stored_for` is no longer stored."""
     return "Could not compute split, block" in str(error)
 
 
 def _blocks(rdd: RDD, groups: Sequence[Sequence[int]]) -> list[Any]:
-    """For each group of partitions of a persisted RDD a Java RDD of them, by the blocks' names."""
+    """Return a Java RDD of blocks, by name, for each group of partitions of a persisted RDD."""
     jvm, gateway = rdd.ctx._jvm, rdd.ctx._gateway
     assert jvm is not None
     assert gateway is not None
@@ -178,34 +188,34 @@ def _blocks(rdd: RDD, groups: Sequence[Sequence[int]]) -> list[Any]:
 
 
 def is_local(context: SparkContext) -> bool:
-    """Whether driver and tasks are one process on one node for ever: ``local[...]``."""
+    """Return whether driver and tasks always share one process on one node: ``local[...]``."""
     master = context.master or ""
     return master == "local" or master.startswith("local[")
 
 
 def collect_frames(rdd: RDD) -> list[bytes]:
-    """All frames of ``rdd``. As ``RDD.collect``, which would name the stage after itself."""
+    """Return all frames of ``rdd``, like ``RDD.collect``, which would name the stage after itself."""
     jvm = rdd.ctx._jvm
     assert jvm is not None
     return _served(jvm.PythonRDD.collectAndServe(rdd._jrdd.rdd()))
 
 
 class RunningJob:
-    """A job that collects the frames of ``rdd``, under way; meanwhile the driver may do other things.
+    """A running job that collects the frames of ``rdd`` while the driver can do other things.
 
-    The results come through the JVM's future: on a quiet machine an empty job takes 13 ms, of which
-    :func:`collect_frames` makes 21, since it opens a socket for them.
+    The results come through the JVM's future. On a quiet machine, an empty job takes 13 ms this
+    way, and 21 with :func:`collect_frames`, which opens a socket.
     """
 
     FEW = 16
-    """Up to so many frames are fetched one by one, each with a call; more through a socket."""
+    """The most frames that are fetched one by one, with a call each; more come through a socket."""
 
     def __init__(self, rdd: RDD, count: int) -> None:
         self._context, self._count = rdd.ctx, count
         self._future = rdd._jrdd.collectAsync()
 
     def frames(self) -> list[bytes]:
-        """Wait for the end; all ``count`` frames, partition by partition."""
+        """Wait for the end, and return all ``count`` frames in order of the partitions."""
         found = self._future.get()
         if self._count <= self.FEW:
             return [bytes(found.get(i)) for i in range(self._count)]
@@ -216,7 +226,7 @@ class RunningJob:
 
 
 class StoringJob:
-    """A job that stores all partitions of a persisted RDD and brings nothing back, under way."""
+    """A running job that stores all partitions of a persisted RDD and returns nothing."""
 
     def __init__(self, rdd: RDD) -> None:
         self._future = rdd._jrdd.countAsync()
@@ -233,7 +243,7 @@ def _served(address: Any) -> list[bytes]:
 
 
 def collect_and_forget(rdd: RDD) -> list[bytes]:
-    """All frames; the shuffles behind them are deleted."""
+    """Return all frames of ``rdd``, and delete the shuffles behind it."""
     try:
         return collect_frames(rdd)
     finally:
@@ -247,8 +257,10 @@ def forget_shuffles(rdd: RDD) -> None:
 
 
 def forget_last_shuffle(rdd: RDD) -> None:
-    """Likewise of the shuffle that ``rdd`` reads, and not of those behind it, which may be a user's:
-    a job of another thread that reads one of these would find it empty."""
+    """Delete the files of the shuffle that ``rdd`` reads, but not of those behind it.
+
+    Those may be a user's, and a job of another thread that reads one would find it empty.
+    """
     with contextlib.suppress(Py4JError):
         read = rdd._jrdd.rdd()
         cleaner = read.context().cleaner()
@@ -262,7 +274,7 @@ def forget_last_shuffle(rdd: RDD) -> None:
 
 @contextlib.contextmanager
 def stage_name(context: SparkContext, name: str) -> Iterator[None]:
-    """Name, in the Spark UI, the stages of RDDs made (and jobs run) inside the block."""
+    """Name the stages of RDDs made, and of jobs run, inside the block for the Spark UI."""
     context.setLocalProperty("callSite.short", name)
     try:
         yield

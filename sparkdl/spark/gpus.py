@@ -1,8 +1,8 @@
-"""The GPUs of a session, looked at before a fit reads its data.
+"""A check of a session's GPUs before a fit reads its data.
 
-Each replica computes in a process of its own, and each process wants a GPU for itself: its memory
-holds the model once for each of them. Spark sees to that where it is told how many there are. In
-``local[...]`` it cannot be, so that there are as many replicas as GPUs.
+Each replica runs in its own process, and each process should have its own GPU, because every
+process keeps a copy of the model in GPU memory. Spark takes care of that if it knows the number of
+GPUs. In ``local[...]`` it cannot, so there are as many replicas as GPUs.
 """
 
 from __future__ import annotations
@@ -25,15 +25,22 @@ from sparkdl.spark.worker import finish_task
 AMOUNT = "spark.task.resource.gpu.amount"
 logger = logging.getLogger("sparkdl")
 _looked: dict[tuple[str, frozenset[str]], list[int]] = {}
-"""What was found, by application and its executors."""
+"""The number of GPUs found on each executor, by application and its executors."""
 
 
 def within_gpus(context: SparkContext, replicas: int, chosen: bool, engine: str) -> int:
-    """How many replicas there shall be. ``chosen``: the user says how many. ``engine``: "local" uses no
-    GPU, and has as many replicas as others in the same session.
+    """Return the number of replicas, after checking that they do not share GPUs by accident.
 
-    Raises :class:`SessionError` where Spark assigns GPUs that torch does not see, and where tasks of a
-    cluster would share GPUs though nobody has said so.
+    Args:
+        context: The Spark context.
+        replicas: The intended number of replicas.
+        chosen: Whether the user has set that number.
+        engine: The name of the engine. "local" uses no GPU, and has as many replicas as other
+            engines would have in the same session.
+
+    Raises:
+        SessionError: Spark assigns GPUs that torch does not see, or tasks of a cluster would share
+            GPUs although the user has not asked for it.
     """
     assigned = conf_of(context).contains(AMOUNT)
     if is_local(context):
@@ -70,7 +77,13 @@ def _capped(replicas: int, gpus: int) -> int:
 
 
 def sharing(there: Sequence[Executor], counts: Sequence[int], replicas: int) -> str | None:
-    """What to say where more tasks of a host may run at a time than it has GPUs, if any."""
+    """Return a message if a host may run more tasks at a time than it has GPUs, else None.
+
+    Args:
+        there: The executors.
+        counts: The number of GPUs that a task sees on each of them.
+        replicas: The number of replicas.
+    """
     slots: dict[str, int] = {}
     gpus: dict[str, int] = {}
     for executor, count in zip(there, counts, strict=False):
@@ -91,8 +104,11 @@ def sharing(there: Sequence[Executor], counts: Sequence[int], replicas: int) -> 
 
 @dataclass(frozen=True)
 class CountGpus:
-    """Body of a task: how many GPUs a task sees here; or a pickled :class:`SessionError`, for the
-    driver to raise: Spark would retry the task."""
+    """Task: yield the number of GPUs that a task sees here, pickled.
+
+    A :class:`SessionError` is yielded too, for the driver to raise, because Spark would retry the
+    task.
+    """
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         for _ in frames:
@@ -108,7 +124,7 @@ class CountGpus:
 
 
 def _look(context: SparkContext, there: Sequence[Executor]) -> list[int]:
-    """The GPUs that a task sees on each of these executors."""
+    """Return the number of GPUs that a task sees on each of these executors."""
     key = context.applicationId, frozenset(executor.name for executor in there)
     if there and key in _looked:
         return _looked[key]

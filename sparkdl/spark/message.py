@@ -1,11 +1,11 @@
-"""What the driver tells all tasks of a job, without building the job's RDDs anew.
+"""Messages from the driver to all tasks of a job, which need no new RDDs.
 
-A task body is pickled when its RDD is built. What differs from one iteration to the next goes into a
-property of the job instead, which Spark hands to every task with its description: so the RDDs of an
-iteration can be built before it is known what they shall do.
+A task body is pickled when its RDD is built. What differs between iterations goes into a property
+of the job instead, which Spark sends to every task with its description. The RDDs of an iteration
+can therefore be built before its content is known.
 
-A message names the fit that it is of, and a task takes none of another fit: properties belong to
-threads, and several fits may run in one session.
+A message names its fit, and a task rejects messages of other fits: properties belong to threads,
+and several fits may run in one session.
 """
 
 from __future__ import annotations
@@ -23,14 +23,20 @@ from sparkdl.spark.properties import are_of_this_thread
 
 PROPERTY = "sparkdl.spark.message"
 MAX_BYTES = 16 << 10
-"""Every task description holds the properties, so a larger message belongs into the task body,
-which an executor fetches once."""
+"""The size limit of a message. Every task description contains the properties, so a larger message
+belongs in the task body, which an executor fetches once."""
 
 
 def post(context: SparkContext, fit: str, value: Any) -> bool:
-    """Tell ``value`` to the tasks of the jobs that this thread submits; ``fit`` is the key of the run.
+    """Send ``value`` to the tasks of the jobs that this thread submits.
 
-    False: it is too large, or what a thread sets need not reach its jobs.
+    Args:
+        context: The Spark context.
+        fit: The key of the run.
+        value: The message.
+
+    Returns:
+        False if the message is too large, or if a thread's properties need not reach its jobs.
     """
     if not are_of_this_thread():
         return False
@@ -42,9 +48,10 @@ def post(context: SparkContext, fit: str, value: Any) -> bool:
 
 
 def posted(fit: str) -> Any:
-    """In a task of the run with the key ``fit``: what its job was told.
+    """Return the message of this task's job, in a task of the run with the key ``fit``.
 
-    Raises :class:`sparkdl.TrainingError` where that is nothing, or of another fit.
+    Raises:
+        sparkdl.TrainingError: There is no message, or it is of another fit.
     """
     context = TaskContext.get()
     text = context.getLocalProperty(PROPERTY) if context is not None else None

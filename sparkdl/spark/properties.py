@@ -1,4 +1,4 @@
-"""Spark's local properties: what the jobs of a thread are submitted with."""
+"""Local properties of Spark, which a thread's jobs are submitted with."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from pyspark import SparkContext
 
 @contextlib.contextmanager
 def own_properties(context: SparkContext) -> Iterator[None]:
-    """This thread has local properties of its own in the block, which begin as those that it had;
-    after the block it has these again, as they were.
+    """Give this thread a copy of its local properties inside the block; restore them afterwards.
 
     Threads may share one set of properties, as those of ``pyspark.ml.tuning`` do. The jobs of each
-    would be submitted with what any of them set last: in the job group of another fit, for one, and
-    cancelled with it.
+    would then be submitted with the values that any of them set last. For example, they would be in
+    the job group of another fit, and cancelled with it.
     """
-    if context._jsc is None:  # it was stopped
+    if context._jsc is None:  # the context was stopped
         yield
         return
     spark = context._jsc.sc()
@@ -28,14 +27,14 @@ def own_properties(context: SparkContext) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(Py4JError, OSError):  # it may have been stopped meanwhile
+        with contextlib.suppress(Py4JError, OSError):  # it may have been stopped in the meantime
             spark.setLocalProperties(before)
 
 
 def are_of_this_thread() -> bool:
-    """Whether Spark sees the calls of this thread as those of one thread.
+    """Return whether Spark treats the calls of this Python thread as those of one JVM thread.
 
-    With ``PYSPARK_PIN_THREAD=false`` it does not: what one call sets as a local property, the job
-    that the next call submits need not have.
+    With ``PYSPARK_PIN_THREAD=false`` it does not: a local property that one call sets need not
+    apply to the job that the next call submits.
     """
     return isinstance(SparkContext._gateway, ClientServer)

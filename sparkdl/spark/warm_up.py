@@ -1,8 +1,8 @@
-"""Python daemons of a session's first fit, started while the driver still prepares it.
+"""Start of the Python daemons for a session's first fit, while the driver still prepares it.
 
 A daemon imports torch and more for two seconds when Spark first has a Python task for its executor.
-Meanwhile the driver builds the model, imports what torch's first optimizer takes, and plans the query,
-which takes as long again. One after the other is what a user would wait for.
+Meanwhile the driver builds the model, imports what torch's first optimizer needs, and plans the
+query, which takes about as long. Without this module, a user would wait for both in sequence.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ _begun: WeakSet[SparkContext] = WeakSet()
 
 @contextlib.contextmanager
 def warming_up(context: SparkContext) -> Iterator[None]:
-    """Start one on each executor, if no fit of this session did so. Only an error waits for them.
+    """Start a daemon on each executor, if no fit of this session has done so.
 
-    An error inside the block is often followed by the end of the session. Spark would then report a
-    task that has not started as crashed, and one that still runs as without its broadcast: they get
-    ``SECONDS_TO_END``, and what has not started then is cancelled.
+    The block does not wait for the daemons unless it raises an error. An error is often followed by
+    the end of the session. Spark would then report a task that has not started as crashed, and a
+    running one as missing its broadcast. Therefore tasks get ``SECONDS_TO_END``, and any that has
+    not started is cancelled.
     """
     if context in _begun:
         yield
@@ -42,7 +43,7 @@ def warming_up(context: SparkContext) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with contextlib.suppress(Py4JError):  # time is over, or Spark is gone
+        with contextlib.suppress(Py4JError):  # the time is up, or Spark is gone
             seconds = jvm.java.util.concurrent.TimeUnit.SECONDS
             try:
                 starting.get(SECONDS_TO_END, seconds)
@@ -52,7 +53,7 @@ def warming_up(context: SparkContext) -> Iterator[None]:
 
 
 def nothing(partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-    """Task: its worker is there when it begins."""
+    """Task: do nothing, because the worker has started when the task begins."""
     for _ in frames:
         pass
     return iter(())

@@ -1,4 +1,4 @@
-"""A bound for every wait of a fit: where nothing happens in its jobs, they end, with a reason."""
+"""A timeout for every wait of a fit: jobs in which nothing happens are cancelled with a reason."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from pyspark import SparkContext
 from sparkdl.spark.failures import WAITED
 
 MOST = 8
-"""Tasks that a message names."""
+"""The largest number of tasks that a message names."""
 
 
 class Watchdog:
-    """Looks at the jobs of a job group from a thread of its own, until :meth:`stop`.
+    """A thread that watches the jobs of a job group until :meth:`stop`.
 
-    Where no task of them starts or ends for ``seconds``, they are cancelled, and Spark reports the
-    reason to whoever waits for them. None: no bound.
+    If none of their tasks starts or ends for some time, the jobs are cancelled, and Spark reports
+    the reason to whoever waits for them.
+
+    Args:
+        context: The Spark context.
+        group: The job group.
+        seconds: The time without progress after which jobs are cancelled; None: no timeout.
     """
 
     def __init__(self, context: SparkContext, group: str, seconds: float | None) -> None:
@@ -48,7 +53,7 @@ class Watchdog:
                     since = 0.0
 
     def _stages(self) -> list[tuple[Any, ...]]:
-        """What moves while something happens: of each active stage, and of the jobs."""
+        """Return the state of each active stage and job, which changes whenever something happens."""
         tracker = self._context.statusTracker()
         found: list[tuple[Any, ...]] = []
         active = set(tracker.getActiveJobsIds())
@@ -62,11 +67,11 @@ class Watchdog:
         return found
 
     def _cancel(self, stages: list[tuple[Any, ...]]) -> None:
-        """End the jobs, saying who was waited for."""
+        """Cancel the jobs, with a reason that names the tasks that still run."""
         store = self._context._jsc.sc().statusStore()
         waited = []
         for number in dict.fromkeys(stage[1] for stage in stages if len(stage) > 1):
-            with contextlib.suppress(Py4JError):  # a stage that Spark has not begun
+            with contextlib.suppress(Py4JError):  # Spark has not started this stage
                 data = store.lastStageAttempt(number)
                 tasks = store.taskList(number, data.attemptId(), 1 << 20)
                 waited += [
@@ -76,7 +81,7 @@ class Watchdog:
                 ]
         if len(waited) > MOST:
             waited[MOST:] = [f"{len(waited) - MOST} more"]
-        executors = self._context._jsc.sc().getExecutorMemoryStatus().size() - 1  # and the driver
+        executors = self._context._jsc.sc().getExecutorMemoryStatus().size() - 1  # less the driver
         if waited:
             whom, who = ", ".join(waited), "tasks take"
         elif executors:

@@ -1,21 +1,23 @@
-"""The PySpark worker that runs our tasks: some adjustments, and whether Spark still wants its result.
+"""Adjustments of the PySpark worker that runs sparkdl's tasks, and a check for cancelled tasks.
 
 Tasks call :func:`finish_task` at their end.
 
-*Collection.* PySpark's daemon runs a full garbage collection after every task. With torch imported,
-that walks about half a million objects: 100 ms and more, several times an iteration. They are
-modules, functions and the live replica, and stay as long as the process: freezing them takes them
-out of the walk. It is done after tasks 1, 2, 4, 8, ..., since the first few still import and build.
+*Garbage collection.* PySpark's daemon runs a full collection after every task. With torch imported,
+that traverses about half a million objects, which takes 100 ms and more, several times per
+iteration. These objects are modules, functions and the live replica, and stay as long as the
+process. Freezing them excludes them from the traversal. This happens after tasks 1, 2, 4, 8, ...,
+because the first few still import and build.
 
-*torch's settings.* What a task has set of them is put back, see :mod:`sparkdl.process.numerics`.
+*Settings of torch.* Settings that a task has changed are restored, see
+:mod:`sparkdl.process.numerics`.
 
-*Hanging up.* Spark drops a worker that was idle for a minute, and all of them when it stops. Over a
-Unix socket the worker then fails to say goodbye, and the daemon prints a BrokenPipeError for it. That
-one is nobody's error, and is not printed: after any task where :mod:`sparkdl.daemon` forks the workers,
-after ours under another daemon.
+*Closed connections.* Spark closes its connection to a worker that was idle for a minute, and to all
+workers when it stops. With a Unix socket the worker's last write then fails, and the daemon prints
+a BrokenPipeError. This is not a fault, and is not printed: after any task if :mod:`sparkdl.daemon`
+forks the workers, otherwise only after tasks of sparkdl.
 
-*Tasks that were given up.* When Spark cancels a task it hangs up, and says that the task has ended; the
-worker goes on until it next reads or writes, :func:`task_cancelled` tells.
+*Cancelled tasks.* When Spark cancels a task, it closes the connection and reports that the task has
+ended. The worker continues until it next reads or writes; :func:`task_cancelled` detects this.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _tasks = 0
 
 
 def finish_task() -> None:
-    """Put torch's settings back; in a worker, keep the collector out of the way, and hang-ups quiet."""
+    """Restore torch's settings; in a worker, also freeze objects and silence closed connections."""
     global _tasks
     put_back()
     if not quiet_hang_ups():
@@ -44,7 +46,7 @@ def finish_task() -> None:
 
 
 def task_cancelled() -> bool:
-    """Whether Spark has given up the task that calls this. False outside a worker."""
+    """Return whether Spark has cancelled the task that calls this; False outside a worker."""
     frame = sys._getframe()
     while frame is not None:
         code = frame.f_code
@@ -56,23 +58,23 @@ def task_cancelled() -> bool:
 
 
 def quiet_hang_ups() -> bool:
-    """Keep hang-ups out of the daemon's output; whether this is a worker or its daemon."""
+    """Silence closed connections in the daemon's output; return whether this is a worker or daemon."""
     daemon = sys.modules["__main__"]
     if getattr(getattr(daemon, "__spec__", None), "name", "") != "pyspark.daemon":
         if "pyspark.daemon" not in sys.modules:
             return False
-        daemon = sys.modules["pyspark.daemon"]  # under a daemon of the user's own
+        daemon = sys.modules["pyspark.daemon"]  # under another daemon, e.g. a user's own
     daemon.traceback = _QuietTraceback  # type: ignore[attr-defined]
     return True
 
 
 class _QuietTraceback:
-    """The ``traceback`` that the daemon sees in this process."""
+    """A replacement for the daemon's ``traceback`` module in this process."""
 
     format_exc = staticmethod(traceback.format_exc)
 
     @staticmethod
     def print_exc(*args: Any, **kwargs: Any) -> None:
-        """As ``traceback.print_exc``, but silent where the JVM has hung up."""
+        """Call ``traceback.print_exc``, unless the JVM has closed the connection."""
         if not isinstance(sys.exc_info()[1], BrokenPipeError):
             traceback.print_exc(*args, **kwargs)

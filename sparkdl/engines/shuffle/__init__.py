@@ -1,1 +1,1 @@
-"""Iterations as Spark jobs: a forward-backward job and a parameter-synchronization job."""
+"""The shuffle engine: each iteration is a forward-backward and a parameter-synchronization job."""

@@ -1,4 +1,8 @@
-"""Between a replica's gradients and what it sends: the hook that compresses, and what is kept."""
+"""Task bodies and helpers for compressed gradients: the compression hook, and replicas' residuals.
+
+A replica's residuals are what it keeps between iterations: the part of its gradients that
+compression left out, and the state of the hook.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,21 @@ def compress_here(
     message: IterationMessage,
     pool: Pool,
 ) -> tuple[ReplicaResult, ResidualHandle]:
-    """Likewise in a task: what is kept is read from this node's slabs and written there."""
+    """Compress a replica's outcome in a task, with the residuals in this node's slabs.
+
+    Args:
+        live: The live replica.
+        outcome: The replica's gradients.
+        work: The replica's part of the iteration.
+        message: The iteration, with the handles of the old residuals.
+        pool: The slabs of this node.
+
+    Returns:
+        The compressed outcome, and the handle of the new residuals.
+
+    Raises:
+        sparkdl.errors.StaleReferenceError: The old residuals were overwritten while they were read.
+    """
     before = _handle(message, work.replica)
     kept = read_residuals(pool, before) if before else {}
     outcome = compress_outcome(live, outcome, work, kept)
@@ -40,7 +58,13 @@ def compress_here(
 
 
 def residual_fault(step: IterationMessage, replica: int, token: str) -> Fault | None:
-    """Where the task is not on the node that holds what its replica keeps."""
+    """Return a fault if the task does not run on the node that holds its replica's residuals.
+
+    Args:
+        step: The iteration, with the handles of the residuals.
+        replica: The number of the replica.
+        token: The token of the task's node.
+    """
     before = _handle(step, replica)
     if before is None or before.reference.token == token:
         return None
@@ -53,8 +77,11 @@ def _handle(step: IterationMessage, replica: int) -> ResidualHandle | None:
 
 @dataclass(frozen=True)
 class WithResiduals:
-    """At every replica's place ``use(replica, kept)``; a pickled (replica, result), None where it
-    keeps nothing yet."""
+    """Task at each replica's seat: call ``use(replica, residuals)``.
+
+    Yields one frame, a pickled (replica, result); the result is None if the replica has no
+    residuals yet.
+    """
 
     handles: tuple[ResidualHandle | None, ...]
     use: Callable[[int, ByParameter], Any]
@@ -70,8 +97,16 @@ class WithResiduals:
 
 @dataclass(frozen=True)
 class InitialResiduals:
-    """At every replica's place: write what ``read`` gives; a pickled (replica, handle or None), or
-    (replica, exception) where it raises one of ``reported``."""
+    """Task at each replica's seat: write the residuals that ``read(replica)`` returns.
+
+    Yields one frame, a pickled (replica, handle or None), or (replica, exception) if ``read``
+    raises one of ``reported``.
+
+    Attributes:
+        read: Returns a replica's residuals, or None if it has none.
+        reported: The exceptions of ``read`` to yield.
+        tick: The tick of the buffers that are written.
+    """
 
     read: ReadResiduals
     reported: tuple[type[Exception], ...] = ()

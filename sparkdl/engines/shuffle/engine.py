@@ -1,10 +1,11 @@
-"""The shuffle engine: every iteration is Spark stages that meet at a shuffle.
+"""The shuffle engine: every iteration consists of Spark stages that meet at a shuffle.
 
-Two: forward-backward, then synchronization. Where the gradient is clipped by its global norm and
-there is more than one slice, synchronization is two stages, since every slice must know the others'
-norms before it updates. On one node, where only references travel, the driver hands them on: each stage
-is a job, and there is no shuffle. Of a small model there an iteration is a single stage: its gradients
-are left *pending*, and the next iteration begins with their update.
+There are two stages: forward-backward, then synchronization. Synchronization takes two stages
+itself if the gradient is clipped by its global norm and there is more than one slice, because every
+slice must know the others' norms before it updates. If everything is on one node, only references
+travel and the driver passes them on: each stage is a job, and there is no shuffle. There, an
+iteration of a small model is a single stage: its gradients are left *pending*, and the next
+iteration starts by applying them.
 """
 
 from __future__ import annotations
@@ -50,8 +51,22 @@ from sparkdl.spark.failures import faults_explained
 
 
 class ShuffleEngine:
-    """See "One iteration" in docs/architecture.md. Holds the persisted RDDs and the handles of
-    version t."""
+    """The engine that holds the persisted RDDs and the handles of version t.
+
+    See "One iteration" in docs/architecture.md.
+
+    Args:
+        samples: The training samples, in slabs.
+        layout: The layout of the model's flat vector.
+        run: The constants of the run.
+        recipe: The pickled recipe of the model.
+        policy: The training options of the recipe.
+        built: The description of the driver's model.
+        batch_size: The rows of a global batch, local steps included.
+        resources: The fit's Spark resources.
+        stages: The setting ``spark.sparkdl.stages``.
+        validation: The validation samples; None without validation.
+    """
 
     begins_ahead = False
 
@@ -87,12 +102,12 @@ class ShuffleEngine:
         reported: tuple[type[Exception], ...] = (),
         which: str = CURRENT,
     ) -> None:
-        """See :class:`sparkdl.loop.engine.Engine`."""
+        """Load the state; see :class:`sparkdl.loop.engine.Engine`."""
         self._pending = None
         self._state.load(read, reported, which)
 
     def run(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
-        """Submit the iteration, again where tasks found themselves on another node, and commit."""
+        """Submit the iteration, repeatedly if tasks run on other nodes than expected, and commit it."""
         self._context.setJobDescription(iteration.description)
         doing = f"iteration {iteration.index + 1}, epoch {iteration.epoch + 1}"
         asked = iteration.with_rows(self.plan.rows(iteration.batch))
@@ -127,14 +142,18 @@ class ShuffleEngine:
         return self._places.retry(submit, doing, self._places.samples)
 
     def _can_be_at_once(self, step: IterationMessage) -> bool:
-        """Norms and histograms are to be known when the iteration ends, not one later."""
+        """Return whether the step may be a single stage.
+
+        If norms or histograms are wanted, it may not: they must be known when the iteration ends,
+        not one iteration later.
+        """
         early = self._policy.clips_norm or step.histograms
         return not early and self._places.one_node(self._state.states)
 
     def _commit(
         self, step: IterationMessage, done: IterationReports, started: float
     ) -> tuple[IterationResult | None, list[Fault]]:
-        """After the two stages (or more)."""
+        """Commit an iteration of two or more stages, or return its faults."""
         reports = done.reports
         faults = [fault for report in reports for fault in report.faults]
         if faults:
@@ -154,7 +173,10 @@ class ShuffleEngine:
     def _commit_at_once(
         self, step: IterationMessage, seats: list[OneStageReport], started: float
     ) -> tuple[IterationResult | None, list[Fault]]:
-        """After the one stage: what was pending is applied, the new gradients are pending."""
+        """Commit an iteration of one stage, or return its faults.
+
+        The gradients that were pending have been applied, and the new gradients become pending.
+        """
         faults = [header.fault for seat in seats for header in seat.headers if header.fault]
         if faults:
             return None, faults
@@ -177,7 +199,7 @@ class ShuffleEngine:
         started: float,
         traffic: Mapping[str, Traffic] | None = None,
     ) -> IterationResult:
-        """``updates``: seconds by activity of the tasks that updated."""
+        """Build the result; ``updates`` holds the seconds by activity of each task that updated."""
         total = time.perf_counter() - started
         in_tasks = [slowest([r.seconds for r in replicas]), slowest(updates)]
         working = sum(sum(seconds.values()) for seconds in in_tasks)
@@ -189,7 +211,7 @@ class ShuffleEngine:
         return summarize(replicas, slices, self._layout, seconds, traffic)
 
     def _apply_pending(self) -> None:
-        """Bring the state up to date: what reads it comes between two iterations."""
+        """Apply pending gradients. Whatever reads the state between two iterations needs this first."""
         if self._pending is None:
             return
         self._state.tick += 1
@@ -212,12 +234,13 @@ class ShuffleEngine:
         self._pending = None
 
     def _settled(self) -> SliceVersions:
-        """The state with nothing pending."""
+        """Return the state after applying pending gradients."""
         self._apply_pending()
         return self._state
 
     def score(self) -> list[Any]:
-        """See :class:`sparkdl.loop.engine.Engine`; so for what follows."""
+        """Score the validation samples; see :class:`sparkdl.loop.engine.Engine`, as for what
+        follows."""
         assert self._validation is not None
         return self._settled().score(self._validation)
 
@@ -241,7 +264,8 @@ class ShuffleEngine:
         return self._state.map_residuals(use)
 
     def take_snapshot(self) -> SnapshotRdds:
-        """See :class:`sparkdl.engines.recovery.RestorableEngine`; so for what follows."""
+        """Take a snapshot; for this and the rest see
+        :class:`sparkdl.engines.recovery.RestorableEngine`."""
         return self._settled().take_snapshot()
 
     def drop(self, snapshot: SnapshotRdds) -> None:
@@ -252,7 +276,7 @@ class ShuffleEngine:
 
     @property
     def capacity_note(self) -> str:
-        """Nothing: tasks queue."""
+        """Return an empty string: tasks without a free slot wait in Spark's queue."""
         return ""
 
     def forget(self) -> None:

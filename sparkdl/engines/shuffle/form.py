@@ -1,4 +1,4 @@
-"""Whether an iteration is one stage or two, and whether these meet at a shuffle."""
+"""The form of an iteration: one stage or two, with or without a shuffle between the two."""
 
 from __future__ import annotations
 
@@ -8,17 +8,23 @@ from collections.abc import Sequence
 from sparkdl.replica.iteration import SliceReport
 
 STAGE_SECONDS = 0.010
-"""What a stage costs, measured (docs/internals/engine-notes.md): what one stage may cost more in
-its tasks."""
+"""The measured cost of a stage (docs/internals/engine-notes.md), and so the most by which the tasks of
+a single stage may take longer than those of two."""
 TRIALS = 3
-"""Updates that are measured first; the fastest counts, as the first ones also set things up."""
+"""The number of updates to measure first. The fastest counts, because the first ones include setup."""
 
 
 class Form:
-    """Decides by measuring the update in two stages; ``stages`` is ``spark.sparkdl.stages``.
+    """The choice between one stage and two, made by measuring the update in two stages.
 
-    In one stage each of M replicas updates all of N slices, in two each slice is updated once; on
-    ``slots`` task slots. The bits are the same, so that a choice by the clock harms no result.
+    With one stage, each of M replicas updates all N slices; with two, each slice is updated once.
+    The bits are the same either way, so a choice that depends on timing does not affect results.
+
+    Args:
+        stages: The setting ``spark.sparkdl.stages``.
+        replicas: M.
+        slices: N.
+        slots: The number of task slots.
     """
 
     def __init__(self, stages: str, replicas: int, slices: int, slots: int) -> None:
@@ -29,18 +35,18 @@ class Form:
 
     @property
     def shuffles(self) -> bool:
-        """Whether two stages meet at a shuffle also where nothing has to travel."""
+        """Return whether two stages meet at a shuffle even if no bytes have to travel between nodes."""
         return self._stages == "shuffle"
 
     @property
     def at_once(self) -> bool:
-        """Whether one stage is better, as far as is known."""
+        """Return whether one stage is better, as far as has been measured."""
         if self._stages != "auto":
             return self._stages == "one"
         measured = len(self._seconds) >= TRIALS
         return measured and self._more * min(self._seconds) < STAGE_SECONDS
 
     def note(self, reports: Sequence[SliceReport]) -> None:
-        """What the synchronization tasks of an iteration took."""
+        """Record how long the synchronization tasks of an iteration took."""
         if len(self._seconds) < TRIALS:
             self._seconds.append(max(sum(report.seconds.values()) for report in reports))

@@ -1,19 +1,20 @@
-"""The Spark jobs of an iteration, in their forms.
+"""The Spark jobs of an iteration, in each of its forms.
 
-[Note: what an iteration pays for] An empty job takes Spark 5 ms to be built and submitted, 8 ms a
-stage to be launched and run, and 5 ms to bring its results to Python; a shuffle between two stages more
-than a second job. So
+[Note: what an iteration pays for] Spark takes 5 ms to build and submit an empty job, 8 ms per stage
+to launch and run it, and 5 ms to bring its results to Python. A shuffle between two stages costs
+more than a second job. Therefore
 
 * the RDDs of the next iteration are built while this one runs, and its shuffle files are deleted
-  while the next one runs: nothing in the RDDs says what to do, the job is told, see
+  while the next one runs; the RDDs do not say what to do, because each job gets a message, see
   :mod:`sparkdl.spark.message`;
 * results come through the JVM's future, see :class:`sparkdl.spark.frames.RunningJob`;
-* on one node, where references are all that travels, they go through the driver: each stage is a job,
-  whose RDD is the same for all iterations;
+* on one node, where only references travel, these go through the driver: each stage is a job, and
+  its RDD is the same for all iterations;
 * a small model's iteration is one stage, see
-:class:`sparkdl.engines.shuffle.replica_tasks.OneStageTask`;
-* between nodes synchronization stores the new weights as blocks, which the next iteration's tasks
-  fetch, see :class:`sparkdl.engines.shuffle.weight_blocks.WeightBlocks`: no stage sends them.
+  :class:`sparkdl.engines.shuffle.replica_tasks.OneStageTask`;
+* between nodes, synchronization stores the new weights as blocks, which the tasks of the next
+  iteration fetch, so that no stage sends them; see
+  :class:`sparkdl.engines.shuffle.weight_blocks.WeightBlocks`.
 """
 
 from __future__ import annotations
@@ -62,14 +63,18 @@ INSTALLATION = "weights to the nodes"
 
 @dataclass(frozen=True)
 class IterationReports:
-    """What came of an iteration in stages: a report a slice, in order; and where nodes sum, the copies
-    of the new weights that each place took."""
+    """The reports of an iteration that ran in stages.
+
+    Attributes:
+        reports: One report per slice, in order.
+        installed: If nodes sum, the copies of the new weights that each seat wrote for its node.
+    """
 
     reports: list[SliceReport]
     installed: tuple[NodeWeights, ...] = ()
 
     def traffic(self, states: Sequence[SliceHandle]) -> dict[str, Traffic]:
-        """What went between nodes; ``states``: the version that the iteration began with."""
+        """Return the traffic of each node; ``states`` is the version that the iteration began with."""
         replicas = {report.replica: report for report in self.reports[0].replicas}
         gradients = [
             (replicas[m].token, report.token, nbytes)
@@ -90,7 +95,14 @@ class IterationReports:
 
 
 class IterationJobs:
-    """Submits iterations. ``slices``: N."""
+    """The submission of iterations as Spark jobs.
+
+    Args:
+        places: The placement of replicas and owners.
+        slices: N.
+        node_sums: The choice of whether nodes sum their replicas' gradients.
+        resources: The fit's Spark resources.
+    """
 
     def __init__(
         self, places: Placement, slices: int, node_sums: NodeReducePlan, resources: FitResources
@@ -105,17 +117,23 @@ class IterationJobs:
         self._next_for: object = None
 
     def forget(self) -> None:
-        """What was built for the places that were: to be built anew."""
+        """Drop the RDDs that were built for the present placement, so that they are built anew."""
         self._here.clear()
         self._blocks.forget()
         self._next = None
 
     def at_once(self, step: IterationMessage) -> list[OneStageReport] | None:
-        """One stage; a report a replica. None: nothing was run, the step is too much to be told."""
+        """Run an iteration as one stage, and return one report per replica.
+
+        Returns None, without running anything, if the step is too large for a message.
+        """
         return self._at_seats(AT_ONCE, step)
 
     def on_one_node(self, step: IterationMessage) -> IterationReports | None:
-        """Every stage a job of its own. None: the step is too much to be told, in whole or in part."""
+        """Run an iteration with each stage as a job of its own, and return its reports.
+
+        Returns None if the step, or a later part of it, is too large for a message.
+        """
         seats = None if self._untold else self._at_seats(FORWARD_BACKWARD, step)
         if seats is None:
             return None
@@ -139,7 +157,7 @@ class IterationJobs:
         return self._one_stage(name, step, build, len(places.tokens))
 
     def _at_owners(self, step: IterationMessage) -> list[SliceReport] | None:
-        """Update by what is pending; in two stages where the norm must be known before."""
+        """Apply pending gradients; in two stages if the norm must be known before the update."""
         if self._places.two_stages:
             return self._one_stage(SYNCHRONIZATION, step, self._owners(ApplyPending()))
         reduced = self._one_stage(REDUCTION, step, self._owners(ReducePending()))
@@ -154,7 +172,10 @@ class IterationJobs:
     def _one_stage(
         self, name: str, told: Any, build: Callable[[], RDD], count: int | None = None
     ) -> list[Any] | None:
-        """The reports of a job over the RDD that was once built; None: it cannot be told that much."""
+        """Return the reports of a job over an RDD that is built only once.
+
+        Return None if ``told`` is too large for a message.
+        """
         if not post(self._context, self._places.fit, told):
             return None
         if name not in self._here:
@@ -163,8 +184,10 @@ class IterationJobs:
         return self._run(self._here[name], count, name, lambda: self._resources.shuffled(None))
 
     def in_stages(self, step: IterationMessage) -> IterationReports:
-        """Forward-backward, then synchronization; where it pays, nodes sum in between and share what
-        comes back."""
+        """Run forward-backward, then synchronization, and return the reports.
+
+        If it saves enough time, nodes sum the gradients in between and share the new weights.
+        """
         states, nodes = step.states, self._nodes_that_sum(step.states)
         if nodes is not None and not self._places.near(states):
             begun = self._hand_on(step, nodes)
@@ -198,7 +221,8 @@ class IterationJobs:
     def _prepare(
         self, running: RDD, states: tuple[SliceHandle, ...], nodes: Nodes | None, storing: bool
     ) -> None:
-        """While ``running`` runs: delete the shuffle before it, build what probably comes after."""
+        """While ``running`` runs, delete the previous shuffle and build the RDD that probably
+        follows."""
         self._resources.shuffled(running)
         fetched = running if storing else None
         self._next = self._build(states, nodes, fetched=fetched, storing=storing)
@@ -207,13 +231,13 @@ class IterationJobs:
     def _key(
         self, states: tuple[SliceHandle, ...], nodes: Nodes | None, fetched: RDD | None
     ) -> object:
-        """What the RDDs depend on."""
+        """Return a key of everything that the RDDs of an iteration depend on."""
         places = self._places
         nearby = places.near(states)
         return places.samples, places.tokens, tuple(s.token for s in states), nodes, nearby, fetched
 
     def _run(self, rdd: RDD, count: int, name: str, meanwhile: Callable[[], None]) -> list[Any]:
-        """The ``count`` reports of a job; ``meanwhile`` is done while it runs."""
+        """Run a job and return its ``count`` reports; call ``meanwhile`` while it runs."""
         with stage_name(self._context, name):
             job = RunningJob(rdd, count)
             meanwhile()
@@ -227,9 +251,14 @@ class IterationJobs:
         fetched: RDD | None = None,
         storing: bool = False,
     ) -> RDD:
-        """The RDDs of an iteration; with ``step`` in the task bodies, where it cannot be told.
+        """Build the RDDs of an iteration.
 
-        ``fetched``: where blocks of the weights are; ``storing``: whether there shall be new ones.
+        Args:
+            states: The version that the iteration begins with.
+            nodes: The nodes that sum, or None.
+            step: The step to put into the task bodies if it is too large for a message, else None.
+            fetched: The RDD whose stored blocks hold the weights, or None.
+            storing: Whether the new weights shall become blocks.
         """
         places, told, replicas = self._places, step is None, len(self._places.tokens)
         with stage_name(self._context, FORWARD_BACKWARD):
@@ -260,14 +289,14 @@ class IterationJobs:
         return shuffle_frames(keyed, partitions, few_bytes=self._places.few_bytes)
 
     def _install(self, weight_frames: RDD, step: IterationMessage | None) -> RDD:
-        """Frames with weights to every replica's place, and there into slabs."""
+        """Send frames with weights to every replica's seat, and write them into slabs there."""
         arrived = self._send(weight_frames, len(self._places.tokens))
         return map_frames(
             zip_frames(arrived, self._places.counted(self._slices)), ReceiveWeights(step)
         )
 
     def _hand_on(self, step: IterationMessage, nodes: Nodes) -> IterationReports:
-        """The weights as they stand, once to each node that has none of them."""
+        """Send the present weights once to each node that lacks them."""
         with stage_name(self._context, INSTALLATION):
             owners = map_frames(self._places.owners, SendWeights(step.states, nodes))
             installed = collect_and_forget(self._install(owners, step))

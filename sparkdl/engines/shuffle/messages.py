@@ -1,4 +1,4 @@
-"""The metadata that travels beside the bytes: what jobs tell each other and the driver."""
+"""The metadata beside the bytes: the messages, headers and reports of jobs and the driver."""
 
 from __future__ import annotations
 
@@ -21,10 +21,15 @@ from sparkdl.slices.section import SectionLayout
 
 @dataclass(frozen=True)
 class PendingGradients:
-    """An iteration whose gradients lie in slabs and are not applied yet, see :class:`AtOnce`.
+    """An iteration whose gradients lie in slabs and have not been applied yet.
 
-    ``index``, ``tick`` and ``hyperparameters`` are that iteration's; ``headers``: for each slice,
-    those of the replicas that had samples, in replica order.
+    See :class:`sparkdl.engines.shuffle.replica_tasks.OneStageTask`.
+
+    Attributes:
+        index: The index of that iteration.
+        tick: Its tick.
+        hyperparameters: Its hyperparameters.
+        headers: For each slice, the headers of all replicas in order.
     """
 
     index: int
@@ -34,14 +39,14 @@ class PendingGradients:
 
     @staticmethod
     def of(step: IterationMessage, seats: Sequence[OneStageReport]) -> PendingGradients:
-        """What a step leaves; ``seats``: of every replica, in order."""
+        """Make one of the reports that a step returned, one per replica in order."""
         by_slice = zip(*[seat.headers for seat in seats], strict=True)
         headers = tuple(tuple(replace(h, report=None) for h in some) for some in by_slice)
         return PendingGradients(step.index, step.tick, step.hyperparameters, headers)
 
 
 NodeCopies = Mapping[str, Mapping[int, "SliceHandle"]]
-"""By node (its token) and slice."""
+"""The copies of slices' weights on nodes, by node token and slice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +54,13 @@ class IterationMessage(IterationRows):
     """One iteration as the driver submits it to tasks.
 
     Attributes:
-        tick: Grows with every submission, a repeated one too.
-        floor: The tick of the committed state, below which state buffers are free.
+        tick: A number that grows with every submission, including repeated ones.
+        floor: The tick of the committed state; state buffers of lower ticks are free.
         states: The committed version of every slice.
-        pending: What is to be applied to it first; None: nothing.
-        copies: Of the weights of other nodes' slices, where nodes have them, see
+        pending: The gradients to apply to the state first; None: nothing.
+        copies: The copies of the weights that nodes have of other nodes' slices, see
             :mod:`sparkdl.engines.shuffle.node_reduce`.
-        residuals: Where gradients are compressed, what each replica keeps; None before its first
+        residuals: If gradients are compressed, the residuals of each replica; None before its first
             iteration.
     """
 
@@ -68,46 +73,56 @@ class IterationMessage(IterationRows):
 
     @staticmethod
     def of(iteration: IterationRows, **rest: Any) -> IterationMessage:
-        """Make one of an iteration; ``rest``: the fields that are a message's own."""
+        """Make a message of an iteration; ``rest`` holds the fields that only a message has."""
         return IterationMessage(**iteration.__dict__, **rest)
 
     def update_seed(self, seed: int) -> int:
-        """Return the seed of the update that this message asks for: a pending one's, where there is
-        one."""
+        """Return the seed of the update that this message requests.
+
+        It is that of the pending iteration, if there is one.
+        """
         updated = self.index if self.pending is None else self.pending.index
         return derive_seed(seed, "update", updated)
 
     @property
     def gradients_floor(self) -> int:
-        """The tick below which nobody needs gradients any more."""
+        """Return the tick below which gradients are no longer needed."""
         return self.tick if self.pending is None else self.pending.tick
 
 
 MOVED = "moved"
-"""The task ran on another node than the references it was given are for; bytes will do."""
+"""The task runs on another node than its references are for; sending bytes resolves that."""
 SAMPLES_FOREIGN = "samples foreign"
-"""The task was handed the samples of another node."""
+"""The task was given samples that lie on another node."""
 SAMPLES_CHANGED = "samples changed"
-"""The partition was computed again and holds other rows: the source is not deterministic."""
+"""The partition was recomputed and holds other rows, because its source is not deterministic."""
 STATE_FOREIGN = "state foreign"
-"""The synchronization task does not run where the slice's state lies."""
+"""The synchronization task does not run on the node that holds the slice's state."""
 RESIDUAL_FOREIGN = "residual foreign"
-"""The task does not run where what its replica left out of its gradients lies."""
+"""The task does not run on the node that holds its replica's residuals."""
 
 WEIGHTS_GONE = "weights gone"
-"""Blocks of weights are not stored any more; those in slabs will do."""
+"""Blocks of weights are no longer stored; the weights in slabs serve instead."""
 REPORT_MISSING = "report missing"
-"""A slice was updated by a task of which Spark does not tell the report."""
+"""A task updated a slice, but Spark delivered no report of it."""
 
 
 @dataclass(frozen=True)
 class GradientHeader:
-    """The header of the frame from replica ``replica`` to one slice.
+    """The header of the frame from a replica to one slice.
 
-    ``section`` says how to read the bytes: those of ``reference``, or where it is None those that
-    follow in the frame; None where there are none. ``absent``: parameters without a gradient.
-    ``others``: of a replica that stepped by itself, the optimizer state that is not in arrays,
-    pickled. ``state`` comes with replica 0's frames, ``report`` with the frames to slice 0.
+    Attributes:
+        replica: The number of the replica.
+        weight: The weight of its samples in the mean.
+        loss: Its mean loss.
+        section: The layout of the bytes; None if the replica had no samples.
+        reference: The reference to the bytes; None if they follow in the frame.
+        absent: The parameters without a gradient.
+        others: After local steps, the replica's optimizer state that is not in arrays, pickled.
+        finite: Whether the loss and all gradients are finite.
+        state: The committed version of the slice; only in frames of replica 0.
+        report: The replica's report; only in frames to slice 0.
+        fault: The reason why the replica did no work, if any.
     """
 
     replica: int
@@ -125,11 +140,15 @@ class GradientHeader:
 
 @dataclass(frozen=True)
 class GradientOffer:
-    """What a replica tells a task that sums for a node, see
-    :class:`sparkdl.engines.shuffle.node_reduce.ReduceOnNode`.
+    """The frame from a replica to a task that sums for a node.
 
-    ``weight``: None of a replica that had no samples. ``headers``: of the slices that the task sums
-    for the replica's own node, by number.
+    See :class:`sparkdl.engines.shuffle.node_reduce.ReduceOnNode`.
+
+    Attributes:
+        replica: The number of the replica.
+        weight: The weight of its samples; None if it had no samples.
+        headers: By slice number, the headers of the slices that the task sums for the replica's own
+            node.
     """
 
     replica: int
@@ -139,8 +158,13 @@ class GradientOffer:
 
 @dataclass(frozen=True)
 class WeightsHeader:
-    """The header of the frame from the owner of slice ``index`` to a replica's place: whether new
-    ``weights`` follow; ``report`` goes to the first place."""
+    """The header of the frame from the owner of a slice to a replica's seat.
+
+    Attributes:
+        index: The number of the slice.
+        report: The slice's report; only in the frame to the first seat.
+        weights: Whether new weights follow.
+    """
 
     index: int
     report: SliceReport | None
@@ -149,8 +173,13 @@ class WeightsHeader:
 
 @dataclass(frozen=True)
 class NodeWeights:
-    """What a task that took weights for its node tells the driver: the copies by slice, on node
-    ``token``; and what the owners told it."""
+    """The report of a task that received weights for its node.
+
+    Attributes:
+        token: The token of the node.
+        copies: The copies that the task wrote, by slice.
+        reports: The reports of the owners that came with the weights.
+    """
 
     token: str
     copies: Mapping[int, SliceHandle]
@@ -159,8 +188,12 @@ class NodeWeights:
 
 @dataclass(frozen=True)
 class OneStageReport:
-    """What a task that is a whole iteration tells the driver: its replica's headers, one a slice, and
-    the slices' new version, where something was pending."""
+    """The report of a task that is a whole iteration.
+
+    Attributes:
+        headers: The headers of its replica, one per slice.
+        slices: The reports of the slices' new version; empty if nothing was pending.
+    """
 
     headers: tuple[GradientHeader, ...]
     slices: tuple[SliceReport, ...] = ()
@@ -168,10 +201,18 @@ class OneStageReport:
 
 @dataclass(frozen=True)
 class ReducedHeader:
-    """The header of the frame from the reduction of slice ``index`` to the update of another.
+    """The header of the frame from the reduction of one slice to the update of another.
 
-    ``squares``: its part of the squared global norm. To its own slice come ``section`` and
-    ``reference``, the reduced gradient; ``report`` is then the report so far.
+    Attributes:
+        index: The number of the reduced slice.
+        squares: The slice's part of the squared global norm.
+        loss: The mean loss over the global batch. It comes only with the frame to the slice itself,
+            as do all fields below.
+        section: The layout of the reduced gradient.
+        reference: The reference to the reduced gradient.
+        absent: The parameters without a gradient.
+        state: The committed version of the slice.
+        report: The slice's report so far.
     """
 
     index: int

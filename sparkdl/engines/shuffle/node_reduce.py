@@ -1,17 +1,17 @@
-"""Between forward-backward and synchronization: a node sums the gradients of its replicas. Task bodies.
+"""Task bodies that sum gradients on each node, and that bring new weights to each node once.
 
-Where slices are owned by other nodes, each replica's gradient would travel. Instead the replicas tell
-the tasks of this stage where theirs lie; each sums some slices for its node, as far as the node has
-whole subtrees (see [Note: the shape of a sum]), and sends every owner as many frames as before, of
-which one has the sum of many. Buffers and touched rows of tables go on as they are, and so do
-references to owners of the same node.
+Summing comes between forward-backward and synchronization. If other nodes own the slices, each
+replica's gradient would have to travel. Instead, the replicas send the tasks of this stage
+references to theirs. Each task sums some slices for its node, as far as the node has whole subtrees
+(see [Note: the shape of a sum]), and sends every owner as many frames as before, one of which holds
+a sum of several. Buffers and touched rows of tables are passed on unchanged, and so are references
+to owners on the same node.
 
-After synchronization: each node gets the new weights of other nodes' slices once. Task bodies.
-
-The owner of a slice sends its new weights to one replica's place on every other node, where a task puts
-them into a slab; the replicas of that node then read the *copy* by reference, as they read the slices
-of their own node. Copies are as old as the state they are of, and buffers of the same tick, so they
-live as long (see [Note: who may write a buffer]).
+Installing weights comes after synchronization. The owner of a slice sends its new weights to one
+replica's seat on every other node, where a task writes them into a slab. The replicas of that node
+then read this *copy* by reference, as they read the slices of their own node. A copy has the same
+age as the state it was made from and lies in buffers of the same tick, so it lives as long (see
+[Note: who may write a buffer]).
 """
 
 from __future__ import annotations
@@ -48,8 +48,16 @@ from sparkdl.spark.worker import finish_task
 
 
 def offered(replica: int, nodes: Nodes, headers: Sequence[GradientHeader]) -> Iterator[bytes]:
-    """What a replica sends to the tasks of this stage, a frame to each: its weight, and to those of
-    its own node the headers of their slices."""
+    """Yield what a replica sends to the tasks of this stage, one frame to each.
+
+    Every frame holds the replica's weight. Those to tasks of its own node also hold the headers of
+    the slices that the task sums.
+
+    Args:
+        replica: The number of the replica.
+        nodes: The nodes of replicas and owners.
+        headers: The replica's headers, one per slice.
+    """
     token = nodes.replicas[replica]
     weight = headers[0].weight if headers[0].section is not None else None
     for target, node in enumerate(nodes.replicas):
@@ -63,7 +71,7 @@ def offered(replica: int, nodes: Nodes, headers: Sequence[GradientHeader]) -> It
 
 @dataclass(frozen=True)
 class ReduceOnNode:
-    """Body of the stage, at every replica's place: frames to the owners of the slices that it sums."""
+    """Body of the stage at every replica's seat: sum some slices and send frames to their owners."""
 
     nodes: Nodes
 
@@ -114,7 +122,10 @@ class ReduceOnNode:
 def _summed(
     owner: SliceUpdater, pool: Pool, headers: Sequence[GradientHeader], shares: Mapping[int, float]
 ) -> Iterator[bytes]:
-    """A block's frames: the first with the sum, where that is fewer bytes, the others without."""
+    """Yield the frames of a block.
+
+    If a sum takes fewer bytes, the first frame holds it and the others hold no dense gradient.
+    """
     plan, dtype = owner.plan, owner.dtype
     if not headers:
         return
@@ -153,8 +164,16 @@ def _summed(
 
 
 def weight_frames(report: SliceReport, run: RunSpec, nodes: Nodes) -> Iterator[bytes]:
-    """A frame to every replica's place: the report to the first; the slice's new weights, if there are
-    any, to the place on each other node that takes them."""
+    """Yield one frame to every replica's seat.
+
+    The report goes to the first seat. The slice's new weights, if there are any, go to one seat on
+    each other node.
+
+    Args:
+        report: The report of the slice, with the handle of its new version.
+        run: The constants of the run.
+        nodes: The nodes of replicas and owners.
+    """
     pool = open_pool(run.slab)
     news = report.state is not None and not (report.faults or report.skipped)
     weights = report.state.weights if news and report.state is not None else None
@@ -174,7 +193,10 @@ def weight_frames(report: SliceReport, run: RunSpec, nodes: Nodes) -> Iterator[b
 
 @dataclass(frozen=True)
 class SendWeights:
-    """Body over the owner RDD: likewise of version t (``states``), before the first iteration."""
+    """Body over the owner RDD: send the weights of version t (``states``) to nodes without them.
+
+    This is needed before the first iteration, and whenever version t comes from elsewhere.
+    """
 
     states: tuple[SliceHandle, ...]
     nodes: Nodes
@@ -193,8 +215,11 @@ class SendWeights:
 
 @dataclass(frozen=True)
 class ReceiveWeights:
-    """Body of the stage, at every replica's place: write what arrives; one frame, a pickled
-    :class:`NodeWeights`. ``step``: None: the one that the job was told."""
+    """Body of the stage at every replica's seat: write the arriving weights into slabs.
+
+    Yields one frame, a pickled :class:`NodeWeights`. A ``step`` of None stands for the job's
+    message.
+    """
 
     step: IterationMessage | None = None
 

@@ -1,4 +1,4 @@
-"""Whether nodes sum their replicas' gradients before they send them: by the bytes that saves."""
+"""The choice of whether nodes sum their replicas' gradients before sending, by the bytes it saves."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from sparkdl.replica.run import RunSpec
 from sparkdl.slices.spec import slice_specs
 
 MORE_STAGES = 2
-"""Combining and installing."""
+"""The additional stages if nodes sum: one to combine gradients and one to install weights."""
 BYTES_PER_SECOND = 2e8
-"""Of the shuffle between two nodes, roughly. Most of it is not the network: to write and read the bytes
-takes Spark and Python 10 ns a byte of processor time (benchmarks/between_nodes.py)."""
+"""The approximate throughput of the shuffle between two nodes.
+
+The network is a small part of it: writing and reading take Spark and Python 10 ns of processor time
+per byte (benchmarks/between_nodes.py).
+"""
 
 
 class NodeReducePlan:
-    """Decides from where replicas and owners are; the bits are the same."""
+    """The decision made from the nodes of replicas and owners; the bits are the same either way."""
 
     def __init__(self, layout: Layout, run: RunSpec, policy: TrainingOptions) -> None:
         wire = (policy.wire_dtype or layout.dtype).itemsize
         flat = layout.dtype.itemsize
-        # After local steps optimizer state travels too; what is compressed is no part of a sum yet.
+        # After local steps, optimizer state travels too; compressed gradients cannot be summed yet.
         self._possible = policy.local_steps == 1 and not run.compressed
         self._slices = [
             SliceBytes(plan.dense_length * wire, plan.dense_length * flat, plan.length * flat)
@@ -34,7 +37,12 @@ class NodeReducePlan:
         ]
 
     def chosen(self, tokens: tuple[str, ...], states: Sequence[SliceHandle]) -> Nodes | None:
-        """The nodes that sum; None: every replica sends its own. ``tokens``: of the replicas."""
+        """Return the nodes if they should sum; None if each replica should send its own gradients.
+
+        Args:
+            tokens: The node token of each replica.
+            states: The committed version of every slice.
+        """
         nodes = Nodes(tokens, tuple(state.token for state in states))
         if not self._possible or len({*nodes.replicas, *nodes.slices}) == 1:
             return None

@@ -1,7 +1,7 @@
-"""Tasks at the owners for gradients in slabs of their node, whose headers the driver has. Bodies only.
+"""Task bodies at the owners for gradients in slabs of their node, whose headers the driver has.
 
-Where all replicas and owners are on one node nothing has to travel but what the driver is told and
-tells, so that each stage is a job of its own, without a shuffle between them.
+If all replicas and owners are on one node, nothing has to travel except messages and reports. Each
+stage is then a job of its own, without a shuffle between them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from sparkdl.spark.worker import finish_task
 
 @dataclass(frozen=True)
 class ApplyPending:
-    """Body over the owner RDD: what the synchronization stage does, with what is pending.
+    """Body over the owner RDD: apply the pending gradients as the synchronization stage does.
 
-    ``step``: None: the one that the job was told, see :mod:`sparkdl.spark.message`; so for the others.
+    A ``step`` of None stands for the job's message, see :mod:`sparkdl.spark.message`.
     """
 
     step: IterationMessage | None = None
@@ -37,7 +37,7 @@ class ApplyPending:
 
 @dataclass(frozen=True)
 class ReducePending:
-    """Body over the owner RDD: what the reduction stage does, with what is pending."""
+    """Body over the owner RDD: reduce the pending gradients as the reduction stage does."""
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
@@ -48,7 +48,7 @@ class ReducePending:
 
 @dataclass(frozen=True)
 class Reductions:
-    """What came of :class:`ReducePending`, of every slice, for the update that follows it."""
+    """The message of an update after :class:`ReducePending`: the step, and each slice's header."""
 
     step: IterationMessage
     headers: tuple[ReducedHeader, ...]
@@ -56,7 +56,7 @@ class Reductions:
 
 @dataclass(frozen=True)
 class UpdateReduced:
-    """Body over the owner RDD: what the update stage does, with :class:`Reductions`."""
+    """Body over the owner RDD: update from :class:`Reductions` as the update stage does."""
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
@@ -67,7 +67,13 @@ class UpdateReduced:
 
 
 def apply_pending(step: IterationMessage, partition: int, run: RunSpec) -> SliceReport:
-    """Bring slice ``partition`` to the version after the pending iteration."""
+    """Bring slice ``partition`` to the version after the pending iteration, and return its report.
+
+    Args:
+        step: The iteration that is submitted, which names the pending gradients.
+        partition: The number of the slice.
+        run: The constants of the run.
+    """
     pending = step.pending
     assert pending is not None
     own = pending.index == step.index

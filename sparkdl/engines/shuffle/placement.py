@@ -1,4 +1,4 @@
-"""Where a run's replicas and owners are: the persisted RDDs, and tasks at their places."""
+"""The placement of a run's replicas and owners: the persisted RDDs, and tasks that run over them."""
 
 from __future__ import annotations
 
@@ -48,16 +48,21 @@ from sparkdl.spark.frames import (
 )
 
 INLINE_BYTES = 1 << 20
-"""A recipe or a state up to this size travels inside the task, a larger one in a broadcast."""
+"""The largest recipe that travels inside the task; a larger one travels in a broadcast."""
 FEW_BYTES = 64 << 20
-"""Of weights or gradients: so much a task may send from the memory of its JVM."""
+"""The most bytes of weights or gradients that a task may send from the memory of its JVM."""
 
 
 class Placement:
     """The persisted RDDs of a run, and the node of each replica.
 
-    ``owners`` lie where the slices' state lies, in as many records as there are replicas;
-    ``updaters`` are the same in as many as there are slices, where a job needs them so.
+    Attributes:
+        owners: The owner RDD, which lies where the slices' state lies. A partition has as many
+            records as there are replicas.
+        updaters: The same with as many records as there are slices, if a job needs it so.
+        tokens: The node token of each replica; empty until the replicas are placed.
+        two_stages: Whether an iteration takes two stages, not three: slices need no global norm.
+        few_bytes: Whether the model has at most :data:`FEW_BYTES`.
     """
 
     def __init__(
@@ -70,7 +75,17 @@ class Placement:
         built: Description,
         resources: FitResources,
     ) -> None:
-        """``built``: what the driver's model is to begin with."""
+        """Create the RDDs of a run and persist them.
+
+        Args:
+            samples: The training samples, in slabs.
+            layout: The layout of the model's flat vector.
+            run: The constants of the run.
+            recipe: The pickled recipe of the model.
+            policy: The training options of the recipe.
+            built: The description of the driver's model, which each replica must equal at first.
+            resources: The fit's Spark resources.
+        """
         self.few_bytes = layout.nbytes <= FEW_BYTES
         assert samples.rdd is not None
         self.samples, self._run, self._policy = samples.rdd, run, policy
@@ -103,7 +118,7 @@ class Placement:
             self.updaters = resources.persist(map_frames(owners, Recount(run.slices)))
 
     def place_replicas(self) -> None:
-        """Build every replica where its samples are; note its node."""
+        """Build every replica where its samples are, and note its node."""
         for _ in range(MAX_SUBMISSIONS):
             with stage_name(self._context, "set up replicas"):
                 seats = zip_frames(self._replicas, self.samples)
@@ -116,7 +131,7 @@ class Placement:
         self.tokens = tokens
 
     def counted(self, count: int) -> RDD:
-        """The replica RDD with ``count`` records a partition, the first the replica's."""
+        """Return the replica RDD with ``count`` records per partition; the first is the replica's."""
         if count not in self._counted:
             recounted = map_frames(self._replicas, Recount(count))
             self._counted[count] = self._resources.persist(recounted)
@@ -125,17 +140,17 @@ class Placement:
     def note_copies(
         self, states: tuple[SliceHandle, ...], installed: Sequence[NodeWeights]
     ) -> None:
-        """Nodes have these copies of ``states``."""
+        """Note the copies of the weights of ``states`` that nodes now have."""
         self._copied, self._copies = states, {}
         for node in installed:
             self._copies[node.token] = {**self._copies.get(node.token, {}), **node.copies}
 
     def copies_of(self, states: tuple[SliceHandle, ...]) -> NodeCopies:
-        """What copies nodes have of other nodes' slices of ``states``."""
+        """Return the copies that nodes have of other nodes' slices of ``states``."""
         return self._copies if states == self._copied else {}
 
     def forget(self) -> None:
-        """Nobody knows what is left of the nodes: replicas and owners are to be placed anew.
+        """Have replicas and owners placed anew, because it is unknown which nodes are left.
 
         Samples that are still where they were written stay there.
         """
@@ -145,31 +160,43 @@ class Placement:
         self._copied, self._copies = (), {}
 
     def at_owners(self, task: Callable[..., Any], name: str) -> list[Any]:
-        """The pickled results of a task over the owner RDD, in slice order."""
+        """Run a task over the owner RDD, and return its unpickled results in slice order."""
         with stage_name(self._context, name):
             return self.pickled(map_frames(self.owners, task))
 
     def at_replicas(self, task: ReplicaTask, name: str) -> list[Any]:
-        """The pickled results of a task at every replica's place that needs no weights."""
+        """Run a task that needs no weights at every replica's seat, and return its results."""
         with stage_name(self._context, name):
             return self.pickled(self.seats_of(task))
 
     def seats_of(self, task: ReplicaTask) -> RDD:
-        """A task at every replica's place that needs no weights."""
+        """Return the RDD of a task that needs no weights at every replica's seat."""
         return map_frames(zip_frames(self._replicas, self.samples), AtReplicas(task, ()))
 
     def zipped_with_owners(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
-        """The pickled results of a task over (frame, owner) pairs, ``count`` in a partition."""
+        """Run a task over (frame, owner) pairs, and return its unpickled results.
+
+        Args:
+            frames: An RDD with one partition per slice.
+            count: The number of frames in each partition.
+            task: The task.
+        """
         owners = map_frames(self.owners, Recount(count))
         return self.pickled(map_frames(zip_frames(frames, owners), task))
 
     def zipped_with_seats(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
-        """Likewise over (frame, padded seat) pairs."""
+        """Run a task over (frame, padded seat) pairs, and return its unpickled results.
+
+        Args:
+            frames: An RDD with one partition per replica.
+            count: The number of frames in each partition.
+            task: The task.
+        """
         seats = self._padded(self.samples, (count,) * self._run.replicas)
         return self.pickled(map_frames(zip_frames(frames, seats), task))
 
     def pickled(self, rdd: RDD) -> list[Any]:
-        """The results of a job, unpickled; the shuffles behind it are deleted."""
+        """Run a job and return its results, unpickled; delete the shuffles behind it."""
         return [pickle.loads(frame) for frame in collect_and_forget(rdd)]
 
     def at_seats(
@@ -180,10 +207,14 @@ class Placement:
         checksums: tuple[int, ...] | None = None,
         told: bool = False,
     ) -> RDD:
-        """``task`` at every replica's place, with version t (``states``) by reference or as bytes.
+        """Return the RDD of a task at every replica's seat, with version t as references or bytes.
 
-        ``samples``: a record for each replica; ``checksums``: of them, where they are not the
-        training samples. ``told``: the tasks find version t in what their job is told.
+        Args:
+            task: The task.
+            samples: An RDD with one record per replica.
+            states: Version t of every slice.
+            checksums: The checksums of the samples, if they are not the training samples.
+            told: Whether the tasks find version t in the job's message.
         """
         given = None if told else states
         if self.near(states):
@@ -200,29 +231,37 @@ class Placement:
 
     @property
     def fit(self) -> str:
-        """The key of the run, by which its tasks know what they are told."""
+        """Return the key of the run, by which its tasks find their message."""
         return self._run.key
 
     @property
     def everything_travels(self) -> bool:
-        """Whether replicas need the optimizer's state beside the weights."""
+        """Return whether replicas need the optimizer state beside the weights."""
         return self._policy.local_steps > 1
 
     def at_seats_from(self, stored: RDD, task: ReplicaTask, states: tuple[SliceHandle, ...]) -> RDD:
-        """Likewise with the training samples, in a job that is told the step; the weights of other
-        nodes' slices are blocks of ``stored``, see
-        :class:`sparkdl.engines.shuffle.report_sinks.ToBlocks`."""
+        """Return the RDD of a task at every replica's seat, with weights from stored blocks.
+
+        The task gets the training samples, and its step from the job's message.
+
+        Args:
+            stored: The RDD whose blocks hold the weights, see
+                :class:`sparkdl.engines.shuffle.report_sinks.ToBlocks`. Each replica fetches the
+                blocks of other nodes' slices.
+            task: The task.
+            states: Version t of every slice.
+        """
         missing = self.missing(states)
         padded = self._padded(self.samples, tuple(map(len, missing)))
         body = AtReplicasWithWeights(task)
         return map_frames(zip_frames(padded, stored_for(stored, missing)), body)
 
     def _padded(self, samples: RDD, counts: tuple[int, ...]) -> RDD:
-        """The seats, with as many records each as ``counts`` says."""
+        """Return an RDD of the seats; ``counts`` gives the number of records of each."""
         return map_frames(zip_frames(self._replicas, self._light(samples)), PadFrames(counts))
 
     def missing(self, states: tuple[SliceHandle, ...]) -> list[list[int]]:
-        """For each replica the slices that lie on other nodes."""
+        """Return, for each replica, the slices that lie on other nodes."""
         far = {
             token: [n for n, state in enumerate(states) if state.token != token]
             for token in set(self.tokens)
@@ -230,7 +269,7 @@ class Placement:
         return [far[token] for token in self.tokens]
 
     def near(self, states: tuple[SliceHandle, ...]) -> bool:
-        """Whether every replica has all slices, or copies of them, on its node."""
+        """Return whether every replica has all slices, or copies of them, on its node."""
         copies = self.copies_of(states)
         return all(
             state.token == token or n in copies.get(token, {})
@@ -239,7 +278,7 @@ class Placement:
         )
 
     def _light(self, samples: RDD) -> RDD:
-        """The persisted samples, without what their tasks would carry where they need not."""
+        """Return the persisted samples; in local mode without their lineage, to keep tasks small."""
         if not is_local(self._context):
             return samples
         if samples not in self._stored:
@@ -247,18 +286,28 @@ class Placement:
         return self._stored[samples]
 
     def one_node(self, states: tuple[SliceHandle, ...]) -> bool:
-        """Whether all replicas and all slices are on one node."""
+        """Return whether all replicas and all slices are on one node."""
         return len({*self.tokens, *[state.token for state in states]}) == 1
 
     def retry(self, submit: Callable[[], tuple[Any, list[Fault]]], doing: str, samples: RDD) -> Any:
-        """Submit, again where tasks found themselves on another node than expected."""
+        """Submit a job, again if its tasks run on other nodes than expected, and return its result.
+
+        Args:
+            submit: Submits the job and returns its result, or the faults of its tasks.
+            doing: What the job does, for messages.
+            samples: The RDD of the samples that the job reads.
+
+        Raises:
+            sparkdl.TrainingError: The tasks still have faults after :data:`MAX_SUBMISSIONS`
+                submissions, or a fault that another submission cannot resolve.
+        """
         faults: list[Fault] = []
         for submission in range(MAX_SUBMISSIONS):
             with faults_explained(doing):
                 result, faults = submit()
             if not faults:
                 return result
-            if submission:  # once, a task may only have been sent to a node that was less busy
+            if submission:  # the first time, the task may just have been sent to a less busy node
                 self.raise_unrecoverable(faults, doing)
             self._resolve(faults, samples)
         raise TrainingError(
@@ -267,15 +316,19 @@ class Placement:
         )
 
     def _resolve(self, faults: list[Fault], samples: RDD) -> None:
-        """Prepare the next submission after tasks reported faults."""
+        """Prepare the next submission after tasks have reported faults."""
         moved = {fault.partition: fault.token for fault in faults if fault.kind == MOVED}
         self.tokens = tuple(moved.get(i, token) for i, token in enumerate(self.tokens))
         if any(fault.kind == SAMPLES_FOREIGN for fault in faults):
             self._write_again(samples)
 
     def _write_again(self, samples: RDD) -> None:
-        """Each partition will be written where it is read; in local mode now, since there tasks read
-        stored blocks, see :func:`sparkdl.spark.frames.stored_frames`."""
+        """Have each partition of the samples written again, on the node where it is read.
+
+        In local mode this happens at once, because tasks read stored blocks there, see
+        :func:`sparkdl.spark.frames.stored_frames`. Otherwise it happens when the partitions are
+        read.
+        """
         compute_again(samples)
         self._stored.pop(samples, None)
         if is_local(self._context):
@@ -283,7 +336,12 @@ class Placement:
                 store_frames(samples)
 
     def raise_unrecoverable(self, faults: list[Fault], doing: str) -> None:
-        """Raise for what no other submission could mend."""
+        """Raise an error if another submission could not resolve one of the faults.
+
+        Raises:
+            StateLostError: The state of a slice or the residuals of a replica are lost.
+            TrainingError: Samples have changed.
+        """
         for fault in faults:
             if fault.kind == STATE_FOREIGN:
                 raise StateLostError(

@@ -1,7 +1,8 @@
-"""A replica's place: its seat, and how a task comes to it. Task bodies only.
+"""Seats of replicas, and the task bodies that run at them.
 
-A task at a seat has the replica, its samples, and version t of every slice: by reference, or as bytes
-from other nodes.
+A seat is the place of a replica: a partition of the replica RDD, zipped with the replica's samples.
+A task at a seat has the replica, its samples, and version t of every slice, by reference or as
+bytes from other nodes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from sparkdl.usercode.travel import model_needs
 
 @dataclass(frozen=True)
 class PrepareReplica:
-    """Body of the replica RDD: put the recipe on the node; one frame, the replica's handle."""
+    """Body of the replica RDD: write the recipe to the node; yields one frame, the replica's handle."""
 
     recipe: RecipeSource
 
@@ -48,9 +49,11 @@ class PrepareReplica:
 
 @dataclass(frozen=True)
 class CheckReplica:
-    """Body over (replica, samples) pairs: build the replica; a pickled (node token, how it compares
-    with the driver's, ``built``, whether its samples are on the node). A mistake of the user's that is
-    found meanwhile is in place of the comparison."""
+    """Body over (replica, samples) pairs: build the replica and compare it with the driver's model.
+
+    Yields a pickled (node token, comparison with ``built``, whether the samples are on this node).
+    If building fails because of a user's mistake, the exception takes the place of the comparison.
+    """
 
     built: Description
 
@@ -71,8 +74,10 @@ class CheckReplica:
 
 @dataclass(frozen=True)
 class PadFrames:
-    """One seat (replica frame, sample frame) -> as many frames as ``counts`` says of its partition, to
-    be zipped with weights."""
+    """Body over (replica, samples) pairs: pad the one seat to the number of frames in ``counts``.
+
+    It can then be zipped with weights.
+    """
 
     counts: Sequence[int]
 
@@ -85,7 +90,19 @@ class PadFrames:
 
 @dataclass(frozen=True)
 class ReplicaContext:
-    """What a task at a replica's place works with. ``waited``: seconds for what ``arrived``."""
+    """The context of a task at a replica's seat.
+
+    Attributes:
+        run: The constants of the run.
+        index: The number of the replica.
+        samples: The handle of its samples.
+        checksum: The checksum that the samples must have.
+        states: Version t of every slice.
+        copies: The copies of other nodes' slices on this node.
+        arrived: The states of slices that came as bytes.
+        pool: The slabs of this node.
+        waited: The seconds of waiting for ``arrived``.
+    """
 
     run: RunSpec
     index: int
@@ -99,11 +116,11 @@ class ReplicaContext:
 
     @property
     def near(self) -> tuple[SliceHandle, ...]:
-        """Version t, of other nodes' slices the copies that this node has."""
+        """Return version t, with the copies on this node for other nodes' slices."""
         return tuple(self.copies.get(n, state) for n, state in enumerate(self.states))
 
     def fault(self) -> Fault | None:
-        """Why nothing can be done here, if so."""
+        """Return the reason why nothing can be done here, if there is one."""
 
         def fault(kind: str) -> Fault:
             return Fault(kind, self.index, self.pool.token)
@@ -120,7 +137,7 @@ class ReplicaContext:
         return None
 
     def _samples_here(self) -> bool:
-        """Whether the samples are on this node, and there: mapped already, or to be mapped."""
+        """Return whether the samples are on this node and can be mapped, or are mapped already."""
         if not self.samples.num_rows:
             return True
         try:
@@ -130,23 +147,23 @@ class ReplicaContext:
 
     @property
     def received(self) -> dict[int, int]:
-        """Bytes of state that came from another node, by slice."""
+        """Return the bytes of state that came from other nodes, by slice."""
         return {n: state.nbytes for n, state in self.arrived.items() if state is not None}
 
     def replica(self) -> LiveReplica:
-        """The live replica with version t in it."""
+        """Return the live replica with version t copied into it."""
         live = open_replica(self.run)
         load_weights(live, plans_of(self.run).slices, self.near, self.arrived, self.pool)
         return live
 
     def borrowing(self) -> LiveReplica:
-        """Likewise, with version t where it lies; :meth:`check` afterwards."""
+        """Return the live replica with version t used in slabs; call :meth:`check` afterwards."""
         live = open_replica(self.run)
         map_weights(live, plans_of(self.run).slices, self.near, self.pool)
         return live
 
     def check(self) -> None:
-        """Raise :class:`sparkdl.errors.StaleReferenceError` where version t was overwritten."""
+        """Raise :class:`sparkdl.errors.StaleReferenceError` if version t was overwritten."""
         for n, state in enumerate(self.near):
             if n not in self.arrived:
                 self.pool.check(state.weights)
@@ -157,11 +174,14 @@ ReplicaTask = Callable[[ReplicaContext], Iterator[bytes]]
 
 @dataclass(frozen=True)
 class AtReplicas:
-    """Body over (replica, samples) pairs: ``task`` at each, weights by reference.
+    """Body over (replica, samples) pairs: run ``task`` at each, with weights by reference.
 
-    ``states``: version t of every slice; None: of the step that the job was told, see
-    :mod:`sparkdl.spark.message`. ``checksums``: of the samples of each partition, where they are
-    not the training samples. ``copies``: as in a :class:`IterationMessage`.
+    Attributes:
+        task: The task.
+        states: Version t of every slice; None: that of the job's message, see
+            :mod:`sparkdl.spark.message`.
+        checksums: The checksums of each partition's samples, if they are not the training samples.
+        copies: The copies on nodes, as in :class:`IterationMessage`.
     """
 
     task: ReplicaTask
@@ -176,7 +196,7 @@ class AtReplicas:
 
 @dataclass(frozen=True)
 class AtReplicasWithWeights:
-    """Likewise, with the weights of other nodes as bytes through a shuffle."""
+    """Body like :class:`AtReplicas`, with the weights of other nodes as bytes from zipped frames."""
 
     task: ReplicaTask
     states: tuple[SliceHandle, ...] | None = None

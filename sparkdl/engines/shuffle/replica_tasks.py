@@ -1,7 +1,6 @@
-"""The forward-backward job: what M tasks do at their seats
-(:mod:`sparkdl.engines.shuffle.replica_context`).
+"""Task bodies of the forward-backward job, which M tasks run at their seats.
 
-Each is safe to run twice.
+Seats are described in :mod:`sparkdl.engines.shuffle.replica_context`. Each body is safe to run twice.
 """
 
 from __future__ import annotations
@@ -48,15 +47,18 @@ from sparkdl.spark.message import posted
 from sparkdl.spark.worker import finish_task
 
 BORROW_FROM = 1 << 20
-"""Elements of a flat vector from which on it pays to compute with weights in slabs, not with a copy."""
+"""The number of elements of a flat vector from which computing with weights in slabs is faster
+than copying them first."""
 
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """Run one replica for one step: a frame for each slice, addressed to its owner.
+    """Task at a seat: run one replica for one iteration, and send a frame to each slice's owner.
 
-    ``step``: None: the one that the job was told. ``nodes``: where the gradients are summed on their
-    nodes first: they all stay on this one, and the frames go to the tasks that sum.
+    Attributes:
+        step: The iteration; None: that of the job's message.
+        nodes: The nodes, if they sum their gradients first. All gradients then stay on this node,
+            and the frames go to the tasks that sum.
     """
 
     step: IterationMessage | None = None
@@ -75,11 +77,14 @@ class ForwardBackward:
 
 @dataclass(frozen=True)
 class OneStageTask:
-    """An iteration as one task a replica, with no shuffle: apply what the iteration before left
-    pending, to all slices; then forward and backward, whose gradients are left pending in turn.
+    """Task at a seat: run an iteration as one task per replica, without a shuffle.
 
-    Every replica makes the same update, bit for bit what the owners make: for models so small that
-    this costs less than a stage. One frame, a pickled :class:`OneStageReport`.
+    The task applies the pending gradients of the iteration before to all slices. Then it runs
+    forward and backward, and leaves its own gradients pending in turn. Every replica computes the
+    same update, equal to the owners' bit for bit. This is for models so small that it costs less
+    than a stage.
+
+    Yields one frame, a pickled :class:`OneStageReport`.
     """
 
     step: IterationMessage | None = None
@@ -98,13 +103,19 @@ class OneStageTask:
 
 
 Sent = tuple[GradientHeader, torch.Tensor | None]
-"""What a replica has for a slice: the header and, for another node, the bytes."""
+"""A replica's header for a slice and, if the slice is on another node, the bytes."""
 
 
 def contributions(
     seat: ReplicaContext, step: IterationMessage, nodes: Nodes | None = None
 ) -> list[Sent]:
-    """Forward, backward, publish: what goes to each slice; with ``nodes`` all by reference."""
+    """Run forward and backward, write the gradients, and return what goes to each slice.
+
+    Args:
+        seat: The context of the replica.
+        step: The iteration.
+        nodes: The nodes, if they sum their gradients first: then all gradients go by reference.
+    """
     fault = seat.fault() or residual_fault(step, seat.index, seat.pool.token)
     if fault is None and nodes is not None and nodes.replicas[seat.index] != seat.pool.token:
         fault = Fault(MOVED, seat.index, seat.pool.token)
@@ -172,7 +183,7 @@ def _contributions(
 def _outcome(
     seat: ReplicaContext, work: ReplicaIteration, clock: Clock, writer: GradientWriter | None
 ) -> ReplicaResult:
-    """Do the replica's part of the iteration."""
+    """Do the replica's part of the iteration, and return its outcome."""
     live = open_replica(seat.run)
     local_steps = live.recipe.policy.local_steps
     batches = work.mini_batches(live, open_partition(seat.samples), local_steps)
@@ -196,7 +207,7 @@ def _outcome(
 
 
 def _may_borrow(seat: ReplicaContext, live: LiveReplica) -> bool:
-    """Whether the replica can compute with weights where they lie, and that is worth it."""
+    """Return whether the replica can compute with weights in slabs, and that is faster."""
     here = not seat.arrived and live.device.type == "cpu"
     return here and not live.recipe.policy.compile and live.flat.layout.size >= BORROW_FROM
 
@@ -221,7 +232,15 @@ def _headers(
 
 @dataclass(frozen=True)
 class Score:
-    """Body at a seat whose samples are the validation's: one frame, the pickled states (or a fault)."""
+    """Task at a seat with validation samples: score them.
+
+    Yields one frame, a pickled (replica, states) or (replica, fault); none without samples.
+
+    Attributes:
+        scorer: The loss and the metrics.
+        assembly: How rows are assembled into mini-batches.
+        batch_size: The rows of a forward pass.
+    """
 
     scorer: Scorer
     assembly: BatchSpec
@@ -236,5 +255,5 @@ class Score:
             states = score_partition(
                 seat.replica(), partition, self.scorer, self.assembly, self.batch_size
             )
-            yield cloudpickle.dumps((seat.index, states))  # a user's metric may be of __main__
+            yield cloudpickle.dumps((seat.index, states))  # a metric may be defined in __main__
         finish_task()

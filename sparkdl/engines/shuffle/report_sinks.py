@@ -1,9 +1,9 @@
-"""After an update: where a slice's report and its new weights go. Each is a part of a task's body.
+"""The ways in which a slice's report and new weights leave the task after an update.
 
-Three ways: the report to the driver, and the weights stay where they are (:func:`to_driver`); both
-through a shuffle to the nodes (:class:`NodeReports`); or the weights into a block that Spark
-stores, from where the next iteration's tasks fetch them, and the report through an accumulator
-(:class:`ToBlocks`).
+There are three. The report goes to the driver and the weights stay in their slab
+(:func:`to_driver`). Both go to the nodes through a shuffle (:class:`NodeReports`). Or the weights
+go into a block that Spark stores, from which the tasks of the next iteration fetch them, and the
+report goes through an accumulator (:class:`ToBlocks`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ ReportSink = Callable[[SliceReport, RunSpec], Iterator[bytes]]
 
 
 def to_driver(report: SliceReport, run: RunSpec) -> Iterator[bytes]:
-    """One frame, the pickled report."""
+    """Yield one frame, the pickled report."""
     yield pickle.dumps(report)
 
 
 @dataclass(frozen=True)
 class NodeReports:
-    """To the replicas' places, see :func:`sparkdl.engines.shuffle.node_reduce.weight_frames`."""
+    """A sink to the replicas' seats, see :func:`sparkdl.engines.shuffle.node_reduce.weight_frames`."""
 
     nodes: Nodes
 
@@ -43,8 +43,12 @@ class NodeReports:
 
 @dataclass(frozen=True)
 class ToBlocks:
-    """The weights as the only frame of the slice's partition, addressed to it; the report into
-    ``reports``. ``everything``: the optimizer's state too."""
+    """A sink that yields the weights as the only frame of the slice's partition.
+
+    Attributes:
+        reports: The accumulator that takes the report.
+        everything: Whether the frame includes the optimizer state.
+    """
 
     reports: Accumulator[list[SliceReport]]
     everything: bool = False
@@ -60,7 +64,7 @@ class ToBlocks:
 
 
 class Reports(AccumulatorParam[list[SliceReport]]):
-    """Lists that are joined."""
+    """An accumulator of lists, which are concatenated."""
 
     def zero(self, value: list[SliceReport]) -> list[SliceReport]:
         return []

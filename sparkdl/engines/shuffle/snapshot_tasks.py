@@ -1,8 +1,9 @@
-"""Snapshots of the state, which Spark keeps on more than one executor. Task bodies only.
+"""Task bodies for snapshots of the state, which Spark keeps on more than one executor.
 
-A snapshot's frames are persisted by Spark with two copies; what is lost with one executor is there on
-another. Reading one writes slabs anew, wherever the owners are by then. The first frame of a partition
-says what there is; its bytes follow in frames of bounded length, see [Note: large bytes].
+Spark persists a snapshot's frames with two copies, so that what one executor loses is available on
+another. Restoring a snapshot writes slabs anew, wherever the owners are by then. The first frame of
+a partition describes its content; the bytes follow in frames of bounded length, see
+[Note: large bytes].
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TakeSnapshot:
-    """Body over the owner RDD: the slice's state, and what is kept as the best.
+    """Body over the owner RDD: copy the slice's state and its best weights into frames.
 
-    ``best`` is empty where none is kept. Every partition has :attr:`count` frames, some of them empty,
-    because a zip wants as many.
+    ``best`` is empty if no best weights are kept. Every partition has :attr:`count` frames, some of
+    them empty, because zipping requires equal numbers.
     """
 
     states: tuple[SliceHandle, ...]
@@ -58,9 +59,10 @@ def _references(handles: Sequence[SliceHandle]) -> list[Reference]:
 
 @dataclass(frozen=True)
 class RestoreSlice:
-    """Body over (snapshot, owner) pairs: write the slice's state into this node's slabs, in ``tick``.
+    """Body over (snapshot, owner) pairs: write the slice's state into this node's slabs.
 
-    Yields a pickled :class:`SliceReport` and the handle of the best weights, or None.
+    Yields a pickled pair: a :class:`SliceReport`, and the handle of the best weights or None.
+    ``tick`` is the tick of the buffers.
     """
 
     tick: int
@@ -80,7 +82,7 @@ class RestoreSlice:
 
 @dataclass(frozen=True)
 class TakeResidual:
-    """At every replica's place: what it keeps between iterations; :attr:`count` frames."""
+    """Task at each replica's seat: copy the replica's residuals into :attr:`count` frames."""
 
     handles: tuple[ResidualHandle | None, ...]
 
@@ -100,7 +102,7 @@ class TakeResidual:
 
 @dataclass(frozen=True)
 class RestoreResidual:
-    """Body over (snapshot, padded seat) pairs: write what a replica kept into this node's slabs.
+    """Body over (snapshot, padded seat) pairs: write a replica's residuals into this node's slabs.
 
     Yields a pickled (replica, handle or None).
     """
@@ -121,8 +123,10 @@ class RestoreResidual:
 
 
 def _opened(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, Any, Iterator[bytes]]:
-    """The first frame of the right side, the first of a snapshot unpickled, and its others. These are
-    to be read to the end, so that Spark keeps the worker."""
+    """Return the first right element (an owner or seat), the first frame unpickled, and the others.
+
+    Read the others to the end, so that Spark keeps the Python worker.
+    """
     rest = iter(pairs)
     first, place = next(rest)
     return place, pickle.loads(first), (frame for frame, _ in rest if frame)

@@ -1,4 +1,4 @@
-"""Tasks over the owner RDD: making, reading and copying the slices' state. Task bodies only."""
+"""Task bodies over the owner RDD that create, read and copy the slices' state."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from sparkdl.spark.worker import finish_task
 
 @dataclass(frozen=True)
 class RecipeSource:
-    """The pickled recipe: in the task itself where it is small, else in a broadcast."""
+    """The pickled recipe: in the task itself if it is small, otherwise in a broadcast."""
 
     inline: bytes | None
     broadcast: BroadcastBytes | None = None
 
     def install(self, run: RunSpec) -> None:
-        """Put it on this node."""
+        """Write the recipe to this node."""
         if self.broadcast is not None:
             install_recipe(run, self.broadcast, sum(self.broadcast.lengths))
         elif self.inline is not None:
@@ -42,10 +42,11 @@ class RecipeSource:
 
 @dataclass(frozen=True)
 class PrepareSlice:
-    """Body of the owner RDD: put the recipe on the node; ``count`` frames, the run first.
+    """Body of the owner RDD: write the recipe to the node; yields ``count`` frames, the run first.
 
-    The owner RDD is persisted and never changes; Spark runs a slice's synchronization where its
-    partition of it lies. It has as many records as frames arrive, because a zip wants that.
+    The owner RDD is persisted and never changes. Spark runs a slice's synchronization where the
+    slice's partition of this RDD lies. It has as many records as frames arrive, because zipping
+    requires that.
     """
 
     run: RunSpec
@@ -63,7 +64,7 @@ class PrepareSlice:
 
 @dataclass(frozen=True)
 class Recount:
-    """Body over the owner RDD (or the replica RDD): the same with another number of frames."""
+    """Body over the owner RDD or the replica RDD: yield the same content with ``count`` frames."""
 
     count: int
 
@@ -75,12 +76,17 @@ class Recount:
 
 @dataclass(frozen=True)
 class InitialState:
-    """Body over the owner RDD: write version 0 of the slice; yields its :class:`SliceReport`.
+    """Body over the owner RDD: write version 0 of the slice.
 
-    ``read``: gives a slice's state from elsewhere (a checkpoint, an earlier run); None: the weights of
-    a replica that is built for it, and no optimizer state. Where it raises one of ``reported``, the
-    frame is that exception; so where the model cannot be built again.
-    ``role``: of the buffers that are written, in ``tick``.
+    Yields a pickled :class:`SliceReport`. If ``read`` raises one of ``reported``, or the model
+    cannot be built again, the frame is the pickled exception.
+
+    Attributes:
+        read: Returns a slice's state from elsewhere (a checkpoint, an earlier run). None: take the
+            weights of a replica that is built for this purpose, and no optimizer state.
+        reported: The exceptions of ``read`` to yield.
+        role: The role of the buffers that are written.
+        tick: The tick of the buffers.
     """
 
     read: Callable[[SliceSpec, torch.dtype], SliceState] | None = None
@@ -110,11 +116,12 @@ class InitialState:
 
 @dataclass(frozen=True)
 class PublishWeights:
-    """Body over the owner RDD, where replicas live on other nodes: weights to each replica.
+    """Body over the owner RDD if replicas are on other nodes: send weights to each replica.
 
-    ``states``: version t of every slice, None: of the step that the job was told;
-    ``replica_tokens``: the node of each replica, ``None``
-    where bytes must go whatever the node. ``everything``: the optimizer's state too.
+    Attributes:
+        states: Version t of every slice; None: that of the job's message.
+        replica_tokens: The node of each replica; ``None`` if bytes must be sent whatever the node.
+        everything: Whether to send the optimizer state too.
     """
 
     states: tuple[SliceHandle, ...] | None
@@ -142,8 +149,10 @@ class PublishWeights:
 
 @dataclass(frozen=True)
 class SaveBestWeights:
-    """Body over the owner RDD: a copy of the slice's weights that outlives the next iterations;
-    yields its :class:`SliceHandle`. The copy before it is given up."""
+    """Body over the owner RDD: copy the slice's weights, for longer than the next iterations.
+
+    Yields the copy's pickled :class:`SliceHandle`. The previous copy is given up.
+    """
 
     states: tuple[SliceHandle, ...]
     tick: int
@@ -157,8 +166,11 @@ class SaveBestWeights:
 
 @dataclass(frozen=True)
 class MapSlice:
-    """Body over the owner RDD: ``use(partition, plan, state)`` on the slice's state; one frame, the
-    pickled result, or where it is large what :func:`left_where_large` makes of it in ``tick``."""
+    """Body over the owner RDD: call ``use(partition, plan, state)`` on the slice's state.
+
+    Yields one frame, the pickled result. A large result is left in a slab with ``tick``, see
+    :func:`left_where_large`.
+    """
 
     states: tuple[SliceHandle, ...]
     use: Callable[[int, SliceSpec, SliceState], Any]
@@ -178,7 +190,7 @@ class MapSlice:
 
 @dataclass(frozen=True)
 class ReadParts:
-    """Body over the owner RDD: from the owners that ``parts`` names, a frame with the raw bytes."""
+    """Body over the owner RDD: the owners that ``parts`` names each yield one frame of raw bytes."""
 
     parts: Mapping[int, Reference]
 
@@ -190,5 +202,5 @@ class ReadParts:
 
 
 def run_of(frames: Iterable[bytes]) -> RunSpec:
-    """The run, out of an owner's frames; reads them to the end, so that Spark keeps the worker."""
+    """Return the run from an owner's frames; read them to the end, so that Spark keeps the worker."""
     return next(pickle.loads(frame) for frame in list(frames) if frame)

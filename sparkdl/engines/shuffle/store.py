@@ -1,12 +1,13 @@
-"""The state of a slice in slabs: read version t, write version t+1.
+"""Versions of slices' states and of replicas' residuals in slabs.
 
-What a replica keeps between iterations, in slabs: the residual of its gradients, a hook's state.
+Residuals are what a replica keeps between iterations: the rest of its compressed gradients, and the
+state of a compression hook.
 
-[Note: versions of residuals] Version v+1 is made from version v by the replica itself, before it is
-known whether the iteration will be committed; until then v must stay. So versions lie in two roles of
-buffers by turns: while v is the committed one, everything in the role of v+1 is of an older version, or
-of an attempt that came to nothing, and is free once its tick has passed, see [Note: who may write a
-buffer]. A replica without rows in an iteration keeps its version, however long that lasts.
+[Note: versions of residuals] The replica itself makes version v+1 from version v before it is known
+whether the iteration will be committed; until then v must stay. So versions alternate between two
+roles of buffers. While v is the committed version, everything in the role of v+1 belongs to an
+older version or to a failed attempt, and is free once its tick has passed, see [Note: who may write
+a buffer]. A replica without rows in an iteration keeps its version, for any number of iterations.
 """
 
 from __future__ import annotations
@@ -40,11 +41,19 @@ _ROUND = 4096
 def next_version(
     pool: Pool, handle: SliceHandle, dtype: torch.dtype, tick: int, floor: int
 ) -> Iterator[tuple[SliceState, SliceState, NewVersion]]:
-    """Version t, not to be written to, and buffers for t+1, which the block fills, then ``seal`` it.
+    """Yield version t, buffers for version t+1, and a :class:`NewVersion` to ``seal`` them with.
 
-    The buffers are as many and as long, and their content is undefined. What is not in arrays is
-    the same object in both, with memory of its own. That version t is what was read all the time is
-    checked by ``seal``, see [Note: who may write a buffer].
+    Version t must not be written to. The buffers have the same number and lengths, and undefined
+    content, which the ``with`` block overwrites. State that is not in arrays is the same object in
+    both and has its own memory. ``seal`` checks that version t was not overwritten in the meantime,
+    see [Note: who may write a buffer].
+
+    Args:
+        pool: The slabs of this node.
+        handle: The handle of version t.
+        dtype: The dtype of the weights.
+        tick: The tick of the new buffers.
+        floor: The tick below which buffers are free.
     """
     with contextlib.ExitStack() as claims:
         to = NewVersion(pool, tick, floor, claims, replaces=handle)
@@ -56,7 +65,16 @@ def next_version(
 
 
 class NewVersion:
-    """Version t+1 of a slice while it is being written."""
+    """Version t+1 of a slice while it is being written.
+
+    Args:
+        pool: The slabs of this node.
+        tick: The tick of the new buffers.
+        floor: The tick below which buffers are free.
+        claims: The stack that the claims of the buffers are entered into.
+        role: The role of the buffers.
+        replaces: The handle of the version that this one is made from, if any.
+    """
 
     def __init__(
         self,
@@ -72,17 +90,19 @@ class NewVersion:
         self._claimed: dict[str, tuple[Claim, torch.Tensor]] = {}
 
     def like(self, name: str, other: torch.Tensor) -> torch.Tensor:
-        """A slab-backed tensor of the length and dtype of ``other``, its content undefined."""
+        """Return a slab-backed tensor of the length and dtype of ``other``, with undefined content."""
         claim = self._claim(other.numel() * other.element_size())
         tensor = as_tensor(claim.bytes, other.dtype)
         self._claimed[name] = claim, tensor
         return tensor
 
     def seal(self, state: SliceState) -> SliceHandle:
-        """Write what is not in slabs yet (new optimizer state, others); the new version's handle.
+        """Write what is not in slabs yet (new optimizer state, others); return the handle of the
+        version.
 
-        Raises :class:`sparkdl.errors.StaleReferenceError` if the version it replaces was overwritten
-        while it was read.
+        Raises:
+            sparkdl.errors.StaleReferenceError: The version that this one replaces was overwritten
+                while it was read.
         """
         for name, array in state.arrays.items():
             if name not in self._claimed:
@@ -111,7 +131,14 @@ class NewVersion:
 
 
 def first_version(pool: Pool, state: SliceState, tick: int, role: str = "state") -> SliceHandle:
-    """Write a state that is not in slabs yet, in buffers of ``role``."""
+    """Write a state that is not in slabs yet.
+
+    Args:
+        pool: The slabs of this node.
+        state: The state.
+        tick: The tick of the buffers.
+        role: The role of the buffers.
+    """
     with contextlib.ExitStack() as claims:
         new = NewVersion(pool, tick, tick, claims, role)
         new.like("weights", state.weights).copy_(state.weights)
@@ -119,7 +146,13 @@ def first_version(pool: Pool, state: SliceState, tick: int, role: str = "state")
 
 
 def read_version(pool: Pool, handle: SliceHandle, dtype: torch.dtype) -> SliceState:
-    """A state as it lies in slabs: not to be written to, and the references to be checked after."""
+    """Return a state mapped from slabs: do not write to it, and check its references after use.
+
+    Args:
+        pool: The slabs of this node.
+        handle: The handle of the state.
+        dtype: The dtype of the weights.
+    """
     state = SliceState(as_tensor(pool.read(handle.weights), dtype))
     for name, kind, reference in handle.arrays:
         state.arrays[name] = torch.from_numpy(pool.read(reference).view(kind))
@@ -129,7 +162,13 @@ def read_version(pool: Pool, handle: SliceHandle, dtype: torch.dtype) -> SliceSt
 
 
 def copy_weights(pool: Pool, handle: SliceHandle, tick: int) -> SliceHandle:
-    """A copy of a slice's weights in a buffer that only a later copy takes."""
+    """Copy a slice's weights into a buffer that only a later such copy reuses.
+
+    Args:
+        pool: The slabs of this node.
+        handle: The handle of the slice's state.
+        tick: The tick of the buffer.
+    """
     source = pool.read(handle.weights)
     with pool.claim("best", len(source), tick, tick) as claim:
         claim.bytes[:] = source
@@ -140,8 +179,15 @@ def copy_weights(pool: Pool, handle: SliceHandle, tick: int) -> SliceHandle:
 def write_copy(
     pool: Pool, handle: SliceHandle, frames: Iterator[bytes], role: str, tick: int
 ) -> SliceHandle:
-    """Write what ``handle`` referred to, which ``frames`` bring (see
-    :func:`sparkdl.slab.parts.frames_of`), into buffers of ``role``; those of earlier ticks are free."""
+    """Write the content of ``handle`` into buffers of ``role``, and return the handle of the copy.
+
+    Args:
+        pool: The slabs of this node.
+        handle: The handle of the original, which may lie elsewhere.
+        frames: The bytes of the original, see :func:`sparkdl.slab.parts.frames_of`.
+        role: The role of the buffers.
+        tick: The tick of the buffers; those of earlier ticks are free.
+    """
     with contextlib.ExitStack() as claims:
 
         def written(reference: Reference, room: int) -> Reference:
@@ -174,7 +220,15 @@ _LENGTH = struct.Struct("<q")
 def write_residuals(
     pool: Pool, replica: int, before: ResidualHandle | None, kept: ByParameter, tick: int
 ) -> ResidualHandle:
-    """Write the version after ``before``: the length of the pickled specs, they, the tensors."""
+    """Write the version after ``before``: the length of the pickled specs, the specs, the tensors.
+
+    Args:
+        pool: The slabs of this node.
+        replica: The number of the replica.
+        before: The handle of the last version; None for the first.
+        kept: The residuals.
+        tick: The tick of the buffer.
+    """
     version = before.version + 1 if before else 1
     specs = specs_of(kept)
     head = pickle.dumps(specs, protocol=pickle.HIGHEST_PROTOCOL)
@@ -191,15 +245,22 @@ def write_residuals(
 def copy_residuals(
     pool: Pool, replica: int, nbytes: int, frames: Iterator[bytes], tick: int
 ) -> ResidualHandle:
-    """Write what was kept in ``nbytes`` elsewhere, which ``frames`` bring (see
-    :func:`sparkdl.slab.parts.frames_of`), as the first version."""
+    """Write a replica's residuals from elsewhere as its first version.
+
+    Args:
+        pool: The slabs of this node.
+        replica: The number of the replica.
+        nbytes: The size of the residuals.
+        frames: The bytes of the residuals, see :func:`sparkdl.slab.parts.frames_of`.
+        tick: The tick of the buffer.
+    """
     with pool.claim(f"residual.{replica}.1", _one_of_few(nbytes), tick, floor=tick) as claim:
         fill(claim.bytes[:nbytes], frames)
         return ResidualHandle(claim.reference.part(0, nbytes), 1)
 
 
 def read_residuals(pool: Pool, handle: ResidualHandle) -> ByParameter:
-    """As they lie in the slab: not to be written to, and the reference to be checked after."""
+    """Return residuals mapped from a slab: do not write to them, and check the reference after use."""
     data = pool.read(handle.reference)
     (length,) = _LENGTH.unpack_from(data.data, 0)
     specs = pickle.loads(data[_LENGTH.size : _LENGTH.size + length].data)
@@ -207,6 +268,6 @@ def read_residuals(pool: Pool, handle: ResidualHandle) -> ByParameter:
 
 
 def _one_of_few(nbytes: int) -> int:
-    """The next of eight sizes between two powers of two, so that buffers fit again."""
+    """Round up to one of eight sizes between two powers of two, so that buffers can be reused."""
     step = max(4096, 1 << max(0, nbytes.bit_length() - 4))
     return -(-nbytes // step) * step

@@ -1,10 +1,11 @@
-"""Which replicas and slices share a node, and what that makes of the bytes between nodes. Pure.
+"""The placement of replicas and slices on nodes, and the bytes between nodes that follow from it.
 
-P bytes of parameters are to be summed and handed back among K nodes, each of which owns P / K of them.
-A node must then send (K - 1) / K of its sum of the gradients, and its slice of the new weights to K - 1
-others: 2 P (K - 1) / K bytes in each direction, the least there is where every node does the same
-(Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce algorithms"). :func:`least_bytes` says so, and
-:func:`planned` what a job comes to with the nodes as they are.
+All functions here are pure. P bytes of parameters are to be summed and returned among K nodes, each
+of which owns P / K of them. A node must then send (K - 1) / K of its sum of the gradients, and its
+slice of the new weights to K - 1 others. That is 2 P (K - 1) / K bytes in each direction, the
+minimum if every node does the same (Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce
+algorithms"). :func:`least_bytes` computes this minimum, and :func:`planned` the bytes of a job with
+given nodes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sparkdl.slices.tree_sum import blocks
 
 @dataclass(frozen=True)
 class Nodes:
-    """The node (its token) of each replica, and of each slice's owner."""
+    """The node (its token) of each replica and of each slice's owner."""
 
     replicas: tuple[str, ...]
     slices: tuple[str, ...]
@@ -33,30 +34,32 @@ class Nodes:
 
     @property
     def tokens(self) -> list[str]:
-        """The nodes that have replicas."""
+        """Return the nodes that have replicas."""
         return list(self._members)
 
     def members(self, token: str) -> list[int]:
-        """The replicas of a node."""
+        """Return the replicas of a node."""
         return self._members[token]
 
     def representative(self, token: str, n: int) -> int:
-        """The replica at whose place slice ``n`` is summed for the node, and its weights arrive: they
-        take turns, so that a node's task slots share the work."""
+        """Return the replica at whose seat the node sums slice ``n`` and receives its weights.
+
+        The node's replicas take turns over the slices, so that its task slots share the work.
+        """
         members = self._members[token]
         return members[n % len(members)]
 
     def blocks(self, token: str) -> list[range]:
-        """The parts of the sum that the node can make, see [Note: the shape of a sum]."""
+        """Return the parts of the sum that the node can compute, see [Note: the shape of a sum]."""
         return blocks(self._members[token], len(self.replicas))
 
 
 Transfer = tuple[str, str, int]
-"""From a node to a node, bytes."""
+"""A transfer: from node, to node, bytes."""
 
 
 def between_nodes(gradients: Iterable[Transfer], weights: Iterable[Transfer]) -> dict[str, Traffic]:
-    """What left and arrived at each node; what stayed on its node counts nothing."""
+    """Sum the bytes that left and arrived at each node; transfers within a node do not count."""
     sums: dict[str, dict[str, int]] = {}
     for kind, transfers in (("gradients", gradients), ("weights", weights)):
         for source, target, nbytes in transfers:
@@ -68,14 +71,19 @@ def between_nodes(gradients: Iterable[Transfer], weights: Iterable[Transfer]) ->
 
 
 def least_bytes(parameter_bytes: int, nodes: int) -> float:
-    """2 P (K - 1) / K: bytes that a node must send, and receive, in an iteration."""
+    """Return 2 P (K - 1) / K, the bytes that a node must send, and receive, in an iteration."""
     return 2 * parameter_bytes * (nodes - 1) / nodes
 
 
 @dataclass(frozen=True)
 class SliceBytes:
-    """Of a slice: its dense gradient as it travels, its dense gradient in the flat vector's dtype, and
-    its weights."""
+    """The sizes of a slice in bytes.
+
+    Attributes:
+        wire: The size of its dense gradient as it travels.
+        flat: The size of its dense gradient in the flat vector's dtype.
+        weights: The size of its weights.
+    """
 
     wire: int
     flat: int
@@ -83,7 +91,13 @@ class SliceBytes:
 
 
 def sum_is_smaller(terms: int, wire: int, flat: int) -> bool:
-    """Whether a sum of gradients is fewer bytes than they are."""
+    """Return whether a sum of gradients takes fewer bytes than the gradients themselves.
+
+    Args:
+        terms: The number of gradients.
+        wire: The bytes of an element as it travels.
+        flat: The bytes of an element of the flat vector's dtype.
+    """
     return terms > 1 and terms * wire > flat
 
 
@@ -94,9 +108,12 @@ class _Plan:
 
 
 def planned(nodes: Nodes, slices: Sequence[SliceBytes], summed: bool) -> dict[str, Traffic]:
-    """What an iteration will send, tables and buffers left out.
+    """Return the traffic that an iteration will cause per node, without tables and buffers.
 
-    ``summed``: each node sums its replicas' gradients, and gets new weights once.
+    Args:
+        nodes: The nodes of replicas and owners.
+        slices: The sizes of each slice.
+        summed: Whether each node sums its replicas' gradients and receives new weights once.
     """
     plan = _Plan()
     for token in nodes.tokens:

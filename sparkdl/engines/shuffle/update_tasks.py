@@ -1,6 +1,6 @@
-"""The parameter-synchronization job: N tasks, task n owns slice n. Task bodies only.
+"""Task bodies of the parameter-synchronization job, in which N tasks own a slice each.
 
-Each is the body of one Spark task: frames in, frames out, safe to run twice.
+Each is the body of one Spark task: it takes frames, yields frames, and is safe to run twice.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ _KEEP = 2
 
 @dataclass(frozen=True)
 class Synchronize:
-    """Body of the synchronization stage: reduce slice n, update it, write version t+1.
+    """Body of the synchronization stage: reduce slice n, update it, and write version t+1.
 
-    ``step``: None: the one that the job was told, see :mod:`sparkdl.spark.message`; so for the others.
-    ``tell``: what becomes of the report and the new weights.
+    Attributes:
+        step: The iteration; None: that of the job's message, see :mod:`sparkdl.spark.message`. The
+            same holds for the bodies below.
+        tell: The sink of the report and the new weights.
     """
 
     step: IterationMessage | None = None
@@ -58,7 +60,14 @@ class Synchronize:
 def synchronize(
     step: IterationMessage, partition: int, run: RunSpec, frames: list[Frame]
 ) -> SliceReport:
-    """Reduce slice ``partition``, update it, write the next version."""
+    """Reduce slice ``partition``, update it, write the next version, and return its report.
+
+    Args:
+        step: The iteration.
+        partition: The number of the slice.
+        run: The constants of the run.
+        frames: The replicas' headers and payloads, in any order.
+    """
     clock, pool = Clock(), open_pool(run.slab)
     report = _checked(partition, pool, frames)
     if report.faults or report.skipped:
@@ -98,8 +107,10 @@ def synchronize(
 
 @dataclass(frozen=True)
 class Reduce:
-    """Body of the reduction stage, where the global norm must be known before the update: reduce
-    slice n into a slab, and tell every slice its part of the norm."""
+    """Body of the reduction stage, which exists if the global norm must be known before the update.
+
+    It reduces slice n into a slab, and sends every slice its part of the norm.
+    """
 
     step: IterationMessage | None = None
 
@@ -117,7 +128,14 @@ class Reduce:
 def reduce_slice(
     step: IterationMessage, partition: int, run: RunSpec, frames: list[Frame]
 ) -> ReducedHeader:
-    """Reduce slice ``partition`` into a slab; its part of the norm."""
+    """Reduce slice ``partition`` into a slab, and return a header with its part of the norm.
+
+    Args:
+        step: The iteration.
+        partition: The number of the slice.
+        run: The constants of the run.
+        frames: The replicas' headers and payloads, in any order.
+    """
     clock, pool = Clock(), open_pool(run.slab)
     report = _checked(partition, pool, frames)
     if report.faults or report.skipped:
@@ -150,7 +168,7 @@ def reduce_slice(
 
 @dataclass(frozen=True)
 class Update:
-    """Body of the update stage after :class:`Reduce`: clip by the global norm, update slice n."""
+    """Body of the update stage after :class:`Reduce`: clip by the global norm and update slice n."""
 
     step: IterationMessage | None = None
     tell: ReportSink = to_driver
@@ -167,8 +185,14 @@ class Update:
 def update_slice(
     step: IterationMessage, partition: int, run: RunSpec, headers: Sequence[ReducedHeader]
 ) -> SliceReport:
-    """Clip what :func:`reduce_slice` made of slice ``partition`` by the global norm, update it.
-    ``headers``: of all slices, in order."""
+    """Clip the reduced gradient of slice ``partition`` by the global norm, and update the slice.
+
+    Args:
+        step: The iteration.
+        partition: The number of the slice.
+        run: The constants of the run.
+        headers: The results of :func:`reduce_slice` for all slices, in order.
+    """
     clock, pool = Clock(), open_pool(run.slab)
     mine = headers[partition]
     report = mine.report
@@ -216,7 +240,10 @@ def update_slice(
 
 
 def buffer_size(nbytes: int, *sections: SectionLayout) -> int:
-    """The size of buffer to claim: of variable sections a power of two, so that sizes are few."""
+    """Return the size of the buffer to claim.
+
+    For sections of variable size it is a power of two, so that there are few sizes.
+    """
     if any(section.rows or section.compressed for section in sections):
         return 1 << max(nbytes - 1, 4095).bit_length()
     return nbytes
@@ -231,7 +258,7 @@ def _read(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[list[Frame], RunSpec]:
 
 
 def _checked(partition: int, pool: Pool, frames: list[Frame]) -> SliceReport:
-    """Put the frames into replica order; a report with what forbids an update, if anything."""
+    """Sort the frames by replica, and return a report with any reason not to update."""
     frames.sort(key=lambda frame: frame[0].replica)
     headers: list[GradientHeader] = [header for header, _ in frames]
     faults = tuple(header.fault for header in headers if header.fault)
@@ -265,21 +292,21 @@ def _contributions(owner: SliceUpdater, pool: Pool, frames: list[Frame]) -> list
 
 
 def _check_references(pool: Pool, frames: list[Frame]) -> None:
-    """The bytes that were read are those that were meant, see [Note: who may write a buffer]."""
+    """Check that no buffer was overwritten while it was read, see [Note: who may write a buffer]."""
     references: list[Reference] = [h.reference for h, _ in frames if h.reference is not None]
     for reference in references:
         pool.check(reference)
 
 
 def _loss(frames: list[Frame]) -> float:
-    """The mean loss over the global batch."""
+    """Return the mean loss over the global batch."""
     headers = [header for header, _ in frames if header.section is not None]
     total = sum(header.weight for header in headers)
     return sum(header.loss * header.weight for header in headers) / total if total else 0.0
 
 
 def _scratch_tensor(run: RunSpec, owner: SliceUpdater) -> torch.Tensor:
-    """Memory for the reduced gradient of a slice, kept between tasks."""
+    """Return memory for the reduced gradient of a slice, which is kept between tasks."""
     key = (run.key, owner.plan.index)
     tensor = _scratch.get(key)
     if tensor is None:

@@ -1,4 +1,4 @@
-"""The committed state of a run: where it lies, and the jobs over it between two iterations."""
+"""The committed state of a run: its location, and the jobs that use it between two iterations."""
 
 from __future__ import annotations
 
@@ -37,16 +37,19 @@ from sparkdl.spark.frames import collect_frames, map_frames, stage_name
 from sparkdl.usercode import accompanied
 
 MAX_RECORD_BYTES = (1 << 31) - (1 << 20)
-"""Of what Python and Spark hand each other, less what is before the bytes."""
+"""The largest record that Python and Spark exchange, less room for the header."""
 
 
 @dataclass(frozen=True)
 class SnapshotRdds:
-    """The state as Spark keeps it, on two executors where there are as many.
+    """A snapshot of the state that Spark keeps, on two executors if there are two.
 
-    ``slices``: RDD of ``slice_frames`` frames a partition, see
-    :class:`sparkdl.engines.shuffle.snapshot_tasks.TakeSnapshot`; ``residuals``: of what replicas
-    keep, None where they keep nothing.
+    Attributes:
+        slices: The RDD of the slices' state, see
+            :class:`sparkdl.engines.shuffle.snapshot_tasks.TakeSnapshot`.
+        slice_frames: The number of its frames per partition.
+        residuals: The RDD of the replicas' residuals; None if there are none.
+        residual_frames: The number of its frames per partition.
     """
 
     slices: RDD
@@ -56,10 +59,20 @@ class SnapshotRdds:
 
 
 class SliceVersions:
-    """Version t of every slice, the weights that are kept as the best, and what replicas keep.
+    """Version t of every slice, the best weights if they are kept, and the replicas' residuals.
 
-    ``tick`` numbers submissions, ``floor`` is the tick of version t, below which state buffers are
-    free.
+    Args:
+        places: The placement of replicas and owners.
+        resources: The fit's Spark resources.
+        replicas: M.
+        slices: N.
+
+    Attributes:
+        tick: The number of the last submission.
+        floor: The tick of version t; state buffers of lower ticks are free.
+        states: The handles of version t.
+        best: The handles of the best weights; empty if none are kept.
+        residuals: The handle of each replica's residuals, or None.
     """
 
     def __init__(
@@ -74,11 +87,11 @@ class SliceVersions:
         self.residuals: tuple[ResidualHandle | None, ...] = (None,) * replicas
 
     def commit(self, states: tuple[SliceHandle, ...], tick: int) -> None:
-        """``states`` are version t now, written in ``tick``."""
+        """Make ``states``, which were written with ``tick``, version t."""
         self.states, self.floor = states, tick
 
     def keep_residuals(self, replicas: Sequence[ReplicaReport]) -> None:
-        """Replicas that took part keep what they report."""
+        """Keep the residuals in the reports of the replicas that took part."""
         new = {report.replica: report.residual for report in replicas}
         self.residuals = tuple(new.get(m) or old for m, old in enumerate(self.residuals))
 
@@ -88,7 +101,17 @@ class SliceVersions:
         reported: tuple[type[Exception], ...] = (),
         which: str = CURRENT,
     ) -> None:
-        """Place replicas where their samples are and write the first version of the state."""
+        """Place replicas where their samples are, and write the first version of the state.
+
+        Args:
+            read: Returns a slice's state from elsewhere; None: use the recipe's weights.
+            reported: The exceptions of ``read`` that are raised as they are.
+            which: ``BEST`` to write the weights that are kept as the best, else the current state.
+
+        Raises:
+            sparkdl.ParameterError: A slice is too large to go to another node.
+            sparkdl.TrainingError: The job failed.
+        """
         with faults_explained("setting up the replicas"):
             if not self._places.tokens:
                 self._places.place_replicas()
@@ -103,7 +126,7 @@ class SliceVersions:
         self._check_frames()
 
     def _check_frames(self) -> None:
-        """Raise :class:`sparkdl.ParameterError` for slices that no record can take to another node."""
+        """Raise :class:`sparkdl.ParameterError` for slices too large for one record between nodes."""
         largest = max((state.weights.nbytes for state in self.states), default=0)
         if largest <= FEW_BYTES or self._places.one_node(self.states):
             return
@@ -119,7 +142,7 @@ class SliceVersions:
             )
 
     def forget(self) -> None:
-        """What there is is out of reach: it is to be started, or restored, at new places."""
+        """Give up the present state, which is out of reach; a load or restore at new places follows."""
         self._places.forget()
         self.states = self.best = ()
         self.residuals = (None,) * self._replicas
@@ -128,7 +151,7 @@ class SliceVersions:
     def load_residuals(
         self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
     ) -> None:
-        """One task a replica, in parallel."""
+        """Write the replicas' residuals with one task per replica, in parallel."""
         with faults_explained("setting up the replicas"):
             task = InitialResiduals(read, reported, self.tick)
             found = dict(self._places.at_replicas(task, "write the replicas' residuals"))
@@ -136,7 +159,7 @@ class SliceVersions:
         self.residuals = tuple(found[replica] for replica in range(self._replicas))
 
     def score(self, validation: ValidationSet) -> list[Any]:
-        """One job over the replicas' places and the validation samples."""
+        """Score the validation samples in one job at the replicas' seats; return the merged states."""
         samples = validation.samples
         rdd = samples.rdd
         assert rdd is not None
@@ -154,13 +177,13 @@ class SliceVersions:
         return validation.scorer.merge([states[replica] for replica in sorted(states)])
 
     def keep_best(self) -> None:
-        """Copy the weights beside the state, where they lie."""
+        """Copy the weights where they lie, as the best ones."""
         with faults_explained("keeping the best weights"):
             task = SaveBestWeights(self.states, self.tick)
             self.best = tuple(self._places.at_owners(task, "keep the best weights"))
 
     def weights(self, which: str, dtype: torch.dtype) -> torch.Tensor:
-        """Read from slabs where these are on the driver's node, else in jobs that bring a part."""
+        """Return the flat weights, read from slabs on the driver's node or fetched by jobs in parts."""
         states = self.best if which == BEST else self.states
         pieces = [_weights_of(state, which == AVERAGE) for state in states]
         flat = torch.empty(
@@ -178,7 +201,10 @@ class SliceVersions:
     def map_slices(
         self, use: Callable[[int, SliceSpec, SliceState], Any], which: str = CURRENT
     ) -> list[Any]:
-        """One task a slice, in parallel; large results come as the weights do."""
+        """Call ``use`` on every slice with one task per slice, in parallel.
+
+        Large results come back like the weights.
+        """
         states = self.best if which == BEST else self.states
         self.tick += 1
         with faults_explained("reading the state"):
@@ -203,7 +229,10 @@ class SliceVersions:
                 bring(far, read, most_at_once(self._context))
 
     def map_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
-        """One task a replica, in parallel; no job where none keeps any."""
+        """Call ``use`` on all residuals, in parallel with one task per replica.
+
+        No job runs if there are none.
+        """
         if not any(self.residuals):
             return []
         with faults_explained("reading the replicas' residuals"):
@@ -212,7 +241,7 @@ class SliceVersions:
         return [found[m] for m, handle in enumerate(self.residuals) if handle is not None]
 
     def take_snapshot(self) -> SnapshotRdds:
-        """Let Spark keep a copy."""
+        """Have Spark keep a copy of the state."""
         self._context.setJobDescription("sparkdl: taking a snapshot")
         task = TakeSnapshot(self.states, self.best)
         with (
@@ -232,13 +261,13 @@ class SliceVersions:
         return SnapshotRdds(slices, task.count, residuals, count)
 
     def drop(self, snapshot: SnapshotRdds) -> None:
-        """Let Spark forget it."""
+        """Have Spark delete a snapshot."""
         for rdd in (snapshot.slices, snapshot.residuals):
             if rdd is not None:
                 self._resources.forget(rdd)
 
     def restore(self, snapshot: SnapshotRdds) -> None:
-        """Write it into slabs at the places as they are now."""
+        """Write a snapshot into slabs at the present places."""
         with (
             faults_explained("restoring a snapshot"),
             stage_name(self._context, "restore a snapshot"),
@@ -259,12 +288,15 @@ class SliceVersions:
 
 
 def states_of(reports: Sequence[SliceReport]) -> tuple[SliceHandle, ...]:
-    """The slices' new version."""
+    """Return the handles of the slices' new version."""
     return tuple(report.state for report in reports if report.state)
 
 
 def _weights_of(handle: SliceHandle, average: bool) -> list[Reference]:
-    """Where they lie; ``average``: those of their moving average, which buffers have none of."""
+    """Return references to the weights, or with ``average`` to their moving average.
+
+    Buffers have no moving average, and are taken from the weights.
+    """
     found = next((ref for name, _, ref in handle.arrays if average and name == EMA), None)
     if found is None:
         return [handle.weights]

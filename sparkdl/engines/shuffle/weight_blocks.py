@@ -1,13 +1,14 @@
-"""Weights between nodes as blocks that Spark stores: an iteration needs no stage that sends them.
+"""Blocks of weights that Spark stores, so that no stage of an iteration has to send weights.
 
-[Note: weights as blocks] The task that updates a slice puts its new weights out as the only frame of
-its partition, and Spark stores that (in memory, or on disk) on the executor. The next iteration's tasks
-fetch the blocks of other nodes' slices by name, as they would fetch those of any persisted RDD. So the
-new weights are there when the job ends, and two stages are left of three. The state's slabs are what
-counts: a block is a copy of the weights, and where it is lost, or the weights come from elsewhere (a
-checkpoint, a snapshot), a stage sends them from the slabs. An accumulator takes the report of the task
-that ended first; that may be one which found the block there already, of a twin or of an attempt before
-it that failed afterwards. Then there is no report, and the iteration is submitted again.
+[Note: weights as blocks] The task that updates a slice yields its new weights as the only frame of
+its partition, and Spark stores that frame on the executor (in memory or on disk). The tasks of the
+next iteration fetch the blocks of other nodes' slices by name, like those of any persisted RDD. So
+the new weights are available when the job ends, and two stages remain of three. The slabs of the
+state stay authoritative: a block is a copy of the weights. If a block is lost, or the weights come
+from elsewhere (a checkpoint, a snapshot), a stage sends them from the slabs. An accumulator takes
+the report of the task that ended first. That task may have found the block already stored, by a
+speculative copy of it or by an earlier attempt that failed afterwards. Then there is no report, and
+the iteration is submitted again.
 """
 
 from __future__ import annotations
@@ -25,11 +26,20 @@ from sparkdl.replica.iteration import Fault, SliceHandle, SliceReport
 from sparkdl.spark.frames import StoringJob, is_not_stored
 
 MOST_NAMES = 256
-"""Of blocks, in an iteration: the driver takes a tenth of a millisecond for each."""
+"""The largest number of block names in an iteration; each takes the driver a tenth of a millisecond."""
 
 
 class WeightBlocks:
-    """The blocks of one version of the weights. ``slices``: N."""
+    """The blocks of one version of the weights.
+
+    Args:
+        places: The placement of replicas and owners.
+        slices: N.
+        resources: The fit's Spark resources.
+
+    Attributes:
+        tell: The report sink with which an iteration that stores blocks must end.
+    """
 
     def __init__(self, places: Placement, slices: int, resources: FitResources) -> None:
         self._places, self._slices, self._resources = places, slices, resources
@@ -41,8 +51,11 @@ class WeightBlocks:
         self._executors: frozenset[str] = frozenset()
 
     def pay(self, states: tuple[SliceHandle, ...]) -> bool:
-        """Whether every replica needs some, and there are not too many to be named, nor too large:
-        they lie where the user's cached data do."""
+        """Return whether using blocks pays.
+
+        It does if every replica needs some, and there are not too many to name, nor are they too
+        large: they share storage memory with the user's cached data.
+        """
         wanted = self._places.missing(states)
         return (
             self._places.few_bytes
@@ -51,16 +64,25 @@ class WeightBlocks:
         )
 
     def of(self, states: tuple[SliceHandle, ...]) -> RDD | None:
-        """The blocks of exactly these weights, if there are any. After an executor was lost there are
-        none: tasks that look for what it had would fail, each as often as Spark lets them."""
+        """Return the RDD of the blocks of exactly these weights, or None.
+
+        After the loss of an executor there are none: tasks that look for its blocks would fail,
+        each as often as Spark allows.
+        """
         before, self._executors = self._executors, self._executors_now()
         if not before <= self._executors:
             self.forget()
         return self._stored if states == self._states else None
 
     def store(self, rdd: RDD, meanwhile: Callable[[], None]) -> list[SliceReport]:
-        """Run an iteration that ends with :attr:`tell`; the report of every slice. ``meanwhile`` is
-        done while it runs. Where it is to be run again, one report with the fault that says why."""
+        """Run an iteration that ends with :attr:`tell`, and return the report of every slice.
+
+        If the iteration must run again, return a single report with a fault that gives the reason.
+
+        Args:
+            rdd: The RDD of the iteration.
+            meanwhile: Is called while the job runs.
+        """
         self._reports.value = []
         job = StoringJob(self._resources.stored(rdd))
         self._forget_old()
@@ -79,7 +101,7 @@ class WeightBlocks:
             return _again(REPORT_MISSING)
         states = tuple(report.state for report in reports if report.state is not None)
         if len(states) < self._slices or any(report.skipped for report in reports):
-            self._old.append(rdd)  # the version before stays
+            self._old.append(rdd)  # the previous version stays
         else:
             if self._stored is not None:
                 self._old.append(self._stored)
@@ -87,13 +109,13 @@ class WeightBlocks:
         return reports
 
     def forget(self) -> None:
-        """There are none, as far as anybody knows."""
+        """Drop all blocks, because it is unknown which are left."""
         if self._stored is not None:
             self._old.append(self._stored)
         self._stored, self._states = None, ()
 
     def _executors_now(self) -> frozenset[str]:
-        """Those that store blocks, by address."""
+        """Return the addresses of the executors that store blocks."""
         assert self._resources.context._jsc is not None
         addresses = self._resources.context._jsc.sc().getExecutorMemoryStatus().keySet()
         return frozenset(addresses.mkString(" ").split())

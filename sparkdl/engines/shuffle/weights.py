@@ -1,4 +1,4 @@
-"""Version t on its way to the replicas: from the slab of the node, or as bytes in a frame."""
+"""The transfer of version t to the replicas: from slabs of their node, or as bytes in frames."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState, join_states, pack, unpack
 
 RemoteWeights = Mapping[int, SliceState | None]
-"""States of slices that came through the shuffle, by number; None: the slice's state was not found.
-A slice that is not in it lies on this node."""
+"""The states of slices that came as bytes, by number; None if the slice's state was not found.
+
+A slice without an entry lies on this node.
+"""
 
 
 @dataclass(frozen=True)
 class _Content:
-    """What follows in a frame: the weights, then arrays of ``lengths`` elements; ``others`` packed."""
+    """The content of a frame: the weights, arrays of ``lengths`` elements, and packed ``others``."""
 
     weights: int
     lengths: tuple[tuple[str, str, int], ...]
@@ -32,7 +34,18 @@ class _Content:
 def version_frame(
     pool: Pool, partition: int, handle: SliceHandle, dtype: torch.dtype, everything: bool
 ) -> bytes:
-    """A slice's weights as raw bytes, and with ``everything`` the optimizers' state."""
+    """Return a frame with a slice's weights as raw bytes.
+
+    Args:
+        pool: The slabs of this node.
+        partition: The number of the slice.
+        handle: The handle of its version.
+        dtype: The dtype of the weights.
+        everything: Whether to include the optimizer state.
+
+    Raises:
+        sparkdl.errors.StaleReferenceError: The version was overwritten while it was read.
+    """
     state = read_version(pool, handle, dtype)
     parts = [state.weights.view(torch.uint8)]
     content = _Content(len(state.weights), (), b"")
@@ -49,8 +62,11 @@ def version_frame(
 
 
 def read_frame(frame: bytes, dtype: torch.dtype) -> tuple[int, SliceState | None] | None:
-    """(slice, its state) of a frame of bytes; (slice, None) where its owner did not find it; None
-    where it says that the state lies on this node."""
+    """Return the slice and its state in a frame.
+
+    The state is None if the owner did not find it. The result is None if the frame says that the
+    state lies on this node.
+    """
     (partition, here, content), payload = decode(frame)
     if not here:
         return partition, None
@@ -74,7 +90,18 @@ def load_weights(
     arrived: RemoteWeights,
     pool: Pool,
 ) -> None:
-    """Bring version t into the live replica, unless it has it already."""
+    """Copy version t into the live replica, unless the replica has it already.
+
+    Args:
+        live: The live replica.
+        plans: The slices.
+        states: The handle of each slice.
+        arrived: The states of slices that came as bytes; the others are read from slabs.
+        pool: The slabs of this node.
+
+    Raises:
+        sparkdl.errors.StaleReferenceError: A slice was overwritten while it was read.
+    """
     version = "/".join(state.version for state in states)
     live.flat.give_back()
     if live.version != version:
@@ -93,10 +120,16 @@ def load_weights(
 def map_weights(
     live: LiveReplica, plans: Sequence[SliceSpec], states: Sequence[SliceHandle], pool: Pool
 ) -> None:
-    """Let the live replica compute with version t where it lies, in slabs of this node.
+    """Let the live replica compute directly with version t in slabs of this node.
 
-    What is computed is good where ``pool.check`` says so of every slice afterwards. Copied are only
-    tensors that two slices share, buffers, and what has another dtype.
+    The results are valid only if ``pool.check`` passes for every slice afterwards. Only tensors
+    that two slices share, buffers, and tensors of another dtype are copied.
+
+    Args:
+        live: The live replica.
+        plans: The slices.
+        states: The handle of each slice, on this node.
+        pool: The slabs of this node.
     """
     live.version = ""
     flat, layout = live.flat.flat, live.flat.layout
@@ -119,7 +152,19 @@ def joined_state(
     dtype: torch.dtype,
     device: torch.device,
 ) -> SliceState:
-    """The optimizers' state of all slices as one, see :func:`sparkdl.slices.state.join_states`."""
+    """Join the states of all slices into one, see :func:`sparkdl.slices.state.join_states`.
+
+    Args:
+        plans: The slices.
+        states: The handle of each slice.
+        arrived: The states of slices that came as bytes; the others are read from slabs.
+        pool: The slabs of this node.
+        dtype: The dtype of the weights.
+        device: The device of the result.
+
+    Raises:
+        sparkdl.errors.StaleReferenceError: A slice was overwritten while it was read.
+    """
     found = [
         arrived.get(plan.index) or read_version(pool, handle, dtype)
         for plan, handle in zip(plans, states, strict=True)
