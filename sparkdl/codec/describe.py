@@ -42,7 +42,10 @@ def describe_trainer(trainer: Any) -> dict[str, str]:
 
 
 def describe(value: Any) -> str:
-    """Return a short description: plain values and sparkdl's dataclasses as Python writes them, else a name."""
+    """Return a short description of a value.
+
+    Plain values and sparkdl's dataclasses are described as Python writes them, anything else by a name.
+    """
     if isinstance(value, functools.partial):
         given = [describe(arg) for arg in value.args]
         given += [f"{k}={v}" for k, v in redact(_described(value.keywords)).items()]
@@ -109,7 +112,7 @@ def _texts(name: str, value: Any, written_as: tuple[type, ...]) -> Iterator[tupl
         if not is_secret(name, value):
             yield name, _cut(without_credentials(str(value)))
     elif isinstance(value, written_as):
-        named = type(value).__repr__ is object.__repr__  # which would tell an address
+        named = type(value).__repr__ is object.__repr__  # its repr would show an address
         yield name, _cut(type(value).__name__ if named else without_credentials(repr(value)))
     elif isinstance(value, functools.partial):
         yield from _texts(name, value.func, written_as)
@@ -151,7 +154,7 @@ _SECRET_NUMBER = re.compile(
 )
 
 
-_ASSIGNED = re.compile(  # a word is looked at once, however long it is
+_ASSIGNED = re.compile(  # looks at each word once, however long it is
     r"(?<![\w.-])(?P<name>"
     rf"(?=[\w.-]*?(?:{_WORDS})|(?:[\w.-]*[._-])?(?:pass|sig)=)[\w.-]++)="
     r"(?P<value>'[^']*'|\"[^\"]*\"|(?!\(redacted\))[^&;,\s'\")]+)",

@@ -1,4 +1,4 @@
-"""Reading of files that may have been tampered with: no links are followed, and sizes are checked first.
+"""Reading of files that may have been tampered with: no link is followed, and sizes are checked first.
 
 Any problem with the bytes of a file is a ValueError, and any problem with the file itself an OSError;
 the callers turn both into their own errors. Nothing here runs code from a file.

@@ -245,7 +245,7 @@ def _write_table(source: Source) -> tuple[RDD, bool]:
 
 
 def _in_few_tasks(chosen: DataFrame, replicas: int) -> DataFrame:
-    """Add the partition of each row, and read with few tasks, because all processes map each task's files."""
+    """Add the partition of each row, and read with few tasks: all processes map each task's files."""
     tasks = FILES_PER_SLOT * max(replicas, chosen.sparkSession._sc.defaultParallelism)
     target = partition_of(chosen, replicas).alias("partition")
     return chosen.select("*", target).coalesce(tasks)

@@ -158,7 +158,7 @@ def _restore(states: _States) -> None:
 
 
 class _Threads:
-    """The open :func:`torch_threads` blocks, and the number of threads from before the first of them."""
+    """The number of open :func:`torch_threads` blocks, and of threads before the first of them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

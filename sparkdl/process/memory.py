@@ -36,8 +36,10 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _ASKED = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 """Environment variables by which a user sets the limits."""
 KEPT, GIVEN_BACK = (32 << 20, 2**31 - 1), (1 << 20, 2 << 20)
-"""Two pairs of limits: the size above which a block is mapped by itself, and the free bytes at the end of
-the heap above which these are given back. glibc takes no larger ones.
+"""Pairs of limits in bytes: the block size and the free end of the heap.
+
+Larger blocks are mapped by themselves, and a longer free end of the heap is given back. glibc takes no
+larger limits than ``KEPT``.
 """
 
 
@@ -151,7 +153,10 @@ def _memories() -> Iterator[_Memory]:
 
 
 def _groups(root: Path, path: str, limit: str, use: str, prefix: str) -> Iterator[_Memory]:
-    """Yield the memory of the group and its ancestors. A container may see its own group as the root."""
+    """Yield the memory of the group and its ancestors.
+
+    A container may see its own group as the root.
+    """
     group = root / path.lstrip("/")
     for folder in (group, *group.parents):
         with contextlib.suppress(OSError, ValueError):

@@ -21,7 +21,7 @@ _PROCESS = secrets.token_hex(8)
 _loads: dict[str, tuple[Any, int]] = {}
 """On the driver: how often each module was loaded."""
 _right: dict[str, tuple[types.ModuleType, tuple[int, int] | None, OwnModule]] = {}
-"""In a worker: modules that passed the check, the state of their files then, and the driver's record."""
+"""In a worker: each module that passed the check, its file's state then, and the driver's record."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def arrive(process: str, version: tuple[int, ...], modules: tuple[OwnModule, ...
 
 
 class Accompanied:
-    """A wrapper that unpickles as the wrapped value, after the user's modules behind it were checked."""
+    """A wrapper that unpickles as the wrapped value, once the user's modules behind it are checked."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -25,7 +25,7 @@ MODES = {"L": 1, "RGB": 3, "RGBA": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class Image:
-    """A specification of images: encoded bytes (PNG, JPEG, ...), or structs of Spark's ``image`` source.
+    """A specification of images: encoded bytes (PNG, JPEG, ...), or structs of Spark's image source.
 
     Executors decode them to (C, H, W), with channels in the order of ``mode``. Encoded bytes and
     any change of size or mode need Pillow, the extra ``images``.
