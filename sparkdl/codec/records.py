@@ -15,11 +15,12 @@ from sparkdl.errors import kind_of
 
 
 def to_plain(value: Any, kind: Any, where: str = "") -> Any:
-    """Return ``value`` as JSON, according to its annotation ``kind``.
+    """Return ``value`` as JSON.
 
-    ``Any`` is any nested plain value.
-
-    ``where`` names the place in messages.
+    Args:
+        value: The value.
+        kind: Its annotation; ``Any`` is any nested plain value.
+        where: The place of the value, for messages.
 
     Raises:
         TypeError: The value is not of that kind.
@@ -52,6 +53,11 @@ def from_plain(value: Any, kind: Any, where: str = "") -> Any:
     """Return the value that :func:`to_plain` was given.
 
     Keys that a dataclass does not know are ignored; keys for which it has a default may be missing.
+
+    Args:
+        value: The JSON value.
+        kind: The annotation of the result.
+        where: The place of the value, for messages.
 
     Raises:
         ValueError: The JSON does not fit ``kind``; the message names the place.

@@ -86,6 +86,11 @@ def decode(
 ) -> Any:
     """Return the value that :func:`encode` was given.
 
+    Args:
+        value: The JSON value.
+        tensors: The stored tensors by name.
+        leaf: Returns the value of a JSON leaf.
+
     Raises:
         ValueError, KeyError, TypeError: The JSON is not of this form.
     """
@@ -108,7 +113,13 @@ def decode(
 
 
 def mapped(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
-    """Return ``value`` with ``change`` applied to every ``kind`` in its dicts, lists and tuples."""
+    """Return a copy of nested dicts, lists and tuples with some of their values changed.
+
+    Args:
+        value: The nested value.
+        kind: The types of the values to change.
+        change: Returns the new value for an old one.
+    """
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, dict):

@@ -113,10 +113,17 @@ def visit_order(
 def training_batch(
     assembly: BatchSpec, partition: MappedPartition, rows: np.ndarray, epoch: int, replica: int
 ) -> Batch:
-    """Return the augmented mini-batch of these rows (numbers in canonical order).
+    """Return the mini-batch of some rows, augmented.
 
     The random numbers of a row depend only on (seed, epoch, replica, row), including those that
     ``augment`` draws from global generators, so they are the same in any mini-batch.
+
+    Args:
+        assembly: The batch spec.
+        partition: The replica's partition.
+        rows: The numbers of the rows in canonical order.
+        epoch: The epoch.
+        replica: The number of the replica.
 
     Raises:
         ParameterError: ``augment`` fails.
@@ -127,12 +134,12 @@ def training_batch(
 def training_rows(
     assembly: BatchSpec, partition: MappedPartition, rows: np.ndarray, epoch: int, replica: int
 ) -> list[Rows]:
-    """Return the fields of :func:`training_batch` before padding."""
+    """Return the fields of :func:`training_batch`, which takes the same arguments, before padding."""
     return _at_place(assembly, lambda: partition.gather(rows), (rows, epoch, replica))
 
 
 def plain_batch(assembly: BatchSpec, partition: MappedPartition, rows: np.ndarray) -> Batch:
-    """Return the mini-batch of these rows without augmentation, for validation."""
+    """Return the mini-batch of these rows (numbers in canonical order) unaugmented, for validation."""
     return fields_to_batch(assembly, partition.gather(rows))
 
 

@@ -141,7 +141,13 @@ def check_handles(handles: Sequence[SampleHandle], noun: str) -> None:
 
 
 def check_total_weight(handles: Sequence[SampleHandle], field: int, what: str) -> None:
-    """Raise :class:`DataError` if all weights, which are in ``field``, are 0."""
+    """Raise :class:`DataError` if all weights are 0.
+
+    Args:
+        handles: The handle of each partition.
+        field: The number of the weight's field.
+        what: The data, as the message names it.
+    """
     largest = [e.value for h in handles for e in h.extremes if e.field == field and e.sign > 0]
     if not any(largest):
         raise DataError(

@@ -134,7 +134,12 @@ class MappedColumn:
 
     @staticmethod
     def map(segments: Sequence[RowFile], number: int, field: Field) -> MappedColumn:
-        """Map the files.
+        """Map one field of all ``segments``.
+
+        Args:
+            segments: The files.
+            number: The number of the field.
+            field: The field.
 
         Raises:
             FileNotFoundError: A file was deleted.
@@ -180,6 +185,11 @@ Partitions share files, and each mapping takes a file descriptor.
 
 def map_file(path: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     """Map a file of a slab root as an array.
+
+    Args:
+        path: The file.
+        dtype: The dtype of the array.
+        shape: Its shape; one dimension may be -1.
 
     Raises:
         FileNotFoundError: The file was deleted.

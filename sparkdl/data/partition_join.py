@@ -104,10 +104,16 @@ def keep_extreme(extremes: Extremes, found: Extreme) -> None:
 
 
 def where_there_is_room(root: Root, write: Callable[[Path], _T], num_rows: int, nbytes: int) -> _T:
-    """Call ``write(directory)``, which needs ``nbytes``, with the first slab directory that has room.
+    """Return ``write(directory)`` for the first directory of the slab root that has room.
+
+    Args:
+        root: The slab root.
+        write: Writes the data into a directory.
+        num_rows: The number of rows so far, for the message.
+        nbytes: The size of the data.
 
     Raises:
-        SlabFullError: No directory has room; ``num_rows`` is for its message.
+        SlabFullError: No directory has room.
     """
     for directory in root.directories_for(nbytes):
         try:

@@ -220,8 +220,11 @@ class PartitionWriter:
 
 
 def _root_of_a_task(config: SlabConfig) -> Root:
-    """The root, made if need be. A task that was given up may come here after the run has removed
-    its roots: it leaves none, and raises BrokenPipeError."""
+    """Return the slab root of a task, made if it does not exist.
+
+    A cancelled task may get here after the run has removed its roots. It then leaves no root behind and
+    raises BrokenPipeError.
+    """
     there = open_root(config) is not None
     root = open_root(config, create=True)
     assert root is not None

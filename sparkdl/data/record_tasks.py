@@ -216,10 +216,15 @@ def check_alike(
 
 
 def split_record(record: Any, labelled: bool, row: int) -> tuple[Any, Any]:
-    """Return (features, label) of an RDD's record; without a label, a bare value is the features.
+    """Return (features, label) of an RDD's record.
+
+    Args:
+        record: The record.
+        labelled: Records have labels. If not, a bare value is the features.
+        row: The number of the record, for messages.
 
     Raises:
-        RowError: The record is not such a pair, or lacks a label that is needed.
+        RowError: The record is not a pair or :class:`Sample`, or lacks its label.
     """
     if isinstance(record, Sample):
         if labelled and record.label is None:
@@ -254,7 +259,14 @@ def feature_names(count: int) -> list[str]:
 def record_array(value: Any, name: str, row: int, float_dtype: str) -> np.ndarray:
     """Return a sample's value as an array.
 
-    Floats become ``float_dtype``; integers and booleans stay.
+    Args:
+        value: The value.
+        name: The name of its field, for messages.
+        row: The number of the record, for messages.
+        float_dtype: The dtype of floats; integers and booleans stay.
+
+    Raises:
+        RowError: The value cannot become an array of finite numbers.
     """
     return as_array(value, name, row, float_dtype, _MEND)
 
@@ -293,6 +305,11 @@ def record_field(
 def record_weight(record: Any, row: int, float_dtype: str) -> np.ndarray:
     """Return the weight of a :class:`Sample`, shape ().
 
+    Args:
+        record: The record.
+        row: The number of the record, for messages.
+        float_dtype: The dtype of the result.
+
     Raises:
         RowError: The record has no weight, or one that is not a finite number of at least 0.
     """
@@ -318,7 +335,13 @@ def is_sequence(name: str, specs: Specs | None) -> bool:
 def stack_records(
     names: Sequence[str], records: Sequence[Sequence[np.ndarray]], specs: Specs | None = None
 ) -> list[Rows]:
-    """Stack the values of several records into the rows of each field; ``names`` names the fields."""
+    """Stack the values of several records into the rows of each field.
+
+    Args:
+        names: The names of the fields.
+        records: The values of each record, in the order of ``names``.
+        specs: Specifications by name; a :class:`sparkdl.Sequence` becomes :class:`Ragged`.
+    """
     stacked: list[Rows] = []
     for name, values in zip(names, zip(*records, strict=True), strict=True):
         spec = (specs or {}).get(name)

@@ -143,7 +143,7 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
 
     Args:
         source: The data.
-        persist: Persists an RDD and returns it; the caller is responsible for unpersisting it.
+        persist: Persists an RDD, returns it, and is responsible for unpersisting it later.
 
     Raises:
         DataError: A row, or the data as a whole, cannot become samples.

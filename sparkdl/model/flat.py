@@ -170,7 +170,13 @@ def form_of(buffer: torch.Tensor | None) -> Form | None:
 
 
 def changed_form(name: str, before: Form | None, after: Form | None) -> str:
-    """Return the message for a buffer of the state_dict whose form forward changes."""
+    """Return the message for a buffer of the state_dict whose form forward changes.
+
+    Args:
+        name: The name of the buffer.
+        before: Its form as built; None if there was no buffer.
+        after: Its form after forward; None if there is no buffer.
+    """
     was, now = (
         "None" if form is None else f"{list(form[0])} {str(form[1]).removeprefix('torch.')}"
         for form in (before, after)

@@ -65,7 +65,10 @@ class LiveReplica:
     def around(recipe: Recipe, flat: FlatModule, device: torch.device | None = None) -> LiveReplica:
         """Make a replica of a recipe that is already built.
 
-        ``device`` defaults to the device of the flat vector.
+        Args:
+            recipe: The recipe.
+            flat: The built module with its flat vector.
+            device: The device to compute on; None: the device of the flat vector.
         """
         call = prepared_forward(flat.module, recipe.policy)
         device = device or flat.flat.device

@@ -34,9 +34,12 @@ class NoValuePerSample(ValueError):
 
 
 def call_loss(loss: Loss, output: object, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Call ``loss(output, target)``; without a label ``loss(output)``.
+    """Call ``loss(output, target)``, or ``loss(output)`` without a label.
 
-    With several, target is a tuple.
+    Args:
+        loss: The loss.
+        output: The output of the model.
+        targets: The labels; several become one tuple.
     """
     if not targets:
         return loss(output)

@@ -98,7 +98,14 @@ def called(
     inputs: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
 ) -> Any:
-    """Call ``model`` on ``inputs``, and on ``targets`` too if it computes its own loss."""
+    """Return what ``model`` returns for a mini-batch.
+
+    Args:
+        loss: The loss; if the model computes it, the model also gets the targets.
+        model: The model.
+        inputs: Its inputs.
+        targets: The labels.
+    """
     own = inner(loss)
     if not isinstance(own, ModelLoss):
         return model(*inputs)

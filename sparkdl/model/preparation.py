@@ -31,7 +31,12 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def freeze(module: nn.Module, frozen: Iterable[str], unfrozen: Iterable[str]) -> None:
-    """Set ``requires_grad`` of the parameters that the patterns match; ``unfrozen`` wins.
+    """Set ``requires_grad`` of the parameters that the patterns match.
+
+    Args:
+        module: The module.
+        frozen: Patterns of parameters that do not train.
+        unfrozen: Patterns of parameters that do train; they take precedence over ``frozen``.
 
     Raises:
         ModelError: A pattern matches nothing.
@@ -50,10 +55,13 @@ def freeze(module: nn.Module, frozen: Iterable[str], unfrozen: Iterable[str]) ->
 
 
 def start_from(module: nn.Module, weights: Mapping[str, torch.Tensor], strict: bool) -> None:
-    """Load ``weights`` (a state_dict) into ``module``.
+    """Load ``weights`` into ``module``.
 
-    The names may be those of a compiled module. If not ``strict``, ignore names that only one of
-    the two has, such as those of a new head.
+    Args:
+        module: The module.
+        weights: A state_dict; its names may be those of a compiled module.
+        strict: Names must be equal. If not, names that only one of the two has are ignored, such as
+            those of a new head.
 
     Raises:
         ModelError: Names or shapes do not fit.

@@ -29,7 +29,13 @@ class Rebuilt:
 
     @staticmethod
     def of(module: nn.Module, make: Callable[[], nn.Module], seed: int) -> Rebuilt:
-        """Make the stand-in of ``module``, which ``make`` has built."""
+        """Make the stand-in of a module.
+
+        Args:
+            module: The module.
+            make: The function that has built it.
+            seed: The seed to call ``make`` with.
+        """
         return Rebuilt(make, seed, {name: tensor.detach() for name, tensor in _tensors(module)})
 
     def __reduce__(self) -> Any:

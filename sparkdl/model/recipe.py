@@ -23,15 +23,21 @@ from sparkdl.process.determinism import seeded
 
 @dataclass(frozen=True)
 class Recipe:
-    """The user's model (callable or module), loss and optimizer, with a policy and the seed.
+    """The user's model, loss and optimizer, with everything else that a process needs to build them.
 
     Attributes:
+        model: A callable that returns the module, or a module.
+        loss: The loss.
+        optimizer: A callable, or one for each of several submodules.
+        seed: The seed for building the model.
+        policy: The training options.
         weights: A state_dict with the initial weights.
-        buffers: Initial buffers that no state_dict has.
+        strict_weights: The names in ``weights`` must be those of the model.
         frozen: Patterns of names of parameters that do not train.
         unfrozen: Patterns of names of parameters that do train.
         augment: Changes a sample's inputs before each use.
         compression: Changes a gradient before it is sent.
+        buffers: Initial buffers that go with ``weights`` and are in no state_dict.
         signature: Says how to call the model, and what its output is.
     """
 

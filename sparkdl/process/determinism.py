@@ -59,8 +59,8 @@ def seeded(seed: int) -> Iterator[None]:
 def generators_lent() -> Iterator[None]:
     """Restore the generators once, at the end of this block, and not after each :func:`seeded` in it.
 
-    Saving and restoring them takes ten times as long as seeding them. Blocks of :func:`seeded`
-    inside one another still restore them.
+    Saving and restoring them takes ten times as long as seeding them. A :func:`seeded` block inside
+    another one still restores them.
     """
     own = _GENERATORS
     with own.lock:

@@ -32,9 +32,12 @@ class Left:
 
 
 def left_where_large(pool: Pool, result: Any, tick: int) -> Any:
-    """Return the result, or :class:`Left` if it is large bytes or a large array and a slab has room.
+    """Return ``result``, or :class:`Left` if it is large bytes or a large array and a slab has room.
 
-    Buffers of results of earlier ticks are free.
+    Args:
+        pool: The pool to leave it in.
+        result: The result of a task.
+        tick: The tick of the task; buffers of results of earlier ticks are free.
     """
     if not isinstance(result, (bytes, np.ndarray)):
         return result

@@ -66,7 +66,12 @@ class OwnModules:
 
 
 def arrive(process: str, version: tuple[int, ...], modules: tuple[OwnModule, ...]) -> OwnModules:
-    """Make sure, on unpickling, that the modules are present and equal to the driver's.
+    """Make sure, on unpickling, that the user's modules are present and equal to the driver's.
+
+    Args:
+        process: Identifies the sending process; processes forked from it have its modules already.
+        version: Its Python version; code is compared only between equal versions.
+        modules: The modules.
 
     Raises:
         ModelError: A module is missing or has other code.

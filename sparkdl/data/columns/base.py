@@ -128,7 +128,14 @@ _INDEX = re.compile(r"\[\d+\]$")
 def check_specs(
     specs: object, features: abc.Sequence[str], label: abc.Sequence[str], weight: str | None = None
 ) -> abc.Iterator[str]:
-    """Yield each problem of ``Trainer.columns`` in the light of the other parameters, as a sentence."""
+    """Yield the problems of ``Trainer.columns``, given the other parameters, one sentence each.
+
+    Args:
+        specs: The value of ``columns``.
+        features: The names of the features.
+        label: The names of the labels.
+        weight: The name of the weight, or None.
+    """
     if not isinstance(specs, abc.Mapping):
         yield (
             f"columns is {kind_of(specs)}: give a dict of column names, such as "

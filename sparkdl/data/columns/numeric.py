@@ -78,7 +78,16 @@ def _check_finite(values: np.ndarray, column: Column, first_row: int) -> None:
 
 
 def check_weights(values: np.ndarray, name: str, first_row: int) -> None:
-    """Raise :class:`RowError` for a weight that is infinite or below 0."""
+    """Check the weights of consecutive rows.
+
+    Args:
+        values: The weights, (rows,).
+        name: The name of their column, for messages.
+        first_row: The number of the first row, for messages.
+
+    Raises:
+        RowError: A weight is infinite or below 0.
+    """
     wrong = np.flatnonzero(np.isinf(values) | (values < 0))
     if len(wrong):
         row = int(wrong[0])
