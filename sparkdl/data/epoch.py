@@ -1,9 +1,10 @@
-"""Which rows make mini-batch t: pure arithmetic on (seed, epoch, iteration, counts).
+"""The rows of mini-batch t, as pure arithmetic on (seed, epoch, iteration, counts).
 
 An epoch visits every sample exactly once, in an order that is drawn anew each epoch from the seed.
 Iteration i of an epoch takes global batch i. Each replica contributes rows in proportion to the size of
 its partition, by the Sainte-Laguë method (Webster's divisor method). That method is monotone in the
-number of seats, so the rows of successive iterations are exact, disjoint, and cover each partition.
+number of seats (here: samples), so the rows of successive iterations are exact, disjoint, and cover
+each partition.
 """
 
 from __future__ import annotations

@@ -47,10 +47,7 @@ def with_fields(values: Iterable[T], fields: Sequence[Field]) -> Iterator[tuple[
 
 
 def dtype_as(dtype: str, field: Field | None) -> str:
-    """Return the dtype of ``field`` if it is floating and ``dtype`` is not, else ``dtype``.
-
-    "Not floating" means integer or boolean.
-    """
+    """Return the dtype of a floating ``field`` if ``dtype`` is integer or boolean, else ``dtype``."""
     floats = field is not None and np.dtype(field.dtype).kind == "f"
     return field.dtype if field and floats and np.dtype(dtype).kind in "ib" else dtype
 

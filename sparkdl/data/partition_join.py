@@ -1,4 +1,4 @@
-"""Join the rows that tasks wrote into a partition: canonical order, checksum and handle."""
+"""Joining the rows that tasks wrote into a partition: canonical order, checksum and handle."""
 
 from __future__ import annotations
 

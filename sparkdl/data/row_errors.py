@@ -32,7 +32,7 @@ def varying(column: str) -> str:
 class BadRow:
     """A problem with one row of one column, found on an executor and raised on the driver.
 
-    ``partition`` is set if the row belongs to another partition of the data than the reporting one.
+    ``partition`` is the row's partition in the data as read, if that is not the reporting partition.
     """
 
     column: str

@@ -78,8 +78,8 @@ class LiveReplica:
     def give_gradients(self, sink: Callable[[int, torch.Tensor], None] | None) -> None:
         """Pass the number and gradient of each parameter to ``sink`` once backward has finished it.
 
-        The parameter then drops its gradient. None ends this. Autograd calls no Python if there never
-        is a sink.
+        The parameter then drops its gradient. A ``sink`` of None stops this. As long as no sink was
+        ever given, autograd calls no Python.
         """
         self.sink = sink
         if sink is None or self._watched:
@@ -137,7 +137,7 @@ def on_device(
 ) -> Callable[..., torch.Tensor]:
     """Return ``loss`` with its tensors, such as class weights, on ``device``.
 
-    Itself if they are there.
+    If they are there already, return ``loss`` itself.
     """
     if isinstance(loss, PerReplica):
         moved_loss = on_device(loss.loss, device)

@@ -247,7 +247,7 @@ def check_averages(loss: Loss, parts: str) -> None:
 
 
 def unreduced(loss: Loss) -> Loss:
-    """Return ``loss`` with one value a sample, if it has a ``reduction`` to switch off."""
+    """Return ``loss`` without its ``reduction``, if it has one: it then gives one value a sample."""
     loss = inner(loss)
     if isinstance(loss, nn.Module) and isinstance(getattr(loss, "reduction", None), str):
         each = copy.copy(loss)

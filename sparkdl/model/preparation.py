@@ -187,9 +187,9 @@ def check_modules(module: nn.Module, patterns: Iterable[str]) -> None:
 class _Checkpointed:
     """A replacement of a module's forward with activation checkpointing.
 
-    It holds its module, which holds it, only weakly; otherwise the two would form a cycle that is
-    never freed in objects that the garbage collector skips. ``counts``: the recomputation for
-    backward must not change buffers.
+    It holds its module only weakly, because the module holds it: frozen objects are skipped by the
+    garbage collector, so a cycle of the two might never be freed. ``counts`` says that the
+    recomputation for backward must leave buffers alone.
     """
 
     def __init__(self, module: nn.Module, counts: bool) -> None:

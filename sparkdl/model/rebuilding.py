@@ -56,7 +56,7 @@ def _rebuild(
 def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Return parameters and buffers, including non-persistent ones.
 
-    A tied one under each of its names.
+    A tied tensor appears under each of its names.
     """
     return [
         *module.named_parameters(remove_duplicate=False),

@@ -19,7 +19,7 @@ Part: TypeAlias = str | int | Callable[[Any], Any] | None
 
 @dataclass(frozen=True)
 class Signature:
-    """The signature of a model.
+    """A description of how a model is called, and which part of its return value is the output.
 
     Attributes:
         inputs: The keywords by which the model takes its inputs; () if it takes them by position.

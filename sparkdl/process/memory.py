@@ -116,7 +116,7 @@ def left_to_process() -> float:
 
 
 def is_scarce(nbytes: int, processes: int) -> bool:
-    """Return whether ``nbytes`` more are too much for this process, or for the machine in each process.
+    """Return whether memory is too scarce for ``nbytes`` more, here or in several processes at once.
 
     Args:
         nbytes: The bytes that each process needs.

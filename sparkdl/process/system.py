@@ -115,9 +115,9 @@ def map_privately(descriptor: int, known: mmap.mmap | None) -> mmap.mmap:
 
 @functools.cache
 def boot_id() -> str:
-    """Return an identifier of this boot of the machine, the same in all its containers.
+    """Return an identifier of this boot of the machine, or "" if it is unknown.
 
-    "" if unknown.
+    It is the same in all containers of the machine.
     """
     try:
         found = (PROC / "sys/kernel/random/boot_id").read_text()
@@ -135,10 +135,7 @@ def pid_namespace() -> str:
 
 
 def start_time(pid: int) -> str:
-    """Return the start time of process ``pid`` in the system's format.
-
-    "" if there is no such process.
-    """
+    """Return the start time of process ``pid`` in the system's format, or "" if there is no process."""
     if on_linux():
         fields = _stat_fields(pid)
         return fields[19] if fields and fields[0] != "Z" else ""

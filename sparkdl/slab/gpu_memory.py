@@ -93,14 +93,14 @@ def give_back() -> None:
 
 
 class Idle:
-    """A thing that is kept until it has been idle for some time; ``drop`` releases it."""
+    """A cached object that is released, by calling ``drop``, once it has been idle for some time."""
 
     def __init__(self, drop: Callable[[], None], seconds: float = KEPT_SECONDS) -> None:
         self._drop, self._seconds = drop, seconds
         self._lock, self._used, self._watched = threading.Lock(), 0.0, False
 
     def used(self) -> None:
-        """Note that the thing is being used now."""
+        """Note that the object is being used now."""
         with self._lock:
             self._used = time.monotonic()
             if not self._watched:
@@ -118,7 +118,7 @@ class Idle:
         self.drop()
 
     def drop(self) -> None:
-        """Release the thing now, because its memory is needed."""
+        """Release the object now, because its memory is needed."""
         self._drop()
         give_back()
 
