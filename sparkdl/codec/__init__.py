@@ -1,7 +1,7 @@
 """Values and tensors as bytes, JSON, files and text.
 
-Two forms of tensors and two kinds of trust: :mod:`sparkdl.codec.packed` for what this application
-wrote and reads again, :mod:`sparkdl.codec.safe` for what lies on disk or comes from elsewhere.
+There are two forms of tensors for two levels of trust: :mod:`sparkdl.codec.packed` for bytes that this
+application wrote itself, :mod:`sparkdl.codec.safe` for bytes that lie on disk or come from elsewhere.
 
-May import: ``process``. Must not know: Spark, and what the values mean.
+This package may import ``process``. It must not know about Spark or about the meaning of the values.
 """

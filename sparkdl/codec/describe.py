@@ -1,9 +1,8 @@
-"""What a trainer was made of, as text to keep, with nothing secret in it.
+"""Text descriptions of a trainer and of other settings, with secrets hidden.
 
-Secrets in what is written down: configurations, parameters, messages.
-
-What is hidden is told by names, in a key or before an ``=``, and by the form of URIs. A secret under a
-harmless name, or given by position, is not recognised.
+Secrets are hidden in everything that is written down: configurations, parameters, messages. They are
+recognised by names, as a key or before an ``=``, and by the form of URIs. A secret under a harmless
+name, or given by position, is not recognised.
 """
 
 from __future__ import annotations
@@ -19,12 +18,14 @@ from typing import Any
 from torch import nn
 
 LONGEST = 2_000
-"""Characters of a field's description."""
+"""Most characters of a field's description."""
 
 
 def redact(mapping: Mapping[str, Any]) -> dict[str, str]:
-    """``mapping`` as text, secrets hidden, see :mod:`sparkdl.codec.describe`; all values of a key that
-    speaks of one, numbers too."""
+    """Return ``mapping`` as text with secrets hidden, see :mod:`sparkdl.codec.describe`.
+
+    All values of a key whose name suggests a secret are hidden, numbers too.
+    """
     return {
         str(key): REDACTED if is_secret(str(key), str(value)) else without_credentials(str(value))
         for key, value in mapping.items()
@@ -32,16 +33,19 @@ def redact(mapping: Mapping[str, Any]) -> dict[str, str]:
 
 
 def describe_trainer(trainer: Any) -> dict[str, str]:
-    """The trainer's fields as text: plain values as Python writes them, callables by name.
+    """Return the trainer's fields as text: plain values as Python writes them, callables by name.
 
-    For people who read a manifest later; nothing is built from it again.
+    The text is for people who read a manifest later; nothing is built from it again.
     """
     told = {f.name: describe(getattr(trainer, f.name)) for f in fields(trainer) if f.init}
     return {name: _shortened(text) for name, text in redact(told).items()}
 
 
 def describe(value: Any) -> str:
-    """A value in a few words: what is plain or of sparkdl as Python writes it, else its name."""
+    """Return a short description of a value.
+
+    Plain values and sparkdl's dataclasses are described as Python writes them, anything else by a name.
+    """
     if isinstance(value, functools.partial):
         given = [describe(arg) for arg in value.args]
         given += [f"{k}={v}" for k, v in redact(_described(value.keywords)).items()]
@@ -66,7 +70,7 @@ def describe(value: Any) -> str:
 
 
 def _shortened(text: str) -> str:
-    """A table of 100,000 numbers is no description."""
+    """Cut a long description: a table of 100,000 numbers is of no use to a reader."""
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text):,} characters)"
 
 
@@ -79,24 +83,27 @@ def _name(thing: Any) -> str:
 
 
 LONGEST_PARAMETER = 250
-"""Letters of a value; the rest is cut off (MLflow's stores take 250 to 8,000)."""
+"""Most characters of a parameter's value; the rest is cut (MLflow's stores take 250 to 8,000)."""
 
 
 def plain_parameters(trainer: Any, written_as: tuple[type, ...] = ()) -> dict[str, str]:
-    """The fields that a dataclass is given, where they are plain: numbers, texts, lists of them.
+    """Return the plain init fields of a dataclass as text: numbers, strings, and lists of them.
 
-    A function, class or module is its name; a partial also its plain keywords, as ``optimizer.lr``;
-    mappings and nested dataclasses likewise. Values of the types ``written_as`` are written as Python
-    writes them. Anything else (data, callbacks) is left out, and so is
-    what stands under a name that looks like a secret's; in texts such are hidden, see
-    :mod:`sparkdl.codec.describe`.
+    A function, class or module is given as its name. A partial also gives its plain keywords, as
+    ``optimizer.lr``; mappings and nested dataclasses do so as well. Anything else (data, callbacks)
+    is left out, and so are values whose names suggest a secret. Secrets inside texts are hidden,
+    see :mod:`sparkdl.codec.describe`.
+
+    Args:
+        trainer: The dataclass.
+        written_as: Types whose values are written as Python writes them.
     """
     texts = functools.partial(_texts, written_as=written_as)
     return {k: text for name, value in _given(trainer) for k, text in texts(name, value)}
 
 
 def _given(value: Any) -> Iterator[tuple[str, Any]]:
-    """The fields of a dataclass, but for what it keeps for itself."""
+    """Yield the init fields of a dataclass."""
     return ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init)
 
 
@@ -105,7 +112,7 @@ def _texts(name: str, value: Any, written_as: tuple[type, ...]) -> Iterator[tupl
         if not is_secret(name, value):
             yield name, _cut(without_credentials(str(value)))
     elif isinstance(value, written_as):
-        named = type(value).__repr__ is object.__repr__  # which would tell an address
+        named = type(value).__repr__ is object.__repr__  # its repr would show an address
         yield name, _cut(type(value).__name__ if named else without_credentials(repr(value)))
     elif isinstance(value, functools.partial):
         yield from _texts(name, value.func, written_as)
@@ -147,7 +154,7 @@ _SECRET_NUMBER = re.compile(
 )
 
 
-_ASSIGNED = re.compile(  # a word is looked at once, however long it is
+_ASSIGNED = re.compile(  # looks at each word once, however long it is
     r"(?<![\w.-])(?P<name>"
     rf"(?=[\w.-]*?(?:{_WORDS})|(?:[\w.-]*[._-])?(?:pass|sig)=)[\w.-]++)="
     r"(?P<value>'[^']*'|\"[^\"]*\"|(?!\(redacted\))[^&;,\s'\")]+)",
@@ -159,14 +166,14 @@ _USER = re.compile(r"(?<![\w+.-])(?P<scheme>[\w+.-]*+)://(?P<user>[^/?#\s'\"]*)@
 
 
 _CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")
-"""Schemes whose URIs have a container where others have the user."""
+"""Schemes whose URIs have a container in the place of the user."""
 
 
 def is_secret(key: str, value: object) -> bool:
-    """Whether ``key`` says that ``value`` is a secret.
+    """Return whether the name ``key`` suggests that ``value`` is a secret.
 
-    A number is more often a size, as of ``max_tokens``, so fewer keys hide one; None, True and False
-    are never hidden.
+    Fewer names hide a number, because it is more often a size, as in ``max_tokens``. None, True and
+    False are never hidden.
     """
     if value is None or isinstance(value, bool):
         return False
@@ -174,8 +181,11 @@ def is_secret(key: str, value: object) -> bool:
 
 
 def without_credentials(text: str) -> str:
-    """``text`` without the users and passwords in its URIs, and without what ``secret=...`` says, as
-    in the query of a signed URI."""
+    """Return ``text`` with credentials hidden.
+
+    These are the users and passwords in URIs, and the values of assignments such as ``secret=...``,
+    as in the query of a signed URI.
+    """
     return _ASSIGNED.sub(_without_value, _USER.sub(_without_user, text))
 
 

@@ -1,7 +1,7 @@
-"""Files that may have been changed on their way here: no link is followed, sizes come first.
+"""Reading of files that may have been tampered with: no link is followed, and sizes are checked first.
 
-Whatever is wrong with the bytes of a file is a ValueError, and with the file an OSError; the callers
-turn both into errors of their own. Nothing here runs code that a file brings.
+Any problem with the bytes of a file is a ValueError, and any problem with the file itself an OSError;
+the callers turn both into their own errors. Nothing here runs code from a file.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ from sparkdl.codec.describe import without_credentials
 from sparkdl.errors import ParameterError
 
 MAX_JSON_BYTES = 32 << 20
-"""Of a manifest or a ``model.json``. Parsed, it can take twenty times as much memory."""
+"""Limit for a manifest or a ``model.json``. Parsed, it can take twenty times as much memory."""
 MAX_HEADER_BYTES = 32 << 20
-"""Of a safetensors file: 200,000 tensors or so."""
+"""Limit for the header of a safetensors file: about 200,000 tensors."""
 _LENGTH_BYTES = 8
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def is_uri(path: str | os.PathLike[str]) -> bool:
-    """Whether ``path`` names a place of another file system."""
+    """Return whether ``path`` names a place in another file system."""
     return _URI.match(os.fspath(path)) is not None
 
 
 def path_here(path: str | os.PathLike[str]) -> Path:
-    """A path of this machine. Raises :class:`sparkdl.ParameterError` for a URI, of which a folder named
-    "s3:" would be made."""
+    """Return a path of this machine.
+
+    Raises:
+        ParameterError: The path is a URI; using it would make a folder named "s3:", for example.
+    """
     if is_uri(path):
         raise ParameterError(
             f'"{without_credentials(os.fspath(path))}" is a URI, and only checkpoints go there: give a '
@@ -48,7 +51,11 @@ def path_here(path: str | os.PathLike[str]) -> Path:
 
 
 def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file for reading. Raises OSError for a link, a folder, a pipe; waits for none."""
+    """Open a file for reading, without ever waiting for it.
+
+    Raises:
+        OSError: The path is a link, a folder or a pipe.
+    """
     return open(path, "rb", opener=_plain)
 
 
@@ -61,7 +68,11 @@ def _plain(path: str, flags: int) -> int:
 
 
 def read_plain(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
-    """The bytes of a plain file. Raises OSError; also where there are more than ``limit``."""
+    """Return the bytes of a plain file.
+
+    Raises:
+        OSError: The file cannot be read, is not a plain file, or has more than ``limit`` bytes.
+    """
     with open_plain(path) as file:
         nbytes = os.fstat(file.fileno()).st_size
         check_size(nbytes, limit)
@@ -69,14 +80,18 @@ def read_plain(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
 
 
 def check_size(nbytes: int, limit: int | None) -> None:
-    """Raise OSError where a file of ``nbytes`` is larger than ``limit``."""
+    """Raise OSError if a file of ``nbytes`` is larger than ``limit``."""
     if limit is not None and nbytes > limit:
         raise OSError(f"it has {nbytes:,} bytes, and {limit:,} at the most are expected")
 
 
 def parse_json(data: bytes, finite: bool = False) -> Any:
-    """What JSON says. Raises ValueError for other bytes, for a key given twice, for deep nesting, and
-    with ``finite`` for NaN and infinite numbers."""
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: The bytes are not JSON, a key appears twice, the nesting is too deep, or, with
+            ``finite``, a number is NaN or infinite.
+    """
     constant, number = (_refuse, _finite) if finite else (None, None)
     text = data.decode()
     try:
@@ -88,9 +103,10 @@ def parse_json(data: bytes, finite: bool = False) -> Any:
 
 
 def parse_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of a safetensors file, in memory of their own, and its metadata.
+    """Return a copy of the tensors of a safetensors file, and its metadata.
 
-    Raises ValueError where it is none.
+    Raises:
+        ValueError: The bytes are not a safetensors file.
     """
     length = _header_bytes(data[:_LENGTH_BYTES], len(data))
     header = parse_json(data[_LENGTH_BYTES : _LENGTH_BYTES + length], finite=True)
@@ -102,11 +118,18 @@ def parse_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]
 
 @contextlib.contextmanager
 def mappable(path: str | os.PathLike[str], links: bool = False) -> Iterator[str]:
-    """A path under which safetensors may map the file inside the block: checked, and the same file
-    even if another takes its name. ``links``: may be followed, where the user named the file.
+    """Yield a path under which safetensors may map the checked file inside the block.
 
-    Raises OSError, and ValueError where the header cannot be one; what safetensors and torch raise
-    inside the block becomes a ValueError.
+    It stays the same file even if another one takes its name. safetensors' and torch's errors
+    inside the block become ValueErrors.
+
+    Args:
+        path: The file.
+        links: Follow links; for a file that the user named.
+
+    Raises:
+        OSError: The file cannot be opened.
+        ValueError: Its header cannot be one of a safetensors file.
     """
     with open_plain(os.path.realpath(path) if links else path) as file:
         _header_bytes(file.read(_LENGTH_BYTES), os.fstat(file.fileno()).st_size)
@@ -115,7 +138,7 @@ def mappable(path: str | os.PathLike[str], links: bool = False) -> Iterator[str]
 
 
 def _header_bytes(first: bytes, nbytes: int) -> int:
-    """Length of the header of a safetensors file of ``nbytes``."""
+    """Return the length of the header of a safetensors file of ``nbytes``."""
     length = int.from_bytes(first, "little")
     if len(first) < _LENGTH_BYTES or length > nbytes - _LENGTH_BYTES:
         raise ValueError("it is too short for a safetensors file")
@@ -126,7 +149,7 @@ def _header_bytes(first: bytes, nbytes: int) -> int:
 
 @contextlib.contextmanager
 def _one_error() -> Iterator[None]:
-    """What safetensors and torch raise on bytes that nobody meant, as ValueError."""
+    """Turn errors of safetensors and torch on malformed bytes into ValueErrors."""
     try:
         yield
     except (

@@ -1,9 +1,8 @@
-"""Named tensors of parameters as one run of bytes: each from a multiple of 64 bytes on. Pure torch.
+"""Named tensors of parameters packed into bytes, each at a multiple of 64 bytes. Pure torch.
 
-Frames between jobs: a small header and, between nodes, the raw bytes of a tensor.
-
-A frame is 4 bytes of header length (big-endian), the header (a pickled record of metadata), then the
-payload as it lies in memory. The payload never passes through pickle.
+This module also has the frames between jobs. A frame is 4 bytes of header length (big-endian), the
+header (a pickled record of metadata), and the payload as it lies in memory, such as the raw bytes of a
+tensor that goes from node to node. The payload never passes through pickle.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _LENGTH = struct.Struct("<q")
 Tensors = Mapping[str, torch.Tensor]
 """Tensors by name."""
 ByParameter = Mapping[int, Tensors]
-"""Named tensors by the number of the parameter that they are of."""
+"""Named tensors by the number of their parameter."""
 
 
 class TensorSpec(NamedTuple):
-    """A tensor without its values: of which parameter, its name, dtype (without ``torch.``), shape."""
+    """A spec of a tensor: number of its parameter, name, dtype (without ``torch.``), shape."""
 
     number: int
     name: str
@@ -36,12 +35,12 @@ class TensorSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values."""
+        """Return the bytes of the values."""
         return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
 
 
 def specs_of(tensors: ByParameter) -> tuple[TensorSpec, ...]:
-    """What is needed to read these tensors again, in the order in which they lie."""
+    """Return the specs needed to unpack these tensors, in packed order."""
     return tuple(
         TensorSpec(number, name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for number, named in tensors.items()
@@ -50,14 +49,14 @@ def specs_of(tensors: ByParameter) -> tuple[TensorSpec, ...]:
 
 
 def packed_nbytes(specs: Sequence[TensorSpec]) -> int:
-    """Bytes of all of them; a multiple of 64."""
+    """Return the bytes of all tensors when packed; a multiple of 64."""
     return sum(aligned(spec.nbytes) for spec in specs)
 
 
 def open_packed(
     specs: Sequence[TensorSpec], data: np.ndarray | memoryview
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """Tensors that share the memory of ``data`` (to be read, or to be written)."""
+    """Return tensors that share the memory of ``data``, for reading or for writing."""
     found: dict[int, dict[str, torch.Tensor]] = {}
     place = 0
     for spec in specs:
@@ -69,21 +68,28 @@ def open_packed(
 
 
 def copy_packed(places: ByParameter, tensors: ByParameter) -> None:
-    """Copy the values of ``tensors`` to where :func:`open_packed` has their places."""
+    """Copy the values of ``tensors`` into ``places``, which :func:`open_packed` returned."""
     for number, named in places.items():
         for name, place in named.items():
             place.copy_(tensors[number][name])
 
 
 def head_to_bytes(specs: Sequence[TensorSpec], **more: object) -> bytes:
-    """How to read packed tensors, and ``more`` that JSON can hold, as JSON behind its length; in a
-    multiple of 64 bytes. For what comes from elsewhere: unlike a pickle it can do nothing."""
+    """Return the specs of packed tensors and the JSON values ``more`` as a header.
+
+    The header is a length and JSON, padded to a multiple of 64 bytes. It suits bytes from
+    elsewhere: unlike a pickle, it cannot run code.
+    """
     text = json.dumps({**more, "specs": specs}).encode()
     return (_LENGTH.pack(len(text)) + text).ljust(aligned(_LENGTH.size + len(text)), b"\0")
 
 
 def head_from_bytes(data: np.ndarray) -> tuple[tuple[TensorSpec, ...], dict[str, Any], int]:
-    """The specs, what else there is, and where the tensors begin. Raises ValueError for other bytes."""
+    """Return the specs, the other values, and the offset at which the tensors begin.
+
+    Raises:
+        ValueError: The bytes are no such header.
+    """
     (length,) = _LENGTH.unpack_from(data.data, 0)
     start = _LENGTH.size
     more = json.loads(data[start : start + length].tobytes())
@@ -94,12 +100,12 @@ def head_from_bytes(data: np.ndarray) -> tuple[tuple[TensorSpec, ...], dict[str,
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of 64."""
+    """Return ``nbytes`` rounded up to a multiple of 64."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def join_files(files: Iterable[bytes]) -> bytearray:
-    """Files, each behind its length."""
+    """Join files, each prefixed with its length."""
     data = bytearray()
     for file in files:
         data += _LENGTH.pack(len(file)) + file
@@ -107,7 +113,7 @@ def join_files(files: Iterable[bytes]) -> bytearray:
 
 
 def split_files(data: bytes | memoryview) -> Iterator[bytes]:
-    """What :func:`join_files` joined, one after another."""
+    """Yield the files that :func:`join_files` joined."""
     place = 0
     while place < len(data):
         (length,) = _LENGTH.unpack_from(data, place)
@@ -124,7 +130,7 @@ _LENGTH_FRAMES = struct.Struct(">I")
 
 
 def encode(header: Any, *payload: torch.Tensor | None) -> bytes:
-    """A frame; ``payload``: contiguous CPU tensors, one after another."""
+    """Return a frame; ``payload`` has contiguous CPU tensors, which follow one after another."""
     head = pickle.dumps(header, protocol=pickle.HIGHEST_PROTOCOL)
     parts: list[Any] = [_LENGTH_FRAMES.pack(len(head)), head]
     for tensor in payload:
@@ -134,15 +140,17 @@ def encode(header: Any, *payload: torch.Tensor | None) -> bytes:
 
 
 def decode(frame: bytes) -> tuple[Any, memoryview]:
-    """The header and the payload (a view of the frame, empty where there is none)."""
+    """Return the header and the payload (a view of the frame, empty if there is none)."""
     (length,) = _LENGTH_FRAMES.unpack_from(frame)
     body = memoryview(frame)[_LENGTH_FRAMES.size :]
     return pickle.loads(body[:length]), body[length:]
 
 
 def as_tensor(data: memoryview | np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """Raw bytes as a one-dimensional tensor that shares their memory; read-only bytes are not to be
-    written through it."""
+    """Return raw bytes as a one-dimensional tensor that shares their memory.
+
+    Do not write to the tensor if the bytes are read-only.
+    """
     if len(data) == 0:
         return torch.empty(0, dtype=dtype)
     if not (data if isinstance(data, memoryview) else data.data).readonly:

@@ -15,9 +15,15 @@ from sparkdl.errors import kind_of
 
 
 def to_plain(value: Any, kind: Any, where: str = "") -> Any:
-    """``value`` as JSON, as its annotation ``kind`` says; ``Any`` is any nested plain value.
+    """Return ``value`` as JSON.
 
-    Raises TypeError where the value is not of that kind.
+    Args:
+        value: The value.
+        kind: Its annotation; ``Any`` is any nested plain value.
+        where: The place of the value, for messages.
+
+    Raises:
+        TypeError: The value is not of that kind.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
@@ -44,8 +50,18 @@ def to_plain(value: Any, kind: Any, where: str = "") -> Any:
 
 
 def from_plain(value: Any, kind: Any, where: str = "") -> Any:
-    """What :func:`to_plain` was given. Keys that a dataclass does not know are passed over; those
-    that it has a default for may be missing. Raises ValueError that names the place."""
+    """Return the value that :func:`to_plain` was given.
+
+    Keys that a dataclass does not know are ignored; keys for which it has a default may be missing.
+
+    Args:
+        value: The JSON value.
+        kind: The annotation of the result.
+        where: The place of the value, for messages.
+
+    Raises:
+        ValueError: The JSON does not fit ``kind``; the message names the place.
+    """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return decode(value, {})

@@ -1,8 +1,8 @@
 """Nested plain values with tensors as leaves <-> JSON and a dict of tensors. No pickle.
 
-JSON has no tuples, no keys but strings and no infinities, so these are written as marked objects:
-``{"tuple": [...]}``, ``{"dict": [[key, value], ...]}``, ``{"float": "inf"}``, ``{"tensor": "name"}``
-and ``{"leaf": ...}``, of which the caller knows. Finite floats come back bit for bit (Python writes the
+JSON has no tuples, no infinities, and only strings as keys, so these are written as marked objects:
+``{"tuple": [...]}``, ``{"dict": [[key, value], ...]}``, ``{"float": "inf"}``, ``{"tensor": "name"}``,
+and ``{"leaf": ...}``, which the caller defines. Finite floats come back bit for bit (Python writes the
 shortest digits that read back exactly).
 """
 
@@ -40,14 +40,20 @@ def encode(
     keep: Callable[[torch.Tensor, str], str] | None = None,
     leaf: Callable[[Any, str], Any] | None = None,
 ) -> Any:
-    """``value`` as JSON; ``keep(tensor, where)`` stores a tensor and says its name; ``leaf(value,
-    where)`` is JSON of what else there may be, or raises TypeError.
+    """Return ``value`` as JSON.
 
-    ``where`` names the place for errors. Raises TypeError for a value that has no such form.
+    Args:
+        value: The value.
+        where: The place of the value, for messages.
+        keep: ``keep(tensor, where)`` stores a tensor and returns its name.
+        leaf: ``leaf(value, where)`` returns the JSON of any other value, or raises TypeError.
+
+    Raises:
+        TypeError: The value has no such form.
     """
     if isinstance(value, torch.Tensor) and keep is not None:
         return {"tensor": keep(value, where)}
-    if isinstance(value, np.generic):  # a learning rate, say
+    if isinstance(value, np.generic):  # such as a learning rate
         value = value.item()
     if value is None or isinstance(value, str):
         return value if value is None else str(value)
@@ -78,7 +84,16 @@ def encode(
 def decode(
     value: Any, tensors: Mapping[str, torch.Tensor], leaf: Callable[[Any], Any] | None = None
 ) -> Any:
-    """What :func:`encode` was given. Raises ValueError, KeyError or TypeError for other JSON."""
+    """Return the value that :func:`encode` was given.
+
+    Args:
+        value: The JSON value.
+        tensors: The stored tensors by name.
+        leaf: Returns the value of a JSON leaf.
+
+    Raises:
+        ValueError, KeyError, TypeError: The JSON is not of this form.
+    """
     if isinstance(value, list):
         return [decode(item, tensors, leaf) for item in value]
     if not isinstance(value, dict):
@@ -98,7 +113,13 @@ def decode(
 
 
 def mapped(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
-    """``value`` with every ``kind`` in its dicts, lists and tuples changed."""
+    """Return a copy of nested dicts, lists and tuples with some of their values changed.
+
+    Args:
+        value: The nested value.
+        kind: The types of the values to change.
+        change: Returns the new value for an old one.
+    """
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
 """Rows to mini-batches: columns, partitions in slabs, the order of rows, batches.
 
-May import: ``slab``, ``spark`` and ``codec``. Must not know: models, training.
+This package may import ``slab``, ``spark`` and ``codec``. It must not know about models or training.
 """
 
 from sparkdl.data.columns.base import Convert, Image, Sequence

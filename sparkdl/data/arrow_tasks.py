@@ -1,4 +1,4 @@
-"""Samples of a DataFrame: the tasks that turn Arrow batches into slabs, or bring them here."""
+"""Spark tasks that write a DataFrame's Arrow batches into slabs, or ship them to the driver."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from sparkdl.spark.frames import send
 from sparkdl.spark.worker import finish_task
 
 FIRST_PART = 16
-"""Rows of the first part, by which the size of a row is learned."""
+"""Number of rows in the first part; the writer learns the size of a row from it."""
 
 
 @dataclass(frozen=True)
 class WriteDataFrame:
-    """Task of ``mapInArrow``: one partition of Arrow batches into slabs, out comes its handle."""
+    """A ``mapInArrow`` task that writes one partition into slabs and yields its handle."""
 
     config: SlabConfig
     columns: tuple[Column, ...]
@@ -46,7 +46,13 @@ class WriteDataFrame:
         finish_task()
 
     def write(self, batches: Iterable[pa.RecordBatch], writer: PartitionWriter) -> None:
-        """Raises :class:`RowError`. A column beyond :attr:`columns` tells rows' partitions."""
+        """Write the rows of ``batches``.
+
+        If a batch has one column more than :attr:`columns`, that column has the partition of each row.
+
+        Raises:
+            RowError: A row cannot become a sample.
+        """
         names = [column.name for column in self.columns]
         for batch in batches:
             for part in self._parts(batch, writer):
@@ -58,7 +64,7 @@ class WriteDataFrame:
                 writer.add(names, arrays, part.column(len(names)).to_numpy() if split else None)
 
     def _parts(self, batch: pa.RecordBatch, writer: PartitionWriter) -> Iterator[pa.RecordBatch]:
-        """The batch, cut where its tensors may be much larger than its columns: images, say."""
+        """Cut the batch where its tensors may be much larger than its columns, as for images."""
         start = 0
         while start < batch.num_rows:
             rows = batch.num_rows
@@ -71,8 +77,11 @@ class WriteDataFrame:
 
 @dataclass(frozen=True)
 class WriteParts:
-    """Likewise, where the last column tells the partition of each row: a :class:`WrittenRows` of
-    each of ``count`` partitions comes out, with its number."""
+    """A ``mapInArrow`` task that writes rows which belong to several partitions.
+
+    The last column of a batch holds the partition of each row. The task yields the number and the
+    pickled :class:`WrittenRows` of each of ``count`` partitions.
+    """
 
     table: WriteDataFrame
     count: int
@@ -91,7 +100,10 @@ class WriteParts:
         finish_task()
 
     def parts(self, source: int, batches: Iterable[pa.RecordBatch]) -> list[WrittenRows]:
-        """Of each partition; of the first alone, where a row of ``source`` is wrong."""
+        """Return the rows of each partition.
+
+        If a row of ``source`` is wrong, return only a failed first part.
+        """
         writer = PartitionWriter(self.table.config, source, self.table.columns[-1].weight)
         try:
             self.table.write(batches, writer)
@@ -101,7 +113,7 @@ class WriteParts:
 
 
 def address_parts(partition: int, rows: Iterable[Any]) -> Iterator[bytes]:
-    """Task over what :class:`WriteParts` gives: each part to its partition."""
+    """Send each part that :class:`WriteParts` yields to its partition (a Spark task)."""
     for target, part in rows:
         yield from send(target, bytes(part))
     finish_task()
@@ -109,7 +121,7 @@ def address_parts(partition: int, rows: Iterable[Any]) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class JoinParts:
-    """Task over the parts of a partition, on the node where they are: its handle."""
+    """A task that joins the parts of a partition on the node that holds them and yields its handle."""
 
     config: SlabConfig
 
@@ -119,7 +131,10 @@ class JoinParts:
 
 
 def select_columns(data: DataFrame, columns: Sequence[Column]) -> DataFrame:
-    """The columns in this order, under names of their own (one may be an input and a label)."""
+    """Return the columns in this order, under generated names.
+
+    The names are generated because one column may be both an input and a label.
+    """
     if data.isStreaming:
         raise DataError(
             "the DataFrame is a stream, which has no end: write it to a table, and use that table. "
@@ -132,14 +147,14 @@ def select_columns(data: DataFrame, columns: Sequence[Column]) -> DataFrame:
 
 
 def columns_named(data: DataFrame, name: str) -> list[str]:
-    """The columns that Spark takes ``name`` for: those of its letters in any case, as a rule."""
+    """Return the columns that Spark matches with ``name``; by default, it ignores case."""
     if data.sparkSession.conf.get("spark.sql.caseSensitive", "false") == "true":
         return [column for column in data.columns if column == name]
     return [column for column in data.columns if column.lower() == name.lower()]
 
 
 def check_unambiguous(data: DataFrame, names: Sequence[str]) -> None:
-    """Raise :class:`DataError` for a name that several columns have, as Spark compares names."""
+    """Raise :class:`DataError` for each name that matches several columns, as Spark compares names."""
     problems = []
     for name in dict.fromkeys(names):
         same = columns_named(data, name)
@@ -152,7 +167,7 @@ def check_unambiguous(data: DataFrame, names: Sequence[str]) -> None:
 
 
 def ship_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Task of ``mapInArrow``: the partition's batches as one IPC stream each, with its number."""
+    """Yield each batch as one IPC stream, with its partition (a ``mapInArrow`` task)."""
     context = TaskContext.get()
     assert context is not None
     for batch in batches:
@@ -169,14 +184,17 @@ def ship_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def content_hash(data: DataFrame) -> SparkColumn:
-    """A hash of whole rows. A map, which Spark does not hash, goes in as the array of its entries."""
+    """Return a hash of whole rows.
+
+    Spark does not hash maps, so a map is hashed as the array of its entries.
+    """
     return functions.xxhash64(
         *[_hashable(functions.col(quoted(field.name)), field.dataType) for field in data.schema]
     )
 
 
 def _hashable(column: SparkColumn, kind: DataType) -> SparkColumn:
-    """``column`` without a map in it."""
+    """Return ``column`` with each map in it replaced by the array of its entries."""
     if not _has_map(kind):
         return column
     if isinstance(kind, MapType):
@@ -197,7 +215,7 @@ def _has_map(kind: DataType) -> bool:
 
 
 def partition_of(data: DataFrame, count: int) -> SparkColumn:
-    """The partition into which ``data.repartition(count, content_hash(data))`` puts a row.
+    """Return the partition into which ``data.repartition(count, content_hash(data))`` puts a row.
 
     Spark's HashPartitioning is the Murmur3 hash (seed 42) of the expression, modulo ``count``.
     """
@@ -205,17 +223,20 @@ def partition_of(data: DataFrame, count: int) -> SparkColumn:
 
 
 def partitions_of_rdds(data: DataFrame) -> int | None:
-    """The number of partitions of a DataFrame made of RDDs alone, without a shuffle since; else None.
+    """Return the number of partitions of a DataFrame that reads only RDDs and shuffles nothing.
 
-    Into how many Spark reads files, say, depends on the cores of the session.
+    Return None for any other DataFrame: the number of partitions into which Spark reads files, for
+    example, depends on the cores of the session.
     """
     execution = data._jdf.queryExecution()
     return execution.toRdd().getNumPartitions() if _of_rdds(execution.executedPlan()) else None
 
 
 def _of_rdds(plan: Any) -> bool:
-    """Whether a plan reads RDDs alone and shuffles nothing, adaptive or not; cached data as what was
-    cached."""
+    """Return whether a plan reads only RDDs and shuffles nothing, adaptively or not.
+
+    Cached data counts as the plan that was cached.
+    """
     kind, inputs = plan.getClass().getSimpleName(), plan.children()
     if kind == "InMemoryTableScanExec":
         return _of_rdds(plan.relation().cachedPlan())
@@ -225,7 +246,7 @@ def _of_rdds(plan: Any) -> bool:
 
 
 def first_field(partition: int, rows: Iterable[Any]) -> Iterator[bytes]:
-    """Task: the one binary field of each row."""
+    """Yield the one binary field of each row (a Spark task)."""
     for row in rows:
         yield bytes(row[0])
     finish_task()

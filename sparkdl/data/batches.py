@@ -1,10 +1,11 @@
 """From a mapped partition to the arrays of a mini-batch: order, augmentation, padding.
 
-Pure: a function of (assembly, partition, epoch, replica, rows), the same on every engine.
+The result is a pure function of (assembly, partition, epoch, replica, rows), the same on every engine.
 
-Batches of rows of like length waste little on padding; to draw them from windows of a random
-permutation keeps the epoch random: Khomenko et al., "Accelerating recurrent neural network training
-using sequence bucketing and multi-GPU data parallelization", 2017 (https://arxiv.org/abs/1708.05604).
+Bucketing puts rows of similar length into one batch, which wastes little on padding. The buckets come
+from windows of a random permutation, which keeps the epoch random: Khomenko et al., "Accelerating
+recurrent neural network training using sequence bucketing and multi-GPU data parallelization", 2017
+(https://arxiv.org/abs/1708.05604).
 """
 
 from __future__ import annotations
@@ -28,35 +29,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSpec:
-    """How the fields of samples become the arrays of a mini-batch; constants of a run.
+    """Constants of a run that say how the fields of samples become the arrays of a mini-batch.
 
-    The fields of a sample are ``num_features`` inputs, ``num_labels`` labels and, if ``weighted``,
-    the weight. How a field of varying length is padded is in the field itself.
+    The fields of a sample are ``num_features`` inputs, ``num_labels`` labels and, if ``weighted``, the
+    weight. The padding rule of a field of varying length is in the field itself.
+
+    Attributes:
+        inputs: The keywords of the features, if the model takes them as keyword arguments.
+        augment: ``augment(*features, rng)`` -> features. It gets the arrays of one sample as stored (a
+            sequence before padding) and a ``numpy.random.Generator``, and returns a tuple, or a single
+            array for a single feature. With ``inputs`` the call is ``augment(**features, rng=rng)``,
+            and the result may be a mapping. If ``augment`` draws from the global generators of torch,
+            numpy or random, they are seeded for each sample.
+        bucketing: If set, the rows of a mini-batch are of similar length, chosen from windows of about
+            this many rows; None: any rows.
+        float_dtype: The dtype of the floats that ``augment`` returns for an integer feature (such as
+            uint8 images).
     """
 
     num_features: int
     num_labels: int
     weighted: bool = False
     inputs: tuple[str, ...] = ()
-    """The keywords of the features, where the model takes them so."""
     augment: Callable[..., Any] | None = None
-    """``augment(*features, rng)`` -> features: the arrays of one sample as stored (a sequence before
-    padding) and a ``numpy.random.Generator``; a tuple, or a single array for a single feature. With
-    ``inputs`` it is ``augment(**features, rng=rng)``, and may return a mapping. The generators of
-    torch, numpy and random are seeded for each sample where it draws from them."""
     bucketing: int | None = None
-    """Mini-batches of rows of like length, chosen among about so many rows; None: any rows."""
     float_dtype: str = "float32"
-    """What ``augment``'s floats become where the feature itself is of integers (uint8 images)."""
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A mini-batch: what the model is called with, what the loss compares with, and weights.
+    """A mini-batch; the first dimension of each array is the rows.
 
-    Each array has the rows first. ``inputs`` may be more than the features: lengths of sequences
-    follow them. ``weights``: floats of shape (rows,), or None.
+    Attributes:
+        inputs: The arguments of the model: the features, each followed by the lengths of its sequences
+            if its padding asks for them.
+        targets: The labels, which the loss compares with.
+        weights: Floats of shape (rows,), or None.
     """
 
     inputs: list[np.ndarray]
@@ -67,11 +76,18 @@ class Batch:
 def visit_order(
     assembly: BatchSpec, partition: MappedPartition, epoch: int, replica: int, share: int
 ) -> np.ndarray:
-    """The order (int64) in which ``replica`` visits the rows of its partition in ``epoch``.
+    """Return the order (int64) in which ``replica`` visits the rows of its partition in ``epoch``.
 
-    A seeded permutation. With bucketing it is cut into windows, each of as many whole chunks of
-    ``share`` rows (about the replica's part of a mini-batch) as ``bucketing`` holds; rows of a
-    window are sorted by length, and the chunks are shuffled. What is left over comes last.
+    The order is a seeded permutation. With bucketing it is cut into windows, each with as many whole
+    chunks of ``share`` rows as ``bucketing`` holds. The rows of a window are sorted by length, and the
+    chunks are shuffled. The rows that do not fill a chunk come last.
+
+    Args:
+        assembly: The batch spec.
+        partition: The replica's partition.
+        epoch: The epoch.
+        replica: The number of the replica.
+        share: About the number of rows that the replica contributes to a global batch.
     """
     seed, count = assembly.seed, len(partition.order)
     if assembly.bucketing is None or not any(field.ragged for field in partition.fields):
@@ -97,11 +113,20 @@ def visit_order(
 def training_batch(
     assembly: BatchSpec, partition: MappedPartition, rows: np.ndarray, epoch: int, replica: int
 ) -> Batch:
-    """The mini-batch of these rows (numbers in canonical order), augmented.
+    """Return the mini-batch of some rows, augmented.
 
-    The random numbers of a row follow from (seed, epoch, replica, row), also those that ``augment``
-    draws from global generators: they are the same in any mini-batch. Raises
-    :class:`ParameterError` where ``augment`` fails.
+    The random numbers of a row depend only on (seed, epoch, replica, row), including those that
+    ``augment`` draws from global generators, so they are the same in any mini-batch.
+
+    Args:
+        assembly: The batch spec.
+        partition: The replica's partition.
+        rows: The numbers of the rows in canonical order.
+        epoch: The epoch.
+        replica: The number of the replica.
+
+    Raises:
+        ParameterError: ``augment`` fails.
     """
     return fields_to_batch(assembly, training_rows(assembly, partition, rows, epoch, replica))
 
@@ -109,17 +134,17 @@ def training_batch(
 def training_rows(
     assembly: BatchSpec, partition: MappedPartition, rows: np.ndarray, epoch: int, replica: int
 ) -> list[Rows]:
-    """The fields of :func:`training_batch`, not yet padded."""
+    """Return the fields of :func:`training_batch`, which takes the same arguments, before padding."""
     return _at_place(assembly, lambda: partition.gather(rows), (rows, epoch, replica))
 
 
 def plain_batch(assembly: BatchSpec, partition: MappedPartition, rows: np.ndarray) -> Batch:
-    """The mini-batch of these rows, not augmented: for validation."""
+    """Return the mini-batch of these rows (numbers in canonical order) unaugmented, for validation."""
     return fields_to_batch(assembly, partition.gather(rows))
 
 
 def preview_batch(assembly: BatchSpec, preview: Sequence[Rows], augment: bool = False) -> Batch:
-    """The rows of a preview as a mini-batch, to try the model (and ``augment``) on."""
+    """Return the rows of a preview as a mini-batch, to try the model (and ``augment``) on."""
     if not augment:
         return fields_to_batch(assembly, preview)
     everything = np.arange(len(preview[0]))
@@ -128,7 +153,7 @@ def preview_batch(assembly: BatchSpec, preview: Sequence[Rows], augment: bool = 
 
 
 def input_fields(assembly: BatchSpec, fields: Sequence[Field]) -> list[Field]:
-    """A description of each of :attr:`Batch.inputs`; ``fields`` are those of a sample."""
+    """Return the field of each of :attr:`Batch.inputs`; ``fields`` are the fields of a sample."""
     found: list[Field] = []
     for field in fields[: assembly.num_features]:
         found.append(field)
@@ -138,7 +163,7 @@ def input_fields(assembly: BatchSpec, fields: Sequence[Field]) -> list[Field]:
 
 
 def fields_to_batch(assembly: BatchSpec, fields: Sequence[Rows]) -> Batch:
-    """The rows of each field as a mini-batch."""
+    """Return the rows of each field as a mini-batch."""
     labels = assembly.num_features + assembly.num_labels
     weights = fields[labels] if assembly.weighted else None
     assert not isinstance(weights, Ragged)
@@ -154,8 +179,10 @@ def _at_place(
     gather: Callable[[], Sequence[Rows]],
     place: tuple[np.ndarray, int, int],
 ) -> list[Rows]:
-    """The fields that ``gather`` gives, augmented, if at all, at ``place``: (rows, epoch, replica).
-    ``augment`` may write into them."""
+    """Gather the fields and augment them, if at all, at ``place``: (rows, epoch, replica).
+
+    ``augment`` may write into the gathered arrays.
+    """
     augment = assembly.augment
     if augment is None:
         return list(gather())
@@ -219,7 +246,7 @@ def _augmented(
 
 
 def _in_order(inputs: Sequence[str], found: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return in the order of the features what ``augment`` returned by keyword."""
+    """Return the features that ``augment`` returned by keyword in the order of ``inputs``."""
     if set(found) != set(inputs):
         raise ParameterError(
             f"augment returned a mapping of {', '.join(map(str, found)) or 'nothing'}: return the "
@@ -229,7 +256,10 @@ def _in_order(inputs: Sequence[str], found: Mapping[str, Any]) -> tuple[Any, ...
 
 
 def _value(value: Any, dtype: np.dtype, float_dtype: str) -> np.ndarray:
-    """What ``augment`` returned for a feature of ``dtype``: integers may become floats."""
+    """Return a result of ``augment`` for a feature of ``dtype`` as an array.
+
+    Integers may become floats.
+    """
     if hasattr(value, "detach"):
         value = value.detach().cpu().numpy()
     if masked(value):

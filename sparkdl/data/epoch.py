@@ -1,9 +1,10 @@
-"""Which rows make mini-batch t: pure arithmetic on (seed, epoch, iteration, counts).
+"""The rows of mini-batch t, as pure arithmetic on (seed, epoch, iteration, counts).
 
-An epoch is a traverse: every sample exactly once, in an order drawn anew each epoch from the seed.
-Iteration i of an epoch takes global batch i; replica m gives a share of it that follows the sizes
-of the partitions, by the Sainte-Laguë method (the divisor method of Webster), which is monotone in the
-number of seats: the shares of successive iterations are exact, disjoint, and cover each partition.
+An epoch visits every sample exactly once, in an order that is drawn anew each epoch from the seed.
+Iteration i of an epoch takes global batch i. Each replica contributes rows in proportion to the size of
+its partition, by the Sainte-Laguë method (Webster's divisor method). That method is monotone in the
+number of seats (here: samples), so the rows of successive iterations are exact, disjoint, and cover
+each partition.
 """
 
 from __future__ import annotations
@@ -19,31 +20,31 @@ import numpy as np
 
 
 def derive_seed(seed: int, purpose: str, *position: int) -> int:
-    """A 63-bit seed for one purpose at one position, such as ``("forward", iteration, replica)``.
+    """Return a 63-bit seed for a purpose at a position, such as ``("forward", iteration, replica)``.
 
-    Independent of attempts, executors and the order of tasks.
+    The seed does not depend on attempts, executors or the order of tasks.
     """
     text = "/".join([str(seed), purpose, *map(str, position)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def generator(seed: int, purpose: str, *position: int) -> np.random.Generator:
-    """NumPy's random numbers for one purpose at one position, see :func:`derive_seed`."""
+    """Return NumPy's random generator for one purpose at one position, see :func:`derive_seed`."""
     return np.random.Generator(np.random.PCG64(derive_seed(seed, purpose, *position)))
 
 
 ORDER_BYTES = 64 << 20
-"""How much memory the orders of a process may take, beside the two that were used last."""
+"""Limit on the memory of a process's remembered orders; the two most recent are always kept."""
 _MAX_ORDERS = 32
 _orders: OrderedDict[Hashable, np.ndarray] = OrderedDict()
 _lock = threading.Lock()
-"""Of the orders: a driver may train in several threads."""
+"""Guards ``_orders``: a driver may train in several threads."""
 
 
 def remembered(key: Hashable, draw: Callable[[], np.ndarray]) -> np.ndarray:
-    """The order of this ``key``, drawn where it is not remembered; shared, hence read-only.
+    """Return the order for this ``key``, from the cache or newly drawn; it is shared, hence read-only.
 
-    An order takes 8 bytes a row, and a partition may be larger than memory: few are kept.
+    An order takes 8 bytes a row, and a partition may be larger than memory, so the cache is small.
     """
     with _lock:
         if key in _orders:
@@ -62,28 +63,31 @@ def remembered(key: Hashable, draw: Callable[[], np.ndarray]) -> np.ndarray:
 
 
 def permutation(seed: int, epoch: int, replica: int, num_rows: int) -> np.ndarray:
-    """The order in which ``replica`` visits its ``num_rows`` rows in ``epoch`` (int64)."""
+    """Return the order in which ``replica`` visits its ``num_rows`` rows in ``epoch``.
+
+    The order (int64) depends only on the arguments. It is shared, hence read-only.
+    """
     return remembered(
         (seed, epoch, replica, num_rows), lambda: drawn(seed, epoch, replica, num_rows)
     )
 
 
 def drawn(seed: int, epoch: int, replica: int, num_rows: int) -> np.ndarray:
-    """As :func:`permutation`, but a new array."""
+    """Return the same order as :func:`permutation`, as a new array."""
     return generator(seed, "shuffle", epoch, replica).permutation(num_rows)
 
 
 def apportion(counts: Sequence[int], position: int) -> np.ndarray:
-    """How many of the first ``position`` samples of an epoch each replica gives (int64, (M,)).
+    """Return how many of the first ``position`` samples of an epoch each replica contributes.
 
-    Sums to ``position`` (at most ``sum(counts)``), never exceeds ``counts``, and grows with
-    ``position`` in every component.
+    The result (int64, (M,)) sums to ``position`` (at most ``sum(counts)``), no component exceeds its
+    count, and every component is monotone in ``position``.
     """
     sizes = np.asarray(counts, dtype=np.int64)
     total, replicas = int(sizes.sum()), len(sizes)
     if position >= total:
         return sizes.copy()
-    # A start that is below the final seats everywhere, then the few that are missing, by key.
+    # Start below the final seats in every component, then give out the few missing ones by key.
     start = np.floor(sizes * ((position - replicas / 2) / total) - 0.5).astype(np.int64)
     taken = np.clip(start, 0, sizes)
     missing = position - int(taken.sum())
@@ -98,7 +102,7 @@ def apportion(counts: Sequence[int], position: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """An epoch over partitions of ``counts`` rows, cut into global batches of ``batch_size``."""
+    """A plan of an epoch: partitions of ``counts`` rows, cut into global batches of ``batch_size``."""
 
     counts: tuple[int, ...]
     batch_size: int
@@ -109,11 +113,11 @@ class EpochPlan:
 
     @property
     def num_iterations(self) -> int:
-        """Iterations an epoch; the last batch may be short."""
+        """Return the iterations of an epoch; the last batch may be short."""
         return -(-self.num_samples // self.batch_size)
 
     def rows(self, index: int) -> tuple[tuple[int, int], ...]:
-        """For each replica, the range of its permutation that global batch ``index`` takes."""
+        """Return, for each replica, the range of its permutation that global batch ``index`` takes."""
         if not 0 <= index < self.num_iterations:
             raise IndexError(f"batch {index} of an epoch of {self.num_iterations}")
         start = _remembered_seats(self.counts, index * self.batch_size)
@@ -123,5 +127,5 @@ class EpochPlan:
 
 @functools.lru_cache(maxsize=8)
 def _remembered_seats(counts: tuple[int, ...], position: int) -> list[int]:
-    """As :func:`apportion`: a batch starts where the one before stopped."""
+    """Return :func:`apportion` from a cache: a batch starts where the one before stopped."""
     return apportion(counts, position).tolist()

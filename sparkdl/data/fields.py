@@ -1,4 +1,4 @@
-"""What the driver knows of a partition: its files, its fields, what is remarkable in it."""
+"""The driver's description of a partition: its files, its fields and its extreme values."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from sparkdl.errors import DataError
 
 @dataclass(frozen=True)
 class Field:
-    """What one input or label of a sample looks like: name, NumPy dtype, shape without the rows.
+    """The name, NumPy dtype and shape (without the rows) of one input or label of a sample.
 
-    ``padding`` is there for a field of varying length, whose ``shape`` is that of one element.
+    A field of varying length has a ``padding``, and its ``shape`` is that of one element.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Field:
 
     @property
     def ragged(self) -> bool:
-        """Whether rows vary in length."""
+        """Return whether rows vary in length."""
         return self.padding is not None
 
     def __str__(self) -> str:
@@ -42,22 +42,27 @@ T = TypeVar("T")
 
 
 def with_fields(values: Iterable[T], fields: Sequence[Field]) -> Iterator[tuple[T, Field | None]]:
-    """Each of ``values`` with its field, as far as there are any."""
+    """Pair each of ``values`` with its field, or with None once the fields run out."""
     return zip(values, chain(fields, repeat(None)), strict=False)
 
 
 def dtype_as(dtype: str, field: Field | None) -> str:
-    """``dtype``, or that of ``field`` where numbers without a fraction are given for floats."""
+    """Return the dtype of a floating ``field`` if ``dtype`` is integer or boolean, else ``dtype``."""
     floats = field is not None and np.dtype(field.dtype).kind == "f"
     return field.dtype if field and floats and np.dtype(dtype).kind in "ib" else dtype
 
 
 @dataclass(frozen=True)
 class Extreme:
-    """The smallest (``sign`` -1) or largest (1) ``value`` of a field, and a row with it.
+    """The smallest or largest value of a field, and a row that has it.
 
-    Of integer fields and of the weight. With ``of_length`` it is the length of the row in a field of
-    varying length.
+    Integer fields, the weight, and the row lengths of fields of varying length have extremes.
+
+    Attributes:
+        field: The number of the field.
+        sign: -1 for the smallest value, 1 for the largest.
+        row: The row that has the value.
+        of_length: ``value`` is the length of the row in a field of varying length.
     """
 
     field: int
@@ -67,13 +72,13 @@ class Extreme:
     of_length: bool = False
 
     def exceeds(self, value: float) -> bool:
-        """Whether this value is the more extreme one."""
+        """Return whether this extreme is more extreme than ``value``."""
         return self.value * self.sign > value * self.sign
 
 
 @dataclass(frozen=True)
 class RowFile:
-    """Rows that one task wrote into one directory; its files' names begin with ``path``."""
+    """The rows that one task wrote into one directory; the names of its files begin with ``path``."""
 
     path: str
     num_rows: int
@@ -81,13 +86,18 @@ class RowFile:
 
 @dataclass(frozen=True)
 class SampleHandle:
-    """The small record that the sample RDD holds for one partition.
+    """A handle of one partition's samples, held by the sample RDD.
 
-    ``segments`` are files of this node (the one of ``token``), ``order_path`` the canonical order of
-    the partition's rows: their places in the segments, one after another, which may hold rows of other
-    partitions too. ``checksum`` covers the set of rows; ``extremes`` are of its integer fields,
-    of the weight and of the lengths of its rows.
-    A partition that could not be written for a reason of the user's has a ``problem`` and no files.
+    A partition that could not be written because of the user's data has a ``problem`` and no files.
+
+    Attributes:
+        token: The token of the node that has the files.
+        segments: The files. They may hold rows of other partitions too.
+        order_path: The file with the canonical order of the partition's rows: their places in the
+            segments, taken one after another.
+        checksum: A checksum of the set of rows.
+        extremes: The extremes of the integer fields, the weight and the row lengths.
+        problem: The reason why the partition could not be written.
     """
 
     token: str
@@ -101,7 +111,7 @@ class SampleHandle:
 
 
 def check_handles(handles: Sequence[SampleHandle], noun: str) -> None:
-    """Raise :class:`DataError` for what is wrong with a partition, or with all of them."""
+    """Raise :class:`DataError` for a problem of one partition, or of all of them together."""
     for partition, handle in enumerate(handles):
         problem = handle.problem
         if problem is not None:
@@ -128,7 +138,13 @@ def check_handles(handles: Sequence[SampleHandle], noun: str) -> None:
 
 
 def check_total_weight(handles: Sequence[SampleHandle], field: int, what: str) -> None:
-    """Raise :class:`DataError` where all weights, which are in ``field``, are 0."""
+    """Raise :class:`DataError` if all weights are 0.
+
+    Args:
+        handles: The handle of each partition.
+        field: The number of the weight's field.
+        what: The data, as the message names it.
+    """
     largest = [e.value for h in handles for e in h.extremes if e.field == field and e.sign > 0]
     if not any(largest):
         raise DataError(

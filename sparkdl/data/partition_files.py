@@ -1,7 +1,7 @@
-"""The files of samples: each field's rows one after another, raw, in a file that only grows.
+"""The sample files: each field's rows one after another, raw, in a file that only grows.
 
-Nothing is collected or copied on the way in, and to read is to map the file and index it. A field of
-varying length has two files, as in Arrow: values, and the offsets (int64) where rows begin.
+Writing collects and copies nothing, and reading maps the file and indexes it. A field of varying
+length has two files, as in Arrow: the values, and the offsets (int64) at which rows begin.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sparkdl.slab.root import open_private
 
 
 def segment_files(segment: RowFile, fields: Sequence[Field]) -> list[str]:
-    """The files of a segment: for each field its values, then its offsets if it has any."""
+    """Return the files of a segment: for each field its values, then its offsets if it has any."""
     return [
         f"{segment.path}-{number}.{kind}"
         for number, field in enumerate(fields)
@@ -31,11 +31,11 @@ def segment_files(segment: RowFile, fields: Sequence[Field]) -> list[str]:
 
 
 class SegmentWriter:
-    """Appends rows to the files of one segment, all of it or nothing."""
+    """A writer that appends rows to the files of one segment; each append writes all rows or none."""
 
     def __init__(self, path: str, fields: Sequence[Field]) -> None:
         self._path, self.num_rows = path, 0
-        self._ends = [0] * len(fields)  # of the values of a field of varying length
+        self._ends = [0] * len(fields)  # where the values of each field of varying length end
         self._files: list[BinaryIO] = []
         try:
             for name in segment_files(self.segment, fields):
@@ -47,11 +47,11 @@ class SegmentWriter:
 
     @property
     def segment(self) -> RowFile:
-        """What is written so far."""
+        """Return the segment as written so far."""
         return RowFile(self._path, self.num_rows)
 
     def append(self, columns: Sequence[Rows]) -> None:
-        """Write these rows. Where that raises OSError, the files are as they were before."""
+        """Write these rows. If that raises OSError, the files are as they were before."""
         places, ends = [file.tell() for file in self._files], list(self._ends)
         files = iter(self._files)
         try:
@@ -83,19 +83,19 @@ class SegmentWriter:
 
 
 def write_all(file: BinaryIO, values: np.ndarray) -> None:
-    """The bytes of an array into an unbuffered file, which may take them piece by piece."""
+    """Write the bytes of an array to an unbuffered file, which may take several writes."""
     left = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
     while left:
         left = left[file.write(left) :]
 
 
 class Items:
-    """Items of one shape in several mapped files: those of any of them in a single gather.
+    """Items of one shape in several mapped files, from any of which a single gather reads.
 
-    Several files are seen as one array of overlapping elements, which begins at the lowest of their
-    addresses and has an element wherever an item may begin (mappings begin with a page). Only
-    those that are items are ever touched. A loop over the files would cost a small batch more than
-    its rows do.
+    Several files are viewed as one array of overlapping elements. It begins at the lowest of their
+    addresses and has an element wherever an item may begin (mappings begin at a page boundary). Only
+    elements that are items are ever read. A loop over the files would cost a small batch more than
+    reading its rows.
     """
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
@@ -117,7 +117,7 @@ class Items:
         self._step = nbytes // grain
 
     def take(self, files: np.ndarray | None, places: np.ndarray) -> np.ndarray:
-        """A new array of the items at ``places`` in ``files`` (of each its number; None: one file)."""
+        """Return a new array of the items at ``places`` in ``files`` (file numbers; None: one file)."""
         if files is None:
             return np.take(self.arrays[0], places, axis=0)
         found = self._window[self._starts[files] + places * self._step]
@@ -126,7 +126,7 @@ class Items:
 
 @dataclass(frozen=True)
 class MappedColumn:
-    """One field in all files of a partition; ``offsets`` where rows vary in length."""
+    """One field in all files of a partition; it has ``offsets`` if rows vary in length."""
 
     values: Items
     offsets: Items | None = None
@@ -134,7 +134,16 @@ class MappedColumn:
 
     @staticmethod
     def map(segments: Sequence[RowFile], number: int, field: Field) -> MappedColumn:
-        """Map the files. Raises FileNotFoundError."""
+        """Map one field of all ``segments``.
+
+        Args:
+            segments: The files.
+            number: The number of the field.
+            field: The field.
+
+        Raises:
+            FileNotFoundError: A file was deleted.
+        """
         if field.padding is None:
             return MappedColumn(Items([_values(segment, number, field) for segment in segments]))
         offsets = [
@@ -145,7 +154,7 @@ class MappedColumn:
         return MappedColumn(Items(values), Items(offsets), field.padding)
 
     def take(self, files: np.ndarray | None, places: np.ndarray) -> Rows:
-        """The rows at ``places`` in ``files``, in memory of their own."""
+        """Return a copy of the rows at ``places`` in ``files``."""
         if self.offsets is None or self.padding is None:
             return self.values.take(files, places)
         starts = self.offsets.take(files, places)
@@ -156,28 +165,40 @@ class MappedColumn:
         return Ragged(self.values.take(files, within), offsets, self.padding)
 
     def lengths(self) -> np.ndarray:
-        """Of each row, in the order of the files (int64)."""
+        """Return the length of each row, in the order of the files (int64)."""
         assert self.offsets is not None
         return np.concatenate([np.diff(offsets) for offsets in self.offsets.arrays])
 
 
 def _values(segment: RowFile, number: int, field: Field) -> np.ndarray:
-    """The rows of a field, or the items of all rows where they vary in length."""
+    """Map the rows of a field, or the items of all rows if rows vary in length."""
     rows = -1 if field.ragged else segment.num_rows
     return map_file(f"{segment.path}-{number}.values", field.dtype, (rows, *field.shape))
 
 
 _mapped: weakref.WeakValueDictionary[str, np.memmap] = weakref.WeakValueDictionary()
-"""What is mapped now, by path (a path is never used twice): partitions share files, and each mapping
-takes a file descriptor."""
+"""The current mappings by path (a path is never used twice).
+
+Partitions share files, and each mapping takes a file descriptor.
+"""
 
 
 def map_file(path: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """A file of a slab root as an array. Raises FileNotFoundError, and OSError for a link."""
+    """Map a file of a slab root as an array.
+
+    Args:
+        path: The file.
+        dtype: The dtype of the array.
+        shape: Its shape; one dimension may be -1.
+
+    Raises:
+        FileNotFoundError: The file was deleted.
+        OSError: The path is a link.
+    """
     whole = _mapped.get(path)
     if whole is None:
         with open(path, "rb", opener=open_private) as file:
-            if os.fstat(file.fileno()).st_size == 0:  # which cannot be mapped
+            if os.fstat(file.fileno()).st_size == 0:  # an empty file cannot be mapped
                 return np.zeros(0, dtype).reshape(shape)
             whole = _mapped[path] = np.memmap(file, np.uint8, mode="r")
     return np.asarray(whole).view(dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""From the rows that tasks wrote to a partition: their canonical order, checksum and handle."""
+"""Joining the rows that tasks wrote into a partition: canonical order, checksum and handle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparkdl.errors import SlabFullError
 from sparkdl.slab.root import Root, SlabConfig, open_private, open_root
 
 COMPARE_BYTES = 64 << 20
-"""How much of rows with equal hashes is held at a time, to sort them."""
+"""Bytes of rows with equal hashes that are held at a time to sort them."""
 Extremes = dict[tuple[int, int, bool], Extreme]
 _T = TypeVar("_T")
 
@@ -29,8 +29,12 @@ _T = TypeVar("_T")
 class WrittenRows:
     """Rows of one partition, as one task wrote them.
 
-    ``places``: of these rows in the ``segments``, one after another (int64). ``hashes``: of each.
-    The row of each of the ``extremes`` is its place. ``source``: the number of the task.
+    Attributes:
+        token: The token of the node that has the segments.
+        places: The places of these rows in the ``segments``, taken one after another (int64).
+        hashes: The hash of each row.
+        extremes: Extreme values; the ``row`` of each is its place.
+        source: The number of the task.
     """
 
     token: str
@@ -45,10 +49,12 @@ class WrittenRows:
 
 
 def join_partition(config: SlabConfig, parts: Sequence[WrittenRows]) -> SampleHandle:
-    """The partition of the rows of all ``parts``; they stay where they are, on this node.
+    """Join the rows of all ``parts`` into a partition; the rows stay in their files on this node.
 
-    Writes their canonical order. Holds about 40 bytes a row meanwhile. Raises
-    :class:`SlabFullError`.
+    Write the canonical order of the rows. This takes about 40 bytes of memory a row.
+
+    Raises:
+        SlabFullError: There is no room for the order.
     """
     root = open_root(config, create=True)
     assert root is not None
@@ -98,7 +104,17 @@ def keep_extreme(extremes: Extremes, found: Extreme) -> None:
 
 
 def where_there_is_room(root: Root, write: Callable[[Path], _T], num_rows: int, nbytes: int) -> _T:
-    """``write(directory)``, of ``nbytes``, in the first directory of the slab root that has room."""
+    """Return ``write(directory)`` for the first directory of the slab root that has room.
+
+    Args:
+        root: The slab root.
+        write: Writes the data into a directory.
+        num_rows: The number of rows so far, for the message.
+        nbytes: The size of the data.
+
+    Raises:
+        SlabFullError: No directory has room.
+    """
     for directory in root.directories_for(nbytes):
         try:
             return write(directory)
@@ -112,7 +128,7 @@ def where_there_is_room(root: Root, write: Callable[[Path], _T], num_rows: int, 
 
 
 def _differing(parts: Sequence[WrittenRows]) -> BadRow | None:
-    """What is wrong where tasks found rows of different shapes."""
+    """Return the problem if tasks found rows of different shapes."""
     filled = [part for part in parts if part.fields]
     for part in filled[1:]:
         for found, wanted in zip(part.fields, filled[0].fields, strict=True):

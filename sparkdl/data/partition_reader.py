@@ -1,6 +1,6 @@
-"""Reading a partition: its files mapped into this process, rows gathered as they are asked for.
+"""Reading a partition: its files are mapped into this process, and rows are gathered on demand.
 
-Nothing is loaded as a whole, so a partition may be larger than memory: the kernel brings in the
+A partition may be larger than memory, because nothing is loaded as a whole: the kernel brings in the
 pages that a mini-batch touches, and drops them again.
 """
 
@@ -24,21 +24,30 @@ from sparkdl.errors import StaleReferenceError
 
 @dataclass(frozen=True)
 class MappedPartition:
-    """A partition mapped into this process: no copy until a batch is gathered."""
+    """A partition mapped into this process; nothing is copied until a batch is gathered."""
 
     columns: tuple[MappedColumn, ...]
     starts: np.ndarray
-    """Of each segment, the place of its first row."""
+    """The place of the first row of each segment."""
     order: np.ndarray
     fields: tuple[Field, ...]
     name: str = ""
-    """Of this very write of the partition: the path of its order."""
+    """A name unique to this write of the partition: the path of its order file."""
 
     @staticmethod
     def map(
         segments: Sequence[RowFile], order_path: str, fields: tuple[Field, ...]
     ) -> MappedPartition:
-        """Map the files. Raises :class:`StaleReferenceError` where one was deleted."""
+        """Map the files of a partition.
+
+        Args:
+            segments: The files of rows.
+            order_path: The file of the canonical order; "" if there are no rows, or no order yet.
+            fields: The fields of a sample.
+
+        Raises:
+            StaleReferenceError: A file was deleted.
+        """
         try:
             numbered = enumerate(fields if segments else ())
             columns = tuple(MappedColumn.map(segments, number, field) for number, field in numbered)
@@ -51,20 +60,21 @@ class MappedPartition:
         return MappedPartition(columns, starts, order, fields, order_path)
 
     def gather(self, rows: np.ndarray) -> list[Rows]:
-        """The rows (numbers in canonical order), one entry a field.
+        """Return the rows (numbers in canonical order), one entry a field.
 
-        A new array of shape (len(rows), *shape), or a :class:`Ragged` with memory of its own.
+        Each entry is a new array of shape (len(rows), *shape), or a :class:`Ragged` with its own
+        memory.
         """
         return self._take(self.order[rows])
 
     def contents(self, places: np.ndarray) -> np.ndarray:
-        """The bytes of some rows, by their places in the files; see :func:`row_contents`."""
+        """Return the bytes of some rows, by their places in the files; see :func:`row_contents`."""
         return row_contents(self._take(places))
 
     def lengths(self) -> np.ndarray | None:
-        """Of each row in canonical order, all fields of varying length added up (int64).
+        """Return the length of each row in canonical order, summed over all ragged fields (int64).
 
-        None where there is no such field.
+        Return None if there is no field of varying length.
         """
         ragged = [column.lengths() for column in self.columns if column.padding is not None]
         return sum(ragged[1:], start=ragged[0])[self.order] if ragged else None
@@ -84,10 +94,10 @@ _lock = threading.Lock()
 
 
 def open_partition(handle: SampleHandle) -> MappedPartition:
-    """Map the handle's files, or find them mapped already (paths are never used twice).
+    """Map the handle's files, or return the existing mapping (paths are never used twice).
 
-    Lets go of those that have been deleted since, as of a fit that has ended: memory of ``/dev/shm`` is
-    free only when nobody maps it any more.
+    Also drop mappings whose files were deleted, as after a fit has ended: memory in ``/dev/shm`` is
+    free only when no process maps it any more.
     """
     key = (handle.token, handle.segments, handle.order_path, handle.fields)
     with _lock:
@@ -105,13 +115,13 @@ def open_partition(handle: SampleHandle) -> MappedPartition:
 
 
 def lies_here(handle: SampleHandle, token: str) -> bool:
-    """Whether the handle's files are on the node of ``token``, all of them."""
+    """Return whether all of the handle's files are on the node with this ``token``."""
     names = [n for part in handle.segments for n in segment_files(part, handle.fields)]
     files = [path for path in (*names, handle.order_path) if path]
     return not handle.num_rows or (handle.token == token and all(map(os.path.exists, files)))
 
 
 def close_partitions() -> None:
-    """Let go of every mapping of this process."""
+    """Drop every mapping of this process."""
     with _lock:
         _opened.clear()

@@ -1,8 +1,8 @@
 """Writing partitions of samples into slabs.
 
-A task writes the rows it is given as they come. They are a partition, or, where they belong to
-several, a part of each: then a partition is an order of rows in the files of many tasks, and no
-row moves.
+A task writes its rows in the order in which they arrive. They form one partition, or parts of several
+partitions. In the second case a partition is an order of rows in the files of many tasks, and no row
+moves.
 """
 
 from __future__ import annotations
@@ -42,16 +42,20 @@ __all__ = [
 ]
 
 CHECKED_BYTES = 16 << 20
-"""How much is written before the memory that is left is looked at again."""
+"""Bytes that are written before the remaining memory is checked again."""
 PART_BYTES = 16 << 20
-"""How much of what grows when it is decoded, and of the records of an RDD, is held at a time."""
+"""Limit on the decoded bytes, and on the bytes of an RDD's records, that are held at a time."""
 
 
 class PartitionWriter:
-    """Streams rows into files. The samples are never held, only 8 to 12 bytes a row.
+    """A writer that streams rows into files; it holds no samples, only 8 to 12 bytes a row.
 
-    Raises :class:`sparkdl.errors.SlabFullError` where no slab directory has room. ``source``: the
-    number of the task. ``weighted``: the last field is the weight.
+    Its methods raise :class:`sparkdl.errors.SlabFullError` if no slab directory has room.
+
+    Args:
+        config: The slab root to write into.
+        source: The number of the task.
+        weighted: The last field is the weight.
     """
 
     def __init__(self, config: SlabConfig, source: int = 0, weighted: bool = False) -> None:
@@ -69,7 +73,7 @@ class PartitionWriter:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, on average so far; at least 1."""
+        """Return the average bytes of a row so far; at least 1."""
         return max(1, self._nbytes // max(1, self.num_rows))
 
     def add(
@@ -78,9 +82,15 @@ class PartitionWriter:
         columns: Sequence[Rows],
         partitions: np.ndarray | None = None,
     ) -> None:
-        """Append rows: for each column an array of shape (rows, *shape), or a :class:`Ragged`.
+        """Append rows.
 
-        ``partitions``: to which each belongs, where that is not the same for all.
+        Args:
+            names: The name of each column.
+            columns: For each column an array of shape (rows, *shape), or a :class:`Ragged`.
+            partitions: The partition of each row, if they differ.
+
+        Raises:
+            RowError: A row differs in type or shape from row 0.
         """
         if len(columns[0]) == 0:
             return
@@ -99,13 +109,15 @@ class PartitionWriter:
             self._note(len(columns) - 1, weights, np.arange(len(weights) + 1))
         self._hashes.append(row_hashes(columns))
         if partitions is not None:
-            self._partitions.append(partitions.copy())  # a view keeps all of its Arrow batch
+            self._partitions.append(
+                partitions.copy()
+            )  # a view would keep the whole Arrow batch alive
         self._append(columns)
         self._nbytes += sum(column.nbytes for column in columns)
         self.num_rows += len(columns[0])
 
     def _append(self, columns: Sequence[Rows]) -> None:
-        """To the last segment, or to a new one in the first directory that has room."""
+        """Append to the last segment, or to a new one in the first directory that has room."""
         nbytes = sum(column.nbytes for column in columns)
         if self._writers and self._stays(nbytes):
             try:
@@ -129,7 +141,10 @@ class PartitionWriter:
         self._unchecked = 0
 
     def _stays(self, nbytes: int) -> bool:
-        """Whether the last segment is where so much more is best put. That is asked now and then."""
+        """Return whether the last segment is still the best place for ``nbytes`` more.
+
+        The answer is checked only once every :data:`CHECKED_BYTES`.
+        """
         self._unchecked += nbytes
         if self._unchecked < CHECKED_BYTES:
             return True
@@ -151,19 +166,19 @@ class PartitionWriter:
     def _note(
         self, number: int, values: np.ndarray, offsets: np.ndarray, of_length: bool = False
     ) -> None:
-        """Keep the extremes of ``values``, of which row i has those from ``offsets[i]`` on."""
+        """Keep the extremes of ``values``; the values of row i begin at ``offsets[i]``."""
         for sign, place in ((-1, int(values.argmin())), (1, int(values.argmax()))):
             row = self.num_rows + int(np.searchsorted(offsets, place, side="right")) - 1
             value = values[place].item()
             keep_extreme(self._extremes, Extreme(number, sign, value, row, of_length))
 
     def finish(self) -> SampleHandle:
-        """The handle of the partition that all rows are."""
+        """Join all rows into one partition and return its handle."""
         hashes = self._close()
         return join_partition(self._config, [self._part(np.arange(self.num_rows), hashes)])
 
     def parts(self, count: int) -> Iterator[WrittenRows]:
-        """What there is of each of ``count`` partitions."""
+        """Yield the rows of each of ``count`` partitions."""
         hashes = self._close()
         partitions = np.concatenate([np.zeros(0, np.int32), *self._partitions])
         places = np.argsort(partitions, kind="stable")
@@ -174,11 +189,11 @@ class PartitionWriter:
             yield replace(part, extremes=tuple(mine))
 
     def fail(self, problem: BadRow) -> SampleHandle:
-        """Instead of :meth:`finish`, where a row is wrong: what was written is removed."""
+        """Remove what was written and return a failed handle; call it instead of :meth:`finish`."""
         return join_partition(self._config, [self.failed_part(problem)])
 
     def failed_part(self, problem: BadRow) -> WrittenRows:
-        """Instead of :meth:`parts`."""
+        """Remove what was written and return a failed part; call it instead of :meth:`parts`."""
         for writer in self._writers:
             writer.remove()
         self._writers, self._fields, self._extremes = [], (), {}
@@ -186,7 +201,7 @@ class PartitionWriter:
         return replace(none, problem=problem)
 
     def _close(self) -> np.ndarray:
-        """Close the files; the hashes of all rows."""
+        """Close the files and return the hashes of all rows."""
         for writer in self._writers:
             writer.close()
         return np.concatenate([np.zeros(0, np.uint64), *self._hashes])
@@ -205,8 +220,11 @@ class PartitionWriter:
 
 
 def _root_of_a_task(config: SlabConfig) -> Root:
-    """The root, made if need be. A task that was given up may come here after the run has removed
-    its roots: it leaves none, and raises BrokenPipeError."""
+    """Return the slab root of a task, made if it does not exist.
+
+    A cancelled task may get here after the run has removed its roots. It then leaves no root behind and
+    raises BrokenPipeError.
+    """
     there = open_root(config) is not None
     root = open_root(config, create=True)
     assert root is not None

@@ -1,9 +1,9 @@
-"""Rows of the next mini-batch, prepared in a thread while this one is computed with.
+"""Rows of the next mini-batch, prepared in a thread while the current one is computed.
 
-What is prepared is a pure function of what it is asked for by, so it makes no difference to anything
-but time: rows that were not foreseen are prepared when they are asked for. Spark may run a replica's
-next task in another process: then the work was for nothing. A process in which that happens more often
-than not stops to prepare ahead; one that has a slot, or a GPU, to itself always meets its own replica.
+The prepared rows are a pure function of the request, so prefetching affects only time: rows that were
+not foreseen are prepared on request. Spark may run a replica's next task in another process; then the
+work is wasted. A process that wastes more than it uses stops prefetching. A process that has a slot, or
+a GPU, to itself always meets its own replica.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sparkdl.data.ragged import Rows
 from sparkdl.process.determinism import times_seeded, work_beside
 
 Prepare = Callable[[int, int], list[Rows]]
-"""``prepare(start, stop)``: the rows of that range of an order, one entry a field."""
+"""``prepare(start, stop)`` returns the rows of that range of an order, one entry a field."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,12 @@ class _Range:
 
 
 class Prefetcher:
-    """Foresees that the range after this one will be asked for, where to prepare it takes long.
+    """A prefetcher of the range after the requested one, for ranges that take long to prepare.
 
-    ``patience``: how much more may be prepared for nothing than for use.
+    Args:
+        worth_seconds: Prefetch if preparing takes at least this long.
+        max_kept: How many prepared ranges are kept.
+        patience: How many more ranges may be wasted than used before prefetching stops.
     """
 
     def __init__(self, worth_seconds: float = 0.002, max_kept: int = 4, patience: int = 8) -> None:
@@ -51,16 +54,23 @@ class Prefetcher:
         self._lock = threading.Lock()
 
     def serve(self, many: int) -> None:
-        """So many take turns: keep what is prepared for each."""
+        """Keep prepared ranges for at least ``many`` requesters that take turns."""
         self.max_kept = max(self.max_kept, many)
 
     def take(
         self, who: Hashable, position: Any, start: int, stop: int, end: int, prepare: Prepare
     ) -> list[Rows]:
-        """``prepare(start, stop)``, which must be pure; ``end`` is that of the whole order.
+        """Return ``prepare(start, stop)``, from what was prepared ahead if possible.
 
-        ``who`` asks for one range after the other; ``position`` is all else that the rows depend on.
-        Raises what ``prepare`` raises.
+        Exceptions of ``prepare`` propagate.
+
+        Args:
+            who: The requester, which asks for one range after the other.
+            position: Everything else that the rows depend on.
+            start: The first row of the range.
+            stop: The end of the range.
+            end: The end of the whole order.
+            prepare: A pure function.
         """
         with self._lock:
             found = self._ranges.pop(who, None)
@@ -78,9 +88,12 @@ class Prefetcher:
         return rows
 
     def _timed(self, who: Hashable, prepare: Callable[[], list[Rows]]) -> list[Rows]:
-        """Note whether it took long, and whether it could be done in the thread: draws from a global
-        generator would disturb those of the forward pass beside it. To look at these generators takes
-        as long as to gather a few rows: it is not done again for what was quick."""
+        """Prepare the rows, and note whether that is slow and may be done in the thread.
+
+        It may not if it draws from a global generator, which would disturb the forward pass that runs
+        at the same time. Reading the generators takes as long as gathering a few rows, so it is not
+        repeated for requesters that were quick.
+        """
         states = None if who in self._quick else _random_states()
         began = time.perf_counter()
         rows = prepare()
@@ -91,7 +104,7 @@ class Prefetcher:
         return rows
 
     def _prepared(self, found: _Range, position: Any, start: int, stop: int) -> list[Rows] | None:
-        """What was prepared, if it is that; None also where it was not begun, or failed."""
+        """Return the prepared rows if they match; None if they do not, were not begun, or failed."""
         wanted = found.position == position and found.start == start and found.stop >= stop
         if found.rows.cancel() or not wanted or found.rows.exception() is not None:
             return None
@@ -106,8 +119,10 @@ class Prefetcher:
 
 
 def _random_states() -> list[Any]:
-    """Return the states of the generators that code may draw from without being handed one, and how
-    often they were seeded for such code."""
+    """Return the states of the global random generators, and how often they were seeded.
+
+    Code may draw from these generators without being handed one.
+    """
     numpys = np.random.get_state(legacy=False)["state"]
     return [
         random.getstate(),
@@ -119,4 +134,4 @@ def _random_states() -> list[Any]:
 
 
 AHEAD = Prefetcher()
-"""Of this process."""
+"""The prefetcher of this process."""

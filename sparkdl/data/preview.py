@@ -1,11 +1,12 @@
-"""The rows that the model is tried on before anything trains.
+"""The rows that the model is tried on before training starts.
 
-The first rows of the data, and for each integer field the rows with its smallest and its largest
-value: a class number or an embedding index that is out of range shows there or nowhere. Likewise the
-shortest and the longest row of a field of varying length: positions may run out.
+They are the first rows of the data and, for each integer field, the rows with its smallest and its
+largest value, because only those show a class number or an embedding index that is out of range. The
+shortest and the longest row of a field of varying length are there too: position embeddings may be
+too few.
 
-Some more rows follow, on which a loss of the user's own is compared with its parts: a rare label or a
-rule of whole batches shows on many rows only.
+A few more rows follow, on which a user's own loss is compared with the sum of its parts: a rare label,
+or a rule for whole batches, shows only on many rows.
 """
 
 from __future__ import annotations
@@ -25,16 +26,19 @@ from sparkdl.data.ragged import Rows, concatenate
 
 FIRST_ROWS = 2
 MORE_ROWS, MORE_BYTES = 37, 8 << 20
-"""So many rows there are with those that follow, where they take no more bytes. A prime number: a
-dimension of the model's is hardly ever as long."""
+"""The number of rows including the additional ones, if they take no more than ``MORE_BYTES``.
+
+It is a prime number, because a dimension of the model is hardly ever that long.
+"""
 
 
 @dataclass(frozen=True)
 class Preview:
-    """Task over the sample RDD: the rows to try, one array (or :class:`Ragged`) a field.
+    """A task over the sample RDD that reads the rows to try, one array (or :class:`Ragged`) a field.
 
-    ``rows``: for each partition to look at, the numbers of its rows in canonical order. ``more``: how
-    many of those of the first of these partitions, its last ones, are the rows that follow.
+    Attributes:
+        rows: For each partition to read, the numbers of its rows in canonical order.
+        more: How many of the last rows of the first of these partitions are the additional rows.
     """
 
     rows: Mapping[int, Sequence[int]]
@@ -42,7 +46,7 @@ class Preview:
 
     @staticmethod
     def of(handles: Sequence[SampleHandle]) -> Preview:
-        """Choose among the partitions of ``handles``; one of them must have rows."""
+        """Choose rows among the partitions of ``handles``, at least one of which must have rows."""
         first = next(i for i, handle in enumerate(handles) if handle.num_rows)
         rows = {first: [i % handles[first].num_rows for i in range(FIRST_ROWS)]}
         best: dict[tuple[int, int, bool], tuple[int, Extreme]] = {}
@@ -62,7 +66,7 @@ class Preview:
         return Preview({**rows, first: [*rows[first], *more]}, len(more))
 
     def read(self, partition: int, handle: SampleHandle) -> list[Rows]:
-        """The chosen rows of one partition, which is on this node."""
+        """Return the chosen rows of one partition, which is on this node."""
         return open_partition(handle).gather(np.array(self.rows[partition]))
 
     def __call__(self, frames: Iterable[bytes]) -> list[list[Rows]]:
@@ -71,8 +75,11 @@ class Preview:
         return [self.read(context.partitionId(), pickle.loads(frame)) for frame in frames]
 
     def join(self, parts: Sequence[Sequence[Rows]]) -> tuple[list[Rows], list[Rows]]:
-        """Put together what was read from the partitions, as one array a field: the rows to try the
-        model on, and these with those that follow."""
+        """Join the rows of the partitions into one array a field.
+
+        Returns:
+            The rows to try the model on, and the same rows followed by the additional ones.
+        """
         first, *others = parts
         tried = [rows[: len(rows) - self.more] for rows in first]
         followed = [rows[len(rows) - self.more :] for rows in first]
@@ -83,7 +90,7 @@ class Preview:
 
 
 def _row_bytes(handle: SampleHandle) -> int:
-    """Return the bytes of a row; a field of varying length is taken to have 1,024 elements."""
+    """Return the bytes of a row; a field of varying length is assumed to have 1,024 elements."""
     return sum(
         math.prod(field.shape) * np.dtype(field.dtype).itemsize * (1024 if field.ragged else 1)
         for field in handle.fields

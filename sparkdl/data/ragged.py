@@ -1,6 +1,6 @@
-"""Rows of varying length in memory: one array of values and the places where rows begin.
+"""Rows of varying length in memory: one array of values and the offsets at which rows begin.
 
-Kept ragged from the column to the mini-batch, and padded only there, to the longest row of it. The
+Rows stay ragged from the column to the mini-batch, and are padded only there, to its longest row. The
 layout is that of Arrow's list arrays: row ``i`` is ``values[offsets[i]:offsets[i + 1]]``.
 """
 
@@ -15,14 +15,14 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Padding:
-    """How rows of varying length become one tensor."""
+    """A rule that makes one tensor of rows of varying length."""
 
     value: float = 0
-    """What fills the end of the shorter rows."""
+    """The value that fills the end of shorter rows."""
     length: int | None = None
-    """Pad to this length always; None: to the longest row of the mini-batch."""
+    """Always pad to this length; None: pad to the longest row of the mini-batch."""
     lengths: bool = False
-    """The model gets the lengths too, int64 of shape (rows,), directly after the padded input."""
+    """Also give the model the lengths, int64 of shape (rows,), directly after the padded input."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Ragged:
 
     @staticmethod
     def of(rows: Sequence[np.ndarray], padding: Padding | None = None) -> Ragged:
-        """From arrays of shape (length, *item); at least one."""
+        """Make ragged rows from at least one array of shape (length, *item)."""
         offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         return Ragged(np.concatenate(rows), offsets, padding or Padding())
 
@@ -46,7 +46,7 @@ class Ragged:
         return len(self.offsets) - 1
 
     def __getitem__(self, rows: slice | np.ndarray) -> Ragged:
-        """Some of the rows: a contiguous slice is a view, anything else is a gathered copy."""
+        """Return some of the rows: a contiguous slice is a view, anything else is a gathered copy."""
         if isinstance(rows, slice):
             start, stop, step = rows.indices(len(self))
             if step == 1:
@@ -66,7 +66,7 @@ class Ragged:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Of each row (int64)."""
+        """Return the length of each row (int64)."""
         return np.diff(self.offsets)
 
     @property
@@ -75,16 +75,16 @@ class Ragged:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows and their offsets."""
+        """Return the bytes of the rows and their offsets."""
         return int(self.used.nbytes + self.offsets.nbytes)
 
     @property
     def used(self) -> np.ndarray:
-        """The part of ``values`` that the rows are in."""
+        """Return the part of ``values`` that holds the rows."""
         return self.values[int(self.offsets[0]) : int(self.offsets[-1])]
 
     def cut(self, length: int) -> Ragged:
-        """The rows, each at most ``length`` long: what comes after is left out."""
+        """Return the rows, each cut to at most ``length`` elements."""
         lengths = np.minimum(self.lengths, length)
         if (lengths == self.lengths).all():
             return self
@@ -93,9 +93,10 @@ class Ragged:
         return Ragged(self.values[places], offsets, self.padding)
 
     def padded(self, length: int | None = None) -> np.ndarray:
-        """A new array of shape (rows, longest, *item); ``length``, or that of ``padding``, if given.
+        """Return a new array of shape (rows, longest, *item).
 
-        Rows longer than ``length`` are cut.
+        Rows are padded to ``length`` or to the padding's length, if either is given; longer rows are
+        cut.
         """
         length = length or self.padding.length
         lengths = self.lengths
@@ -107,7 +108,7 @@ class Ragged:
         return result
 
     def inputs(self) -> list[np.ndarray]:
-        """What the model gets for these rows: the padded rows, and their lengths if asked for."""
+        """Return the model's inputs: the padded rows and, if requested, their lengths."""
         lengths = self.lengths
         if self.padding.length is not None:
             lengths = np.minimum(lengths, self.padding.length)
@@ -119,7 +120,7 @@ Rows: TypeAlias = np.ndarray | Ragged
 
 
 def concatenate(parts: Sequence[Rows]) -> Rows:
-    """The rows of all ``parts``, which are of one kind, one after another."""
+    """Return the rows of all ``parts``, which are of one kind, one after another."""
     first = parts[0]
     if not isinstance(first, Ragged):
         return np.concatenate(parts) if len(parts) > 1 else first  # type: ignore[arg-type]
@@ -130,7 +131,7 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
 
 
 def model_inputs(fields: Sequence[Rows]) -> list[np.ndarray]:
-    """The arrays that the model is called with: fields of varying length padded, lengths added."""
+    """Return the model's arguments: ragged fields are padded, and their lengths added if requested."""
     result: list[np.ndarray] = []
     for rows in fields:
         result += rows.inputs() if isinstance(rows, Ragged) else [rows]
@@ -138,5 +139,5 @@ def model_inputs(fields: Sequence[Rows]) -> list[np.ndarray]:
 
 
 def dense(fields: Sequence[Rows]) -> list[np.ndarray]:
-    """One array a field: those of varying length padded, and nothing else added (for labels)."""
+    """Return one array a field, ragged fields padded and without their lengths (for labels)."""
     return [rows.padded() if isinstance(rows, Ragged) else rows for rows in fields]

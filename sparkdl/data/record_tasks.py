@@ -1,4 +1,4 @@
-"""Samples of an RDD: Python objects to arrays, every one checked."""
+"""Samples of an RDD: tasks that turn Python objects into arrays and check every one."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ _MEND = "Filter such records out, or mend them with rdd.map."
 
 @dataclass(frozen=True)
 class Sample:
-    """One training sample of an RDD.
+    """A training sample of an RDD.
 
-    ``features``: a number, an array-like, a tensor, or a tuple of these for a model with several
-    inputs. ``label``: likewise, or None. ``weight``: how much the sample counts, where the trainer
-    is given a weight.
+    Attributes:
+        features: A number, an array-like, a tensor, or a tuple of these for a model with several
+            inputs.
+        label: Like ``features``, or None.
+        weight: How much the sample counts, if the trainer is given a weight.
     """
 
     features: Any
@@ -42,17 +44,20 @@ class Sample:
 
 @dataclass(frozen=True)
 class Names:
-    """The names that a trainer gives to features, labels and weight. A record whose values have names
-    of their own (a Row, a named tuple, a mapping) is read by them, never by position."""
+    """The names that a trainer gives to features, labels and weight.
+
+    A record whose values have names of their own (a Row, a named tuple, a mapping) is read by name,
+    never by position.
+    """
 
     features: tuple[str, ...]
     label: tuple[str, ...] = ()
     weight: str | None = None
     inputs: tuple[str, ...] = ()
-    """The keywords by which the model takes the features, if it does; a record may give them so."""
+    """The keywords by which the model takes the features, if it does; a record may use them too."""
 
     def in_order(self, features: Any, row: int) -> Any:
-        """The features of a record; of a mapping by keyword, in the order of the keywords."""
+        """Return the features of a record; a mapping by keyword is put in the order of the keywords."""
         if not self.inputs or not isinstance(features, Mapping):
             return features
         missing = [name for name in self.inputs if name not in features]
@@ -63,10 +68,16 @@ class Names:
         return found[0] if len(found) == 1 else found
 
     def sample(self, record: Any, row: int, bare: int | None = 0) -> Any:
-        """The :class:`Sample` that a record with these names is; any other record as it is.
+        """Return the :class:`Sample` of a record with these names; return other records unchanged.
 
-        ``bare``: a record of so many values (None: of any number) that has other names is taken for
-        the features alone, in order. Raises :class:`RowError` for one that is not.
+        Args:
+            record: The record.
+            row: Its number, for messages.
+            bare: A record with this many values (None: with any number) under other names is taken as
+                the features alone, in order.
+
+        Raises:
+            RowError: The record has other names and is not taken as bare features.
         """
         values = _named_values(record)
         if values is None:
@@ -93,7 +104,7 @@ class Names:
 
 
 def _named_values(record: Any) -> Mapping[Any, Any] | None:
-    """The values of a record by name, where it has names."""
+    """Return the values of a record by name, or None if it has no names."""
     if isinstance(record, Mapping):
         return record
     names = getattr(record, "__fields__", None) or getattr(record, "_fields", None)
@@ -104,8 +115,10 @@ def _named_values(record: Any) -> Mapping[Any, Any] | None:
 
 @dataclass(frozen=True)
 class WriteRecords:
-    """Task over an RDD of ``(features, label)`` pairs, :class:`Sample`, or records with names:
-    likewise."""
+    """A task that writes one partition of an RDD into slabs and yields its handle.
+
+    The records are ``(features, label)`` pairs, :class:`Sample` objects, or records with names.
+    """
 
     config: SlabConfig
     labelled: bool
@@ -119,7 +132,7 @@ class WriteRecords:
         writer = PartitionWriter(self.config, weighted=self.weighted)
         names: list[str] = []
         waiting: list[list[np.ndarray]] = []
-        nbytes = 0  # of those
+        nbytes = 0  # bytes of the waiting records
         try:
             for record in records:
                 parts = self._parts(record, writer.num_rows + len(waiting))
@@ -153,7 +166,10 @@ class WriteRecords:
         return parts
 
     def content_hash(self, record: Any) -> int:
-        """CRC-32 of the record's numbers. Its pickle would not do: a tensor's holds an address."""
+        """Return the CRC-32 of the record's numbers.
+
+        A hash of its pickle would not do, because the pickle of a tensor holds an address.
+        """
         try:
             values = [value for _, value in self._parts(record, 0)]
         except RowError:
@@ -171,10 +187,14 @@ def check_alike(
     specs: Specs | None,
     names: Sequence[str] = (),
 ) -> None:
-    """Raise :class:`RowError` where the fields of record ``row`` differ from those ``before``.
+    """Raise :class:`RowError` if the fields of a record differ from those of the records before it.
 
-    ``before``: the fields of the records directly before it, in order. ``names``: of the fields of
-    the first record of all; () where they follow from their number.
+    Args:
+        parts: The fields of the record, by name.
+        before: The fields of the records directly before it, in order.
+        row: The number of the record.
+        specs: The specifications of fields, by name.
+        names: The field names of the very first record; () if they follow from their number.
     """
     found = [name for name, _ in parts]
     if (names and found != list(names)) or (before and len(found) != len(before[0])):
@@ -196,7 +216,16 @@ def check_alike(
 
 
 def split_record(record: Any, labelled: bool, row: int) -> tuple[Any, Any]:
-    """(features, label) of an RDD's record. Without a label a bare value is the features."""
+    """Return (features, label) of an RDD's record.
+
+    Args:
+        record: The record.
+        labelled: Records have labels. If not, a bare value is the features.
+        row: The number of the record, for messages.
+
+    Raises:
+        RowError: The record is not a pair or :class:`Sample`, or lacks its label.
+    """
     if isinstance(record, Sample):
         if labelled and record.label is None:
             raise RowError(
@@ -217,18 +246,28 @@ def split_record(record: Any, labelled: bool, row: int) -> tuple[Any, Any]:
 
 
 def named(role: str, value: Any) -> list[tuple[str, Any]]:
-    """The parts of a record's features or label by name: "features", or "features[0]", ..."""
+    """Return a record's features or label as named parts: "features", or "features[0]", ..."""
     values = value if isinstance(value, tuple) else (value,)
     return [(role if len(values) == 1 else f"{role}[{i}]", v) for i, v in enumerate(values)]
 
 
 def feature_names(count: int) -> list[str]:
-    """The names of so many features of a record, see :func:`named`."""
+    """Return the names of ``count`` features of a record, see :func:`named`."""
     return [name for name, _ in named("features", (None,) * count)]
 
 
 def record_array(value: Any, name: str, row: int, float_dtype: str) -> np.ndarray:
-    """A sample's value as an array: floats in ``float_dtype``, integers and booleans as they are."""
+    """Return a sample's value as an array.
+
+    Args:
+        value: The value.
+        name: The name of its field, for messages.
+        row: The number of the record, for messages.
+        float_dtype: The dtype of floats; integers and booleans stay.
+
+    Raises:
+        RowError: The value cannot become an array of finite numbers.
+    """
     return as_array(value, name, row, float_dtype, _MEND)
 
 
@@ -240,8 +279,19 @@ def record_field(
     specs: Specs | None = None,
     field: Field | None = None,
 ) -> np.ndarray:
-    """Likewise, cut where ``specs`` name it as a :class:`sparkdl.Sequence`, and of floats where
-    ``field``, what it was when the model was trained, is."""
+    """Return a sample's value as the array of a field.
+
+    Args:
+        value: The value.
+        name: The name of the field.
+        row: The number of the record, for messages.
+        float_dtype: The dtype of floats.
+        specs: Specifications by name; a :class:`sparkdl.Sequence` cuts the value to its length.
+        field: The field that the model was trained with; integers become floats if it has floats.
+
+    Raises:
+        RowError: The value cannot become the field.
+    """
     array = record_array(value, name, row, float_dtype)
     array = array.astype(dtype_as(array.dtype.name, field), copy=False)
     spec = (specs or {}).get(name)
@@ -253,7 +303,16 @@ def record_field(
 
 
 def record_weight(record: Any, row: int, float_dtype: str) -> np.ndarray:
-    """The weight of a :class:`Sample`, shape (). Raises :class:`RowError`."""
+    """Return the weight of a :class:`Sample`, shape ().
+
+    Args:
+        record: The record.
+        row: The number of the record, for messages.
+        float_dtype: The dtype of the result.
+
+    Raises:
+        RowError: The record has no weight, or one that is not a finite number of at least 0.
+    """
     weight = record.weight if isinstance(record, Sample) else None
     if weight is None:
         text = "is None" if isinstance(record, Sample) else "is missing"
@@ -269,14 +328,20 @@ def record_weight(record: Any, row: int, float_dtype: str) -> np.ndarray:
 
 
 def is_sequence(name: str, specs: Specs | None) -> bool:
-    """Whether the field of this name varies in length."""
+    """Return whether the field of this name varies in length."""
     return isinstance((specs or {}).get(name), Varying)
 
 
 def stack_records(
     names: Sequence[str], records: Sequence[Sequence[np.ndarray]], specs: Specs | None = None
 ) -> list[Rows]:
-    """Values of several records -> the rows of each field; ``names`` are those of the fields."""
+    """Stack the values of several records into the rows of each field.
+
+    Args:
+        names: The names of the fields.
+        records: The values of each record, in the order of ``names``.
+        specs: Specifications by name; a :class:`sparkdl.Sequence` becomes :class:`Ragged`.
+    """
     stacked: list[Rows] = []
     for name, values in zip(names, zip(*records, strict=True), strict=True):
         spec = (specs or {}).get(name)

@@ -1,4 +1,4 @@
-"""What is wrong with a row: found on an executor, raised on the driver."""
+"""Problems with single rows: found on an executor, raised on the driver."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAME_TYPE = (
 
 
 def varying(column: str) -> str:
-    """What to do about arrays of different lengths."""
+    """Return the remedy for arrays of different lengths."""
     return (
         f'{SAME_SHAPE} Rows of varying length are padded with columns={{"{column}": '
         "sparkdl.Sequence()}."
@@ -30,9 +30,9 @@ def varying(column: str) -> str:
 
 @dataclass(frozen=True)
 class BadRow:
-    """What is wrong with one row of one column; found on an executor, raised on the driver.
+    """A problem with one row of one column, found on an executor and raised on the driver.
 
-    ``partition``: of the data as they were read, where that is not the one that reports it.
+    ``partition`` is the row's partition in the data as read, if that is not the reporting partition.
     """
 
     column: str
@@ -42,12 +42,17 @@ class BadRow:
     partition: int | None = None
 
     def message(self, place: str, noun: str = "column") -> str:
-        """One line for the user; ``place`` is the partition, ``noun`` what ``column`` names."""
+        """Return one line for the user.
+
+        Args:
+            place: The partition.
+            noun: What ``column`` names.
+        """
         return f'{noun} "{self.column}", row {self.row} of {place}: {self.text}. {self.remedy}'
 
 
 class RowError(Exception):
-    """Carries a :class:`BadRow` out of a conversion."""
+    """An exception that carries a :class:`BadRow` out of a conversion."""
 
     def __init__(self, column: str, row: int, text: str, remedy: str) -> None:
         super().__init__(text)
@@ -55,12 +60,12 @@ class RowError(Exception):
 
 
 def drop(name: str) -> str:
-    """What to do about rows in which a whole column is missing."""
+    """Return the remedy for rows in which a whole column is missing."""
     return f'Drop such rows with df.dropna(subset=["{name}"]), or fill them.'
 
 
 def finite(dtype: str) -> str:
-    """What to do about numbers that are infinite, or too large for ``dtype``."""
+    """Return the remedy for numbers that are infinite or too large for ``dtype``."""
     return (
         f"It is infinite, or beyond {_LARGEST.get(dtype, 'the largest number')} of {dtype}: filter "
         "such rows, or scale the numbers."

@@ -1,8 +1,7 @@
-"""A canonical order for the rows of a partition, whatever order they arrived in.
+"""A canonical order for the rows of a partition, independent of the order of arrival.
 
-A shuffle delivers its blocks in any order, so a partition that is computed again may hold the same
-rows in another order. Training must not depend on that: rows are numbered by the order of their
-content, not of their arrival.
+A shuffle delivers its blocks in any order, so a partition that is recomputed may hold the same rows in
+another order. Training must not depend on that, so rows are numbered in the order of their content.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from sparkdl.data.ragged import Ragged, Rows
 
 
 def row_hashes(columns: Sequence[Rows]) -> np.ndarray:
-    """A hash of each row over all columns (of equally many rows); uint64, (rows,).
+    """Return a hash of each row over all columns (with equally many rows); uint64, (rows,).
 
-    The sum of a row's 32-bit words, each times a random number of 64 bits that belongs to its place:
-    the multilinear family of Lemire & Kaser, "Strongly universal string hashing is fast", 2014
-    (https://arxiv.org/abs/1202.4961). It takes one pass in numpy. Then the bits are mixed, so that a
-    sum over rows says more than a sum over words. A row of varying length goes in as the CRC-32
-    of its length and its bytes, so that no two columns can trade values.
+    The hash is the sum of a row's 32-bit words, each times a random 64-bit number for its place: the
+    multilinear family of Lemire & Kaser, "Strongly universal string hashing is fast", 2014
+    (https://arxiv.org/abs/1202.4961). It takes one pass in numpy. The bits are mixed afterwards, so
+    that a sum over rows distinguishes more than a sum over words. A row of varying length enters as
+    the CRC-32 of its length and its bytes, so that no two columns can trade values.
     """
     hashes = np.zeros(len(columns[0]), dtype=np.uint64)
     for number, column in enumerate(columns):
@@ -35,7 +34,7 @@ def row_hashes(columns: Sequence[Rows]) -> np.ndarray:
 
 
 def _words(column: Rows) -> np.ndarray:
-    """The bytes of each row as unsigned words of 4 bytes, or of the most that divides a row."""
+    """Return each row's bytes as unsigned words of 4 bytes, or of 2 or 1 if 4 do not divide a row."""
     if isinstance(column, Ragged):
         return np.array([[zlib.crc32(piece)] for piece in _pieces(column)], dtype=np.uint32)
     if not column.size:
@@ -47,14 +46,14 @@ def _words(column: Rows) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def _keys(column: int, count: int) -> np.ndarray:
-    """Odd random numbers (uint64), always the same; read-only."""
+    """Return odd random numbers (uint64, read-only), the same in every process."""
     keys = np.random.PCG64(0x5DA7 + column).random_raw(count) | np.uint64(1)
     keys.flags.writeable = False
     return keys
 
 
 def _mixed(hashes: np.ndarray) -> np.ndarray:
-    """Each bit of the result depends on all bits of the hash: the finalizer of SplitMix64."""
+    """Apply the finalizer of SplitMix64: each bit of the result depends on all bits of the hash."""
     hashes = hashes + np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         hashes = (hashes ^ (hashes >> np.uint64(shift))) * np.uint64(factor)
@@ -62,7 +61,7 @@ def _mixed(hashes: np.ndarray) -> np.ndarray:
 
 
 def _pieces(column: Rows) -> Iterator[memoryview | bytes]:
-    """The bytes of each row of one column."""
+    """Yield the bytes of each row of one column."""
     if isinstance(column, Ragged):
         for row in column:
             yield len(row).to_bytes(8, "little") + np.ascontiguousarray(row).tobytes()
@@ -74,9 +73,9 @@ def _pieces(column: Rows) -> Iterator[memoryview | bytes]:
 
 
 def row_contents(columns: Sequence[Rows]) -> np.ndarray:
-    """The bytes of each row over all columns; shape (rows,), to be sorted and compared.
+    """Return the bytes of each row over all columns; shape (rows,), to sort and compare.
 
-    One value of dtype void a row; of dtype object (bytes) where a column is of varying length.
+    The dtype is void; it is object (bytes) if a column is of varying length.
     """
     num_rows = len(columns[0])
     if any(isinstance(column, Ragged) for column in columns):
@@ -93,10 +92,13 @@ def canonical_order(
     contents: Callable[[np.ndarray], np.ndarray] | None,
     rows_at_once: int = 1 << 16,
 ) -> np.ndarray:
-    """The permutation (int64) that sorts rows by hash, rows of equal hash by their bytes.
+    """Return the permutation (int64) that sorts rows by hash, and rows of equal hash by their bytes.
 
-    ``contents`` gives :func:`row_contents` of some rows by their numbers, asked only in a tie and
-    for at most ``rows_at_once`` rows: the partition may be larger than memory.
+    Args:
+        hashes: The hash of each row.
+        contents: Returns :func:`row_contents` of some rows by their numbers. It is called only for
+            ties; it may be None if there are none.
+        rows_at_once: The most rows of one call: the partition may be larger than memory.
     """
     order = np.argsort(hashes)
     ranked = hashes[order]
@@ -120,7 +122,7 @@ def canonical_order(
 
 
 def _runs(sizes: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:
-    """Consecutive ties whose sizes sum to ``limit`` at most, or a single larger one."""
+    """Yield runs of consecutive ties whose sizes sum to at most ``limit``, or a single larger one."""
     first, total = 0, 0
     for i, size in enumerate(sizes.tolist()):
         if i > first and total + size > limit:
@@ -134,7 +136,7 @@ def _runs(sizes: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:
 def _sort_many(
     rows: np.ndarray, contents: Callable[[np.ndarray], np.ndarray], limit: int
 ) -> np.ndarray:
-    """Sort one tie that is too large to be held: nearly always a single row, many times over."""
+    """Sort one tie that is too large to hold; nearly always this is one row repeated many times."""
     blocks = [rows[i : i + limit] for i in range(0, len(rows), limit)]
     distinct: set[bytes] = set()
     for block in blocks:
@@ -147,5 +149,5 @@ def _sort_many(
 
 
 def checksum(hashes: np.ndarray) -> int:
-    """A checksum of the multiset of rows: the same for any order of the same rows."""
+    """Return a checksum of the multiset of rows: the same for any order of the same rows."""
     return int(hashes.sum(dtype=np.uint64))

@@ -1,4 +1,4 @@
-"""A DataFrame or an RDD of samples -> the sample RDD: one handle a partition, persisted."""
+"""From a DataFrame or an RDD of samples to the sample RDD: one handle a partition, persisted."""
 
 from __future__ import annotations
 
@@ -54,18 +54,21 @@ __all__ = [
 ]
 
 FILES_PER_SLOT = 4
-"""So many tasks at most read a table whose rows stay on a single node; each writes files of its own."""
+"""Most tasks per slot that read a table whose rows stay on one node; each writes its own files."""
 
 
 @dataclass(frozen=True)
 class SampleSet:
-    """The persisted sample RDD and what the driver knows of it.
+    """The persisted sample RDD and the driver's description of it.
 
-    ``rdd`` holds one frame a partition, a pickled :class:`SampleHandle`; None where the samples
-    are in this process (``handles``). ``fields`` describes a sample: the ``num_features`` inputs
-    first, then the ``num_labels`` labels, then the weight if samples are ``weighted``. ``preview``
-    holds a few rows to try the model on, one array (or :class:`Ragged`) a field; ``more`` these and
-    some others, on which a loss is compared with its parts.
+    Attributes:
+        rdd: One frame a partition, a pickled :class:`SampleHandle`; None if the samples are in this
+            process.
+        handles: The handle of each partition.
+        fields: The fields of a sample: ``num_features`` inputs, ``num_labels`` labels and, if samples
+            are ``weighted``, the weight.
+        preview: A few rows to try the model on, one array (or :class:`Ragged`) a field.
+        more: The rows of ``preview`` and some others, on which a loss is compared with its parts.
     """
 
     rdd: RDD | None
@@ -79,19 +82,27 @@ class SampleSet:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Rows of each partition."""
+        """Return the rows of each partition."""
         return tuple(handle.num_rows for handle in self.handles)
 
 
 @dataclass(frozen=True)
 class Source:
-    """What to make samples of, and how: data, column names, M, the model's floating dtype.
+    """The data to make samples of, and how to make them.
 
-    ``fields``: what the samples must be, where there were others before; whole numbers become floats
-    where there were floats. ``columns``: specifications by name; of an RDD's fields ("features",
-    "label[1]") only a :class:`sparkdl.Sequence` can be one. ``weight``: the column of weights; for an
-    RDD of :class:`Sample` any name stands for its weight. ``inputs``: the keywords of the features,
-    where the model takes them so.
+    Attributes:
+        data: The DataFrame or RDD.
+        features: The feature columns.
+        label: The label columns; () without a label.
+        replicas: The number of partitions to make.
+        float_dtype: The model's floating dtype.
+        slab: The slab root.
+        columns: Specifications by name. For a field of an RDD ("features", "label[1]") only a
+            :class:`sparkdl.Sequence` is allowed.
+        weight: The column of weights; for an RDD of :class:`Sample`, any name stands for its weight.
+        fields: The fields that the samples must have, if the model was trained before; integers become
+            floats where it had floats.
+        inputs: The keywords of the features, if the model takes them as keyword arguments.
     """
 
     data: DataFrame | RDD
@@ -119,18 +130,23 @@ class Source:
 
     @property
     def noun(self) -> str:
-        """What messages call a part of a sample."""
+        """Return the word by which messages call a part of a sample."""
         return "column" if isinstance(self.data, DataFrame) else "field"
 
 
 def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
-    """Write the data into slabs as ``source.replicas`` partitions, checking every row on the way.
+    """Write the data into slabs as ``source.replicas`` partitions, and check every row on the way.
 
-    An RDD that already has as many partitions keeps them, and so does a DataFrame that was made of one.
-    Other data is redistributed by the content of its rows, so that the result does not depend on how
-    the source happened to be split.
-    ``persist`` gives the RDD persisted, and answers for unpersisting it. Raises
-    :class:`sparkdl.errors.DataError`.
+    An RDD that already has this number of partitions keeps them, and so does a DataFrame made of
+    one. Other data is redistributed by the content of its rows, so that the result does not depend
+    on how the source was split.
+
+    Args:
+        source: The data.
+        persist: Persists an RDD, returns it, and is responsible for unpersisting it later.
+
+    Raises:
+        DataError: A row, or the data as a whole, cannot become samples.
     """
     if isinstance(source.data, DataFrame):
         rdd, moved = _write_table(source)
@@ -145,7 +161,7 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
     with stage_name(rdd.ctx, "write samples into slabs"):
         handles = [pickle.loads(frame) for frame in collect_frames(rdd)]
     if moved:
-        forget_last_shuffle(rdd)  # a partition that is computed again then writes files of its own
+        forget_last_shuffle(rdd)  # so that a recomputed partition writes its own files
     check_handles(handles, source.noun)
     preview = Preview.of(handles)
     with stage_name(rdd.ctx, "look at the first samples"):
@@ -154,7 +170,10 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
 
 
 def materialize_here(source: Source) -> SampleSet:
-    """Likewise, with every partition brought to this process (for the local engine)."""
+    """Write every partition in this process, for the local engine.
+
+    Otherwise like :func:`materialize`.
+    """
     if isinstance(source.data, DataFrame):
         handles = _bring_table(source)
     else:
@@ -194,7 +213,7 @@ def _sample_set(
 
 
 def _check_specs(source: Source) -> None:
-    """Raise :class:`DataError` for what only a DataFrame's columns can be."""
+    """Raise :class:`DataError` for specifications that only a DataFrame's columns may have."""
     for name, spec in source.columns.items():
         if not isinstance(spec, Sequence):
             raise DataError(
@@ -205,7 +224,7 @@ def _check_specs(source: Source) -> None:
 
 
 def _write_table(source: Source) -> tuple[RDD, bool]:
-    """The handles of a DataFrame's partitions, one frame each, and whether rows changed partitions."""
+    """Return the RDD of a DataFrame's handles, and whether rows changed partitions."""
     chosen, columns = _chosen(source)
     task = WriteDataFrame(source.slab, columns)
     context = chosen.sparkSession._sc
@@ -215,7 +234,7 @@ def _write_table(source: Source) -> tuple[RDD, bool]:
             chosen = chosen.repartition(source.replicas, content_hash(chosen))
         rows = chosen.mapInArrow(accompanied(task), "handle binary").rdd
         return map_frames(rows, first_field), not stay
-    # Every process can map every file: rows stay where they are read, and only numbers are shuffled.
+    # Every process can map every file: rows stay where they are read; only row numbers move.
     written = _in_few_tasks(chosen, source.replicas).mapInArrow(
         accompanied(WriteParts(task, source.replicas)),
         "partition int, part binary",
@@ -226,14 +245,14 @@ def _write_table(source: Source) -> tuple[RDD, bool]:
 
 
 def _in_few_tasks(chosen: DataFrame, replicas: int) -> DataFrame:
-    """With the partition of each row; read by few tasks, as the files of each are mapped by all."""
+    """Add the partition of each row, and read with few tasks: all processes map each task's files."""
     tasks = FILES_PER_SLOT * max(replicas, chosen.sparkSession._sc.defaultParallelism)
     target = partition_of(chosen, replicas).alias("partition")
     return chosen.select("*", target).coalesce(tasks)
 
 
 def _bring_table(source: Source) -> list[SampleHandle]:
-    """The handles of a DataFrame's partitions, which are written here."""
+    """Write a DataFrame's partitions in this process and return their handles."""
     chosen, columns = _chosen(source)
     if partitions_of_rdds(chosen) == source.replicas:
         chosen = chosen.select("*", functions.spark_partition_id().alias("partition"))
@@ -252,7 +271,7 @@ def _bring_table(source: Source) -> list[SampleHandle]:
 
 
 def _chosen(source: Source) -> tuple[DataFrame, tuple[Column, ...]]:
-    """The columns of a sample."""
+    """Select the columns of a sample."""
     data = source.data
     assert isinstance(data, DataFrame)
     unknown = [name for name in source.columns if name not in (*source.features, *source.label)]

@@ -1,9 +1,9 @@
-"""Columns to tensors: what a DataFrame's schema allows.
+"""Columns to tensors: the types of a DataFrame's schema that are allowed.
 
-Numeric columns, arrays and nested arrays of numbers, and ``pyspark.ml.linalg`` vectors, dense and
-sparse. Floating columns take the model's floating dtype (float32 or float64); integers stay
-integers (int64 in a batch: indices for an embedding, class numbers); booleans stay booleans. Images
-and whatever else needs a word are specified, see :mod:`sparkdl.data.columns.base`.
+These are numeric columns, arrays and nested arrays of numbers, and ``pyspark.ml.linalg`` vectors, dense
+and sparse. Floating columns take the model's floating dtype (float32 or float64). Integers stay
+integers (int64 in a batch: indices for an embedding, class numbers), and booleans stay booleans. Images
+and other types need a specification, see :mod:`sparkdl.data.columns.base`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FLOATS = {"float", "double", "decimal"}
 
 
 def quoted(name: str) -> str:
-    """A column's name as Spark reads it, whatever is in it."""
+    """Return a column's name quoted for Spark, whatever characters it has."""
     return "`" + name.replace("`", "``") + "`"
 
 
@@ -40,7 +40,7 @@ def columns_of(
     specs: Specs | None = None,
     fields: Names[Field] = (),
 ) -> tuple[tuple[Column, ...], tuple[Column, ...]]:
-    """The feature and label columns of a DataFrame; see :func:`read_schema`."""
+    """Return the feature and label columns of a DataFrame; see :func:`read_schema`."""
     return read_schema(schema, features, label, None, float_dtype, specs, fields)[:2]
 
 
@@ -53,12 +53,20 @@ def read_schema(
     specs: Specs | None = None,
     fields: Names[Field] = (),
 ) -> tuple[tuple[Column, ...], tuple[Column, ...], tuple[Column, ...]]:
-    """The feature columns, the label columns and the weight (none or one) of a DataFrame.
+    """Return the feature columns, the label columns and the weight (none or one) of a DataFrame.
 
-    ``fields``: what they were when the model was trained, if that was before; whole numbers become
-    floats where there were floats.
-    Raises :class:`sparkdl.errors.DataError` that lists every column that is missing or of a type
-    that cannot become a tensor.
+    Args:
+        schema: The schema of the DataFrame.
+        features: The names of the feature columns.
+        label: The names of the label columns.
+        weight: The name of the weight column, or None.
+        float_dtype: The model's floating dtype.
+        specs: Specifications by name.
+        fields: The fields that the model was trained with, if it was trained before; integers become
+            floats where it had floats.
+
+    Raises:
+        DataError: Columns are missing, or of a type that cannot become a tensor; the message lists all.
     """
     problems: list[str] = []
     found: list[list[Column]] = []
@@ -87,7 +95,7 @@ def read_schema(
 
 
 def _hint(name: str, schema: StructType) -> str:
-    """What may be meant by the name of no column."""
+    """Return a hint at what may be meant by a name that no column has."""
     outer, _, inner = name.partition(".")
     if inner and outer in schema.names:
         make = f'df.withColumn("{inner}", df["{name}"])'
@@ -109,7 +117,7 @@ def _specified(
     role: str,
     field: Field | None,
 ) -> Column | str:
-    """The column as its specification, its role and its type say, or what is wrong with that."""
+    """Return the column that follows from specification, role and type, or what is wrong with it."""
     shown = data_type.simpleString()
     image_struct = getattr(data_type, "names", None) == list(STRUCT)
     if spec is None and image_struct and role == "feature":
@@ -147,11 +155,11 @@ def _specified(
 
 
 _CONVERTIBLE = ("timestamp", "date", "time", "struct", "map", "daytime", "yearmonth", "matrixudt")
-"""Beginnings of the names of types of whose values a function can make numbers."""
+"""Prefixes of the names of types whose values a function can turn into numbers."""
 
 
 def _way_out(name: str, data_type: DataType) -> str:
-    """What to do with a column of a type that has numbers in it, and is none."""
+    """Return advice for a column whose type has numbers in it but is not numeric."""
     inner = data_type
     while inner.typeName() == "array":
         inner = inner.elementType  # type: ignore[attr-defined]
@@ -176,7 +184,7 @@ def _way_out(name: str, data_type: DataType) -> str:
 
 
 def _holds(dtype: str, value: float) -> bool:
-    """Whether ``value`` is one of this dtype's."""
+    """Return whether ``value`` can be represented in this dtype."""
     if dtype == "bool":
         return value in (0, 1)
     if not dtype.startswith("int"):
@@ -186,7 +194,7 @@ def _holds(dtype: str, value: float) -> bool:
 
 
 def _column(name: str, data_type: DataType, float_dtype: str) -> Column | str:
-    """The column, or what is wrong with its type and what to do."""
+    """Return the column, or what is wrong with its type and what to do."""
     kind, depth = data_type, 0
     while kind.typeName() == "array":
         kind, depth = kind.elementType, depth + 1  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
 """The user's model: its recipe, the live module, its flat vector of parameters, its loss.
 
-May import: ``codec``, ``process`` and ``usercode``. Must not know: Spark, slices, rows of a DataFrame.
+This package may import ``codec``, ``process`` and ``usercode``. It must not know about Spark,
+slices, or rows of a DataFrame.
 """

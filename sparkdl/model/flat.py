@@ -1,12 +1,13 @@
 """A module and its flat vector.
 
-The flat vector is all that changes in training, in one contiguous tensor: trainable parameters
-first (those with sparse gradients last among them), then buffers. Slices of it are owned, summed
-and published. Its dtype is float64 where the model has float64 parameters, else float32; parameters of
-lower precision have their master copy in it. Buffers are of two kinds: floating ones are averaged over
-the replicas by sample count, others (counters, masks, floats wider than the vector's) keep their exact
-bits and come from the first replica that has samples.
-Frozen parameters are no part of it: every process has them from the recipe.
+The flat vector is one contiguous tensor of everything that changes in training: trainable parameters
+first (those with sparse gradients last among them), then buffers. Slices of it are owned, summed and
+published. Its dtype is float64 if the model has float64 parameters, else float32; parameters of lower
+precision have their master copy in it.
+
+Floating buffers are averaged over the replicas by sample count. Other buffers (counters, masks, floats
+wider than the vector's) keep their exact bits and come from the first replica that has samples. Frozen
+parameters are not in the vector: every process has them from the recipe.
 """
 
 from __future__ import annotations
@@ -24,11 +25,16 @@ from sparkdl.process.memory import forget_values
 
 @dataclass(frozen=True)
 class TensorRange:
-    """One tensor's place in the flat vector.
+    """The range of one tensor in the flat vector.
 
-    ``kind``: "parameter", "average" or "exact". ``start`` and ``length`` count elements of the flat
-    vector (an "exact" tensor's bytes are counted in elements, rounded up). ``sparse``: the table of
-    an embedding with ``sparse=True``, whose gradient is rows of it.
+    Attributes:
+        name: The name of the parameter or buffer.
+        kind: "parameter", "average" or "exact".
+        start: The first element in the flat vector.
+        length: The number of elements of the flat vector (for "exact": the tensor's bytes, rounded up).
+        shape: The shape of the tensor.
+        dtype: The dtype of the tensor.
+        sparse: The tensor is the table of an embedding with ``sparse=True``, whose gradient is rows.
     """
 
     name: str
@@ -46,7 +52,7 @@ class TensorRange:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything lies in the flat vector of ``size`` elements of ``dtype``."""
+    """The layout of the flat vector of ``size`` elements of ``dtype``."""
 
     segments: tuple[TensorRange, ...]
     dtype: torch.dtype
@@ -54,22 +60,22 @@ class Layout:
 
     @property
     def num_parameters(self) -> int:
-        """Trainable parameters, the padding between them not counted."""
+        """Return the number of trainable parameters, without the padding between them."""
         return sum(s.length for s in self.segments if s.kind == "parameter")
 
     @property
     def parameters_stop(self) -> int:
-        """The element after the last one of a trainable parameter."""
+        """Return the element after the last trainable parameter."""
         return max((s.stop for s in self.segments if s.kind == "parameter"), default=0)
 
     @property
     def buffers_start(self) -> int:
-        """The element where the buffers begin; they are the last of the flat vector."""
+        """Return the element at which the buffers begin; they come last in the flat vector."""
         return min((s.start for s in self.segments if s.kind != "parameter"), default=self.size)
 
     @property
     def ends(self) -> list[int]:
-        """Where the next segment begins after each: its padding belongs to it."""
+        """Return the end of each segment with its padding, that is, the start of the next one."""
         return [segment.start for segment in self.segments[1:]] + [self.size]
 
     @property
@@ -84,7 +90,11 @@ _NOTHING = (
 
 
 def layout_of(module: nn.Module) -> Layout:
-    """Lay out ``module``. Raises :class:`sparkdl.errors.ModelError` for what cannot be trained."""
+    """Lay out ``module``.
+
+    Raises:
+        ModelError: The module has something that cannot be trained.
+    """
     tables = sparse_tables(module)
     trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     trainable.sort(key=lambda item: id(item[1]) in tables)
@@ -137,7 +147,7 @@ def layout_of(module: nn.Module) -> Layout:
 
 
 def sparse_tables(module: nn.Module) -> set[int]:
-    """The ids of the parameters that are tables of embeddings with ``sparse=True``."""
+    """Return the ids of the parameters that are tables of embeddings with ``sparse=True``."""
     return {
         id(child.weight)
         for child in module.modules()
@@ -146,7 +156,7 @@ def sparse_tables(module: nn.Module) -> set[int]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of a tensor: its shard of a DTensor, else all of it."""
+    """Return this process's part of a tensor: its shard of a DTensor, else the whole tensor."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
@@ -155,12 +165,18 @@ Form = tuple[tuple[int, ...], torch.dtype]
 
 
 def form_of(buffer: torch.Tensor | None) -> Form | None:
-    """Shape and dtype of a buffer, or None where there is none."""
+    """Return shape and dtype of a buffer, or None if there is no buffer."""
     return None if buffer is None else (tuple(buffer.shape), buffer.dtype)
 
 
 def changed_form(name: str, before: Form | None, after: Form | None) -> str:
-    """What to say of a buffer of the state_dict that forward gives another form."""
+    """Return the message for a buffer of the state_dict whose form forward changes.
+
+    Args:
+        name: The name of the buffer.
+        before: Its form as built; None if there was no buffer.
+        after: Its form after forward; None if there is no buffer.
+    """
     was, now = (
         "None" if form is None else f"{list(form[0])} {str(form[1]).removeprefix('torch.')}"
         for form in (before, after)
@@ -174,8 +190,13 @@ def changed_form(name: str, before: Form | None, after: Form | None) -> str:
 
 
 def _in_form(segment: TensorRange, owner: nn.Module, attribute: str) -> torch.Tensor | None:
-    """The buffer of ``segment``; None for one that forward has given another form, which is taken for
-    a cache of this process if no state_dict holds it. Raises :class:`sparkdl.errors.ModelError`."""
+    """Return the buffer of ``segment``, or None if it is a cache that forward has given another form.
+
+    A buffer that no state_dict holds is taken to be a cache of this process.
+
+    Raises:
+        ModelError: The form of a buffer of the state_dict has changed.
+    """
     buffer = owner._buffers.get(attribute)
     if buffer is not None and buffer.dtype == segment.dtype and buffer.shape == segment.shape:
         return buffer
@@ -186,7 +207,7 @@ def _in_form(segment: TensorRange, owner: nn.Module, attribute: str) -> torch.Te
 
 
 def _one_place_each(tensor: torch.Tensor) -> bool:
-    """Whether every element has a place in memory of its own, unlike those of an expanded tensor."""
+    """Return whether every element has its own place in memory, unlike in an expanded tensor."""
     return tensor.layout != torch.strided or all(
         stride > 0 or length <= 1
         for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -194,8 +215,10 @@ def _one_place_each(tensor: torch.Tensor) -> bool:
 
 
 def filled(module: nn.Module, weights: torch.Tensor) -> nn.Module:
-    """``module`` with ``weights`` (a flat vector) in it, each tensor in memory of its own, in
-    evaluation mode."""
+    """Return ``module`` with the flat vector ``weights`` in it, in evaluation mode.
+
+    Each parameter then has its own memory.
+    """
     flat = FlatModule(module)
     flat.flat.copy_(weights)
     flat.refresh()
@@ -207,8 +230,8 @@ def filled(module: nn.Module, weights: torch.Tensor) -> nn.Module:
 class FlatModule:
     """A module whose trainable parameters are views of one flat tensor, ``flat``.
 
-    Of a module with sharded parameters (DTensors) the flat tensor, and its layout, are of the shards
-    that are here; the parameters follow it with :meth:`refresh`.
+    If the module has sharded parameters (DTensors), the flat tensor and its layout cover only the
+    shards of this process, and the parameters follow it through :meth:`refresh`.
     """
 
     def __init__(self, module: nn.Module, device: torch.device | str = "cpu") -> None:
@@ -241,12 +264,17 @@ class FlatModule:
         return self.flat[segment.start : segment.stop].view(segment.shape)
 
     def _follows(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is a copy, not a view."""
+        """Return whether a parameter is a copy, not a view."""
         return parameter.dtype != self.layout.dtype or hasattr(parameter, "to_local")
 
     def borrow(self, number: int, values: torch.Tensor) -> bool:
-        """Let parameter ``number`` be a view of ``values``, its elements, and not of ``flat``, until
-        :meth:`give_back`; what ``flat`` has of it is lost. False: it is a copy, and needs its own."""
+        """Make parameter ``number`` a view of ``values`` instead of ``flat``, until :meth:`give_back`.
+
+        The parameter's values in ``flat`` are lost.
+
+        Returns:
+            False, and nothing is changed, if the parameter is a copy and needs its own memory.
+        """
         segment, parameter = self.parameters[number]
         if self._follows(parameter):
             return False
@@ -257,7 +285,7 @@ class FlatModule:
         return True
 
     def give_back(self) -> None:
-        """Let parameters be views of ``flat`` again."""
+        """Make the borrowed parameters views of ``flat`` again."""
         for number in self._borrowed:
             segment, parameter = self.parameters[number]
             parameter.data = self._view(segment)
@@ -265,7 +293,10 @@ class FlatModule:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Make the module follow ``flat`` where it is no view of it: buffers, other dtypes, shards."""
+        """Copy ``flat`` into the parts of the module that are no views of it.
+
+        These are buffers, parameters of other dtypes, and shards.
+        """
         for segment, parameter in self.parameters:
             if self._follows(parameter):
                 local(parameter).copy_(self._view(segment))
@@ -281,7 +312,7 @@ class FlatModule:
                 buffer.copy_(raw[:nbytes].view(segment.dtype).view(segment.shape))
 
     def buffers(self) -> torch.Tensor:
-        """The buffers as they are now, as the end of a flat vector (from ``buffers_start`` on)."""
+        """Return the present buffers as the end of a flat vector (from ``buffers_start`` on)."""
         start = self.layout.buffers_start
         end = torch.zeros(
             self.layout.size - start, dtype=self.layout.dtype, device=self.flat.device
@@ -291,12 +322,12 @@ class FlatModule:
 
     @torch.no_grad()
     def save_buffers(self, out: torch.Tensor) -> None:
-        """Write the buffers as they are now into their places in ``out`` (a flat vector)."""
+        """Write the present buffers into their places in ``out`` (a flat vector)."""
         self._save_buffers(out, 0)
 
     @torch.no_grad()
     def _save_buffers(self, out: torch.Tensor, first: int) -> None:
-        """Likewise, where ``out`` begins with element ``first`` of the flat vector."""
+        """Write the present buffers into ``out``, which begins with element ``first`` of the vector."""
         for segment, owner, attribute in self._buffers:
             buffer = _in_form(segment, owner, attribute)
             place = out[segment.start - first : segment.stop - first]

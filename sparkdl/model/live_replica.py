@@ -23,10 +23,19 @@ from sparkdl.model.recipe import Recipe
 
 @dataclass
 class LiveReplica:
-    """A built recipe, computed with on ``device``; its flat vector may be elsewhere. ``call`` runs the
-    module, ``loss`` is the recipe's with its tensors on the device; ``version`` names the weights that
-    ``flat.flat`` holds now. ``sink``: see :meth:`give_gradients`. ``apart``: a context in which
-    gradients only add up; set where they are summed over processes otherwise."""
+    """A built recipe that computes on ``device``; its flat vector may be elsewhere.
+
+    Attributes:
+        recipe: The recipe, without its initial weights.
+        flat: The module and its flat vector.
+        call: Runs the module.
+        device: The device.
+        loss: The recipe's loss, with its tensors on the device.
+        version: Names the weights that ``flat.flat`` holds now.
+        sink: The receiver of gradients, see :meth:`give_gradients`.
+        apart: A context in which gradients are only accumulated; set if they are otherwise summed over
+            processes.
+    """
 
     recipe: Recipe
     flat: FlatModule
@@ -40,10 +49,13 @@ class LiveReplica:
 
     @staticmethod
     def of(recipe: Recipe, device: torch.device | str = "cpu") -> LiveReplica:
-        """Build ``recipe`` on ``device``. A recipe that holds a module is built once: that module is
-        trained then, and who needs its first weights again loads the recipe again.
+        """Build ``recipe`` on ``device``.
 
-        Raises :class:`sparkdl.ModelError` where the model has a part of one that was built before.
+        If the recipe holds a module, build it only once: training changes that module, and whoever
+        needs its initial weights again must load the recipe again.
+
+        Raises:
+            ModelError: The model has a part of a model that was built before.
         """
         module = recipe.build()
         _check_new(module)
@@ -51,26 +63,34 @@ class LiveReplica:
 
     @staticmethod
     def around(recipe: Recipe, flat: FlatModule, device: torch.device | None = None) -> LiveReplica:
-        """Of a recipe that is built. ``device``: None: where its flat vector is."""
+        """Make a replica of a recipe that is already built.
+
+        Args:
+            recipe: The recipe.
+            flat: The built module with its flat vector.
+            device: The device to compute on; None: the device of the flat vector.
+        """
         call = prepared_forward(flat.module, recipe.policy)
         device = device or flat.flat.device
         recipe = recipe.without_weights()
         return LiveReplica(recipe, flat, call, device, on_device(recipe.loss, device))
 
     def give_gradients(self, sink: Callable[[int, torch.Tensor], None] | None) -> None:
-        """``sink`` is given the number and gradient of each parameter as soon as backward has finished
-        it, and the parameter lets go of it; None: nobody is. Where nobody ever is, autograd calls no
-        Python."""
+        """Pass the number and gradient of each parameter to ``sink`` once backward has finished it.
+
+        The parameter then drops its gradient. A ``sink`` of None stops this. As long as no sink was
+        ever given, autograd calls no Python.
+        """
         self.sink = sink
         if sink is None or self._watched:
             return
         self._watched = True
-        this = weakref.ref(self)  # no cycle: what is dropped shall be freed at once
+        this = weakref.ref(self)  # no reference cycle: a dropped replica must be freed at once
         for number, (_, parameter) in enumerate(self.flat.parameters):
             parameter.register_post_accumulate_grad_hook(partial(_finished, this, number))
 
     def train(self) -> None:
-        """Bring every module into training mode."""
+        """Put every module into training mode."""
         if not all(child.training for child in self._modules):
             self.flat.module.train()
 
@@ -79,18 +99,20 @@ class LiveReplica:
         return list(self.flat.module.modules())
 
     def clear_gradients(self) -> None:
-        """Let go of every parameter's gradient."""
+        """Drop every parameter's gradient."""
         for _, parameter in self.flat.parameters:
             parameter.grad = None
 
 
 _trained: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
-"""Parameters of the replicas that were built in this process and of what else holds them, by id."""
+"""Parameters, by id, of the replicas built in this process, as long as anything holds them."""
 
 
 def _check_new(module: nn.Module) -> None:
-    """Raise :class:`sparkdl.ModelError` where another replica in this process was built with one of
-    the parameters: it has trained it."""
+    """Raise :class:`sparkdl.ModelError` if an earlier replica of this process has a parameter of this.
+
+    The earlier replica has trained that parameter.
+    """
     trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     for name, parameter in trainable:
         if _trained.get(id(parameter)) is parameter:
@@ -103,7 +125,7 @@ def _check_new(module: nn.Module) -> None:
 
 
 def _finished(replica: weakref.ref[LiveReplica], number: int, parameter: torch.Tensor) -> None:
-    """Autograd's hook of parameter ``number``: its gradient is complete."""
+    """Pass on the gradient of parameter ``number``, which is complete (a hook for autograd)."""
     live = replica()
     if live is not None and live.sink is not None and parameter.grad is not None:
         gradient, parameter.grad = parameter.grad, None
@@ -113,7 +135,10 @@ def _finished(replica: weakref.ref[LiveReplica], number: int, parameter: torch.T
 def on_device(
     loss: Callable[..., torch.Tensor], device: torch.device
 ) -> Callable[..., torch.Tensor]:
-    """``loss`` with its own tensors there, such as weights of classes; itself where they are."""
+    """Return ``loss`` with its tensors, such as class weights, on ``device``.
+
+    If they are there already, return ``loss`` itself.
+    """
     if isinstance(loss, PerReplica):
         moved_loss = on_device(loss.loss, device)
         return loss if moved_loss is loss.loss else PerReplica(moved_loss)

@@ -1,8 +1,9 @@
-"""The loss of a mini-batch: a mean, plain or weighted by sample, or a sum and what it is over.
+"""The loss of a mini-batch: a mean, plain or weighted by sample, or a sum with its count.
 
-A mean of means is the mean over all rows only where each counts as much as what it is over. Of a plain
-loss that is its samples; a loss whose mean is over something else, such as tokens or pairs, returns
-``(sum, count)``, and sums and counts of several mini-batches are added up.
+A mean of means is the mean over all rows only if each counts in proportion to its number of
+terms. For a plain loss these are samples. A loss that is a mean over something else, such as
+tokens or pairs, returns ``(sum, count)``, and the sums and counts of several mini-batches are
+added up.
 """
 
 from __future__ import annotations
@@ -23,17 +24,23 @@ from sparkdl.errors import ModelError, kind_of
 from sparkdl.model.model_loss import inner
 
 Loss = Callable[..., Any]
-"""Returns a mean, or ``(sum, count)``."""
+"""A callable that returns a mean, or ``(sum, count)``."""
 OF_CLASSES = (nn.functional.cross_entropy, nn.functional.nll_loss)
 _FORWARD = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 
 
 class NoValuePerSample(ValueError):
-    """The loss cannot be weighted: it does not give a value for each sample."""
+    """The loss cannot be weighted, because it does not give a value for each sample."""
 
 
 def call_loss(loss: Loss, output: object, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``loss(output, target)``; ``loss(output)`` without a label; a tuple for several labels."""
+    """Call ``loss(output, target)``, or ``loss(output)`` without a label.
+
+    Args:
+        loss: The loss.
+        output: The output of the model.
+        targets: The labels; several become one tuple.
+    """
     if not targets:
         return loss(output)
     return loss(output, targets[0] if len(targets) == 1 else tuple(targets))
@@ -41,8 +48,13 @@ def call_loss(loss: Loss, output: object, targets: Sequence[torch.Tensor]) -> to
 
 @dataclass(frozen=True)
 class ClassLoss:
-    """How a loss of class numbers takes its mean, if it ``averages``: without the label ``ignored``,
-    and each of the others times the ``weight`` of its class, as far as there are any."""
+    """The averaging rule of a loss on class numbers.
+
+    Attributes:
+        ignored: The label that does not count.
+        weight: The weight of each class, or None.
+        averages: The loss takes a mean.
+    """
 
     ignored: int
     weight: torch.Tensor | None
@@ -50,11 +62,13 @@ class ClassLoss:
 
     @staticmethod
     def of(loss: Loss) -> ClassLoss | None:
-        """Of CrossEntropyLoss, NLLLoss, their functions and partials of these; None of any other loss,
-        whose mean is taken to be that over the samples."""
+        """Return the rule of CrossEntropyLoss, NLLLoss, their functions, and partials of these.
+
+        Return None for any other loss; its mean is assumed to be over the samples.
+        """
         loss = inner(loss)
         if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
-            if type(loss).forward not in _FORWARD:  # of a subclass: it may do otherwise
+            if type(loss).forward not in _FORWARD:  # a subclass may do otherwise
                 return None
             return ClassLoss(loss.ignore_index, loss.weight, loss.reduction == "mean")
         function, given = unwrapped(loss)
@@ -64,18 +78,23 @@ class ClassLoss:
         return ClassLoss(given.get("ignore_index", -100), given.get("weight"), averages)
 
     def masses(self, target: torch.Tensor) -> torch.Tensor:
-        """What is kept of each row of ``target`` (class numbers, (rows, ...)): float64, (rows,)."""
+        """Return the mass of each row of ``target`` (class numbers, (rows, ...)): float64, (rows,).
+
+        The mass is the sum of the class weights of the row's labels that are not ignored.
+        """
         target = target.long().cpu()
         kept = (target != self.ignored).double()
         if self.weight is not None:
             table = self.weight.detach().cpu().double()
-            kept *= table[target.clamp(0, len(table) - 1)]  # what is no class is the loss's to say
+            kept *= table[target.clamp(0, len(table) - 1)]  # the loss reports invalid classes
         return kept.flatten(1).sum(1) if kept.ndim > 1 else kept
 
 
 def masses_of(loss: Loss, targets: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """What each sample counts for in the mean of ``loss``, (rows,) float64 on the CPU; None: all the
-    same. See :class:`ClassLoss`."""
+    """Return how much each sample counts in the mean of ``loss``, (rows,) float64 on the CPU.
+
+    Return None if all count the same. See :class:`ClassLoss`.
+    """
     how = ClassLoss.of(loss)
     if how is None or not how.averages or len(targets) != 1 or targets[0].is_floating_point():
         return None
@@ -89,12 +108,22 @@ def weighted_mean(
     weights: torch.Tensor,
     masses: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``sum(w * l) / sum(w)`` over the samples; ``weights``: (rows,).
+    """Return ``sum(w * l) / sum(w)`` over the samples, or 0 if nothing counts.
 
-    ``torch.nn`` losses and functions with a ``reduction`` are asked for "none"; any other loss must
-    return a value for each sample. Values of shape (rows, ...) are averaged over the rest first (added
-    up for a reduction "batchmean"); with ``masses``, of :func:`masses_of`, they are added up, and
-    divided by ``sum(w * masses)``. Where nothing counts it is 0. Raises :class:`NoValuePerSample`.
+    ``torch.nn`` losses and functions with a ``reduction`` are called with "none"; any other loss
+    must return a value for each sample. Values of shape (rows, ...) are first averaged over the
+    other dimensions (summed for a reduction "batchmean"). With ``masses`` they are summed, and the
+    divisor is ``sum(w * masses)``.
+
+    Args:
+        loss: The loss.
+        output: The output of the model.
+        targets: The labels.
+        weights: The weights of the samples, (rows,).
+        masses: The result of :func:`masses_of`.
+
+    Raises:
+        NoValuePerSample: The loss gives no value for each sample.
     """
     return _weighted(loss, call_loss(unreduced(loss), output, targets), weights, masses)
 
@@ -106,10 +135,20 @@ def loss_of(
     weights: torch.Tensor | None = None,
     masses: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, float | None]:
-    """The loss of some rows: (their mean, None), or what a loss returns as ``(sum, count)``.
+    """Return the loss of some rows: (their mean, None), or the ``(sum, count)`` of the loss.
 
-    ``weights``: of each row, see :func:`weighted_mean`; sums and counts are then those of each row.
-    What the loss returns is not looked through here, see :func:`check_sum`.
+    The result of the loss is not checked here, see :func:`check_sum`.
+
+    Args:
+        loss: The loss.
+        output: The output of the model.
+        targets: The labels.
+        weights: The weights of the rows, see :func:`weighted_mean`; a loss must then return its sums
+            and counts by row.
+        masses: The result of :func:`masses_of`.
+
+    Raises:
+        NoValuePerSample: There are weights, and the loss gives no value for each sample.
     """
     if weights is None:
         found = call_loss(loss, output, targets)
@@ -128,7 +167,7 @@ def loss_of(
 
 
 def is_sum(found: object) -> bool:
-    """Whether a loss returned ``(sum, count)``."""
+    """Return whether a loss returned ``(sum, count)``."""
     return isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], torch.Tensor)
 
 
@@ -139,7 +178,7 @@ def _added_up(found: Any) -> tuple[torch.Tensor, float]:
 
 
 def check_sum(found: tuple[Any, Any], rows: int) -> None:
-    """Raise :class:`ModelError` for what cannot be the ``(sum, count)`` of so many rows."""
+    """Raise :class:`ModelError` if ``found`` cannot be the ``(sum, count)`` of ``rows`` rows."""
     total, count = found
     problem = ""
     if total.numel() != 1 and total.shape != (rows,):
@@ -166,12 +205,12 @@ def check_sum(found: tuple[Any, Any], rows: int) -> None:
 def _weighted(
     loss: Loss, values: Any, weights: torch.Tensor, masses: torch.Tensor | None
 ) -> torch.Tensor:
-    """See :func:`weighted_mean`; ``values``: what the loss gave for each sample."""
+    """Average ``values``, the loss of each sample; see :func:`weighted_mean`."""
     if not isinstance(values, torch.Tensor) or values.ndim == 0 or len(values) != len(weights):
         found = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
         raise NoValuePerSample(f"the loss gave {found} for {len(weights)} samples")
     each = values.reshape(len(values), -1)
-    if each.dtype in (torch.float16, torch.bfloat16):  # weights may be large, and so their sum
+    if each.dtype in (torch.float16, torch.bfloat16):  # the weights, and so their sum, may be large
         each = each.float()
     weights = weights.to(each)
     if masses is None:
@@ -183,7 +222,7 @@ def _weighted(
 
 
 def unwrapped(loss: Loss) -> tuple[Any, dict[str, Any]]:
-    """The function that partials of keywords are of, and what they give."""
+    """Return the function inside partials of keywords, and these keywords."""
     function: Any = inner(loss)
     given: dict[str, Any] = {}
     while isinstance(function, functools.partial) and not function.args:
@@ -192,13 +231,13 @@ def unwrapped(loss: Loss) -> tuple[Any, dict[str, Any]]:
 
 
 def reduction_of(loss: Loss) -> Any:
-    """Its ``reduction``, where it or a partial of it says one."""
+    """Return the ``reduction`` of the loss or of a partial of it, or None."""
     loss = inner(loss)
     return unwrapped(loss)[1].get("reduction", getattr(loss, "reduction", None))
 
 
 def check_averages(loss: Loss, parts: str) -> None:
-    """Raise :class:`ModelError` for a loss that adds up: the losses of ``parts`` are averaged."""
+    """Raise :class:`ModelError` for a loss that sums: the losses of ``parts`` are averaged."""
     if reduction_of(loss) == "sum":
         raise ModelError(
             f'the loss adds up (reduction="sum"), and the losses of {parts} are averaged, each '
@@ -208,7 +247,7 @@ def check_averages(loss: Loss, parts: str) -> None:
 
 
 def unreduced(loss: Loss) -> Loss:
-    """``loss`` with one value a sample, where it has a ``reduction`` to say so."""
+    """Return ``loss`` without its ``reduction``, if it has one: it then gives one value a sample."""
     loss = inner(loss)
     if isinstance(loss, nn.Module) and isinstance(getattr(loss, "reduction", None), str):
         each = copy.copy(loss)

@@ -1,4 +1,4 @@
-"""Losses that say how they are to be taken: a model's own, and one of each replica's rows."""
+"""Special losses: the model's own loss, and one over the rows of each replica."""
 
 from __future__ import annotations
 
@@ -11,37 +11,41 @@ import torch
 from sparkdl.errors import ModelError, kind_of
 
 IGNORED = -100
-"""The label that torch's losses leave out by default, and those of transformers' models."""
+"""The label that torch's losses, and those of transformers' models, ignore by default."""
 
 
 @dataclass(frozen=True)
 class ModelLoss:
-    """``loss=sparkdl.ModelLoss()``: the model is called with its labels and computes its own loss, as
-    the models of ``transformers`` do.
+    """``loss=sparkdl.ModelLoss()``: the model gets its labels and computes its own loss.
 
-    The loss is what the model returns, if that is one number; its attribute or key ``loss``; or the one
-    number in a tuple. It must be a mean over the labels: replicas are averaged by how many they have.
+    The models of ``transformers`` do this. The loss is the model's return value, if that is one
+    number; or its attribute or key ``loss``; or the one number in a tuple. It must be a mean over
+    the labels: replicas are averaged by their numbers of labels.
     """
 
     labels: str | Sequence[str] | None = "labels"
-    """The keyword by which the model takes its label, or one for each of several; None: labels follow
-    the inputs, ``model(x, label)``."""
+    """The keyword by which the model takes its label, or one for each of several labels.
+
+    None: labels follow the inputs by position, ``model(x, label)``.
+    """
     loss: Callable[[Any], Any] | None = None
-    """A function of what the model returns that gives its loss: the mean, or ``(sum, count)``."""
+    """A function of the model's return value that returns its loss: the mean, or ``(sum, count)``."""
     count: Callable[[Any], Any] | None = None
-    """A function of the label (a tuple, if there are several) that gives how many numbers the mean is
-    over. None: all labels but -100 where they are whole numbers, and without the first of each row
-    where the model returns what transformers' causal language models do; else the rows."""
+    """A function of the label (a tuple, if there are several) that returns how many terms the mean has.
+
+    None: for integer labels, the number of labels other than -100, without the first of each row if the
+    model returns the output of a causal language model of transformers; otherwise the rows.
+    """
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """Those of the labels; None: they have none."""
+        """Return the keywords of the labels, or None if they have none."""
         if self.labels is None:
             return None
         return (self.labels,) if isinstance(self.labels, str) else tuple(self.labels)
 
     def __call__(self, output: Any, target: Any = ()) -> Any:
-        """The loss in what the model returned: a mean, or ``(sum, count)``."""
+        """Return the loss in the model's return value: a mean, or ``(sum, count)``."""
         found = _found(output) if self.loss is None else self.loss(output)
         if isinstance(found, tuple):  # (sum, count), from the user's function
             return found
@@ -63,28 +67,28 @@ class ModelLoss:
 
 @dataclass(frozen=True)
 class PerReplica:
-    """``loss=sparkdl.PerReplica(loss)``: whatever ``loss`` makes of the rows that a replica has at a
-    time, averaged over replicas by their rows, as DistributedDataParallel does.
+    """``loss=sparkdl.PerReplica(loss)``: ``loss`` of the rows that a replica has at a time.
 
-    For a loss in which rows depend on each other, such as one with negatives from the batch: the result
-    then depends on ``replicas`` and ``accumulate``.
+    Replicas are averaged by their rows, as in DistributedDataParallel. This is for a loss in which
+    rows depend on each other, such as one with negatives from the batch. The result then depends on
+    ``replicas`` and ``accumulate``.
     """
 
     loss: Callable[..., Any]
-    """Of (output, target), or a :class:`ModelLoss`."""
+    """A function of (output, target), or a :class:`ModelLoss`."""
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        """As ``loss`` is called."""
+        """Call ``loss``."""
         return self.loss(*given, **named)
 
 
 def inner(loss: Any) -> Any:
-    """What :class:`PerReplica` was made of; any other loss itself."""
+    """Return the loss inside a :class:`PerReplica`; return any other loss itself."""
     return loss.loss if isinstance(loss, PerReplica) else loss
 
 
 def is_model_loss(loss: Any) -> bool:
-    """Whether the model computes it."""
+    """Return whether the model computes the loss."""
     return isinstance(inner(loss), ModelLoss)
 
 
@@ -94,7 +98,14 @@ def called(
     inputs: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
 ) -> Any:
-    """What ``model`` returns for ``inputs``; where it computes its own loss, for ``targets`` too."""
+    """Return what ``model`` returns for a mini-batch.
+
+    Args:
+        loss: The loss; if the model computes it, the model also gets the targets.
+        model: The model.
+        inputs: Its inputs.
+        targets: The labels.
+    """
     own = inner(loss)
     if not isinstance(own, ModelLoss):
         return model(*inputs)
@@ -104,7 +115,7 @@ def called(
 
 
 def _found(output: Any) -> Any:
-    """The loss in what a model returned."""
+    """Return the loss in a model's return value."""
     if isinstance(output, torch.Tensor):
         return output
     found = getattr(output, "loss", None)
@@ -123,7 +134,7 @@ def _found(output: Any) -> Any:
 
 
 def _counted(output: Any, target: Any) -> torch.Tensor | None:
-    """How many labels the mean in what a model returned is over; None: its rows."""
+    """Return how many labels the mean in a model's return value is over, or None for its rows."""
     if not isinstance(target, torch.Tensor) or target.is_floating_point():
         return None
     # in a causal model's loss each label belongs to the position before it

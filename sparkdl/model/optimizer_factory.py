@@ -20,10 +20,14 @@ _WILDCARDS = re.compile(r"\[[^]]*\]|[*?]")
 def build_optimizers(
     recipe: Recipe, module: nn.Module
 ) -> list[tuple[Factory | None, torch.optim.Optimizer]]:
-    """Every optimizer of ``recipe`` on ``module``, in order.
+    """Build every optimizer of ``recipe`` on ``module``.
 
-    Beside each the class or partial that makes another one of it, or None where a function of the
-    user's built it. Raises :class:`sparkdl.errors.ModelError`.
+    Returns:
+        The optimizers in order, each with the class or partial that can make another one like it, or
+        with None if a user's function built it.
+
+    Raises:
+        ModelError: The recipe's optimizers do not fit the module.
     """
     factory = recipe.optimizer
     if isinstance(factory, Mapping):
@@ -49,7 +53,7 @@ def _checked(optimizer: Any, where: str = "") -> torch.optim.Optimizer:
 def _assigned(
     factories: Mapping[str, Any], module: nn.Module
 ) -> list[tuple[str, Factory, list[nn.Parameter]]]:
-    """Each key that holds trainable parameters, its factory, and the parameters it wins."""
+    """Return each key that gets trainable parameters, with its factory and these parameters."""
     for key, make in factories.items():
         if not isinstance(key, str) or not callable(make):
             raise ModelError(
@@ -89,7 +93,10 @@ def _assigned(
 
 
 def _rank(key: str, name: str) -> tuple[int, bool] | None:
-    """How well ``key`` fits: its characters that are no wildcard, then names before patterns."""
+    """Return how well ``key`` matches ``name``, or None if it does not.
+
+    Keys with more non-wildcard characters match better; among equals, names are better than patterns.
+    """
     if _WILDCARDS.search(key):
         return (len(_WILDCARDS.sub("", key)), False) if fnmatchcase(name, key) else None
     return (len(key), True) if key in ("", name) or name.startswith(f"{key}.") else None

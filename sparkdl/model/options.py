@@ -1,4 +1,4 @@
-"""How a gradient is made and applied: constants of a run that travel with its recipe."""
+"""Options for making and applying gradients: constants of a run that travel with its recipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """See the fields of :class:`sparkdl.Trainer` with the same names."""
+    """The training options; see the fields of :class:`sparkdl.Trainer` with the same names."""
 
     accumulate: int = 1
     local_steps: int = 1
@@ -42,7 +42,10 @@ class TrainingOptions:
 
     @property
     def clips_norm(self) -> bool:
-        """Whether the owners need each other's norms; after local steps replicas clip their own."""
+        """Return whether slice owners need each other's norms.
+
+        After local steps replicas clip their own.
+        """
         return self.clip_norm is not None and self.local_steps == 1
 
     @property

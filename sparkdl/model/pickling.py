@@ -1,8 +1,8 @@
-"""Pickles of whatever holds modules, those with parametrizations included.
+"""Pickling of values that hold modules, including modules with parametrizations.
 
-torch gives a module with parametrizations (``torch.nn.utils.parametrizations``) a class that it makes
-on the spot, and forbids to pickle it. Here the class from before travels, and torch makes its own
-of it where the pickle is opened.
+torch gives a module with parametrizations (``torch.nn.utils.parametrizations``) a class made at run
+time, and forbids pickling it. The pickle here names the original class, and torch makes the run-time
+class again on unpickling.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from torch.nn.utils import parametrize
 
 
 def dumps(value: Any) -> bytes:
-    """``value`` as ``pickle.loads`` takes it; by value what a session defines, as Spark does it."""
+    """Return ``value`` as bytes for ``pickle.loads``.
+
+    Session-defined code goes by value, as in Spark.
+    """
     with io.BytesIO() as file:
         _Pickler(file).dump(value)
         return file.getvalue()
@@ -33,7 +36,10 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
 
 
 def _parametrized(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    """A module of ``kind`` whose tensors ``names`` are parametrized; its state is set afterwards."""
+    """Return a module of ``kind`` whose tensors ``names`` are parametrized.
+
+    Its state is set afterwards.
+    """
     module = kind.__new__(kind)
     nn.Module.__init__(module)
     for name in names:

@@ -1,7 +1,7 @@
-"""Model care: what starts, what trains, and how the module runs.
+"""Preparation of a module: initial weights, frozen parameters, and the way its forward pass runs.
 
-Starting weights and frozen parameters are part of the module that every process builds; activation
-checkpointing and compilation are of the process that trains it, and leave no trace in the result.
+Initial weights and frozen parameters belong to the module that every process builds. Activation
+checkpointing and compilation belong to the process that trains it and leave no trace in the result.
 """
 
 from __future__ import annotations
@@ -23,17 +23,25 @@ from sparkdl.model.options import TrainingOptions
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern names a parameter or submodule: the name itself, a parent of it, or a
-    shell pattern such as ``"encoder.*.bias"``."""
+    """Return whether a pattern matches a parameter or submodule.
+
+    A pattern is the name itself, the name of a parent, or a shell pattern such as ``"encoder.*.bias"``.
+    """
     return name == pattern or name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)
 
 
 def freeze(module: nn.Module, frozen: Iterable[str], unfrozen: Iterable[str]) -> None:
-    """Set ``requires_grad`` of the parameters that the patterns match; ``unfrozen`` wins.
+    """Set ``requires_grad`` of the parameters that the patterns match.
 
-    Raises :class:`sparkdl.ModelError` for a pattern that matches nothing.
+    Args:
+        module: The module.
+        frozen: Patterns of parameters that do not train.
+        unfrozen: Patterns of parameters that do train; they take precedence over ``frozen``.
+
+    Raises:
+        ModelError: A pattern matches nothing.
     """
-    parameters = dict(module.named_parameters(remove_duplicate=False))  # a tied one by each name
+    parameters = dict(module.named_parameters(remove_duplicate=False))  # a tied one under each name
     for option, patterns, trains in (("freeze", frozen, False), ("unfreeze", unfrozen, True)):
         for pattern in patterns:
             found = [p for name, p in parameters.items() if matches(pattern, name)]
@@ -47,11 +55,16 @@ def freeze(module: nn.Module, frozen: Iterable[str], unfrozen: Iterable[str]) ->
 
 
 def start_from(module: nn.Module, weights: Mapping[str, torch.Tensor], strict: bool) -> None:
-    """Load ``weights`` (a state_dict) into ``module``.
+    """Load ``weights`` into ``module``.
 
-    Not ``strict``: names that only one of the two has are left out, such as a new head's. The names may
-    be those of a compiled module. Raises :class:`sparkdl.ModelError` for names or shapes that do not
-    fit.
+    Args:
+        module: The module.
+        weights: A state_dict; its names may be those of a compiled module.
+        strict: Names must be equal. If not, names that only one of the two has are ignored, such as
+            those of a new head.
+
+    Raises:
+        ModelError: Names or shapes do not fit.
     """
     own = module.state_dict()
     weights = {name if name in own else name.replace(WRAPPED, ""): w for name, w in weights.items()}
@@ -81,9 +94,9 @@ def start_from(module: nn.Module, weights: Mapping[str, torch.Tensor], strict: b
 
 
 def passing_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that are not in the state_dict (``persistent=False``), by name.
+    """Return the buffers that are not in the state_dict (``persistent=False``), by name.
 
-    What a model computes depends on them as much as on others: random features, masks, statistics.
+    The model's output depends on them as on other buffers: random features, masks, statistics.
     """
     return {
         f"{path}.{name}".removeprefix("."): buffer
@@ -94,21 +107,23 @@ def passing_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def take_buffers(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Copy those of ``buffers`` into ``module`` that it has in the same shape."""
+    """Copy into ``module`` those of ``buffers`` that it has in the same shape."""
     for name, own in passing_buffers(module).items():
         if name in buffers and buffers[name].shape == own.shape:
             own.copy_(buffers[name])
 
 
 WRAPPED = "_orig_mod."
-"""What ``torch.compile`` puts before the names of a module's parameters."""
+"""The prefix that ``torch.compile`` adds to a module's parameter names."""
 _compilers: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
-"""What the user compiled these modules with."""
+"""The compiler that the user applied to each of these modules."""
 
 
 def plain(module: nn.Module) -> nn.Module:
-    """``module``, or the module that the user has put through ``torch.compile``, so that names are
-    those of the plain one; likewise of all inside it. :func:`prepared_forward` compiles them again."""
+    """Return ``module`` with ``torch.compile`` undone, also inside it, so that its names are plain.
+
+    :func:`prepared_forward` compiles the modules again.
+    """
     if (wraps := _wrapped(module)) is not None:
         _compilers[wraps] = module.dynamo_ctx  # type: ignore[assignment]
         return plain(wraps)
@@ -120,7 +135,7 @@ def plain(module: nn.Module) -> nn.Module:
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
-    compiler = sys.modules.get("torch._dynamo")  # not imported, nothing is compiled
+    compiler = sys.modules.get("torch._dynamo")  # if it is not imported, nothing is compiled
     if compiler is None or not isinstance(module, compiler.OptimizedModule):
         return None
     wraps = module._orig_mod
@@ -128,9 +143,9 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
 
 
 def prepared_forward(module: nn.Module, policy: TrainingOptions) -> Callable[..., Any]:
-    """What to call for a forward pass in training: the module, checkpointed or compiled as asked.
+    """Return the callable for a forward pass in training: the module, checkpointed or compiled.
 
-    Activation checkpointing follows Chen et al., 2016, as ``torch.utils.checkpoint`` does it.
+    Activation checkpointing follows Chen et al., 2016, as ``torch.utils.checkpoint`` implements it.
     """
     for pattern in policy.activation_checkpointing:
         chosen = [
@@ -154,12 +169,12 @@ def prepared_forward(module: nn.Module, policy: TrainingOptions) -> Callable[...
 
 
 def matches_module(pattern: str, name: str) -> bool:
-    """Whether a pattern names this very submodule (not its children, which it contains)."""
+    """Return whether a pattern names this very submodule (not its children, which it contains)."""
     return name == pattern or fnmatch.fnmatchcase(name, pattern)
 
 
 def check_modules(module: nn.Module, patterns: Iterable[str]) -> None:
-    """Raise :class:`sparkdl.ModelError` for a pattern of activation checkpointing without a match."""
+    """Raise :class:`sparkdl.ModelError` for an activation checkpointing pattern without a match."""
     names = [name for name, _ in module.named_modules() if name]
     for pattern in patterns:
         if not any(matches_module(pattern, name) for name in names):
@@ -170,16 +185,19 @@ def check_modules(module: nn.Module, patterns: Iterable[str]) -> None:
 
 
 class _Checkpointed:
-    """In the place of a module's forward. The module, which has it, is not held by it: nobody would let
-    go of the two where the collector does not look. ``counts``: whether the pass that is made once
-    more, for backward, must leave buffers alone."""
+    """A replacement of a module's forward with activation checkpointing.
+
+    It holds its module only weakly, because the module holds it: frozen objects are skipped by the
+    garbage collector, so a cycle of the two might never be freed. ``counts`` says that the
+    recomputation for backward must leave buffers alone.
+    """
 
     def __init__(self, module: nn.Module, counts: bool) -> None:
         self._module, self._counts = weakref.ref(module), counts
-        self._forward = vars(module).get("forward")  # its own, if it is not its class's
+        self._forward = vars(module).get("forward")  # its own, if it has one besides its class's
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Checkpointed:
-        """Of the module's copy."""
+        """Return a replacement for the copy of the module."""
         module = self._module()
         assert module is not None
         return _Checkpointed(memo.get(id(module), module), self._counts)
@@ -190,15 +208,17 @@ class _Checkpointed:
         forward = self._forward or functools.partial(type(module).forward, module)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if self._counts and not torch.compiler.is_compiling():  # which makes no second pass of ours
+        if self._counts and not torch.compiler.is_compiling():  # compiled, it has no such pass
             kwargs["context_fn"] = lambda: (contextlib.nullcontext(), _buffers_aside(module))
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 @contextlib.contextmanager
 def _buffers_aside(module: nn.Module) -> Iterator[None]:
-    """Inside the block its buffers are copies, so that a pass which is made once more does not count
-    once more in running statistics."""
+    """Replace the module's buffers with copies inside the block.
+
+    So a recomputed forward pass does not count twice in running statistics.
+    """
     places = [
         (owner, name, buffer)
         for owner in module.modules()

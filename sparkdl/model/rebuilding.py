@@ -1,4 +1,4 @@
-"""A module as what builds it and its tensors: of modules that cannot be pickled themselves."""
+"""Pickling of a module that cannot be pickled itself: the function that builds it, and its tensors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from sparkdl.process.determinism import seeded
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """``make`` builds, with ``seed``, a module with the same names; ``tensors`` are all its parameters
-    and buffers.
+    """A stand-in for a module; its pickle loads as the module.
 
-    A pickle of it is opened as the module.
+    Attributes:
+        make: Builds a module with the same names.
+        seed: The seed for that.
+        tensors: All parameters and buffers of the module.
     """
 
     make: Callable[[], nn.Module]
@@ -27,7 +29,13 @@ class Rebuilt:
 
     @staticmethod
     def of(module: nn.Module, make: Callable[[], nn.Module], seed: int) -> Rebuilt:
-        """``module``, which ``make`` has built."""
+        """Make the stand-in of a module.
+
+        Args:
+            module: The module.
+            make: The function that has built it.
+            seed: The seed to call ``make`` with.
+        """
         return Rebuilt(make, seed, {name: tensor.detach() for name, tensor in _tensors(module)})
 
     def __reduce__(self) -> Any:
@@ -46,7 +54,10 @@ def _rebuild(
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, also those that no state_dict holds; a tied one by each name."""
+    """Return parameters and buffers, including non-persistent ones.
+
+    A tied tensor appears under each of its names.
+    """
     return [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),

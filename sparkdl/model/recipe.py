@@ -1,7 +1,7 @@
-"""The recipe: what every process needs to build the same model, loss and optimizer.
+"""The recipe: everything that a process needs to build the same model, loss and optimizer.
 
-A recipe is pickled by value (cloudpickle, as Spark does with any function), shipped once, and lives
-as long as the job; it is never a format on disk.
+A recipe is pickled by value (cloudpickle, as Spark does with any function), shipped once, and lives as
+long as the job. It is never a format on disk.
 """
 
 from __future__ import annotations
@@ -23,12 +23,22 @@ from sparkdl.process.determinism import seeded
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the user gave: model (callable or module), loss, optimizer and policy, and the seed.
+    """The user's model, loss and optimizer, with everything else that a process needs to build them.
 
-    ``weights``: a state_dict to start from; ``buffers``: what goes with it that no state_dict has.
-    ``frozen``, ``unfrozen``: patterns of parameter names. ``augment``: what happens to a sample's
-    inputs before each use. ``compression``: what becomes of a gradient before it is sent.
-    ``signature``: how the model is called, and what is its output.
+    Attributes:
+        model: A callable that returns the module, or a module.
+        loss: The loss.
+        optimizer: A callable, or one for each of several submodules.
+        seed: The seed for building the model.
+        policy: The training options.
+        weights: A state_dict with the initial weights.
+        strict_weights: The names in ``weights`` must be those of the model.
+        frozen: Patterns of names of parameters that do not train.
+        unfrozen: Patterns of names of parameters that do train.
+        augment: Changes a sample's inputs before each use.
+        compression: Changes a gradient before it is sent.
+        buffers: Initial buffers that go with ``weights`` and are in no state_dict.
+        signature: Says how to call the model, and what its output is.
     """
 
     model: Callable[[], nn.Module] | nn.Module
@@ -46,10 +56,13 @@ class Recipe:
     signature: Signature = BY_POSITION
 
     def build(self) -> nn.Module:
-        """The module with its initial weights, the same in every process.
+        """Build the module with its initial weights, the same in every process.
 
         A callable runs with ``torch``, ``numpy`` and ``random`` seeded; this process's own random
-        states are left as they were. Raises :class:`sparkdl.errors.ModelError`.
+        states are restored afterwards.
+
+        Raises:
+            ModelError: The model cannot be built, or the options do not fit it.
         """
         module = self._made()
         if self.weights is not None:
@@ -59,7 +72,7 @@ class Recipe:
         return module
 
     def without_weights(self) -> Recipe:
-        """The recipe of a module that is built, and so has the weights."""
+        """Return the recipe of a module that is already built, and so has the weights."""
         return replace(self, weights=None, buffers={})
 
     def _made(self) -> nn.Module:
@@ -74,11 +87,11 @@ class Recipe:
         return plain(module)
 
     def build_optimizer(self, module: nn.Module) -> Any:
-        """The optimizer as the user wrote it, where it is one callable.
+        """Build the optimizer, which must be one callable.
 
-        A ``torch.optim`` class (or a partial of one) is given the trainable parameters, any other
-        callable the module, so that it can form parameter groups, or return several optimizers.
-        See :func:`sparkdl.model.optimizer_factory.build_optimizers` for all forms.
+        A ``torch.optim`` class (or a partial of one) is called with the trainable parameters. Any other
+        callable is called with the module, so that it can form parameter groups, or return several
+        optimizers. See :func:`sparkdl.model.optimizer_factory.build_optimizers` for all forms.
         """
         assert not isinstance(self.optimizer, Mapping)
         trainable = [p for p in module.parameters() if p.requires_grad]
@@ -88,7 +101,7 @@ class Recipe:
 
 
 def optimizer_class(factory: Any) -> type[torch.optim.Optimizer] | None:
-    """The ``torch.optim.Optimizer`` class that ``factory`` is, or is a partial of; else None."""
+    """Return the ``torch.optim.Optimizer`` class that ``factory`` is, or is a partial of; else None."""
     while hasattr(factory, "func"):
         factory = factory.func
     if isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer):
@@ -97,18 +110,18 @@ def optimizer_class(factory: Any) -> type[torch.optim.Optimizer] | None:
 
 
 def weights_digest(module: nn.Module) -> str:
-    """A digest of every parameter and buffer, by which processes compare their initial weights."""
+    """Return a digest of every parameter and buffer; processes compare their initial weights by it."""
     return _digest([*module.named_parameters(), *module.named_buffers()])
 
 
 def frozen_digest(module: nn.Module) -> str:
-    """A digest of the parameters that do not train, which are in no checkpoint; empty: all do."""
+    """Return a digest of the frozen parameters, which are in no checkpoint; "" if there are none."""
     frozen = _frozen(module)
     return _digest(frozen) if frozen else ""
 
 
 def frozen_digests(module: nn.Module) -> dict[str, str]:
-    """Of each of these its own, by name."""
+    """Return the digest of each frozen parameter, by name."""
     return {name: _digest([(name, parameter)]) for name, parameter in _frozen(module)}
 
 

@@ -1,4 +1,4 @@
-"""How a model is called, and which part of what it returns is its output."""
+"""The way a model is called, and the part of its return value that is its output."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ from sparkdl.errors import ModelError, kind_of, nearest
 from sparkdl.model.model_loss import is_model_loss
 
 Part: TypeAlias = str | int | Callable[[Any], Any] | None
-"""A field of what a model returns (a key, an attribute, a number), a function of it, or all of it."""
+"""A part of a model's return value: a key, an attribute, an index, a function of it, or None (all)."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """``inputs``: the keywords that the model takes its inputs by; () where it does by position.
-    ``part``: what of the returned value is the output, for the loss, metrics and predictions."""
+    """A description of how a model is called, and which part of its return value is the output.
+
+    Attributes:
+        inputs: The keywords by which the model takes its inputs; () if it takes them by position.
+        part: The part of the return value that is the output, for the loss, metrics and predictions.
+    """
 
     inputs: tuple[str, ...] = ()
     part: Part = None
 
     def bound(self, model: Callable[..., Any]) -> Callable[..., Any]:
-        """``model``, to be called with its inputs by position; labels may follow by keyword."""
+        """Return ``model`` as a function of its inputs by position; labels may follow by keyword."""
         if not self.inputs:
             return model
 
@@ -37,15 +41,19 @@ class Signature:
         return call
 
     def call(self, model: Callable[..., Any], inputs: Sequence[Any]) -> Any:
-        """What ``model`` returns for ``inputs``."""
+        """Call ``model`` on ``inputs``."""
         return self.bound(model)(*inputs)
 
     def output(self, returned: Any) -> Any:
-        """The output in what the model returned. Raises :class:`sparkdl.ModelError`."""
+        """Return the output in the model's return value.
+
+        Raises:
+            ModelError: The return value has no such part.
+        """
         return part_of(returned, self.part)
 
     def for_loss(self, loss: Any, returned: Any) -> Any:
-        """What ``loss`` is given: the output; where the model computes its own, all it returned."""
+        """Return the argument of ``loss``: the output, or all if the model computes its own loss."""
         return returned if is_model_loss(loss) else self.output(returned)
 
 
@@ -53,7 +61,11 @@ BY_POSITION = Signature()
 
 
 def part_of(returned: Any, part: Part) -> Any:
-    """The part of a model's returned value. Raises :class:`sparkdl.ModelError` where there is none."""
+    """Return a part of a model's return value.
+
+    Raises:
+        ModelError: There is no such part.
+    """
     if part is None:
         return returned
     if callable(part):
@@ -72,7 +84,7 @@ def part_of(returned: Any, part: Part) -> Any:
 
 
 def problems_of_part(part: Any, where: str = "") -> list[str]:
-    """What is wrong with a part that a user gave."""
+    """Return the problems of a part that a user gave."""
     if (
         part is None
         or callable(part)
@@ -86,8 +98,10 @@ def problems_of_part(part: Any, where: str = "") -> list[str]:
 
 
 def parts_of(returned: Any) -> dict[Any, Any]:
-    """The fields of a mapping, a named tuple or a dataclass by name, of a list or a tuple by number;
-    nothing of what is none of these."""
+    """Return the fields of a mapping, named tuple or dataclass by name, or of a list or tuple by index.
+
+    Return nothing for any other value.
+    """
     if isinstance(returned, Mapping):
         return dict(returned)
     if isinstance(returned, tuple) and hasattr(returned, "_asdict"):
@@ -100,7 +114,7 @@ def parts_of(returned: Any) -> dict[Any, Any]:
 
 
 def described(returned: Any) -> str:
-    """A returned value as messages show it: shapes, or its fields with theirs."""
+    """Return a description of a return value for messages: its shape, or its fields with theirs."""
     if isinstance(returned, torch.Tensor):
         return f"a tensor of shape {list(returned.shape)}"
     shown = [
@@ -111,7 +125,7 @@ def described(returned: Any) -> str:
 
 
 def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A copy of what a model returned, of the same types, with every tensor changed."""
+    """Return a copy of a model's return value, of the same types, with each tensor changed."""
     if isinstance(value, torch.Tensor):
         return change(value)
     parts = {name: with_tensors(part, change) for name, part in parts_of(value).items()}
@@ -129,14 +143,14 @@ def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
     if isinstance(value, MutableMapping):
         for name, part in parts.items():
             changed[name] = part
-    if dataclasses.is_dataclass(value):  # ModelOutput of transformers is both
+    if dataclasses.is_dataclass(value):  # transformers' ModelOutput is both
         for name, part in parts.items():
             object.__setattr__(changed, name, part)
     return changed
 
 
 def for_example(returned: Any) -> str:
-    """How a user names a part of what the model returned that is a tensor."""
+    """Return an example of how to name a tensor in the model's return value."""
     parts = parts_of(returned).items()
     names = [name for name, value in parts if isinstance(value, torch.Tensor) and value.ndim]
     named = f"output={names[0]!r}, or " if names else ""

@@ -1,7 +1,7 @@
-"""What the results of a process depend on, and what its operating system offers.
+"""The settings that a process's results depend on, and the services of its operating system.
 
-Seeded random generators, torch's threads and default settings, memory, and the differences between
-Linux and macOS.
+These are seeded random generators, torch's threads and default settings, memory, and the differences
+between Linux and macOS.
 
-May import: ``sparkdl.errors``. Must not know: Spark, models, samples.
+This package may import ``sparkdl.errors``. It must not know about Spark, models or samples.
 """

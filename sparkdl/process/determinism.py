@@ -1,6 +1,7 @@
-"""Random draws inside models: from the generators of ``torch`` (CPU), ``numpy`` and ``random``.
+"""Seeding of the global generators of ``torch`` (CPU), ``numpy`` and ``random``, and torch's threads.
 
-How many threads torch computes with: their number changes the bits of a sum.
+Models and augmentations may draw from these generators. The number of threads matters too: it changes
+the bits of a sum.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ T = TypeVar("T")
 
 
 class _Generators:
-    """Those of this process. ``depth``: how many blocks that seed them are open; ``lent``: whether
-    nobody wants them back as they were before the outermost of these; ``seeded``: how often they were
-    for work in :func:`steadily`."""
+    """The state of this process's global generators.
+
+    Attributes:
+        depth: The number of open blocks that seed them.
+        lent: Their state from before the outermost of these blocks need not be restored.
+        seeded: How often they were seeded for work in :func:`steadily`.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -28,13 +33,15 @@ class _Generators:
 
 
 _GENERATORS = _Generators()
-"""There is one of each in a process, and a driver may fit in several threads."""
+"""The one instance of this process; a driver may fit in several threads."""
 
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed ``torch`` (CPU), ``numpy`` and ``random`` inside the block; restore them after it. Other
-    threads wait for its end."""
+    """Seed ``torch`` (CPU), ``numpy`` and ``random`` inside the block, and restore them after it.
+
+    Other threads wait for its end.
+    """
     own = _GENERATORS
     with own.lock:
         kept = None if own.lent and not own.depth else _states()
@@ -50,9 +57,11 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def generators_lent() -> Iterator[None]:
-    """Blocks of :func:`seeded` in this one leave the generators as they are at their end, unless they
-    are in one another: to keep and to restore them takes ten times as long as to seed them. They are
-    restored once, at the end of this block."""
+    """Restore the generators once, at the end of this block, and not after each :func:`seeded` in it.
+
+    Saving and restoring them takes ten times as long as seeding them. A :func:`seeded` block inside
+    another one still restores them.
+    """
     own = _GENERATORS
     with own.lock:
         kept, own.lent = _states(), True
@@ -65,12 +74,14 @@ def generators_lent() -> Iterator[None]:
 
 
 def steadily(who: Hashable, work: Callable[[Callable[[int], object]], T]) -> T:
-    """``work(seed)``, so that what it draws from the generators is the same in any process: it calls
-    ``seed(number)`` before each piece of what ``who`` does, and is pure but for the draws. The
-    generators are left as they were.
+    """Return ``work(seed)``, whose draws from the global generators are the same in any process.
 
-    To seed for each of many small pieces that draw nothing would take as long as these: work of
-    somebody who was not seen to draw is done without, and done again if it has drawn.
+    ``work`` calls ``seed(number)`` before each piece of its work, and must be pure but for the
+    draws. The generators are restored afterwards.
+
+    Seeding before each of many small pieces that draw nothing would take as long as the pieces
+    themselves. So work of a ``who`` that has not been seen to draw first runs unseeded, and runs
+    again, seeded, if it drew.
     """
     if getattr(_thread, "beside", False):
         return work(_leave)
@@ -93,13 +104,16 @@ def steadily(who: Hashable, work: Callable[[Callable[[int], object]], T]) -> T:
 
 
 def times_seeded() -> int:
-    """How often work was seeded in :func:`steadily`, since it draws."""
+    """Return how often :func:`steadily` seeded work because it draws."""
     return _GENERATORS.seeded
 
 
 def work_beside() -> None:
-    """From here on :func:`steadily` leaves the generators alone in this thread, which works beside one
-    that draws from them; nobody who draws may work in it."""
+    """Mark this thread as one that runs beside a thread that draws from the generators.
+
+    From then on :func:`steadily` leaves the generators alone in this thread, so no work that draws
+    may run in it.
+    """
     _thread.beside = True
 
 
@@ -108,12 +122,12 @@ _thread = threading.local()
 
 
 def _leave(seed: int) -> None:
-    """Seeds nothing."""
+    """Seed nothing."""
 
 
 def _seed(seed: int) -> None:
-    # torch.manual_seed takes a hundred times longer: for each kind of accelerator that is not
-    # in use it keeps the stack as text, in case the call fails once it is
+    # torch.manual_seed takes a hundred times longer: for each accelerator type that is not in use,
+    # it stores a stack trace as text, in case the call fails later
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
@@ -144,7 +158,7 @@ def _restore(states: _States) -> None:
 
 
 class _Threads:
-    """``before``: how many there were when the first of the ``open`` blocks began."""
+    """The number of open :func:`torch_threads` blocks, and of threads before the first of them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -156,10 +170,11 @@ _THREADS = _Threads()
 
 @contextlib.contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """``count`` of them inside the block, which is in no other one; afterwards as many as before.
+    """Use ``count`` torch threads inside the block, and the previous number afterwards.
 
-    Each thread of Python's has its own number, and one that begins takes the last that any has set: so
-    it may not be asked what there was before, where fits run in several.
+    Blocks of one thread must not be nested. Each Python thread has its own number, and a new one
+    starts with the number that any thread set last. So the previous number cannot be read at the
+    start of a block if fits run in several threads.
     """
     own = _THREADS
     with own.lock:

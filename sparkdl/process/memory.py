@@ -1,16 +1,16 @@
-"""Memory of this process: what it keeps or gives back of what it lets go of, and what is left to it.
+"""Memory of this process: whether freed memory is kept or given back, and how much memory is left.
 
-[Note: kept or given back] A step allocates the same tensors again and again. By itself glibc maps a
-large one anew, page by page, and cuts its heap at every end of a step; kept, the memory is there. But
-tensors are aligned, and an aligned piece does not fit exactly where an equal one was: where many of
-one size come and go, as the units of a replica that is cut do, the heap grows to several times what
-is in use. Figures are in docs/performance.md.
+[Note: kept or given back] A step allocates the same tensors again and again. By default glibc maps each
+large tensor anew, page by page, and trims its heap at the end of every step. If the heap is kept, the
+memory is already there. But tensors are aligned, and an aligned block does not fit exactly where an
+equal one was. If many blocks of one size come and go, as the units of a sharded replica do, the heap
+grows to several times what is in use. Figures are in docs/performance.md.
 
 [Note: memory that is left] The machine and each control group (container) around this process have a
-total and a use; the scarcest of them counts. Memory that caches files of a disk counts as left, as the
-system takes it back by itself when anybody wants it. Memory of processes counts as used, and so do
-files in shared memory (/dev/shm), which nothing takes back: a container is killed where these go
-beyond its limit, however much room its /dev/shm still has.
+total and a use; the scarcest of them counts. Memory that caches files of a disk counts as left, because
+the system reclaims it on demand. Memory of processes counts as used, and so do files in shared memory
+(/dev/shm), which nothing reclaims: a container is killed if these exceed its limit, however much room
+its /dev/shm still has.
 """
 
 from __future__ import annotations
@@ -31,27 +31,32 @@ if TYPE_CHECKING:
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 RESERVE_SHARE, MOST_RESERVE = 0.1, 2 << 30
-"""The share of all memory that files in shared memory leave alone, and the most bytes that this is."""
+"""The share of all memory that files in shared memory must leave free, and its limit in bytes."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _ASKED = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-"""Where a user says it."""
+"""Environment variables by which a user sets the limits."""
 KEPT, GIVEN_BACK = (32 << 20, 2**31 - 1), (1 << 20, 2 << 20)
-"""Bytes from which on a piece is mapped by itself, and free bytes at the end of the heap from which on
-these are given back; glibc takes no larger ones."""
+"""Pairs of limits in bytes: the block size and the free end of the heap.
+
+Larger blocks are mapped by themselves, and a longer free end of the heap is given back. glibc takes no
+larger limits than ``KEPT``.
+"""
 
 
 def keep_heap() -> None:
-    """From now on this process keeps what it lets go of, but for what is larger than 32 MB.
+    """Make this process keep freed memory from now on, except blocks larger than 32 MB.
 
-    Elsewhere than on glibc, and where the environment sets it, nothing happens.
+    Without glibc, or if the environment sets the limits, nothing changes.
     """
     _set(KEPT)
 
 
 @contextlib.contextmanager
 def memory_given_back() -> Iterator[None]:
-    """Inside the block every large tensor that is let go of is memory that the process no longer has;
-    afterwards see :func:`keep_heap`."""
+    """Give the memory of every freed large tensor back to the system inside the block.
+
+    Afterwards :func:`keep_heap` applies.
+    """
     _set(GIVEN_BACK)
     try:
         yield
@@ -60,9 +65,10 @@ def memory_given_back() -> Iterator[None]:
 
 
 def forget_values(tensor: torch.Tensor) -> None:
-    """Give back the memory of a contiguous CPU tensor whose values nobody needs any more.
+    """Give back the memory of a contiguous CPU tensor whose values are no longer needed.
 
-    It can be written again; until then it reads as what it was, or as zeros. Whole pages only.
+    The tensor can be written again; until then it reads as before, or as zeros. Only whole pages
+    are given back.
     """
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -80,22 +86,27 @@ def _set(limits: tuple[int, int]) -> None:
 
 
 def left_to_machine() -> float:
-    """Return the bytes that can still be had here, of the machine or the container; see the note above.
+    """Return the bytes that the machine or the container still has; see [Note: memory that is left].
 
-    Infinite where the system does not say.
+    The result is infinite if the system does not say.
     """
     return min(memory.left for memory in _memories())
 
 
 def left_for_files() -> float:
-    """Return the bytes that files in shared memory may still take here, which leave a reserve to the
-    processes; at most 0 where there are none. Infinite where the system does not say."""
+    """Return the bytes that files in shared memory may still take, less a reserve for the processes.
+
+    The result is at most 0 if there are none, and infinite if the system does not say.
+    """
     return min(memory.left - memory.reserve for memory in _memories())
 
 
 def left_to_process() -> float:
-    """Return the bytes that this process may still have: of :func:`left_to_machine`, and by its own
-    limits (``ulimit -v`` and ``-d``, and ``spark.executor.pyspark.memory``, which is one)."""
+    """Return the bytes that this process may still allocate.
+
+    This is :func:`left_to_machine`, restricted by the process's own limits (``ulimit -v`` and
+    ``-d``, and ``spark.executor.pyspark.memory``, which is one).
+    """
     left = left_to_machine()
     for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
         limit = resource.getrlimit(kind)[0]
@@ -105,14 +116,18 @@ def left_to_process() -> float:
 
 
 def is_scarce(nbytes: int, processes: int) -> bool:
-    """Return whether this process cannot have ``nbytes`` more, or the machine cannot give so much to
-    each of so many ``processes``."""
+    """Return whether memory is too scarce for ``nbytes`` more, here or in several processes at once.
+
+    Args:
+        nbytes: The bytes that each process needs.
+        processes: How many processes of the machine need them.
+    """
     return left_to_process() < nbytes or left_to_machine() < nbytes * processes
 
 
 @dataclass(frozen=True)
 class _Memory:
-    """Memory of the machine or of a control group: bytes in all, and bytes that can still be had."""
+    """Memory of the machine or of a control group: total bytes, and bytes that are left."""
 
     total: float
     left: float
@@ -123,7 +138,7 @@ class _Memory:
 
 
 def _memories() -> Iterator[_Memory]:
-    """The memory of the machine, and of each control group that this process is in."""
+    """Yield the memory of the machine, and of each control group that this process is in."""
     machine = _entries(PROC / "meminfo")
     total, left = (machine.get(name, math.inf) for name in ("MemTotal:", "MemAvailable:"))
     yield _Memory(1024 * total, 1024 * left)
@@ -138,7 +153,10 @@ def _memories() -> Iterator[_Memory]:
 
 
 def _groups(root: Path, path: str, limit: str, use: str, prefix: str) -> Iterator[_Memory]:
-    """The group and those that it is in. A container may see its own as the root."""
+    """Yield the memory of the group and its ancestors.
+
+    A container may see its own group as the root.
+    """
     group = root / path.lstrip("/")
     for folder in (group, *group.parents):
         with contextlib.suppress(OSError, ValueError):
@@ -151,7 +169,7 @@ def _groups(root: Path, path: str, limit: str, use: str, prefix: str) -> Iterato
 
 
 def _entries(path: Path) -> dict[str, float]:
-    """The numbers of a file with one a line, by the names before them."""
+    """Return the numbers of a file with one name and number a line, by name."""
     found = {}
     with contextlib.suppress(OSError):
         for line in path.read_text().splitlines():
@@ -162,7 +180,7 @@ def _entries(path: Path) -> dict[str, float]:
 
 
 def _own_nbytes() -> float:
-    """The address space that this process takes; 0 where the system does not say."""
+    """Return the address space that this process takes; 0 if the system does not say."""
     try:
         return float((PROC / "self/statm").read_text().split()[0]) * mmap.PAGESIZE
     except OSError:

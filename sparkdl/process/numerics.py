@@ -1,8 +1,8 @@
-"""torch's settings of a whole process that change numbers: those of the driver hold in its tasks too.
+"""Process-wide torch settings that affect numbers: a driver's settings also apply in its tasks.
 
-A user sets them once, at the top of a program or a notebook, and they reach no other process by
-themselves: a model whose tensors are of the default dtype would be built of others on the executors.
-Workers are shared, so a task puts back what was there before it.
+A user sets them once, at the top of a program or a notebook, and by themselves they reach no other
+process. For example, a model with tensors of the default dtype would be built with another dtype on the
+executors. Workers are shared, so each task restores the settings that it found.
 """
 
 from __future__ import annotations
@@ -29,19 +29,22 @@ _PRECISIONS = tuple(
         *("mkldnn.", "mkldnn.matmul.", "mkldnn.conv.", "mkldnn.rnn."),
     )
 )
-"""Since torch 2.9. Once one of these is set, torch's earlier names for the same raise an error, so that
-a process sets what the driver has set."""
+"""Settings that exist since torch 2.9.
+
+Once one of them is set, torch's earlier names for the same settings raise an error. So a process sets
+exactly what the driver has set.
+"""
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """The settings by name; those that are not in ``values`` are left alone."""
+    """Settings by name; settings that are not in ``values`` are left alone."""
 
     values: tuple[tuple[str, Any], ...] = ()
 
     @staticmethod
     def here() -> Numerics:
-        """As they are in this process now."""
+        """Return the present settings of this process."""
         found: dict[str, Any] = {
             "default dtype": torch.get_default_dtype(),
             "deterministic": (
@@ -52,14 +55,14 @@ class Numerics:
         try:
             found["matmul precision"] = torch.get_float32_matmul_precision()
             found["cudnn.allow_tf32"] = torch.backends.cudnn.allow_tf32
-        except RuntimeError:  # the later names are in use
+        except RuntimeError:  # the newer names are in use
             found.pop("matmul precision", None)
             found.update(_backends(_PRECISIONS))
         found.update(_backends(_FLAGS))
         return Numerics(tuple(found.items()))
 
     def use(self) -> None:
-        """Compute with them, until the task ends (:func:`put_back`)."""
+        """Apply these settings until the task ends (:func:`put_back`)."""
         if self == _process.used:
             return
         now = Numerics.here()
@@ -77,12 +80,12 @@ class Numerics:
                 _SETTERS[name](value)
             else:
                 *path, attribute = name.split(".")
-                with contextlib.suppress(AttributeError):  # another version of torch
+                with contextlib.suppress(AttributeError):  # torch of another version lacks it
                     setattr(_backend(path), attribute, value)
 
 
 def put_back() -> None:
-    """Compute with what there was before the first :meth:`Numerics.use`."""
+    """Restore the settings from before the first :meth:`Numerics.use`."""
     if _process.before is not None:
         _process.before._set(Numerics.here())
         _process.before = _process.used = None
@@ -99,7 +102,7 @@ def _backends(names: tuple[str, ...]) -> dict[str, Any]:
     found = {}
     for name in names:
         *path, attribute = name.split(".")
-        with contextlib.suppress(AttributeError):  # of another version of torch
+        with contextlib.suppress(AttributeError):  # torch of another version lacks it
             found[name] = getattr(_backend(path), attribute)
     return found
 
@@ -113,7 +116,7 @@ def _backend(path: list[str]) -> Any:
 
 @dataclass
 class _Process:
-    """``used``: what is computed with, where a task said so; ``before``: what to put back."""
+    """The settings that a task applied, if any, and those to restore afterwards."""
 
     used: Numerics | None = None
     before: Numerics | None = None

@@ -1,7 +1,7 @@
-"""What operating systems do in their own ways: Linux, which clusters run, and macOS, which laptops run.
+"""Differences between operating systems: Linux, which clusters run, and macOS, which laptops run.
 
-Everything that only one of them has stands here, with what takes its place on the other. The rest of
-the package asks this module, and names neither ``/proc`` nor a constant that one of them lacks.
+Everything that only one of them has is here, with its replacement on the other. The rest of the package
+calls this module, and names neither ``/proc`` nor a constant that one of them lacks.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import sys
 from pathlib import Path
 
 PROC = Path("/proc")
-"""Linux's view of its processes; other systems are asked by ``ps`` and ``sysctl``."""
+"""Linux's view of its processes; on other systems, ``ps`` and ``sysctl`` give this information."""
 _ZEROS = bytes(1 << 20)
 _MACOS_KEEPALIVE = 0x10
-"""``TCP_KEEPALIVE`` of macOS: what ``TCP_KEEPIDLE`` is on Linux."""
+"""``TCP_KEEPALIVE`` of macOS, which corresponds to ``TCP_KEEPIDLE`` of Linux."""
 _MACOS_ADDRESS = 0xC0206921
-"""``SIOCGIFADDR`` of macOS, the number of the call for an interface's address."""
+"""``SIOCGIFADDR`` of macOS, the number of the ioctl call for an interface's address."""
 _LINUX_ADDRESS = 0x8915
 
 
 @functools.cache
 def on_linux() -> bool:
-    """Return whether this is Linux, judged by what it has."""
+    """Return whether this is Linux, judged by the presence of ``/proc/self/stat``."""
     return (PROC / "self" / "stat").exists()
 
 
 def keep_alive(connection: socket.socket, idle: int, interval: int, count: int) -> None:
-    """Probe a silent TCP connection, so that it ends where the other host has gone dark.
+    """Probe a silent TCP connection, so that it ends if the other host stops responding.
 
     Args:
         connection: The connection.
@@ -52,12 +52,12 @@ def keep_alive(connection: socket.socket, idle: int, interval: int, count: int) 
     }
     for option, value in options.items():
         if option is not None:
-            with contextlib.suppress(OSError):  # probes then come when the system says
+            with contextlib.suppress(OSError):  # the system's default then applies
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def end_unanswered(connection: socket.socket, milliseconds: int) -> None:
-    """End a TCP connection that leaves sent bytes unacknowledged for so long, where the system can."""
+    """End a TCP connection that leaves sent bytes unacknowledged for so long, if the system can."""
     option = getattr(socket, "TCP_USER_TIMEOUT", None)
     if option is not None:
         connection.setsockopt(socket.IPPROTO_TCP, option, milliseconds)
@@ -85,9 +85,12 @@ def has_hung_up(connection: socket.socket) -> bool:
 
 
 def allocate(descriptor: int, nbytes: int) -> None:
-    """Give a new file of ``nbytes`` bytes its blocks. Raises OSError (ENOSPC) where there is no room.
+    """Allocate the blocks of a new file of ``nbytes`` bytes.
 
-    A file without blocks would end the process that writes to its mapping once the disk is full.
+    Without them, a process that writes to the file's mapping would be killed once the disk is full.
+
+    Raises:
+        OSError: There is no room (ENOSPC).
     """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, nbytes)
@@ -112,7 +115,10 @@ def map_privately(descriptor: int, known: mmap.mmap | None) -> mmap.mmap:
 
 @functools.cache
 def boot_id() -> str:
-    """Return what names this machine since it was started, in all its containers; "" if unknown."""
+    """Return an identifier of this boot of the machine, or "" if it is unknown.
+
+    It is the same in all containers of the machine.
+    """
     try:
         found = (PROC / "sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -121,7 +127,7 @@ def boot_id() -> str:
 
 
 def pid_namespace() -> str:
-    """Return the name of the namespace that this process's number belongs to; "" where there is one."""
+    """Return the name of this process's PID namespace; "" if the system has only one."""
     try:
         return str(os.stat(PROC / "self/ns/pid").st_ino)
     except OSError:
@@ -129,7 +135,7 @@ def pid_namespace() -> str:
 
 
 def start_time(pid: int) -> str:
-    """Return when process ``pid`` was started, as the system says it; "" where there is no such one."""
+    """Return the start time of process ``pid`` in the system's format, or "" if there is no process."""
     if on_linux():
         fields = _stat_fields(pid)
         return fields[19] if fields and fields[0] != "Z" else ""
@@ -138,7 +144,7 @@ def start_time(pid: int) -> str:
 
 
 def parent(pid: int) -> int | None:
-    """Return the number of the parent of process ``pid``, or None where there is no such process."""
+    """Return the number of the parent of process ``pid``, or None if there is no such process."""
     if on_linux():
         fields = _stat_fields(pid)
         return int(fields[1]) if fields else None
@@ -147,7 +153,7 @@ def parent(pid: int) -> int | None:
 
 
 def address_call() -> int:
-    """Return the number of the ioctl call that tells an interface's IPv4 address."""
+    """Return the number of the ioctl call that returns an interface's IPv4 address."""
     return _MACOS_ADDRESS if sys.platform == "darwin" else _LINUX_ADDRESS
 
 
@@ -157,7 +163,7 @@ def longest_socket_path() -> int:
 
 
 def _stat_fields(pid: int) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` from the third on; none where it is gone."""
+    """Return the fields of ``/proc/PID/stat`` from the third on; none if the process is gone."""
     try:
         text = (PROC / str(pid) / "stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -166,7 +172,7 @@ def _stat_fields(pid: int) -> list[str]:
 
 
 def _output(*command: str) -> str:
-    """Return what a program of the system prints, in English; "" where it fails or is not there."""
+    """Return the output of a system program, in English; "" if it fails or does not exist."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}

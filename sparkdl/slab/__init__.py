@@ -1,4 +1,5 @@
-"""Memory of a node that its processes share: directories of a run, and stamped buffers in them.
+"""Memory that the processes of a node share: directories of a run, with stamped buffers in them.
 
-May import: ``process`` and ``errors``. Must not know: what lies in the buffers; Spark.
+This package may import ``process`` and ``errors``. It must not know about Spark or about the content of
+the buffers.
 """

@@ -1,15 +1,15 @@
-"""When the processes of a node let go of what they keep on GPUs between tasks.
+"""Release of the GPU memory that the processes of a node keep between tasks.
 
-Spark's workers are pooled: each of them keeps its replica for the next task, and its module for the
-next prediction, while the task that ends a fit runs in one of them alone. On a GPU the next fit would
-find the memory of all others taken. So
+Spark's workers are pooled. Each keeps its replica for the next task and its module for the next
+prediction, while the task that ends a fit runs in only one of them. Without further measures, the next
+fit on a GPU would find the memory of all the others taken. Therefore:
 
-* whoever keeps a replica there *holds* a file of the run's slab root. With the root it goes, all
-  holders notice and let go, and who has removed the root waits for that;
-* a module that predicts is kept for :data:`KEPT_SECONDS` after it was last asked for, and no longer
-  than until this process needs the room for a fit.
+* A process that keeps a replica *holds* a file of the run's slab root. When the root is removed, all
+  holders notice and release their memory, and the process that removes the root waits for that.
+* A module that predicts is kept for :data:`KEPT_SECONDS` after its last use, but no longer than until
+  this process needs the memory for a fit.
 
-What was let go of is given back to the driver of the GPU, too; torch would keep it for this process.
+Released memory also goes back to the GPU driver; torch would keep it for this process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HELD = "on-gpus"
 KEPT_SECONDS = 5.0
 LOOK_SECONDS = 0.1
 AWAITED_SECONDS = 10.0
-"""So long who removes a root waits for holders, which may be busy."""
+"""The longest time that a process which removes a root waits for holders, which may be busy."""
 
 
 def hold(root: Path, let_go: Callable[[], None]) -> threading.Thread:
@@ -55,7 +55,10 @@ def _hold(held: int, let_go: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def holders_awaited(roots: list[Path]) -> Iterator[None]:
-    """In the block the roots are removed; after it their holders have let go."""
+    """Remove the roots inside the block.
+
+    At its end, wait until their holders have released their memory.
+    """
     with contextlib.ExitStack() as opened:
         files = []
         for root in roots:
@@ -77,8 +80,11 @@ def _free(held: int) -> bool:
 
 
 def give_back() -> None:
-    """What this process does not use any more of GPUs. Modules may be in cycles, and frozen (see
-    :mod:`sparkdl.spark.worker`), where the collector does not look for any."""
+    """Release the GPU memory that this process no longer uses.
+
+    Modules may be in reference cycles and frozen (see :mod:`sparkdl.spark.worker`), so that the garbage
+    collector would not find them.
+    """
     if torch.cuda.is_initialized():
         gc.unfreeze()
         gc.collect()
@@ -87,14 +93,14 @@ def give_back() -> None:
 
 
 class Idle:
-    """What is kept until it was not used for a while. ``drop``: lets go of it."""
+    """A cached object that is released, by calling ``drop``, once it has been idle for some time."""
 
     def __init__(self, drop: Callable[[], None], seconds: float = KEPT_SECONDS) -> None:
         self._drop, self._seconds = drop, seconds
         self._lock, self._used, self._watched = threading.Lock(), 0.0, False
 
     def used(self) -> None:
-        """It is used now."""
+        """Note that the object is being used now."""
         with self._lock:
             self._used = time.monotonic()
             if not self._watched:
@@ -112,7 +118,7 @@ class Idle:
         self.drop()
 
     def drop(self) -> None:
-        """Now: the room is needed."""
+        """Release the object now, because its memory is needed."""
         self._drop()
         give_back()
 
@@ -121,12 +127,12 @@ _idle: list[Idle] = []
 
 
 def kept_while_used(drop: Callable[[], None]) -> Idle:
-    """See :class:`Idle`; of this process, for all its life."""
+    """Return an :class:`Idle` that stays registered for the life of this process."""
     _idle.append(Idle(drop))
     return _idle[-1]
 
 
 def make_room() -> None:
-    """Let go of what is kept for predictions."""
+    """Release everything that is kept for predictions."""
     for kept in _idle:
         kept.drop()

@@ -1,10 +1,9 @@
-"""What is too large for one frame on its way out of a task: it stays in a slab of its node, and whoever
-wants it reads it there, or asks for a part at a time.
+"""Results that are too large for one frame: they stay in a slab of their node and are read in parts.
 
-[Note: large bytes] Every frame is as a whole in the heap of the executor's JVM, and what comes to the
-driver in that of the driver's too, where Spark ends a job whose results take more than
-``spark.driver.maxResultSize``; no frame can have 2 GB. So weights, moments and what is made of them
-travel in parts whose size is bounded.
+[Note: large bytes] The executor's JVM holds every frame as a whole in its heap. The driver's JVM also
+holds what comes to the driver, and Spark ends a job whose results take more than
+``spark.driver.maxResultSize``. No frame can have 2 GB. So weights, moments and what is derived from
+them travel in parts of bounded size.
 """
 
 from __future__ import annotations
@@ -19,23 +18,26 @@ from sparkdl.errors import SlabFullError
 from sparkdl.slab.pool import Pool, Reference
 
 FRAME_BYTES = 16 << 20
-"""The longest frame, where large bytes are cut."""
+"""The longest frame when large bytes are cut."""
 LARGE_BYTES = 64 << 10
-"""What takes more is left in a slab."""
+"""Results larger than this are left in a slab."""
 ROLE = "result"
 
 
 @dataclass(frozen=True)
 class Left:
-    """Bytes that were left in a slab, in the place of a result."""
+    """Bytes left in a slab; it takes the place of a result."""
 
     reference: Reference
 
 
 def left_where_large(pool: Pool, result: Any, tick: int) -> Any:
-    """The result itself; where it is bytes or an array and large, :class:`Left`, if there is room.
+    """Return ``result``, or :class:`Left` if it is large bytes or a large array and a slab has room.
 
-    The buffers of results of earlier ticks are free.
+    Args:
+        pool: The pool to leave it in.
+        result: The result of a task.
+        tick: The tick of the task; buffers of results of earlier ticks are free.
     """
     if not isinstance(result, (bytes, np.ndarray)):
         return result
@@ -46,24 +48,28 @@ def left_where_large(pool: Pool, result: Any, tick: int) -> Any:
         with pool.claim(ROLE, data.nbytes, tick, tick) as claim:
             claim.bytes[:] = data
             return Left(claim.reference)
-    except SlabFullError:  # in one piece, then, however large: it may arrive
+    except SlabFullError:  # send it in one piece, however large: it may arrive
         return result
 
 
 def read_part(pool: Pool, part: Reference) -> bytes:
-    """The bytes, in memory of their own."""
+    """Return a copy of the bytes.
+
+    Raises:
+        StaleReferenceError: The buffer was deleted or written again.
+    """
     data = pool.read(part).tobytes()
     pool.check(part)
     return data
 
 
 def num_frames(references: Sequence[Reference]) -> int:
-    """How many :func:`frames_of` gives."""
+    """Return the number of frames that :func:`frames_of` yields."""
     return sum(-(-reference.nbytes // FRAME_BYTES) for reference in references)
 
 
 def frames_of(pool: Pool, references: Sequence[Reference]) -> Iterator[bytes]:
-    """The bytes of some references, one after another, in frames of bounded length."""
+    """Yield the bytes of some references, one after another, in frames of bounded length."""
     for reference in references:
         for part in reference.parts(FRAME_BYTES):
             yield pool.read(part).tobytes()
@@ -71,7 +77,7 @@ def frames_of(pool: Pool, references: Sequence[Reference]) -> Iterator[bytes]:
 
 
 def fill(place: np.ndarray, frames: Iterator[bytes]) -> None:
-    """Write the bytes of one reference from the frames that come next."""
+    """Write the bytes of one reference into ``place`` from the next frames."""
     for start in range(0, len(place), FRAME_BYTES):
         frame = np.frombuffer(next(frames), dtype=np.uint8)
         place[start : start + FRAME_BYTES] = frame

@@ -1,19 +1,20 @@
 """Buffers of a slab root: pooled, stamped, memory-mapped files.
 
-[Note: who may write a buffer] A buffer is a file of fixed size with a one-page header. To write,
-an attempt *claims* a buffer: it takes the file's lock without waiting, and only if the stamp in the
-header says that no iteration needs the content any more; else it tries the next file, and makes a
-new one where none is free. The stamp holds the *tick* (a number that grows with every submitted
-iteration) and a random nonce of this very claim. A reference carries the nonce, and its reader
-checks it before and after reading. So
+[Note: who may write a buffer] A buffer is a file of fixed size with a one-page header. To write, an
+attempt *claims* a buffer. It takes the file's lock without waiting, and only if the stamp in the header
+says that no iteration needs the content any more. Otherwise it tries the next file, and makes a new one
+if none is free. The stamp holds the *tick* (a number that grows with every submitted iteration) and a
+random nonce of this claim. A reference carries the nonce, and its reader checks it before and after
+reading. Therefore:
 
-* a live reader is safe: buffers of its tick are not free for anyone;
-* a zombie attempt that still writes holds the lock, so nobody claims its buffer;
-* a zombie reader finds another nonce and fails, and nobody waits for it;
-* a dead process holds no lock.
+* A live reader is safe: buffers of its tick are not free for anyone.
+* A zombie attempt that still writes holds the lock, so nobody claims its buffer.
+* A zombie reader finds another nonce and fails, and nobody waits for it.
+* A dead process holds no lock.
 
-The number of files of a node is bounded by the buffers that one iteration needs there, twice for
-state (version t is read while t+1 is written), plus one per attempt that failed or was speculated.
+The number of files of a node is at most the number of buffers that one iteration needs there (twice
+that for state, because version t is read while t+1 is written), plus one for each attempt that failed
+or was speculative.
 """
 
 from __future__ import annotations
@@ -44,10 +45,14 @@ MAX_OPEN_BUFFERS = 256
 
 @dataclass(frozen=True)
 class Reference:
-    """Bytes of one write in a slab of one node.
+    """A handle of the bytes of one write in a slab of one node.
 
-    ``nonce`` (hex) names the write; ``token`` the node; ``offset`` and ``nbytes`` count in bytes
-    from the start of the payload.
+    Attributes:
+        path: The file.
+        nonce: The nonce of the write (hex).
+        token: The token of the node.
+        offset: Bytes from the start of the payload.
+        nbytes: Number of bytes.
     """
 
     path: str
@@ -57,11 +62,11 @@ class Reference:
     nbytes: int
 
     def part(self, offset: int, nbytes: int) -> Reference:
-        """The reference to ``nbytes`` bytes of this one, ``offset`` bytes in."""
+        """Return the reference to ``nbytes`` bytes of this one, ``offset`` bytes in."""
         return Reference(self.path, self.nonce, self.token, self.offset + offset, nbytes)
 
     def parts(self, most: int) -> list[Reference]:
-        """It in parts of up to ``most`` bytes."""
+        """Return references to consecutive parts of up to ``most`` bytes."""
         starts = range(0, self.nbytes, most)
         return [self.part(start, min(most, self.nbytes - start)) for start in starts]
 
@@ -73,7 +78,7 @@ class _Mapped:
         self.fd = open_private(path, os.O_RDWR)
         self.map = mmap.mmap(self.fd, 0)
         self.bytes = np.frombuffer(self.map, dtype=np.uint8)
-        self.claimed = False  # its lock is held through fd, which must then stay open
+        self.claimed = False  # if so, its lock is held through fd, which must stay open
         self._private: mmap.mmap | None = None
 
     def stamp(self) -> tuple[int, bytes]:
@@ -81,12 +86,12 @@ class _Mapped:
         return (tick, nonce) if magic == _MAGIC else (-1, _NO_NONCE)
 
     def private(self) -> np.ndarray:
-        """The file as it is now. What is written to it stays in this process, until the next call."""
+        """Return the file's present content; writes to it stay in this process, until the next call."""
         self._private = map_privately(self.fd, self._private)
         return np.frombuffer(self._private, dtype=np.uint8)
 
     def close(self) -> None:
-        os.close(self.fd)  # the map goes with the last array that views it
+        os.close(self.fd)  # the map is closed with the last array that views it
 
 
 class Claim:
@@ -107,16 +112,23 @@ class Pool:
 
     @property
     def token(self) -> str:
-        """The node's token; empty where this node has no slab root of the run."""
+        """Return the node's token; empty if this node has no slab root of the run."""
         root = open_root(self.config)
         return root.token if root else ""
 
     @contextlib.contextmanager
     def claim(self, role: str, nbytes: int, tick: int, floor: int) -> Iterator[Claim]:
-        """Hold a buffer of ``nbytes`` for writing in ``tick``.
+        """Hold a buffer for writing until the block ends. See [Note: who may write a buffer].
 
-        Buffers of this role stamped below ``floor`` are free. See [Note: who may write a buffer].
-        Raises :class:`sparkdl.errors.SlabFullError` where no directory has room.
+        Args:
+            role: The role; only buffers of the same role and size are reused.
+            nbytes: The size of the payload.
+            tick: The tick of the write.
+            floor: Buffers with a stamp below this tick are free.
+
+        Raises:
+            SlabFullError: No directory has room.
+            StaleReferenceError: The slab root was deleted.
         """
         root = open_root(self.config)
         if root is None:
@@ -133,14 +145,17 @@ class Pool:
             fcntl.flock(mapped.fd, fcntl.LOCK_UN)
 
     def read(self, reference: Reference) -> np.ndarray:
-        """The referenced bytes (uint8, a view of the map). Call :meth:`check` when done with them."""
+        """Return the referenced bytes (uint8, a view of the map). Call :meth:`check` after use."""
         mapped = self.check(reference)
         start = HEADER_BYTES + reference.offset
         return mapped.bytes[start : start + reference.nbytes]
 
     def map_private(self, reference: Reference) -> np.ndarray:
-        """Likewise, to compute with: code that is not ours may write to them without any effect on
-        others. They are those that were referenced where :meth:`check` says so afterwards."""
+        """Return the referenced bytes in a private map, so that user code may write to them.
+
+        Writes affect no other process. The bytes are the referenced ones if :meth:`check` passes
+        afterwards.
+        """
         mapped = self.check(reference)
         start = HEADER_BYTES + reference.offset
         return mapped.private()[start : start + reference.nbytes]
@@ -156,7 +171,7 @@ class Pool:
         return mapped
 
     def _free(self, root: Root, prefix: str, floor: int) -> tuple[str, _Mapped] | None:
-        """A locked buffer: one that this process knows, without looking around, else any."""
+        """Lock and return a free buffer; try those that this process has mapped before listing all."""
         known = [path for path in self._mapped if path.rpartition("/")[2].startswith(prefix)]
         for path in sorted(known):
             if mapped := self._lock(path, floor):
@@ -173,7 +188,7 @@ class Pool:
         return None
 
     def _lock(self, path: str, floor: int) -> _Mapped | None:
-        """The buffer, locked, if it is free."""
+        """Lock and return the buffer if it is free."""
         mapped = self._open(path)
         if mapped.stamp()[0] >= floor:
             return None
@@ -181,13 +196,13 @@ class Pool:
             fcntl.flock(mapped.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
-        if mapped.stamp()[0] < floor and os.fstat(mapped.fd).st_nlink:  # others must find it too
+        if mapped.stamp()[0] < floor and os.fstat(mapped.fd).st_nlink:  # not a deleted file
             return mapped
         fcntl.flock(mapped.fd, fcntl.LOCK_UN)
         return None
 
     def _create(self, root: Root, prefix: str, nbytes: int) -> tuple[str, _Mapped]:
-        """Make a locked file; it gets its name only when it has its size and its lock."""
+        """Make a locked file; it gets its final name only once it has its size and its lock."""
         for directory in root.directories_for(HEADER_BYTES + nbytes):
             name = prefix + secrets.token_hex(8)
             path, draft = str(directory / name), str(directory / f"new-{name}")
@@ -220,7 +235,7 @@ class Pool:
                 self._mapped.pop(oldest).close()
 
     def close(self) -> None:
-        """Let go of every mapping."""
+        """Drop every mapping."""
         while self._mapped:
             self._mapped.popitem()[1].close()
 
@@ -229,7 +244,7 @@ _pools: dict[str, Pool] = {}
 
 
 def open_pool(config: SlabConfig) -> Pool:
-    """This process's pool of ``config``. Pools of runs that have ended here are closed on the way."""
+    """Return this process's pool of ``config``; also close pools of runs that have ended here."""
     pool = _pools.get(config.name)
     if pool is None:
         for name in [n for n, p in _pools.items() if open_root(p.config) is None]:
@@ -246,7 +261,7 @@ def close_pool(config: SlabConfig) -> None:
 
 
 def _reserve(path: str, nbytes: int) -> bool:
-    """Make a file with its blocks allocated (a sparse one would die by SIGBUS later)."""
+    """Make a file with all blocks allocated (writing to a sparse one could later end in SIGBUS)."""
     fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         allocate(fd, nbytes)

@@ -1,7 +1,7 @@
 """The slab root of a run on this node: directories, the token, and sweeping.
 
-Two processes share a node exactly if they read the same random token file in the root; host names
-are not trusted, because containers share or duplicate them.
+Two processes share a node exactly if they read the same random token file in the root. Host names are
+not trusted, because containers share or duplicate them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from sparkdl.process.system import boot_id, parent, pid_namespace, start_time
 
 SHARED_MEMORY = Path("/dev/shm")
 SMALL_BYTES = 64 << 10
-"""What is smaller goes into shared memory as long as there is a page."""
+"""Anything smaller goes into shared memory as long as a page is free."""
 MARK = "sparkdl-"
 SWEEP_AFTER_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class SlabConfig:
-    """Where a run's slabs lie; travels with its tasks.
+    """The location of a run's slabs; it travels with the run's tasks.
 
-    ``directory`` is ``spark.sparkdl.slab.dir``; ``name`` the run's unpredictable root name.
+    Attributes:
+        directory: The value of ``spark.sparkdl.slab.dir``.
+        name: The unpredictable name of the run's root.
     """
 
     directory: str
@@ -44,16 +46,18 @@ class SlabConfig:
 
 @dataclass(frozen=True)
 class Root:
-    """The open root: where to put buffers (first choice first), and the node's token."""
+    """An open root: directories for buffers (first choice first), and the node's token."""
 
     directories: tuple[Path, ...]
     token: str
     made: tuple[int, int] = (0, 0)
-    """Which file the token is: one that was deleted and made again is another."""
+    """Identifies the token file: a token that was deleted and made again is a different one."""
 
     def directories_for(self, nbytes: int) -> tuple[Path, ...]:
-        """Where to try to put so much, first choice first: not into shared memory where that would
-        leave too little memory, if there is another place."""
+        """Return the directories in which to try to put ``nbytes``, first choice first.
+
+        Shared memory is left out if that would leave too little memory and there is another directory.
+        """
         first, *others = self.directories
         asks = others and nbytes >= SMALL_BYTES and first.is_relative_to(SHARED_MEMORY)
         return tuple(others) if asks and left_for_files() < nbytes else self.directories
@@ -63,11 +67,13 @@ _open_roots: dict[str, Root] = {}
 
 
 def open_root(config: SlabConfig, create: bool = False) -> Root | None:
-    """This process's root of ``config``, or None where this node has none.
+    """Return this process's root of ``config``, or None if this node has none.
 
-    ``create`` makes it (mode 0700), and sweeps roots whose application is dead on the way. Raises
-    :class:`sparkdl.errors.SlabFullError` where it cannot be made, and PermissionError where the root is
-    not this user's own 0700 directory.
+    With ``create``, make the root (mode 0700) and sweep roots whose application is dead.
+
+    Raises:
+        SlabFullError: The root cannot be made.
+        PermissionError: The root is not a directory of this user with mode 0700.
     """
     root = _open_roots.get(config.name)
     if root is not None and _made(root.directories[0]) == root.made:
@@ -103,7 +109,7 @@ def _no_place(directory: Path, error: OSError) -> OSError:
 
 
 def _opened(places: Sequence[Path]) -> Root:
-    """The root of these directories; the first has the token."""
+    """Open the root in these directories; the first has the token."""
     directories = tuple(map(_private_directory, places))
     for path in directories:
         _check_not_shared(path)
@@ -114,20 +120,24 @@ def _opened(places: Sequence[Path]) -> Root:
 def open_private(path: str | Path, flags: int) -> int:
     """Open a file of a slab root, a new one with mode 0600: the opener for :func:`open`.
 
-    Raises OSError for a link.
+    Raises:
+        OSError: The path is a link.
     """
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def read_private(path: str | Path) -> bytes:
-    """All of a file of a slab root."""
+    """Return the content of a file of a slab root."""
     with open(path, "rb", opener=open_private) as file:
         return file.read()
 
 
 def write_private(path: str | Path, data: bytes | Iterable[bytes]) -> None:
-    """Make a file of a slab root, of bytes or of pieces. Raises FileExistsError where the name is
-    taken."""
+    """Make a file of a slab root from bytes or from several pieces.
+
+    Raises:
+        FileExistsError: The name is taken.
+    """
     with open(path, "xb", opener=open_private) as file:
         for piece in [data] if isinstance(data, bytes) else data:
             file.write(piece)
@@ -142,9 +152,9 @@ def remove_root(config: SlabConfig) -> None:
 
 
 def marked_directory(base: Path) -> Path:
-    """A new directory of mode 0700 in ``base``, to be swept when this process is dead.
+    """Make a directory of mode 0700 in ``base``, which is swept once this process is dead.
 
-    Sweeps there what others have left.
+    Also sweep what other processes have left there.
     """
     _sweep([base])
     path = base / f"{MARK}{secrets.token_hex(4)}"
@@ -154,7 +164,7 @@ def marked_directory(base: Path) -> Path:
 
 
 def _bases(directory: str) -> list[Path]:
-    """The directories of roots, first choice first; they may have to be made."""
+    """Return the parent directories of roots, first choice first; they may not exist yet."""
     if directory != "auto":
         return [Path(directory).absolute()]
     local = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or os.environ.get("TMPDIR", "/tmp")
@@ -177,9 +187,9 @@ def _private_directory(path: Path) -> Path:
 
 
 def _token(root: Path) -> str:
-    """Read the token, or be the one process that makes it (link is atomic, the first wins)."""
+    """Read the token, or make it if this process is the first (link is atomic, the first wins)."""
     with contextlib.suppress(FileNotFoundError):
-        return read_private(root / "token").decode()  # also where there is no room to make one
+        return read_private(root / "token").decode()  # needs no room on the disk
     draft = root / f"token.{secrets.token_hex(8)}"
     try:
         write_private(draft, secrets.token_hex(16).encode())
@@ -192,7 +202,7 @@ def _token(root: Path) -> str:
 
 
 def _made(root: Path) -> tuple[int, int]:
-    """What tells the root's token from any that lay there before."""
+    """Return the inode and change time of the token, which differ after it was made again."""
     try:
         status = os.stat(f"{root}/token")
     except FileNotFoundError:
@@ -201,7 +211,7 @@ def _made(root: Path) -> tuple[int, int]:
 
 
 def _holder() -> int:
-    """The process that outlives workers: the JVM above the worker daemon."""
+    """Return the process that outlives workers: the JVM above the worker daemon."""
     if "SPARK_PYTHON_RUNTIME" in os.environ or "PYTHON_WORKER_FACTORY_SOCK_DIR" in os.environ:
         return parent(os.getppid()) or os.getppid()
     return os.getpid()
@@ -214,12 +224,12 @@ def _mark_alive(root: Path, holder: int) -> None:
 
 
 def _marks(root: Path) -> list[list[str]]:
-    """Boot, PID namespace, number and start time of each process that holds the directory."""
+    """Return boot, PID namespace, number and start time of each process that holds the directory."""
     return [mark.name.split(".")[1:] for mark in root.glob("alive.*")]
 
 
 def _check_not_shared(root: Path) -> None:
-    """Raise OSError where processes of another machine hold the directory."""
+    """Raise OSError if processes of another machine hold the directory."""
     if any(boot != boot_id() for boot, *_ in _marks(root)):
         raise OSError(
             f"slab root {root} is in use by another machine: spark.sparkdl.slab.dir must be a "
@@ -230,9 +240,10 @@ def _check_not_shared(root: Path) -> None:
 def _sweep(bases: list[Path]) -> None:
     """Remove roots of this user that no living process of this machine and PID namespace holds.
 
-    Each directory of a root has the marks: one may have lost the others, as shared memory is empty
-    after a restart. A root is marked before anything is in it, so that one without a mark is empty:
-    what is not is no root. Links are neither followed nor removed.
+    Each directory of a root has the marks, because the others may have been lost: shared memory,
+    for example, is empty after a restart. A root is marked before anything is put into it, so a
+    root without a mark is empty, and a directory without a mark that is not empty is no root. Links
+    are neither followed nor removed.
     """
     for base in bases:
         for path in base.glob(MARK + "*"):
@@ -247,7 +258,7 @@ def _sweep(bases: list[Path]) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it is a directory of this user, and of nobody else."""
+    """Return whether the path is a directory of this user with no access for others."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -257,5 +268,5 @@ def _is_ours(path: Path) -> bool:
 
 
 def _is_dead(mark: list[str]) -> bool:
-    """Whether a process is gone, as far as can be seen from here."""
+    """Return whether a process is known to be dead, as far as this process can see."""
     return mark[:2] == [boot_id(), pid_namespace()] and start_time(int(mark[2])) != mark[3]

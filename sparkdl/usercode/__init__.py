@@ -1,15 +1,15 @@
-"""The user's own modules on the executors: there, and of the same code as in the driver's process.
+"""The user's own modules on the executors: present, and with the same code as in the driver.
 
-What can be imported is pickled by name. So a worker imports the module for itself: it may find none, or
-another file; and a worker that lives has what it once imported, though the module was edited and
-reloaded since. :func:`accompanied` sends along which modules of the user's stand behind a value, and
-what their functions are. Where the value arrives, before anything of it is looked up by name,
+Anything that can be imported is pickled by name, so a worker imports the module itself. It may find
+none, or another file. A worker that stays alive keeps what it once imported, even if the module was
+edited and reloaded since. :func:`accompanied` therefore sends, with a value, the list of the user's
+modules behind it and digests of their functions. On arrival, before anything is looked up by name:
 
-* modules that are not what the driver has, or whose files have changed, are imported anew;
-* a module that is not found is looked for where the driver has it: in local mode that is the same disk;
-* what then is still missing, or other code, is a :class:`sparkdl.ModelError`.
+* Modules that differ from the driver's, or whose files have changed, are imported again.
+* A module that is not found is looked for at the driver's path: in local mode that is the same disk.
+* If a module is still missing or has other code, :class:`sparkdl.ModelError` is raised.
 
-Modules of libraries (``site-packages``) are left alone, and so is what travels by value.
+Modules of libraries (``site-packages``) are left alone, and so is anything that travels by value.
 """
 
 from sparkdl.usercode.travel import accompanied

@@ -1,4 +1,4 @@
-"""Which modules of the user's stand behind a value."""
+"""The search for the user's modules behind a value."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ _OUR_OWN = {"sparkdl", "pyspark", "torch", "__main__"}
 _LIBRARIES = ("site-packages", "dist-packages")
 _GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL")
 _CLOSED = {"torch", "numpy", "pandas", "pyarrow", "pyspark", "py4j"}
-"""Objects of these hold none of the user's functions."""
+"""Packages whose objects hold none of the user's functions."""
 _MOST = 10_000
-"""Longer containers hold data."""
+"""Containers longer than this hold data and are not searched."""
 _ENOUGH = 200_000
-"""So many values are looked at, at most."""
+"""The most values that are visited."""
 
 
 def modules_behind(
     values: Iterable[Any], into_modules: bool = False
 ) -> dict[str, types.ModuleType]:
-    """The user's modules behind ``values``; ``into_modules``: and behind these, and what functions
-    import."""
+    """Return the user's modules behind ``values``, by name.
+
+    With ``into_modules``, also return the modules behind these and those that functions import.
+    """
     found: dict[str, types.ModuleType] = {}
     todo, seen = list(values), dict[int, Any]()
     while todo and len(seen) < _ENOUGH:
@@ -49,7 +51,7 @@ def modules_behind(
 
 
 def _behind(value: Any, imports: bool) -> Iterator[Any]:
-    """What ``value`` refers to, by name or by itself."""
+    """Yield the values and modules that ``value`` refers to."""
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.MethodType):
@@ -83,7 +85,7 @@ def _behind(value: Any, imports: bool) -> Iterator[Any]:
 
 
 def _goes_by_name(value: types.FunctionType | type) -> bool:
-    """Whether it is looked up in its module where it arrives, and not sent along."""
+    """Return whether the value is pickled by name, that is, looked up in its module on arrival."""
     module = sys.modules.get(value.__module__ or "")
     if module is None or _by_value(module):
         return False
@@ -96,8 +98,11 @@ def _goes_by_name(value: types.FunctionType | type) -> bool:
 
 
 def _globals_of(function: types.FunctionType, imports: bool) -> Iterator[Any]:
-    """Of a function that travels by value: what it closes over, and what its code names; what it
-    ``imports`` when it runs."""
+    """Yield what a function that travels by value refers to.
+
+    These are its closure, its defaults, the globals that its code names and, with ``imports``, the
+    modules that it imports when it runs.
+    """
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
@@ -121,7 +126,7 @@ def _names_of(module: types.ModuleType) -> Iterator[Any]:
 
 
 def _by_value(module: types.ModuleType) -> bool:
-    """Whether what is defined in it travels by value."""
+    """Return whether definitions of this module travel by value."""
     if module.__name__ == "__main__":
         return True
     pickler = sys.modules.get("pyspark.cloudpickle.cloudpickle")
@@ -131,7 +136,7 @@ def _by_value(module: types.ModuleType) -> bool:
 
 
 def is_own(module: types.ModuleType) -> bool:
-    """Whether it is of the user's own files, and travels by name."""
+    """Return whether the module is one of the user's own files and travels by name."""
     name, file = module.__name__, getattr(module, "__file__", None)
     top = name.partition(".")[0]
     if not file or not file.endswith(".py") or top in _OUR_OWN or top in sys.stdlib_module_names:

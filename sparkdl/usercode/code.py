@@ -1,7 +1,7 @@
-"""What the code of a module is, as it is in this process, in a form that other processes compare.
+"""Digests of a module's code, as it is in this process, which other processes compare.
 
-Functions are compared as they are in the process, not as their files say: a file may have changed since
-it was loaded.
+They cover the functions in the process, not those in the file, because a file may have changed since it
+was loaded.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import Any
 
 
 def functions_of(module: types.ModuleType) -> dict[str, str]:
-    """A digest of the code of each function that it defines, also in classes; nothing, where an import
-    hook changes modules on their way."""
+    """Return a digest of the code of each function that the module defines, also in classes.
+
+    Return nothing if an import hook may have changed the module on import.
+    """
     loader = getattr(module.__spec__, "loader", None)
     plain = (importlib.machinery.SourceFileLoader, zipimport.zipimporter)
     if type(loader) not in plain:
@@ -43,7 +45,7 @@ def _defined(
 
 
 def _unwrapped(value: Any) -> Any:
-    """What is behind decorators."""
+    """Return the function or class inside decorators."""
     for _ in range(8):
         inner = getattr(value, "__wrapped__", None)
         if inner is None or isinstance(value, type):
@@ -61,7 +63,7 @@ def _accessors(value: Any) -> tuple[Any, ...]:
 
 
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    """It and those inside it."""
+    """Yield the code and all code objects inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -69,7 +71,7 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _digest(code: types.CodeType) -> str:
-    """Of what the code does, wherever it stands."""
+    """Return a digest of what the code does, independent of its location."""
     digest = hashlib.blake2b(digest_size=4)
     for one in codes_in(code):
         constants = [_constant(c) for c in one.co_consts if not isinstance(c, types.CodeType)]
@@ -80,13 +82,13 @@ def _digest(code: types.CodeType) -> str:
 
 
 def _constant(value: Any) -> str:
-    if isinstance(value, frozenset):  # whose order differs from process to process
+    if isinstance(value, frozenset):  # its order differs between processes
         return repr(sorted(map(_constant, value)))
     return repr(value)
 
 
 def codes_of_file(module: types.ModuleType) -> set[str]:
-    """Digests of all functions of its source."""
+    """Return the digests of all functions in the module's source."""
     try:
         code = compile(inspect.getsource(module), str(module.__file__), "exec", dont_inherit=True)
     except (OSError, TypeError, SyntaxError):

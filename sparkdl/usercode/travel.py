@@ -1,4 +1,4 @@
-"""A value that is sent to other processes, and the user's modules behind it."""
+"""Values that are sent to other processes together with a list of the user's modules behind them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,24 @@ from sparkdl.usercode.behind import modules_behind
 from sparkdl.usercode.code import codes_of_file, functions_of
 
 _PROCESS = secrets.token_hex(8)
-"""Of this process and those forked from it, which have its modules."""
+"""Identifies this process and those forked from it, which have its modules."""
 _loads: dict[str, tuple[Any, int]] = {}
-"""At the driver: how often modules were loaded."""
+"""On the driver: how often each module was loaded."""
 _right: dict[str, tuple[types.ModuleType, tuple[int, int] | None, OwnModule]] = {}
-"""In a worker: modules that were found right, their files' state then, and what the driver had."""
+"""In a worker: each module that passed the check, its file's state then, and the driver's record."""
 
 
 @dataclass(frozen=True)
 class OwnModule:
     """A module of the user's in the driver's process.
 
-    ``file``: there; ``folder``: on the driver's path, from where it was imported. ``needed``: by the
-    value itself, not only by another module. ``functions``: digests by name, empty where how the module
-    was loaded is not known. ``loaded``: how often it was loaded, as far as was seen.
+    Attributes:
+        name: The name of the module.
+        file: Its file on the driver.
+        folder: The folder on the driver's path from which it was imported.
+        needed: The value itself needs it, not only another module.
+        functions: Digests by name; empty if it is unknown how the module was loaded.
+        loaded: How often it was seen to be loaded.
     """
 
     name: str
@@ -43,7 +47,7 @@ class OwnModule:
 
 @dataclass(frozen=True)
 class OwnModules:
-    """Those behind a value, by name; where they arrive, see :func:`arrive`."""
+    """The user's modules behind a value; unpickling it calls :func:`arrive`."""
 
     process: str
     version: tuple[int, ...]
@@ -51,7 +55,7 @@ class OwnModules:
 
     @staticmethod
     def behind(value: Any) -> OwnModules:
-        """Follows functions, classes, containers and modules, as far as they are the user's."""
+        """Find the modules: follow the user's functions, classes, containers and modules."""
         needed = modules_behind([value])
         every = modules_behind([value], into_modules=True)
         modules = tuple(_own(every[name], name in needed) for name in sorted(every))
@@ -62,14 +66,20 @@ class OwnModules:
 
 
 def arrive(process: str, version: tuple[int, ...], modules: tuple[OwnModule, ...]) -> OwnModules:
-    """Where it is unpickled: see to it that the modules are there, and what they were at the driver.
+    """Make sure, on unpickling, that the user's modules are present and equal to the driver's.
 
-    Raises :class:`sparkdl.ModelError` where they cannot be.
+    Args:
+        process: Identifies the sending process; processes forked from it have its modules already.
+        version: Its Python version; code is compared only between equal versions.
+        modules: The modules.
+
+    Raises:
+        ModelError: A module is missing or has other code.
     """
     arrived = OwnModules(process, version, modules)
     if process == _PROCESS:
         return arrived
-    # another version may compile the same code otherwise
+    # another version may compile the same code differently
     comparable = version == tuple(sys.version_info[:3])
     loaded = [own for own in modules if own.name in sys.modules]
     if any(_is_stale(own, comparable) for own in loaded):
@@ -89,22 +99,22 @@ def arrive(process: str, version: tuple[int, ...], modules: tuple[OwnModule, ...
 
 
 class Accompanied:
-    """A value that is itself where it arrives, after the user's modules behind it were seen to."""
+    """A wrapper that unpickles as the wrapped value, once the user's modules behind it are checked."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __call__(self, *arguments: Any) -> Any:
-        """As the value, of which PySpark asks that it can be called."""
+        """Call the value; PySpark requires that it is callable."""
         return self.value(*arguments)
 
     def __reduce__(self) -> Any:
-        # what is first here is unpickled first
+        # pickle restores the first argument first, so modules are checked before the value is loaded
         return _second, (OwnModules.behind(self.value), self.value)
 
 
 def accompanied(value: Any) -> Any:
-    """``value`` in a form to be pickled for other processes, of which unpickling makes ``value``."""
+    """Wrap ``value`` for pickling to other processes; unpickling the wrapper returns ``value``."""
     return Accompanied(value)
 
 
@@ -121,7 +131,7 @@ def _own(module: types.ModuleType, needed: bool) -> OwnModule:
 
 
 def _times_loaded(module: types.ModuleType) -> int:
-    """A number that differs after it was loaded again: that gives it another specification."""
+    """Return a number that changes when the module is loaded again, which gives it a new spec."""
     before, times = _loads.get(module.__name__, (None, 0))
     if before is not module.__spec__:
         times += 1
@@ -130,20 +140,22 @@ def _times_loaded(module: types.ModuleType) -> int:
 
 
 def _is_stale(own: OwnModule, comparable: bool) -> bool:
-    """Whether the module as this process has it is to be imported anew: it was never seen to be right,
-    or the driver has loaded it again since and it has changed."""
+    """Return whether this process's copy of the module must be imported again.
+
+    It must be if it never passed the check, or if the driver has loaded it again and it has changed.
+    """
     module = sys.modules[own.name]
     known = _right.get(own.name)
     if known is None or known[0] is not module:
         return True
-    if known[2] == own:  # whatever became of the file, which may be edited while a fit runs
+    if known[2] == own:  # whatever happens to the file: it may be edited during a fit
         return False
     changed = comparable and _differing(own, functions_of(module))
     return bool(changed) or known[1] != _file_state(module)
 
 
 def _is_right(own: OwnModule, module: types.ModuleType) -> bool:
-    """Whether just this was found before."""
+    """Return whether this module passed the check against the same record before."""
     known = _right.get(own.name)
     return known is not None and known[0] is module and known[2] == own
 
@@ -157,7 +169,7 @@ def _file_state(module: types.ModuleType) -> tuple[int, int] | None:
 
 
 def _differing(own: OwnModule, functions: Mapping[str, str]) -> list[str]:
-    """The driver's functions that are not the same here."""
+    """Return the driver's functions that differ here."""
     return [name for name, digest in own.functions.items() if functions.get(name) != digest]
 
 
@@ -177,7 +189,7 @@ def _import_from(own: OwnModule) -> None:
     try:
         importlib.import_module(own.name)
     except ModuleNotFoundError:
-        # on this disk too, as in local mode, or on one that nodes share
+        # it may be on this disk too, as in local mode or on a disk that nodes share
         if own.folder in sys.path or not os.path.exists(own.file):
             raise
         sys.path.append(own.folder)
@@ -185,7 +197,7 @@ def _import_from(own: OwnModule) -> None:
 
 
 def _missing(own: OwnModule, name: str | None) -> str:
-    """``name``: of the module that was not found; it may be one that ``own`` imports."""
+    """Return the message for a missing module ``name``, which may be one that ``own`` imports."""
     if name is not None and not f"{own.name}.".startswith(f"{name}."):
         return (
             f'the executors cannot import "{own.name}": it needs "{name}", which they do not have. '
@@ -201,22 +213,22 @@ def _missing(own: OwnModule, name: str | None) -> str:
 
 
 def model_needs(error: ModuleNotFoundError, where: str) -> ModelError:
-    """Return what to raise where the model cannot be built for want of a module.
+    """Return the error to raise if the model cannot be built because a module is missing.
 
     Args:
-        error: What building it came to.
-        where: Which processes lack the module: "the executors", "the ranks".
+        error: The error from building it.
+        where: The processes that lack the module: "the executors", "the ranks".
     """
     return ModelError(f"model() fails on {where}: {error}. {REMEDY}")
 
 
 def _check(own: OwnModule, module: types.ModuleType) -> None:
-    """Raise :class:`sparkdl.ModelError` where the module is not the driver's."""
+    """Raise :class:`sparkdl.ModelError` if the module differs from the driver's."""
     functions = functions_of(module)
     if not own.functions or not functions:
         return
     differing = _differing(own, functions)
-    if differing:  # one of several definitions, as by an `if`, may have been chosen here
+    if differing:  # there may be several definitions in the file, as under an `if`
         in_file = codes_of_file(module)
         differing = [name for name in differing if own.functions[name] not in in_file]
     if differing:
@@ -233,4 +245,4 @@ REMEDY = (
     "Install it there, or ship it: your own modules with spark.sparkContext.addPyFile or spark-submit "
     "--py-files, all else with --archives; see docs/guide/packaging.md."
 )
-"""For a module that the executors do not have."""
+"""The advice for a module that the executors do not have."""

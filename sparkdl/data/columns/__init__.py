@@ -1,1 +1,1 @@
-"""How the columns of a DataFrame become tensors, a file for each type of column."""
+"""The conversion of a DataFrame's columns into tensors, a file for each type of column."""

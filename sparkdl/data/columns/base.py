@@ -1,7 +1,8 @@
-"""How a column becomes a tensor where its type alone does not say it: images, sequences, functions.
+"""Specifications of columns whose type alone does not say how they become tensors.
 
-Given as ``Trainer(columns={"photo": sparkdl.Image(size=(32, 32))})``. A column without a
-specification is read by its type, see :mod:`sparkdl.data.schema`.
+There are specifications for images, sequences and functions, given as
+``Trainer(columns={"photo": sparkdl.Image(size=(32, 32))})``. A column without a specification is read
+by its type, see :mod:`sparkdl.data.schema`.
 """
 
 from __future__ import annotations
@@ -19,24 +20,26 @@ from sparkdl.errors import ParameterError, kind_of, nearest, raise_all
 from sparkdl.plain import make_plain
 
 MODES = {"L": 1, "RGB": 3, "RGBA": 4}
-"""Pillow's name of a colour mode -> channels."""
+"""Number of channels of each colour mode, by Pillow's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Image:
-    """Images: encoded bytes (PNG, JPEG, ...), or the struct of Spark's ``image`` data source.
+    """A specification of images: encoded bytes (PNG, JPEG, ...), or structs of Spark's image source.
 
-    Decoded on the executors to (C, H, W), channels in the order of ``mode``. Encoded bytes and any
-    change of size or mode need Pillow, the extra ``images``.
+    Executors decode them to (C, H, W), with channels in the order of ``mode``. Encoded bytes and
+    any change of size or mode need Pillow, the extra ``images``.
     """
 
     size: tuple[int, int] | None = None
-    """(height, width) to which every image is resized, bilinearly; None: they must be of one size."""
+    """(height, width) to which every image is resized, bilinearly; None: all must have one size."""
     mode: str = "RGB"
     """"RGB", "L" (grey) or "RGBA"; other images are converted to it."""
     scale: float | None = 1 / 255
-    """What the bytes 0 to 255 are multiplied by, as the model's floats; None: they stay uint8, a
-    quarter of the memory, and that is what ``augment`` or the model gets."""
+    """Factor for the bytes 0 to 255, which become the model's floats; None: they stay uint8.
+
+    uint8 takes a quarter of the memory; ``augment`` or the model then gets uint8.
+    """
 
     def __post_init__(self) -> None:
         problems = []
@@ -56,19 +59,20 @@ class Image:
 
 @dataclass(frozen=True, kw_only=True)
 class Sequence:
-    """Rows of varying length: a column ``array<number>``, or ``array<array<number>>`` for (T, D).
+    """A specification of rows of varying length.
 
-    Stored as they are, padded in each mini-batch to the longest row of it, at the end.
+    The column is ``array<number>``, or ``array<array<number>>`` for (T, D). Rows are stored
+    unpadded; each mini-batch pads them at the end, to its longest row.
     """
 
     max_length: int | None = None
-    """Longer rows are cut, at the end."""
+    """Longer rows are cut at the end."""
     padding: float = 0
-    """The value that shorter rows are filled up with."""
+    """The value that fills up shorter rows."""
     lengths: bool = False
-    """The model gets the lengths as one more input directly after this one: int64, shape (B,)."""
+    """Give the model the lengths as one more input directly after this one: int64, shape (B,)."""
     pad_to_max: bool = False
-    """Pad to ``max_length`` always, so that every mini-batch has the same shape."""
+    """Always pad to ``max_length``, so that every mini-batch has the same shape."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -86,7 +90,7 @@ class Sequence:
 
     @property
     def rule(self) -> Padding:
-        """How mini-batches of it are padded."""
+        """Return the padding of its mini-batches."""
         return Padding(
             value=self.padding,
             length=self.max_length if self.pad_to_max else None,
@@ -96,10 +100,11 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Convert:
-    """Any column through ``function(value) -> number or array``, row by row on the executors.
+    """A specification that applies ``function(value) -> number or array`` to each row on the executors.
 
-    ``value`` is the Python value (a string, a dict for a struct, None for a null). All results must
-    have one shape. Floats become the model's floats, unsigned integers int64.
+    It fits any column. ``value`` is the Python value (a string, a dict for a struct, None for a
+    null). All results must have one shape. Floats become the model's floats, unsigned integers
+    int64.
     """
 
     function: abc.Callable[[Any], Any]
@@ -117,13 +122,20 @@ Specs: TypeAlias = abc.Mapping[str, Spec]
 
 
 _INDEX = re.compile(r"\[\d+\]$")
-"""Of a field of an RDD's records: "features[0]"."""
+"""Matches the index in a field of an RDD's records, such as "features[0]"."""
 
 
 def check_specs(
     specs: object, features: abc.Sequence[str], label: abc.Sequence[str], weight: str | None = None
 ) -> abc.Iterator[str]:
-    """What is wrong with ``Trainer.columns`` beside the other parameters, one sentence each."""
+    """Yield the problems of ``Trainer.columns``, given the other parameters, one sentence each.
+
+    Args:
+        specs: The value of ``columns``.
+        features: The names of the features.
+        label: The names of the labels.
+        weight: The name of the weight, or None.
+    """
     if not isinstance(specs, abc.Mapping):
         yield (
             f"columns is {kind_of(specs)}: give a dict of column names, such as "
@@ -131,7 +143,7 @@ def check_specs(
         )
         return
     for name, spec in specs.items():
-        named = {str(name), _INDEX.sub("", str(name))}  # of an RDD's fields "features[0]", say
+        named = {str(name), _INDEX.sub("", str(name))}  # a field of an RDD, such as "features[0]"
         if isinstance(spec, type) and issubclass(spec, (Image, Sequence, Convert)):
             yield f'columns["{name}"] is the class {spec.__name__}: give an instance of it.'
         elif not isinstance(spec, (Image, Sequence, Convert)):
@@ -153,13 +165,19 @@ def check_specs(
 
 @dataclass(frozen=True, kw_only=True)
 class NamedFunction:
-    """The function of a ``Convert``, say, as a file names it. Nothing is imported before :meth:`load`:
-    it needs trust."""
+    """A function, such as that of a ``Convert``, as a file names it.
+
+    Nothing is imported before :meth:`load`, because an import needs trust.
+    """
 
     name: str
 
     def load(self) -> abc.Callable[[Any], Any]:
-        """Import the function. Raises :class:`ParameterError` where that fails."""
+        """Import the function.
+
+        Raises:
+            ParameterError: The function cannot be imported.
+        """
         module, _, path = self.name.partition(":")
         try:
             return Convert(_resolve(module, path)).function
@@ -171,9 +189,10 @@ class NamedFunction:
 
 
 def specs_to_json(specs: Specs) -> dict[str, Any]:
-    """The specifications as JSON values, by column.
+    """Return the specifications as JSON values, by column.
 
-    Raises :class:`ParameterError` for a ``Convert`` whose function has no importable name.
+    Raises:
+        ParameterError: The function of a ``Convert`` has no importable name.
     """
     content: dict[str, Any] = {}
     for name, spec in specs.items():
@@ -186,7 +205,10 @@ def specs_to_json(specs: Specs) -> dict[str, Any]:
 
 
 def specs_from_json(content: abc.Mapping[str, Any]) -> dict[str, Spec | NamedFunction]:
-    """What :func:`specs_to_json` wrote; functions as :class:`NamedFunction`, not yet imported."""
+    """Return the specifications that :func:`specs_to_json` wrote.
+
+    Functions come back as :class:`NamedFunction`, not yet imported.
+    """
     specs: dict[str, Spec | NamedFunction] = {}
     for name, written in content.items():
         values = dict(written)
@@ -205,8 +227,13 @@ def specs_from_json(content: abc.Mapping[str, Any]) -> dict[str, Spec | NamedFun
 
 
 def name_of(function: Any, where: str) -> str:
-    """The name by which a file says a function, which can be imported by it. Raises
-    :class:`ParameterError` for one that has none; ``where``: what it is of."""
+    """Return the name under which a file stores a function and by which it can be imported.
+
+    ``where`` says in messages what the function belongs to.
+
+    Raises:
+        ParameterError: The function has no such name.
+    """
     module, path = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     try:
         if module and module != "__main__" and _resolve(module, path) is function:
@@ -237,12 +264,16 @@ def _number(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Column:
-    """One input or label column, or the weight.
+    """An input or label column, or the weight.
 
-    ``dtype``: NumPy name of what a sample holds. ``depth``: how many array levels the column has
-    (0: a number). ``vector``: a ``pyspark.ml.linalg`` vector. ``spec``: how it is read, where its
-    type does not say it. ``weight``: the weights of the samples. ``trained``: of a function's results,
-    what they were when the model was trained.
+    Attributes:
+        name: The name of the column.
+        dtype: The NumPy name of a sample's dtype.
+        depth: The number of array levels of the column (0: a number).
+        vector: The column holds ``pyspark.ml.linalg`` vectors.
+        spec: The specification, if the type alone does not say how to read the column.
+        weight: The column holds the weights of the samples.
+        trained: For a ``Convert``, the field that its results had when the model was trained.
     """
 
     name: str
@@ -255,5 +286,5 @@ class Column:
 
     @property
     def grows(self) -> bool:
-        """Whether the tensor may be much larger than the column."""
+        """Return whether the tensor may be much larger than the column."""
         return self.vector or isinstance(self.spec, (Image, Convert))

@@ -1,4 +1,4 @@
-"""Python values to arrays: numbers, array-likes, tensors; and how messages show them."""
+"""Python values to arrays: numbers, array-likes and tensors; and how messages show them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ from sparkdl.errors import kind_of
 
 
 def as_array(value: Any, name: str, row: int, float_dtype: str, remedy: str) -> np.ndarray:
-    """A Python value as an array: floats in ``float_dtype``, integers and booleans as they are.
+    """Return a Python value as an array: floats in ``float_dtype``, integers and booleans unchanged.
 
-    Raises :class:`RowError` for what is not numbers or masked, for NaN and inf, and for emptiness.
+    Args:
+        value: The value.
+        name: The name of the column or field, for messages.
+        row: The number of the row, for messages.
+        float_dtype: The dtype of floats.
+        remedy: The advice in messages.
+
+    Raises:
+        RowError: The value is not numeric, is masked or empty, or holds NaN or inf.
     """
     if masked(value):
         raise RowError(name, row, "holds a masked value", remedy)
@@ -44,8 +52,10 @@ def as_array(value: Any, name: str, row: int, float_dtype: str, remedy: str) -> 
 
 
 def masked(value: Any) -> bool:
-    """Whether an element of this array, or of one in this list, is masked: ``np.asarray`` drops the
-    mask, and takes the number that happens to lie under it."""
+    """Return whether an element of this array, or of an array in this list, is masked.
+
+    ``np.asarray`` would drop the mask and take the number that happens to lie under it.
+    """
     if isinstance(value, (list, tuple)):
         kinds = (list, tuple, np.ma.MaskedArray)
         return any(issubclass(kind, kinds) for kind in set(map(type, value))) and any(
@@ -55,7 +65,7 @@ def masked(value: Any) -> bool:
 
 
 def _plain(value: Any) -> np.ndarray:
-    """Any array-like, tensor, or ``pyspark.ml.linalg`` vector or matrix."""
+    """Convert any array-like, tensor, or ``pyspark.ml.linalg`` vector or matrix."""
     if hasattr(value, "toArray"):
         value = value.toArray()
     elif hasattr(value, "detach"):
@@ -65,18 +75,18 @@ def _plain(value: Any) -> np.ndarray:
 
 
 def _too_large(array: np.ndarray) -> bool:
-    """Whether these are whole numbers, and not all of them int64's."""
+    """Return whether these are integers, not all of which fit int64."""
     if array.dtype == np.uint64 and array.size:
         return int(array.max()) > np.iinfo(np.int64).max
     return bool(array.dtype == object and array.size and all(type(v) is int for v in array.flat))
 
 
 def shorten(value: Any, limit: int = 60) -> str:
-    """A value as a message shows it."""
+    """Return a value as a message shows it."""
     shown = repr(value)
     return shown if len(shown) <= limit else f"{shown[:limit]}..."
 
 
 def described(array: np.ndarray) -> str:
-    """Its dtype and shape, in a message."""
+    """Return the dtype and shape of an array as a message shows them."""
     return f"{array.dtype}{list(array.shape)}"

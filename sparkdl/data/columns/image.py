@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 STRUCT = ("origin", "height", "width", "nChannels", "mode", "data")
 """The fields of Spark's image schema (``pyspark.ml.image.ImageSchema``)."""
 CHANNELS = {0: 1, 16: 3, 24: 4}
-"""OpenCV's types CV_8UC1, CV_8UC3 and CV_8UC4 -> channels; colours are stored as B, G, R, A."""
+"""Number of channels of OpenCV's types CV_8UC1, CV_8UC3 and CV_8UC4; stored as B, G, R, A."""
 _DAMAGED = "Filter such rows, or mend the images where they are made."
 _INSTALL = 'Install it for the Python of the executors: pip install pillow (the extra "images").'
 
 
 class _BadImage(Exception):
-    """Why an image cannot be read, and what to do."""
+    """The reason why an image cannot be read, with a remedy."""
 
     def __init__(self, text: str, remedy: str = _DAMAGED) -> None:
         super().__init__(text)
@@ -34,9 +34,17 @@ class _BadImage(Exception):
 def decode_images(
     array: pa.Array, name: str, image: Image, float_dtype: str, first_row: int = 0
 ) -> np.ndarray:
-    """A column of images as (rows, C, H, W): ``float_dtype`` times ``image.scale``, or uint8.
+    """Return a column of images as (rows, C, H, W): ``float_dtype`` times ``image.scale``, or uint8.
 
-    Raises :class:`RowError` for a null, a damaged image, or one of another size than row 0's.
+    Args:
+        array: The column.
+        name: Its name, for messages.
+        image: The specification.
+        float_dtype: The dtype of the result if the specification has a scale.
+        first_row: The number of the array's row 0 in its partition, for messages.
+
+    Raises:
+        RowError: An image is null, damaged, or of another size than row 0's.
     """
     pixels: list[np.ndarray] = []
     for i, scalar in enumerate(array):
@@ -64,7 +72,7 @@ def decode_images(
 
 
 def _pixels(scalar: Any, image: Image) -> np.ndarray:
-    """One image as uint8 (C, H, W)."""
+    """Return one image as uint8 (C, H, W)."""
     if isinstance(scalar, pa.StructScalar):
         raw = _from_struct({name: scalar[name] for name in STRUCT})
         if raw.shape[2] == MODES[image.mode] and image.size in (None, raw.shape[:2]):
@@ -80,7 +88,7 @@ def _pixels(scalar: Any, image: Image) -> np.ndarray:
 
 
 def _from_struct(value: Mapping[str, Any]) -> np.ndarray:
-    """A row of the image schema as uint8 (H, W, C), channels in the order R, G, B, A."""
+    """Return a row of the image schema as uint8 (H, W, C), with channels in the order R, G, B, A."""
     height, width, kind = (value[name].as_py() for name in ("height", "width", "mode"))
     data = value["data"].as_py()
     if data is None or None in (height, width, kind) or kind == -1 or height < 1 or width < 1:
@@ -107,9 +115,9 @@ def _decode(data: bytes) -> Picture:
     pillow = _pillow()
     try:
         picture = pillow.open(io.BytesIO(data))
-        cut = any(";16" in str(tile[-1]) for tile in picture.tile)  # colours, to 8 bits
+        cut = any(";16" in str(tile[-1]) for tile in picture.tile)  # Pillow cuts these to 8 bits
         picture.load()
-    except Exception as error:  # Pillow's plugins raise what they like
+    except Exception as error:  # plugins of Pillow raise any exception
         text = "cannot be identified" if "cannot identify" in str(error) else str(error)
         raise _BadImage(
             f"is no image that can be read ({len(data):,} bytes; {type(error).__name__}: {text})"

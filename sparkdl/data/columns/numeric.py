@@ -1,4 +1,4 @@
-"""Values to arrays: Arrow arrays to NumPy arrays, every row checked."""
+"""Arrow arrays to NumPy arrays, with every row checked."""
 
 from __future__ import annotations
 
@@ -30,12 +30,18 @@ if TYPE_CHECKING:
 
 
 def to_numpy(array: pa.Array, column: Column, first_row: int = 0) -> Rows:
-    """The array as a C-contiguous NumPy array of shape (rows, *shape of one row).
+    """Return the array as a C-contiguous NumPy array of shape (rows, *shape of one row).
 
-    A :class:`sparkdl.Sequence` becomes a :class:`Ragged`. Raises :class:`RowError` for a null, a
-    NaN, a number that is infinite (as ``column.dtype``), a row whose shape differs from row 0's, a
-    damaged image, a function that fails, a weight that is none; ``first_row`` is the number of the
-    array's row 0 in its partition.
+    A :class:`sparkdl.Sequence` becomes a :class:`Ragged`.
+
+    Args:
+        array: The Arrow array.
+        column: Its description.
+        first_row: The number of the array's row 0 in its partition, for messages.
+
+    Raises:
+        RowError: A row is null, holds NaN or a number that is infinite in ``column.dtype``, differs in
+            shape from row 0, is a damaged image or an invalid weight, or its function fails.
     """
     if isinstance(column.spec, Image):
         return decode_images(array, column.name, column.spec, column.dtype, first_row)
@@ -45,7 +51,7 @@ def to_numpy(array: pa.Array, column: Column, first_row: int = 0) -> Rows:
         return _converted(array, column, column.spec.function, first_row)
     if not len(array):
         return np.zeros((0,) * (1 + column.depth), column.dtype)
-    with np.errstate(over="ignore"):  # what is too large becomes inf, which is told below
+    with np.errstate(over="ignore"):  # what is too large becomes inf, which is reported below
         values = (_vectors if column.vector else _nested)(array, column, first_row)
     if column.weight:
         check_weights(values, column.name, first_row)
@@ -54,10 +60,10 @@ def to_numpy(array: pa.Array, column: Column, first_row: int = 0) -> Rows:
 
 
 def _check_finite(values: np.ndarray, column: Column, first_row: int) -> None:
-    """Raise :class:`RowError` for NaN and for what is infinite."""
+    """Raise :class:`RowError` for NaN and infinite numbers."""
     if values.dtype.kind != "f" or not values.size:
         return
-    low, high = values.min(), values.max()  # both pass NaN on, and read only
+    low, high = values.min(), values.max()  # both propagate NaN, and allocate nothing
     if np.isfinite(low) and np.isfinite(high):
         return
     nan = bool(np.isnan(low))
@@ -72,7 +78,16 @@ def _check_finite(values: np.ndarray, column: Column, first_row: int) -> None:
 
 
 def check_weights(values: np.ndarray, name: str, first_row: int) -> None:
-    """Raise :class:`RowError` for a weight that is infinite or below 0."""
+    """Check the weights of consecutive rows.
+
+    Args:
+        values: The weights, (rows,).
+        name: The name of their column, for messages.
+        first_row: The number of the first row, for messages.
+
+    Raises:
+        RowError: A weight is infinite or below 0.
+    """
     wrong = np.flatnonzero(np.isinf(values) | (values < 0))
     if len(wrong):
         row = int(wrong[0])
@@ -90,11 +105,11 @@ _INSIDE = {
     "is inf": "holds inf",
     "is an empty array": "holds an empty one",
 }
-"""What is said of an item -> what is said of the row that it is in."""
+"""Problem of an item -> problem of the row that contains the item."""
 
 
 def _sequences(array: pa.Array, column: Column, spec: Sequence, first_row: int) -> Ragged:
-    """Rows of varying length; what is below the outermost level has one shape in all rows."""
+    """Convert rows of varying length; below the outermost level, all rows must have one shape."""
     if array.null_count:
         row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
         raise RowError(column.name, first_row + row, "is null", drop(column.name))
@@ -123,7 +138,7 @@ def _sequences(array: pa.Array, column: Column, spec: Sequence, first_row: int) 
 def _converted(
     array: pa.Array, column: Column, function: Callable[[Any], Any], first_row: int
 ) -> np.ndarray:
-    """``function`` of the Python value of each row."""
+    """Apply ``function`` to the Python value of each row."""
     results: list[np.ndarray] = []
     for row, value in enumerate(array.to_pylist(), start=first_row):
         try:
@@ -187,7 +202,10 @@ def _nested(array: pa.Array, column: Column, first_row: int) -> np.ndarray:
 
 
 def _vectors(array: pa.Array, column: Column, first_row: int) -> np.ndarray:
-    """ml.linalg vectors, which arrive as struct<type, size, indices, values>; type 0 is sparse."""
+    """Convert ml.linalg vectors, which arrive as struct<type, size, indices, values>.
+
+    Type 0 is sparse.
+    """
     if array.null_count:
         row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
         raise RowError(column.name, first_row + row, "is null", drop(column.name))
