@@ -14,7 +14,10 @@ EVERY_EPOCH = EveryEpoch()
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where and when a run stores its state. Wrong values raise :class:`sparkdl.ParameterError`."""
+    """The settings of a run's checkpoints: where and when it stores its state.
+
+    Wrong values raise :class:`sparkdl.ParameterError`.
+    """
 
     path: str | os.PathLike[str]
     """A folder that the driver and all executors share: a path, or a URI that pyarrow or fsspec

@@ -25,10 +25,12 @@ class Remote:
         self._system.create_dir(path, recursive=True)
 
     def write(self, path: str, temporary: str, data: bytes) -> None:
-        """Write ``temporary``, then rename it: a stream that fails may leave half a file.
+        """Write ``data`` to a file that is complete as soon as it is visible.
 
-        On S3 write directly, because an object is visible only when all of it has arrived. A rename
-        is a copy there, which takes as long again and fails above 5 GiB.
+        The data is written to ``temporary``, which is then renamed to ``path``, because a stream
+        that fails may leave half a file. On S3 it is written directly, because an object is visible
+        only when all of it has arrived. A rename is a copy there, which takes as long again and
+        fails above 5 GiB.
         """
         at_once = self._system.type_name == "s3"
         try:

@@ -98,7 +98,7 @@ class Folder:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
+        """Return the last part of the path."""
         return self.uri.partition("?")[0].rpartition("/")[2]
 
     def make(self) -> None:

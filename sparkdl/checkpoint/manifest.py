@@ -118,7 +118,7 @@ class Manifest:
 
     @property
     def all_files(self) -> tuple[StoredFile, ...]:
-        """Every file that the checkpoint needs in addition to the manifest."""
+        """Return every file that the checkpoint needs in addition to the manifest."""
         best = self.best.files if self.best else ()
         return (*self.files, *self.residuals, *best, *([self.history] if self.history else []))
 
@@ -172,7 +172,8 @@ class Manifest:
         return manifest
 
     def _check(self) -> None:
-        """Raise ValueError for values that no run writes, and for a file that is not in the folder."""
+        """Raise ValueError for values that no run writes, and for a file name that leaves the
+        folder."""
         least = dict.fromkeys(("iteration", "epoch", "position", "samples", "skipped", "seed"), 0)
         least |= dict.fromkeys(("replicas", "slices", "batch_size", "local_steps"), 1)
         for name, smallest in least.items():

@@ -79,7 +79,7 @@ class RestoredRun:
 
     @property
     def state(self) -> TrainState:
-        """The state of the run in the checkpoint."""
+        """Return the state of the run in the checkpoint."""
         manifest = self.manifest
         records = self.history.last(1)
         last = records[-1] if records else {}
@@ -106,7 +106,8 @@ class RestoredRun:
 
     @property
     def best(self) -> Validated | None:
-        """The validation whose weights are in the checkpoint, if they are the best by ``metric``."""
+        """Return the validation whose weights are in the checkpoint, if they are the best by
+        ``metric``."""
         best = self.manifest.best
         if best is None or not best.files or best.metric != self.metric:
             return None
@@ -187,7 +188,7 @@ class ResumeCandidates:
 
     @property
     def replicas(self) -> int | None:
-        """M of the newest checkpoint, or None if there is none."""
+        """Return M of the newest checkpoint, or None if there is none."""
         return self._found[0][1].replicas if self._found else None
 
     def restore(self, engine: Engine, identity: RunIdentity) -> RestoredRun | None:

@@ -311,7 +311,8 @@ def _explained(state: TrainState) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TryFolder:
-    """Callable for owners: test whether they can write into the folder of a checkpoint."""
+    """Callable that runs on a slice's owner: test whether it can write into the folder of a
+    checkpoint."""
 
     directory: str
 
@@ -326,7 +327,7 @@ def _bounds(index: int, plan: SliceSpec, state: SliceState) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class WriteSlice:
-    """Callable for owners: write a slice into the checkpoint."""
+    """Callable that runs on a slice's owner: write the slice into the checkpoint."""
 
     directory: str
     kind: str

@@ -139,7 +139,7 @@ _KEY = re.compile(r"[0-9]{1,9}\..*", re.DOTALL)
 
 @dataclass(frozen=True)
 class WriteResiduals:
-    """Callable for replicas: write what the replica keeps into the checkpoint ``directory``.
+    """Callable that runs where a replica is: write what it keeps into the checkpoint ``directory``.
 
     No two attempts write the same file, so a task may run twice.
     """
@@ -160,7 +160,7 @@ class WriteResiduals:
 
 @dataclass(frozen=True)
 class ReadResiduals:
-    """Callable for replicas: return what the replica kept, or None if it kept nothing.
+    """Callable that runs where a replica is: return what it kept, or None if it kept nothing.
 
     A call raises :class:`sparkdl.DamagedCheckpoint`, which names the file.
     """

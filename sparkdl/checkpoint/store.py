@@ -64,7 +64,8 @@ class Skipped:
 
     @property
     def incomplete(self) -> bool:
-        """Whether it was begun and never completed, for example because the driver was killed."""
+        """Return whether it was begun and never completed, for example because the driver was
+        killed."""
         return self.reason == INCOMPLETE
 
 
@@ -118,7 +119,7 @@ class CheckpointStore:
     def tell_of_another_run(self, keep: int | None) -> None:
         """Log a warning if :meth:`prune` will delete checkpoints of another run.
 
-        For a run that does not continue from any of the checkpoints in the folder.
+        Call it for a run that does not continue from a checkpoint in this folder.
         """
         newest = None if keep is None else next(self.candidates(), None)
         if newest is not None:

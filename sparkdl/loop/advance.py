@@ -51,7 +51,13 @@ def previous_state(state: TrainState, history: History) -> TrainState:
 def catch_up(schedule: Schedule, state: TrainState, history: History) -> TrainState:
     """Bring a fresh ``schedule`` to the position where a run continues.
 
-    Returns ``state`` with the learning rates of the last iteration.
+    Args:
+        schedule: The schedule.
+        state: The state from which the run continues.
+        history: The history up to it.
+
+    Returns:
+        ``state`` with the learning rates of the last iteration.
     """
     if not state.iteration:
         return state

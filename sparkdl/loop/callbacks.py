@@ -8,7 +8,7 @@ from sparkdl.loop.state import TrainState
 
 
 class StopTraining(Exception):
-    """Raised by a callback to end the training: ``fit`` returns the current model.
+    """The exception with which a callback ends the training: ``fit`` returns the current model.
 
     The other callbacks still get the event, and the current iteration is completed (in a gang also
     those that its ranks have begun). ``history.stopped`` is "callback", or "callback: " and the

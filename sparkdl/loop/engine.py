@@ -96,7 +96,7 @@ class PendingStateWork(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether all of it is done, as far as is known."""
+        """Return whether all of it is done, as far as is known."""
 
     def used(self) -> StateWorkResult | None:
         """Wait for the results and return them, or None if the state was lost before.
@@ -112,7 +112,7 @@ class Engine(Protocol):
 
     @property
     def begins_ahead(self) -> bool:
-        """Whether it begins iterations that are announced in the ``then`` of :meth:`run`."""
+        """Return whether it begins iterations that are announced in the ``then`` of :meth:`run`."""
 
     def load(
         self,

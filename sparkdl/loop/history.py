@@ -177,12 +177,12 @@ class History:
 
     @property
     def losses(self) -> list[float]:
-        """The loss of each iteration."""
+        """Return the loss of each iteration."""
         return list(self._columns["loss"][: self._length])
 
     @property
     def validations(self) -> list[dict[str, Any]]:
-        """One record for each validation: iteration and epoch (how many were complete), and
+        """Return one record for each validation: iteration and epoch (how many were complete), and
         metrics."""
         return [
             {
@@ -257,9 +257,9 @@ class History:
         ``.csv``.
 
         JSON: ``{"iterations": [...], "epochs": [...], "validations": [...], "timings": {...},
-        "start": {...}, "stopped": ...}``. CSV: the columns are the keys of a record,
-        ``timings/NAME``, and ``validation/NAME``, which is filled at the iterations that were
-        validated.
+        "start": {...}, "stopped":
+        ...}``. CSV: the columns are the keys of a record, ``timings/NAME``, and ``validation/NAME``,
+        which is filled at the iterations that were validated.
 
         Raises:
             ParameterError: The file has another suffix.

@@ -88,11 +88,11 @@ def _without_stack_of_py4j() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Interrupt]:
-    """Set ``asked`` at the first SIGINT inside the block. The next SIGINT has the effect that it
-    had before the block, which is usually to raise KeyboardInterrupt.
+    """Turn the first SIGINT inside the block into a request, which sets ``asked``.
 
-    This applies only in the main thread, and only if SIGINT has a Python handler and is not
-    ignored. Otherwise nothing is changed.
+    The next SIGINT has the effect that it had before the block, which is usually to raise
+    KeyboardInterrupt. This applies only in the main thread, and only if SIGINT has a handler of
+    Python and is not ignored. Otherwise nothing is changed.
     """
     interrupt, before = Interrupt(), signal.getsignal(signal.SIGINT)
     ours = threading.current_thread() is threading.main_thread()

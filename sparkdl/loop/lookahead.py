@@ -69,15 +69,15 @@ class Lookahead:
         if not self._coming:
             self._add(previous, state)
         now = self._coming.popleft()
-        told = replace(
-            now.iteration, description=describe(state)
-        )  # the loss was not known when it was planned
+        # described anew, because the loss was not known when the iteration was planned
+        told = replace(now.iteration, description=describe(state))
         if self._sees and len(self._coming) <= MOST // 2:
             self._look_ahead(state)
         return replace(now, iteration=told), tuple(planned.iteration for planned in self._coming)
 
     def cut(self) -> bool:
-        """Stop planning ahead. Return whether all iterations that were announced have been run."""
+        """Stop planning ahead. Return whether :meth:`plan` has returned all iterations that it
+        announced."""
         self._sees = False
         return not self._coming
 

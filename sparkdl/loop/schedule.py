@@ -56,7 +56,7 @@ class Schedule:
         self._steps = [0] * len(self._schedulers)
         self._exhausted: set[int] = set()
         self.at = TrainState()
-        """The state that it stands at."""
+        """The state at which the schedule stands."""
         self._plateaus = [isinstance(s, ReduceLROnPlateau) for s in self._schedulers]
         if metric is not None and not any(self._plateaus):
             raise ModelError(
@@ -75,7 +75,7 @@ class Schedule:
 
     @property
     def follows_validations(self) -> bool:
-        """Whether the position of a schedule depends on all past validations."""
+        """Return whether the position of a schedule depends on all past validations."""
         return any(self._plateaus)
 
     def changes(self) -> tuple[Mapping[str, Any], ...] | None:

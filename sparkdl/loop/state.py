@@ -74,7 +74,7 @@ class TrainState:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The last validation's values by name; empty before the first."""
+        """Return the last validation's values by name; empty before the first."""
         return self.validations[-1].metrics if self.validations else {}
 
 

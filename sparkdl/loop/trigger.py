@@ -24,7 +24,7 @@ class Trigger:
 
     @property
     def predictable(self) -> bool:
-        """Whether the trigger uses only counters and past validations."""
+        """Return whether the trigger uses only counters and past validations."""
         return self._predictable
 
     def __call__(self, previous: TrainState, current: TrainState) -> bool:

@@ -28,8 +28,8 @@ EVERY_EPOCH = EveryEpoch()
 class Validation:
     """The data, the metrics and the times of validations.
 
-    The metrics are in ``history`` and available to triggers: ``stop=max_epoch(50) |
-    plateau("accuracy", 3)`` stops early.
+    The metrics are in ``history`` and available to triggers:
+    ``stop=max_epoch(50) | plateau("accuracy", 3)`` stops early.
     """
 
     data: DataFrame | RDD[Any]

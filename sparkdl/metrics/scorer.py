@@ -27,9 +27,9 @@ class Scorer:
     """
 
     loss: Callable[..., torch.Tensor] | None
-    """Returns the mean over a batch, or ``(sum, count)``; called as in training. A mean is weighted
-    by its samples: by their weights, and by :func:`sparkdl.model.loss.masses_of`. Metrics do not
-    use weights."""
+    """The loss function, which is called as in training and returns the mean over a batch or
+    ``(sum, count)``. A mean is weighted by its samples: by their weights, and by
+    :func:`sparkdl.model.loss.masses_of`. Metrics do not use weights."""
     metrics: tuple[Metric, ...] = ()
     dimensions: int | None = None
     """The number of dimensions of a batch's output, if it is known."""
@@ -40,7 +40,7 @@ class Scorer:
 
     @property
     def apart(self) -> bool:
-        """Whether the metrics get another part of the output than the loss."""
+        """Return whether the metrics get another part of the output than the loss."""
         return self.part != self.loss_part
 
     def on(self, device: torch.device) -> Scorer:
@@ -155,7 +155,7 @@ class Scorer:
 
     @property
     def higher_is_better(self) -> Mapping[str, bool]:
-        """Whether more is better, by name, in the order of :meth:`values`."""
+        """Return whether more is better, by name, in the order of :meth:`values`."""
         loss = {} if self.loss is None else {"loss": False}
         return loss | {metric.name: metric.higher_is_better for metric in self.metrics}
 
@@ -217,9 +217,7 @@ def _mean(
     if taken is not None:
         return mean / (taken or 1.0), taken
     if weights is None:
-        if (
-            isinstance(mean, torch.Tensor) and mean.numel() != 1
-        ):  # the loss returns one value for each sample
+        if isinstance(mean, torch.Tensor) and mean.numel() != 1:  # one value for each sample
             mean = weighted_mean(loss, output, targets, torch.ones(count), masses)
         return mean, count if masses is None else float(masses.sum())
     own = weights.double().cpu()

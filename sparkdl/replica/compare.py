@@ -107,8 +107,8 @@ class Compared:
     Attributes:
         digest: A digest of the whole model.
         form: The first difference in names, shapes or types, as a sentence; empty if there is none.
-        values: The first difference in values, likewise.
-        rounding: The first difference in last bits only, likewise.
+        values: The first difference in values, as a sentence or empty.
+        rounding: The first difference in last bits only, as a sentence or empty.
     """
 
     digest: str

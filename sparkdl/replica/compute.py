@@ -79,7 +79,7 @@ class MiniBatch:
 
     @property
     def weight(self) -> float:
-        """The weight of this mini-batch: the sum over its samples of weight times mass."""
+        """Return the weight of this mini-batch: the sum over its samples of weight times mass."""
         if self.weights is None:
             return float(len(self) if self.masses is None else self.masses.sum())
         weights = self.weights.double()
@@ -123,9 +123,8 @@ def weigh(
     if policy.class_weights is None:
         return weights
     table = torch.tensor(policy.class_weights, dtype=torch.float64, device=targets[0].device)
-    of_class = table[
-        targets[0].clamp(0, len(table) - 1)
-    ]  # a label that is no class may be one to ignore
+    # clamped, because a label that is no class may be one that the loss ignores
+    of_class = table[targets[0].clamp(0, len(table) - 1)]
     return of_class if weights is None else weights.double() * of_class
 
 
@@ -285,7 +284,8 @@ class Gradients:
         dense: The dense gradients by parameter number; None: there is none, or it is elsewhere.
         tables: The rows of sparse tables by parameter number.
         written: The numbers of the parameters whose gradients are in the sections already.
-        not_finite: Those of ``written`` with an inf or a NaN; None: not checked yet.
+        not_finite: The numbers of the parameters whose gradient has an inf or a NaN; None: not
+            checked yet.
     """
 
     dense: list[torch.Tensor | None]

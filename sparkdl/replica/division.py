@@ -49,7 +49,7 @@ class Division:
 
     @property
     def undo(self) -> float:
-        """The divisor of gradients. It is valid once the last part has passed forward."""
+        """Return the divisor of gradients. It is valid once the last part has passed forward."""
         if self.counted is None or self.by_rows or not self.unit:
             return self.scale
         return self.scale * (self.counted / self.unit)

@@ -38,8 +38,9 @@ def writes_early(live: LiveReplica) -> bool:
 
 
 class GradientWriter:
-    """Writes each gradient that it is given into the sections of all slices, see [Note: gradients
-    leave early].
+    """A function object that writes gradients into the sections of all slices.
+
+    See [Note: gradients leave early].
 
     Args:
         live: The replica.

@@ -15,7 +15,7 @@ from sparkdl.slices.histogram import Histogram
 
 @dataclass(frozen=True)
 class SliceHandle:
-    """Says where version t of a slice's state lies, as references into the slabs of one node."""
+    """A handle of version t of a slice's state: references into the slabs of one node."""
 
     weights: Reference
     arrays: tuple[tuple[str, str, Reference], ...] = ()
@@ -29,7 +29,7 @@ class SliceHandle:
 
     @property
     def version(self) -> str:
-        """A name that identifies exactly these weights."""
+        """Return a name that identifies exactly these weights."""
         return self.weights.nonce
 
     def references(self) -> list[Reference]:
@@ -39,7 +39,7 @@ class SliceHandle:
 
 @dataclass(frozen=True)
 class ResidualHandle:
-    """Says where the state that a replica keeps between iterations lies. ``version`` counts from 1."""
+    """A handle of the state that a replica keeps between iterations. ``version`` counts from 1."""
 
     reference: Reference
     version: int
@@ -71,7 +71,7 @@ class ReplicaReport:
         not_finite: The first value that is inf or NaN ("the loss", or the gradient of a parameter),
             or empty.
         received: The bytes of weights that came from another node, by slice.
-        residual: The state that the replica now keeps for compression.
+        residual: The handle of the state that the replica now keeps for compression.
     """
 
     replica: int

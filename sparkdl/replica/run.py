@@ -97,7 +97,7 @@ def install_recipe(run: RunSpec, pieces: Iterable[bytes], nbytes: int = 0) -> No
         nbytes: The number of bytes in all pieces.
 
     Raises:
-        OSError: The file cannot be written in any directory.
+        OSError: The recipe cannot be written.
     """
     root = open_root(run.slab, create=True)
     assert root is not None
@@ -129,7 +129,10 @@ _holding: dict[str, threading.Thread] = {}
 
 
 def _hold(run: RunSpec) -> None:
-    """Start such a thread once for the run on this node, however often its replica is built."""
+    """Start the thread that releases the run's replica on a GPU, once for the run on this node.
+
+    It waits for the end of the run, however often the replica is built.
+    """
     root = open_root(run.slab)
     for key in [key for key, thread in _holding.items() if not thread.is_alive()]:
         del _holding[key]

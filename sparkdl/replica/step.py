@@ -59,8 +59,13 @@ class ReplicaIteration:
     def mini_batches(
         self, live: LiveReplica, partition: MappedPartition, count: int = 1
     ) -> list[Batch]:
-        """Read the rows, and return them in ``count`` mini-batches of nearly equal size, none of
-        them empty."""
+        """Read the rows, and return them as mini-batches.
+
+        Args:
+            live: The replica.
+            partition: The replica's samples.
+            count: The number of mini-batches, which have nearly equal size. Empty ones are omitted.
+        """
         start, stop = self.rows
         assembly = replace(self.assembly, augment=live.recipe.augment)
         epoch, replica = self.step.epoch, self.replica
@@ -197,7 +202,13 @@ def _specs(plan: SliceSpec, outcome: ReplicaResult) -> tuple[TensorSpec, ...] | 
 def sections_nbytes(
     live: LiveReplica, plans: Sequence[SliceSpec], maps: Sequence[SectionLayout]
 ) -> list[int]:
-    """Return the number of bytes of each slice's section."""
+    """Return the number of bytes of each slice's section.
+
+    Args:
+        live: The replica.
+        plans: All slices.
+        maps: The layouts of :func:`section_maps`.
+    """
     dtype = live.flat.layout.dtype
     return [section_nbytes(plan, dtype, section) for plan, section in zip(plans, maps, strict=True)]
 

@@ -109,14 +109,26 @@ def keep_block(plan: SliceSpec, block: SliceSpec, stepped: SliceState, whole: Sl
 
 
 def block_of_contribution(plan: SliceSpec, block: SliceSpec, whole: Section) -> Section:
-    """Return a block's part of a replica's section for the slice. It shares memory with ``whole``."""
+    """Return a block's part of a replica's section. It shares memory with the section.
+
+    Args:
+        plan: The slice.
+        block: The block.
+        whole: The section for the slice.
+    """
     start, stop = block.start - plan.start, block.stop - plan.start
     tables = whole.tables if block.tables else {}
     return replace(whole, gradient=whole.gradient[start:stop], tables=tables)
 
 
 def block_of_reduced(plan: SliceSpec, block: SliceSpec, whole: ReducedGradient) -> ReducedGradient:
-    """Return a block's part of the slice's reduced gradient. It shares memory with ``whole``."""
+    """Return a block's part of a reduced gradient. It shares memory with the gradient.
+
+    Args:
+        plan: The slice.
+        block: The block.
+        whole: The reduced gradient of the slice.
+    """
     start, stop = block.start - plan.start, block.stop - plan.start
     tables = whole.tables if block.tables else {}
     return ReducedGradient(whole.gradient[start:stop], whole.absent, tables)

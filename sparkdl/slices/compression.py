@@ -18,8 +18,8 @@ Tensors with other names stay on the replica and are in ``bucket.state`` at the 
 its next gradient (Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory", 2018; Karimireddy et al.,
 "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019). This module keeps this
 *residual* for every hook, unless the hook has the attribute ``error_feedback = False``. The
-residual is in units of the replica's mean gradient, not of its share of the global sum: a short
-last batch changes the shares, and a residual in units of samples would then have the wrong size.
+residual belongs to the replica's mean gradient, not to its share of the global sum: a short last
+batch changes the shares, and a residual in units of samples would then count many times over.
 """
 
 from __future__ import annotations
@@ -128,9 +128,7 @@ class PowerSGD:
         if bucket.gradient.ndim < 2 or not bucket.gradient.numel():
             return {"values": bucket.gradient}
         matrix = bucket.gradient.flatten(1)
-        if (
-            matrix.data_ptr() % 64
-        ):  # the bits of a product may depend on the alignment of its factors
+        if matrix.data_ptr() % 64:  # the bits of a product may depend on alignment
             matrix = matrix.clone()
         rows, columns = matrix.shape
         rank = min(self.rank, rows, columns)
@@ -186,9 +184,8 @@ def compress(
     state = dict(bucket.state)
     residual = state.pop(RESIDUAL, None)
     gradient = bucket.gradient if residual is None else bucket.gradient + residual
-    state = {
-        name: tensor.clone() for name, tensor in state.items()
-    }  # copies: the hook may change them
+    # copies, because the hook may change them
+    state = {name: tensor.clone() for name, tensor in state.items()}
     if not math.isfinite(gradient.sum().item()) and not gradient.isfinite().all():
         return {"values": gradient.to(wire)}, dict(bucket.state)
     made = hook(replace(bucket, gradient=gradient, state=state))

@@ -213,7 +213,7 @@ def _fastest(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[st
 
 @dataclass(frozen=True)
 class _Rebuild:
-    """Builds an optimizer of a class whose instance was built by the user's own function."""
+    """A factory for an optimizer class whose instance was built by the user's own function."""
 
     kind: type[torch.optim.Optimizer]
     defaults: dict[str, Any]

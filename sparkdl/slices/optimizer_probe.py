@@ -76,7 +76,7 @@ _CUT: list[list[Span]] = [[(0, 0, 8)], [(0, 8, 24), (1, 24, 36)], [(1, 36, 48)]]
 
 @dataclass(frozen=True)
 class CutRule:
-    """Where tensors may be cut for an optimizer.
+    """The permitted cuts for an optimizer.
 
     Attributes:
         elementwise: A cut through a tensor changes nothing.
@@ -240,9 +240,8 @@ def _check_memory(plan: OptimizerSpec, shape: tuple[int, ...]) -> None:
                 optimizer.step(evaluate_once(torch.tensor(1.0).double(), plan.name))
             else:
                 optimizer.step()
-    living = torch.cat(
-        [tensors[n].reshape(-1) for n in (0, 1)]
-    )  # the optimizer may have replaced their memory
+    # collected again, because the optimizer may have replaced their memory
+    living = torch.cat([tensors[n].reshape(-1) for n in (0, 1)])
     if _same(ours, living - drawn[0]):
         return
     after = [_values(group) for group in optimizer.param_groups]

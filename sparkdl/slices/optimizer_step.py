@@ -79,9 +79,7 @@ def step_slice(
                 _keep(state, plan, pieces[number], made, held.get(number, {}))
     for number, tensor in tensors.items():
         tensor.grad = None
-        if (
-            tensor.data_ptr() != places[number]
-        ):  # the optimizer replaced the memory instead of writing to it
+        if tensor.data_ptr() != places[number]:  # replaced instead of written in place
             _view(state.weights, pieces[number]).copy_(tensor)
 
 

@@ -91,11 +91,8 @@ def _add_rows(
     """Return the weighted sum of some rows of a table, row by row in the order of ``parts``."""
     numbers = torch.unique(torch.cat([rows for rows, _, _ in parts]))
     total = torch.zeros(len(numbers), parts[0][1].shape[1], dtype=dtype)
-    for (
-        rows,
-        values,
-        share,
-    ) in parts:  # a part has each row once, so the result does not depend on an order
+    # a part has each row once, so no sum depends on the order of additions in index_add_
+    for rows, values, share in parts:
         total.index_add_(0, torch.searchsorted(numbers, rows), values.to(dtype), alpha=share)
     return numbers, total
 
@@ -179,9 +176,15 @@ def clip_factor(squares: Sequence[float], limit: float) -> tuple[float, float]:
 
 
 def clip_norm(reduced: ReducedGradient, squares: Sequence[float], limit: float) -> float:
-    """Scale the gradient so that the global norm is at most ``limit``, and return the norm before.
+    """Scale the gradient so that the global norm is at most ``limit``.
 
-    The arguments are those of :func:`clip_factor`.
+    Args:
+        reduced: The gradient, which is changed.
+        squares: The :func:`squared_norm` of every slice, in slice order.
+        limit: The largest norm.
+
+    Returns:
+        The global norm before.
     """
     norm, scale = clip_factor(squares, limit)
     if scale < 1.0:
@@ -192,7 +195,13 @@ def clip_norm(reduced: ReducedGradient, squares: Sequence[float], limit: float) 
 
 
 def scaled(reduced: ReducedGradient, scale: float, out: torch.Tensor) -> ReducedGradient:
-    """Return a gradient times ``scale``, with its dense part in ``out``."""
+    """Return a gradient times ``scale``.
+
+    Args:
+        reduced: The gradient.
+        scale: The factor.
+        out: Memory for the dense part of the result.
+    """
     torch.mul(reduced.gradient, scale, out=out)
     tables = {number: (rows, values * scale) for number, (rows, values) in reduced.tables.items()}
     return ReducedGradient(out, reduced.absent, tables)
@@ -245,12 +254,17 @@ def average(
 
 
 def merge_buffers(plan: SliceSpec, contributions: Sequence[Section], weights: torch.Tensor) -> None:
-    """Write the merged buffers into their places in ``weights``, the slice of the flat vector.
+    """Merge the buffers of the replicas.
 
     Floating-point buffers become the weighted average, computed as the first + the sum of weighted
     differences, so that values that are equal on all replicas keep their bits (infinities too).
     Other buffers are the first replica's. A replica with weight 0 has not run a forward pass and is
     ignored.
+
+    Args:
+        plan: The slice.
+        contributions: The sections of all replicas.
+        weights: The slice of the flat vector, in which the buffers are written to their places.
     """
     ordered = sorted(contributions, key=lambda c: c.replica)
     ordered = [c for c in ordered if c.weight] or ordered

@@ -110,7 +110,13 @@ class Section:
 
 
 def section_nbytes(plan: SliceSpec, dtype: torch.dtype, layout: SectionLayout) -> int:
-    """Return the number of bytes of a section, a multiple of 64."""
+    """Return the number of bytes of a section, a multiple of 64.
+
+    Args:
+        plan: The slice.
+        dtype: The dtype of the flat vector.
+        layout: The layout of the section.
+    """
     return sum(_aligned(nbytes) for _, nbytes, _ in _parts(plan, dtype, layout))
 
 

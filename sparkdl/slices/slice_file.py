@@ -230,7 +230,8 @@ def _check_cover(name: str, spans: list[tuple[int, int]], plan: SliceSpec) -> No
 
 @dataclass(frozen=True)
 class PackSlice:
-    """Callable for owners: return the slice as bytes, in the format of a checkpoint's file."""
+    """Callable that runs on a slice's owner: return the slice as bytes, in the format of a
+    checkpoint's file."""
 
     def __call__(self, index: int, plan: SliceSpec, state: SliceState) -> bytes:
         return to_bytes(plan, state)
@@ -246,7 +247,8 @@ class InTasks(Protocol):
 
 @dataclass(frozen=True)
 class ReadCarried:
-    """Callable for owners: read a slice from all slices of an earlier run, whatever their number.
+    """Callable that runs on a slice's owner: read the slice from all slices of an earlier run,
+    whatever their number.
 
     ``packed`` is the byte strings, or an object that yields them in a task.
     """

@@ -59,19 +59,19 @@ class SliceSpec:
 
     @functools.cached_property
     def dense_length(self) -> int:
-        """The number of elements up to the end of the last dense parameter, which is the length of
+        """Return the number of elements up to the end of the last dense parameter, the length of
         dense gradients."""
         return max((p.stop for p in self.parameters if not p.sparse), default=0)
 
     @functools.cached_property
     def trainable_length(self) -> int:
-        """The number of elements up to the end of the last parameter, which is the length of
+        """Return the number of elements up to the end of the last parameter, the length of
         optimizer state."""
         return max((p.stop for p in self.parameters), default=0)
 
     @functools.cached_property
     def buffers_start(self) -> int:
-        """The first element of the buffers, which fill the rest of the slice."""
+        """Return the first element of the buffers, which fill the rest of the slice."""
         return min((p.start for p in self.pieces if p.kind != "parameter"), default=self.length)
 
     @functools.cached_property
@@ -80,7 +80,7 @@ class SliceSpec:
 
     @functools.cached_property
     def tables(self) -> tuple[Fragment, ...]:
-        """The fragments of sparse tables."""
+        """Return the fragments of sparse tables."""
         return tuple(p for p in self.pieces if p.sparse)
 
 

@@ -41,16 +41,24 @@ class SliceState:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of the weights and the arrays."""
+        """Return the number of bytes of the weights and the arrays."""
         return sum(array.nbytes for array in (self.weights, *self.arrays.values()))
 
 
 def join_states(
     plans: Sequence[SliceSpec], states: Sequence[SliceState], device: torch.device
 ) -> SliceState:
-    """Join the optimizer state of all slices into that of one slice, in new memory on ``device``.
+    """Join the optimizer state of all slices into that of one slice.
 
-    Its ``weights`` are empty. State of a whole parameter comes from the first slice that has it.
+    State of a whole parameter comes from the first slice that has it.
+
+    Args:
+        plans: All slices.
+        states: Their states, in the same order.
+        device: The device of the result.
+
+    Returns:
+        The state, in memory of its own, with empty ``weights``.
     """
     joined = SliceState(torch.empty(0, device=device))
     ends = [plan.start + plan.trainable_length for plan in plans if plan.parameters]

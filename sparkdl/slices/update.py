@@ -110,14 +110,14 @@ class SliceUpdater:
 
     @functools.cached_property
     def blocks(self) -> list[SliceSpec]:
-        """The blocks that are updated one at a time; the whole slice if the optimizer needs whole
-        tensors."""
+        """Return the blocks that are updated one at a time: the whole slice if the optimizer needs
+        whole tensors."""
         return self._blocks(BLOCK_ELEMENTS)
 
     @functools.cached_property
     def blocks_on_gpu(self) -> list[SliceSpec]:
-        """The blocks on a GPU: few, because no cache size matters there and each block costs kernel
-        launches."""
+        """Return the blocks for a GPU: few, because no cache size matters there and each block
+        costs kernel launches."""
         return self._blocks(GPU_BLOCK_ELEMENTS)
 
     def _blocks(self, elements: int) -> list[SliceSpec]:
@@ -152,7 +152,7 @@ class SliceUpdater:
 
     @property
     def clips_norm(self) -> bool:
-        """Whether the owners need each other's norms before they can update."""
+        """Return whether the owners need each other's norms before they can update."""
         return self.policy.clips_norm
 
     def squared_norm(self, reduced: ReducedGradient) -> float:
@@ -229,7 +229,7 @@ class SliceUpdater:
 
     @functools.cached_property
     def _may_draw(self) -> bool:
-        """Whether the optimizer may draw random numbers.
+        """Return whether the optimizer may draw random numbers.
 
         No optimizer of torch or of this package that treats every element by itself does. Others
         may begin to draw after some steps, which a trial does not show.
