@@ -169,7 +169,7 @@ class Checkpointer:
         Args:
             state: The state of the run.
             here: Write it in this process, into a folder that only this process can access. Such a
-                checkpoint is for the model's sake and contains no residuals.
+                checkpoint is written to save the model, and contains no residuals.
 
         Raises:
             CheckpointError: It cannot be written.

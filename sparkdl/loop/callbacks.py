@@ -21,7 +21,7 @@ class Callback:
 
     Each hook gets the trainer and an immutable state. The ranks of a gang may be some iterations
     ahead of the hooks, which are called for each iteration in turn. :class:`sparkdl.StopTraining`
-    ends the training regularly; any other exception of a hook makes the fit fail.
+    ends the training normally; any other exception of a hook makes the fit fail.
     """
 
     def on_fit_start(self, trainer: Any, state: TrainState) -> None:

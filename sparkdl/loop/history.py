@@ -256,10 +256,9 @@ class History:
         """Write the history to a file: everything as ``.json``, or one row for each iteration as
         ``.csv``.
 
-        JSON: ``{"iterations": [...], "epochs": [...], "validations": [...], "timings": {...},
-        "start": {...}, "stopped":
-        ...}``. CSV: the columns are the keys of a record, ``timings/NAME``, and ``validation/NAME``,
-        which is filled at the iterations that were validated.
+        JSON is an object with the keys "iterations", "epochs", "validations", "timings", "start"
+        and "stopped". The columns of CSV are the keys of a record, ``timings/NAME``, and
+        ``validation/NAME``, which is filled at the iterations that were validated.
 
         Raises:
             ParameterError: The file has another suffix.

@@ -1,4 +1,4 @@
-"""The user's interrupt (Ctrl-C, a notebook's stop button): the first one ends a training regularly."""
+"""The user's interrupt (Ctrl-C, a notebook's stop button): the first one ends a training normally."""
 
 from __future__ import annotations
 

@@ -129,10 +129,8 @@ _holding: dict[str, threading.Thread] = {}
 
 
 def _hold(run: RunSpec) -> None:
-    """Start the thread that releases the run's replica on a GPU, once for the run on this node.
-
-    It waits for the end of the run, however often the replica is built.
-    """
+    """Start a thread, once for each run, that releases this process's replica when the run ends on
+    this node."""
     root = open_root(run.slab)
     for key in [key for key, thread in _holding.items() if not thread.is_alive()]:
         del _holding[key]
