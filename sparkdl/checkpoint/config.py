@@ -1,4 +1,4 @@
-"""What a user says about checkpoints: where, how often, how many."""
+"""The user's settings for checkpoints: where, how often, how many."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ EVERY_EPOCH = EveryEpoch()
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where and when a run keeps its state. Mistakes raise :class:`sparkdl.ParameterError`."""
+    """The settings of a run's checkpoints: where and when it stores its state.
+
+    Wrong values raise :class:`sparkdl.ParameterError`.
+    """
 
     path: str | os.PathLike[str]
     """A folder that the driver and all executors share: a path, or a URI that pyarrow or fsspec
-    understands (``hdfs://``, ``s3://``, ``gs://``, ...). It is made where it does not exist."""
+    supports (``hdfs://``, ``s3://``, ``gs://``, ...). It is created if it does not exist."""
     _: KW_ONLY
     every: Trigger = EVERY_EPOCH
-    """When to write one: a trigger such as ``sparkdl.every(100)``."""
+    """When to write a checkpoint: a trigger such as ``sparkdl.every(100)``."""
     keep: int | None = 3
-    """How many to keep, the newest ones; None: all."""
+    """How many of the newest checkpoints to keep; None: all."""
     asynchronous: bool = False
-    """Write while training goes on, for ``engine="gang"``: ranks copy their state, and write the copy.
-    One is complete before the next is begun, and at the end of the fit."""
+    """Write while training continues, for ``engine="gang"``: ranks copy their state, and write the
+    copy. Each checkpoint is complete before the next is begun, and at the end of the fit."""
 
     def __post_init__(self) -> None:
         problems = []

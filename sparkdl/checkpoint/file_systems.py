@@ -1,4 +1,4 @@
-"""File systems of pyarrow, and those of fsspec behind pyarrow's interface."""
+"""The local file system, those of pyarrow, and those of fsspec through pyarrow's interface."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from sparkdl.errors import CheckpointError
 
 
 class Remote:
-    """One ``pyarrow.fs.FileSystem``; what it raises is left to the caller."""
+    """One ``pyarrow.fs.FileSystem``. Its exceptions are not converted here."""
 
     def __init__(self, system: fs.FileSystem, refresh: Any = None) -> None:
         self._system = system
         self._refresh = refresh or (lambda: None)
 
     def make(self, path: str) -> None:
-        """Make a folder and its parents."""
+        """Create a folder and its parents."""
         self._system.create_dir(path, recursive=True)
 
     def write(self, path: str, temporary: str, data: bytes) -> None:
-        """Write ``temporary``, then move it: a stream that fails may leave half a file.
+        """Write ``data`` to a file that is complete as soon as it is visible.
 
-        But to S3 write at once, where an object is seen when all of it has arrived: to move is to copy
-        there, which takes as long again and ends in an error above 5 GiB.
+        The data is written to ``temporary``, which is then renamed to ``path``, because a stream
+        that fails may leave half a file. On S3 it is written directly, because an object is visible
+        only when all of it has arrived. A rename is a copy there, which takes as long again and
+        fails above 5 GiB.
         """
         at_once = self._system.type_name == "s3"
         try:
@@ -42,13 +44,17 @@ class Remote:
             raise
 
     def read(self, path: str, limit: int | None = None) -> bytes:
-        """The bytes of a file. Raises OSError for a larger one."""
+        """Return the bytes of a file.
+
+        Raises:
+            OSError: The file is larger than ``limit``.
+        """
         with self._system.open_input_file(path) as file:
             check_size(file.size(), limit)
             return file.read()
 
     def entries(self, path: str) -> list[tuple[str, str, int]]:
-        """Name, kind and size of each entry."""
+        """Return name, kind and size of each entry."""
         self._refresh()
         selector = fs.FileSelector(path, allow_not_found=True, recursive=False)
         kinds = {fs.FileType.File: "file", fs.FileType.Directory: "folder"}
@@ -58,12 +64,13 @@ class Remote:
         ]
 
     def delete(self, path: str) -> None:
-        """Delete a file; it may be gone already."""
+        """Delete a file; it may be deleted already."""
         with contextlib.suppress(FileNotFoundError):
             self._system.delete_file(path)
 
     def delete_empty(self, path: str) -> None:
-        """Delete a folder if it is empty; an object store's may be gone with its last file."""
+        """Delete a folder if it is empty; in an object store it may have vanished with its last
+        file."""
         if (
             not self.entries(path)
             and self._system.get_file_info(path).type == fs.FileType.Directory
@@ -72,8 +79,13 @@ class Remote:
 
 
 def open_uri(uri: str) -> tuple[Remote, str]:
-    """The file system of ``uri`` and the path in it: pyarrow's where it knows the scheme, else
-    fsspec's."""
+    """Return the file system of ``uri`` and the path in it.
+
+    The file system is pyarrow's if that supports the scheme, otherwise fsspec's.
+
+    Raises:
+        CheckpointError: pyarrow does not support the scheme, and fsspec is not installed.
+    """
     try:
         system, path = fs.FileSystem.from_uri(uri)
         return Remote(system), path
@@ -93,7 +105,7 @@ def open_uri(uri: str) -> tuple[Remote, str]:
 
 
 def make(path: str) -> None:
-    """Make a folder and its parents."""
+    """Create a folder and its parents."""
     os.makedirs(path, exist_ok=True)
     _sync_folder(os.path.dirname(path))
 
@@ -104,7 +116,7 @@ def write(path: str, temporary: str, data: bytes) -> None:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with open(handle, "wb", buffering=0) as file:
             view = memoryview(data)
-            while view:  # one call writes 2 GiB at most
+            while view:  # one call writes at most 2 GiB
                 view = view[file.write(view) :]
             os.fsync(handle)
         os.replace(temporary, path)
@@ -116,22 +128,26 @@ def write(path: str, temporary: str, data: bytes) -> None:
 
 
 def read(path: str, limit: int | None = None) -> bytes:
-    """The bytes of a plain file. Raises OSError for a link, a folder, a pipe, a larger file."""
+    """Return the bytes of a plain file.
+
+    Raises:
+        OSError: It is a link, a folder or a pipe, or larger than ``limit``.
+    """
     return read_plain(path, limit)
 
 
 def entries(path: str) -> list[tuple[str, str, int]]:
-    """Name, kind and size of each entry; links are "other"."""
+    """Return name, kind and size of each entry; links are "other"."""
     listed = []
     with contextlib.suppress(FileNotFoundError), os.scandir(path) as found:
         for entry in found:
-            with contextlib.suppress(FileNotFoundError):  # it went while it was looked at
+            with contextlib.suppress(FileNotFoundError):  # it was deleted in the meantime
                 listed.append(_entry(entry))
     return listed
 
 
 def delete(path: str) -> None:
-    """Delete a file; it may be gone already."""
+    """Delete a file; it may be deleted already."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 
@@ -154,7 +170,8 @@ def _entry(entry: os.DirEntry[str]) -> tuple[str, str, int]:
 
 
 def _sync_folder(path: str) -> None:
-    """So that a name outlives a crash of the machine; some file systems cannot, and need not."""
+    """Make a name survive a crash of the machine. Some file systems do not support this, and do not
+    need it."""
     with contextlib.suppress(OSError):
         handle = os.open(path, os.O_RDONLY)
         try:

@@ -1,7 +1,7 @@
 """Folders on any file system: a local path, or a URI of pyarrow or fsspec.
 
-A :class:`Folder` is its URI and nothing else, so that it travels to tasks. A file appears under its
-name only when it is complete: it is written under another name beside it and then moved.
+A :class:`Folder` is only its URI, so that it can be sent to tasks. A file appears under its name
+only when it is complete: it is written under another name in the same folder and then renamed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PART = re.compile(r"\.([A-Za-z0-9._-]+)\.[0-9a-f]{16}\.part")
 
 @dataclass(frozen=True)
 class Entry:
-    """What a folder holds under ``name``; ``kind``: "file", "folder" or "other" (a link)."""
+    """An entry of a folder. ``kind`` is "file", "folder" or "other" (a link)."""
 
     name: str
     kind: str
@@ -35,36 +35,42 @@ class Entry:
 
 
 class Backend(Protocol):
-    """What a file system must be able to do, with paths of its own."""
+    """The operations of a file system, with its own paths."""
 
     def make(self, path: str) -> None:
-        """Make a folder and its parents; none is an error if it exists."""
+        """Create a folder and its parents; it is no error if they exist."""
 
     def write(self, path: str, temporary: str, data: bytes) -> None:
-        """Write ``temporary``, then move it to ``path``."""
+        """Write ``temporary``, then rename it to ``path``."""
 
     def read(self, path: str, limit: int | None) -> bytes:
-        """The bytes of a file; raises OSError unless it is a plain one, of ``limit`` bytes at most."""
+        """Return the bytes of a file; raise OSError unless it is a plain file of at most ``limit``
+        bytes."""
 
     def entries(self, path: str) -> list[tuple[str, str, int]]:
-        """Name, kind and size of what a folder holds; [] where there is none."""
+        """Return name, kind and size of the entries of a folder; [] if it does not exist."""
 
     def delete(self, path: str) -> None:
         """Delete a file."""
 
     def delete_empty(self, path: str) -> None:
-        """Delete a folder if nothing is in it."""
+        """Delete a folder if it is empty."""
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder by its URI (for a local one: its absolute path). See :meth:`of`."""
+    """A folder, given by its URI (if local: its absolute path). See :meth:`of`."""
 
     uri: str
 
     @staticmethod
     def of(path: str | os.PathLike[str]) -> Folder:
-        """The folder at a path or URI; ``file:`` URIs become paths, relative paths absolute."""
+        """Return the folder at a path or URI; ``file:`` URIs become paths, relative paths become
+        absolute.
+
+        Raises:
+            CheckpointError: A ``file:`` URI names another host.
+        """
         text = os.fspath(path)
         found = _URI.fullmatch(text)
         if found is None:
@@ -83,28 +89,28 @@ class Folder:
         return Folder(f"{scheme}:{start}{place.rstrip('/')}{mark}{query}")
 
     def __str__(self) -> str:
-        """For messages: without a user and password that a URI may hold."""
+        """Return the URI for messages, without a user and password that it may contain."""
         return without_credentials(self.uri)
 
     def folder(self, name: str) -> Folder:
-        """The folder ``name`` in this one."""
+        """Return the folder ``name`` in this one."""
         return Folder(self._join(name))
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
+        """Return the last part of the path."""
         return self.uri.partition("?")[0].rpartition("/")[2]
 
     def make(self) -> None:
-        """Make the folder and its parents; nothing happens if it exists."""
+        """Create the folder and its parents; nothing happens if it exists."""
         with _explained("make the folder", str(self)):
             backend, path = self._open()
             backend.make(path)
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file that is complete as soon as it can be seen.
+        """Write a file that is complete as soon as it is visible.
 
-        The folder must exist: a local folder that another node made does not exist here.
+        The folder must exist: a local folder that another node created does not exist here.
         """
         check_name(name)
         temporary = f".{name}.{secrets.token_hex(8)}.part"
@@ -113,20 +119,21 @@ class Folder:
             backend.write(f"{path}/{name}", f"{path}/{temporary}", data)
 
     def read(self, name: str, limit: int | None = None) -> bytes:
-        """The bytes of a file, never those behind a link, never more than ``limit``."""
+        """Return the bytes of a file; never follow a link, and never read more than ``limit``
+        bytes."""
         check_name(name)
         with _explained("read", f"{self}/{name}"):
             backend, path = self._open()
             return backend.read(f"{path}/{name}", limit)
 
     def entries(self) -> dict[str, Entry]:
-        """What is in the folder, by name; empty where the folder does not exist."""
+        """Return the entries of the folder by name; empty if the folder does not exist."""
         with _explained("list", str(self)):
             backend, path = self._open()
             return {name: Entry(name, kind, size) for name, kind, size in backend.entries(path)}
 
     def delete(self, name: str) -> None:
-        """Delete one file, or what an interrupted write of it left."""
+        """Delete one file, or the temporary file that an interrupted write left."""
         if not _PART.fullmatch(name):
             check_name(name)
         with _explained("delete", f"{self}/{name}"):
@@ -134,7 +141,7 @@ class Folder:
             backend.delete(f"{path}/{name}")
 
     def delete_empty(self) -> None:
-        """Delete the folder if nothing is in it."""
+        """Delete the folder if it is empty."""
         with _explained("delete", str(self)):
             backend, path = self._open()
             backend.delete_empty(path)
@@ -149,7 +156,7 @@ class Folder:
 
 
 def check_name(name: str) -> None:
-    """Raise CheckpointError unless ``name`` is the plain name of a file: no path, no dots first."""
+    """Raise CheckpointError unless ``name`` is a plain file name, without a path or a leading dot."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise CheckpointError(
             f"{name!r} is no plain file name: a checkpoint names only its own files."
@@ -157,7 +164,7 @@ def check_name(name: str) -> None:
 
 
 def unfinished(name: str) -> str | None:
-    """The file that a temporary file was to become, or None where ``name`` is no temporary file."""
+    """Return the final name of a temporary file, or None if ``name`` is no temporary file."""
     found = _PART.fullmatch(name)
     return found.group(1) if found else None
 
@@ -172,8 +179,8 @@ def _open(uri: str) -> tuple[Backend, str]:
 
 @contextlib.contextmanager
 def _explained(what: str, where: str) -> Iterator[None]:
-    """Any failure as a CheckpointError that names the place (storage clients have errors of all
-    kinds)."""
+    """Convert any failure to a CheckpointError that names the place (storage clients raise errors
+    of many types)."""
     try:
         yield
     except CheckpointError:

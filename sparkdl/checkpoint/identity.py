@@ -1,4 +1,5 @@
-"""What a checkpoint belongs to: the model's layout and the data, and how they differ from others."""
+"""The identity of a run in its checkpoints: the model's layout and the data, and how they differ
+from others."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from sparkdl.data.fields import SampleHandle
 from sparkdl.model.flat import Layout
 
 FEW = 5
-"""So many differences are told, then the number of the others."""
+"""The number of differences that are listed; the others are counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorIdentity:
-    """A segment of the flat vector: its name, kind, shape and dtype (without ``torch.``)."""
+    """A tensor of the flat vector: its name, kind, shape and dtype (without ``torch.``)."""
 
     name: str
     kind: str
@@ -36,7 +37,7 @@ class ModelIdentity:
 
     @staticmethod
     def of(layout: Layout) -> ModelIdentity:
-        """That of a model laid out as ``layout``."""
+        """Return the identity of a model with this layout."""
         return ModelIdentity(
             dtype=_plain(layout.dtype),
             tensors=tuple(
@@ -48,7 +49,7 @@ class ModelIdentity:
         )
 
     def differences(self, stored: ModelIdentity, where: str = "the checkpoint") -> Iterator[str]:
-        """How this model differs from the one ``stored`` in ``where``, a phrase each."""
+        """Yield a phrase for each difference of this model from the one ``stored`` in ``where``."""
         here, there = ({t.name: t for t in m.tensors} for m in (self, stored))
         for name, one in here.items():
             other = there.get(name)
@@ -93,7 +94,8 @@ class DataIdentity:
 
     @staticmethod
     def of(handles: Sequence[SampleHandle]) -> DataIdentity:
-        """That of partitions; the fields are those of the first partition that has rows."""
+        """Return the identity of partitions; the fields are those of the first partition that has
+        rows."""
         fields = next((h.fields for h in handles if h.num_rows), ())
         return DataIdentity(
             rows=tuple(int(h.num_rows) for h in handles),
@@ -104,7 +106,7 @@ class DataIdentity:
         )
 
     def differences(self, stored: DataIdentity) -> Iterator[str]:
-        """How this data differs from that ``stored`` in a checkpoint, a phrase each."""
+        """Yield a phrase for each difference of this data from that ``stored`` in a checkpoint."""
         here, there = ({f.name: f for f in d.fields} for d in (self, stored))
         for name, one in here.items():
             if name not in there:
@@ -138,14 +140,14 @@ class DataIdentity:
 
 
 def constant_differences(here: Mapping[str, Any], stored: Mapping[str, Any]) -> Iterator[str]:
-    """Where the constants of a run (``batch_size``, ``seed``, ...) differ, a phrase each."""
+    """Yield a phrase for each constant of a run (``batch_size``, ``seed``, ...) that differs."""
     for name, value in here.items():
         if value != stored[name]:
             yield f"{name} is {value!r} here and {stored[name]!r} in the checkpoint"
 
 
 def first_few(phrases: Iterator[str]) -> list[str]:
-    """At most :data:`FEW` phrases, and then how many more there are."""
+    """Return at most :data:`FEW` phrases, and then a phrase with the number of the others."""
     few = list(itertools.islice(phrases, FEW))
     more = sum(1 for _ in phrases)
     return [*few, f"and {more:,} more"] if more else few

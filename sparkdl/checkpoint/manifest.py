@@ -1,4 +1,5 @@
-"""The manifest of a checkpoint: where the run stood, what it belongs to, and which files hold it."""
+"""The manifest of a checkpoint: the state of the run, its identity, and the files of the
+checkpoint."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ from sparkdl.settings import __version__
 FORMAT = "sparkdl-checkpoint"
 VERSION = 1
 CONSTANTS = ("replicas", "batch_size", "local_steps", "seed")
-"""What a resumed run must have in common with the checkpoint."""
+"""The constants that a resumed run must have in common with the checkpoint."""
 
 
 def checksum(data: bytes) -> str:
-    """BLAKE2b of 20 bytes, in hexadecimal digits."""
+    """Return the 20-byte BLAKE2b digest in hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=20).hexdigest()
 
 
@@ -54,14 +55,14 @@ class SliceFile(StoredFile):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaFile(StoredFile):
-    """The file of what ``replica`` keeps between iterations."""
+    """The file of the state that ``replica`` keeps between iterations."""
 
     replica: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """The best validation so far, and the weights that it was of (in ``files``, if kept)."""
+    """The best validation so far, and its weights (in ``files``, if they were kept)."""
 
     iteration: int
     epoch: int
@@ -72,18 +73,19 @@ class Best:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """All of a checkpoint but the big bytes. Counters are those of :class:`sparkdl.TrainState`."""
+    """Everything in a checkpoint except the large files. Counters are those of
+    :class:`sparkdl.TrainState`."""
 
     iteration: int
     epoch: int
     position: int
-    """Iterations completed of the epoch that was under way."""
+    """Iterations completed in the current epoch."""
     samples: int
     seconds: float
     replicas: int
-    """M; which rows make which batch depends on it."""
+    """M; it determines which rows are in which batch."""
     slices: int
-    """N; another run may cut anew."""
+    """N; another run may use another number."""
     batch_size: int
     seed: int
     local_steps: int = 1
@@ -92,35 +94,40 @@ class Manifest:
     optimizers: tuple[str, ...] = ()
     """Names of the optimizer classes."""
     frozen: str = ""
-    """A digest of the parameters that are not trained, and in no file; empty: none, or not known."""
+    """A digest of the parameters that are not trained, which are in no file; empty: there are none,
+    or it is not known."""
     files: tuple[SliceFile, ...] = ()
-    """One a slice."""
+    """One for each slice."""
     residuals: tuple[ReplicaFile, ...] = ()
-    """Where gradients are compressed: one a replica that has left something out."""
+    """If gradients are compressed: one for each replica that keeps a residual."""
     loss_scale: float = 1.0
     skipped: int = 0
     validations: tuple[Validated, ...] = ()
     best: Best | None = None
     config: Mapping[str, str] = field(default_factory=dict)
-    """For people; values whose keys speak of secrets are hidden when the manifest is written."""
+    """For people; values whose keys suggest a secret are hidden when the manifest is written."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What else the loop keeps (a schedule's state): nested plain values."""
+    """Other state of the loop (such as the age of the loss scale), as nested plain values."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """How to build the model and which columns it takes, as in a saved model's ``model.json``, for
-    :func:`sparkdl.load`; empty in the checkpoints of older versions."""
+    :func:`sparkdl.load`; empty in checkpoints of older versions."""
     history: StoredFile | None = None
     """Set when the checkpoint is committed."""
     sparkdl: str = __version__
-    """The version that wrote it."""
+    """The version of sparkdl that wrote it."""
 
     @property
     def all_files(self) -> tuple[StoredFile, ...]:
-        """Every file that the checkpoint needs beside the manifest."""
+        """Return every file that the checkpoint needs in addition to the manifest."""
         best = self.best.files if self.best else ()
         return (*self.files, *self.residuals, *best, *([self.history] if self.history else []))
 
     def to_json(self) -> bytes:
-        """As JSON with a checksum of its own. Raises CheckpointError for what JSON cannot hold."""
+        """Return the manifest as JSON with its own checksum.
+
+        Raises:
+            CheckpointError: A value has no form in JSON, or the text would be too long to be read.
+        """
         try:
             content = to_plain(self, Manifest)
         except (TypeError, ValueError, AttributeError) as error:
@@ -138,7 +145,11 @@ class Manifest:
 
     @staticmethod
     def from_json(data: bytes) -> Manifest:
-        """What :meth:`to_json` wrote. Raises DamagedCheckpoint, saying what is wrong with it."""
+        """Read the JSON that :meth:`to_json` wrote.
+
+        Raises:
+            DamagedCheckpoint: The JSON is wrong; the message says how.
+        """
         try:
             content = parse_json(data, finite=True)
         except ValueError as error:
@@ -161,7 +172,8 @@ class Manifest:
         return manifest
 
     def _check(self) -> None:
-        """Raise ValueError for what no run writes, and for a file that is not in the folder."""
+        """Raise ValueError for values that no run writes, and for a file name that leaves the
+        folder."""
         least = dict.fromkeys(("iteration", "epoch", "position", "samples", "skipped", "seed"), 0)
         least |= dict.fromkeys(("replicas", "slices", "batch_size", "local_steps"), 1)
         for name, smallest in least.items():
@@ -185,10 +197,13 @@ class Manifest:
     def differences(
         self, layout: ModelIdentity, data: DataIdentity, constants: Mapping[str, Any] | None = None
     ) -> list[str]:
-        """What keeps a run from going on here, a phrase each; the first few of each sort.
+        """Return a phrase for each difference that prevents a run from continuing here, the first
+        few of each sort.
 
-        Empty where nothing does. ``constants``: those of the run, by the names in
-        :data:`CONSTANTS`, that are to be compared.
+        Args:
+            layout: The model of the run.
+            data: The data of the run.
+            constants: The constants of the run to compare, by names in :data:`CONSTANTS`.
         """
         here = constants or {}
         return [

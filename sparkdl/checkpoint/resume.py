@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: which one, whether it is of this run, and its state."""
+"""Continuing from a checkpoint: choose one, check that it belongs to the run, and load its state."""
 
 from __future__ import annotations
 
@@ -34,11 +34,17 @@ logger = logging.getLogger("sparkdl")
 
 @dataclass(frozen=True)
 class RestoredRun:
-    """A checkpoint that was chosen: where it is, what it says, and its history.
+    """A chosen checkpoint with its manifest and its history.
 
-    ``metric``: by which the run that goes on keeps the best weights, if it does. ``policy``: of it;
-    ``compression``: its hook in words, None where replicas are to begin with nothing left out.
-    ``midway``: whether the run goes on within an epoch: its batches are those of the checkpoint's.
+    Attributes:
+        uri: The folder of the checkpoint.
+        manifest: Its manifest.
+        history: Its history.
+        policy: The training options of the run that continues.
+        metric: The metric by which that run keeps the best weights, if it does.
+        compression: That run's compression hook as text; None: replicas start without residuals.
+        midway: Whether the run continues within an epoch, because its batches are those of the
+            checkpoint's run.
     """
 
     uri: str
@@ -58,13 +64,22 @@ class RestoredRun:
         any_data: bool = False,
         midway: bool = True,
     ) -> RestoredRun:
-        """For the run ``run``; ``any_data``: only the state is wanted."""
+        """Return a restored run.
+
+        Args:
+            run: The run that continues.
+            uri: The folder of the checkpoint.
+            manifest: Its manifest.
+            history: Its history.
+            any_data: Only the state is wanted, without residuals.
+            midway: See :class:`RestoredRun`.
+        """
         compression = None if any_data else run.compression
         return RestoredRun(uri, manifest, history, run.options, run.metric, compression, midway)
 
     @property
     def state(self) -> TrainState:
-        """Where its run stood."""
+        """Return the state of the run in the checkpoint."""
         manifest = self.manifest
         records = self.history.last(1)
         last = records[-1] if records else {}
@@ -91,7 +106,8 @@ class RestoredRun:
 
     @property
     def best(self) -> Validated | None:
-        """The validation whose weights the checkpoint holds, if they are the best by ``metric``."""
+        """Return the validation whose weights are in the checkpoint, if they are the best by
+        ``metric``."""
         best = self.manifest.best
         if best is None or not best.files or best.metric != self.metric:
             return None
@@ -99,7 +115,11 @@ class RestoredRun:
         return next((v for v in validations if v.iteration == best.iteration), None)
 
     def load(self, engine: Engine) -> None:
-        """Read the state into the engine. Raises :class:`sparkdl.DamagedCheckpoint`."""
+        """Load the state into the engine.
+
+        Raises:
+            DamagedCheckpoint: A file is damaged.
+        """
         engine.load(self._reader(self.manifest.files), (DamagedCheckpoint,))
         if self.best is not None and self.manifest.best is not None:
             engine.load(self._reader(self.manifest.best.files), (DamagedCheckpoint,), BEST)
@@ -107,7 +127,7 @@ class RestoredRun:
             self._load_residuals(engine)
 
     def _load_residuals(self, engine: Engine) -> None:
-        """What replicas had left out of their gradients is of use to the same hook only."""
+        """Load the residuals of the replicas, which are of use only to the same hook."""
         before = self.manifest.extra.get("compression", "None")
         if before == self.compression:
             read = ReadResiduals(self.uri, self.manifest.residuals)
@@ -127,7 +147,7 @@ class RestoredRun:
 
 
 def history_in(checkpoint: str) -> History:
-    """The history in a checkpoint, named as by :attr:`TrainState.checkpoint`."""
+    """Return the history of a checkpoint whose name is that in :attr:`TrainState.checkpoint`."""
     store = CheckpointStore.open(checkpoint)
     uri, manifest = next(store.candidates())
     return History.from_bytes(store.read_history(uri, manifest))
@@ -138,10 +158,15 @@ def _read(uri: str, files: tuple[SliceFile, ...], plan: SliceSpec, dtype: Any) -
 
 
 class ResumeCandidates:
-    """The checkpoints that a run may go on from, the newest first.
+    """The checkpoints from which a run may continue, the newest first.
 
-    ``any_data``: only the state is wanted, whatever data it was made with. Raises
-    :class:`sparkdl.ParameterError` for "latest" without a ``checkpoint``, and for a path without any.
+    Args:
+        settings: The run's own checkpoints, if it writes any.
+        resume: "latest", or the path of a checkpoint or of a folder of checkpoints.
+        any_data: Only the state is wanted, whatever data it was trained on.
+
+    Raises:
+        ParameterError: "latest" was given without ``settings``, or the path contains no checkpoint.
     """
 
     def __init__(
@@ -163,15 +188,22 @@ class ResumeCandidates:
 
     @property
     def replicas(self) -> int | None:
-        """M of the newest."""
+        """Return M of the newest checkpoint, or None if there is none."""
         return self._found[0][1].replicas if self._found else None
 
     def restore(self, engine: Engine, identity: RunIdentity) -> RestoredRun | None:
-        """Load the newest that is whole into ``engine``; None where there is none and need not be:
-        of "latest", before the first one was complete.
+        """Load the newest undamaged checkpoint into ``engine``.
 
-        ``identity``: of the run that goes on. Raises :class:`sparkdl.ParameterError` for a
-        checkpoint of another one, and :class:`sparkdl.CheckpointError` where all are damaged.
+        Args:
+            engine: The engine.
+            identity: The run that continues.
+
+        Returns:
+            The restored run. None for "latest" if no checkpoint has been completed yet.
+
+        Raises:
+            ParameterError: A checkpoint belongs to another run, or there is none.
+            CheckpointError: All are damaged.
         """
         for uri, manifest in self._found:
             self._check(uri, manifest, identity)
@@ -189,7 +221,8 @@ class ResumeCandidates:
         raise self._store.none_usable()
 
     def _restored(self, uri: str, manifest: Manifest, identity: RunIdentity) -> RestoredRun:
-        """What the manifest and the history say. Raises DamagedCheckpoint where that is nonsense."""
+        """Return the run that the manifest and the history describe; raise DamagedCheckpoint if
+        they make no sense."""
         data = self._store.read_history(uri, manifest)
         try:
             history = History.from_bytes(data)
@@ -201,7 +234,7 @@ class ResumeCandidates:
         return found
 
     def _check(self, uri: str, manifest: Manifest, identity: RunIdentity) -> None:
-        """Raise :class:`ParameterError` for a checkpoint of another run."""
+        """Raise ParameterError for a checkpoint of another run."""
         if self._any_data:
             differences = first_few(identity.model.differences(manifest.layout))
         else:
@@ -221,7 +254,7 @@ class ResumeCandidates:
             )
 
     def _trains(self, manifest: Manifest, identity: RunIdentity) -> bool:
-        """Whether its state would do for the model and optimizers that are here."""
+        """Return whether the checkpoint's state fits this model and these optimizers."""
         others = [*identity.model.differences(manifest.layout)]
         others += _other_optimizers(identity.optimizers, manifest.optimizers)
         return not others and manifest.frozen in ("", identity.frozen)
@@ -232,6 +265,6 @@ class ResumeCandidates:
 
 
 def _other_optimizers(here: Sequence[str], stored: Sequence[str]) -> Iterator[str]:
-    """Their state would not be understood."""
+    """Yield a phrase if the optimizers differ, because one cannot use the state of another."""
     if stored and tuple(here) != tuple(stored):
         yield f"the optimizer is {' and '.join(here)} here and {' and '.join(stored)} in the checkpoint"

@@ -1,4 +1,4 @@
-"""Checkpoints inside training: writing them from the loop."""
+"""Writing checkpoints during training."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from sparkdl.slices.state import SliceState
 
 logger = logging.getLogger("sparkdl")
 TAIL = 10_000
-"""Of so many iterations a checkpoint of an endless run holds the history."""
+"""The number of iterations of the history that a checkpoint of an endless run contains."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunIdentity:
-    """Describe a run as its checkpoints do.
+    """The description of a run in its checkpoints.
 
     Attributes:
         model: Names, shapes and dtypes of the model's tensors.
         data: Rows and checksums of the training partitions.
-        constants: What divides the rows into batches: replicas, batch_size, local_steps, seed.
+        constants: The values that determine how rows are divided into batches: replicas,
+            batch_size, local_steps, seed.
         optimizers: Class names of the optimizers.
-        options: How gradients are made and applied.
+        options: How gradients are computed and applied.
         frozen: Digest of the parameters that are not trained.
-        metric: Name of the metric by which the best weights are kept; None where they are not.
-        compression: The hook that compresses gradients, in words.
+        metric: Name of the metric by which the best weights are kept; None if they are not.
+        compression: The hook that compresses gradients, as text.
         config: The trainer's fields as text, for people who read a manifest.
     """
 
@@ -54,14 +55,23 @@ class RunIdentity:
     config: Mapping[str, str] = field(default_factory=dict)
 
     def batches_as_in(self, manifest: Manifest) -> bool:
-        """Whether an epoch's batches are of the same numbers of rows as in a checkpoint."""
+        """Return whether the batches of an epoch have the same numbers of rows as in a checkpoint."""
         constants = all(getattr(manifest, name) == own for name, own in self.constants.items())
         return constants and self.data.rows == manifest.data.rows
 
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """A checkpoint of ``state``, under way: what will be in it beside the files."""
+    """A checkpoint of ``state`` that is being written.
+
+    Attributes:
+        directory: Its folder.
+        state: The state of the run.
+        history: The history as bytes.
+        committed: Called with the URI and the manifest when the checkpoint is complete.
+        best: Whether it contains the best weights.
+        work: The writing, if it is done in the background.
+    """
 
     directory: str
     state: TrainState
@@ -72,7 +82,7 @@ class OpenCheckpoint:
 
 
 class Checkpointer:
-    """The loop's stage: write a checkpoint where it is due."""
+    """The periodic task of the loop that writes a checkpoint when it is due."""
 
     hook = "on_checkpoint"
 
@@ -89,11 +99,21 @@ class Checkpointer:
         begun: TrainState,
         endless: bool = False,
     ) -> None:
-        """``noting`` is called when a checkpoint begins; what it gives is told the URI and the manifest
-        when it is complete. ``background``: writes while training goes on. ``told``: what a
-        manifest tells of the model. ``begun``: where the run goes
-        on. ``endless``: another pass will follow, so that the end of this one is not the run's, and the
-        history has no end that is known."""
+        """Set up the writing of checkpoints.
+
+        Args:
+            settings: The user's settings.
+            engine: The engine.
+            identity: The run.
+            history: The history of the run.
+            noting: Called when a checkpoint begins; the function that it returns is called with the
+                URI and the manifest when the checkpoint is complete.
+            background: Starts to write while training continues; None: training waits.
+            told: The ``model`` of the manifest.
+            begun: The state in which the run begins or continues.
+            endless: Another pass will follow, so that the end of this pass is not the end of the
+                run, and the length of the history has no known bound.
+        """
         self._engine, self._identity = engine, identity
         self.every, self._keep = settings.every, settings.keep
         self._history = history
@@ -102,14 +122,18 @@ class Checkpointer:
         self._begun: OpenCheckpoint | None = None
         self._endless, self._model = endless, told
         own = begun.checkpoint is not None and self._store.holds(begun.checkpoint)
-        self._last = begun.iteration if own else 0  # the iteration of the last one
-        self._told = False  # that older ones stay
+        self._last = begun.iteration if own else 0  # the iteration of the last checkpoint
+        self._told = False  # whether it was logged that older checkpoints stay
 
     def check(self) -> None:
-        """Let every owner write where a checkpoint will be: a path that they do not share fails here.
+        """Let every owner write where a checkpoint will be, so that a path that is not shared fails
+        early.
 
-        It is a folder of the driver's, whose umask may close it to the user of the executors, however
-        open the one that it is in. Raises :class:`sparkdl.CheckpointError`.
+        The folder is created by the driver, whose umask may close it to the user of the executors,
+        even if its parent is open.
+
+        Raises:
+            CheckpointError: An owner cannot write, or the driver does not see its file.
         """
         directory = self._store.begin(0)
         try:
@@ -130,7 +154,8 @@ class Checkpointer:
         return state
 
     def finish(self, state: TrainState) -> TrainState:
-        """Complete the one that is under way; leave one of the end, where there is none yet."""
+        """Complete a checkpoint in progress; otherwise write one of the last state if there is none
+        yet."""
         if self._begun is not None:
             return self._settled(self._begun, state, again=True)
         ends = not self._endless or self._history.stopped is not None
@@ -139,8 +164,16 @@ class Checkpointer:
         return state
 
     def written(self, state: TrainState, here: bool = False) -> str:
-        """Write one, while training waits; its URI. ``here``: by this process, in a folder that only it
-        has; it is for the model's sake, and has nothing of what replicas keep."""
+        """Write a checkpoint while training waits, and return its URI.
+
+        Args:
+            state: The state of the run.
+            here: Write it in this process, into a folder that only this process can access. Such a
+                checkpoint is written to save the model, and contains no residuals.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
         with _explained(state):
             begun = self._opened(state)
             uses, residuals = self._uses(begun)
@@ -162,8 +195,8 @@ class Checkpointer:
         ]
 
     def _settled(self, begun: OpenCheckpoint, state: TrainState, again: bool) -> TrainState:
-        """Complete ``begun``. Where it is lost with its ranks, write one of ``state`` instead, if
-        ``again``."""
+        """Complete ``begun``. If its content was lost with its ranks, write one of ``state``
+        instead, if ``again``."""
         assert begun.work is not None
         self._begun = None
         with _explained(begun.state):
@@ -173,7 +206,7 @@ class Checkpointer:
         return replace(state, checkpoint=self.written(state)) if again else state
 
     def _begin(self, state: TrainState) -> OpenCheckpoint:
-        """Begin to write one, while training goes on."""
+        """Begin to write a checkpoint while training continues."""
         assert self._background is not None
         begun = self._opened(state)
         return replace(begun, work=self._background(StateWork(*self._uses(begun))))
@@ -190,14 +223,14 @@ class Checkpointer:
     def _uses(
         self, begun: OpenCheckpoint
     ) -> tuple[tuple[tuple[WriteSlice, str], ...], WriteResiduals]:
-        """What owners and replicas write."""
+        """Return the functions with which owners and replicas write."""
         states: list[tuple[WriteSlice, str]] = [(WriteSlice(begun.directory, "slice"), CURRENT)]
         if begun.best:
             states.append((WriteSlice(begun.directory, "best"), BEST))
         return tuple(states), WriteResiduals(begun.directory)
 
     def _complete(self, begun: OpenCheckpoint, used: StateWorkResult) -> str:
-        """Commit it and prune; its URI."""
+        """Commit the checkpoint, prune older ones, and return its URI."""
         manifest = self._manifest(begun, used)
         self._store.commit(begun.directory, manifest, begun.history)
         if begun.committed is not None:
@@ -207,7 +240,8 @@ class Checkpointer:
         return begun.directory
 
     def _prune(self) -> None:
-        """Where that fails the checkpoint is whole all the same: the run goes on."""
+        """Delete older checkpoints. If that fails the new one is complete all the same, and the run
+        continues."""
         try:
             self._store.prune(self._keep)
         except CheckpointError as error:
@@ -266,7 +300,7 @@ class Checkpointer:
 
 @contextlib.contextmanager
 def _explained(state: TrainState) -> Iterator[None]:
-    """What fails in writing the checkpoint of ``state`` is a :class:`sparkdl.CheckpointError`."""
+    """Convert failures in writing the checkpoint of ``state`` to :class:`sparkdl.CheckpointError`."""
     try:
         yield
     except (CheckpointError, TrainingError) as error:
@@ -277,7 +311,8 @@ def _explained(state: TrainState) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TryFolder:
-    """Run on the owner: see whether it can write into the folder of a checkpoint."""
+    """Callable that runs on a slice's owner: test whether it can write into the folder of a
+    checkpoint."""
 
     directory: str
 
@@ -286,13 +321,13 @@ class TryFolder:
 
 
 def _bounds(index: int, plan: SliceSpec, state: SliceState) -> tuple[int, int]:
-    """Run on the owner: which elements of the flat vector are its slice."""
+    """Return the elements of the flat vector that are in a slice. Runs on the owner."""
     return plan.start, plan.stop
 
 
 @dataclass(frozen=True)
 class WriteSlice:
-    """Run on the owner: write its slice into the checkpoint."""
+    """Callable that runs on a slice's owner: write the slice into the checkpoint."""
 
     directory: str
     kind: str

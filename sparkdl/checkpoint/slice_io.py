@@ -1,4 +1,5 @@
-"""What tasks do with a checkpoint: write a slice, read a slice of any cut. Needs no Spark."""
+"""The parts of checkpoints that run in tasks: write a slice, read a slice of any cut. Needs no
+Spark."""
 
 from __future__ import annotations
 
@@ -24,10 +25,19 @@ from sparkdl.slices.state import SliceState
 def write_slice(
     directory: str, index: int, plan: SliceSpec, state: SliceState, kind: str = "slice"
 ) -> SliceFile:
-    """Write one slice into the checkpoint ``directory``; its record for the manifest.
+    """Write one slice into a checkpoint, and return its record for the manifest.
 
-    No two attempts write the same file, so a task may run twice. ``kind`` begins the file's name.
-    Raises :class:`sparkdl.CheckpointError`.
+    No two attempts write the same file, so a task may run twice.
+
+    Args:
+        directory: The folder of the checkpoint.
+        index: The number of the slice.
+        plan: The slice.
+        state: Its state.
+        kind: The beginning of the file's name.
+
+    Raises:
+        CheckpointError: The slice cannot be written.
     """
     return write_packed(directory, index, (plan.start, plan.stop), to_bytes(plan, state), kind)
 
@@ -35,7 +45,15 @@ def write_slice(
 def write_packed(
     directory: str, index: int, bounds: tuple[int, int], data: bytes, kind: str
 ) -> SliceFile:
-    """Likewise, of a slice that is packed already; ``bounds``: its own in the flat vector."""
+    """Write a slice that is packed already, and return its record for the manifest.
+
+    Args:
+        directory: The folder of the checkpoint.
+        index: The number of the slice.
+        bounds: Its first and last + 1 element in the flat vector.
+        data: The content of the file.
+        kind: The beginning of the file's name.
+    """
     name = f"{kind}-{index:05d}-{secrets.token_hex(8)}.safetensors"
     Folder(directory).write(name, data)
     return SliceFile(
@@ -49,14 +67,14 @@ def write_packed(
 
 
 def write_probe(directory: str) -> str:
-    """Write a small file into a folder, to see whether that works; its name."""
+    """Write a small file into a folder, to test whether that works, and return its name."""
     name = f"probe-{secrets.token_hex(8)}"
     Folder(directory).write(name, b"probe\n")
     return name
 
 
 def try_probe(directory: str) -> str | CheckpointError:
-    """:func:`write_probe`, or why it failed."""
+    """Return the name from :func:`write_probe`, or the error with which it failed."""
     try:
         return write_probe(directory)
     except CheckpointError as error:
@@ -66,13 +84,21 @@ def try_probe(directory: str) -> str | CheckpointError:
 def read_slice_files(
     directory: str, files: Sequence[SliceFile], plan: SliceSpec, dtype: torch.dtype
 ) -> SliceState:
-    """The state of slice ``plan`` from a checkpoint's ``files``, whatever N it was written with.
+    """Return the state of slice ``plan`` from a checkpoint, whatever N it was written with.
 
-    Reads only the files that overlap with the slice. Raises :class:`sparkdl.DamagedCheckpoint`
-    that names the file.
+    Only files that overlap with the slice are read.
+
+    Args:
+        directory: The folder of the checkpoint.
+        files: The checkpoint's files of slices.
+        plan: The slice.
+        dtype: The dtype of the flat vector.
+
+    Raises:
+        DamagedCheckpoint: A file is damaged; the message names it.
     """
     needed = [f for f in files if f.start < plan.stop and plan.start < f.stop]
-    if not needed:  # an empty slice: any file says which members a state has
+    if not needed:  # an empty slice: any file shows which arrays a state has
         needed = sorted(files, key=lambda f: f.nbytes)[:1]
     folder = Folder(directory)
     try:
@@ -92,7 +118,11 @@ def _read_part(folder: Folder, file: SliceFile) -> StoredSlice:
 
 
 def read_checked(folder: Folder, file: StoredFile) -> bytes:
-    """The bytes of a file. Raises DamagedCheckpoint unless size and checksum are the manifest's."""
+    """Return the bytes of a file.
+
+    Raises:
+        DamagedCheckpoint: The size or the checksum is not that in the manifest.
+    """
     try:
         data = folder.read(file.name, limit=file.nbytes)
     except CheckpointError as error:
@@ -109,7 +139,7 @@ _KEY = re.compile(r"[0-9]{1,9}\..*", re.DOTALL)
 
 @dataclass(frozen=True)
 class WriteResiduals:
-    """Run at a replica's place: write what it keeps into the checkpoint ``directory``.
+    """Callable that runs where a replica is: write what it keeps into the checkpoint ``directory``.
 
     No two attempts write the same file, so a task may run twice.
     """
@@ -130,9 +160,9 @@ class WriteResiduals:
 
 @dataclass(frozen=True)
 class ReadResiduals:
-    """Run at a replica's place: what it kept, or None where it kept nothing.
+    """Callable that runs where a replica is: return what it kept, or None if it kept nothing.
 
-    Raises :class:`sparkdl.DamagedCheckpoint` that names the file.
+    A call raises :class:`sparkdl.DamagedCheckpoint`, which names the file.
     """
 
     directory: str

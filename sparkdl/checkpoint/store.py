@@ -1,9 +1,9 @@
-"""Checkpoints in a folder: beginning, committing, finding and pruning them. For the driver.
+"""Checkpoints in a folder: begin, commit, find and prune them. For the driver.
 
 One checkpoint is one folder, ``iteration-0000000120-<stamp><random>``. Tasks write its slices, each
-attempt under a name of its own; then the driver makes sure that it sees them all and writes the
-manifest, last. A folder without a manifest is no checkpoint. The stamp grows with every checkpoint
-of the folder, whatever the clocks say: "newest" is the one that was begun last, also after a run
+attempt under its own name. Then the driver checks that it sees them all and writes the manifest
+last. A folder without a manifest is no checkpoint. The stamp grows with every checkpoint in the
+folder, whatever the clocks show: "newest" is the checkpoint that was begun last, even after a run
 went back to an earlier one.
 """
 
@@ -47,7 +47,7 @@ _OWN = re.compile(
 
 
 def holds_checkpoints(folder: Path) -> bool:
-    """Whether a folder of this machine is a checkpoint, or has any in it."""
+    """Return whether a folder of this machine is a checkpoint, or contains any."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -57,21 +57,22 @@ def holds_checkpoints(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A checkpoint that cannot be used, and why."""
+    """A checkpoint that cannot be used, and the reason."""
 
     uri: str
     reason: str
 
     @property
     def incomplete(self) -> bool:
-        """Whether it was begun and never completed, as when the driver is killed."""
+        """Return whether it was begun and never completed, for example because the driver was
+        killed."""
         return self.reason == INCOMPLETE
 
 
 class CheckpointStore:
     """The checkpoints in one folder.
 
-    ``skipped`` lists what :meth:`candidates` passed over, and what was added to it with
+    ``skipped`` lists the checkpoints that :meth:`candidates` skipped, and those added with
     :meth:`skip`.
     """
 
@@ -82,9 +83,10 @@ class CheckpointStore:
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> CheckpointStore:
-        """The store at ``path``: a folder of checkpoints, or one checkpoint as if it were alone.
+        """Open the store at ``path``, a folder of checkpoints or a single checkpoint.
 
-        Raises :class:`sparkdl.ParameterError` where there is no such folder.
+        Raises:
+            ParameterError: The folder is empty or does not exist.
         """
         store = CheckpointStore(path)
         entries = store._root.entries()
@@ -99,13 +101,14 @@ class CheckpointStore:
         return str(self._root)
 
     def holds(self, uri: str) -> bool:
-        """Whether the checkpoint ``uri`` is one of these."""
+        """Return whether the checkpoint ``uri`` is in this folder."""
         return any(folder.uri == uri for _, folder in self._folders())
 
     def prepare(self) -> None:
-        """Make the folder and write into it, so that a path that cannot be written fails early.
+        """Create the folder and write into it, so that a path that is not writable fails early.
 
-        Raises :class:`sparkdl.CheckpointError`.
+        Raises:
+            CheckpointError: It is not writable.
         """
         try:
             self._root.make()
@@ -114,8 +117,10 @@ class CheckpointStore:
             raise CheckpointError(f"{error} {_WRITABLE}") from None
 
     def tell_of_another_run(self, keep: int | None) -> None:
-        """Warn where there are checkpoints that :meth:`prune` will delete for those of a run that does
-        not go on from any of them."""
+        """Log a warning if :meth:`prune` will delete checkpoints of another run.
+
+        Call it for a run that does not continue from a checkpoint in this folder.
+        """
         newest = None if keep is None else next(self.candidates(), None)
         if newest is not None:
             logger.warning(
@@ -128,10 +133,12 @@ class CheckpointStore:
             )
 
     def check_probes(self, directory: str, probes: Iterable[str | CheckpointError]) -> None:
-        """Look for what tasks wrote into ``directory``, of :meth:`begin`, with ``tasks.try_probe``.
+        """Check that the driver sees what tasks wrote into ``directory``, which :meth:`begin` made.
 
-        Raises :class:`sparkdl.CheckpointError` where one could not, or where it is not to be seen
-        from here.
+        ``probes`` are the results of :func:`sparkdl.checkpoint.slice_io.try_probe`.
+
+        Raises:
+            CheckpointError: A task could not write, or its file is not visible from here.
         """
         entries = Folder(directory).entries()
         for probe in probes:
@@ -144,7 +151,8 @@ class CheckpointStore:
                 )
 
     def begin(self, iteration: int) -> str:
-        """Make the folder of a new checkpoint; its URI, for ``tasks.write_slice``."""
+        """Create the folder of a new checkpoint, and return its URI for the tasks that write
+        slices."""
         self._root.make()
         last = max((stamp for stamp, _ in self._folders()), default=0)
         stamp = max(time.time_ns() // 1_000_000, last + 1)
@@ -154,15 +162,23 @@ class CheckpointStore:
         return folder.uri
 
     def discard(self, directory: str) -> None:
-        """Delete the folder of a checkpoint that is not to be. What is left of it is pruned later."""
+        """Delete the folder of an abandoned checkpoint. Anything that remains is pruned later."""
         with contextlib.suppress(CheckpointError):
             _delete(Folder(directory))
 
     def commit(self, directory: str, manifest: Manifest, history: bytes) -> Manifest:
         """Complete the checkpoint: check its files, write the history, then the manifest.
 
-        The manifest as written. Raises :class:`sparkdl.CheckpointError` where a file that a task
-        wrote is not to be seen from here.
+        Args:
+            directory: The URI of its folder.
+            manifest: The manifest without the history.
+            history: The history as bytes.
+
+        Returns:
+            The manifest as written.
+
+        Raises:
+            CheckpointError: A file that a task wrote is not visible from here.
         """
         folder = Folder(directory)
         entries = folder.entries()
@@ -181,9 +197,10 @@ class CheckpointStore:
         return manifest
 
     def candidates(self) -> Iterator[tuple[str, Manifest]]:
-        """Complete checkpoints, the newest first, as (URI, manifest).
+        """Yield the complete checkpoints, the newest first, as (URI, manifest).
 
-        Sizes are compared here, contents only when they are read. Clears ``skipped`` at its start.
+        Only the sizes of files are checked here; their contents are checked when they are read.
+        Clears ``skipped`` at its start.
         """
         self.skipped = []
         if self._single:
@@ -197,18 +214,22 @@ class CheckpointStore:
                 self.skip(folder.uri, str(error))
 
     def skip(self, uri: str, reason: str) -> None:
-        """Note that the checkpoint ``uri`` turned out to be of no use."""
+        """Record that the checkpoint ``uri`` is unusable."""
         self.skipped.append(Skipped(str(Folder(uri)), reason))
 
     def none_usable(self) -> CheckpointError | ParameterError:
-        """The error to raise when no candidate is left; it tells why each was skipped."""
+        """Return the error to raise when no candidate is left; it says why each was skipped."""
         if not self.skipped:
             return ParameterError(f"there is no checkpoint to resume from in {self}.")
         reasons = "".join(f"\n  - {s.uri}: {s.reason}" for s in self.skipped)
         return CheckpointError(f"there is no checkpoint to resume from in {self}.{reasons}")
 
     def read_history(self, uri: str, manifest: Manifest) -> bytes:
-        """The history's bytes. Raises :class:`sparkdl.DamagedCheckpoint`."""
+        """Return the history's bytes.
+
+        Raises:
+            DamagedCheckpoint: There is no history, or it is damaged.
+        """
         folder = Folder(uri)
         if manifest.history is None:
             raise DamagedCheckpoint(f"{folder}: its manifest names no history")
@@ -218,13 +239,22 @@ class CheckpointStore:
             raise DamagedCheckpoint(f"{folder}: {manifest.history.name}: {error}") from error
 
     def prune(self, keep: int | None, spare: Collection[str] = ()) -> list[str]:
-        """Delete all but the newest ``keep`` checkpoints, and incomplete ones older than the newest.
+        """Delete old and incomplete checkpoints.
 
-        ``keep`` None: only incomplete ones. ``spare``: URIs to leave alone. Deletes sparkdl's own
-        files only; a folder with others in it stays. Returns the URIs of what was deleted.
+        Only sparkdl's own files are deleted; a folder with other files in it stays. If a folder
+        cannot be listed or deleted, the others are still processed, and the first error is raised
+        at the end.
 
-        Where a folder cannot be listed or deleted it goes on with the next, and raises the first
-        :class:`sparkdl.CheckpointError` at the end.
+        Args:
+            keep: How many of the newest complete checkpoints stay; None: all. Incomplete ones stay
+                if they are newer than the newest complete one.
+            spare: URIs of checkpoints that stay in any case.
+
+        Returns:
+            The URIs of the deleted checkpoints.
+
+        Raises:
+            CheckpointError: A folder could not be listed or deleted.
         """
         complete: list[Folder] = []
         doomed: list[Folder] = []
@@ -251,7 +281,7 @@ class CheckpointStore:
         return [folder.uri for folder in doomed]
 
     def _folders(self) -> list[tuple[int, Folder]]:
-        """The folders that are named as checkpoints are, with their stamps; links are not ours."""
+        """Return the folders with the name of a checkpoint and their stamps; links are ignored."""
         found = []
         for name, entry in self._root.entries().items():
             match = _FOLDER.fullmatch(name)
@@ -288,7 +318,7 @@ def _problem(file: StoredFile, entries: dict[str, Entry]) -> str | None:
 
 
 def _delete(folder: Folder) -> None:
-    """The manifest first: what is half deleted must not look complete."""
+    """Delete a checkpoint, its manifest first, so that a half-deleted one never looks complete."""
     entries = folder.entries()
     own = [n for n, e in entries.items() if e.kind == "file" and _OWN.fullmatch(unfinished(n) or n)]
     for name in sorted(own, key=lambda n: n != MANIFEST):

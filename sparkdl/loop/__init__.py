@@ -1,8 +1,8 @@
-"""The story of a run: state, triggers, callbacks, schedule, validation, history.
+"""The training loop: state, triggers, callbacks, schedule, validation, history.
 
-It defines what an engine is (:mod:`sparkdl.loop.engine`), and asks it for one iteration after
-another.
+It defines the interface of an engine (:mod:`sparkdl.loop.engine`), and asks the engine for one
+iteration after another.
 
-May import: ``replica``, ``metrics`` and ``slices``. Must not know: Spark, ``Trainer``, which
-engine runs.
+May import: ``replica``, ``metrics`` and ``slices``. Must not know: Spark, ``Trainer``, which engine
+runs.
 """

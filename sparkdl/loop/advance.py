@@ -1,9 +1,9 @@
-"""From one state of a run to the next.
+"""The transition from one state of a run to the next.
 
-The loss scale of fp16 training, as ``torch.amp.GradScaler`` moves it (Micikevicius et al., 2018).
-
-fp16 gradients underflow below 6e-8. The loss is multiplied by a large power of two and the gradients
-divided by it again; where one overflows on any replica, nobody updates and the scale is halved.
+This includes the loss scale of fp16 training, which changes as in ``torch.amp.GradScaler``
+(Micikevicius et al., 2018). fp16 gradients underflow below 6e-8. So the loss is multiplied by a
+large power of two and the gradients are divided by it again. If a gradient overflows on any
+replica, no slice is updated and the scale is halved.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from sparkdl.replica.iteration import Iteration
 
 
 def first_state(policy: TrainingOptions) -> TrainState:
-    """Where a run begins."""
+    """Return the state at the start of a run."""
     return TrainState(loss_scale=FIRST_SCALE if policy.scales_loss else 1.0)
 
 
 def previous_state(state: TrainState, history: History) -> TrainState:
-    """The state before the last iteration of a run that goes on from ``state``, as far as its history
-    tells; of a run that begins ``state`` itself."""
+    """Return the state before the last iteration of a run that continues from ``state``.
+
+    It has only what the history contains. At the start of a run it is ``state`` itself.
+    """
     if not state.iteration:
         return state
     iteration, ends = state.iteration - 1, state.position == 0
@@ -47,8 +49,16 @@ def previous_state(state: TrainState, history: History) -> TrainState:
 
 
 def catch_up(schedule: Schedule, state: TrainState, history: History) -> TrainState:
-    """Bring a fresh ``schedule`` to where a run goes on; ``state`` with the rates of the last
-    iteration."""
+    """Bring a fresh ``schedule`` to the position where a run continues.
+
+    Args:
+        schedule: The schedule.
+        state: The state from which the run continues.
+        history: The history up to it.
+
+    Returns:
+        ``state`` with the learning rates of the last iteration.
+    """
     if not state.iteration:
         return state
     previous = previous_state(state, history)
@@ -59,7 +69,13 @@ def catch_up(schedule: Schedule, state: TrainState, history: History) -> TrainSt
 
 
 def next_iteration(state: TrainState, schedule: Schedule, histograms: bool) -> Iteration:
-    """What comes after ``state``."""
+    """Return the iteration that follows ``state``.
+
+    Args:
+        state: The state of the run.
+        schedule: The schedule, which stands at ``state``.
+        histograms: Whether the iteration reports histograms.
+    """
     return Iteration(
         index=state.iteration,
         epoch=state.epoch,
@@ -78,10 +94,18 @@ def advance(
     learning_rates: tuple[float, ...],
     seconds: float,
 ) -> TrainState:
-    """The state after a committed iteration.
+    """Return the state after a committed iteration.
 
-    Raises :class:`sparkdl.TrainingError` for a gradient that is not finite, unless it is the loss
-    scale's to mend or the policy is to skip it.
+    Args:
+        state: The state before it.
+        result: The result of the iteration.
+        policy: The training options.
+        learning_rates: The learning rates that it used.
+        seconds: The seconds of the run at its end.
+
+    Raises:
+        TrainingError: A gradient is not finite, and neither can a smaller loss scale correct that
+            nor is the policy to skip the iteration.
     """
     skipped = bool(result.not_finite)
     if skipped and policy.on_nan == "raise" and state.loss_scale == 1.0:
@@ -117,7 +141,7 @@ def _not_finite(state: TrainState, result: IterationResult, policy: TrainingOpti
 
 
 def describe(state: TrainState) -> str:
-    """What the Spark UI shows for the coming iteration."""
+    """Return the text that the Spark UI shows for the coming iteration."""
     text = f"sparkdl: epoch {state.epoch + 1} · iteration {state.iteration + 1}"
     return text if state.iteration == 0 else f"{text} · loss {state.loss:.4g}"
 
@@ -129,8 +153,15 @@ GROWTH_ITERATIONS = 2000
 
 
 def next_scale(scale: float, age: int, skipped: bool) -> tuple[float, int]:
-    """The scale of the next iteration and its age: halved after an overflow, doubled after 2,000
-    iterations without one."""
+    """Return the scale of the next iteration and its age.
+
+    The scale is halved after an overflow, and doubled after 2,000 iterations without one.
+
+    Args:
+        scale: The current scale.
+        age: The number of iterations since it changed.
+        skipped: Whether a gradient overflowed.
+    """
     if skipped:
         return max(1.0, scale / 2), 0
     if age + 1 >= GROWTH_ITERATIONS:

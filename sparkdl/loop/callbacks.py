@@ -1,4 +1,4 @@
-"""Callbacks: what may happen around the loop, as documented no-ops."""
+"""Callbacks: hooks for the events of a training, which do nothing by default."""
 
 from __future__ import annotations
 
@@ -8,46 +8,52 @@ from sparkdl.loop.state import TrainState
 
 
 class StopTraining(Exception):
-    """A callback raises it to end the training: ``fit`` returns the model as it stands.
+    """The exception with which a callback ends the training: ``fit`` returns the current model.
 
-    The other callbacks still hear of the event, the iteration under way is completed (of a gang also
-    those that its ranks have begun), and ``history.stopped`` is "callback", or "callback: " and what
-    this was given.
+    The other callbacks still get the event, and the current iteration is completed (in a gang also
+    those that its ranks have begun). ``history.stopped`` is "callback", or "callback: " and the
+    argument of this exception.
     """
 
 
 class Callback:
-    """Override what you need. Each hook is given the trainer and an immutable state.
+    """Base class of callbacks: override the hooks that you need.
 
-    The ranks of a gang may be some iterations ahead of the hooks, which hear of each in its turn.
-    :class:`sparkdl.StopTraining` ends the training well; what else a hook raises ends the fit.
+    Each hook gets the trainer and an immutable state. The ranks of a gang may be some iterations
+    ahead of the hooks, which are called for each iteration in turn. :class:`sparkdl.StopTraining`
+    ends the training normally; any other exception of a hook makes the fit fail.
     """
 
     def on_fit_start(self, trainer: Any, state: TrainState) -> None:
-        """Samples, replicas and state are in place; no iteration has run."""
+        """Handle the start: samples, replicas and state are in place, and no iteration has run."""
 
     def on_epoch_start(self, trainer: Any, state: TrainState) -> None:
-        """Before the first iteration of an epoch."""
+        """Handle the start of an epoch, before its first iteration."""
 
     def on_iteration_start(self, trainer: Any, state: TrainState) -> None:
-        """Before the jobs of an iteration are submitted."""
+        """Handle the start of an iteration, before its jobs are submitted."""
 
     def on_iteration_end(self, trainer: Any, state: TrainState) -> None:
-        """An iteration is committed; ``state`` counts it."""
+        """Handle the end of an iteration: it is committed, and ``state`` counts it."""
 
     def on_epoch_end(self, trainer: Any, state: TrainState) -> None:
-        """After the last iteration of an epoch."""
+        """Handle the end of an epoch, after its last iteration."""
 
     def on_validation_end(self, trainer: Any, state: TrainState) -> None:
-        """Metrics of a validation are in the state."""
+        """Handle the end of a validation, whose metrics are in ``state``."""
 
     def on_checkpoint(self, trainer: Any, state: TrainState) -> None:
-        """A checkpoint is committed."""
+        """Handle a checkpoint that has been committed."""
 
     def on_recovery(self, trainer: Any, state: TrainState) -> None:
-        """State that was lost with an executor has been brought back: the run goes on from ``state``.
-        No iteration is told of twice."""
+        """Handle a recovery: state that was lost with an executor is restored, and the run
+        continues from ``state``.
+
+        No iteration is reported twice.
+        """
 
     def on_fit_end(self, trainer: Any, state: TrainState) -> None:
-        """The last iteration is committed; not called where the fit fails, or is interrupted a second
-        time."""
+        """Handle the end, after the last iteration is committed.
+
+        It is not called if the fit fails or is interrupted a second time.
+        """

@@ -1,4 +1,4 @@
-"""What the loop decides by."""
+"""The configuration of the training loop."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sparkdl.model.options import TrainingOptions
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """The constants of a run that its loop looks at.
+    """The constants of a run that its loop uses.
 
     Attributes:
         stop: When training ends.
-        options: How a gradient that is not finite and the loss scale are treated.
+        options: How gradients that are not finite, and the loss scale, are handled.
         histograms: When an iteration reports histograms; None: never.
     """
 
@@ -26,14 +26,15 @@ class LoopConfig:
 
     @staticmethod
     def of(trainer: Any) -> LoopConfig:
-        """Take them from the fields of a trainer."""
+        """Take the constants from the fields of a trainer."""
         return LoopConfig(stop=trainer.stop, options=trainer.policy, histograms=trainer.histograms)
 
     def wants_histograms(self, previous: TrainState, state: TrainState) -> bool:
-        """Return whether the iteration after ``state``, which came after ``previous``, reports them.
+        """Return whether the iteration after ``state``, which came after ``previous``, reports
+        histograms.
 
-        Counters are those of the coming iteration, time is that of the one before: how long an
-        iteration takes is not known beforehand.
+        Counters are those of the coming iteration. The time is that of the iteration before,
+        because the duration of an iteration is not known in advance.
         """
         if self.histograms is None:
             return False

@@ -1,4 +1,4 @@
-"""What every engine offers the loop."""
+"""The interface that every engine offers to the training loop."""
 
 from __future__ import annotations
 
@@ -19,17 +19,25 @@ from sparkdl.slices.state import SliceState
 from sparkdl.slices.update import EMA
 
 ReadState = Callable[[SliceSpec, torch.dtype], SliceState]
-"""Gives the state of a slice from elsewhere: a checkpoint, an earlier run. Runs in tasks."""
+"""The type of a function that returns the state of a slice from elsewhere, such as a checkpoint or
+an earlier run. It runs in tasks."""
 
 
 @dataclass(frozen=True)
 class IterationResult:
-    """``loss``: the mean over the global batch. ``seconds``: by activity, the slowest task's.
+    """The result of an iteration.
 
-    ``not_finite``: for each replica whose loss or gradient was inf or NaN, what it was; the update
-    was then left out. ``gradient_norm``: before clipping, where the norm is clipped. ``traffic``: for
-    each node, by its token, the bytes of gradients and weights that left it and arrived there.
-    ``ended``: when (``time.monotonic``), where it was not just now.
+    Attributes:
+        loss: The mean over the global batch.
+        samples: The number of samples.
+        seconds: Seconds by activity, those of the slowest task.
+        not_finite: For each replica whose loss or gradient was inf or NaN, what it was; the update
+            was then skipped.
+        gradient_norm: The global norm before clipping, if the norm is clipped.
+        histograms: Histograms by "weights/NAME" and "gradients/NAME".
+        traffic: For each node, by its token, the bytes of gradients and weights that it sent and
+            received.
+        ended: The time of the end (``time.monotonic``), if that is not the present.
     """
 
     loss: float
@@ -43,11 +51,12 @@ class IterationResult:
 
 
 CURRENT, AVERAGE, BEST = "current", "average", "best"
-"""Which weights: those of the last iteration, their moving average, those that were kept."""
+"""The kinds of weights: those of the last iteration, their moving average, or the best ones that
+were kept."""
 
 
 def weights_of(state: SliceState, which: str) -> torch.Tensor:
-    """A slice's weights, or their moving average; not a copy where that can be."""
+    """Return a slice's weights, or their moving average, without a copy if possible."""
     average = state.arrays.get(EMA) if which == AVERAGE else None
     if average is None:
         return state.weights
@@ -56,8 +65,14 @@ def weights_of(state: SliceState, which: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class StateWork:
-    """What is to be done with a state: ``use(index, plan, state)`` of every slice, of these weights;
-    ``residuals(replica, kept)`` of every replica that keeps something."""
+    """A set of functions to run on a state.
+
+    Attributes:
+        states: Functions ``use(index, plan, state)`` to call for every slice, each with the kind of
+            weights that it gets.
+        residuals: A function ``use(replica, kept)`` to call for every replica that keeps a
+            residual.
+    """
 
     states: tuple[tuple[Callable[[int, SliceSpec, SliceState], Any], str], ...]
     residuals: Callable[[int, ByParameter], Any]
@@ -65,32 +80,39 @@ class StateWork:
 
 @dataclass(frozen=True)
 class StateWorkResult:
-    """The results, for each of :attr:`StateWork.states` in the order of the slices; those of
-    residuals."""
+    """The results of a :class:`StateWork`.
+
+    Attributes:
+        states: For each of :attr:`StateWork.states` the results in the order of the slices.
+        residuals: The results of :attr:`StateWork.residuals`.
+    """
 
     states: tuple[list[Any], ...]
     residuals: list[Any]
 
 
 class PendingStateWork(Protocol):
-    """Uses of the state as it was, under way while training goes on."""
+    """Work on a snapshot of the state that is in progress while training continues."""
 
     @property
     def ready(self) -> bool:
-        """Whether all are done, as far as is known."""
+        """Return whether all of it is done, as far as is known."""
 
     def used(self) -> StateWorkResult | None:
-        """Wait for the results; None where the state was lost before. Raises what a use raised."""
+        """Wait for the results and return them, or None if the state was lost before.
+
+        An exception of the work is raised here.
+        """
 
 
 class Engine(Protocol):
-    """Runs iterations. What it holds in Spark belongs to the fit's ``Resources``."""
+    """An object that runs iterations. Its resources in Spark belong to the fit's ``Resources``."""
 
     plan: EpochPlan
 
     @property
     def begins_ahead(self) -> bool:
-        """Whether it begins iterations that :meth:`run` is told will follow."""
+        """Return whether it begins iterations that are announced in the ``then`` of :meth:`run`."""
 
     def load(
         self,
@@ -98,52 +120,67 @@ class Engine(Protocol):
         reported: tuple[type[Exception], ...] = (),
         which: str = CURRENT,
     ) -> None:
-        """Write version 0 of the state: the recipe's, or what ``read`` gives; or the weights that
-        are kept as the best.
+        """Write version 0 of the state, or the weights that are kept as the best.
 
-        Raises the first of ``reported`` that ``read`` raised in a task.
+        Args:
+            read: Returns the state of a slice; None: the state is the recipe's.
+            reported: The types of exceptions of ``read`` that are passed on.
+            which: CURRENT for the state, BEST for the best weights.
+
+        Raises:
+            Exception: The first of ``reported`` that ``read`` raised in a task.
         """
 
     def run(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
-        """Run and commit an iteration. ``then``: what :meth:`run` is called with next, while nothing
-        else is asked for that concerns the state: these may be begun."""
+        """Run and commit an iteration.
+
+        Args:
+            iteration: The iteration.
+            then: The iterations that :meth:`run` will be called with next, without another request
+                in between that concerns the state. The engine may begin them.
+        """
 
     def score(self) -> list[Any]:
-        """Score the validation samples that the engine was built with, with the weights as they stand.
+        """Score the validation samples that the engine was built with, with the current weights.
 
         Returns:
-            The states of the scorer, of all partitions merged.
+            The states of the scorer, merged over all partitions.
         """
 
     def keep_best(self) -> None:
-        """Keep a copy of the weights as they stand, instead of the one before."""
+        """Keep a copy of the current weights as the best, in place of the one before."""
 
     def weights(self, which: str = CURRENT) -> torch.Tensor:
-        """A flat vector, brought to the driver."""
+        """Return the flat vector, collected on the driver."""
 
     def map_slices(
         self, use: Callable[[int, SliceSpec, SliceState], Any], which: str = CURRENT
     ) -> list[Any]:
-        """``use(index, plan, state)`` of every slice, run where it lies; the results in order."""
+        """Run ``use(index, plan, state)`` for every slice, where the slice lies. Return the results
+        in order."""
 
     def load_residuals(
         self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
     ) -> None:
-        """Let every replica keep what ``read`` gives, as if its last iteration had left it.
+        """Give every replica the residual that ``read`` returns, as if its last iteration had left
+        it.
 
-        Raises the first of ``reported`` that ``read`` raised in a task.
+        Raises:
+            Exception: The first of ``reported`` that ``read`` raised in a task.
         """
 
     def map_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
-        """``use(replica, kept)`` of every replica that keeps something between iterations, run where
-        it lies; the results in order."""
+        """Run ``use(replica, kept)`` for every replica that keeps a residual, where it lies.
+
+        Return the results in order.
+        """
 
 
 class TrainingEngine(Engine, Protocol):
-    """One that a run is made with: what it loses it brings back, or has nothing to lose."""
+    """An engine that can train a whole run: it restores state that it loses, or cannot lose any."""
 
     recoveries: int
-    """How often a state that was lost has been brought back."""
+    """The number of times that lost state has been restored."""
 
 
 def summarize(
@@ -153,7 +190,15 @@ def summarize(
     seconds: Mapping[str, float],
     traffic: Mapping[str, Traffic] | None = None,
 ) -> IterationResult:
-    """The result of a step from the reports of its replicas and slices."""
+    """Return the result of an iteration from the reports of its replicas and slices.
+
+    Args:
+        replicas: The reports of the replicas, in any order.
+        slices: The reports of the slices.
+        layout: The layout of the flat vector.
+        seconds: Seconds by activity.
+        traffic: The traffic by node.
+    """
     ordered = sorted(replicas, key=lambda report: report.replica)
     total = sum(report.weight for report in ordered)
     loss = sum(report.loss * report.weight for report in ordered if report.weight)
@@ -169,7 +214,7 @@ def summarize(
 
 
 def _joined(slices: Sequence[SliceReport], layout: Layout) -> dict[str, Histogram] | None:
-    """Histograms by "weights/NAME" and "gradients/NAME", over all slices."""
+    """Return histograms by "weights/NAME" and "gradients/NAME", over all slices."""
     parts: dict[str, list[Histogram]] = {}
     for report in slices:
         for (what, number), histogram in report.histograms.items():
@@ -178,7 +223,7 @@ def _joined(slices: Sequence[SliceReport], layout: Layout) -> dict[str, Histogra
 
 
 def slowest(many: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """For each activity the largest number of seconds."""
+    """Return for each activity the largest number of seconds."""
     result: dict[str, float] = {}
     for seconds in many:
         for activity, value in seconds.items():
@@ -187,7 +232,7 @@ def slowest(many: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def summed(many: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """For each activity the seconds of all together."""
+    """Return for each activity the sum of the seconds."""
     result: dict[str, float] = {}
     for seconds in many:
         for activity, value in seconds.items():
@@ -197,7 +242,7 @@ def summed(many: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Payload bytes that left a node and that arrived there, without headers."""
+    """Payload bytes that a node sent and received, without headers."""
 
     gradients_sent: int = 0
     weights_sent: int = 0
@@ -214,9 +259,10 @@ class Traffic:
 
 
 def busiest(traffic: Mapping[str, Traffic]) -> int:
-    """Bytes in the busiest direction of the busiest node."""
+    """Return the bytes in the busiest direction of the busiest node."""
     return max((max(node.sent, node.received) for node in traffic.values()), default=0)
 
 
 ReadResiduals = Callable[[int], ByParameter | None]
-"""Gives what replica m keeps from elsewhere: a checkpoint. Runs in tasks."""
+"""The type of a function that returns the residual of a replica from elsewhere, such as a
+checkpoint. It runs in tasks."""

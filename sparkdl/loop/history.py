@@ -1,4 +1,4 @@
-"""What happened, iteration by iteration."""
+"""The history of a run: numbers of every iteration, and validations."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from sparkdl.loop.history_formats import KINDS
 from sparkdl.loop.state import TrainState, Validated
 
 _TIMINGS = "timings/"
-_NO_NORM = -1.0  # a norm is never negative; NaN is one that was measured
+_NO_NORM = -1.0  # a norm is never negative; NaN is a measured value
 _CODES: dict[type, Any] = {int: "q", float: "d", bool: "q"}  # "skipped" is kept as a count
 
 
 class History:
-    """Figures of every iteration, about 150 bytes each, and every validation.
+    """Numbers of every iteration, about 150 bytes each, and every validation.
 
-    [Note: histories with a common beginning] That of a run which goes on is that of the run before it
-    and more. Both refer to the same columns, each to the first ``_length`` rows of them. Who has all
-    rows adds to them in place; who has not copies its own first. Rows are never changed, nor taken
-    away.
+    [Note: histories with a common beginning] The history of a run that continues another one begins
+    with the other's history. Both refer to the same columns, each to their first ``_length`` rows.
+    A history that uses all rows appends to them in place; any other copies its own rows first. Rows
+    are never changed or removed.
     """
 
     stopped: str | None = None
-    """Why the training ended before its stop trigger said so: "interrupted", or "callback" (and what
-    :class:`sparkdl.StopTraining` was given); None where it did not."""
+    """Why the training ended before its stop trigger was true: "interrupted", or "callback" (and
+    the argument of :class:`sparkdl.StopTraining`); None if it did not."""
 
     def __init__(self) -> None:
         self._columns = {name: array(_CODES[kind]) for name, kind in KINDS.items()}
@@ -43,7 +43,8 @@ class History:
 
     @staticmethod
     def after(state: TrainState) -> History:
-        """An empty history of a run that goes on from ``state``, with the validations so far."""
+        """Return an empty history of a run that continues from ``state``, with the validations so
+        far."""
         history = History()
         history._start = {
             "samples": state.samples,
@@ -55,8 +56,10 @@ class History:
         return history
 
     def branch(self) -> History:
-        """A history that goes on from here while this one stays as it is; it costs the same however
-        long they are."""
+        """Return a history that continues from here, while this one stays as it is.
+
+        The cost does not depend on the length.
+        """
         history = History()
         history._columns, history._timings = dict(self._columns), dict(self._timings)
         history._length = self._length
@@ -65,8 +68,11 @@ class History:
         return history
 
     def tail(self, count: int) -> History:
-        """The last ``count`` iterations and the validations after them, as a history that begins
-        there; one that is not longer as it is."""
+        """Return the last ``count`` iterations and the validations after them, as a history that
+        begins there.
+
+        If there are not more than ``count`` iterations, return this history itself.
+        """
         first = self._length - count
         if first <= 0:
             return self
@@ -84,7 +90,7 @@ class History:
         return history
 
     def append(self, state: TrainState, epoch: int) -> None:
-        """Record an iteration; ``epoch`` is the one it belongs to, from 1."""
+        """Record an iteration. ``epoch`` is the epoch that it belongs to, from 1."""
         rates, norm = state.learning_rates, state.gradient_norm
         row = (
             state.iteration,
@@ -98,7 +104,7 @@ class History:
             state.skipped,
             state.bytes_sent,
         )
-        if len(self._columns["loss"]) > self._length:  # another history has gone on
+        if len(self._columns["loss"]) > self._length:  # another history has appended rows
             for columns in (self._columns, self._timings):
                 for name, column in columns.items():
                     columns[name] = column[: self._length]
@@ -123,13 +129,17 @@ class History:
         return self._validations[: self._validated]
 
     def truncate(self, iteration: int) -> None:
-        """Forget what came after ``iteration``: a run goes back to it."""
+        """Remove all records after ``iteration``, because the run goes back to it."""
         self._length = bisect_right(self._columns["iteration"], iteration, hi=self._length)
         self._validations = [v for v in self._known if v.iteration <= iteration]
         self._validated = len(self._validations)
 
     def follow(self, state: TrainState) -> None:
-        """The run goes on from ``state``: what a CSV does not tell of the time before it is counted."""
+        """Correct the counts of skipped iterations to those of ``state``, from which the run
+        continues.
+
+        A history that was read from CSV does not contain the count at its start.
+        """
         counts = self._columns["skipped"] = self._columns["skipped"][: self._length]
         offset = state.skipped - (counts[-1] if counts else self._start["skipped"])
         self._start["skipped"] += offset
@@ -140,15 +150,18 @@ class History:
         return self._length
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """One record an iteration: iteration (from 1), epoch, loss, learning_rate (of the first
-        parameter group), samples (seen so far), seconds (since the start), gradient_norm (before
-        clipping; None where it was not measured), loss_scale, skipped (whether this iteration's
-        update was left out), bytes_sent (between nodes) and timings (seconds by activity), see
-        :class:`sparkdl.TrainState`."""
+        """Yield one record for each iteration.
+
+        Its keys are iteration (from 1), epoch, loss, learning_rate (of the first parameter group),
+        samples (seen so far), seconds (since the start), gradient_norm (before clipping; None if it
+        was not measured), loss_scale, skipped (whether the update of this iteration was skipped),
+        bytes_sent (between nodes) and timings (seconds by activity), see
+        :class:`sparkdl.TrainState`.
+        """
         return self._records(0)
 
     def last(self, count: int) -> list[dict[str, Any]]:
-        """So many of these records, from the end; fewer where there are no more."""
+        """Return the last ``count`` records, or all if there are fewer."""
         return list(self._records(max(0, len(self) - count)))
 
     def _records(self, first: int) -> Iterator[dict[str, Any]]:
@@ -164,12 +177,13 @@ class History:
 
     @property
     def losses(self) -> list[float]:
-        """The loss of each iteration."""
+        """Return the loss of each iteration."""
         return list(self._columns["loss"][: self._length])
 
     @property
     def validations(self) -> list[dict[str, Any]]:
-        """One record a validation: iteration and epoch (how many were complete), and metrics."""
+        """Return one record for each validation: iteration and epoch (how many were complete), and
+        metrics."""
         return [
             {
                 "iteration": v.iteration,
@@ -180,10 +194,11 @@ class History:
         ]
 
     def epochs(self) -> list[dict[str, Any]]:
-        """One record an epoch: epoch, mean loss over its samples, iterations, seconds it took.
+        """Return one record for each epoch: epoch, mean loss over its samples, iterations, samples,
+        seconds.
 
-        Iterations whose loss is not finite, left out by ``on_nan="skip"`` or without a sample of any
-        weight, do not count in the mean; NaN where none is left.
+        Iterations whose loss is not finite, because ``on_nan="skip"`` skipped them or no sample had
+        any weight, are not part of the mean. It is NaN if no iteration is left.
         """
         records: list[dict[str, Any]] = []
         counted: list[int] = []
@@ -208,56 +223,62 @@ class History:
         return records
 
     def timings(self) -> dict[str, dict[str, float]]:
-        """For each activity ``mean`` and ``median`` seconds, and its ``share`` of the iterations.
+        """Return for each activity ``mean`` and ``median`` seconds, and its ``share`` of the
+        iterations.
 
-        Over the iterations that had it. The tasks of an activity run side by side and the slowest
-        one counts, so the shares need not add up to 1. ``share`` is NaN where the whole of the
-        iterations was not recorded.
+        Only iterations that had the activity are counted. The tasks of an activity run in parallel
+        and the slowest one counts, so the shares need not add up to 1. ``share`` is NaN if the
+        total time of the iterations was not recorded.
         """
         return history_tables.timings(
             {name: column[: self._length] for name, column in self._timings.items()}
         )
 
     def timing_table(self) -> str:
-        """:meth:`timings` as lines of text: where the time of an iteration went."""
+        """Return :meth:`timings` as lines of text."""
         return history_tables.timing_table(self.timings())
 
     def __repr__(self) -> str:
         return f"<sparkdl.History: {self.summary()}>"
 
     def summary(self) -> str:
-        """Return in one line how far the run went, its last loss, and why it ended before its time."""
+        """Return in one line how far the run went, its last loss, and why it ended early."""
         last = self.last(1)[-1] if len(self) else {"epoch": 0, "loss": math.nan}
         return history_tables.as_line(len(self), int(last["epoch"]), last["loss"], self.stopped)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: how far it went, the loss, the last metrics."""
+        """Return the view in a notebook: progress, loss, last metrics."""
         return history_tables.as_html(
             len(self), self.losses[-1] if len(self) else math.nan, self.epochs(), self.validations
         )
 
     def save(self, path: str | Path) -> None:
-        """Write a file: all of it as ``.json``, or one row an iteration as ``.csv``.
+        """Write the history to a file: everything as ``.json``, or one row for each iteration as
+        ``.csv``.
 
-        JSON: ``{"iterations": [...], "epochs": [...], "validations": [...], "timings": {...},
-        "start": {...}, "stopped": ...}``. CSV: columns as in a record, ``timings/NAME``, and
-        ``validation/NAME``, filled at the iterations that were validated. Raises
-        :class:`sparkdl.ParameterError` for another suffix.
+        JSON is an object with the keys "iterations", "epochs", "validations", "timings", "start"
+        and "stopped". The columns of CSV are the keys of a record, ``timings/NAME``, and
+        ``validation/NAME``, which is filled at the iterations that were validated.
+
+        Raises:
+            ParameterError: The file has another suffix.
         """
         history_files.write(Path(path), self._content())
 
     @staticmethod
     def load(path: str | Path) -> History:
-        """Read what :meth:`save` wrote.
+        """Read a file that :meth:`save` wrote.
 
-        From JSON it is the same to the last bit. A CSV tells a validation's iteration only: its
-        epoch is taken for that of the row. Raises :class:`sparkdl.ParameterError` for another suffix,
-        and where the file holds no history.
+        A history from JSON is identical to the last bit. A CSV contains only the iteration of a
+        validation; its epoch is taken from the row.
+
+        Raises:
+            ParameterError: The file has another suffix or contains no history.
         """
         return History._of(history_files.read(Path(path)), str(path))
 
     def to_bytes(self) -> bytes:
-        """All of it as a safetensors file, for a checkpoint."""
+        """Return the whole history as a safetensors file, for a checkpoint."""
         timings = {_TIMINGS + name: column for name, column in self._timings.items()}
         rest = {
             "validations": self.validations,
@@ -269,7 +290,11 @@ class History:
 
     @staticmethod
     def from_bytes(content: bytes) -> History:
-        """Read what :meth:`to_bytes` gave. Raises :class:`sparkdl.ParameterError` for other bytes."""
+        """Read the bytes of :meth:`to_bytes`.
+
+        Raises:
+            ParameterError: They contain no history.
+        """
         return _explained(History._unpacked, content, "it")
 
     @staticmethod
@@ -286,17 +311,20 @@ class History:
         return history
 
     def to_json_bytes(self) -> bytes:
-        """The JSON of :meth:`save` without spaces, as UTF-8."""
+        """Return the JSON of :meth:`save` without spaces, as UTF-8."""
         return history_files.to_json(self._content()).encode()
 
     @staticmethod
     def from_json_bytes(content: bytes) -> History:
-        """Read what :meth:`to_json_bytes` gave. Raises :class:`sparkdl.ParameterError` for other
-        bytes."""
+        """Read the bytes of :meth:`to_json_bytes`.
+
+        Raises:
+            ParameterError: They contain no history.
+        """
         return History._of(history_files.from_json(content))
 
     def _content(self) -> dict[str, Any]:
-        """All of it, of plain values."""
+        """Return the whole history as plain values."""
         rows = list(self)
         for row in rows:
             del row["timings"]
@@ -314,9 +342,9 @@ class History:
 
     @staticmethod
     def _of(content: dict[str, Any], where: str = "it") -> History:
-        """The history of :meth:`_content`; keys that older files lack have their defaults.
+        """Return the history of a :meth:`_content`. Keys that older files lack have their defaults.
 
-        Raises :class:`sparkdl.ParameterError` where it is none, and calls it ``where``.
+        Raises :class:`sparkdl.ParameterError` if it is none, with ``where`` as its name.
         """
         return _explained(History._read, content, where)
 
@@ -344,7 +372,7 @@ class History:
         return history
 
     def _read_rest(self, content: dict[str, Any]) -> None:
-        """All but the iterations."""
+        """Read everything but the iterations."""
         for name, before in self._start.items():
             self._start[name] = type(before)(content.get("start", {}).get(name, before))
         stopped = content.get("stopped")
@@ -356,8 +384,8 @@ class History:
 
 
 def _explained(read: Callable[[Any], History], content: Any, where: str) -> History:
-    """``read(content)``. Raises :class:`ParameterError` where that is no history, and calls it
-    ``where``."""
+    """Return ``read(content)``, or raise ParameterError if that is no history, with ``where`` as
+    its name."""
     try:
         return read(content)
     except (

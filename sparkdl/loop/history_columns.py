@@ -1,7 +1,7 @@
 """The columns of a history as a safetensors file, for checkpoints.
 
-A number takes its 8 bytes. As JSON it takes twice as many, and the history of a long run seconds to
-write, each time.
+A number takes 8 bytes. JSON takes twice as many, and needs seconds to write the history of a long
+run, every time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ _REST = "history"
 
 
 def pack(columns: Mapping[str, array[Any]], length: int, rest: Mapping[str, Any]) -> bytes:
-    """The first ``length`` numbers of each of ``columns``, and ``rest`` of plain values."""
+    """Return the file as bytes.
+
+    Args:
+        columns: The columns by name.
+        length: How many numbers of each column are written, from the first.
+        rest: Everything else, as plain values.
+    """
     tensors = {
         name: torch.frombuffer(column, dtype=DTYPES[column.typecode], count=length)
         if length
@@ -32,10 +38,16 @@ def pack(columns: Mapping[str, array[Any]], length: int, rest: Mapping[str, Any]
 
 
 def unpack(data: bytes, codes: Mapping[str, str]) -> tuple[dict[str, array[Any]], dict[str, Any]]:
-    """What was packed: the columns and the rest. ``codes``: of the columns that must be there; those
-    of others are "d".
+    """Read the columns and the rest from the bytes that :func:`pack` made.
 
-    Raises ValueError, KeyError or TypeError for other bytes.
+    Args:
+        data: The bytes.
+        codes: The typecodes of the columns that must be there; other columns have "d".
+
+    Raises:
+        ValueError: The content is wrong.
+        KeyError: The metadata is missing.
+        TypeError: A value has the wrong type.
     """
     tensors, metadata = parse_tensors(data)
     missing = [name for name in codes if name not in tensors]

@@ -1,8 +1,8 @@
 """The content of a history as JSON and as CSV.
 
-``content`` is ``{"iterations": [record, ...], "epochs": [...], "validations": [record, ...],
-"timings": {activity: [seconds or None, ...]}, "start": {...}, "stopped": why or None}``, of plain
-values.
+The content is ``{"iterations": [record, ...], "epochs": [...], "validations": [record, ...],
+"timings": {activity: [seconds or None, ...]}, "start": {...}, "stopped": reason or None}``, of
+plain values.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _TIMING, _METRIC = "timings/", "validation/"
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Write a file in the format of its suffix."""
+    """Write a file in the format that its suffix names."""
     text = to_csv(content) if _is_csv(path) else to_json(content, indent=1) + "\n"
     path.write_text(text, encoding="utf-8", newline="")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a file in the format of its suffix."""
+    """Read a file in the format that its suffix names."""
     if not _is_csv(path):
         return from_json(path.read_bytes(), str(path))
     try:
@@ -49,14 +49,24 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def to_json(content: dict[str, Any], indent: int | None = None) -> str:
-    """Floats as their shortest exact decimals; NaN and Infinity as Python's json writes them."""
+    """Return the content as JSON.
+
+    Floats are their shortest exact decimals; NaN and Infinity are as Python's json writes them.
+    """
     separators = (",", ":") if indent is None else None
     return json.dumps(content, indent=indent, separators=separators)
 
 
 def from_json(data: bytes, where: str = "it") -> dict[str, Any]:
-    """The content of :func:`to_json`'s text. Raises ParameterError where there is none; ``where``: what
-    it calls the text."""
+    """Parse the text that :func:`to_json` returns.
+
+    Args:
+        data: The text.
+        where: The name of the text in error messages.
+
+    Raises:
+        ParameterError: The text is no JSON object.
+    """
     try:
         content = parse_json(data)
     except ValueError as error:
@@ -67,7 +77,8 @@ def from_json(data: bytes, where: str = "it") -> dict[str, Any]:
 
 
 def to_csv(content: dict[str, Any]) -> str:
-    """A header and one row an iteration; what was not measured is empty."""
+    """Return the content as a header and one row for each iteration. Values that were not measured
+    are empty."""
     validated: dict[int, dict[str, float]] = {}
     for record in content["validations"]:
         validated.setdefault(record["iteration"], {}).update(record["metrics"])
@@ -86,7 +97,7 @@ def to_csv(content: dict[str, Any]) -> str:
 
 
 def from_csv(text: str) -> dict[str, Any]:
-    """The content of :func:`to_csv`'s table, as far as the table holds it."""
+    """Parse the table that :func:`to_csv` returns. Only what the table contains is in the result."""
     reader = csv.DictReader(io.StringIO(text))
     names = reader.fieldnames or []
     rows: list[dict[str, Any]] = []

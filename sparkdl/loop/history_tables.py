@@ -1,4 +1,4 @@
-"""The figures of a history for reading: where the time went, and a notebook's view."""
+"""Tables and texts of a history for reading: the time by activity, and the view in a notebook."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _ORDER = (
 
 
 def timings(columns: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
-    """Activity -> mean and median seconds, share of the whole; NaN stands for "not measured"."""
+    """Return mean and median seconds and the share of the total by activity; NaN means "not
+    measured"."""
     known = [name for name in _ORDER if name in columns]
     others = [name for name in columns if name not in (*_ORDER, WHOLE)]
     whole = np.asarray(columns.get(WHOLE, ()), np.float64)
@@ -46,7 +47,7 @@ def timings(columns: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float
 
 
 def timing_table(found: Mapping[str, Mapping[str, float]]) -> str:
-    """One line an activity: mean and median in milliseconds, share in percent."""
+    """Return one line for each activity: mean and median in milliseconds, share in percent."""
     if not found:
         return "no timings were recorded"
     width = max(len("activity"), *map(len, found))
@@ -59,7 +60,14 @@ def timing_table(found: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def as_line(iterations: int, epoch: int, loss: float, stopped: str | None) -> str:
-    """Return how far a run went, its last loss, and why it ended before its time, in one line."""
+    """Return in one line how far a run went, its last loss, and why it ended early.
+
+    Args:
+        iterations: The number of iterations.
+        epoch: The epoch of the last one.
+        loss: The loss of the last one.
+        stopped: Why the run ended early, or None.
+    """
     if not iterations:
         return "no iterations"
     parts = [f"{counted(iterations, 'iteration')} up to epoch {epoch:,}", f"last loss {loss:.4g}"]
@@ -77,10 +85,10 @@ def as_html(
     epochs: Sequence[Mapping[str, Any]],
     validations: Sequence[Mapping[str, Any]],
 ) -> str:
-    """Return a small table: how far, losses, speed, and the metrics of the last validation.
+    """Return a small table: progress, losses, speed, and the metrics of the last validation.
 
     Args:
-        iterations: How many there have been.
+        iterations: The number of iterations.
         loss: The loss of the last one.
         epochs: A mapping for each epoch, with "epoch", "seconds", "samples" and "loss".
         validations: A mapping for each validation, with "iteration" and "metrics".

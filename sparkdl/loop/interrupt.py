@@ -1,4 +1,4 @@
-"""The user's interrupt (Ctrl-C, a notebook's stop button): the first ends a training well."""
+"""The user's interrupt (Ctrl-C, a notebook's stop button): the first one ends a training normally."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 INTERRUPTED = "interrupted"
-"""What a history says of the reason."""
+"""The value of ``History.stopped`` after an interrupt."""
 _TOLD = (
     "interrupted: training ends after the iteration under way, and fit returns the model as it stands. "
     "Interrupt again to end at once, without it."
@@ -22,11 +22,11 @@ logger = logging.getLogger("sparkdl")
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Inside the block SIGINT waits; afterwards it does what it would have done.
+    """Delay SIGINT inside the block; afterwards it has its usual effect.
 
-    What a fit gives back to Spark at its end takes at most some seconds, and cut short it would stay
-    there as long as the session. In other threads than the main one nothing is changed: Python raises
-    KeyboardInterrupt in that one alone.
+    At its end a fit releases its resources in Spark, which takes at most some seconds. If that were
+    interrupted, they would stay as long as the session. In threads other than the main thread
+    nothing is changed: Python raises KeyboardInterrupt only in the main thread.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
@@ -47,23 +47,31 @@ def interrupts_held() -> Iterator[None]:
 
 
 class Interrupt:
-    """Whether the user has asked for the end."""
+    """The user's requests to end the training.
+
+    Attributes:
+        asked: Whether there was a request.
+        again: Whether there was a second one, which means to end at once.
+    """
 
     asked = False
     again = False
-    """Whether that has been asked twice: at once, then."""
 
 
 def _raises(handler: object) -> bool:
-    """Whether a handler comes to KeyboardInterrupt alone: Python's own, and that of PySpark, which
-    cancels jobs before that. A fit cancels its jobs itself, and not in the midst of a call to Spark."""
+    """Return whether a handler only raises KeyboardInterrupt.
+
+    Python's own does. PySpark's counts too: it cancels jobs first, but a fit cancels its jobs
+    itself, and not in the middle of a call to Spark.
+    """
     of_pyspark = str(getattr(handler, "__module__", "")).partition(".")[0] == "pyspark"
     return handler is signal.default_int_handler or of_pyspark
 
 
 @contextlib.contextmanager
 def _without_stack_of_py4j() -> Iterator[None]:
-    """Inside the block Py4J does not log that a call into the JVM was interrupted: who asked knows."""
+    """Prevent Py4J from logging inside the block that a call into the JVM was interrupted; the user
+    knows."""
     loggers = [logging.getLogger(name) for name in (None, "py4j.clientserver", "py4j.java_gateway")]
 
     def keep(record: logging.LogRecord) -> bool:
@@ -80,11 +88,11 @@ def _without_stack_of_py4j() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Interrupt]:
-    """Inside the block the first SIGINT sets ``asked``; the next one does what it did before the block,
-    which is to raise KeyboardInterrupt as a rule.
+    """Turn the first SIGINT inside the block into a request, which sets ``asked``.
 
-    Only the main thread may have it so, and only where SIGINT is not ignored or somebody else's; else
-    nothing is changed.
+    The next SIGINT has the effect that it had before the block, which is usually to raise
+    KeyboardInterrupt. This applies only in the main thread, and only if SIGINT has a handler of
+    Python and is not ignored. Otherwise nothing is changed.
     """
     interrupt, before = Interrupt(), signal.getsignal(signal.SIGINT)
     ours = threading.current_thread() is threading.main_thread()
@@ -97,7 +105,7 @@ def interruptible() -> Iterator[Interrupt]:
     def ask(number: int, frame: FrameType | None) -> None:
         if not interrupt.asked:
             interrupt.asked = True
-            # in a thread: this one may hold a lock of logging's, or be in the midst of writing
+            # in a thread: this one may hold a lock of logging, or be writing
             _thread.start_new_thread(logger.warning, (_TOLD,))
             return
         interrupt.again = True
@@ -114,10 +122,10 @@ def interruptible() -> Iterator[Interrupt]:
     try:
         yield interrupt
     except Exception as error:
-        if interrupt.again:  # of what was cut short by it, such as a call into Spark's JVM
+        if interrupt.again:  # caused by the interruption, for example of a call into Spark's JVM
             raise KeyboardInterrupt from error
         raise
     finally:
         quiet.close()
-        if signal.getsignal(signal.SIGINT) is ask:  # else a callback has put another in its place
+        if signal.getsignal(signal.SIGINT) is ask:  # else a callback has replaced it
             signal.signal(signal.SIGINT, before)

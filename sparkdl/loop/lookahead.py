@@ -1,8 +1,8 @@
-"""Which iteration comes next, and which will surely follow it.
+"""The next iteration, and the iterations that are certain to follow it.
 
-An engine whose ranks wait for the driver between two iterations can be asked for several at once. They
-are known beforehand where the stop, the stages, the histograms, the learning rates and the loss scale
-follow from counters, and from validations that have been.
+An engine whose ranks wait for the driver between two iterations can get several at once. They are
+known in advance if the stop, the periodic tasks, the histograms, the learning rates and the loss
+scale depend only on counters and on past validations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from sparkdl.loop.trigger import Trigger
 from sparkdl.replica.iteration import Iteration
 
 MOST, SECONDS = 8, 0.25
-"""How many iterations are foreseen, and no more than take so long, but one."""
+"""The largest number of iterations that are planned ahead, and the time in seconds that they may
+take (at least one is planned)."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,15 @@ class PlannedIteration:
 
 
 class Lookahead:
-    """``between``: triggers of what is done between iterations beside the stop. ``schedule`` stands at
-    ``state``. ``ahead``: whether anything is to be foreseen."""
+    """A plan of the coming iterations.
+
+    Args:
+        config: The configuration of the loop.
+        between: The triggers, in addition to the stop, of the work between iterations.
+        schedule: The schedule, which stands at ``state``.
+        state: The current state.
+        ahead: Whether anything is to be planned ahead.
+    """
 
     def __init__(
         self,
@@ -53,18 +61,23 @@ class Lookahead:
     def plan(
         self, previous: TrainState, state: TrainState
     ) -> tuple[PlannedIteration, tuple[Iteration, ...]]:
-        """The iteration that begins at ``state``, which came after ``previous``; those after it, as far
-        as they are foreseen."""
+        """Return the iteration that begins at ``state``, and those after it, as far as they are
+        planned.
+
+        ``previous`` is the state before ``state``.
+        """
         if not self._coming:
             self._add(previous, state)
         now = self._coming.popleft()
-        told = replace(now.iteration, description=describe(state))  # the loss was not known then
+        # described anew, because the loss was not known when the iteration was planned
+        told = replace(now.iteration, description=describe(state))
         if self._sees and len(self._coming) <= MOST // 2:
             self._look_ahead(state)
         return replace(now, iteration=told), tuple(planned.iteration for planned in self._coming)
 
     def cut(self) -> bool:
-        """Foresee nothing more. Returns whether all that was foreseen has been planned."""
+        """Stop planning ahead. Return whether :meth:`plan` has returned all iterations that it
+        announced."""
         self._sees = False
         return not self._coming
 
@@ -78,7 +91,7 @@ class Lookahead:
             self._add(self._at, coming)
 
     def _add(self, previous: TrainState, state: TrainState) -> None:
-        """The iteration that begins at ``state``."""
+        """Append the iteration that begins at ``state``."""
         self._schedule.after(self._at, state)
         self._at = state
         histograms = self._config.wants_histograms(previous, state)

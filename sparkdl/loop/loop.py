@@ -19,19 +19,23 @@ from sparkdl.loop.trigger import Trigger
 
 
 class PeriodicTask(Protocol):
-    """What may happen after an iteration: validation, a checkpoint."""
+    """Work that may be due after an iteration, such as a validation or a checkpoint."""
 
     hook: str
-    """The callbacks' hook that is told of it."""
+    """The callbacks' hook that is called after it."""
     every: Trigger
     """When it is due."""
 
     def __call__(self, previous: TrainState, state: TrainState) -> TrainState:
-        """Do it, where it is due, and return what is known since; else ``state`` itself."""
+        """Do the work if it is due, and return the state with its results; otherwise return
+        ``state`` itself."""
 
     def finish(self, state: TrainState) -> TrainState:
-        """Training ends here: do one thing of what is left to be done. Returns likewise; ``state``
-        itself where nothing is left."""
+        """Do one piece of the work that is left when training ends, and return the state with its
+        results.
+
+        Return ``state`` itself if nothing is left.
+        """
 
 
 def train(
@@ -45,25 +49,26 @@ def train(
     history: History,
     interrupt: Interrupt,
 ) -> TrainState:
-    """Iterate until ``config.stop`` says so, or a callback or the user: see :attr:`History.stopped`.
+    """Iterate until ``config.stop`` is true, or a callback or the user ends it, see
+    :attr:`History.stopped`.
 
     Args:
-        trainer: Given to the callbacks; the loop does not look at it.
-        config: What the loop decides by.
+        trainer: Passed to the callbacks; the loop does not use it.
+        config: The configuration of the loop.
         engine: Runs the iterations.
         schedule: The learning rates; stands at ``state``.
-        stages: What may be due after an iteration, in order.
-        callbacks: Told of every event, in order.
-        state: Where the run begins, or goes on.
+        stages: The periodic tasks, in order.
+        callbacks: Called for every event, in order.
+        state: The state in which the run begins or continues.
         history: The run's history, which grows.
-        interrupt: Whether the user has asked for the end.
+        interrupt: The user's requests to end.
 
     Returns:
-        The state where the run ended.
+        The state at the end of the run.
 
     Raises:
-        KeyboardInterrupt: An iteration failed that the user has interrupted: what was asked to end
-            with it may have ended before it, such as Spark.
+        KeyboardInterrupt: An iteration failed after the user's interrupt, which may have ended
+            something that it needs, such as Spark.
     """
     recoveries = engine.recoveries
     previous = previous_state(state, history)
@@ -92,7 +97,7 @@ def train(
 
     def told_of_losses() -> None:
         nonlocal recoveries
-        while recoveries < engine.recoveries:  # more than one may have been met in one call
+        while recoveries < engine.recoveries:  # one call may have recovered more than once
             recoveries += 1
             tell("on_recovery")
 

@@ -1,4 +1,4 @@
-"""Signs of life of a run: a bar on terminals and in notebooks, lines in the log elsewhere."""
+"""The progress of a run: a bar on terminals and in notebooks, lines in the log elsewhere."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from sparkdl.loop.state import TrainState
 
 logger = logging.getLogger("sparkdl")
 LOG_SECONDS = 30.0
-"""How often a line is logged; a fit that is done by then logs none."""
+"""The interval between log lines, in seconds. A fit that ends earlier logs none."""
 _REFRESH_SECONDS = 0.2
 
 
 class Progress(Callback):
-    """Shows how far a run is. :meth:`close` is also called where the fit fails."""
+    """Base class that shows nothing. :meth:`close` is called even if the fit fails."""
 
     def close(self) -> None:
-        """Leave the terminal's line."""
+        """Release the terminal's line."""
 
 
 def progress_of(mode: str, facts: str, began: float, one_pass: bool = False) -> Progress:
-    """Return what shows the progress of a run, as ``spark.sparkdl.progress`` says.
+    """Return the callback that shows the progress of a run, as ``spark.sparkdl.progress`` says.
 
     Args:
         mode: "true" is the bar, "false" nothing, "auto" the bar on terminals and in notebooks and
             lines in the log elsewhere.
-        facts: What is trained on what, for the first line of the log.
-        began: When the fit was called, by ``time.monotonic()``.
-        one_pass: Whether only the epoch that begins is shown, of a run over data that come in parts.
+        facts: A description of the model and the data, for the first line of the log.
+        began: The time when ``fit`` was called, by ``time.monotonic()``.
+        one_pass: Whether only the current epoch is shown, for a run over data that arrive in parts.
     """
     if mode == "true" or (mode == "auto" and (sys.stderr.isatty() or _in_notebook())):
         return ProgressBar(one_pass)
@@ -41,8 +41,8 @@ def progress_of(mode: str, facts: str, began: float, one_pass: bool = False) -> 
 
 
 class ProgressBar(Progress):
-    """A tqdm bar with epoch, loss, samples/s, a metric of the last validation, and what training
-    waits for: a validation, a checkpoint."""
+    """A tqdm bar with epoch, loss, samples/s, a metric of the last validation, and what training is
+    waiting for (a validation, a checkpoint)."""
 
     def __init__(self, one_pass: bool = False) -> None:
         self._one_pass = one_pass
@@ -88,14 +88,14 @@ class ProgressBar(Progress):
         self.close()
 
     def close(self) -> None:
-        """Leave the terminal's line; also called where the fit fails."""
+        """Release the terminal's line; called even if the fit fails."""
         self._own_line.close()
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
     def _tell_of_checkpoint(self, trainer: Any, state: TrainState) -> bool:
-        """Show that training waits for a checkpoint; whether it does."""
+        """Show that training waits for a checkpoint, and return whether it does."""
         checkpoint = trainer.checkpoint
         if checkpoint is None or checkpoint.asynchronous:
             return False
@@ -117,10 +117,10 @@ class ProgressBar(Progress):
 
 
 class ProgressLog(Progress):
-    """Lines of the logger "sparkdl": what is trained, and every 30 seconds how far it is.
+    """Lines of the logger "sparkdl": what is trained, and every 30 seconds the progress.
 
-    They are of level INFO. Where logging is not configured they go to the standard error, as warnings
-    do; else they go where the configuration says.
+    Their level is INFO. If logging is not configured they go to the standard error, as warnings do;
+    otherwise they go where the configuration says.
     """
 
     def __init__(self, facts: str, began: float, one_pass: bool = False) -> None:
@@ -167,7 +167,8 @@ class ProgressLog(Progress):
 
 
 def _metric(trainer: Any, state: TrainState) -> Iterator[str]:
-    """Give a metric of the last validation: what weights are kept by, else the first but the loss."""
+    """Yield a metric of the last validation: the one that selects the best weights, else the first
+    that is not the loss."""
     if state.metrics:
         best = trainer.validation.best if trainer.validation else None
         name = best or next((name for name in state.metrics if name != "loss"), "loss")
@@ -176,7 +177,7 @@ def _metric(trainer: Any, state: TrainState) -> Iterator[str]:
 
 
 def _log(text: str) -> None:
-    """Log ``text``, to the standard error where nobody has configured logging."""
+    """Log ``text``; write it to the standard error if logging is not configured."""
     if logger.level or logger.hasHandlers():
         logger.info("%s", text)
     elif logging.root.manager.disable < logging.INFO:
@@ -187,8 +188,8 @@ def _log(text: str) -> None:
 
 @contextlib.contextmanager
 def _cleared_for_messages(bar: Any) -> Iterator[None]:
-    """Inside the block a message of sparkdl begins at the start of the bar's line, which is drawn anew
-    below it."""
+    """Make sparkdl's messages inside the block start on the bar's line; the bar is drawn again
+    below them."""
 
     def clear(record: logging.LogRecord) -> bool:
         bar.clear()

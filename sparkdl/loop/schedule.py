@@ -1,7 +1,7 @@
-"""Learning-rate schedules: torch's own, stepped on the driver on a mirror of the parameter groups.
+"""Learning-rate schedules of torch, stepped on the driver on a mirror of the parameter groups.
 
-The values travel with the iteration, so that the slices, which have the parameters but no scheduler,
-use them.
+The values are sent with the iteration, so that the slices, which have the parameters but no
+scheduler, use them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,24 @@ from sparkdl.loop.state import TrainState
 from sparkdl.slices.optimizer import OptimizerSpec
 
 PER = ("iteration", "epoch")
-"""When a schedule steps; ReduceLROnPlateau does at each validation."""
+"""The units in which a schedule steps. ReduceLROnPlateau steps at each validation instead."""
 
 _log = logging.getLogger("sparkdl")
 
 
 class Schedule:
-    """The hyperparameters of each group at the current iteration.
+    """The hyperparameters of each parameter group at the current iteration.
 
-    ``make`` is called with each optimizer of ``plan``. ``per``: one of ``PER``. ``metric``: of the
-    validation, for ReduceLROnPlateau; None: the loss, where it is the only one. Raises
-    :class:`sparkdl.errors.ModelError` where the schedule cannot be built.
+    Args:
+        plan: The optimizers.
+        make: Called with each optimizer of ``plan`` to make its scheduler; None: there is no
+            schedule.
+        per: One of ``PER``.
+        metric: The metric of the validation that ReduceLROnPlateau follows. None means the loss,
+            which must then be the only metric.
+
+    Raises:
+        ModelError: The schedule cannot be built.
     """
 
     def __init__(
@@ -49,7 +56,7 @@ class Schedule:
         self._steps = [0] * len(self._schedulers)
         self._exhausted: set[int] = set()
         self.at = TrainState()
-        """The state that it stands at."""
+        """The state at which the schedule stands."""
         self._plateaus = [isinstance(s, ReduceLROnPlateau) for s in self._schedulers]
         if metric is not None and not any(self._plateaus):
             raise ModelError(
@@ -68,11 +75,14 @@ class Schedule:
 
     @property
     def follows_validations(self) -> bool:
-        """Whether a schedule's place follows from all validations that have been."""
+        """Return whether the position of a schedule depends on all past validations."""
         return any(self._plateaus)
 
     def changes(self) -> tuple[Mapping[str, Any], ...] | None:
-        """What differs from the optimizers' own values, one mapping a group; None without schedule."""
+        """Return the values that differ from the optimizers' own, one mapping for each group.
+
+        Return None if there is no schedule.
+        """
         if not self._schedulers:
             return None
         return tuple(
@@ -81,10 +91,10 @@ class Schedule:
         )
 
     def after(self, previous: TrainState, current: TrainState) -> None:
-        """Advance by what happened between two states: iterations, epochs, or validations."""
+        """Advance by the events between two states: iterations, epochs, or validations."""
         for validated in current.validations[len(previous.validations) :]:
             value = validated.metrics.get(self._metric or "loss")
-            if value is not None:  # there was nothing to measure, or the metric is a new one
+            if value is not None:  # None: there was nothing to measure, or the metric is new
                 self._step(self._plateaus, value)
         others = [not plateau for plateau in self._plateaus]
         for _ in range(getattr(current, self._per) - getattr(previous, self._per)):
@@ -92,16 +102,21 @@ class Schedule:
         self.at = current
 
     def catch_up(self, state: TrainState) -> None:
-        """Bring a fresh schedule to where that of a run stood after ``state``, bit for bit."""
+        """Bring a fresh schedule to the position of a run's schedule after ``state``, bit for bit."""
         self.after(TrainState(), state)
 
     def check(
         self, limit: int | None, iterations_per_epoch: int = 1, metrics: Sequence[str] = ()
     ) -> None:
-        """Raise :class:`sparkdl.errors.ModelError` where the schedule cannot serve the run.
+        """Check that the schedule fits the run.
 
-        ``limit``: its last iteration, as far as it is known. ``metrics``: what its validation
-        gives; empty without validation.
+        Args:
+            limit: The last iteration of the run, if it is known.
+            iterations_per_epoch: The number of iterations of an epoch.
+            metrics: The metrics of the run's validation; empty without validation.
+
+        Raises:
+            ModelError: It does not fit.
         """
         if self.follows_validations:
             if not metrics:
@@ -134,7 +149,7 @@ class Schedule:
             self._steps[number] += 1
             total = self._totals[number]
             if total is not None and self._steps[number] >= total:
-                # there are values for total_steps iterations; torch would go beyond the curve
+                # there are values for total_steps iterations only; torch would leave the curve
                 if self._steps[number] > total:
                     self._give_up(number, f"total_steps={total}")
                 continue
@@ -146,13 +161,13 @@ class Schedule:
                 warnings.filterwarnings("ignore", message="Detected call of")
                 try:
                     scheduler.step(*arguments)
-                except Exception as error:  # run out: no reason to lose a training under way
+                except Exception as error:  # at its end: no reason to abort a training
                     for group, values in zip(groups, before, strict=True):
                         group.update(values)
                     self._give_up(number, f"{type(error).__name__}: {error}")
 
     def _give_up(self, number: int, reason: str) -> None:
-        """Keep the values of a scheduler from now on, and say so."""
+        """Keep the values of a scheduler from now on, and log a warning."""
         self._exhausted.add(number)
         scheduler = self._schedulers[number]
         rates = [f"{float(g['lr']):g}" for g in scheduler.optimizer.param_groups if "lr" in g]
@@ -165,7 +180,7 @@ class Schedule:
         )
 
     def _check_metric(self, known: Sequence[str]) -> None:
-        """Raise where it is not clear which metric a plateau follows."""
+        """Raise ModelError if it is ambiguous which metric ReduceLROnPlateau follows."""
         metric = self._metric
         if metric not in known and (metric is not None or list(known) != ["loss"]):
             named = (
@@ -194,7 +209,7 @@ def _scheduler(make: Callable[[torch.optim.Optimizer], Any], mirror: torch.optim
 
 
 def _total_steps(scheduler: Any) -> Iterator[int]:
-    """How many steps a scheduler has, where it ends: OneCycleLR, alone or chained."""
+    """Yield the numbers of steps after which a scheduler ends: OneCycleLR, alone or chained."""
     if isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR):
         yield scheduler.total_steps
     if isinstance(scheduler, torch.optim.lr_scheduler.ChainedScheduler):

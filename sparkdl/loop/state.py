@@ -1,4 +1,4 @@
-"""Where a training run stands: one immutable value."""
+"""The state of a training run, as one immutable value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Validated:
-    """One validation: after which iteration and epoch, and the value of each metric by name."""
+    """One validation: the iteration and epoch after which it was made, and the value of each metric
+    by name."""
 
     iteration: int
     epoch: int
@@ -22,45 +23,47 @@ class Validated:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """The state after an iteration; triggers and callbacks see nothing else of the loop."""
+    """The state after an iteration. It is all that triggers and callbacks see of the loop."""
 
     iteration: int = 0
     """Iterations completed."""
     epoch: int = 0
     """Epochs completed."""
     position: int = 0
-    """Iterations completed of the epoch that is under way; 0 between two epochs."""
+    """Iterations completed in the current epoch; 0 between two epochs."""
     samples: int = 0
-    """Samples seen, all epochs together."""
+    """Samples seen, over all epochs."""
     loss: float = float("nan")
     """Mean loss of the last global batch."""
     learning_rates: tuple[float, ...] = ()
-    """Of the last iteration, one a parameter group."""
+    """Learning rates of the last iteration, one for each parameter group."""
     seconds: float = 0.0
-    """Since the first iteration began; of a resumed run, the earlier parts included."""
+    """Seconds since the first iteration began; in a resumed run the earlier parts are included."""
     iterations_per_epoch: int = 0
-    """Of the data that are trained on; the last batch may be short."""
+    """Iterations of an epoch of the training data; the last batch may be short."""
     gradient_norm: float | None = None
     """The global norm of the last gradient before clipping; None without ``clip_norm``, and with
-    ``local_steps`` above 1, where each replica clips its own."""
+    ``local_steps`` above 1, where each replica clips its own gradient."""
     skipped: int = 0
-    """Iterations whose update was left out because a gradient was not finite."""
+    """Iterations whose update was skipped because a gradient was not finite."""
     loss_scale: float = 1.0
-    """What the loss of the next iteration is multiplied by; 1 unless ``precision="fp16"``."""
+    """The factor of the loss in the next iteration; 1 unless ``precision="fp16"``."""
     loss_scale_age: int = 0
     """Iterations since the loss scale changed."""
     timings: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of the last iteration by activity, the slowest task's: schedule, data, fetch,
-    forward, backward, pipeline (both, of stages), compress, publish, reduce, update; ``iteration`` is
-    the whole of it. And snapshot, where one was taken after it."""
+    """Seconds of the last iteration by activity, those of the slowest task: schedule, data, fetch,
+    forward, backward, pipeline (forward and backward of pipeline stages), compress, publish,
+    reduce, update. ``iteration`` is the total. ``snapshot`` is added if one was taken after the
+    iteration.
+    """
     bytes_sent: int = 0
-    """Bytes of gradients and weights that the last iteration sent between nodes, without headers: of
-    the node and the direction (out or in) that had most. 0 on one node."""
+    """Bytes of gradients and weights that the last iteration sent between nodes, without headers,
+    for the busiest node and its busiest direction (out or in). 0 on one node."""
     histograms: Mapping[str, Histogram] | None = None
-    """Of the last iteration where ``Trainer.histograms`` asked for them: "weights/NAME" and
-    "gradients/NAME" for each trainable parameter."""
+    """Histograms of the last iteration, if ``Trainer.histograms`` requested them: "weights/NAME"
+    and "gradients/NAME" for each trainable parameter."""
     validations: tuple[Validated, ...] = ()
-    """Every validation so far, oldest first. Where ``partial_fit`` goes on, see
+    """Every validation so far, oldest first. For continued ``partial_fit`` see
     :func:`recent_validations`."""
     best: Validated | None = None
     """The validation whose weights are kept; None without ``Validation(best=...)``."""
@@ -71,20 +74,20 @@ class TrainState:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The last validation's values by name; empty before the first."""
+        """Return the last validation's values by name; empty before the first."""
         return self.validations[-1].metrics if self.validations else {}
 
 
 MOST_VALIDATIONS = 1000
-"""So many validations a stream takes along from one batch of data to the next, and a few more."""
+"""The number of validations, plus a few, that a stream carries from one batch of data to the next."""
 
 
 def recent_validations(validations: Sequence[Validated]) -> tuple[Validated, ...]:
-    """The last :data:`MOST_VALIDATIONS`, and of those before them the ones with the least and the
-    greatest value of each metric.
+    """Return the last :data:`MOST_VALIDATIONS`, and of the earlier ones those with the smallest and
+    the largest value of each metric.
 
-    So a trigger that compares recent validations with the best one of all before them decides the same;
-    one whose patience is :data:`MOST_VALIDATIONS` or more does not.
+    So a trigger that compares recent validations with the best of all before them decides the same;
+    but not one whose patience is :data:`MOST_VALIDATIONS` or more.
     """
     old, recent = validations[:-MOST_VALIDATIONS], validations[-MOST_VALIDATIONS:]
     kept: set[int] = set()
@@ -97,7 +100,7 @@ def recent_validations(validations: Sequence[Validated]) -> tuple[Validated, ...
 
 
 def next_counters(state: TrainState) -> TrainState:
-    """What the counters will be after the next iteration."""
+    """Return ``state`` with the counters after the next iteration."""
     ends = state.position + 1 == state.iterations_per_epoch
     position = 0 if ends else state.position + 1
     return replace(

@@ -1,4 +1,4 @@
-"""What a trigger is, and the boolean algebra over triggers: ``&``, ``|`` and ``~``."""
+"""The interface of a trigger, and the Boolean operators on triggers: ``&``, ``|`` and ``~``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from sparkdl.loop.state import TrainState
 class Trigger:
     """A pure predicate over two states: ``trigger(previous, current) -> bool``.
 
-    A class is declared with ``predictable=True`` if it reads nothing but counters and validations that
-    have been: iterations may then be sent to an engine before those that precede them have ended. That
-    is not inherited: each class says so for itself.
+    Declare a class with ``predictable=True`` if it uses only counters and past validations: then
+    iterations may be sent to an engine before those that precede them have ended. This is not
+    inherited: each class declares it for itself.
     """
 
     _predictable: ClassVar[bool] = False
@@ -24,21 +24,23 @@ class Trigger:
 
     @property
     def predictable(self) -> bool:
-        """Whether the trigger reads nothing but counters and validations that have been."""
+        """Return whether the trigger uses only counters and past validations."""
         return self._predictable
 
     def __call__(self, previous: TrainState, current: TrainState) -> bool:
         raise TypeError(f"{type(self).__name__} does not define __call__(previous, current)")
 
     def limit(self, iterations_per_epoch: int) -> int | None:
-        """The iteration from which on it is always true, where that is known beforehand.
+        """Return the iteration from which on the trigger is always true, if that is known in
+        advance.
 
-        A run that stops on it is no longer than that (the total of a progress bar).
+        A run that stops on the trigger is not longer (the total of a progress bar).
         """
         return None
 
     def metrics(self) -> frozenset[str]:
-        """Names of the metrics that it looks at; without them in a validation it is never true."""
+        """Return the names of the metrics that it uses; if a validation lacks them it is never
+        true."""
         return frozenset()
 
     def __and__(self, other: Trigger) -> Trigger:
@@ -53,7 +55,7 @@ class Trigger:
 
 @dataclass(frozen=True)
 class And(Trigger):
-    """True where both are."""
+    """True if both are."""
 
     left: Trigger
     right: Trigger
@@ -74,12 +76,12 @@ class And(Trigger):
         return self.left.metrics() | self.right.metrics()
 
     def __invert__(self) -> Trigger:
-        return Or(~self.left, ~self.right)  # so that limits are known through a negation
+        return Or(~self.left, ~self.right)  # so that limits survive a negation
 
 
 @dataclass(frozen=True)
 class Or(Trigger):
-    """True where one is."""
+    """True if at least one is."""
 
     left: Trigger
     right: Trigger
@@ -104,7 +106,7 @@ class Or(Trigger):
 
 @dataclass(frozen=True)
 class Not(Trigger):
-    """True where ``trigger`` is not. When it is true for good is not known: no limit."""
+    """True if ``trigger`` is not. From when on it stays true is not known, so it has no limit."""
 
     trigger: Trigger
 

@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class MaxEpoch(Trigger, predictable=True):
-    """See :func:`max_epoch`."""
+    """The trigger of :func:`max_epoch`."""
 
     epochs: int
 
@@ -47,7 +47,7 @@ class MaxEpoch(Trigger, predictable=True):
 
 @dataclass(frozen=True)
 class MaxIteration(Trigger, predictable=True):
-    """See :func:`max_iteration`."""
+    """The trigger of :func:`max_iteration`."""
 
     iterations: int
 
@@ -60,7 +60,7 @@ class MaxIteration(Trigger, predictable=True):
 
 @dataclass(frozen=True)
 class EveryEpoch(Trigger, predictable=True):
-    """See :func:`every_epoch`."""
+    """The trigger of :func:`every_epoch`."""
 
     def __call__(self, previous: TrainState, current: TrainState) -> bool:
         return current.epoch > previous.epoch
@@ -68,7 +68,7 @@ class EveryEpoch(Trigger, predictable=True):
 
 @dataclass(frozen=True)
 class Every(Trigger, predictable=True):
-    """See :func:`every`."""
+    """The trigger of :func:`every`."""
 
     iterations: int
 
@@ -78,7 +78,7 @@ class Every(Trigger, predictable=True):
 
 @dataclass(frozen=True)
 class EverySeconds(Trigger):
-    """See :func:`every_seconds`."""
+    """The trigger of :func:`every_seconds`."""
 
     seconds: float
 
@@ -88,7 +88,7 @@ class EverySeconds(Trigger):
 
 @dataclass(frozen=True)
 class MaxTime(Trigger):
-    """See :func:`max_time`."""
+    """The trigger of :func:`max_time`."""
 
     seconds: float
 
@@ -98,7 +98,7 @@ class MaxTime(Trigger):
 
 @dataclass(frozen=True)
 class MinLoss(Trigger):
-    """See :func:`min_loss`."""
+    """The trigger of :func:`min_loss`."""
 
     loss: float
 
@@ -108,7 +108,7 @@ class MinLoss(Trigger):
 
 @dataclass(frozen=True)
 class MaxScore(Trigger, predictable=True):
-    """See :func:`max_score`."""
+    """The trigger of :func:`max_score`."""
 
     metric: str
     score: float
@@ -125,7 +125,7 @@ class MaxScore(Trigger, predictable=True):
 
 @dataclass(frozen=True)
 class Plateau(Trigger, predictable=True):
-    """See :func:`plateau`."""
+    """The trigger of :func:`plateau`."""
 
     metric: str
     patience: int
@@ -149,60 +149,72 @@ class Plateau(Trigger, predictable=True):
 
 
 def max_epoch(epochs: int) -> Trigger:
-    """True once ``epochs`` epochs are complete."""
+    """Return a trigger that is true once ``epochs`` epochs are complete."""
     return MaxEpoch(_positive("max_epoch", epochs))
 
 
 def max_iteration(iterations: int) -> Trigger:
-    """True once ``iterations`` iterations are complete."""
+    """Return a trigger that is true once ``iterations`` iterations are complete."""
     return MaxIteration(_positive("max_iteration", iterations))
 
 
 def every_epoch() -> Trigger:
-    """True at the end of each epoch."""
+    """Return a trigger that is true at the end of each epoch."""
     return EveryEpoch()
 
 
 def every(iterations: int) -> Trigger:
-    """True at each multiple of ``iterations`` iterations."""
+    """Return a trigger that is true at each multiple of ``iterations`` iterations."""
     return Every(_positive("every", iterations))
 
 
 def several_iterations(iterations: int) -> Trigger:
-    """BigDL's name for :func:`every`."""
+    """Return the trigger of :func:`every`, under BigDL's name."""
     return Every(_positive("several_iterations", iterations))
 
 
 def every_seconds(seconds: float) -> Trigger:
-    """True after the first iteration that ends past each multiple of ``seconds`` of training."""
+    """Return a trigger that is true after the first iteration that ends past each multiple of
+    ``seconds`` seconds of training."""
     return EverySeconds(_duration("every_seconds", seconds))
 
 
 def max_time(seconds: float) -> Trigger:
-    """True once training has taken ``seconds``; of a resumed run, the earlier parts count too."""
+    """Return a trigger that is true once training has taken ``seconds`` seconds, with the earlier
+    parts of a resumed run."""
     return MaxTime(_duration("max_time", seconds))
 
 
 def min_loss(loss: float) -> Trigger:
-    """True where the loss of the last global batch is at most ``loss``."""
+    """Return a trigger that is true if the loss of the last global batch is at most ``loss``."""
     return MinLoss(_number(f"min_loss({loss!r})", loss))
 
 
 def max_score(metric: str, score: float) -> Trigger:
-    """True where ``metric`` was at least ``score`` in the last validation.
+    """Return a trigger that is true if ``metric`` was at least ``score`` in the last validation.
 
-    At most ``score``, where less of the metric is better. False before the first validation.
+    If less of the metric is better, it must be at most ``score``. The trigger is false before the
+    first validation.
     """
     call = f"max_score({metric!r}, {score!r})"
     return MaxScore(_name(call, metric), _number(call, score))
 
 
 def plateau(metric: str, patience: int, min_delta: float = 0.0) -> Trigger:
-    """True once ``patience`` validations in a row brought nothing: early stopping.
+    """Return a trigger for early stopping, true once ``patience`` validations in a row brought no
+    improvement.
 
-    None of the last ``patience`` values of ``metric`` is better than the best one before them by
-    more than ``min_delta``. Whether more or less is better is a property of the metric. A value
-    that is not a number is no improvement.
+    It is true if none of the last ``patience`` values of the metric is better than the best value
+    before them by more than ``min_delta``. Whether more or less is better is a property of the
+    metric. A NaN is no improvement.
+
+    Args:
+        metric: The name of a metric of the validation.
+        patience: The number of validations, at least 1.
+        min_delta: The smallest difference that counts, at least 0.
+
+    Raises:
+        ParameterError: An argument is wrong.
     """
     call = f"plateau({metric!r}, {patience!r}, {min_delta!r})"
     patience = plain(patience)
@@ -215,13 +227,13 @@ def plateau(metric: str, patience: int, min_delta: float = 0.0) -> Trigger:
 
 
 def no_trigger(place: str, value: object, example: str, of: Callable[..., Trigger] = every) -> str:
-    """Return what to say of ``value``, which was given where a trigger is wanted.
+    """Return the error message for a value that was given in place of a trigger.
 
     Args:
-        place: Where it was given, with "{}" in the place of the value.
-        value: What was given.
-        example: A trigger to give there.
-        of: The function that makes a trigger to give there of a number.
+        place: The argument in the call, with "{}" in place of the value.
+        value: The value.
+        example: A suitable trigger.
+        of: The function that makes a suitable trigger from a number.
     """
     name = getattr(value, "__name__", "")
     if name in __all__ and globals()[name] is value and not isinstance(value, type):
@@ -233,7 +245,7 @@ def no_trigger(place: str, value: object, example: str, of: Callable[..., Trigge
 
 
 def _sign(metric: str, state: TrainState) -> int:
-    """Times which more of the metric is better."""
+    """Return the factor that makes more of the metric better."""
     return 1 if state.higher_is_better.get(metric, True) else -1
 
 

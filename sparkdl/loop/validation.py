@@ -1,4 +1,4 @@
-"""Validation inside training: scores on the executors, with the replicas' weights as they stand."""
+"""Validation during training: scores on the executors, with the replicas' current weights."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ EVERY_EPOCH = EveryEpoch()
 
 @dataclass(frozen=True)
 class Validation:
-    """What to validate on, with what, and when.
+    """The data, the metrics and the times of validations.
 
-    Its metrics come to ``history`` and to triggers: ``stop=max_epoch(50) | plateau("accuracy", 3)``
-    stops early.
+    The metrics are in ``history`` and available to triggers:
+    ``stop=max_epoch(50) | plateau("accuracy", 3)`` stops early.
     """
 
     data: DataFrame | RDD[Any]
     """Read once, with the trainer's columns, into slabs beside the training samples."""
     metrics: Sequence[Any] | Mapping[str, Any] = ()
-    """As for ``trained.evaluate``; "loss" is always there."""
+    """As for ``trained.evaluate``; "loss" is always included."""
     every: Trigger = EVERY_EPOCH
-    """When; by default after each epoch."""
+    """When to validate; by default after each epoch."""
     best: str | None = None
     """A metric: the weights with its best value are kept, and returned as ``trained.best``."""
     batch_size: int = 1024
-    """Rows a forward pass of one replica."""
+    """Rows in a forward pass of one replica."""
     output: Part = None
-    """What of the returned value the metrics are of, where that is not ``Trainer.output``."""
+    """The part of the model's output that the metrics use, if it is not ``Trainer.output``."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -56,7 +56,7 @@ class Validation:
             problems.append(f"Validation(batch_size={self.batch_size}): give at least 1.")
         problems += problems_of_part(self.output, "Validation: ")
         raise_all(ParameterError, problems)
-        if isinstance(self.metrics, Iterator):  # it can be gone through once
+        if isinstance(self.metrics, Iterator):  # it can be consumed only once
             object.__setattr__(self, "metrics", tuple(self.metrics))
         names = ["loss", *(metric.name for metric in resolve(self.metrics))]
         if self.best is not None and self.best not in names:
@@ -66,7 +66,7 @@ class Validation:
 
 
 class Validator:
-    """The loop's stage: validate where it is due, and keep the best weights."""
+    """The periodic task of the loop that validates when it is due, and keeps the best weights."""
 
     hook = "on_validation_end"
 
@@ -95,15 +95,21 @@ class Validator:
         )
 
     def finish(self, state: TrainState) -> TrainState:
-        """See :class:`sparkdl.loop.loop.PeriodicTask`."""
+        """Return ``state``, because nothing is left to do, see
+        :class:`sparkdl.loop.loop.PeriodicTask`."""
         return state
 
 
 def is_better(record: Validated, best: Validated | None, metric: str, higher: bool) -> bool:
-    """Whether a validation's value is better than the best before; NaN never is, nor is none, where
-    there was nothing to measure.
+    """Return whether a validation's value is better than the best one before.
 
-    ``higher``: more is better.
+    NaN never is better, and neither is a missing value, if there was nothing to measure.
+
+    Args:
+        record: The validation.
+        best: The best validation before, or None.
+        metric: The name of the metric.
+        higher: Whether more is better.
     """
     value = record.metrics.get(metric, math.nan)
     if math.isnan(value) or best is None:

@@ -1,4 +1,4 @@
-"""What a metric is: a fold over batches whose states of several partitions merge into one."""
+"""The interface of a metric: a fold over batches whose states of several partitions merge into one."""
 
 from __future__ import annotations
 
@@ -11,50 +11,59 @@ import torch
 
 
 class Metric(ABC):
-    """A figure of merit of a model's output against the label, over any number of batches.
+    """A metric of a model's output against the label, over any number of batches.
 
-    A metric is a constant: what it has seen is in the *state*, a value that pickles. Each partition
-    folds its batches into a state of its own (``start``, then ``update`` batch by batch); the driver
-    merges these in the order of the partitions and asks for the ``value``. For any cut of the data
-    into batches and partitions the value shall be that of one pass over everything, so a state keeps
-    sums and counts, or what was seen, never averages.
+    A metric object is constant. All that it has seen is in the *state*, a value that can be
+    pickled. Each partition folds its batches into its own state (``start``, then ``update`` batch
+    by batch). The driver merges these states in the order of the partitions and calls ``value``.
+    For any cut of the data into batches and partitions the value must be that of one pass over
+    everything, so a state keeps sums and counts, or the samples themselves, but never averages.
 
-    Subclass it for a metric of your own. An object of it must pickle, so give it no open files.
+    Subclass it to write a metric of your own. Objects of it must be picklable, so do not store open
+    files in them.
     """
 
     name: str
-    """What the value is called in the result."""
+    """The name of the value in the result."""
     higher_is_better: bool = True
-    """Whether more is better; early stopping and "keep the best" go by it."""
+    """Whether more is better; early stopping and "keep the best" use it."""
 
     @abstractmethod
     def start(self) -> Any:
-        """The state before the first batch; a new one at each call."""
+        """Return the state before the first batch, a new object at each call."""
 
     @abstractmethod
     def update(self, state: Any, output: torch.Tensor, target: torch.Tensor) -> Any:
-        """The state after a batch more. ``output`` and ``target``: tensors on the CPU, rows first.
+        """Return the state after one more batch. ``state`` itself may be changed or consumed.
 
-        Go on with what is returned; ``state`` itself may have been used up. Raise ValueError for
-        shapes or values that cannot work: the user sees it with the metric's name and the shapes.
+        Args:
+            state: The state before the batch.
+            output: The model's output, on the CPU, rows first.
+            target: The label, on the CPU, rows first.
+
+        Raises:
+            ValueError: The shapes or values cannot work. The user sees the message with the
+                metric's name and the shapes.
         """
 
     @abstractmethod
     def merge(self, one: Any, other: Any) -> Any:
-        """The state of ``one``'s samples followed by ``other``'s. Both may be used up."""
+        """Return the state of ``one``'s samples followed by ``other``'s. Both may be changed or
+        consumed."""
 
     @abstractmethod
     def value(self, state: Any) -> float:
-        """The metric of everything seen; nan where it is not defined."""
+        """Return the metric over everything seen; nan if it is not defined."""
 
     def is_empty(self, state: Any) -> bool:
-        """Whether nothing was measured; the metric is then left out of the result."""
+        """Return whether nothing was measured; the metric is then omitted from the result."""
         return False
 
 
 @dataclass(frozen=True)
 class MeanMetric(Metric):
-    """A mean over samples: ``function(output, target)`` gives one value a sample (or element).
+    """A mean over samples: ``function(output, target)`` returns one value for each sample (or
+    element).
 
     The state is (sum, count), in float64.
     """
@@ -64,7 +73,7 @@ class MeanMetric(Metric):
     higher_is_better: bool = True
 
     def sums(self, output: torch.Tensor, target: torch.Tensor) -> tuple[float, float]:
-        """(sum, count) over a batch, in float64."""
+        """Return (sum, count) over a batch, in float64."""
         values = self.function(output, target)
         if values.ndim == 0 and output.ndim and len(output) > 1:
             raise ValueError(

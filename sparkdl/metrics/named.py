@@ -1,4 +1,4 @@
-"""Metrics by name: what strings, pairs, dicts and torchmetrics given as ``metrics`` stand for."""
+"""Metrics by name: the meaning of strings, pairs, dicts and torchmetrics in ``metrics``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparkdl.model.loss import ClassLoss, unwrapped
 __all__ = ["METRICS", "MeanMetric", "Metric", "Metrics", "resolve"]
 
 Metrics: TypeAlias = Iterable[Any] | Mapping[str, Any]
-"""What :func:`resolve` takes."""
+"""The type of the argument of :func:`resolve`."""
 
 
 def _accuracy(
@@ -31,8 +31,11 @@ def _accuracy(
     classes: bool = False,
     ignored: int | None = None,
 ) -> torch.Tensor:
-    """Classes by argmax over dimension 1; one output a sample means a logit, positive for class 1. The
-    others: see :class:`Judging`."""
+    """Return whether each prediction is right.
+
+    Classes are the argmax over dimension 1. One output for each sample is a logit, positive for
+    class 1. See :class:`Judging` for the other parameters.
+    """
     if output.ndim <= 2:
         output, target = _without_ones(output, target)
     if classes and output.ndim > 1 and output.shape == target.shape:
@@ -53,14 +56,15 @@ def _squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def _difference(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Of the values, in float64: booleans have none of their own, and that of small integers wraps."""
+    """Return the difference in float64: booleans have none, and that of small integers wraps
+    around."""
     output, target = _without_ones(output, target)
     target = _same_shape(output, target)
     return output - target if output.is_complex() else output.double() - target.double()
 
 
 def _without_ones(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, 1) as (B,), of either: torch would broadcast (B, 1) and (B,) to (B, B)."""
+    """Reshape (B, 1) to (B,), in either: torch would broadcast (B, 1) and (B,) to (B, B)."""
     pair = [
         one.reshape(-1) if one.ndim == 2 and one.shape[1] == 1 else one for one in (output, target)
     ]
@@ -68,7 +72,7 @@ def _without_ones(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Ten
 
 
 def _same_shape(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """``target``. Raises ValueError where it has not the shape of ``output``."""
+    """Return ``target``, or raise ValueError if its shape is not that of ``output``."""
     if output.shape != target.shape:
         raise ValueError("the label must have one value for each value of the output")
     return target
@@ -80,7 +84,7 @@ METRICS = {
     "mae": MeanMetric("mae", _absolute_error, higher_is_better=False),
     "mse": MeanMetric("mse", _squared_error, higher_is_better=False),
 }
-"""The means that have a name of their own."""
+"""The means that are selected by a fixed name."""
 
 _OF_K = {"top": top_k, "hit_ratio": hit_ratio, "ndcg": ndcg}
 _K = re.compile(r"(?P<name>top|hit_ratio|ndcg)@(?P<k>\d+)")
@@ -88,12 +92,15 @@ _KNOWN = ("loss", "accuracy", "top1", "top5", "top@k", "mae", "mse", "auc", "hit
 
 
 def resolve(metrics: Metrics) -> list[Metric]:
-    """Names and metrics -> metrics, in order.
+    """Return the metrics that ``metrics`` stands for, in order.
 
     Each is a name (see docs/guide/metrics.md), a :class:`Metric`, a ``torchmetrics.Metric``, or a
-    pair (name, one of these); a dict {name: one of these} stands for such pairs. "loss" is left out,
-    as it comes anyway. Raises :class:`ParameterError` for an unknown name, with the nearest one, and
-    for two metrics of one name.
+    pair (name, one of these). A dict {name: one of these} stands for such pairs. "loss" is skipped,
+    because it is always computed.
+
+    Raises:
+        ParameterError: A name is unknown (the message suggests the nearest one), or two metrics
+            have the same name.
     """
     if isinstance(metrics, str) or not isinstance(metrics, Iterable):
         raise ParameterError(f"metrics={metrics!r}: give a list, such as metrics=[{metrics!r}].")
@@ -118,11 +125,13 @@ def resolve(metrics: Metrics) -> list[Metric]:
 
 @dataclass(frozen=True, kw_only=True)
 class Judging:
-    """How output and label are taken by an accuracy, which is as the loss takes them; a saved model
-    tells it, which has no loss.
+    """How an accuracy interprets output and label: in the way that the loss does. A saved model,
+    which has no loss, stores this.
 
-    ``threshold``: above it an output means class 1. ``classes``: a label of the output's shape is a
-    probability of each class. ``ignored``: a label that does not count.
+    Attributes:
+        threshold: An output above it means class 1.
+        classes: A label with the output's shape is a probability of each class.
+        ignored: A label that does not count.
     """
 
     threshold: float = 0.0
@@ -131,8 +140,10 @@ class Judging:
 
     @staticmethod
     def of(loss: Any) -> Judging:
-        """BCELoss takes a probability, CrossEntropyLoss and NLLLoss classes, of which they may ignore
-        one."""
+        """Return the interpretation of a loss.
+
+        BCELoss takes a probability; CrossEntropyLoss and NLLLoss take classes and may ignore one.
+        """
         function, _ = unwrapped(loss)
         if isinstance(function, nn.BCELoss) or function is nn.functional.binary_cross_entropy:
             return Judging(threshold=0.5)
@@ -145,8 +156,14 @@ class Judging:
 def suited(
     metrics: Iterable[Metric], loss: Any, judging: Judging | None = None
 ) -> tuple[Metric, ...]:
-    """``metrics``, the accuracies among them as ``loss`` takes output and label; where there is no loss
-    as ``judging`` says."""
+    """Return ``metrics`` with the accuracies among them set to interpret output and label as
+    ``loss`` does.
+
+    Args:
+        metrics: The metrics.
+        loss: The loss, or None.
+        judging: The interpretation to use if there is no loss.
+    """
     judging = judging or Judging()
     how = vars(judging if loss is None else Judging.of(loss))
     return tuple(
@@ -175,7 +192,7 @@ def _metric(one: Any) -> Metric:
 
 
 def _named(name: str, one: Any) -> Metric:
-    """``one`` under another name."""
+    """Return ``one`` under another name."""
     if is_torchmetric(one):
         return TorchMetric.of(name, one)
     metric = copy.copy(_metric(one))
@@ -183,7 +200,7 @@ def _named(name: str, one: Any) -> Metric:
     return metric
 
 
-@cache  # so that a name given twice is one metric
+@cache  # so that a name that is given twice is the same object
 def _of_name(name: str) -> Metric:
     if name in METRICS:
         return METRICS[name]

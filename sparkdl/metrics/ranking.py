@@ -1,9 +1,9 @@
-"""Metrics of an order: the area under the ROC, top-k, hit ratio and NDCG. NumPy and torch only.
+"""Ranking metrics: the area under the ROC curve, top-k, hit ratio and NDCG. NumPy and torch only.
 
-Equal scores have no order, and none is made up for them: AUC counts a tied pair half, NDCG and the
-hit ratio take the mean over all orders of the tied. A model that says the same of every candidate
-thus scores like chance, wherever the relevant one stands. (Top-k takes the first of equal classes,
-as argmax does, so that top-1 is accuracy.)
+Equal scores have no order, and no order is invented for them: AUC counts a tied pair as half; NDCG
+and the hit ratio are the mean over all orders of the tied candidates. So a model that gives every
+candidate the same score performs like chance, wherever the relevant candidate stands. (Top-k takes
+the first of equal classes, as argmax does, so that top-1 is accuracy.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from sparkdl.metrics.base import Metric
 
 
 class ScoreRun(NamedTuple):
-    """Scores of some samples: ascending and unique, with how many samples of each class have it."""
+    """The distinct scores of some samples, ascending, with the number of samples of each class at
+    each score."""
 
     scores: np.ndarray
     """float64, shape (n,)."""
@@ -30,16 +31,17 @@ class ScoreRun(NamedTuple):
 
 @dataclass(frozen=True)
 class AUC(Metric):
-    """Area under the receiver operating characteristic, exact, of binary labels.
+    """The area under the receiver operating characteristic of binary labels, exact.
 
-    The probability that a positive sample scores higher than a negative one, ties counted half:
-    T. Fawcett, "An introduction to ROC analysis", Pattern Recognition Letters 27, 2006, section 7.
-    ``output``: one score (a logit will do) a sample, shape (B,) or (B, 1), or two of them, (B, 2),
-    where the score is their difference. ``target``: 0 or 1, shape (B,) or (B, 1). nan where there
-    is one class only, or a score is nan.
+    It is the probability that a positive sample scores higher than a negative one, with ties
+    counted as half: T. Fawcett, "An introduction to ROC analysis", Pattern Recognition Letters 27,
+    2006, section 7. ``output`` is one score (for example a logit) for each sample, shape (B,) or
+    (B, 1), or two scores, (B, 2), whose difference is used. ``target`` is 0 or 1, shape (B,) or (B,
+    1). The value is nan if there is only one class, or if a score is nan.
 
-    The state is a few :class:`ScoreRun`, each less than half as long as the one before it, so that n
-    samples cost O(n log n) in all, however they arrive; it holds each distinct score once.
+    The state is a few :class:`ScoreRun`, each less than half as long as the one before it, so that
+    n samples cost O(n log n) in total, however they are batched. A run contains each distinct score
+    once.
     """
 
     name: str = "auc"
@@ -80,7 +82,7 @@ class AUC(Metric):
 
 
 def _scores(output: torch.Tensor) -> np.ndarray:
-    """One float64 a sample, shape (B,)."""
+    """Return one float64 score for each sample, shape (B,)."""
     if output.ndim == 2 and output.shape[1] == 2:
         output = output.double()
         return (output[:, 1] - output[:, 0]).numpy()
@@ -90,7 +92,7 @@ def _scores(output: torch.Tensor) -> np.ndarray:
 
 
 def _run(scores: np.ndarray, positives: np.ndarray) -> ScoreRun:
-    """Of one batch; ``positives`` is 0 or 1 for each score."""
+    """Return the run of one batch; ``positives`` is 0 or 1 for each score."""
     return _sum_equal(scores, positives, 1 - positives)
 
 
@@ -119,9 +121,15 @@ def _settled(runs: list[ScoreRun]) -> tuple[ScoreRun, ...]:
 
 
 def top_k(output: torch.Tensor, target: torch.Tensor, k: int) -> torch.Tensor:
-    """Whether the class ``target`` is among the ``k`` highest scores. Shape (B,), bool.
+    """Return whether the class ``target`` is among the ``k`` highest scores. Shape (B,), bool.
 
-    ``output``: (B, C); ``target``: (B,) or (B, 1). Of equal scores the first class comes first.
+    Args:
+        output: The scores, (B, C). Among equal scores the first class ranks first.
+        target: The classes, (B,) or (B, 1).
+        k: The number of highest scores.
+
+    Raises:
+        ValueError: The shapes do not fit, or ``k`` is more than C.
     """
     if output.ndim != 2 or target.numel() != len(output):
         raise ValueError(f"top-{k} needs a score for each class (B, C) and one class a sample (B,)")
@@ -132,12 +140,20 @@ def top_k(output: torch.Tensor, target: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def hit_ratio(output: torch.Tensor, target: torch.Tensor, k: int) -> torch.Tensor:
-    """Whether a relevant candidate is among the ``k`` highest scores. Shape (B,), float64.
+    """Return whether a relevant candidate is among the ``k`` highest scores. Shape (B,), float64.
 
-    A sample is one query with its C candidates: X. He et al., "Neural Collaborative Filtering",
-    WWW 2017, section 4.1. ``output``: (B, C). ``target``: the number of the one relevant candidate,
-    (B,), or what each is worth, (B, C), where more than 0 is relevant. With ties at the k-th place,
-    the probability of a hit if the tied come in random order. nan for a row with a nan score.
+    A sample is one query with its C candidates: X. He et al., "Neural Collaborative Filtering", WWW
+    2017, section 4.1. With ties at the k-th place the value is the probability of a hit if the tied
+    candidates are in random order. It is nan for a row with a nan score.
+
+    Args:
+        output: The scores, (B, C).
+        target: The number of the one relevant candidate, (B,), or the relevance of each, (B, C),
+            where more than 0 is relevant.
+        k: The number of highest scores.
+
+    Raises:
+        ValueError: The shapes or the numbers do not fit, or ``k`` is more than C.
     """
     scores, worth = _candidates(output, target, f"hit_ratio@{k}")
     if k > scores.shape[1]:
@@ -155,7 +171,7 @@ def hit_ratio(output: torch.Tensor, target: torch.Tensor, k: int) -> torch.Tenso
 
 
 def _log_choices(n: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Logarithm of the number of ways to choose k of n; -inf where k > n. float64."""
+    """Return the logarithm of the number of ways to choose k of n; -inf if k > n. float64."""
     n, k = n.double(), k.double()
     left = (n - k).clamp(min=0)
     ways = torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(left + 1)
@@ -163,14 +179,22 @@ def _log_choices(n: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def ndcg(output: torch.Tensor, target: torch.Tensor, k: int) -> torch.Tensor:
-    """Normalised discounted cumulative gain of the ``k`` highest scores. Shape (B,), float64.
+    """Return the normalized discounted cumulative gain of the ``k`` highest scores. Shape (B,),
+    float64.
 
     K. Jarvelin and J. Kekalainen, "Cumulated gain-based evaluation of IR techniques", ACM TOIS 20,
-    2002, with the discount 1 / log2(1 + rank) and the worth itself as gain; tied candidates share
-    the mean of their discounts (F. McSherry and M. Najork, ECIR 2008). The same as scikit-learn's
-    ``ndcg_score(..., k=k)``. ``output`` and ``target`` as for :func:`hit_ratio`; what a candidate is
-    worth may not be negative. A row without a relevant candidate counts 0; nan for one with a nan
-    score.
+    2002, with the discount 1 / log2(1 + rank) and the relevance itself as gain. Tied candidates
+    share the mean of their discounts (F. McSherry and M. Najork, ECIR 2008). The result is that of
+    scikit-learn's ``ndcg_score(..., k=k)``. A row without a relevant candidate counts 0; a row with
+    a nan score is nan.
+
+    Args:
+        output: The scores, (B, C).
+        target: As for :func:`hit_ratio`; relevances may not be negative.
+        k: The number of highest scores.
+
+    Raises:
+        ValueError: The shapes or values do not fit.
     """
     scores, worth = _candidates(output, target, f"ndcg@{k}")
     if (worth < 0).any():
@@ -192,7 +216,7 @@ def ndcg(output: torch.Tensor, target: torch.Tensor, k: int) -> torch.Tensor:
 def _candidates(
     output: torch.Tensor, target: torch.Tensor, name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and what each candidate is worth, both (B, C) in float64."""
+    """Return the scores and the relevance of each candidate, both (B, C) in float64."""
     if output.ndim != 2 or output.shape[1] < 2:
         raise ValueError(f"{name} needs a score for each of two or more candidates, (B, C)")
     scores = output.double()

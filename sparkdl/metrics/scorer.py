@@ -1,4 +1,4 @@
-"""Loss and metrics of batches, as states that merge: for ``evaluate`` and for validation alike."""
+"""Loss and metrics of batches, as states that merge, for both ``evaluate`` and validation."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from sparkdl.model.loss import Loss, loss_of, masses_of, weighted_mean
 from sparkdl.model.signature import Part, described, for_example, part_of
 
 States: TypeAlias = list[Any]
-"""[samples seen, (sum of the loss, sum of its weights), a state for each metric]; pickles."""
+"""[samples seen, (sum of the loss, sum of its weights), a state for each metric]; can be pickled."""
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """What to compute of the model's outputs: a loss, metrics, or both.
+    """The values to compute from the model's outputs: a loss, metrics, or both.
 
-    Each partition folds its batches into states (``start``, then ``update``), which pickle; the
-    driver merges those of all partitions, in their order, and asks for the ``values``.
+    Each partition folds its batches into states (``start``, then ``update``), which can be pickled.
+    The driver merges the states of all partitions, in their order, and calls ``values``.
     """
 
     loss: Callable[..., torch.Tensor] | None
-    """Gives the mean over a batch, or ``(sum, count)``; called as in training. A mean weighs as much as
-    its samples do: their weights, and what :func:`sparkdl.model.loss.masses_of` says. Metrics know no
-    weights."""
+    """The loss function, which is called as in training and returns the mean over a batch or
+    ``(sum, count)``. A mean is weighted by its samples: by their weights, and by
+    :func:`sparkdl.model.loss.masses_of`. Metrics do not use weights."""
     metrics: tuple[Metric, ...] = ()
     dimensions: int | None = None
-    """Of a batch's output, as far as they are known."""
+    """The number of dimensions of a batch's output, if it is known."""
     part: Part = None
-    """Of what the model returns, what the metrics are of."""
+    """The part of the model's output that the metrics get."""
     loss_part: Part = None
-    """What the loss is given."""
+    """The part of the model's output that the loss gets."""
 
     @property
     def apart(self) -> bool:
-        """Whether the metrics are of another part than the loss."""
+        """Return whether the metrics get another part of the output than the loss."""
         return self.part != self.loss_part
 
     def on(self, device: torch.device) -> Scorer:
-        """For outputs on ``device``."""
+        """Return the scorer for outputs on ``device``."""
         return self if self.loss is None else replace(self, loss=on_device(self.loss, device))
 
     def start(self) -> States:
-        """The states before the first batch."""
+        """Return the states before the first batch."""
         return [0, (0.0, 0.0), *(metric.start() for metric in self.metrics)]
 
     def update(
@@ -59,13 +59,20 @@ class Scorer:
         weights: torch.Tensor | None = None,
         samples: int | None = None,
     ) -> States:
-        """The states after a batch more; go on with these, ``states`` may have been used up.
+        """Return the states after one more batch. ``states`` itself may be changed or consumed.
 
-        ``output``: what the model returned, on any device. ``targets``: one tensor a label, on the
-        device of the output; several go to the loss as a tuple, and metrics need exactly one.
-        ``weights``: one a sample, for the loss. ``samples``: how many the batch has, by default
-        the rows of the first target or of the output. Raises :class:`ModelError` where the loss fails,
-        with the shapes, and :class:`ParameterError` where a metric does, with its name too.
+        Args:
+            states: The states before the batch.
+            output: The value that the model returned, on any device.
+            targets: One tensor for each label, on the device of the output. The loss gets several
+                as a tuple; metrics need exactly one.
+            weights: One weight for each sample, for the loss.
+            samples: The number of samples, by default the rows of the first target or of the
+                output.
+
+        Raises:
+            ModelError: The loss fails. The message contains the shapes.
+            ParameterError: A metric fails. The message contains its name and the shapes.
         """
         count = _rows(output, targets) if samples is None else samples
         if not count:
@@ -75,7 +82,7 @@ class Scorer:
         try:
             if self.loss is not None:
                 mean, weight = _mean(self.loss, output, targets, weights, count)
-                if weight:  # else its mean is not a number
+                if weight:  # otherwise the mean is nan
                     total, mass = total + float(mean) * weight, mass + weight
         except Exception as error:
             found = _shape(output) if isinstance(output, torch.Tensor) else type(output).__name__
@@ -89,7 +96,7 @@ class Scorer:
             plain, target = self._plain(self._part(returned, self.part, count), targets)
             for metric, state in zip(self.metrics, states[2:], strict=True):
                 try:
-                    with torch.autocast("cpu", enabled=False):  # validation may be inside one
+                    with torch.autocast("cpu", enabled=False):  # validation may run under autocast
                         updated.append(metric.update(state, plain, target))
                 except Exception as error:
                     raise ParameterError(
@@ -103,7 +110,11 @@ class Scorer:
         return in_rows(part_of(returned, part), count, dimensions)
 
     def merge(self, many: Sequence[States]) -> States:
-        """Of several parts of the data, in order, those of all of it."""
+        """Merge the states of several parts of the data, in order, into those of all of it.
+
+        Raises:
+            ParameterError: A metric fails.
+        """
         merged = self.start()
         for states in many:
             if not states[0]:
@@ -118,11 +129,16 @@ class Scorer:
         return merged
 
     def is_empty(self, states: States) -> bool:
-        """Whether no sample was seen."""
+        """Return whether no sample was seen."""
         return not states[0]
 
     def values(self, states: States) -> dict[str, float]:
-        """By name, "loss" first where there is one. What has seen no sample is left out."""
+        """Return the values by name, "loss" first if there is one. Metrics that saw no sample are
+        omitted.
+
+        Raises:
+            ParameterError: A metric fails.
+        """
         values = {}
         total, mass = states[1]
         if mass:
@@ -139,15 +155,18 @@ class Scorer:
 
     @property
     def higher_is_better(self) -> Mapping[str, bool]:
-        """By name, in the order of :meth:`values`."""
+        """Return whether more is better, by name, in the order of :meth:`values`."""
         loss = {} if self.loss is None else {"loss": False}
         return loss | {metric.name: metric.higher_is_better for metric in self.metrics}
 
     def check(self, output: Any, targets: Sequence[torch.Tensor]) -> None:
         """Try every metric on a preview batch: update, merge and value.
 
-        Raises :class:`ParameterError` that lists what cannot work. A value that a few rows do not
-        allow, such as a correlation of one, is no mistake.
+        A value that cannot be computed from a few rows, such as a correlation of one row, is no
+        mistake.
+
+        Raises:
+            ParameterError: Some metrics cannot work; the message lists them.
         """
         problems = []
         for metric in self.metrics:
@@ -168,7 +187,7 @@ class Scorer:
     def _plain(
         self, output: Any, targets: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and target on the CPU, for metrics."""
+        """Return output and target on the CPU, for metrics."""
         names = ", ".join(metric.name for metric in self.metrics)
         if len(targets) != 1:
             raise ParameterError(f"metrics need one label; the model has {len(targets)} ({names}).")
@@ -181,7 +200,7 @@ class Scorer:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Half precision, as a model computes under autocast, in float32."""
+    """Convert half precision, which a model returns under autocast, to float32."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
@@ -192,13 +211,13 @@ def _mean(
     weights: torch.Tensor | None,
     count: int,
 ) -> tuple[torch.Tensor, float]:
-    """The mean loss of a batch, and what it weighs in the whole."""
+    """Return the mean loss of a batch, and its weight in the total."""
     masses = masses_of(loss, targets)
     mean, taken = loss_of(loss, output, targets, weights, masses)
     if taken is not None:
         return mean / (taken or 1.0), taken
     if weights is None:
-        if isinstance(mean, torch.Tensor) and mean.numel() != 1:  # it gives a value a sample
+        if isinstance(mean, torch.Tensor) and mean.numel() != 1:  # one value for each sample
             mean = weighted_mean(loss, output, targets, torch.ones(count), masses)
         return mean, count if masses is None else float(masses.sum())
     own = weights.double().cpu()
@@ -206,7 +225,7 @@ def _mean(
 
 
 def _rows(output: Any, targets: Sequence[torch.Tensor]) -> int:
-    """Samples of a batch."""
+    """Return the number of samples of a batch."""
     first = targets[0] if targets else output
     while isinstance(first, (tuple, list, Mapping)):
         first = next(iter(first.values() if isinstance(first, Mapping) else first))
@@ -215,7 +234,7 @@ def _rows(output: Any, targets: Sequence[torch.Tensor]) -> int:
 
 def _failed(metric: Metric, error: Exception) -> str:
     reason = str(error).strip().rstrip(".")
-    if not isinstance(error, ValueError) or not reason:  # not said for the user's eyes
+    if not isinstance(error, ValueError) or not reason:  # not a message for the user
         reason = f"{type(error).__name__}: {reason}".removesuffix(": ")
     return f'metric "{metric.name}" failed: {reason}'
 
@@ -225,8 +244,14 @@ def _shape(tensor: torch.Tensor) -> str:
 
 
 def in_rows(output: Any, rows: int, dimensions: int | None = None) -> Any:
-    """``output``; where a model or a function has squeezed away that it is of a lone row, with that.
-    ``dimensions``: of a batch's output, as far as they are known."""
+    """Return ``output`` with a dimension for rows, if a model or function has squeezed that of a
+    single row.
+
+    Args:
+        output: The output.
+        rows: The number of rows of the batch.
+        dimensions: The number of dimensions of a batch's output, if it is known.
+    """
     if rows != 1 or not isinstance(output, torch.Tensor):
         return output
     alone = output.ndim == 0 or output.ndim + 1 == dimensions

@@ -1,6 +1,6 @@
 """Metrics of the library torchmetrics, updated on the executors and merged on the driver.
 
-The library is imported only by a user who gives one of its metrics, never here.
+This module never imports the library; only a user who gives one of its metrics does.
 """
 
 from __future__ import annotations
@@ -16,31 +16,35 @@ from sparkdl.errors import ParameterError, kind_of
 from sparkdl.metrics.base import Metric
 
 State = tuple[dict[str, Any], int]
-"""The metric's state by name (tensors, or lists of tensors), and how many updates are in it."""
+"""The metric's state by name (tensors, or lists of tensors), and the number of updates in it."""
 
 
 def is_torchmetric(value: Any) -> bool:
-    """Whether ``value`` is of a class of torchmetrics, or of a subclass."""
+    """Return whether ``value`` is an instance of a torchmetrics class or of a subclass."""
     return any(cls.__module__.partition(".")[0] == "torchmetrics" for cls in type(value).__mro__)
 
 
 @dataclass(frozen=True, eq=False)
 class TorchMetric(Metric):
-    """A ``torchmetrics.Metric`` as a :class:`Metric`; made by :meth:`of`.
+    """A ``torchmetrics.Metric`` as a :class:`Metric`, made by :meth:`of`.
 
-    Where torchmetrics does not say which way is better (None), more is taken to be better.
-    Sums, minima, maxima and lists merge by ``merge_state``; a state that is a mean is weighted by
-    the number of updates on each side, which ``merge_state`` forgets. The result is that of one pass
-    to the rounding of the metric's own states, most of them float32.
+    If torchmetrics does not say which direction is better (None), more is taken to be better. Sums,
+    minima, maxima and lists are merged by ``merge_state``. A state that is a mean is weighted by
+    the number of updates on each side, which ``merge_state`` ignores. The result equals that of one
+    pass up to the rounding of the metric's own states, most of which are float32.
     """
 
     name: str
     template: Any
-    """The user's metric, copied and reset; its states are filled in and taken out again."""
+    """The user's metric, copied and reset. Its states are set and read for each operation."""
 
     @staticmethod
     def of(name: str, metric: Any) -> TorchMetric:
-        """Raises :class:`ParameterError` for a metric that cannot be computed in parts."""
+        """Wrap a metric.
+
+        Raises:
+            ParameterError: The metric cannot be computed in parts.
+        """
         problem = _why_not(metric)
         if problem:
             raise ParameterError(
@@ -60,7 +64,7 @@ class TorchMetric(Metric):
     def update(self, state: State, output: torch.Tensor, target: torch.Tensor) -> State:
         metric = self._filled(state)
         with torch.inference_mode(False), torch.no_grad():
-            # Clones: what a list state keeps would else hold on to the batch, or to mapped memory.
+            # Clones: a list state would otherwise keep the batch, or mapped memory, alive.
             metric.update(output.clone(), target.clone())
         return dict(metric.metric_state), state[1] + 1
 
@@ -77,7 +81,7 @@ class TorchMetric(Metric):
 
     def value(self, state: State) -> float:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # such as: only one class was seen
+            warnings.simplefilter("ignore")  # for example that only one class was seen
             value = self._filled(state).compute()
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             return float(value)
@@ -107,7 +111,7 @@ class TorchMetric(Metric):
 
 
 def _why_not(metric: Any) -> str | None:
-    """Why the states of parts of the data cannot be merged into that of all; None if they can."""
+    """Return why the states of parts of the data cannot be merged into one; None if they can."""
     classes = {f"{cls.__module__}.{cls.__name__}" for cls in type(metric).__mro__}
     if "torchmetrics.metric.Metric" not in classes:
         return "give its metrics one by one, as a dict {name: metric}."
@@ -115,7 +119,7 @@ def _why_not(metric: Any) -> str | None:
     if not hasattr(metric, "merge_state"):
         return 'this version cannot merge states: pip install "torchmetrics>=1.5".'
     if type(metric).merge_state is not base.merge_state:
-        return None  # it says itself how
+        return None  # the metric has its own merge
     stacked = any(
         isinstance(default, torch.Tensor) and metric._reductions[name] is None
         for name, default in metric._defaults.items()
@@ -134,7 +138,7 @@ def _why_not(metric: Any) -> str | None:
 
 
 def _means(metric: Any) -> list[str]:
-    """Names of the states whose reduction is ``dist_reduce_fx="mean"``."""
+    """Return the names of the states whose reduction is ``dist_reduce_fx="mean"``."""
     return [
         name
         for name, reduction in metric._reductions.items()

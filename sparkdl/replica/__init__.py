@@ -1,4 +1,5 @@
-"""One replica in one iteration: mini-batch, forward, backward, and what it sends to each slice.
+"""One replica in one iteration: mini-batch, forward, backward, and the sections that it sends to
+slices.
 
 May import: ``slices``, ``metrics``, ``model``, ``data`` and ``slab``. Must not know: Spark, other
 replicas, engines.

@@ -1,24 +1,25 @@
-"""Whether processes have built the same model: driver and executors, before the first iteration.
+"""A check before the first iteration that the driver and the executors have built the same model.
 
-A recipe is built anew in every process. A file that it reads may be another one there, and so may the
-code of a module that it imports. Each process describes what it has built, and the first difference is
-told.
+Every process builds the recipe's model anew. A file that the recipe reads may be different there,
+and so may the code of a module that it imports. Each process describes the model that it has built,
+and the first difference is reported.
 
-Values are compared bit for bit. Where the bits differ, some of the values are compared as numbers: a
-driver and executors with processors of other kinds may differ in the last bits of what torch draws,
-which harms nothing, as all executors begin with the same.
+Values are compared bit for bit. If the bits differ, some of the values are compared as numbers: a
+driver and executors with processors of different kinds may differ in the last bits of random
+numbers that torch draws. That is harmless, because all executors start with the same values.
 
-A number that only ``forward`` uses, such as a constant of a module of the user's, is not compared; the
-code of its functions is (:mod:`sparkdl.usercode`). To compare what ``forward`` puts out for a fixed
-batch would tell of some such numbers, and would be wrong of some models:
+Numbers that only ``forward`` uses, such as a constant of a user's module, are not compared; the
+code of the module's functions is (:mod:`sparkdl.usercode`). Comparing the output of ``forward`` for
+a fixed batch would reveal some such numbers, but would be wrong for some models:
 
-* What is there in training alone, such as the rate of a dropout, shows in no evaluation, and in
-  training only as other random numbers.
-* Outputs that jump, such as the index of a maximum or boxes that are suppressed, differ by more than
-  rounding between processors of two kinds, and so does what a GPU draws.
-* A pass changes what it keeps in Python attributes, such as a count of calls, and the replica that has
-  made it would no longer be the one that plain PyTorch begins with; another replica for it alone takes
-  the memory of a model on each executor, and the time of a pass on the driver at the start of each fit.
+* A setting that has an effect in training only, such as the rate of a dropout, is not visible in an
+  evaluation, and in training it is visible only as other random numbers.
+* Outputs that are discontinuous, such as the index of a maximum or suppressed boxes, differ by more
+  than rounding between two kinds of processors, and so do random numbers of a GPU.
+* A pass changes state in Python attributes, such as a count of calls, so a replica that has made
+  one is no longer the replica that plain PyTorch starts with. Another replica for this pass alone
+  would take the memory of a model on each executor, and the time of a pass on the driver at the
+  start of each fit.
 """
 
 from __future__ import annotations
@@ -34,17 +35,24 @@ from torch import nn
 from sparkdl.errors import ModelError, UserError
 
 SOME = 16
-"""So many values of a tensor are compared as numbers."""
+"""The number of values of a tensor that are compared as numbers."""
 CLOSE = 1e-5
-"""Of the largest of these: what two of them may differ by."""
+"""The permitted difference of two of these values, relative to the largest of them."""
 
 logger = logging.getLogger("sparkdl")
 
 
 @dataclass(frozen=True)
 class Described:
-    """A parameter or a buffer: its role ("trained parameter", say), shape and type, the digest of its
-    values, and some of them."""
+    """The description of a parameter or a buffer.
+
+    Attributes:
+        role: The role, such as "trained parameter".
+        shape: The shape.
+        dtype: The name of the dtype.
+        digest: A digest of the bytes of all values.
+        some: Some of the values, evenly spread; empty if they are no floating-point numbers.
+    """
 
     role: str
     shape: tuple[int, ...]
@@ -56,11 +64,11 @@ class Described:
         return f"a {self.role} {list(self.shape)} of {self.dtype}"
 
     def has_form_of(self, other: Described) -> bool:
-        """Whether the two are alike but for their values."""
+        """Return whether the two have the same role, shape and dtype."""
         return (self.role, self.shape, self.dtype) == (other.role, other.shape, other.dtype)
 
     def is_close_to(self, other: Described) -> bool:
-        """Whether the values that are known of both differ by rounding at most."""
+        """Return whether the sampled values of both differ at most by rounding."""
         if not self.some:
             return False
         one, two = (torch.tensor(each.some, dtype=torch.float64) for each in (self, other))
@@ -69,11 +77,11 @@ class Described:
 
 
 Description = Mapping[str, Described]
-"""Of a module: its parameters and buffers, by name."""
+"""The type of a module's description: its parameters and buffers, by name."""
 
 
 def describe(module: nn.Module) -> Description:
-    """Every parameter and buffer as it is now."""
+    """Describe every parameter and buffer of a module as it is now."""
     found = {
         name: _described("trained parameter" if p.requires_grad else "frozen parameter", p)
         for name, p in module.named_parameters()
@@ -94,10 +102,13 @@ def _described(role: str, tensor: torch.Tensor) -> Described:
 
 @dataclass(frozen=True)
 class Compared:
-    """How a model that a process has built differs from that of the driver.
+    """The differences between the model that a process has built and the driver's model.
 
-    ``digest``: of all that it has built. The others are the first difference of a kind, as a sentence
-    or empty: ``form`` of names, shapes and types, ``values`` of values, ``rounding`` of last bits.
+    Attributes:
+        digest: A digest of the whole model.
+        form: The first difference in names, shapes or types, as a sentence; empty if there is none.
+        values: The first difference in values, as a sentence or empty.
+        rounding: The first difference in last bits only, as a sentence or empty.
     """
 
     digest: str
@@ -107,7 +118,7 @@ class Compared:
 
 
 def compared(module: nn.Module, expected: Description) -> Compared:
-    """In another process: ``module`` beside what the driver has built."""
+    """Compare the ``module`` that this process has built with the driver's description."""
     found = describe(module)
     text = "\n".join(f"{name}: {one}, {one.digest.hex()}" for name, one in found.items())
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -134,9 +145,16 @@ def _order(names: Description) -> str:
 
 
 def check_same(told: Sequence[Compared | UserError]) -> None:
-    """Raise :class:`sparkdl.ModelError` unless all processes have built what the driver has.
+    """Check that all processes have built the same model as the driver.
 
-    ``told``: of each replica, in order; or the mistake that kept it from building any, which is raised.
+    Differences in rounding are only logged, as a warning.
+
+    Args:
+        told: One element for each replica, in order. A UserError is the mistake that kept the
+            process from building a model; it is raised.
+
+    Raises:
+        ModelError: The models differ.
     """
     found: list[Compared] = []
     for one in told:

@@ -25,9 +25,10 @@ from sparkdl.slices.section import SparseRows
 
 
 def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Arrays of a batch as tensors on ``device``; signed integers of any width become int64.
+    """Return the arrays of a batch as tensors on ``device``; signed integers of any width become
+    int64.
 
-    To a GPU they are copied from pinned memory, while this thread goes on.
+    They are copied to a GPU from pinned memory, while this thread continues.
     """
     here = [torch.from_numpy(a if a.flags.writeable else a.copy()) for a in arrays]
     there = _copied(here, device) if device.type == "cuda" else [t.to(device) for t in here]
@@ -38,13 +39,15 @@ def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch
 
 
 def _copied(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """On a GPU, by a stream of copies, beside what the GPU has still to do; what is computed with them
-    waits for them there."""
+    """Copy tensors to a GPU in a stream of copies, which overlaps with the GPU's pending work.
+
+    Work that is launched afterwards waits on the GPU for the copies.
+    """
     copies, computing = _copy_stream(device), torch.cuda.current_stream(device)
     with torch.cuda.stream(copies):
         found = [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
     computing.wait_stream(copies)
-    for tensor in found:  # let go of, its memory is the copies' again, once it is computed with
+    for tensor in found:  # its memory returns to the copy stream only after the computation
         tensor.record_stream(computing)
     return found
 
@@ -56,9 +59,14 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """Tensors of some samples: model inputs, labels, and the weight of each (None: all equal).
+    """The tensors of some samples.
 
-    ``masses``: what the loss takes of each sample, see :func:`sparkdl.model.loss.masses_of`.
+    Attributes:
+        inputs: The model inputs.
+        targets: The labels.
+        weights: The weight of each sample; None: all are equal.
+        masses: The amount of each sample that the loss counts, see
+            :func:`sparkdl.model.loss.masses_of`.
     """
 
     inputs: list[torch.Tensor]
@@ -71,14 +79,14 @@ class MiniBatch:
 
     @property
     def weight(self) -> float:
-        """What this mini-batch counts for: its samples, each times its weight and its mass."""
+        """Return the weight of this mini-batch: the sum over its samples of weight times mass."""
         if self.weights is None:
             return float(len(self) if self.masses is None else self.masses.sum())
         weights = self.weights.double()
         return float(weights.sum() if self.masses is None else self.masses @ weights.cpu())
 
     def rows(self, cut: slice) -> MiniBatch:
-        """Some of the samples."""
+        """Return some of the samples."""
         return MiniBatch(
             [t[cut] for t in self.inputs],
             [t[cut] for t in self.targets],
@@ -87,38 +95,45 @@ class MiniBatch:
         )
 
     def parts(self, count: int) -> Iterator[MiniBatch]:
-        """Cut into ``count`` micro-batches of nearly equal size (fewer where there are fewer rows)."""
+        """Yield up to ``count`` micro-batches of nearly equal size, none of them empty."""
         rows = len(self)
         for i in range(min(count, rows)):
             yield self.rows(slice(rows * i // min(count, rows), rows * (i + 1) // min(count, rows)))
 
 
 class Spare(MiniBatch):
-    """A few rows for a pass in which a process has none of its own: they go through together, as some
-    layers take no single row."""
+    """A few rows for a pass of a process that has none itself. They are not divided, because some
+    layers reject a single row."""
 
     def parts(self, count: int) -> Iterator[MiniBatch]:
-        """All of them, however many micro-batches others have."""
+        """Yield all rows at once, however many micro-batches others have."""
         yield self
 
 
 def weigh(
     targets: Sequence[torch.Tensor], weights: torch.Tensor | None, policy: TrainingOptions
 ) -> torch.Tensor | None:
-    """The weight of each sample: its own, times that of its class."""
+    """Return the weight of each sample: its own weight times that of its class.
+
+    Args:
+        targets: The labels; the first is the class.
+        weights: The samples' own weights; None: all are equal.
+        policy: The training options.
+    """
     if policy.class_weights is None:
         return weights
     table = torch.tensor(policy.class_weights, dtype=torch.float64, device=targets[0].device)
-    of_class = table[targets[0].clamp(0, len(table) - 1)]  # what is no class may be ignored
+    # clamped, because a label that is no class may be one that the loss ignores
+    of_class = table[targets[0].clamp(0, len(table) - 1)]
     return of_class if weights is None else weights.double() * of_class
 
 
 Sink = Callable[[int, torch.Tensor], None]
-"""Takes the number and the gradient of a parameter."""
+"""The type of a function that takes the number and the gradient of a parameter."""
 
 
 class Passed(NamedTuple):
-    """What a mini-batch came to: its mean loss, and what it counts for in the average."""
+    """The result of a mini-batch: its mean loss, and its weight in the average."""
 
     loss: float
     weight: float
@@ -135,15 +150,26 @@ def forward_backward(
     parts: int = 0,
     by_rows: bool = False,
 ) -> Passed:
-    """Leave the gradient of the mini-batch's mean loss in the parameters' ``grad``; that mean.
+    """Compute the gradient of the mini-batch's mean loss, and leave it in the parameters' ``grad``.
 
-    Random draws inside the model (dropout) follow ``seed``. ``scale`` multiplies the loss before
-    backward, against underflow in fp16, and is taken out of the gradients again. With
-    ``accumulate`` the mini-batch goes through in parts, and the gradients add up. ``sink`` takes each
-    gradient as soon as it is complete; what it was not given stays in ``grad``. ``share``: what the
-    gradient is to be multiplied by. ``parts``: go forward and backward that often at least, and leave
-    out nothing, since other processes do so at the same time. ``by_rows``: see
-    :class:`sparkdl.replica.division.Division`.
+    With ``accumulate`` the mini-batch goes through in micro-batches, and the gradients add up.
+
+    Args:
+        replica: The replica.
+        batch: The mini-batch.
+        seed: The seed of random draws inside the model (dropout).
+        scale: A factor of the loss before backward, against underflow in fp16. The gradients are
+            divided by it again.
+        clock: The clock for the seconds of each activity.
+        sink: Takes each dense gradient as soon as it is complete. Gradients that it was not given
+            stay in ``grad``.
+        share: The factor that the gradient is to have.
+        parts: The smallest number of forward and backward passes. If it is not 0, no part is left
+            out, because other processes make their passes at the same time.
+        by_rows: See :class:`sparkdl.replica.division.Division`.
+
+    Returns:
+        The mean loss and its weight.
     """
     policy = replica.recipe.policy
     replica.train()
@@ -186,7 +212,7 @@ def forward_backward(
             for _, parameter in replica.flat.parameters:
                 if parameter.grad is not None:
                     local(parameter.grad).div_(division.undo)
-    # a GPU is awaited here, and not before, unless its loss counts
+    # the first wait for a GPU is here, unless the loss returns a count
     loss = sum((float(value) * own for value, own in values), 0.0)
     if division.counted is None:
         return Passed(loss, total)
@@ -194,7 +220,7 @@ def forward_backward(
 
 
 def _keep_pace(replica: LiveReplica, part: MiniBatch, times: int) -> None:
-    """Go forward and backward without effect: gradients of zero, buffers as they were."""
+    """Run forward and backward without effect: gradients of zero, buffers unchanged."""
     with buffers_kept(replica.flat.module):
         for _ in range(times):
             (_loss(replica, part)[0] * 0.0).backward()
@@ -202,7 +228,7 @@ def _keep_pace(replica: LiveReplica, part: MiniBatch, times: int) -> None:
 
 @contextlib.contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """After the block they are as they were, also where forward puts others in their place."""
+    """Restore all buffers after the block, also those that forward replaces with other tensors."""
     kept = [
         (owner, name, buffer, None if buffer is None else buffer.clone())
         for owner in module.modules()
@@ -218,7 +244,7 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
 
 
 def _loss(replica: LiveReplica, part: MiniBatch) -> tuple[torch.Tensor, float | None]:
-    """The loss of a micro-batch, see :func:`sparkdl.model.loss.loss_of`."""
+    """Return the loss of a micro-batch, see :func:`sparkdl.model.loss.loss_of`."""
     with autocasting(replica):
         call = replica.recipe.signature.bound(replica.call)
         output = called(replica.loss, call, part.inputs, part.targets)
@@ -228,7 +254,13 @@ def _loss(replica: LiveReplica, part: MiniBatch) -> tuple[torch.Tensor, float | 
 def loss_of_output(
     replica: LiveReplica, output: object, part: MiniBatch
 ) -> tuple[torch.Tensor, float | None]:
-    """Likewise, of what the model returned for ``part``."""
+    """Return the loss for an output of the model, see :func:`sparkdl.model.loss.loss_of`.
+
+    Args:
+        replica: The replica.
+        output: The value that the model returned for ``part``.
+        part: The micro-batch.
+    """
     with autocasting(replica):
         given = replica.recipe.signature.for_loss(replica.loss, output)
         return loss_of(replica.loss, given, part.targets, part.weights, part.masses)
@@ -238,17 +270,22 @@ _AS_IT_IS = contextlib.nullcontext()
 
 
 def autocasting(replica: LiveReplica) -> AbstractContextManager[None]:
-    """Lower precision inside the block where the policy asks for it; the weights stay as they are."""
+    """Return a context with lower precision, if the policy asks for it. The weights are not
+    converted."""
     dtype = replica.recipe.policy.autocast_dtype
     return _AS_IT_IS if dtype is None else torch.autocast(replica.device.type, dtype=dtype)
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """By parameter number: dense gradients (None: none, or elsewhere), rows of sparse tables.
+    """The gradients of a replica.
 
-    ``written``: those that lie in the sections already; ``not_finite``: those of them with an inf or
-    a NaN, or None where nobody has looked yet.
+    Attributes:
+        dense: The dense gradients by parameter number; None: there is none, or it is elsewhere.
+        tables: The rows of sparse tables by parameter number.
+        written: The numbers of the parameters whose gradients are in the sections already.
+        not_finite: The numbers of the parameters whose gradient has an inf or a NaN; None: not
+            checked yet.
     """
 
     dense: list[torch.Tensor | None]
@@ -264,7 +301,7 @@ class Gradients:
 
 @torch.no_grad()
 def take_gradients(replica: LiveReplica) -> Gradients:
-    """The gradients that backward left in the parameters, which let go of them."""
+    """Take the gradients that backward left in the parameters' ``grad``, which is cleared."""
     dense: list[torch.Tensor | None] = []
     tables: dict[int, SparseRows] = {}
     for number, (segment, parameter) in enumerate(replica.flat.parameters):
@@ -281,7 +318,7 @@ def take_gradients(replica: LiveReplica) -> Gradients:
 
 
 def _rows(gradient: torch.Tensor) -> SparseRows:
-    """Of a table's gradient: the touched rows (ascending) and their values, on the CPU."""
+    """Return the touched rows of a table's gradient (ascending) and their values, on the CPU."""
     if not gradient.is_sparse:  # the table is used densely elsewhere in the model too
         return torch.arange(len(gradient)), gradient.cpu()
     gradient = gradient.coalesce()
@@ -290,8 +327,11 @@ def _rows(gradient: torch.Tensor) -> SparseRows:
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[nn.Module]:
-    """The module in evaluation mode and without gradients inside the block. Not in inference mode:
-    what a model keeps of its passes would be of no use in training afterwards."""
+    """Put the module in evaluation mode, without gradients, inside the block.
+
+    This is not inference mode: tensors that a model caches in a pass would be unusable in training
+    afterwards.
+    """
     was_training = module.training
     module.eval()
     try:

@@ -1,11 +1,12 @@
-"""Gradients leave while backward goes on.
+"""Writing gradients into sections while backward is running.
 
-[Note: gradients leave early] A replica claims its slab before backward, and a hook of autograd hands
-over each dense gradient as soon as it is complete. It is written into its place in the sections of the
-slices, rounded to the wire's dtype, looked through for inf and NaN, and released. So it is still in
-cache when it is read, its memory serves the next layer's gradient, and no replica ever holds all of
-them. Sections with rows of sparse tables or with optimizer state have a size that only backward tells,
-and what is compressed is made of the whole gradient: such replicas write everything afterwards.
+[Note: gradients leave early] A replica claims its slab before backward, and an autograd hook passes
+on each dense gradient as soon as it is complete. The gradient is written into its place in the
+sections of the slices, rounded to the wire dtype, checked for inf and NaN, and released. So it is
+still in the cache when it is read, its memory is reused for the next layer's gradient, and no
+replica ever has all gradients in memory. The size of sections with rows of sparse tables or with
+optimizer state is known only after backward, and compression needs the whole gradient: such
+replicas write everything afterwards.
 """
 
 from __future__ import annotations
@@ -22,23 +23,30 @@ from sparkdl.slices.section import SectionLayout, open_section, section_nbytes, 
 from sparkdl.slices.spec import SliceSpec
 
 CHUNK = 1 << 17
-"""Elements that are copied and looked through at a time, so that they are in the core's cache."""
+"""The number of elements that are copied and checked at a time, so that they stay in the core's
+cache."""
 CHECK_FROM = 1 << 20
-"""Elements of a flat vector from which on gradients are looked through one by one; those of a smaller
-one are looked through at the end, a section at a time, which takes fewer calls."""
+"""The smallest size of a flat vector, in elements, for which gradients are checked one by one. For
+a smaller one whole sections are checked at the end, which takes fewer calls."""
 
 
 def writes_early(live: LiveReplica) -> bool:
-    """Whether the sizes of this replica's sections are known before backward."""
+    """Return whether the sizes of this replica's sections are known before backward."""
     recipe = live.recipe
     tables = any(segment.sparse for segment in live.flat.layout.segments)
     return recipe.policy.local_steps == 1 and recipe.compression is None and not tables
 
 
 class GradientWriter:
-    """Writes each gradient that it is given into the sections of all slices; see the note above.
+    """A function object that writes gradients into the sections of all slices.
 
-    ``out`` (uint8): the memory of the sections, slice after slice, laid out by ``maps``.
+    See [Note: gradients leave early].
+
+    Args:
+        live: The replica.
+        plans: All slices.
+        maps: The layout of the section of each slice.
+        out: The memory of the sections, uint8, slice after slice.
     """
 
     def __init__(
@@ -64,7 +72,7 @@ class GradientWriter:
 
     @torch.no_grad()
     def __call__(self, number: int, gradient: torch.Tensor) -> None:
-        """Write the gradient of parameter ``number``; a second one of the same is added to it."""
+        """Write the gradient of parameter ``number``, or add it if there is one already."""
         values = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
         for offset, place in self._places[number]:
             source = values[offset : offset + len(place)]
@@ -83,7 +91,8 @@ class GradientWriter:
                 self._not_finite.add(number)
 
     def finish(self, rest: Gradients) -> Gradients:
-        """Write the dense gradients that are still with the parameters; what was made in all."""
+        """Write the dense gradients that are still with the parameters, and return the gradients of
+        the whole pass."""
         for number, gradient in enumerate(rest.dense):
             if gradient is not None:
                 self(number, gradient)

@@ -1,4 +1,5 @@
-"""What replicas and slices report of an iteration, and where what they wrote lies."""
+"""The description of an iteration, the reports of replicas and slices, and handles of what they
+wrote."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from sparkdl.slices.histogram import Histogram
 
 @dataclass(frozen=True)
 class SliceHandle:
-    """Where version t of a slice's state lies: references into one node's slabs."""
+    """A handle of version t of a slice's state: references into the slabs of one node."""
 
     weights: Reference
     arrays: tuple[tuple[str, str, Reference], ...] = ()
-    """(name, NumPy dtype, reference) of each element-wise optimizer state."""
+    """(name, NumPy dtype, reference) of each array of element-wise optimizer state."""
     others: Reference | None = None
     """All other optimizer state, pickled."""
 
@@ -28,7 +29,7 @@ class SliceHandle:
 
     @property
     def version(self) -> str:
-        """A name of exactly these weights."""
+        """Return a name that identifies exactly these weights."""
         return self.weights.nonce
 
     def references(self) -> list[Reference]:
@@ -38,7 +39,7 @@ class SliceHandle:
 
 @dataclass(frozen=True)
 class ResidualHandle:
-    """Where what a replica keeps between iterations lies: the ``version``-th of its kind, from 1."""
+    """A handle of the state that a replica keeps between iterations. ``version`` counts from 1."""
 
     reference: Reference
     version: int
@@ -46,7 +47,10 @@ class ResidualHandle:
 
 @dataclass(frozen=True)
 class Fault:
-    """A reason why an attempt did no work; ``kind`` is one of this module's constants."""
+    """A reason why an attempt did no work.
+
+    ``kind`` is one of the constants of :mod:`sparkdl.engines.shuffle.messages`.
+    """
 
     kind: str
     partition: int
@@ -55,10 +59,20 @@ class Fault:
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """What replica ``replica`` did: samples, their weight in the mean (their number, or the sum of
-    their weights), mean loss over them, node, seconds by activity. ``not_finite``: what is inf or
-    NaN ("the loss", or a parameter's gradient), else empty. ``received``: the bytes of weights that
-    came from another node, by slice. ``residual``: what it keeps now, of what it did not send."""
+    """The report of one replica.
+
+    Attributes:
+        replica: The number of the replica.
+        count: The number of samples.
+        weight: Their weight in the mean: their number, or the sum of their weights.
+        loss: The mean loss over them.
+        token: The node.
+        seconds: Seconds by activity.
+        not_finite: The first value that is inf or NaN ("the loss", or the gradient of a parameter),
+            or empty.
+        received: The bytes of weights that came from another node, by slice.
+        residual: The handle of the state that the replica now keeps for compression.
+    """
 
     replica: int
     count: int
@@ -73,11 +87,19 @@ class ReplicaReport:
 
 @dataclass(frozen=True)
 class SliceReport:
-    """What a synchronization task tells the driver: the new state's handle, or the faults.
+    """The report of a synchronization task.
 
-    ``skipped``: a gradient was not finite, and ``state`` is the old one. ``norm``: the global norm
-    before clipping, where it was asked for. ``histograms``: by "weights" or "gradients" and number.
-    ``received``: the bytes of gradients that came from another node, by replica.
+    Attributes:
+        index: The number of the slice.
+        token: The node.
+        state: The handle of the new state, or None if there are faults.
+        replicas: The reports of the replicas.
+        faults: The reasons why nothing was done.
+        seconds: Seconds by activity.
+        received: The bytes of gradients that came from another node, by replica.
+        skipped: A gradient was not finite, and ``state`` is the old state.
+        norm: The global norm before clipping, if it was computed.
+        histograms: Histograms by "weights" or "gradients" and parameter number.
     """
 
     index: int
@@ -93,14 +115,14 @@ class SliceReport:
 
 
 class Clock:
-    """Seconds by activity since the clock was made; an activity that comes again adds up."""
+    """Seconds by activity since the clock was made. Times of the same activity add up."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
     def lap(self, activity: str) -> None:
-        """Book the time since the last lap to ``activity``."""
+        """Add the time since the last lap to ``activity``."""
         now = time.perf_counter()
         self.seconds[activity] = self.seconds.get(activity, 0.0) + now - self._last
         self._last = now
@@ -108,13 +130,13 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """What the loop asks of an engine.
+    """The request of the training loop to an engine.
 
     Attributes:
         index: The iteration's number in the run, from 0.
         epoch: The epoch, from 0.
         batch: The number of the global batch within the epoch, from 0.
-        hyperparameters: A schedule's values, one mapping a parameter group; None: as they are.
+        hyperparameters: A schedule's values, one mapping for each parameter group; None: unchanged.
         description: The text that the Spark UI shows.
         loss_scale: Factor of the loss before backward.
         histograms: Whether histograms of weights and gradients are wanted.
@@ -140,8 +162,8 @@ class IterationRows(Iteration):
     rows: tuple[tuple[int, int], ...]
 
     def update_seed(self, seed: int) -> int:
-        """Return the seed of what optimizers draw, out of the run's ``seed``.
+        """Return the seed of random draws of optimizers, derived from the run's ``seed``.
 
-        It is the same wherever a slice is updated, and however often.
+        It does not depend on where a slice is updated, or how often.
         """
         return derive_seed(seed, "update", self.index)

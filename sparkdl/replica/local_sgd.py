@@ -1,7 +1,7 @@
 """Local SGD: a replica takes several optimizer steps by itself before the replicas are averaged.
 
 Stich, "Local SGD Converges Fast and Communicates Little", 2019. Each round starts from the owners'
-state, so a replica keeps nothing between rounds; the moments of the optimizer are averaged like the
+state, so a replica keeps nothing between rounds. The moments of the optimizer are averaged like the
 weights (Yu et al., 2019).
 """
 
@@ -31,10 +31,16 @@ def several_steps(
     whole: SliceUpdater,
     clock: Clock,
 ) -> ReplicaResult:
-    """One optimizer step for each mini-batch; the outcome is how far the weights moved.
+    """Take one optimizer step for each mini-batch. The result contains the difference of the
+    weights.
 
-    ``state``: the optimizers' state over the whole flat vector, which is changed. ``whole``: the plan
-    of one slice that is everything.
+    Args:
+        live: The replica, with version t of the weights.
+        batches: The mini-batches.
+        work: The replica's part of the iteration.
+        state: The optimizer state over the whole flat vector, which is changed.
+        whole: The updater of a single slice that is the whole flat vector.
+        clock: The clock for the seconds of each activity.
     """
     flat, layout, policy = live.flat.flat, live.flat.layout, live.recipe.policy
     begin = flat[: whole.plan.dense_length].clone()
@@ -42,7 +48,7 @@ def several_steps(
     moved = ReplicaResult()
     absent = frozenset(range(len(live.flat.parameters)))
     not_finite: set[int] = set()
-    live.version = ""  # the weights are no version's from here on
+    live.version = ""  # from here on the weights are not those of any version
     for number, batch in enumerate(batches):
         mini_batch = to_mini_batch(batch, live)
         loss, weight = forward_backward(
@@ -81,18 +87,19 @@ def several_steps(
             for number, (s, _) in enumerate(live.flat.parameters)
         ],
         {},
-        # clipping and some optimizers make finite steps of it; else the difference will tell
+        # clipping and some optimizers make a finite step of such a gradient; otherwise the
+        # difference is checked later
         not_finite=frozenset(not_finite) or None,
     )
     assert layout.size == whole.plan.length
-    if moved.weight:  # else no step was taken, and the state is what it was
+    if moved.weight:  # else no step was taken, and the state is unchanged
         moved.arrays = {name: array for name, array in state.arrays.items() if name != EMA}
         moved.others = pack(state)
     return moved
 
 
 def _not_finite(live: LiveReplica, gradients: Gradients) -> set[int]:
-    """The parameters whose gradient has an inf or a NaN."""
+    """Return the numbers of the parameters whose gradient has an inf or a NaN."""
     return {
         number
         for number, gradient in enumerate(gradients.dense)

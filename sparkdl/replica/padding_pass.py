@@ -1,5 +1,8 @@
-"""Whether this process has no samples now, and only keeps the other ranks company: as torch sums in a
-pass, it goes forward and backward when they do, with rows that count for nothing."""
+"""The mark of a pass that a rank without samples makes only to keep pace with the other ranks.
+
+torch communicates between ranks during a pass. So a rank without samples goes forward and backward
+when the others do, with rows that count for nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ _idle = False
 
 
 def idle() -> bool:
-    """Whether what goes through counts for nothing."""
+    """Return whether the current pass counts for nothing."""
     return _idle
 
 
 @contextlib.contextmanager
 def padding_pass(idle: bool = True) -> Iterator[None]:
-    """Inside the block, where ``idle``, what goes through counts for nothing."""
+    """Mark the passes inside the block as counting for nothing, if ``idle``."""
     global _idle
     before, _idle = _idle, idle
     try:

@@ -1,9 +1,8 @@
-"""A run as its tasks see it: the constants of a fit, and the way to the live replica.
+"""A run as its tasks see it: the constants of a fit, and the live replica of this process.
 
-The live replica of this process, kept between tasks.
-
-Only a cache: Spark hands tasks to pooled workers in any order and drops idle ones, so an entry may
-be missing at any time, and building it again gives the same replica.
+The live replica is kept between tasks, but only as a cache: Spark assigns tasks to pooled workers
+in any order and ends idle ones, so an entry may be missing at any time, and building it again gives
+the same replica.
 """
 
 from __future__ import annotations
@@ -42,13 +41,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """The constants of a fit: slabs, seed, M replicas, N slices, how rows become mini-batches, and
-    torch's threads in a task (they change the bits, so they are fixed).
+    """The constants of a fit.
 
-    ``shares``: for each replica, about how many rows of its partition a mini-batch takes.
-    ``whole_tensors``: slices are cut between tensors only, because the optimizer or the compression
-    wants it so. ``compressed``: gradients travel compressed. ``numerics``: torch's settings of the
-    driver.
+    Attributes:
+        slab: The slabs of the run.
+        seed: The seed of the run.
+        replicas: The number M of replicas.
+        slices: The number N of slices.
+        assembly: How rows become mini-batches.
+        shares: For each replica, about how many rows of its partition a mini-batch takes.
+        threads: torch's threads in a task. They change the bits, so they are fixed.
+        whole_tensors: Slices are cut only between tensors, because the optimizer or the compression
+            needs it.
+        compressed: Gradients are sent compressed.
+        numerics: torch's settings on the driver.
     """
 
     slab: SlabConfig
@@ -72,7 +78,8 @@ RECIPE = "recipe"
 
 @dataclass(frozen=True)
 class ReplicaHandle:
-    """What the replica RDD holds for replica ``index``: its run and the checksum of its samples."""
+    """The element of the replica RDD for replica ``index``: its run and the checksum of its
+    samples."""
 
     run: RunSpec
     index: int
@@ -80,8 +87,18 @@ class ReplicaHandle:
 
 
 def install_recipe(run: RunSpec, pieces: Iterable[bytes], nbytes: int = 0) -> None:
-    """Put the pickled recipe, ``nbytes`` in ``pieces``, into this node's slab root, unless it is there,
-    where there is room."""
+    """Write the pickled recipe into this node's slab root, unless it is there already.
+
+    The first directory with enough space is used.
+
+    Args:
+        run: The run.
+        pieces: The pickled recipe, in pieces.
+        nbytes: The number of bytes in all pieces.
+
+    Raises:
+        OSError: The recipe cannot be written.
+    """
     root = open_root(run.slab, create=True)
     assert root is not None
     if any((directory / RECIPE).exists() for directory in root.directories):
@@ -100,7 +117,7 @@ def install_recipe(run: RunSpec, pieces: Iterable[bytes], nbytes: int = 0) -> No
 
 
 def open_replica(run: RunSpec) -> LiveReplica:
-    """The live replica of this process, built from the node's recipe where it is not cached."""
+    """Return the live replica of this process; build it from the node's recipe if it is not cached."""
     run.numerics.use()
     if torch.get_num_threads() != run.threads:
         torch.set_num_threads(run.threads)
@@ -108,11 +125,12 @@ def open_replica(run: RunSpec) -> LiveReplica:
 
 
 _holding: dict[str, threading.Thread] = {}
-"""What lets go of a run's replica on a GPU, by the run."""
+"""The threads that release a run's replica on a GPU, by run."""
 
 
 def _hold(run: RunSpec) -> None:
-    """Until the run ends on this node, however often its replica is built."""
+    """Start a thread, once for each run, that releases this process's replica when the run ends on
+    this node."""
     root = open_root(run.slab)
     for key in [key for key, thread in _holding.items() if not thread.is_alive()]:
         del _holding[key]
@@ -121,9 +139,11 @@ def _hold(run: RunSpec) -> None:
 
 
 def build_replica(run: RunSpec) -> LiveReplica:
-    """The live replica of this process, built anew, whatever it was before: its weights are the
-    recipe's. In one that was there before they need not be, nor anything else that training changes,
-    even where nothing was read into it: it may have computed with weights that lay elsewhere.
+    """Build the live replica of this process anew, so that its weights are the recipe's.
+
+    A replica that is there already may have other weights, and other values of anything that
+    training changes, even if no weights were read into it: it may have computed with weights that
+    lay elsewhere.
     """
     forget(run.key)
     return open_replica(run)
@@ -140,13 +160,14 @@ def _load_recipe(run: RunSpec) -> Recipe:
                 recipe = pickle.load(file)
             assert isinstance(recipe, Recipe)
             return recipe
-    # the root was deleted, and is there anew
+    # the root was deleted and made again
     raise StaleReferenceError(f"the recipe in {root.directories[0]} was deleted")
 
 
 @dataclass(frozen=True)
 class OpenRun:
-    """The owners of a run's slices, and the one owner that all of it would have."""
+    """The updaters of a run's slices, and the updater of a single slice that is the whole flat
+    vector."""
 
     owners: list[SliceUpdater]
     whole: SliceUpdater
@@ -154,7 +175,8 @@ class OpenRun:
 
     @staticmethod
     def of(replica: LiveReplica, run: RunSpec) -> OpenRun:
-        """Derive from a built recipe. What the optimizers allow the driver has tried, for all."""
+        """Derive the plans from a built recipe. The driver has tried, for all, how the optimizers
+        may be cut."""
         recipe, layout = replica.recipe, replica.flat.layout
         parameters = [parameter for _, parameter in replica.flat.parameters]
         optimizer = OptimizerSpec.of(recipe, parameters, replica.flat.module)
@@ -181,7 +203,7 @@ _KEEP = 2
 
 
 def plans_of(run: RunSpec) -> OpenRun:
-    """The plans of ``run``, kept between tasks."""
+    """Return the plans of ``run``, which are kept between tasks."""
     run.numerics.use()
     plans = _plans.get(run.key)
     if plans is None:
@@ -200,8 +222,13 @@ _live: OrderedDict[tuple[str, torch.device], LiveReplica] = OrderedDict()
 def live_replica(
     run: str, load: Callable[[], Recipe], on_gpu: Callable[[], None] = lambda: None
 ) -> LiveReplica:
-    """The replica of ``run`` on this task's device; ``load`` gives its recipe on a miss. ``on_gpu``:
-    called where there is one more on a GPU from here on."""
+    """Return the replica of ``run`` on this task's device.
+
+    Args:
+        run: The key of the run.
+        load: Returns the recipe; called if the replica is not cached.
+        on_gpu: Called before a replica is built on a GPU.
+    """
     device = task_device()
     replica = _live.get((run, device))
     if replica is None:
@@ -216,6 +243,6 @@ def live_replica(
 
 
 def forget(run: str) -> None:
-    """Drop the replica of ``run`` from this process."""
+    """Remove the replica of ``run`` from this process."""
     for key in [key for key in list(_live) if key[0] == run]:
-        _live.pop(key, None)  # a thread may have done so
+        _live.pop(key, None)  # a thread may have removed it

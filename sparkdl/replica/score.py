@@ -1,4 +1,4 @@
-"""Scoring the replicas' weights of version t on validation samples, in the replicas' places."""
+"""Scoring the weights of version t on validation samples, where the replicas are."""
 
 from __future__ import annotations
 
@@ -24,7 +24,15 @@ def score_partition(
     assembly: BatchSpec,
     batch_size: int,
 ) -> list[Any]:
-    """The scorer's states over all rows of a partition, in evaluation mode and full order."""
+    """Return the scorer's states over all rows of a partition, in evaluation mode and in order.
+
+    Args:
+        live: The replica with the weights.
+        partition: The validation samples.
+        scorer: The loss and the metrics.
+        assembly: How rows become batches.
+        batch_size: The number of rows of a batch.
+    """
     states, device = scorer.start(), live.device
     dtype, scorer = live.recipe.policy.autocast_dtype, scorer.on(device)
     cast: Any = (

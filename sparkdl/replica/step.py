@@ -1,6 +1,6 @@
-"""What one replica does in one iteration, from rows to what it contributes. No Spark.
+"""The work of one replica in one iteration, from rows to its sections. No Spark.
 
-Both engines run this: a task of the forward-backward job, and the local engine.
+Both engines use it: in the tasks of the forward-backward job, and in the local engine.
 """
 
 from __future__ import annotations
@@ -59,7 +59,13 @@ class ReplicaIteration:
     def mini_batches(
         self, live: LiveReplica, partition: MappedPartition, count: int = 1
     ) -> list[Batch]:
-        """The rows' arrays, in ``count`` mini-batches of nearly equal size (none is empty)."""
+        """Read the rows, and return them as mini-batches.
+
+        Args:
+            live: The replica.
+            partition: The replica's samples.
+            count: The number of mini-batches, which have nearly equal size. Empty ones are omitted.
+        """
         start, stop = self.rows
         assembly = replace(self.assembly, augment=live.recipe.augment)
         epoch, replica = self.step.epoch, self.replica
@@ -78,18 +84,26 @@ class ReplicaIteration:
         ]
 
     def seed(self, local_step: int = 0, purpose: str = "forward") -> int:
-        """Of the random draws in forward; or in an "update" of the replica's own."""
+        """Return the seed of random draws in forward, or in an "update" that the replica makes
+        itself."""
         position = (self.step.index, self.replica) + ((local_step,) if local_step else ())
         return derive_seed(self.assembly.seed, purpose, *position)
 
 
 @dataclass
 class ReplicaResult:
-    """What a replica made: its mean loss, its weight in the average, and what it sends.
+    """The result of a replica's work.
 
-    ``others``: after local steps, the optimizers' state that is not in arrays, packed.
-    ``compressed``: what a hook made of the dense gradients, by parameter number, and ``kept``: what
-    the replica keeps of them.
+    Attributes:
+        loss: The mean loss.
+        weight: The weight in the average over the replicas.
+        count: The number of samples.
+        gradients: The gradients.
+        arrays: After local steps, the element-wise optimizer state.
+        others: After local steps, all other optimizer state, packed.
+        compressed: The tensors that a hook sends in place of the dense gradients, by parameter
+            number.
+        kept: The tensors that the replica keeps of them, by parameter number.
     """
 
     loss: float = 0.0
@@ -105,10 +119,13 @@ class ReplicaResult:
 def to_mini_batch(
     batch: Batch, live: LiveReplica, training: bool = True, masses: bool = True
 ) -> MiniBatch:
-    """Tensors of a batch on the replica's device, with the weight of each sample.
+    """Return a batch as tensors on the replica's device, with the weight of each sample.
 
-    ``training``: whether that of its class counts, and what the loss takes of it; ``masses``: whether
-    the latter is wanted.
+    Args:
+        batch: The batch.
+        live: The replica.
+        training: Whether class weights and masses apply.
+        masses: Whether masses are computed in training, see :func:`sparkdl.model.loss.masses_of`.
     """
     device, taken = live.device, None
     targets = to_tensors(batch.targets, device)
@@ -128,7 +145,15 @@ def one_gradient(
     clock: Clock,
     writer: GradientWriter | None = None,
 ) -> ReplicaResult:
-    """Forward and backward over the mini-batch; dense gradients go to ``writer``, if there is one."""
+    """Run forward and backward over the mini-batch.
+
+    Args:
+        live: The replica.
+        batch: The mini-batch.
+        work: The replica's part of the iteration.
+        clock: The clock for the seconds of each activity.
+        writer: Takes the dense gradients, if there is one.
+    """
     mini_batch = to_mini_batch(batch, live)
     passed = forward_backward(live, mini_batch, work.seed(), work.step.loss_scale, clock, writer)
     gradients = take_gradients(live)
@@ -140,7 +165,13 @@ def one_gradient(
 def section_maps(
     live: LiveReplica, plans: Sequence[SliceSpec], outcome: ReplicaResult
 ) -> list[SectionLayout]:
-    """How each slice's section of this outcome is laid out."""
+    """Return the layout of each slice's section for this outcome.
+
+    Args:
+        live: The replica.
+        plans: All slices.
+        outcome: The replica's result.
+    """
     wire = live.recipe.policy.wire_dtype or live.flat.layout.dtype
     arrays = {
         name: str(array.dtype).removeprefix("torch.") for name, array in outcome.arrays.items()
@@ -161,7 +192,7 @@ def section_maps(
 
 
 def _specs(plan: SliceSpec, outcome: ReplicaResult) -> tuple[TensorSpec, ...] | None:
-    """Of the compressed gradients of a slice."""
+    """Return the specs of the compressed gradients of a slice."""
     if outcome.compressed is None:
         return None
     numbers = [p.number for p in plan.parameters if p.number in outcome.compressed]
@@ -171,7 +202,13 @@ def _specs(plan: SliceSpec, outcome: ReplicaResult) -> tuple[TensorSpec, ...] | 
 def sections_nbytes(
     live: LiveReplica, plans: Sequence[SliceSpec], maps: Sequence[SectionLayout]
 ) -> list[int]:
-    """Bytes of each slice's section."""
+    """Return the number of bytes of each slice's section.
+
+    Args:
+        live: The replica.
+        plans: All slices.
+        maps: The layouts of :func:`section_maps`.
+    """
     dtype = live.flat.layout.dtype
     return [section_nbytes(plan, dtype, section) for plan, section in zip(plans, maps, strict=True)]
 
@@ -184,11 +221,18 @@ def write_sections(
     outcome: ReplicaResult,
     out: np.ndarray,
 ) -> list[Section]:
-    """Write what the replica contributes into ``out`` (uint8), slice after slice, but for gradients
-    that are there already."""
+    """Write the replica's sections, except for gradients that are in them already.
+
+    Args:
+        live: The replica.
+        plans: All slices.
+        maps: The layouts of :func:`section_maps`.
+        outcome: The replica's result.
+        out: Memory for the sections, uint8, slice after slice.
+    """
     layout = live.flat.layout
     buffers = live.flat.buffers()
-    if not outcome.weight:  # it may have been forward before it knew that nothing counts
+    if not outcome.weight:  # it may have run forward before it knew that nothing counts
         buffers = live.flat.flat[layout.buffers_start :]
     sections, place = [], 0
     for plan, section, nbytes in zip(plans, maps, sections_nbytes(live, plans, maps), strict=True):
@@ -225,7 +269,14 @@ def not_finite(
     sections: Sequence[Section],
     outcome: ReplicaResult,
 ) -> str:
-    """What is inf or NaN in a contribution, as it travels; empty: nothing."""
+    """Return the name of a value in the sections that is inf or NaN, or an empty string.
+
+    Args:
+        live: The replica.
+        plans: All slices.
+        sections: The sections as they are sent.
+        outcome: The replica's result.
+    """
     if not np.isfinite(outcome.loss):
         return f"the loss ({outcome.loss})"
     known = outcome.gradients.not_finite
@@ -240,8 +291,16 @@ def not_finite(
 def compress_outcome(
     live: LiveReplica, outcome: ReplicaResult, work: ReplicaIteration, kept: ByParameter
 ) -> ReplicaResult:
-    """``outcome`` with its dense gradients compressed; ``kept``: by the replica since its last
-    iteration. Parameters without a gradient keep what they had."""
+    """Return ``outcome`` with its dense gradients compressed.
+
+    Parameters without a gradient keep the state that they had.
+
+    Args:
+        live: The replica.
+        outcome: The replica's result.
+        work: The replica's part of the iteration.
+        kept: The tensors that the replica kept in its last iteration.
+    """
     assert live.recipe.compression is not None
     layout = live.flat.layout
     wire = live.recipe.policy.wire_dtype or layout.dtype

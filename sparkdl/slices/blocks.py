@@ -1,6 +1,7 @@
-"""Cutting a slice into blocks that stay in cache while they are reduced and stepped.
+"""Blocks of a slice that stay in the CPU cache while they are reduced and stepped.
 
-A block is a slice of a slice: a :class:`SliceSpec` of its own, so what works on a slice works on it.
+A block is a slice of a slice. It has its own :class:`SliceSpec`, so all code that works on a slice
+works on a block too.
 """
 
 from __future__ import annotations
@@ -17,17 +18,26 @@ from sparkdl.slices.spec import Fragment, SliceSpec
 from sparkdl.slices.state import SliceState
 
 BLOCK_ELEMENTS = 1 << 20
-"""Elements of a block. Measured on a core with 2 MiB of second-level cache and a large shared one:
-smaller blocks lose more by their fixed cost (0.1 ms with Python's part cold) than they gain."""
+"""The number of elements of a block on the CPU. Measured on a core with 2 MiB of second-level cache
+and a large shared cache: smaller blocks lose more by their fixed cost (0.1 ms while Python's part
+is not in cache) than they gain."""
 
 GPU_BLOCK_ELEMENTS = 1 << 26
-"""On a GPU: what its memory holds beside the slice. Not measured."""
+"""The number of elements of a block on a GPU. It limits the memory that an update needs in addition
+to the slice. Not tuned by measurement."""
 
 
 def cut_blocks(plan: SliceSpec, elements: int = BLOCK_ELEMENTS) -> list[SliceSpec]:
-    """``plan`` in blocks of at most ``elements`` elements, a multiple of 64; all of a small one.
+    """Cut a slice into blocks.
 
-    Only dense parameters are cut: tables and buffers make the last block.
+    Only dense parameters are cut: sparse tables and buffers together form the last block.
+
+    Args:
+        plan: The slice.
+        elements: The largest number of elements of a block of dense parameters, a multiple of 64.
+
+    Returns:
+        The blocks in order, or only ``plan`` itself if it has at most ``elements`` elements.
     """
     assert elements % ALIGNMENT == 0
     if plan.length <= elements:
@@ -58,8 +68,15 @@ def _part(piece: Fragment, start: int, stop: int) -> Fragment:
 def block_of_state(
     plan: SliceSpec, block: SliceSpec, arrays_of: SliceState, rest_of: SliceState
 ) -> SliceState:
-    """The block's part of a slice's state. Weights and arrays share memory with ``arrays_of``; what
-    is kept of whole parameters is a copy of ``rest_of``'s, since each block of one steps it anew."""
+    """Return the part of a slice's state that belongs to a block.
+
+    Args:
+        plan: The slice.
+        block: A block of it.
+        arrays_of: The state whose weights and arrays the result shares memory with.
+        rest_of: The state whose ``held`` and ``others`` the result gets. ``others`` are copied,
+            because each block that has a fragment of a parameter steps them anew.
+    """
     start, stop = block.start - plan.start, block.stop - plan.start
     numbers = [p.number for p in block.parameters if p.number in rest_of.others]
     return SliceState(
@@ -71,7 +88,14 @@ def block_of_state(
 
 
 def keep_block(plan: SliceSpec, block: SliceSpec, stepped: SliceState, whole: SliceState) -> None:
-    """Put into ``whole`` what a step on a block's state, a part of it, has made besides."""
+    """Copy into the slice's state ``whole`` what a step added to the state of one of its blocks.
+
+    Args:
+        plan: The slice.
+        block: The block that was stepped.
+        stepped: The state of the block after the step.
+        whole: The state of the slice. Arrays that it does not have yet are created.
+    """
     start = block.start - plan.start
     for name, array in stepped.arrays.items():
         if name not in whole.arrays:
@@ -85,14 +109,26 @@ def keep_block(plan: SliceSpec, block: SliceSpec, stepped: SliceState, whole: Sl
 
 
 def block_of_contribution(plan: SliceSpec, block: SliceSpec, whole: Section) -> Section:
-    """The block's part of the gradients that a replica gives to a slice; shares memory."""
+    """Return a block's part of a replica's section. It shares memory with the section.
+
+    Args:
+        plan: The slice.
+        block: The block.
+        whole: The section for the slice.
+    """
     start, stop = block.start - plan.start, block.stop - plan.start
     tables = whole.tables if block.tables else {}
     return replace(whole, gradient=whole.gradient[start:stop], tables=tables)
 
 
 def block_of_reduced(plan: SliceSpec, block: SliceSpec, whole: ReducedGradient) -> ReducedGradient:
-    """The block's part of a slice's gradient; shares memory."""
+    """Return a block's part of a reduced gradient. It shares memory with the gradient.
+
+    Args:
+        plan: The slice.
+        block: The block.
+        whole: The reduced gradient of the slice.
+    """
     start, stop = block.start - plan.start, block.stop - plan.start
     tables = whole.tables if block.tables else {}
     return ReducedGradient(whole.gradient[start:stop], whole.absent, tables)

@@ -1,24 +1,25 @@
-"""Compressing the gradients that replicas send: hooks, what they give, and the way back. Pure torch.
+"""Compression of the gradients that replicas send: hooks, the forms of their output, decompression.
 
-A hook is one function, as a communication hook of torch's DistributedDataParallel is: a
-:class:`GradBucket` in, a dictionary of tensors out. What travels is one of three forms, which are the
-classes of Xu et al., "GRACE: A Compressed Communication Framework for Distributed Machine Learning",
-2021, and :func:`decompress` makes a dense gradient of each:
+A hook is one function, like a communication hook of torch's DistributedDataParallel: it takes a
+:class:`GradBucket` and returns a dictionary of tensors. A gradient is sent in one of three forms,
+the classes of Xu et al., "GRACE: A Compressed Communication Framework for Distributed Machine
+Learning", 2021. :func:`decompress` makes a dense gradient of each:
 
-* quantized: ``values``, as many as the gradient has, of any dtype; times ``scale`` where it is there;
-* sparse: ``values`` at ``indices``, which count elements of the flattened gradient, each at most once;
-  zero elsewhere; times ``scale`` likewise;
-* low-rank: ``left @ right.T``, (n, r) and (m, r), of the gradient as a matrix: n is its first
-  dimension, m the product of the others.
+* quantized: ``values``, as many as the gradient has, of any dtype, multiplied by ``scale`` if it is
+  present;
+* sparse: ``values`` at ``indices`` into the flattened gradient, each index at most once; all other
+  elements are zero; multiplied by ``scale`` if it is present;
+* low-rank: ``left @ right.T``, with shapes (n, r) and (m, r), of the gradient as a matrix: n is its
+  first dimension, m the product of the others.
 
-Tensors of other names stay with the replica and are ``bucket.state`` the next time.
+Tensors with other names stay on the replica and are in ``bucket.state`` at the next call.
 
-[Note: error feedback] What a lossy form leaves out is not lost: the replica adds it to its next
-gradient (Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory", 2018; Karimireddy et al., "Error
-Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019). This *residual* is kept here for
-every hook, whose attribute ``error_feedback = False`` turns it off. It is of the replica's mean
-gradient, not of its share of the global sum: a short last batch changes the shares, and a residual in
-units of samples would then count many times over.
+[Note: error feedback] A lossy form omits part of the gradient. The replica adds the omitted part to
+its next gradient (Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory", 2018; Karimireddy et al.,
+"Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019). This module keeps this
+*residual* for every hook, unless the hook has the attribute ``error_feedback = False``. The
+residual belongs to the replica's mean gradient, not to its share of the global sum: a short last
+batch changes the shares, and a residual in units of samples would then count many times over.
 """
 
 from __future__ import annotations
@@ -35,19 +36,23 @@ from sparkdl.errors import ParameterError
 from sparkdl.plain import make_plain
 
 RESIDUAL = "sparkdl.residual"
-"""The name of what was left out, among the tensors that a replica keeps."""
+"""The name of the residual among the tensors that a replica keeps."""
 TRAVEL = ("values", "indices", "scale", "left", "right")
 """The names of the tensors that are sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradBucket:
-    """The gradient of one parameter on one replica, with what the last iterations left out of it.
+    """The gradient of one parameter on one replica, with the state that the hook keeps for it.
 
-    ``gradient``: the parameter's shape, in the dtype of the model's flat vector (float32 or float64),
-    contiguous, finite, not to be changed. ``state``: what the hook kept of this parameter, as copies;
-    empty the first time.
-    ``seed``: of this parameter, replica and iteration, for random draws. ``iteration`` counts from 0.
+    Attributes:
+        name: The parameter's name.
+        gradient: The gradient with the residual of the last iterations added. It has the
+            parameter's shape and the dtype of the model's flat vector (float32 or float64), is
+            contiguous and finite, and must not be changed.
+        state: Copies of the tensors that the hook kept for this parameter; empty the first time.
+        iteration: The iteration's number, from 0.
+        seed: A seed for random draws that is specific to this parameter, replica and iteration.
     """
 
     name: str
@@ -58,22 +63,24 @@ class GradBucket:
 
 
 Hook = Callable[[GradBucket], Tensors]
-"""What ``Trainer.compression`` is."""
+"""The type of ``Trainer.compression``."""
 
 
 @dataclass(frozen=True)
 class TopK:
-    """Send the ``ratio`` of each gradient's elements that are largest in magnitude, and their places.
+    """Send the fraction ``ratio`` of each gradient's elements with the largest magnitude, and their
+    indices.
 
-    Lin et al., "Deep Gradient Compression", 2018, without its momentum correction: momentum is the
-    owner's, on the sum of what arrives. At least one element a tensor; of equal ones the first.
-    An element takes 8 bytes in float32. Vectors, and tensors that it would make no smaller, go whole.
+    This is Lin et al., "Deep Gradient Compression", 2018, without its momentum correction: the
+    owner of the slice applies momentum to the sum of what arrives. At least one element of each
+    tensor is sent; among equal elements the first is taken. An element takes 8 bytes in float32.
+    Vectors, and tensors that would not become smaller, are sent whole.
     """
 
     ratio: float = 0.01
     """Above 0, at most 1."""
     error_feedback: bool = True
-    """Add what was left out to the next gradient."""
+    """Add the elements that were not sent to the next gradient."""
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -81,7 +88,7 @@ class TopK:
             raise ParameterError(f"TopK: ratio={self.ratio!r}: give a number above 0, at most 1.")
 
     def __call__(self, bucket: GradBucket) -> dict[str, torch.Tensor]:
-        """The sparse form."""
+        """Return the sparse form, or the whole gradient as ``values``."""
         flat = bucket.gradient.reshape(-1)
         places = torch.int32 if len(flat) < 2**31 else torch.int64
         count = max(1, round(self.ratio * len(flat)))
@@ -96,18 +103,18 @@ class TopK:
 class PowerSGD:
     """Send each gradient matrix as two factors of rank ``rank``.
 
-    Vogels, Karimireddy, Jaggi, "PowerSGD", 2019, but for one thing: there the replicas all-reduce
-    both factors, so that they share one approximation of the mean gradient. Here a replica sends once
-    and hears nothing back, so each makes one step of power iteration on its *own* gradient, beginning
-    with its last ``right`` factor, and the owner adds up the M products. The sum has a rank of up to M
-    times ``rank``; owners receive, and multiply, M pairs of factors. Vectors, and matrices that it
-    would make no smaller, go whole.
+    This is Vogels, Karimireddy, Jaggi, "PowerSGD", 2019, with one difference. In the paper the
+    replicas all-reduce both factors, so that they share one approximation of the mean gradient.
+    Here a replica sends once and receives nothing back, so each makes one step of power iteration
+    on its *own* gradient, starting from its last ``right`` factor, and the owner of the slice adds
+    up the M products. The sum has a rank of up to M times ``rank``; owners receive and multiply M
+    pairs of factors. Vectors, and matrices that would not become smaller, are sent whole.
     """
 
     rank: int = 4
     """At least 1."""
     error_feedback: bool = True
-    """Add what was left out to the next gradient."""
+    """Add the error of the approximation to the next gradient."""
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -117,11 +124,11 @@ class PowerSGD:
             )
 
     def __call__(self, bucket: GradBucket) -> dict[str, torch.Tensor]:
-        """The low-rank form: ``left`` has orthonormal columns."""
+        """Return the low-rank form, whose ``left`` has orthonormal columns, or the whole gradient."""
         if bucket.gradient.ndim < 2 or not bucket.gradient.numel():
             return {"values": bucket.gradient}
         matrix = bucket.gradient.flatten(1)
-        if matrix.data_ptr() % 64:  # a product may differ by where in memory its factors lie
+        if matrix.data_ptr() % 64:  # the bits of a product may depend on alignment
             matrix = matrix.clone()
         rows, columns = matrix.shape
         rank = min(self.rank, rows, columns)
@@ -137,8 +144,11 @@ class PowerSGD:
 
 
 def largest(flat: torch.Tensor, count: int) -> torch.Tensor:
-    """Where the ``count`` elements of largest magnitude are (int64, ascending); of equal ones the
-    first. ``flat``: one-dimensional, finite, at least ``count`` elements."""
+    """Return the indices (int64, ascending) of the ``count`` elements of largest magnitude.
+
+    Among equal elements the first are taken. ``flat`` is one-dimensional and finite and has at
+    least ``count`` elements.
+    """
     if flat.device.type != "cpu":
         size = flat.abs()
         least = size.topk(count).values[-1]
@@ -151,7 +161,7 @@ def largest(flat: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _orthonormal(columns: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis of a space that holds the columns."""
+    """Return an orthonormal basis of a space that contains the columns."""
     return torch.linalg.qr(columns).Q
 
 
@@ -159,16 +169,23 @@ def _orthonormal(columns: torch.Tensor) -> torch.Tensor:
 def compress(
     hook: Hook, bucket: GradBucket, wire: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What travels of a gradient, and what the replica keeps, see [Note: error feedback].
+    """Compress one gradient, see [Note: error feedback].
 
-    ``bucket``: with the gradient as backward made it, and all that the replica kept. What travels in
-    the gradient's dtype is rounded to ``wire``. A gradient that is not finite goes whole, for the
-    iteration is not going to be applied.
+    A gradient that is not finite is sent whole, because the iteration will not be applied.
+
+    Args:
+        hook: The compression hook.
+        bucket: The gradient as backward made it, with everything that the replica kept.
+        wire: The dtype to which sent tensors of the gradient's dtype are rounded.
+
+    Returns:
+        The tensors to send and the tensors that the replica keeps, both by name.
     """
     state = dict(bucket.state)
     residual = state.pop(RESIDUAL, None)
     gradient = bucket.gradient if residual is None else bucket.gradient + residual
-    state = {name: tensor.clone() for name, tensor in state.items()}  # the hook may change its own
+    # copies, because the hook may change them
+    state = {name: tensor.clone() for name, tensor in state.items()}
     if not math.isfinite(gradient.sum().item()) and not gradient.isfinite().all():
         return {"values": gradient.to(wire)}, dict(bucket.state)
     made = hook(replace(bucket, gradient=gradient, state=state))
@@ -189,13 +206,19 @@ def compress(
 def decompress(
     sent: Tensors, shape: torch.Size | tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """The dense gradient of what travelled: new memory, ``shape``, ``dtype``.
+    """Return the dense gradient that was sent, in new memory.
 
-    Raises ValueError where ``sent`` is none of the three forms or does not fit the shape.
+    Args:
+        sent: The tensors in one of the three forms, by name.
+        shape: The shape of the result.
+        dtype: The dtype of the result.
+
+    Raises:
+        ValueError: ``sent`` is none of the three forms or does not fit the shape.
     """
     length = math.prod(shape)
     if sent.keys() == {"left", "right"}:
-        # copies: a product may differ by where in memory its factors lie
+        # copies: the bits of a product may depend on the alignment of its factors
         left, right = (sent[name].to(dtype, copy=True) for name in ("left", "right"))
         rows = shape[0] if shape else 1
         wanted = rows, length // max(rows, 1)
@@ -233,5 +256,5 @@ def _is_number(value: object) -> bool:
 
 
 def hook_name(hook: object) -> str:
-    """What to call a hook in messages."""
+    """Return the name of a hook for messages."""
     return getattr(hook, "__qualname__", type(hook).__qualname__)

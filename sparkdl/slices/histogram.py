@@ -1,4 +1,5 @@
-"""Histograms of weights and gradients over fixed, logarithmic bins, so that slices can be added."""
+"""Histograms of weights and gradients over fixed, logarithmic bins, so that those of slices can be
+added."""
 
 from __future__ import annotations
 
@@ -10,12 +11,20 @@ import torch
 
 _POSITIVE = 1e-12 * 10 ** (np.arange(0, 161) / 10)  # 1e-12 ... 1e4, ten bins a decade
 EDGES = np.concatenate([[-np.inf], -_POSITIVE[::-1], _POSITIVE, [np.inf]])
-"""The borders of the bins, ascending, float64; the middle bin holds 0."""
+"""The edges of the bins, ascending, float64. The middle bin contains 0."""
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """``counts[i]`` values lie in [EDGES[i], EDGES[i + 1]); with their extremes and sums (float64)."""
+    """Counts per bin with the extremes and sums of the values.
+
+    Attributes:
+        counts: ``counts[i]`` is the number of values in [EDGES[i], EDGES[i + 1]).
+        smallest: The smallest value, infinity if there is none.
+        largest: The largest value, minus infinity if there is none.
+        total: The sum of the values, in float64.
+        squares: The sum of their squares, in float64.
+    """
 
     counts: np.ndarray
     smallest: float
@@ -25,7 +34,7 @@ class Histogram:
 
     @staticmethod
     def of(values: torch.Tensor) -> Histogram:
-        """Of all finite elements of a tensor."""
+        """Return the histogram of all finite elements of a tensor."""
         numbers = values.detach().double().reshape(-1).cpu().numpy()
         numbers = numbers[np.isfinite(numbers)]
         bins = np.searchsorted(EDGES, numbers, side="right") - 1
@@ -39,7 +48,7 @@ class Histogram:
 
     @staticmethod
     def join(parts: Iterable[Histogram]) -> Histogram:
-        """Of all elements that the parts were made of."""
+        """Return the histogram of all elements that are in ``parts``."""
         many = list(parts)
         return Histogram(
             np.sum([part.counts for part in many], axis=0),

@@ -1,9 +1,11 @@
-"""The user's torch optimizers, taken apart, so that they can be put together on the pieces of a slice.
+"""The user's torch optimizers without their tensors, so that they can be built on the fragments of
+a slice.
 
-An optimizer is its class, its parameter groups and the numbers of their parameters. Put together on
-pieces it is exact where slices are cut as its traits allow: anywhere for one that treats every element
-by itself (SGD, Adam, AdamW, RMSprop, Adagrad, ...), between tensors for one that looks at whole tensors
-(Muon, Adafactor, LARS, LAMB), nowhere for one that looks at all of them (LBFGS).
+An optimizer is described by its class, its parameter groups and the numbers of their parameters.
+Built on fragments it is exact if slices are cut as its update rule allows: anywhere for an
+optimizer that treats every element by itself (SGD, Adam, AdamW, RMSprop, Adagrad, ...), between
+tensors for one that uses whole tensors (Muon, Adafactor, LARS, LAMB), nowhere for one that uses all
+tensors together (LBFGS).
 """
 
 from __future__ import annotations
@@ -25,9 +27,12 @@ from sparkdl.model.recipe import Recipe
 class GroupSpec:
     """One optimizer without its tensors.
 
-    ``kind``: its class. ``groups``: the hyperparameters of each parameter group. ``members``: for each
-    group, the numbers of its trainable parameters in the layout's order. ``dimensions``: of the
-    first parameter of each group.
+    Attributes:
+        make: Builds the optimizer from parameter groups.
+        kind: The optimizer's class.
+        groups: The hyperparameters of each parameter group.
+        members: For each group, the numbers of its trainable parameters in the layout's order.
+        dimensions: For each group, the number of dimensions of its first parameter.
     """
 
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -45,7 +50,15 @@ class GroupSpec:
         pieces: Mapping[int, torch.Tensor],
         hyperparameters: Sequence[Mapping[str, Any]] | None = None,
     ) -> torch.optim.Optimizer | None:
-        """The optimizer on its ``pieces`` (parameter number -> tensor); None where it has none."""
+        """Build the optimizer on some tensors.
+
+        Args:
+            pieces: The tensors by parameter number.
+            hyperparameters: One mapping for each group, which overrides the values of ``groups``.
+
+        Returns:
+            The optimizer, or None if none of ``pieces`` is a parameter of it.
+        """
         groups = []
         for i, (group, members) in enumerate(zip(self.groups, self.members, strict=True)):
             if params := [pieces[n] for n in members if n in pieces]:
@@ -54,7 +67,8 @@ class GroupSpec:
         return self.make(groups) if groups else None
 
     def mirror(self) -> torch.optim.Optimizer:
-        """The optimizer on one small tensor a group, for a schedule to act on."""
+        """Build the optimizer on one small tensor for each group, for a learning-rate schedule to
+        act on."""
         groups = copy.deepcopy(self.groups)  # a schedule changes a tensor lr in place
         return self.make(
             [
@@ -66,10 +80,14 @@ class GroupSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
-    """All optimizers of a run and what their slices may be.
+    """All optimizers of a run, and how the flat vector may be cut for them.
 
-    ``elementwise``: slices may be cut anywhere, else only between tensors. ``separate``: there may
-    be several slices. Groups are numbered over all parts, in order.
+    Parameter groups are numbered over all parts, in order.
+
+    Attributes:
+        parts: The optimizers.
+        elementwise: Slices may be cut anywhere; otherwise only between tensors.
+        separate: There may be several slices.
     """
 
     parts: tuple[GroupSpec, ...]
@@ -82,11 +100,19 @@ class OptimizerSpec:
         parameters: Sequence[torch.nn.Parameter],
         module: torch.nn.Module,
     ) -> OptimizerSpec:
-        """Take the recipe's optimizers apart.
+        """Describe the optimizers of a recipe.
 
-        ``parameters`` are the trainable ones in layout order. How far slices may be cut is not known
-        yet, see :func:`sparkdl.slices.optimizer_probe.probe_cut_rule`. Raises
-        :class:`sparkdl.errors.ModelError`.
+        ``elementwise`` and ``separate`` are not known yet, see
+        :func:`sparkdl.slices.optimizer_probe.probe_cut_rule`.
+
+        Args:
+            recipe: The recipe.
+            parameters: The trainable parameters in layout order.
+            module: The model.
+
+        Raises:
+            ModelError: An optimizer is capturable, has a parameter that is not the module's, or
+                shares a parameter with another optimizer.
         """
         number = {id(p): i for i, p in enumerate(parameters)}
         names = {id(p): name for name, p in module.named_parameters()}
@@ -145,9 +171,12 @@ class OptimizerSpec:
         pieces: Mapping[int, torch.Tensor],
         hyperparameters: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[torch.optim.Optimizer]:
-        """The optimizers that have any of ``pieces`` (parameter number -> tensor).
+        """Build the optimizers that have any of the given tensors as parameters.
 
-        ``hyperparameters``, one mapping a group, replace those of the plan (a schedule's values).
+        Args:
+            pieces: The tensors by parameter number.
+            hyperparameters: One mapping for each group, such as a schedule's values, which
+                overrides the hyperparameters of ``groups``.
         """
         built, first = [], 0
         for part in self.parts:
@@ -159,7 +188,7 @@ class OptimizerSpec:
         return built
 
     def schedule_targets(self) -> list[torch.optim.Optimizer]:
-        """Each optimizer on one small tensor a group, for a schedule to act on."""
+        """Build each optimizer on one small tensor for each group, for a schedule to act on."""
         return [part.mirror() for part in self.parts]
 
 
@@ -168,10 +197,12 @@ def _without_tensors(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fastest(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """The group with torch's fused kernel, where that is faster and the user chose none.
+    """Return the group with torch's fused kernel selected, if that is faster and the user chose no
+    kernel.
 
-    Adam reads and writes memory once instead of ten times: 2.5 times as fast at 25 M parameters. Its
-    bits do not depend on where slices are cut; they differ in the last place from the default's.
+    Fused Adam reads and writes memory once instead of ten times: it is 2.5 times as fast at 25 M
+    parameters. Its bits do not depend on where slices are cut, but differ in the last place from
+    the default's.
     """
     chosen = group.get("fused") is not None or group.get("foreach") is not None
     special = group.get("capturable") or group.get("differentiable")
@@ -182,7 +213,7 @@ def _fastest(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[st
 
 @dataclass(frozen=True)
 class _Rebuild:
-    """Makes an optimizer of a class whose instance was built by the user's own function."""
+    """A factory for an optimizer class whose instance was built by the user's own function."""
 
     kind: type[torch.optim.Optimizer]
     defaults: dict[str, Any]

@@ -1,9 +1,10 @@
-"""What an optimizer can be cut into, found out by trying it on a few numbers.
+"""Find out by trial how the tensors of an optimizer may be cut.
 
-Three kinds: one that treats every element by itself works on any cut; one that looks at a whole tensor
-(its norm, its rows) works on slices cut between tensors; one that looks at all tensors together works
-on one slice only. A class of which a few numbers do not tell, such as one that looks around after many
-steps, says it itself, in ``update_depends_on``.
+There are three kinds of optimizers. One that treats every element by itself works on any cut; one
+that uses a whole tensor (its norm, its rows) works on slices cut between tensors; one that uses all
+tensors together works on one slice only. A class for which a short trial is not conclusive, such as
+one that uses other elements only after many steps, declares its kind in the attribute
+``update_depends_on``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SEVERAL = (
     'optimizer={"encoder": torch.optim.Muon, "embedding": torch.optim.SparseAdam, "": '
     "torch.optim.AdamW}."
 )
-"""What to do where an optimizer does not take every parameter."""
+"""The advice for a user whose optimizer does not accept every parameter."""
 
 _SIZE, _WIDTH = 24, 4
 _STEPS_OF_A_LIFE = 12
@@ -35,7 +36,7 @@ _STEPS_OF_A_LIFE = 12
 
 @dataclass(frozen=True)
 class _Trial:
-    """So large weights and gradients, and so many steps."""
+    """The scale of the weights and of the gradients of a trial, and its number of steps."""
 
     weights: float = 1.0
     gradients: float = 1.0
@@ -50,7 +51,8 @@ _FURTHER = (
     _Trial(weights=1e4),
     _Trial(steps=60),
 )
-"""For optimizers that look around only beyond a norm, or after a few steps."""
+"""Trials that expose optimizers which use other elements only beyond some norm or after a few
+steps."""
 _OF_TORCH = frozenset(
     kind
     for name in (
@@ -59,13 +61,14 @@ _OF_TORCH = frozenset(
     )
     if (kind := getattr(torch.optim, name, None)) is not None
 )
-"""Of these the first trial tells."""
+"""The classes for which the first trial is conclusive."""
 _LEARNING_RATE = 0.1
-"""In the place of one that is 0 at first."""
+"""The learning rate of trials if the optimizer's is 0 at first."""
 DECLARED = "update_depends_on"
+"""The class attribute in which an optimizer declares its kind: "element", "tensor" or "all"."""
 _DECLARED = {"element": (True, True), "tensor": (False, True), "all": (False, False)}
 Span = tuple[int, int, int]
-"""Tensor number, first and last element + 1 of both tensors one after the other."""
+"""A tensor number, and the first and the last + 1 element, counted over both tensors in sequence."""
 _TOGETHER: list[list[Span]] = [[(0, 0, 24), (1, 24, 48)]]
 _APART: list[list[Span]] = [[(0, 0, 24)], [(1, 24, 48)]]
 _CUT: list[list[Span]] = [[(0, 0, 8)], [(0, 8, 24), (1, 24, 36)], [(1, 36, 48)]]
@@ -73,15 +76,23 @@ _CUT: list[list[Span]] = [[(0, 0, 8)], [(0, 8, 24), (1, 24, 36)], [(1, 36, 48)]]
 
 @dataclass(frozen=True)
 class CutRule:
-    """``elementwise``: a cut through a tensor changes nothing. ``separate``: what one tensor gets
-    does not depend on the others."""
+    """The permitted cuts for an optimizer.
+
+    Attributes:
+        elementwise: A cut through a tensor changes nothing.
+        separate: The update of one tensor does not depend on the others.
+    """
 
     elementwise: bool
     separate: bool
 
 
 def declared(kind: type[torch.optim.Optimizer]) -> CutRule | None:
-    """What the class says of itself, if anything. Raises :class:`sparkdl.errors.ModelError`."""
+    """Return the rule that an optimizer class declares itself, or None.
+
+    Raises:
+        ModelError: The declaration has an unknown value.
+    """
     answer = getattr(kind, DECLARED, None)
     if answer is None:
         return None
@@ -96,7 +107,8 @@ def declared(kind: type[torch.optim.Optimizer]) -> CutRule | None:
 def probe_cut_rule(
     plan: OptimizerSpec, parameters: Sequence[torch.nn.Parameter], module: torch.nn.Module
 ) -> OptimizerSpec:
-    """Try the optimizers on a few numbers, and return ``plan`` with how far its slices may be cut.
+    """Try the optimizers on a few numbers, and return ``plan`` with the rule for cutting its
+    slices.
 
     Args:
         plan: The optimizers of ``module``.
@@ -118,7 +130,8 @@ def probe_cut_rule(
 
 
 def _traits_of(part: GroupSpec, dimensions: Sequence[int], tables: set[int]) -> list[CutRule]:
-    """One a group that has parameters: groups may differ in what makes an optimizer look around."""
+    """Return one rule for each group that has parameters, since the kind may depend on
+    hyperparameters."""
     found = []
     for group, members, ndim in zip(part.groups, part.members, part.dimensions, strict=True):
         if members:
@@ -129,7 +142,7 @@ def _traits_of(part: GroupSpec, dimensions: Sequence[int], tables: set[int]) -> 
     return found
 
 
-# Of a few numbers: where others want the cores too, a second thread would be waited for.
+# One thread: the tensors are tiny, and on busy cores a second thread would only add waiting.
 @torch_threads(1)
 def find_traits(
     plan: OptimizerSpec,
@@ -137,11 +150,18 @@ def find_traits(
     tables: bool,
     kind: type[torch.optim.Optimizer],
 ) -> CutRule:
-    """Those of ``plan``, one group of the parameters 0 and 1, an optimizer of this ``kind``.
+    """Return the rule of an optimizer with one group, whose parameters are numbers 0 and 1.
 
-    ``dimensions``: of the dense parameters it is for; ``tables``: it is for tables with sparse
-    gradients as well. Compared in float64 and by the updates, so that a small learning rate hides
-    nothing. Raises :class:`sparkdl.errors.ModelError` where it does not work at all.
+    Updates are compared, in float64, so that a small learning rate hides no difference.
+
+    Args:
+        plan: The optimizer.
+        dimensions: The numbers of dimensions of the dense parameters that it will be used for.
+        tables: Whether it will be used for tables with sparse gradients too.
+        kind: The optimizer's class.
+
+    Raises:
+        ModelError: The optimizer does not work at all on such parameters.
     """
     known = declared(kind)
     further = () if known is not None or kind in _OF_TORCH else _FURTHER
@@ -175,7 +195,7 @@ def find_traits(
 
 
 def _text(error: Exception) -> str:
-    """What went wrong; torch adds pages about its backends to some errors."""
+    """Return a short text of an error; torch adds pages about its backends to some."""
     first = (str(error).splitlines() or [""])[0].partition(". ")[0]
     return f"{type(error).__name__}: {first.rstrip('. ')}"
 
@@ -185,25 +205,27 @@ def _same(one: torch.Tensor, other: torch.Tensor, scale: float = 1.0) -> bool:
 
 
 def _seen_in(trial: _Trial, plan: OptimizerSpec, shape: tuple[int, ...], sparse: bool) -> CutRule:
-    """What one trial shows; nothing, if it fails where nothing is cut."""
+    """Return the rule that one trial shows; no restriction if the trial fails even without a cut."""
     try:
         together = _update(plan, shape, _TOGETHER, sparse, trial)
     except Exception:
         return CutRule(elementwise=True, separate=True)
     try:
         apart = _update(plan, shape, _APART, sparse, trial)
-    except Exception:  # it wants them all
+    except Exception:  # it needs all tensors
         return CutRule(elementwise=False, separate=False)
     try:
         cut = _same(_update(plan, shape, _CUT, sparse, trial), apart, trial.weights)
-    except Exception:  # it wants a matrix, say
+    except Exception:  # it needs a matrix, for example
         cut = False
     return CutRule(cut, _same(together, apart, trial.weights))
 
 
 def _check_memory(plan: OptimizerSpec, shape: tuple[int, ...]) -> None:
-    """Raise :class:`sparkdl.errors.ModelError` for an optimizer that remembers what is not in its
-    ``state``: here each step is another instance's."""
+    """Raise ModelError if the optimizer keeps anything outside ``state`` from step to step.
+
+    In training each step is made by another instance of the optimizer.
+    """
     with seeded(0):
         ours = _update(plan, shape, _TOGETHER, False, _Trial(steps=_STEPS_OF_A_LIFE))
     with seeded(0):
@@ -218,7 +240,8 @@ def _check_memory(plan: OptimizerSpec, shape: tuple[int, ...]) -> None:
                 optimizer.step(evaluate_once(torch.tensor(1.0).double(), plan.name))
             else:
                 optimizer.step()
-    living = torch.cat([tensors[n].reshape(-1) for n in (0, 1)])  # it may have given them memory
+    # collected again, because the optimizer may have replaced their memory
+    living = torch.cat([tensors[n].reshape(-1) for n in (0, 1)])
     if _same(ours, living - drawn[0]):
         return
     after = [_values(group) for group in optimizer.param_groups]
@@ -234,7 +257,7 @@ def _check_memory(plan: OptimizerSpec, shape: tuple[int, ...]) -> None:
 
 
 def _hyperparameters(plan: OptimizerSpec) -> list[Mapping[str, Any]]:
-    """Those of the group, with a learning rate."""
+    """Return the hyperparameters of the group, with a learning rate that is not 0."""
     (group,) = plan.groups
     rate = group.get("lr")
     if not isinstance(rate, int | float | torch.Tensor) or float(rate) != 0:
@@ -248,7 +271,7 @@ def _values(group: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _drawn(steps: int) -> torch.Tensor:
-    """48 weights, and gradients of them for each step."""
+    """Draw 48 weights, and their gradients for each step."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(steps + 1, 2 * _SIZE, generator=generator, dtype=torch.float64)
 
@@ -260,7 +283,7 @@ def _update(
     sparse: bool,
     trial: _Trial,
 ) -> torch.Tensor:
-    """The change of 48 weights in a few steps on slices with the pieces ``cuts``."""
+    """Return the change of 48 weights after a few steps on slices with the fragments ``cuts``."""
     drawn, updates = _drawn(trial.steps), []
     drawn[0] *= trial.weights
     drawn[1:] *= trial.gradients
@@ -299,6 +322,6 @@ def _piece(
 
 
 def _rows(piece: Fragment, dense: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every third row of the tensor has no gradient."""
+    """Return the rows with a gradient: every third row of the tensor has none."""
     rows = torch.tensor([r for r in range(piece.shape[0]) if (r + piece.first_row + step) % 3])
     return rows.long(), dense[piece.start : piece.stop].view(piece.shape)[rows.long()]

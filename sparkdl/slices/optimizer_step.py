@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sparkdl.slices.optimizer import OptimizerSpec
 
 SparseRows = tuple[torch.Tensor, torch.Tensor]
-"""A sparse gradient of a piece: row numbers (int64, [k]) and values ([k, width])."""
+"""A sparse gradient of a fragment: row numbers (int64, [k]) and values ([k, width])."""
 
 
 def step_slice(
@@ -31,18 +31,27 @@ def step_slice(
     sparse: Mapping[int, SparseRows] | None = None,
     loss: torch.Tensor | None = None,
 ) -> None:
-    """One optimizer step on the slice, in place in ``state``, which must be the caller's own copy.
+    """Make one optimizer step on a slice, in place.
 
-    ``gradient``: of the dense parameters, ``plan.dense_length`` elements. ``absent``: the numbers of
-    the parameters without any gradient, which their optimizer skips. ``sparse``: for each piece of
-    ``plan.tables`` the rows that have a gradient, counted from the piece's first row; one that is
-    neither here nor absent has none of them in this slice. None: the gradients of tables are dense
-    too, and ``gradient`` is ``plan.trainable_length`` elements. ``hyperparameters``: one mapping a
-    group, in place of the plan's. ``loss``: the mean loss of the batch (NaN where it is not given),
-    for optimizers whose step wants to evaluate it; they may do so once, else
-    :class:`sparkdl.errors.ModelError` is raised.
+    State that an optimizer creates in its first step is added to ``state``.
 
-    State that an optimizer makes on its first step is added to ``state``.
+    Args:
+        plan: The slice.
+        state: The state of the slice, which must be the caller's own copy.
+        gradient: The gradient of the dense parameters, ``plan.dense_length`` elements; if
+            ``sparse`` is None, of all parameters, ``plan.trainable_length`` elements.
+        absent: The numbers of the parameters without any gradient, which their optimizer skips.
+        optimizer_plan: The optimizers.
+        hyperparameters: One mapping for each parameter group, which overrides those of
+            ``optimizer_plan``.
+        sparse: For each fragment of ``plan.tables`` the rows that have a gradient, counted from the
+            fragment's first row. A fragment that is neither here nor in ``absent`` has no such row
+            in this slice. None means that the gradients of tables are dense.
+        loss: The mean loss of the batch (NaN if it is not given), for optimizers whose step
+            evaluates it.
+
+    Raises:
+        ModelError: An optimizer evaluates the loss more than once.
     """
     pieces = {p.number: p for p in plan.parameters if p.length}
     tensors = {n: _view(state.weights, p) for n, p in pieces.items()}
@@ -70,12 +79,12 @@ def step_slice(
                 _keep(state, plan, pieces[number], made, held.get(number, {}))
     for number, tensor in tensors.items():
         tensor.grad = None
-        if tensor.data_ptr() != places[number]:  # given other memory, not written to
+        if tensor.data_ptr() != places[number]:  # replaced instead of written in place
             _view(state.weights, pieces[number]).copy_(tensor)
 
 
 def _view(flat: torch.Tensor, piece: Fragment) -> torch.Tensor:
-    """The piece of ``flat`` in its shape, or one-dimensional where it has none."""
+    """Return the fragment of ``flat`` in the fragment's shape, or one-dimensional if it has none."""
     part = flat[piece.start : piece.stop]
     return part.view(piece.shape) if piece.shape else part
 
@@ -90,7 +99,7 @@ def _gradient(
     else:
         rows = torch.empty(0, dtype=torch.int64)
         values = torch.empty(0, piece.shape[1], dtype=gradient.dtype)
-    # said outright, else torch warns; the rows are the engine's own
+    # set explicitly, else torch warns; the rows come from the engine and are valid
     found = torch.sparse_coo_tensor(rows[None], values, piece.shape, check_invariants=False)
     return found.coalesce()
 
@@ -98,7 +107,7 @@ def _gradient(
 def _held_by(
     optimizer: torch.optim.Optimizer, tensors: Mapping[int, torch.Tensor]
 ) -> list[tuple[torch.Tensor, int, Mapping[str, Any]]]:
-    """Its parameters, with their numbers and groups."""
+    """Return the optimizer's parameters with their numbers and groups."""
     numbers = {id(tensor): number for number, tensor in tensors.items()}
     return [(p, numbers[id(p)], group) for group in optimizer.param_groups for p in group["params"]]
 
@@ -106,8 +115,10 @@ def _held_by(
 def _where_stepped(
     group: Mapping[str, Any], parameter: torch.Tensor, others: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """State that may come from elsewhere, where a step wants it: with its parameter, but counts of
-    steps on the CPU, unless the kernel itself counts. As torch's ``load_state_dict`` does."""
+    """Return ``others`` on the device where a step needs them, as torch's ``load_state_dict`` does.
+
+    That is the parameter's device; but step counts stay on the CPU unless the kernel itself counts.
+    """
     home = parameter.device
     if home.type == "cpu":
         return others
@@ -122,14 +133,19 @@ def _where_stepped(
 
 @functools.cache
 def wants_loss(kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether its steps are to be given a function that evaluates the loss."""
+    """Return whether an optimizer's ``step`` requires a closure that evaluates the loss."""
     closure = inspect.signature(kind.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def evaluate_once(loss: torch.Tensor | None, name: str) -> Callable[[], Any]:
-    """The function that such steps are given; ``loss``: its value, None: not known. Raises
-    :class:`sparkdl.errors.ModelError` the second time, with the optimizer's ``name``."""
+    """Return the closure for such an optimizer; it may be called once.
+
+    Args:
+        loss: The value of the loss. None: it is not known, and the closure returns NaN.
+        name: The optimizer's name, for the :class:`sparkdl.errors.ModelError` that the closure
+            raises when it is called a second time.
+    """
     evaluations = 0
 
     def closure() -> torch.Tensor:
@@ -153,12 +169,14 @@ def _keep(
     made: Mapping[str, Any],
     own: Mapping[str, torch.Tensor],
 ) -> None:
-    """Sort what an optimizer has for one piece into element-wise arrays and others. ``own``: the views
-    of arrays that it was given."""
+    """Sort an optimizer's state for one fragment into element-wise arrays and others.
+
+    ``own`` are the views of arrays that the optimizer was given.
+    """
     held, others = [], {}
     shape = piece.shape or (piece.length,)
     for name, value in made.items():
-        if name in own and value is own[name]:  # it has written there
+        if name in own and value is own[name]:  # the optimizer wrote in place
             held.append(name)
             continue
         array = state.arrays.get(name)

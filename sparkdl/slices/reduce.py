@@ -1,7 +1,7 @@
-"""From the contributions of the replicas to the gradient that is applied. Pure torch, one slice.
+"""From the sections of the replicas to the gradient that is applied. Pure torch, one slice.
 
-Reduce (average, summed in the shape of a tree), regularise, clip by value, clip by global norm: in
-this order.
+The order is: reduce (average, summed in the shape of a tree), add penalties, clip by value, clip by
+global norm.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ NORM_EPSILON = 1e-6
 
 @dataclass
 class ReducedGradient:
-    """The gradient of the mean loss over the global batch, for one slice, changed in place.
+    """The gradient of the mean loss over the global batch, for one slice. It is changed in place.
 
-    ``gradient``: (dense_length,) in the flat vector's dtype; ``tables``: the touched rows of sparse
-    tables; ``absent``: parameters that got no gradient from any replica.
+    Attributes:
+        gradient: The dense gradient, (dense_length,) in the flat vector's dtype.
+        absent: The numbers of the parameters for which no replica has a gradient.
+        tables: The touched rows of sparse tables, by parameter number.
     """
 
     gradient: torch.Tensor
@@ -39,9 +41,20 @@ class ReducedGradient:
 def reduce_gradients(
     plan: SliceSpec, contributions: Sequence[Section], out: torch.Tensor
 ) -> ReducedGradient:
-    """Average over the global batch, into ``out`` (dense_length): weighted by each replica's samples
-    and summed as [Note: the shape of a sum] says, in the dtype of ``out`` whatever travelled. What is
-    summed already, in memory to spare, stays where it is."""
+    """Average the replicas' gradients over the global batch.
+
+    Each replica is weighted by its samples. The sum has the order of [Note: the shape of a sum] and
+    is made in the dtype of ``out``, whatever dtype was sent.
+
+    Args:
+        plan: The slice.
+        contributions: The sections of all replicas, in any order.
+        out: Memory for the dense gradient, (dense_length,).
+
+    Returns:
+        The reduced gradient. Its dense part is ``out``, or the memory of a section of kind SPARE,
+        which is the complete sum already.
+    """
     ordered = sorted(contributions, key=lambda c: c.replica)
     shares = shares_of([c.weight for c in ordered])
     spare = [c.gradient for c in ordered if c.kind == SPARE and c.gradient.dtype == out.dtype]
@@ -67,7 +80,7 @@ def reduce_gradients(
 
 
 def shares_of(weights: Sequence[float]) -> list[float]:
-    """What each replica counts for in the average; ``weights`` in replica order."""
+    """Return the share of each replica in the average; ``weights`` are in replica order."""
     total = sum(weights)
     return [weight / total if total else 0.0 for weight in weights]
 
@@ -75,16 +88,21 @@ def shares_of(weights: Sequence[float]) -> list[float]:
 def _add_rows(
     parts: Sequence[tuple[torch.Tensor, torch.Tensor, float]], dtype: torch.dtype
 ) -> SparseRows:
-    """The weighted sum of some rows of a table, row by row in the order of ``parts``."""
+    """Return the weighted sum of some rows of a table, row by row in the order of ``parts``."""
     numbers = torch.unique(torch.cat([rows for rows, _, _ in parts]))
     total = torch.zeros(len(numbers), parts[0][1].shape[1], dtype=dtype)
-    for rows, values, share in parts:  # a part has each row once: no sum depends on an order
+    # a part has each row once, so no sum depends on the order of additions in index_add_
+    for rows, values, share in parts:
         total.index_add_(0, torch.searchsorted(numbers, rows), values.to(dtype), alpha=share)
     return numbers, total
 
 
 def penalties(value: float | Mapping[str, float], layout: Layout) -> dict[int, float]:
-    """A regulariser by parameter number: one strength for all, or by pattern of parameter names."""
+    """Return the strength of a penalty by parameter number.
+
+    ``value`` is one strength for all dense parameters, or strengths by patterns of parameter names,
+    which add up where several patterns match.
+    """
     found = {}
     for number, segment in enumerate(layout.segments):
         if segment.kind != "parameter" or segment.sparse:
@@ -106,7 +124,15 @@ def penalize(
     l1: Mapping[int, float],
     l2: Mapping[int, float],
 ) -> None:
-    """Add the gradient of ``l1 * sum |w| + l2 / 2 * sum w**2``, by parameter number."""
+    """Add the gradient of ``l1 * sum |w| + l2 / 2 * sum w**2`` to the reduced gradient.
+
+    Args:
+        plan: The slice.
+        reduced: The gradient, which is changed.
+        weights: The weights of the slice.
+        l1: The strength of the L1 penalty by parameter number.
+        l2: The strength of the L2 penalty by parameter number.
+    """
     if not l1 and not l2:
         return
     for piece in plan.parameters:
@@ -121,14 +147,14 @@ def penalize(
 
 
 def clip_values(reduced: ReducedGradient, limit: float) -> None:
-    """Bring every element into [-limit, limit], as ``torch.nn.utils.clip_grad_value_``."""
+    """Clamp every element to [-limit, limit], as ``torch.nn.utils.clip_grad_value_`` does."""
     reduced.gradient.clamp_(-limit, limit)
     for _, values in reduced.tables.values():
         values.clamp_(-limit, limit)
 
 
 def squared_norm(plan: SliceSpec, reduced: ReducedGradient) -> float:
-    """The sum of squares over the slice, in float64."""
+    """Return the sum of squares over the slice, in float64."""
     parts = [
         reduced.gradient[piece.start : piece.stop]
         for piece in plan.parameters
@@ -136,21 +162,30 @@ def squared_norm(plan: SliceSpec, reduced: ReducedGradient) -> float:
     ]
     parts += [values for _, values in reduced.tables.values()]
     norms = [torch.linalg.vector_norm(p, dtype=torch.float64) for p in parts if p.numel()]
-    together = torch.stack(norms).tolist() if norms else []  # a GPU is awaited once
+    together = torch.stack(norms).tolist() if norms else []  # one wait for the GPU
     return sum((norm**2 for norm in together), 0.0)
 
 
 def clip_factor(squares: Sequence[float], limit: float) -> tuple[float, float]:
-    """The global norm, and what to multiply a gradient by so that its norm is at most ``limit``.
+    """Return the global norm, and the factor that makes the norm of a gradient at most ``limit``.
 
-    ``squares``: :func:`squared_norm` of every slice, in slice order.
+    ``squares`` is the :func:`squared_norm` of every slice, in slice order.
     """
     norm = math.sqrt(sum(squares))
     return norm, min(1.0, limit / (norm + NORM_EPSILON))
 
 
 def clip_norm(reduced: ReducedGradient, squares: Sequence[float], limit: float) -> float:
-    """Scale so that the global norm is at most ``limit``; the norm before. See :func:`clip_factor`."""
+    """Scale the gradient so that the global norm is at most ``limit``.
+
+    Args:
+        reduced: The gradient, which is changed.
+        squares: The :func:`squared_norm` of every slice, in slice order.
+        limit: The largest norm.
+
+    Returns:
+        The global norm before.
+    """
     norm, scale = clip_factor(squares, limit)
     if scale < 1.0:
         reduced.gradient.mul_(scale)
@@ -160,7 +195,13 @@ def clip_norm(reduced: ReducedGradient, squares: Sequence[float], limit: float) 
 
 
 def scaled(reduced: ReducedGradient, scale: float, out: torch.Tensor) -> ReducedGradient:
-    """A gradient times ``scale``, the dense one in ``out``."""
+    """Return a gradient times ``scale``.
+
+    Args:
+        reduced: The gradient.
+        scale: The factor.
+        out: Memory for the dense part of the result.
+    """
     torch.mul(reduced.gradient, scale, out=out)
     tables = {number: (rows, values * scale) for number, (rows, values) in reduced.tables.items()}
     return ReducedGradient(out, reduced.absent, tables)
@@ -169,8 +210,18 @@ def scaled(reduced: ReducedGradient, scale: float, out: torch.Tensor) -> Reduced
 def average(
     plan: SliceSpec, state: SliceState, moved: ReducedGradient, contributions: Sequence[Section]
 ) -> None:
-    """After local steps: the mean of the replicas' weights, and of the optimizer state of those that
-    had a gradient for a parameter; what has no mean is that of the first of these."""
+    """Average the replicas after local steps, in place in ``state``.
+
+    The weights become the mean of the replicas' weights. The optimizer state of a parameter becomes
+    the mean over the replicas that had a gradient for it; state that has no mean is taken from the
+    first of these.
+
+    Args:
+        plan: The slice.
+        state: The state of the slice, version t.
+        moved: The reduced difference of the weights.
+        contributions: The sections of all replicas.
+    """
     state.weights[: plan.dense_length].add_(moved.gradient)
     ordered = sorted(contributions, key=lambda c: c.replica)
     told = {c.replica: unpack(c.others) for c in ordered if c.others}
@@ -203,11 +254,17 @@ def average(
 
 
 def merge_buffers(plan: SliceSpec, contributions: Sequence[Section], weights: torch.Tensor) -> None:
-    """Write the merged buffers into their places in ``weights`` (the slice of the flat vector).
+    """Merge the buffers of the replicas.
 
-    Floating ones: the weighted average, taken as first + sum of weighted differences, so that what
-    is equal on all replicas keeps its bits (infinities too). Others: the first replica's. A replica
-    whose share weighs nothing has not been forward.
+    Floating-point buffers become the weighted average, computed as the first + the sum of weighted
+    differences, so that values that are equal on all replicas keep their bits (infinities too).
+    Other buffers are the first replica's. A replica with weight 0 has not run a forward pass and is
+    ignored.
+
+    Args:
+        plan: The slice.
+        contributions: The sections of all replicas.
+        weights: The slice of the flat vector, in which the buffers are written to their places.
     """
     ordered = sorted(contributions, key=lambda c: c.replica)
     ordered = [c for c in ordered if c.weight] or ordered

@@ -1,15 +1,16 @@
-"""What a replica sends to a slice: gradients and buffers, as bytes with a fixed place for each.
+"""Sections: the gradients and buffers that a replica sends to a slice, as bytes in fixed places.
 
-A *section* is one contribution in memory. In this order, each part from a multiple of 64 bytes on:
+A *section* is the contribution of one replica to one slice. It has these parts, in this order, each
+aligned to 64 bytes:
 
-* the dense gradient, ``plan.dense_length`` elements in the wire's dtype; or, where a hook compresses
-  it, what that sends of each parameter (:mod:`sparkdl.slices.compression`);
+* the dense gradient, ``plan.dense_length`` elements in the wire dtype; or, with a compression hook,
+  the tensors that the hook sends for each parameter (:mod:`sparkdl.slices.compression`);
 * the buffers, in the dtype of the flat vector;
-* optimizer state, where replicas step by themselves (``local_steps``): one part an array;
-* for each sparse table the numbers of its touched rows (int64), then their gradients (wire's dtype).
+* optimizer state, if replicas take steps themselves (``local_steps``): one part for each array;
+* for each sparse table the numbers of its touched rows (int64), then their gradients (wire dtype).
 
-The same bytes lie in a slab or travel through the shuffle; a :class:`SectionLayout` says how to
-read them.
+The same bytes are in a slab or sent through the shuffle. A :class:`SectionLayout` says how to read
+them.
 """
 
 from __future__ import annotations
@@ -35,19 +36,29 @@ from sparkdl.slices.compression import decompress
 from sparkdl.slices.spec import Fragment, SliceSpec
 
 SparseRows = tuple[torch.Tensor, torch.Tensor]
-"""Of a sparse table: numbers of rows (int64, (k,), ascending) and their gradients ((k, width))."""
+"""The gradient of a sparse table: row numbers (int64, (k,), ascending) and their values ((k,
+width))."""
 
 
 OWN, SUM, NOTHING, SPARE = "own", "sum", "nothing", "spare"
-"""What a section has of a dense gradient: the replica's own; the weighted sum over a block of replicas
-of which this is the first, in the dtype of the flat vector; nothing, as it is in another's sum."""
+"""The kinds of dense gradient in a section. OWN: the replica's own gradient. SUM: the weighted sum
+over a block of replicas of which this is the first, in the dtype of the flat vector. NOTHING: none,
+because it is part of another section's sum. SPARE: the sum over all replicas, in memory that the
+update may change.
+"""
 
 
 @dataclass(frozen=True)
 class SectionLayout:
-    """How long the variable parts of a section are: ``rows`` of each sparse table by its number,
-    the dtype name of each array of optimizer state, and in place of a dense gradient the tensors in
-    which it is ``compressed``. ``gradient``: OWN, SUM or NOTHING."""
+    """The lengths of the variable parts of a section.
+
+    Attributes:
+        wire: The dtype of gradients in the section.
+        rows: The number of touched rows of each sparse table, by parameter number.
+        arrays: The dtype name of each array of optimizer state, by its name.
+        compressed: The tensors that replace the dense gradient if it is compressed.
+        gradient: OWN, SUM or NOTHING.
+    """
 
     wire: torch.dtype
     rows: Mapping[int, int] = field(default_factory=dict)
@@ -58,14 +69,20 @@ class SectionLayout:
 
 @dataclass(frozen=True)
 class Section:
-    """What replica ``replica`` gives to a slice. ``weight``: its samples, or the sum of their weights.
+    """The contribution of replica ``replica`` to a slice.
 
-    ``gradient``: (dense_length,); ``buffers``: the rest of the slice; ``tables``: by parameter
-    number, rows counted from the piece's first; ``absent``: parameters without a gradient.
-    ``compressed``: what stands for the gradient, by parameter number; ``gradient`` is then empty.
-    ``kind``: what ``gradient`` is: OWN, SUM or NOTHING (then it is empty too); SPARE: the sum of all,
-    in memory that the update may change. ``arrays``, ``others``: after local steps, the optimizers'
-    state, the latter packed.
+    Attributes:
+        replica: The number of the replica.
+        weight: Its number of samples, or the sum of their weights.
+        gradient: The dense gradient, (dense_length,); empty if it is compressed or of kind NOTHING.
+        buffers: The values of the buffers in the slice.
+        absent: The numbers of the parameters without a gradient.
+        tables: The gradients of sparse tables by parameter number, with rows counted from the
+            fragment's first row.
+        arrays: After local steps, the element-wise optimizer state.
+        compressed: The compressed gradient, by parameter number.
+        kind: What ``gradient`` is: OWN, SUM, NOTHING or SPARE.
+        others: After local steps, all other optimizer state, packed.
     """
 
     replica: int
@@ -80,7 +97,8 @@ class Section:
     others: bytes = b""
 
     def dense_gradient(self, plan: SliceSpec, dtype: torch.dtype) -> torch.Tensor:
-        """(dense_length,) in ``dtype``, zero where this replica sent nothing."""
+        """Return the dense gradient, (dense_length,) in ``dtype``, zero where this replica sent
+        nothing."""
         if self.compressed is None:
             return self.gradient if self.gradient.dtype == dtype else self.gradient.to(dtype)
         dense = torch.zeros(plan.dense_length, dtype=dtype)
@@ -92,7 +110,13 @@ class Section:
 
 
 def section_nbytes(plan: SliceSpec, dtype: torch.dtype, layout: SectionLayout) -> int:
-    """Bytes of a section; a multiple of 64."""
+    """Return the number of bytes of a section, a multiple of 64.
+
+    Args:
+        plan: The slice.
+        dtype: The dtype of the flat vector.
+        layout: The layout of the section.
+    """
     return sum(_aligned(nbytes) for _, nbytes, _ in _parts(plan, dtype, layout))
 
 
@@ -107,7 +131,18 @@ def open_section(
     absent: frozenset[int] = frozenset(),
     others: bytes = b"",
 ) -> Section:
-    """A contribution whose tensors share the memory of ``data`` (to be read, or to be written)."""
+    """Return a section whose tensors share the memory of ``data``, for reading or for writing.
+
+    Args:
+        plan: The slice.
+        dtype: The dtype of the flat vector.
+        layout: The layout of the section.
+        data: The bytes of the section.
+        replica: The number of the replica.
+        weight: The replica's weight in the average.
+        absent: The numbers of the parameters without a gradient.
+        others: Packed optimizer state, see :class:`Section`.
+    """
     parts: dict[str, torch.Tensor] = {"gradient": torch.empty(0, dtype=layout.wire)}
     compressed: ByParameter | None = None
     place = 0
@@ -139,7 +174,7 @@ def open_section(
 
 
 def cut_rows(piece: Fragment, rows: SparseRows) -> SparseRows:
-    """The rows of a whole table that fall into ``piece``, counted from its first row."""
+    """Return the rows of a whole table that fall into ``piece``, counted from its first row."""
     numbers, values = rows
     low, high = torch.searchsorted(
         numbers, torch.tensor([piece.first_row, piece.first_row + piece.shape[0]])
@@ -155,10 +190,18 @@ def write_gradients(
     out: Section,
     written: frozenset[int] = frozenset(),
 ) -> None:
-    """Write the gradients of a replica (by parameter number) into a section, rounding to its dtype.
+    """Write the gradients of a replica into a section, rounded to the section's dtype.
 
-    Places of parameters without a gradient are zeroed; those of ``written`` ones left as they are. In
-    a compressed section: the tables alone.
+    The places of parameters without a gradient are filled with zeros. In a compressed section only
+    the tables are written.
+
+    Args:
+        layout: The layout of the flat vector.
+        plan: The slice.
+        gradients: The dense gradients by parameter number.
+        tables: The gradients of sparse tables by parameter number.
+        out: The section.
+        written: The numbers of the parameters whose gradients are in the section already.
     """
     for piece in plan.parameters:
         if piece.number in written:
@@ -181,7 +224,7 @@ def write_gradients(
 
 
 def first_not_finite(plan: SliceSpec, section: Section) -> int | None:
-    """The number of the first parameter with an inf or a NaN in this section; None: all finite."""
+    """Return the number of the first parameter with an inf or a NaN in this section, or None."""
     compressed = section.compressed or {}
     floats = {n: [t for t in c.values() if t.is_floating_point()] for n, c in compressed.items()}
     tables = [values for _, values in section.tables.values()]
@@ -201,8 +244,10 @@ def first_not_finite(plan: SliceSpec, section: Section) -> int | None:
 
 
 def sums_up(values: torch.Tensor) -> bool:
-    """Whether the sum is finite, one fast pass: it is not where an element is not, nor where finite
-    ones add up to too much."""
+    """Return whether the sum of the values is finite, in one fast pass.
+
+    False means that an element is not finite, or that the sum of finite elements overflows.
+    """
     return math.isfinite(values.sum(dtype=torch.float32).item())
 
 

@@ -1,9 +1,9 @@
-"""The state of a slice <-> safetensors bytes, and cutting stored slices anew for another N.
+"""The state of a slice as a safetensors file, and the conversion of stored slices to another N.
 
-A file holds tensors only: ``weights``, ``array.NAME`` (element-wise optimizer state, the moving
-average of the weights), and ``other.K`` (tensors among the rest of the optimizer's state).
-Everything else is JSON in the safetensors metadata. Nothing is pickled, so that reading a file runs
-no code of its own.
+A file contains only tensors: ``weights``, ``array.NAME`` (element-wise optimizer state, the moving
+average of the weights), and ``other.K`` (tensors in the rest of the optimizer state). Everything
+else is JSON in the safetensors metadata. Nothing is pickled, so reading a file runs no code from
+it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ VERSION = "1"
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """A stored slice: elements [start, stop) of the flat vector; its arrays are
-    ``trainable_length`` long."""
+    """A stored slice: elements [start, stop) of the flat vector. Its arrays have
+    ``trainable_length`` elements."""
 
     start: int
     stop: int
@@ -40,10 +40,12 @@ class StoredSlice:
 
 
 def pack(plan: SliceSpec, state: SliceState) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors and the metadata of a slice's file; tensors are contiguous and on the CPU.
+    """Return the tensors and the metadata of a slice's file. The tensors are contiguous and on the
+    CPU.
 
-    Raises :class:`sparkdl.CheckpointError` for optimizer state that is no tensor, number, text,
-    list, tuple or dict of these, naming the parameter and the key.
+    Raises:
+        CheckpointError: A value of the optimizer state is not a tensor, number, text or None, nor a
+            list, tuple or dict of these. The message names the parameter and the key.
     """
     tensors: dict[str, torch.Tensor] = {}
     places: set[int] = set()
@@ -93,7 +95,12 @@ def pack(plan: SliceSpec, state: SliceState) -> tuple[dict[str, torch.Tensor], d
 
 
 def to_bytes(plan: SliceSpec, state: SliceState) -> bytes:
-    """The slice as a safetensors file. Raises as :func:`pack` does."""
+    """Return the slice as the bytes of a safetensors file.
+
+    Raises:
+        CheckpointError: As :func:`pack` does, or the header of the file would be too long to be
+            read.
+    """
     tensors, metadata = pack(plan, state)
     data = safetensors.torch.save(tensors, metadata)
     header = int.from_bytes(data[:8], "little")
@@ -106,9 +113,10 @@ def to_bytes(plan: SliceSpec, state: SliceState) -> bytes:
 
 
 def unpack(data: bytes) -> StoredSlice:
-    """What :func:`to_bytes` wrote; the tensors own their memory.
+    """Read the bytes that :func:`to_bytes` wrote. The tensors own their memory.
 
-    Raises :class:`sparkdl.DamagedCheckpoint` where the bytes are no such file.
+    Raises:
+        DamagedCheckpoint: The bytes are not such a file.
     """
     try:
         tensors, metadata = parse_tensors(data)
@@ -144,13 +152,20 @@ def unpack(data: bytes) -> StoredSlice:
 
 
 def reslice(parts: Iterable[StoredSlice], plan: SliceSpec, dtype: torch.dtype) -> SliceState:
-    """The state of slice ``plan`` out of stored slices of another cut, bit for bit.
+    """Assemble the state of a slice from stored slices of another cut, bit for bit.
 
-    ``parts``: at least those that overlap with the slice, in any order; each is let go before the
-    next is taken. ``dtype``: of the flat vector. An array is zero where no part has it: there the
-    parameter had no such state. The moving average is in every part or in none. What belongs to a
-    whole parameter comes from the part where the parameter starts, else from the next one that has
-    it. Raises :class:`sparkdl.DamagedCheckpoint` where the parts do not cover the slice exactly.
+    An array is zero where no part has it, because the parameter had no such state there. The moving
+    average is in every part or in none. State of a whole parameter comes from the part where the
+    parameter starts, otherwise from the next part that has it.
+
+    Args:
+        parts: At least the stored slices that overlap with the slice, in any order. Each is
+            released before the next is taken.
+        plan: The slice.
+        dtype: The dtype of the flat vector.
+
+    Raises:
+        DamagedCheckpoint: The parts do not cover the slice exactly once, or differ in a dtype.
     """
     weights = torch.empty(plan.length, dtype=dtype)
     arrays: dict[str, torch.Tensor] = {}
@@ -215,24 +230,27 @@ def _check_cover(name: str, spans: list[tuple[int, int]], plan: SliceSpec) -> No
 
 @dataclass(frozen=True)
 class PackSlice:
-    """Run on the owner: its slice as bytes, in the form of a checkpoint's file."""
+    """Callable that runs on a slice's owner: return the slice as bytes, in the format of a
+    checkpoint's file."""
 
     def __call__(self, index: int, plan: SliceSpec, state: SliceState) -> bytes:
         return to_bytes(plan, state)
 
 
 class InTasks(Protocol):
-    """Byte strings that tasks have, such as :class:`sparkdl.spark.broadcasts.BroadcastBytes`."""
+    """Byte strings that are available in tasks, such as
+    :class:`sparkdl.spark.broadcasts.BroadcastBytes`."""
 
     def parts(self) -> Iterator[bytes]:
-        """One after another, none of which is kept."""
+        """Yield the byte strings one after another, without keeping them."""
 
 
 @dataclass(frozen=True)
 class ReadCarried:
-    """Run on the owner: its slice out of all slices of an earlier run, whatever their number.
+    """Callable that runs on a slice's owner: read the slice from all slices of an earlier run,
+    whatever their number.
 
-    ``packed``: the bytes, or what has them in a task.
+    ``packed`` is the byte strings, or an object that yields them in a task.
     """
 
     packed: Sequence[bytes] | InTasks
@@ -245,8 +263,11 @@ class ReadCarried:
 
 @dataclass(frozen=True)
 class WithoutAverage:
-    """What ``read`` gives, for a run that keeps no moving average: one that stood still would be taken
-    up by the next run that does."""
+    """Callable that removes the moving average from what ``read`` returns.
+
+    It is for a run that keeps no moving average: a stale one would be continued by the next run
+    that keeps one.
+    """
 
     read: Callable[[SliceSpec, torch.dtype], SliceState]
 

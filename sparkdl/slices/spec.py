@@ -1,4 +1,4 @@
-"""Cutting the flat vector into N slices, and what each slice holds."""
+"""The cut of the flat vector into N slices, and the fragments in each slice."""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ from sparkdl.model.flat import Layout, TensorRange
 
 @dataclass(frozen=True)
 class Fragment:
-    """The part of one segment that lies in a slice.
+    """The part of one tensor of the layout that lies in a slice.
 
-    ``number``: of the segment in the layout (trainable parameters come first, so it is their number
-    too). ``start`` and ``length`` count elements from the start of the slice. ``shape``: that of the
-    tensor where the piece is all of it, (rows, width) for a piece of a sparse table, else empty.
-    ``first_row``: of a sparse table, the number of the piece's first row.
+    Attributes:
+        number: The tensor's number in the layout. Trainable parameters come first, so this is the
+            parameter's number too.
+        kind: The tensor's kind, such as "parameter".
+        start: The first element, counted from the start of the slice.
+        length: The number of elements.
+        shape: The tensor's shape if the fragment is all of it, (rows, width) for a fragment of a
+            sparse table, otherwise empty.
+        sparse: Whether the tensor is a table with sparse gradients.
+        first_row: In a sparse table, the number of the fragment's first row.
     """
 
     number: int
@@ -37,9 +43,9 @@ class Fragment:
 
 @dataclass(frozen=True)
 class SliceSpec:
-    """Slice ``index``: elements [start, stop) of the flat vector, cut into pieces.
+    """Slice ``index``: elements [start, stop) of the flat vector, as fragments of tensors.
 
-    A slice is, in this order: dense parameters, sparse parameters, buffers.
+    The order in a slice is: dense parameters, sparse parameters, buffers.
     """
 
     index: int
@@ -53,17 +59,19 @@ class SliceSpec:
 
     @functools.cached_property
     def dense_length(self) -> int:
-        """Elements up to the end of the last dense trainable piece; dense gradients are this long."""
+        """Return the number of elements up to the end of the last dense parameter, the length of
+        dense gradients."""
         return max((p.stop for p in self.parameters if not p.sparse), default=0)
 
     @functools.cached_property
     def trainable_length(self) -> int:
-        """Elements up to the end of the last trainable piece; optimizer state is this long."""
+        """Return the number of elements up to the end of the last parameter, the length of
+        optimizer state."""
         return max((p.stop for p in self.parameters), default=0)
 
     @functools.cached_property
     def buffers_start(self) -> int:
-        """Where the buffers begin; they fill the rest of the slice."""
+        """Return the first element of the buffers, which fill the rest of the slice."""
         return min((p.start for p in self.pieces if p.kind != "parameter"), default=self.length)
 
     @functools.cached_property
@@ -72,15 +80,19 @@ class SliceSpec:
 
     @functools.cached_property
     def tables(self) -> tuple[Fragment, ...]:
-        """The pieces of sparse tables."""
+        """Return the fragments of sparse tables."""
         return tuple(p for p in self.pieces if p.sparse)
 
 
 def slice_specs(layout: Layout, slices: int, whole: bool = False) -> list[SliceSpec]:
-    """Cut ``layout`` into ``slices`` contiguous slices of nearly equal length (some may be empty).
+    """Cut ``layout`` into contiguous slices of nearly equal length, some of which may be empty.
 
-    Cuts are at multiples of 64 bytes; in a sparse table between two rows; with ``whole`` (for
-    optimizers that need whole tensors) only between two tensors.
+    Cuts are at multiples of 64 bytes; in a sparse table they are between two rows.
+
+    Args:
+        layout: The layout of the flat vector.
+        slices: The number of slices.
+        whole: Cut only between two tensors, for optimizers that need whole tensors.
     """
     cuts = [_allowed(layout, layout.size * n // slices, whole) for n in range(slices)]
     plans = []
@@ -95,7 +107,8 @@ def slice_specs(layout: Layout, slices: int, whole: bool = False) -> list[SliceS
 
 
 def _allowed(layout: Layout, ideal: int, whole: bool) -> int:
-    """The nearest place at or near element ``ideal`` where a cut may be; grows with ``ideal``."""
+    """Return the permitted position of a cut at or near element ``ideal``. It is monotonic in
+    ``ideal``."""
     starts = [segment.start for segment in layout.segments]
     found = bisect.bisect_right(starts, ideal) - 1
     if found < 0:

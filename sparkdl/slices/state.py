@@ -1,4 +1,4 @@
-"""The state of a slice in memory: weights and what its optimizers keep."""
+"""The state of a slice in memory: its weights and its optimizer state."""
 
 from __future__ import annotations
 
@@ -15,18 +15,23 @@ from sparkdl.codec.safe import mapped
 from sparkdl.slices.spec import SliceSpec
 
 ARRAY_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.int64, torch.int32})
-"""The dtypes that element-wise state in slabs may have; what has another goes to ``others``."""
+"""The dtypes that element-wise state in slabs may have. State of another dtype goes to ``others``."""
 
 
 @dataclass
 class SliceState:
     """The state of one slice in memory.
 
-    ``weights``: the slice of the flat vector. ``arrays``: optimizer state that has one value for
-    each element, by name, each of the slice's trainable length. ``held``: which of the arrays a
-    parameter has, by its number (with several optimizers it has only its own). ``others``: all
-    other state (step counts, factors, lists of tensors), by parameter number and name. A parameter
-    is in ``held`` and ``others`` from its first step on.
+    A parameter is in ``held`` and ``others`` from its first step on.
+
+    Attributes:
+        weights: The slice of the flat vector.
+        arrays: Optimizer state with one value for each element, by name; each has the slice's
+            trainable length.
+        held: The names of the arrays that a parameter has, by its number. With several optimizers a
+            parameter has only those of its own.
+        others: All other optimizer state (step counts, factors, lists of tensors), by parameter
+            number and name.
     """
 
     weights: torch.Tensor
@@ -36,16 +41,24 @@ class SliceState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights and the arrays."""
+        """Return the number of bytes of the weights and the arrays."""
         return sum(array.nbytes for array in (self.weights, *self.arrays.values()))
 
 
 def join_states(
     plans: Sequence[SliceSpec], states: Sequence[SliceState], device: torch.device
 ) -> SliceState:
-    """The optimizers' state of all slices as that of one, with memory of its own on ``device``.
+    """Join the optimizer state of all slices into that of one slice.
 
-    Its ``weights`` are empty. What is kept of a whole parameter comes from the first slice with it.
+    State of a whole parameter comes from the first slice that has it.
+
+    Args:
+        plans: All slices.
+        states: Their states, in the same order.
+        device: The device of the result.
+
+    Returns:
+        The state, in memory of its own, with empty ``weights``.
     """
     joined = SliceState(torch.empty(0, device=device))
     ends = [plan.start + plan.trainable_length for plan in plans if plan.parameters]
@@ -63,22 +76,23 @@ def join_states(
 
 @dataclass(frozen=True)
 class _Array:
-    """A tensor as pickle sees it."""
+    """The pickled form of a tensor."""
 
     values: np.ndarray
 
 
 class _Scalar(NamedTuple):
-    """A tensor of one number, such as a step count."""
+    """The pickled form of a tensor with one number, such as a step count."""
 
     value: float | int
     dtype: str
 
 
 def pack(state: SliceState) -> bytes:
-    """``held`` and ``others`` of a state as bytes.
+    """Return ``held`` and ``others`` of a state as bytes.
 
-    Tensors go as numbers or NumPy arrays: torch's own pickling takes a millisecond for a step count.
+    Tensors are pickled as numbers or NumPy arrays: torch's own pickling takes a millisecond for a
+    step count.
     """
     plain = state.held, mapped(state.others, torch.Tensor, _to_array)
     return pickle.dumps(plain, protocol=pickle.HIGHEST_PROTOCOL)
@@ -87,7 +101,8 @@ def pack(state: SliceState) -> bytes:
 def unpack(
     data: bytes | memoryview,
 ) -> tuple[dict[int, tuple[str, ...]], dict[int, dict[str, Any]]]:
-    """``held`` and ``others``, the tensors in them with memory of their own."""
+    """Return ``held`` and ``others`` from the bytes that :func:`pack` made. Their tensors own their
+    memory."""
     held, others = pickle.loads(data)
     return held, mapped(others, (_Scalar, _Array), _to_tensor)
 

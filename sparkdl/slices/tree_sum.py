@@ -1,11 +1,12 @@
-"""Sums whose bits do not depend on who adds up what: a binary tree over the replicas. Pure.
+"""Sums whose bits do not depend on who computes which part: a binary tree over the replicas. Pure.
 
-[Note: the shape of a sum] A floating-point sum depends on where its brackets are. Gradients are summed
-on the nodes of their replicas first and by the owner of a slice last, and which replicas share a node
-is chance; so the brackets are fixed by the replicas' numbers alone: [0, 1], [2, 3] and so on, then
-[0..3], [4..7], and so on up. A leaf is a replica's gradient times its share, rounded; an inner
-node is left plus right, or the one that there is. An aligned *block* of 2**k replicas (what there is
-of it) is a subtree: its sum may be made anywhere, and the bits of the whole are the same.
+[Note: the shape of a sum] The bits of a floating-point sum depend on its brackets. Gradients are
+first summed on the nodes of their replicas and then by the owner of a slice, and it is chance which
+replicas share a node. So the numbers of the replicas alone determine the brackets: [0, 1], [2, 3]
+and so on, then [0..3], [4..7], and so on up. A leaf is a replica's gradient times its share,
+rounded. An inner node is left plus right, or the only one of them that exists. An aligned *block*
+of 2**k replicas (those of it that exist) is a subtree: its sum may be computed anywhere, and the
+bits of the total are the same.
 """
 
 from __future__ import annotations
@@ -16,13 +17,19 @@ from dataclasses import dataclass
 import torch
 
 CHUNK = 1 << 16
-"""Elements that are summed at a time, so that the partial sums (one a level) stay in the cache."""
+"""The number of elements that are summed at a time, so that the partial sums (one for each level)
+stay in the cache."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """What goes into a sum at ``place`` (a replica, or the first of a block that is summed already):
-    ``share`` is what its values are to be multiplied by; None: nothing."""
+    """A term of a sum.
+
+    Attributes:
+        place: The number of the replica, or of the first replica of a block that is summed already.
+        values: The values of the term.
+        share: The factor of the values; None: they are added as they are.
+    """
 
     place: int
     values: torch.Tensor
@@ -30,13 +37,13 @@ class Term:
 
 
 def additions(places: Sequence[int]) -> list[int]:
-    """In what order the tree adds up terms at ``places`` (ascending, all different).
+    """Return the order in which the tree adds up terms at ``places`` (ascending, all different).
 
-    The terms are put on a stack in turn; result i is how often, after term i, the two topmost sums are
-    replaced by theirs. The stack is never higher than the tree.
+    The terms are pushed on a stack in turn. Element i of the result says how often, after term i,
+    the two topmost sums are replaced by their sum. The stack is never higher than the tree.
     """
     counts: list[int] = []
-    joints: list[int] = []  # the level at which each two neighbours on the stack meet
+    joints: list[int] = []  # the levels at which neighbours on the stack are joined
     for i, place in enumerate(places):
         last = i + 1 == len(places)
         level = place.bit_length() + 64 if last else (place ^ places[i + 1]).bit_length()
@@ -50,7 +57,8 @@ def additions(places: Sequence[int]) -> list[int]:
 
 
 def blocks(members: Collection[int], replicas: int) -> list[range]:
-    """The largest aligned blocks of replicas 0 to ``replicas`` - 1 that have ``members`` only."""
+    """Return the largest aligned blocks of replicas 0 to ``replicas`` - 1 that contain only
+    ``members``."""
     found: list[range] = []
 
     def search(start: int, size: int) -> None:
@@ -67,9 +75,9 @@ def blocks(members: Collection[int], replicas: int) -> list[range]:
 
 @torch.no_grad()
 def tree_sum(terms: Sequence[Term], out: torch.Tensor) -> torch.Tensor:
-    """The sum in the shape of the tree, in ``out`` (which is none of the terms' memory) and its dtype.
+    """Write the sum in the shape of the tree into ``out``, in its dtype, and return it.
 
-    See [Note: the shape of a sum].
+    ``out`` must not share memory with a term. See [Note: the shape of a sum].
     """
     ordered = sorted(terms, key=lambda term: term.place)
     counts = additions([term.place for term in ordered])

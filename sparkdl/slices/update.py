@@ -1,12 +1,12 @@
-"""What the owner of a slice does in one iteration: reduce, update, average. Pure torch, no Spark.
+"""The work of a slice's owner in one iteration: reduce, update, average. Pure torch, no Spark.
 
-Both engines run this: the tasks of the parameter-synchronization job, and the local engine.
+Both engines use it: in the tasks of the parameter-synchronization job, and in the local engine.
 
-[Note: one pass over the bytes] An update reads M gradients and version t and writes version t+1. Where
-the optimizer treats every element by itself this is done block by block: a block of the gradients is
-reduced, the block of version t is copied to its place in t+1, and torch's optimizer steps it there. No
-memory for the whole gradient is needed, and what one step wrote the next finds in cache. The bits are
-the same whatever the blocks are.
+[Note: one pass over the bytes] An update reads M gradients and version t and writes version t+1. If
+the optimizer treats every element by itself, this is done block by block: a block of the gradients
+is reduced, the block of version t is copied to its place in t+1, and torch's optimizer steps it
+there. So no memory for the whole gradient is needed, and each step finds what the previous one
+wrote in the cache. The bits do not depend on the cut into blocks.
 """
 
 from __future__ import annotations
@@ -57,8 +57,12 @@ EMA = "sparkdl.ema"
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """``norm``: the global norm before clipping, where there is a limit. ``reduced``: the gradient as
-    it was applied; its dense part only where it was kept."""
+    """The result of an update.
+
+    Attributes:
+        norm: The global norm before clipping, if there is a limit.
+        reduced: The gradient as it was applied; its dense part is valid only if ``keep`` was given.
+    """
 
     norm: float | None
     reduced: ReducedGradient
@@ -66,9 +70,16 @@ class UpdateResult:
 
 @dataclass(frozen=True)
 class SliceUpdater:
-    """The constants of a slice: its plan, the optimizer, the policy, regularisers by parameter.
+    """The constants of a slice's owner.
 
-    ``separable``: the optimizer treats every element by itself.
+    Attributes:
+        plan: The slice.
+        optimizer: The optimizers.
+        policy: The training options.
+        dtype: The dtype of the flat vector.
+        l1: The strengths of the L1 penalty by parameter number.
+        l2: The strengths of the L2 penalty by parameter number.
+        separable: The optimizer treats every element by itself.
     """
 
     plan: SliceSpec
@@ -99,12 +110,14 @@ class SliceUpdater:
 
     @functools.cached_property
     def blocks(self) -> list[SliceSpec]:
-        """What is updated at a time; all of the slice where the optimizer wants whole tensors."""
+        """Return the blocks that are updated one at a time: the whole slice if the optimizer needs
+        whole tensors."""
         return self._blocks(BLOCK_ELEMENTS)
 
     @functools.cached_property
     def blocks_on_gpu(self) -> list[SliceSpec]:
-        """Likewise, where no cache is to be met and each block is some launches: there are few."""
+        """Return the blocks for a GPU: few, because no cache size matters there and each block
+        costs kernel launches."""
         return self._blocks(GPU_BLOCK_ELEMENTS)
 
     def _blocks(self, elements: int) -> list[SliceSpec]:
@@ -114,9 +127,12 @@ class SliceUpdater:
     def reduce(
         self, contributions: Sequence[Section], weights: torch.Tensor, out: torch.Tensor
     ) -> ReducedGradient:
-        """The gradient of the slice, regularised and clipped by value, in ``out``.
+        """Return the gradient of the slice, with penalties and clipped by value, in ``out``.
 
-        ``weights``: version t of the slice.
+        Args:
+            contributions: The sections of all replicas.
+            weights: Version t of the slice's weights.
+            out: Memory for the dense gradient, (dense_length,).
         """
         return self._reduce(self.plan, contributions, weights, out)
 
@@ -136,11 +152,11 @@ class SliceUpdater:
 
     @property
     def clips_norm(self) -> bool:
-        """Whether the owners need each other's norms before they can update."""
+        """Return whether the owners need each other's norms before they can update."""
         return self.policy.clips_norm
 
     def squared_norm(self, reduced: ReducedGradient) -> float:
-        """Its part of the squared global norm."""
+        """Return this slice's part of the squared global norm."""
         return squared_norm(self.plan, reduced)
 
     @torch.no_grad()
@@ -159,11 +175,18 @@ class SliceUpdater:
     ) -> UpdateResult:
         """Write version t+1 into ``new``. See [Note: one pass over the bytes].
 
-        ``old``: version t. ``new`` has its ``held`` and ``others`` and as many arrays, with memory of
-        its own whose content does not matter, or is ``old`` itself. ``known``: the gradient, where it
-        is reduced already; it is not changed. ``squares``: :meth:`squared_norm` of every slice, where
-        it is clipped by norm. ``seed``: see :meth:`drawing`. ``keep``: (dense_length) memory for the
-        gradient, where it is asked for.
+        Args:
+            old: Version t.
+            new: Either ``old`` itself, or a state with the same ``held`` and ``others`` and the
+                same arrays, in memory of its own with arbitrary content.
+            contributions: The sections of all replicas.
+            hyperparameters: One mapping for each parameter group, which overrides those of the
+                optimizer.
+            known: The gradient, if it is reduced already. It is not changed.
+            squares: The :meth:`squared_norm` of every slice, if gradients are clipped by norm.
+            loss: The mean loss of the global batch.
+            seed: The seed for :meth:`drawing`.
+            keep: Memory for the whole gradient, (dense_length,), if the caller needs it.
         """
         norm, scale = None, 1.0
         if self.clips_norm and self.policy.clip_norm is not None:
@@ -201,19 +224,22 @@ class SliceUpdater:
         return UpdateResult(norm, ReducedGradient(memory, part.absent, part.tables))
 
     def drawing(self, seed: int) -> AbstractContextManager[None]:
-        """A block for steps of the optimizer: what it draws follows ``seed``."""
+        """Return a context for steps of the optimizer in which its random draws follow ``seed``."""
         return seeded(seed) if self._may_draw else contextlib.nullcontext()
 
     @functools.cached_property
     def _may_draw(self) -> bool:
-        """Of optimizers of torch's and ours nobody does who treats every element by itself. Others may
-        begin to after some steps, which a trial does not show."""
+        """Return whether the optimizer may draw random numbers.
+
+        No optimizer of torch or of this package that treats every element by itself does. Others
+        may begin to draw after some steps, which a trial does not show.
+        """
         kinds = [type(mirror).__module__ for mirror in self.optimizer.schedule_targets()]
         known = all(kind.startswith(("torch.optim.", "sparkdl.optim")) for kind in kinds)
         return not (self.separable and known)
 
     def _dense_length(self, block: SliceSpec) -> int:
-        """Elements of a block's dense gradient."""
+        """Return the number of elements of a block's dense gradient."""
         return max(0, min(block.stop, self.plan.start + self.plan.dense_length) - block.start)
 
     def _step(
@@ -246,7 +272,8 @@ class SliceUpdater:
     def histograms(
         self, state: SliceState, reduced: ReducedGradient
     ) -> dict[tuple[str, int], Histogram]:
-        """Of the weights and gradients of each parameter's piece in this slice."""
+        """Return histograms of the weights and the gradients of each parameter's fragment in this
+        slice."""
         found = {}
         for piece in self.plan.parameters:
             found["weights", piece.number] = Histogram.of(state.weights[piece.start : piece.stop])
@@ -260,7 +287,7 @@ class SliceUpdater:
         return found
 
     def reduced_map(self, reduced: ReducedGradient) -> SectionLayout:
-        """How a section lies in memory that holds the reduced gradient and the merged buffers."""
+        """Return the layout of a section that contains the reduced gradient and the merged buffers."""
         rows = {number: len(rows) for number, (rows, _) in reduced.tables.items()}
         return SectionLayout(self.dtype, rows)
 
@@ -275,7 +302,15 @@ class SliceUpdater:
         contributions: Sequence[Section],
         out: Any,
     ) -> None:
-        """Write the reduced gradient as if it came from one replica alone."""
+        """Write the reduced gradient and the merged buffers into ``out`` as the section of a single
+        replica.
+
+        Args:
+            section: The layout of the section, from :meth:`reduced_map`.
+            reduced: The reduced gradient.
+            contributions: The sections of all replicas, for the buffers.
+            out: The memory of the section.
+        """
         place = open_section(self.plan, self.dtype, section, out)
         place.gradient.copy_(reduced.gradient)
         for number, rows in reduced.tables.items():
@@ -287,7 +322,7 @@ class SliceUpdater:
 
 
 def _copy(whole: SliceState, block: SliceState, start: int) -> None:
-    """The weights and arrays of a block that begins with element ``start`` of the whole."""
+    """Copy the weights and arrays of a block that begins with element ``start`` of the whole slice."""
     block.weights.copy_(whole.weights[start : start + len(block.weights)])
     for name, array in whole.arrays.items():
         place = block.arrays[name]
