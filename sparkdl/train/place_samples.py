@@ -1,4 +1,4 @@
-"""Samples into place: the training data and the validation's, in the slabs of a run."""
+"""Placement of the training and validation samples in the slabs of a run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def source(
     float_dtype: str,
     slab: SlabConfig,
 ) -> Source:
-    """What to make the training samples of."""
+    """Return the description of the training data from which samples are made."""
     return Source(
         data,
         trainer.feature_columns,
@@ -49,9 +49,9 @@ def source(
 
 
 def place(trainer: Trainer, source: Source, resources: FitResources) -> SampleSet:
-    """Write the samples into slabs, on the executors or here.
+    """Write the samples into slabs, on the executors or in this process.
 
-    Raises :class:`sparkdl.DataError`, and :class:`sparkdl.TrainingError` where Spark fails.
+    Raises :class:`sparkdl.DataError`, and :class:`sparkdl.TrainingError` if Spark fails.
     """
     with reading_explained():
         if trainer.engine == "local":
@@ -62,7 +62,11 @@ def place(trainer: Trainer, source: Source, resources: FitResources) -> SampleSe
 def validation_set(
     trainer: Trainer, training: Source, samples: SampleSet, resources: FitResources
 ) -> ValidationSet | None:
-    """The validation's samples, in slabs beside the training's."""
+    """Place the validation samples in slabs beside the training samples.
+
+    Return None if there is no validation. Raises :class:`sparkdl.DataError` if the samples are not
+    like those of the training data.
+    """
     validation = trainer.validation
     if validation is None:
         return None
@@ -96,7 +100,7 @@ def validation_set(
 
 
 def _remedy(one: Field, other: Field) -> str:
-    """What to do where two kinds of rows differ in their length alone."""
+    """Return the remedy if two kinds of rows differ only in their length."""
     arrays = one.shape and other.shape and not one.ragged and not other.ragged
     if (
         arrays
@@ -111,5 +115,5 @@ def _remedy(one: Field, other: Field) -> str:
 
 
 def _whole(field: Field) -> bool:
-    """Whether it is of integers, which become int64 in a mini-batch."""
+    """Return whether the field holds integers, which become int64 in a mini-batch."""
     return np.dtype(field.dtype).kind == "i"
