@@ -36,7 +36,7 @@ from sparkdl.slab.root import marked_directory
 from sparkdl.spark.worker import quiet_hang_ups
 
 MODULES = (
-    "pandas",  # pyarrow imports it where it makes NumPy arrays
+    "pandas",  # pyarrow imports it when it makes NumPy arrays
     "pyspark.worker",
     "sparkdl.engines.shuffle.engine",  # the tasks of a fit, and torch
     "sparkdl.infer.predict",

@@ -34,7 +34,7 @@ class DataError(UserError):
 
 
 class ModelError(UserError):
-    """The model, the loss or the optimizer cannot be used as given."""
+    """The model, the loss or the optimizer cannot be used."""
 
 
 class SessionError(UserError):
@@ -54,7 +54,7 @@ class StateLostError(TrainingError):
 
 
 class StalledError(TrainingError):
-    """Nothing happened in a job for ``spark.sparkdl.timeout.seconds``; says who was waited for."""
+    """Nothing happened in a job for ``spark.sparkdl.timeout.seconds``; the message names the tasks."""
 
 
 class CheckpointError(SparkdlError, RuntimeError):

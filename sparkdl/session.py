@@ -187,7 +187,10 @@ def settings_of(context: SparkContext, session: SparkSession | None = None) -> S
 
 
 def tell_what_costs_speed(context: SparkContext) -> list[str]:
-    """Log each Spark setting whose absence slows training, once per application; return the keys."""
+    """Log each Spark setting whose absence slows training, once per application.
+
+    Return the keys that are missing.
+    """
     conf = conf_of(context)
     missing = [key for key in NEEDED_FOR_SPEED if conf.get(key, "") != SPARK_SETTINGS[key][0]]
     if missing and context.applicationId not in _told:

@@ -20,13 +20,19 @@ PREFIX = "spark.sparkdl."
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A ``spark.sparkdl.*`` key: its default, its allowed values, and a description."""
+    """A ``spark.sparkdl.*`` key.
+
+    Attributes:
+        default: The value if the key is not set.
+        doc: The description for users.
+        choices: The allowed values; empty if they are not a fixed set.
+        zero: True if 0 is an allowed value; only for keys that are a number of seconds.
+    """
 
     default: str
     doc: str
     choices: tuple[str, ...] = ()
     zero: bool = False
-    """True if 0 is an allowed value; only for keys that are a number of seconds."""
 
 
 SETTINGS: dict[str, Setting] = {
@@ -110,15 +116,21 @@ NEEDED_FOR_SPEED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The resolved ``spark.sparkdl.*`` values of a session."""
+    """The checked ``spark.sparkdl.*`` values of a session.
+
+    Attributes:
+        slab_dir: The directory of slabs, or "auto".
+        progress: The display of progress: "auto", "true" or "false".
+        stages: The Spark stages of an iteration: "auto", "one", "two" or "shuffle".
+        snapshot_seconds: The seconds between snapshots; None takes no snapshots.
+        timeout: The bound on the time without progress, in seconds; None is no bound.
+    """
 
     slab_dir: str = "auto"
     progress: str = "auto"
     stages: str = "auto"
     snapshot_seconds: float | None = 30.0
-    """The seconds between snapshots; None takes no snapshots."""
     timeout: float | None = 1800.0
-    """The bound in seconds; None is no bound."""
 
     @staticmethod
     def read(get: Callable[[str, str], str], keys: list[str]) -> Settings:

@@ -67,7 +67,7 @@ def _secret(key: str, value: Any) -> bool:
     if isinstance(value, dict):
         return any(_secret(str(name), item) for name, item in value.items())
     if isinstance(value, list):
-        pair = len(value) == 2 and isinstance(value[0], str)  # an encoded dict has such
+        pair = len(value) == 2 and isinstance(value[0], str)  # an item of an encoded dict
         return any(_secret(value[0] if pair else key, item) for item in value)
     return is_secret(key, value) or (isinstance(value, str) and without_credentials(value) != value)
 
@@ -80,7 +80,18 @@ def load_checkpoint(
 ) -> TrainedModel:
     """Return the model of the checkpoint at ``path``, or of the newest whole checkpoint in that folder.
 
-    Its ``best`` and ``ema`` are loaded, too, if it has them. See :func:`sparkdl.load`.
+    Its ``best`` and ``ema`` are loaded, too, if it has them.
+
+    Args:
+        path: The checkpoint, or a folder of checkpoints.
+        model: The module or its builder, instead of the recipe in the manifest.
+        loss: The loss of the result.
+        trust: Allow the checkpoint to name any function; see :func:`sparkdl.load`.
+
+    Raises:
+        TrustError: The checkpoint names a function that is not trusted.
+        ModelError: The model does not fit, or is not described.
+        CheckpointError: There is no whole checkpoint.
     """
     store = CheckpointStore.open(path)
     for uri, manifest in store.candidates():

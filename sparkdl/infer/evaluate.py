@@ -143,7 +143,15 @@ class EvaluateDataFrame:
 
 @dataclass(frozen=True)
 class EvaluateRecords:
-    """The task over an RDD: one pair of (partition, pickled states) per partition."""
+    """The task over an RDD: one pair of (partition, pickled states) per partition.
+
+    Attributes:
+        evaluation: The work on each partition.
+        names: The names of the columns that a record may have.
+        float_dtype: The dtype of floating-point values.
+        specs: The conversions of fields, by name.
+        fields: The fields of the training data.
+    """
 
     evaluation: Evaluation
     names: Names

@@ -51,9 +51,16 @@ logger = logging.getLogger("sparkdl")
 
 
 def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
-    """Write ``trained`` into the folder ``path``, and return the folder.
+    """Write ``trained`` into a folder, and return the folder.
 
-    Raises FileExistsError if it holds a model, unless ``overwrite``.
+    Args:
+        trained: The model.
+        path: The folder, which is created.
+        overwrite: Replace a model that is in the folder.
+
+    Raises:
+        FileExistsError: The folder holds a model, and ``overwrite`` is False.
+        UserError: The model cannot be saved.
     """
     folder = path_here(path)
     if (folder / "model.json").exists() and not overwrite:

@@ -41,7 +41,16 @@ Finish = Callable[[torch.Tensor], torch.Tensor] | None
 
 @dataclass(frozen=True)
 class PredictColumn:
-    """The body of the Arrow UDF: feature columns in, the prediction column out."""
+    """The body of the Arrow UDF: feature columns in, the prediction column out.
+
+    Attributes:
+        module: The module on its way to the workers.
+        columns: The feature columns.
+        batch_size: The number of rows of a forward pass.
+        finish: The function that maps a batch's output to predictions, or None.
+        dimensions: The numbers of dimensions of a batch's output and of its predictions.
+        signature: The way to call the module.
+    """
 
     module: ShippedModule
     columns: tuple[Column, ...]
@@ -89,7 +98,20 @@ class PredictColumn:
 
 @dataclass(frozen=True)
 class PredictRecords:
-    """The task over an RDD: one prediction (a number or an array) per record, in order."""
+    """The task over an RDD: one prediction (a number or an array) per record, in order.
+
+    Attributes:
+        module: The module on its way to the workers.
+        names: The names of the columns that a record may have.
+        num_features: The number of features.
+        float_dtype: The dtype of floating-point values.
+        batch_size: The number of rows of a forward pass.
+        finish: The function that maps a batch's output to predictions, or None.
+        specs: The conversions of fields, by name.
+        fields: The fields of the training data.
+        dimensions: The numbers of dimensions of a batch's output and of its predictions.
+        signature: The way to call the module.
+    """
 
     module: ShippedModule
     names: Names
@@ -119,7 +141,13 @@ class PredictRecords:
     ) -> list[np.ndarray]:
         """Return the features of a record.
 
-        Raises :class:`DataError` if they are unlike those of the records ``before``.
+        Args:
+            record: The record.
+            row: Its number, for messages.
+            before: The features of earlier records of the same batch.
+
+        Raises:
+            DataError: The record is bad, or unlike those before.
         """
         try:
             features = self.names.in_order(self._features(record, row), row)

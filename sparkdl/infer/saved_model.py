@@ -164,7 +164,16 @@ def save_buffers(buffers: Mapping[str, torch.Tensor], draft: Path) -> None:
 
 
 def load_buffers(module: nn.Module, file: str, folder: Path) -> None:
-    """Load the buffers of ``file`` into ``module``. Raises :class:`ModelError` if one has no place."""
+    """Load buffers into ``module``.
+
+    Args:
+        module: The module.
+        file: The path of the safetensors file.
+        folder: The folder of the model, for messages.
+
+    Raises:
+        ModelError: The module has no place for a buffer.
+    """
     for name, value in safetensors.torch.load_file(file).items():
         path, _, attribute = name.rpartition(".")
         try:

@@ -49,9 +49,12 @@ class Artifact:
 
     @staticmethod
     def of(data: bytes, name: str, session: Any) -> Artifact:
-        """Send the bytes as a file.
+        """Send bytes as a file, and return the artifact.
 
-        ``name`` must belong to these bytes alone, since a session replaces no file.
+        Args:
+            data: The bytes.
+            name: A name that belongs to these bytes alone, since a session replaces no file.
+            session: The session of Spark Connect.
         """
         with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
             path = Path(folder, name)

@@ -37,7 +37,13 @@ ROWS = 2
 
 @dataclass(frozen=True)
 class Trial:
-    """A module, the part of its result that is the output, and the function applied to that."""
+    """A trial of a model.
+
+    Attributes:
+        module: The module.
+        signature: The way to call it, and the part of its result that is the output.
+        finish: The function that maps a batch's output to predictions, or None.
+    """
 
     module: nn.Module
     signature: Signature
@@ -155,7 +161,18 @@ def first_rows_of(
 ) -> list[Rows] | None:
     """Return the feature columns of the first two rows, by a Spark job.
 
-    Return None if there are no rows, or if the data is a stream.
+    Args:
+        data: The rows.
+        features: The feature columns.
+        float_dtype: The dtype of floating-point columns.
+        specs: The conversions of columns, by name.
+        fields: The fields of the training data.
+
+    Returns:
+        One array per feature, or None if there are no rows or the data is a stream.
+
+    Raises:
+        DataError: The columns do not fit, or a row is bad.
     """
     if data.isStreaming:
         return None

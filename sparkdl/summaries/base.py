@@ -73,7 +73,7 @@ def _same(last: TrainState, state: TrainState) -> bool:
 
 
 def _until(state: TrainState) -> History:
-    """Return the history before a fit that continues from ``state``, as far as its checkpoint has it."""
+    """Return the history before a fit that continues from ``state``, as far as it is known."""
     if state.iteration and state.checkpoint is not None:
         history = history_in(state.checkpoint)
         if [row["iteration"] for row in history.last(1)] == [state.iteration]:
@@ -83,7 +83,7 @@ def _until(state: TrainState) -> History:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path beside ``path``, whose file is renamed to ``path`` when the block succeeds.
+    """Yield a path beside ``path``; its file is renamed to ``path`` when the block succeeds.
 
     So a reader never sees half a file, and a failure leaves the previous file.
     """

@@ -273,12 +273,12 @@ def _difference(take: Take, rows: int, rounding: float, sums: bool) -> Differenc
     if sums and whole.total and not whole.count:
         return Difference(whole.mean, whole.mean, "no count")
     if not math.isfinite(whole.mean) or _differ(whole.mean, again.mean, rounding):
-        return None  # it draws random numbers, say
+        return None  # the loss draws random numbers, for example
     shown, adds_up, between, counts = None, not sums, True, not sums
     for one, other in _splits(everything):
         try:
             parts = take(one, 0), take(other, 0)
-        except Exception:  # it takes no single row
+        except Exception:  # the loss accepts no single row
             continue
         means = [part.mean for part in parts if part.count]
         if not all(map(math.isfinite, means)):
@@ -370,7 +370,7 @@ def _count_of_model(
                 take = _of_model(module, signature, tried, known)
                 try:
                     take(np.arange(len(known)), 0)
-                except Exception:  # of other dimensions
+                except Exception:  # the labels have other dimensions
                     continue
                 if _difference(take, len(known), rounding, sums=True) is None:
                     return f"its mean is over others. Give loss=sparkdl.ModelLoss(count={written})."

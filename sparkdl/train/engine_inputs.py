@@ -74,7 +74,13 @@ def engine_inputs(
 
 
 def assembly(trainer: Trainer, samples: SampleSet, float_dtype: str) -> BatchSpec:
-    """Return how training rows become mini-batches, except for ``augment``, which is in the recipe."""
+    """Return how training rows become mini-batches, except for ``augment``, which is in the recipe.
+
+    Args:
+        trainer: The user's trainer.
+        samples: The samples.
+        float_dtype: The dtype of floating-point values.
+    """
     return BatchSpec(
         num_features=samples.num_features,
         num_labels=samples.num_labels,

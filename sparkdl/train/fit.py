@@ -235,7 +235,7 @@ def _replicas(trainer: Trainer, context: SparkContext, timeout: float | None) ->
     ``timeout`` bounds the wait for the first executor, in seconds.
     """
     seconds = min(SLOT_SECONDS, timeout or SLOT_SECONDS)
-    if trainer.engine == "gang":  # all at once
+    if trainer.engine == "gang":  # all ranks run at once
         return task_slots(context, trainer.resource_profile, seconds)
     return default_replicas(context, seconds)
 

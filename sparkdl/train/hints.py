@@ -60,7 +60,13 @@ def precision_hint(module: nn.Module, inputs: Sequence[torch.Tensor]) -> str:
 
 
 def input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequence[Field]) -> str:
-    """Return the remedy if the model fails on its inputs."""
+    """Return the remedy if the model fails on its inputs.
+
+    Args:
+        error: The error of the model.
+        inputs: The tensors that it got.
+        fields: The fields of the inputs.
+    """
     hints = []
     integers = [
         (field.name, tensor)
@@ -99,7 +105,13 @@ def input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequenc
 
 
 def keyword_hint(error: Exception, module: nn.Module, keywords: Sequence[str]) -> str:
-    """Return the remedy if the model does not take its inputs by the ``keywords`` of ``features=``."""
+    """Return the remedy if the model does not take its inputs by the keywords of ``features=``.
+
+    Args:
+        error: The error of the model.
+        module: The model.
+        keywords: The keywords.
+    """
     if not keywords or not isinstance(error, TypeError):
         return ""
     taken = inspect.signature(module.forward).parameters.values()
@@ -132,7 +144,14 @@ def own_loss_hint(error: Exception, loss: Any) -> str:
 def one_number_hint(
     loss: Loss, output: Any, targets: Sequence[torch.Tensor], labels: Sequence[Field]
 ) -> str:
-    """Return the remedy if the label is an array of one number per row, and the loss takes numbers."""
+    """Return the remedy if the label is an array of one number per row, and the loss takes numbers.
+
+    Args:
+        loss: The loss.
+        output: The model's output.
+        targets: The labels.
+        labels: The fields of the labels.
+    """
     if len(targets) != 1 or targets[0].ndim != 2 or targets[0].shape[1] != 1:
         return ""
     number, name = targets[0][:, 0], labels[0].name
@@ -149,7 +168,14 @@ def one_number_hint(
 def loss_hint(
     error: Exception, output: Any, targets: Sequence[torch.Tensor], labels: Sequence[Field]
 ) -> str:
-    """Return the remedy if the loss fails on the output and the label."""
+    """Return the remedy if the loss fails on the output and the label.
+
+    Args:
+        error: The error of the loss.
+        output: The model's output.
+        targets: The labels.
+        labels: The fields of the labels.
+    """
     if not isinstance(output, torch.Tensor):
         return (
             f" The loss is given what the model returns, {described(output)}: say which part it is of, "
@@ -186,7 +212,13 @@ def _classes_hint(output: torch.Tensor, target: torch.Tensor) -> str:
 
 
 def label_hint(error: Exception, targets: Sequence[torch.Tensor], labels: Sequence[Field]) -> str:
-    """Return the remedy if the loss does not accept the label's type or range."""
+    """Return the remedy if the loss does not accept the label's type or range.
+
+    Args:
+        error: The error of the loss.
+        targets: The labels.
+        labels: The fields of the labels.
+    """
     if len(targets) != 1:
         return ""
     name, target = labels[0].name, targets[0]

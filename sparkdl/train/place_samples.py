@@ -34,7 +34,15 @@ def source(
     float_dtype: str,
     slab: SlabConfig,
 ) -> Source:
-    """Return the description of the training data from which samples are made."""
+    """Return the description of the training data from which samples are made.
+
+    Args:
+        trainer: The user's trainer.
+        data: The training data.
+        replicas: M, the number of replicas.
+        float_dtype: The dtype of floating-point values.
+        slab: The place of the slabs.
+    """
     return Source(
         data,
         trainer.feature_columns,
@@ -49,9 +57,16 @@ def source(
 
 
 def place(trainer: Trainer, source: Source, resources: FitResources) -> SampleSet:
-    """Write the samples into slabs, on the executors or in this process.
+    """Write samples into slabs, on the executors or, for the local engine, in this process.
 
-    Raises :class:`sparkdl.DataError`, and :class:`sparkdl.TrainingError` if Spark fails.
+    Args:
+        trainer: The user's trainer.
+        source: The data.
+        resources: What the fit owns in Spark.
+
+    Raises:
+        DataError: A row cannot become a sample.
+        TrainingError: Spark fails.
     """
     with reading_explained():
         if trainer.engine == "local":
@@ -64,8 +79,17 @@ def validation_set(
 ) -> ValidationSet | None:
     """Place the validation samples in slabs beside the training samples.
 
-    Return None if there is no validation. Raises :class:`sparkdl.DataError` if the samples are not
-    like those of the training data.
+    Args:
+        trainer: The user's trainer.
+        training: The description of the training data.
+        samples: The training samples.
+        resources: What the fit owns in Spark.
+
+    Returns:
+        The samples with their scorer; None if there is no validation.
+
+    Raises:
+        DataError: A row cannot become a sample, or the samples are unlike those of the training.
     """
     validation = trainer.validation
     if validation is None:
@@ -90,7 +114,7 @@ def validation_set(
                 f'validation data: "{one.name}" is {one}, in the training data {other}.'
                 f"{_remedy(one, other)}"
             )
-    loss = copy.deepcopy(trainer.loss)  # it may count its calls
+    loss = copy.deepcopy(trainer.loss)  # the loss may count its calls
     part = trainer.output if validation.output is None else validation.output
     metrics = suited(resolve(validation.metrics), loss)
     loss_part = None if is_model_loss(loss) else trainer.output

@@ -66,7 +66,7 @@ def preflight(
     how = replace(assembly(trainer, samples, model.float_dtype), augment=trainer.augment)
     with seeded(trainer.seed):
         tried = batch = preview_batch(how, samples.preview, augment=True)
-    recipe = replace(model.recipe, loss=copy.deepcopy(trainer.loss))  # it may count its calls
+    recipe = replace(model.recipe, loss=copy.deepcopy(trainer.loss))  # the loss may count its calls
     labels = slice(samples.num_features, samples.num_features + samples.num_labels)
     inputs_are, labels_are = input_fields(how, samples.fields), samples.fields[labels]
     run = functools.partial(try_model, model.module, recipe, batch, inputs_are, labels_are)

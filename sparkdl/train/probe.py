@@ -217,6 +217,11 @@ def _part_of(returned: Any, signature: Signature) -> Any:
 def check_scorer(module: nn.Module, signature: Signature, validation: ValidationSet) -> None:
     """Try the model, the loss and the metrics on a few rows of the validation data.
 
+    Args:
+        module: The model.
+        signature: The way to call it, and the part of its result that is the output.
+        validation: The validation samples, with their scorer.
+
     Raises:
         ModelError: The model or the loss fails.
         ParameterError: A metric does not go with the output or the label.

@@ -129,7 +129,16 @@ def plan_optimizer(recipe: Recipe, module: nn.Module, slices: int | None) -> Opt
 
 
 def check_policy(policy: TrainingOptions, module: nn.Module, layout: Layout) -> None:
-    """Raise :class:`ModelError` if this module does not support the options."""
+    """Raise an error if the model does not support the options of a run.
+
+    Args:
+        policy: The options.
+        module: The model.
+        layout: The layout of its flat vector.
+
+    Raises:
+        ModelError: An option does not work with this model.
+    """
     check_modules(module, policy.activation_checkpointing)
     tables = [segment.name for segment in layout.segments if segment.sparse]
     if policy.local_steps > 1 and tables:

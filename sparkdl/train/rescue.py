@@ -122,13 +122,13 @@ class Rescue(Callback):
                 return state.checkpoint
         own = self._trainer.checkpoint
         if own is not None:
-            with contextlib.suppress(CheckpointError):  # its disk is full, say
+            with contextlib.suppress(CheckpointError):  # its disk is full, for example
                 return self._written(own, state)
         folder = tempfile.mkdtemp(prefix="kept-by-sparkdl-")
         try:
             try:
                 return self._written(Checkpoint(folder), state)
-            except CheckpointError:  # executors do not share it
+            except CheckpointError:  # the executors do not share this folder
                 return self._written(Checkpoint(folder), state, here=True)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
