@@ -105,9 +105,7 @@ class Evaluation:
                 states = self._updated(states, arrays)
         except UserError as error:
             return pickle.dumps(type(error)(str(error)))
-        return bytes(
-            cloudpickle.dumps(states)
-        )  # by value, for classes that a user's session defines
+        return bytes(cloudpickle.dumps(states))  # classes of a user's session by value
 
 
 @dataclass(frozen=True)

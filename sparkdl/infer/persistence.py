@@ -135,18 +135,17 @@ def load(
     Links in the folder are not followed.
 
     Args:
-        path: The folder of the model, a checkpoint, or a folder of checkpoints, of which the newest
-            whole one is loaded.
+        path: The folder of the model; or a checkpoint, or a folder of checkpoints, of which the
+            newest whole one is loaded. Checkpoints may have a URI.
         model: A module, or a function that builds it, instead of the saved recipe. The function is
             called with seeded random numbers, as in ``fit``.
         loss: The loss for ``evaluate``, which a saved model does not contain.
         trust: Allow the folder to run code of its own choice: its pickle, or any function that it
-            names. Without it only ``torch.nn.Module`` classes and functions annotated ``->
-            torch.nn.Module`` are called.
+            names. Without it only ``torch.nn.Module`` classes and functions that are annotated
+            ``-> torch.nn.Module`` are called.
 
     Returns:
-        The trained model. That of a checkpoint has ``best`` and ``ema``, too, if the checkpoint has
-            them.
+        The trained model, with ``best`` and ``ema`` if the checkpoint has them.
 
     Raises:
         TrustError: The folder would run code, and ``trust`` is False.

@@ -200,7 +200,7 @@ def run_batches(
     signature: Signature = BY_POSITION,
     own: tuple[Any, Sequence[Rows]] = (None, ()),
 ) -> Iterator[tuple[Any, slice]]:
-    """Yield the module's output and the slice of rows that it is for, batch by batch.
+    """Yield the module's output and the range of rows that it is for, batch by batch.
 
     Rows of varying length are padded batch by batch. Their lengths follow them as an input if their
     :class:`sparkdl.data.ragged.Padding` says so.
