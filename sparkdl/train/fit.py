@@ -200,9 +200,7 @@ def run(
         stages = stages_of(trainer, engine, validation, identity, told, state, history, one_pass)
         facts = _facts(trainer, model, samples)
         progress = progress_of(settings.progress, facts, began, one_pass)
-        model = replace(
-            model, module=nn.Module()
-        )  # it was for the preflight only, and takes memory
+        model = replace(model, module=nn.Module())  # the preflight's module takes memory
         rescue = Rescue(trainer, engine, identity, told, history, one_pass)
         with interruptible() as interrupt, rescue, contextlib.closing(progress):
             callbacks = [rescue, *trainer.callbacks, progress]
@@ -230,10 +228,7 @@ def run(
 
 
 def _replicas(trainer: Trainer, context: SparkContext, timeout: float | None) -> int:
-    """Return M if neither the user nor a checkpoint sets it.
-
-    ``timeout`` bounds the wait for the first executor, in seconds.
-    """
+    """Return M from the cluster; ``timeout`` bounds the wait for an executor, in seconds."""
     seconds = min(SLOT_SECONDS, timeout or SLOT_SECONDS)
     if trainer.engine == "gang":  # all ranks run at once
         return task_slots(context, trainer.resource_profile, seconds)

@@ -1,6 +1,4 @@
-"""Checks for mini-batches of a single row, which some models and losses do not accept, and for
-writes to parameters in a forward pass.
-"""
+"""Checks of a forward pass: mini-batches of a single row, and writes to parameters."""
 
 from __future__ import annotations
 
@@ -152,9 +150,7 @@ def check_writes(module: nn.Module, signature: Signature, inputs: Sequence[np.nd
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.requires_grad and parameter.is_floating_point():
-                parameter.add_(
-                    0.01
-                )  # as an update would: otherwise a write of the same values goes unseen
+                parameter.add_(0.01)  # as an update does: else writing a copy of it goes unseen
     before = frozen_digests(module)
     module.train()
     try:
