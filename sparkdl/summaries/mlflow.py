@@ -77,8 +77,7 @@ class MLflow(Recorder):
         parameters = [
             self._mlflow.entities.Param(name, text)
             for name, text in _named(plain_parameters(trainer, (Trigger,))).items()
-            if name
-            not in run.data.params  # parameters cannot be changed: a resumed run keeps its own
+            if name not in run.data.params  # MLflow allows no changes: a resumed run keeps its own
         ]
         self._client.log_batch(self.run_id, params=parameters)
 

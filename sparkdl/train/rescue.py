@@ -87,9 +87,7 @@ class Rescue(Callback):
         try:
             if self._history.stopped is None and not self._trainer.stop(before, state):
                 return
-            if isinstance(
-                error, StalledError
-            ):  # a checkpoint would stall, too, after as long a wait
+            if isinstance(error, StalledError):  # a checkpoint would stall as long
                 raise CheckpointError("Spark does nothing")
             again = "so does fit(data, resume=...), without training again"
             if self._one_pass:
