@@ -1,21 +1,23 @@
-"""The daemon that forks Spark's Python workers, with all that our tasks need imported beforehand.
+"""The daemon that forks Spark's Python workers, with torch and sparkdl's tasks already imported.
 
-Spark starts it once an executor, as ``python -m sparkdl.daemon``, where the session has
+Spark starts it once per executor, as ``python -m sparkdl.daemon``, if the session has
 ``spark.python.daemon.module=sparkdl.daemon`` (:func:`sparkdl.session` sets it). PySpark's own daemon
-imports nothing: each of its workers imports torch for itself, which costs some seconds and 200 MB
-apiece, again whenever a worker that was idle for a minute is replaced. Workers forked here
-share that memory, and the garbage collector leaves it alone (:func:`gc.freeze`), so that it stays
-shared and collections after a task are short.
+imports nothing, so each of its workers imports torch by itself. That costs some seconds and 200 MB
+per worker, and again whenever a worker is replaced that was idle for a minute. Workers that are
+forked here share that memory. The garbage collector ignores it (:func:`gc.freeze`), so it stays
+shared, and collections after a task are short.
 
-Only a process without threads is forked safely. The imports start none but jemalloc's (pyarrow
-links it), which handles forks itself; the pools of OpenMP and torch start with the first operation,
-hence in the workers, and so does CUDA.
+Only a process without threads can be forked safely. The imports start no threads except those of
+jemalloc (pyarrow links it), which handles forks itself. The thread pools of OpenMP and torch start
+with the first operation, hence in the workers, and so does CUDA.
 
-Whoever can connect to the daemon's Unix socket can run code as its user. PySpark leaves that to the
-umask, in a directory of all users; here the socket is in a private one (:func:`use_private_directory`).
+Whoever can connect to the daemon's Unix socket can run code as its user. PySpark creates the socket
+in a directory that all users share and relies on the umask. Here it lies in a private directory
+(:func:`use_private_directory`).
 
-Each worker is a session of its own (:func:`give_workers_sessions`): Linux divides the processor among
-sessions first, and workers that wait for each other at every step lose a tenth where they share one.
+Each worker is a session of its own (:func:`give_workers_sessions`). Linux divides the processor
+among sessions first, and workers that wait for each other at every step lose a tenth of their speed
+if they share one session.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from sparkdl.slab.root import marked_directory
 from sparkdl.spark.worker import quiet_hang_ups
 
 MODULES = (
-    "pandas",  # pyarrow imports it where it makes NumPy arrays
+    "pandas",  # pyarrow imports it when it makes NumPy arrays
     "pyspark.worker",
     "sparkdl.engines.shuffle.engine",  # the tasks of a fit, and torch
     "sparkdl.infer.predict",
@@ -44,9 +46,10 @@ MODULES = (
 
 
 ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""Torch's variable: where it is 1, looking whether there is a GPU does not start CUDA."""
+"""The variable of torch that, set to 1, lets it look for GPUs without starting CUDA."""
 SOCKETS = "PYTHON_WORKER_FACTORY_SOCK_DIR"
-"""Where Spark wants the daemon's socket; not set where it listens on TCP."""
+"""The variable in which Spark passes the directory for the daemon's socket; unset if it listens on
+TCP."""
 _SIGNAL_AT_PARENTS_DEATH = 1
 """``PR_SET_PDEATHSIG`` of Linux's prctl."""
 LONGEST_PARENT = (
@@ -54,14 +57,15 @@ LONGEST_PARENT = (
     - len("/sparkdl-12345678")
     - len("/.01234567-0123-0123-0123-012345678901.sock")
 )
-"""Bytes that are left for it in the path of a Unix socket."""
+"""The longest parent directory, in bytes, that leaves room for the socket in the path of a Unix
+socket."""
 
 
 def preload() -> None:
-    """Import :data:`MODULES`, and take all that there is now out of the collector's sight.
+    """Import :data:`MODULES`, and freeze all present objects for the garbage collector.
 
-    A module may ask torch for GPUs when it is imported. Torch then asks the driver's library of
-    management, and not CUDA itself, which no process could use that is forked afterwards.
+    A module may ask torch for GPUs when it is imported. Torch is made to ask NVML, the driver's
+    management library, and not CUDA itself, which a process forked afterwards could not use.
     """
     gc.disable()
     asked_before = os.environ.get(ASK_NVML)
@@ -78,10 +82,10 @@ def preload() -> None:
 
 
 def use_private_directory() -> None:
-    """Make a directory of mode 0700 for the daemon's socket, which goes with the daemon; that of a
-    daemon that was killed goes with the next one.
+    """Create a directory of mode 0700 for the daemon's socket.
 
-    Where its path would be too long for a socket's, the directory stays the one that Spark says.
+    The directory is removed when the daemon ends; that of a killed daemon is removed by the next
+    one. If the path would be too long for a socket, the directory that Spark passed is used.
     """
     parent = os.environ.get(SOCKETS)
     if parent is None or len(os.fsencode(parent)) > LONGEST_PARENT:
@@ -94,9 +98,10 @@ def use_private_directory() -> None:
 def give_workers_sessions() -> None:
     """Make every process that this one forks from now on a session of its own; on Linux only.
 
-    PySpark's daemon ends its workers by a signal to its process group, in which they then are no
-    longer. So the kernel is asked to end them with the daemon, however that ends; and it ends at once,
-    without the quarter of a second in which an interpreter takes down what it has imported.
+    PySpark's daemon ends its workers with a signal to its process group, which these workers have
+    left. So the kernel is asked to kill them when the daemon ends, for whatever reason. The daemon
+    itself ends at once, without the quarter of a second in which an interpreter tears down its
+    imported modules.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is None:
@@ -110,7 +115,7 @@ def give_workers_sessions() -> None:
         begun = True
         os.setsid()
         prctl(_SIGNAL_AT_PARENTS_DEATH, signal.SIGKILL)
-        if os.getppid() != daemon:  # it ended before the kernel was asked
+        if os.getppid() != daemon:  # the daemon ended before prctl was called
             os._exit(1)
 
     os.register_at_fork(after_in_child=begin)

@@ -1,8 +1,8 @@
-"""Every exception sparkdl raises on purpose: one small tree.
+"""The tree of all exceptions that sparkdl raises on purpose.
 
-A *user error* (:class:`UserError` and below) is a mistake in what was given: the data, the model,
-a parameter. It is found before the first training task, names the place and the remedy, and is
-never retried. Everything else is a *fault* of the run, which Spark retries first.
+A *user error* (:class:`UserError` and its subclasses) is a mistake in the data, the model or a
+parameter. It is found before the first training task, names the place and the remedy, and is never
+retried. Every other error is a *fault* of the run, which Spark retries first.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterable, Sequence
 
 _VOWEL_SOUND = re.compile("[aeioAEIO]|[FHLMNRSX][A-Z]|ndarray")
-"""Begins the names of types that are spoken with a vowel first: int, LRScheduler, ndarray."""
+"""Matches the names of types that begin with a vowel sound: int, LRScheduler, ndarray."""
 _OF_PANDAS = {"pandas": "spark.createDataFrame(df)", "pyspark.pandas": "df.to_spark()"}
-"""Makes a Spark DataFrame of a DataFrame ``df`` of these libraries."""
+"""The expression that converts a DataFrame ``df`` of each of these libraries to a Spark DataFrame."""
 
 
 class SparkdlError(Exception):
@@ -22,11 +22,11 @@ class SparkdlError(Exception):
 
 
 class UserError(SparkdlError, ValueError):
-    """A mistake in what the user gave; the message says what, where, and what to do."""
+    """A mistake in what the user passed; the message says what is wrong, where, and what to do."""
 
 
 class ParameterError(UserError):
-    """A parameter of the trainer, of a job, or a setting has a value that cannot work."""
+    """A parameter of the trainer or of a job, or a setting, has a value that cannot work."""
 
 
 class DataError(UserError):
@@ -34,47 +34,47 @@ class DataError(UserError):
 
 
 class ModelError(UserError):
-    """The model, the loss or the optimizer cannot be used as given."""
+    """The model, the loss or the optimizer cannot be used."""
 
 
 class SessionError(UserError):
-    """This kind of Spark session cannot train (Spark Connect, for one), or there is no such master."""
+    """The Spark session cannot train (it is one of Spark Connect, say), or the master is not valid."""
 
 
 class TrustError(UserError):
-    """A saved model holds a pickle (or names a function nobody vouched for) and was not trusted."""
+    """A saved model that was not trusted holds a pickle, or names a function nobody vouched for."""
 
 
 class TrainingError(SparkdlError, RuntimeError):
-    """An iteration failed for good, after Spark's retries; says where and why."""
+    """An iteration failed for good, after Spark's retries; the message says where and why."""
 
 
 class StateLostError(TrainingError):
-    """The state of a slice, or a rank of a gang, is lost: its node died, its slab was deleted."""
+    """The state of a slice, or a rank of a gang, is lost: its node died, or its slab was deleted."""
 
 
 class StalledError(TrainingError):
-    """Nothing happened in a job for ``spark.sparkdl.timeout.seconds``; says who was waited for."""
+    """Nothing happened in a job for ``spark.sparkdl.timeout.seconds``; the message names the tasks."""
 
 
 class CheckpointError(SparkdlError, RuntimeError):
-    """A checkpoint cannot be written, found or read; says which path and why."""
+    """A checkpoint cannot be written, found or read; the message says which path and why."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint is incomplete, changed on disk or not ours; an earlier one may be whole."""
+    """A checkpoint is incomplete, changed on disk or not sparkdl's; an earlier one may be whole."""
 
 
 class StaleReferenceError(SparkdlError, RuntimeError):
-    """A slab reference names a write that is no longer there (a late attempt of a past iteration)."""
+    """A slab reference names a write that is gone, as in a late attempt of a past iteration."""
 
 
 class SlabFullError(TrainingError, OSError):
-    """No slab directory of this node has room, or it cannot be made."""
+    """No slab directory of this node has room, or the directory cannot be created."""
 
 
 def kind_of(value: object) -> str:
-    """Return ``value``'s type with its article, to stand in a sentence: "an int", "a str", "None"."""
+    """Return the type of ``value`` with its article, for a sentence: "an int", "a str", "None"."""
     if value is None:
         return "None"
     name = type(value).__name__
@@ -82,7 +82,14 @@ def kind_of(value: object) -> str:
 
 
 def wrong_data(method: str, data: object, wanted: str, remedy: str = "") -> DataError:
-    """Return the error for ``data`` that ``method`` cannot take; ``wanted``: what it takes."""
+    """Return the error for a ``data`` argument of the wrong type.
+
+    Args:
+        method: The name of the method that was called.
+        data: The argument.
+        wanted: The types that the method takes, in words.
+        remedy: What to do instead; a pandas DataFrame gets a remedy of its own.
+    """
     kind = type(data)
     library = kind.__module__.rpartition(".core.")[0] or kind.__module__.rpartition(".")[0]
     if kind.__name__ == "DataFrame" and library in _OF_PANDAS:
@@ -93,7 +100,13 @@ def wrong_data(method: str, data: object, wanted: str, remedy: str = "") -> Data
 
 
 def cannot_travel(what: str, error: Exception, remedy: str) -> str:
-    """What to say of a user's part that pickle, with ``error``, does not take to the executors."""
+    """Return the message for a user's object that pickle cannot send to the executors.
+
+    Args:
+        what: The object, in words.
+        error: The error that pickle raised.
+        remedy: What to do instead.
+    """
     return (
         f"{what} cannot be pickled, so it cannot travel to the executors "
         f"({type(error).__name__}: {error}). {remedy}"
@@ -101,8 +114,10 @@ def cannot_travel(what: str, error: Exception, remedy: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``' Did you mean "label"?'`` where a known name begins with ``name`` or is close to it, else an
-    empty string."""
+    """Return ``' Did you mean "label"?'`` if a known name begins with ``name`` or is similar.
+
+    Return an empty string if there is no such name.
+    """
     names = list(known)
     begun = sorted((k for k in names if len(name) > 2 and k.startswith(name)), key=len)
     close = begun or difflib.get_close_matches(name, names, n=1)
@@ -110,7 +125,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def raise_all(kind: type[UserError], problems: Sequence[str]) -> None:
-    """Raise one ``kind`` that lists every problem, or return where there is none."""
+    """Raise one error of type ``kind`` that lists all ``problems``; return if there are none."""
     if len(problems) == 1:
         raise kind(problems[0])
     if problems:

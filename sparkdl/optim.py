@@ -1,8 +1,8 @@
-"""Optimizers beside those of ``torch.optim``, for use there and here: LARS, LAMB and Ftrl.
+"""Optimizers that ``torch.optim`` lacks: LARS, LAMB and Ftrl. They also work outside sparkdl.
 
-LARS and LAMB scale the step of each tensor by the ratio of the norms of its weights and its update, so
-slices are cut between tensors for them. Give biases and the scales of normalisation layers a group
-with ``adapt=False``, as both papers do.
+LARS and LAMB scale the step of each tensor by the ratio of the norms of its weights and its update,
+so slices are cut between tensors for them. Give biases and the scales of normalization layers a
+group with ``adapt=False``, as both papers do.
 """
 
 from __future__ import annotations
@@ -25,8 +25,16 @@ class LARS(Optimizer):
         v     = momentum * v + lr * ratio * (g + weight_decay * w)
         w     = w - v
 
-    ``trust`` is the paper's coefficient eta. A group with ``adapt=False`` has ratio 1: SGD with
-    momentum. Raises ValueError for a negative value.
+    Args:
+        params: Parameters or parameter groups, as for any torch optimizer.
+        lr: The learning rate.
+        momentum: The factor of the previous velocity v.
+        weight_decay: The factor of the weights that is added to the gradient.
+        trust: The coefficient eta of the paper.
+        adapt: False sets the ratio to 1, which is SGD with momentum.
+
+    Raises:
+        ValueError: A value is negative.
     """
 
     def __init__(
@@ -44,7 +52,7 @@ class LARS(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step; the value of ``closure``, where it is given."""
+        """Perform one step, and return the value of ``closure`` if it is given."""
         loss = _evaluate(closure)
         for group in self.param_groups:
             decay = group["weight_decay"]
@@ -70,8 +78,16 @@ class LAMB(Optimizer):
         u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * w
         w = w - lr * |w| / |u| * u                              (ratio 1 where |w| or |u| is 0)
 
-    A group with ``adapt=False`` has ratio 1: AdamW. Raises ValueError for a negative value or a beta
-    outside [0, 1).
+    Args:
+        params: Parameters or parameter groups, as for any torch optimizer.
+        lr: The learning rate.
+        betas: The decay rates of the two moving averages m and v.
+        eps: A term that keeps the denominator above 0.
+        weight_decay: The factor of the weights that is added to the update.
+        adapt: False sets the ratio to 1, which is AdamW.
+
+    Raises:
+        ValueError: A value is negative, or a beta is outside [0, 1).
     """
 
     def __init__(
@@ -91,7 +107,7 @@ class LAMB(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step; the value of ``closure``, where it is given."""
+        """Perform one step, and return the value of ``closure`` if it is given."""
         loss = _evaluate(closure)
         for group in self.param_groups:
             b1, b2 = group["betas"]
@@ -116,16 +132,25 @@ class LAMB(Optimizer):
 class Ftrl(Optimizer):
     """Follow the regularized leader, proximal (McMahan et al., 2013, "Ad click prediction").
 
-    Element by element, with the parameters that BigDL and TensorFlow give it (p = ``lr_power``, at
-    most 0; the paper's is -0.5)::
+    It works element by element, with the parameters that BigDL and TensorFlow give it
+    (p = ``lr_power``)::
 
         h = g + 2 * l2_shrinkage * w
         z = z + h - ((n + g^2)^-p - n^-p) / lr * w
         n = n + g^2
         w = (sign(z) * l1 - z) / (n^-p / lr + 2 * l2)           (0 where |z| <= l1)
 
-    n begins at ``initial_accumulator``, z at 0. ``l1`` makes weights exactly 0. Raises ValueError for
-    values out of range.
+    Args:
+        params: Parameters or parameter groups, as for any torch optimizer.
+        lr: The learning rate, above 0.
+        lr_power: The exponent p, at most 0; the paper's is -0.5.
+        initial_accumulator: The initial value of n; z begins at 0.
+        l1: The strength of the L1 penalty, which makes weights exactly 0.
+        l2: The strength of the L2 penalty.
+        l2_shrinkage: The strength of an L2 penalty on the gradient alone.
+
+    Raises:
+        ValueError: A value is out of range.
     """
 
     def __init__(
@@ -148,7 +173,7 @@ class Ftrl(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step; the value of ``closure``, where it is given."""
+        """Perform one step, and return the value of ``closure`` if it is given."""
         loss = _evaluate(closure)
         for group in self.param_groups:
             lr, power, l1 = group["lr"], -group["lr_power"], group["l1"]
@@ -177,7 +202,7 @@ def _evaluate(closure: Callable[[], Any] | None) -> Any:
 def _ratio(
     above: torch.Tensor, below: torch.Tensor, size: torch.Tensor, other: torch.Tensor
 ) -> torch.Tensor:
-    """``above / below``, or 1 where a norm is 0."""
+    """Return ``above / below``, or 1 where the norm ``size`` or ``other`` is 0."""
     return torch.where((size > 0) & (other > 0), above / below, torch.ones_like(above))
 
 

@@ -1,4 +1,4 @@
-"""Python's own values in place of those of NumPy, pandas and torch that a user has at hand."""
+"""Conversion of values of NumPy, pandas and torch to Python's own types."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import numpy as np
 
 
 def plain(value: Any) -> Any:
-    """``value`` in Python's numbers, lists and dicts: a NumPy scalar or an array or tensor without
-    dimensions is a number, one with dimensions and a pandas Index a list, a Series a dict by its index.
+    """Return ``value`` as Python numbers, lists and dicts.
 
-    Mappings, lists and tuples are gone through; anything else stays what it is.
+    A NumPy scalar, or an array or tensor without dimensions, becomes a number. An array or tensor
+    with dimensions and a pandas Index become a list, and a Series becomes a dict by its index.
+    Mappings, lists and tuples are converted recursively; anything else is returned unchanged.
     """
     if isinstance(value, np.generic):
         return value.item()
@@ -24,20 +25,24 @@ def plain(value: Any) -> Any:
 
 
 def plain_list(value: Any) -> Any:
-    """As :func:`plain`, but a Series is the list of its values."""
+    """Return :func:`plain` of ``value``, except that a Series becomes the list of its values."""
     return value.tolist() if _is_series(value) else plain(value)
 
 
 def make_plain(made: Any, *names: str) -> None:
-    """Bring fields of a dataclass, also of a frozen one, to :func:`plain`; all of them without
-    ``names``."""
+    """Replace fields of a dataclass, frozen or not, by their :func:`plain` values.
+
+    Args:
+        made: The dataclass instance, which is changed in place.
+        names: The fields to convert; all fields if none is named.
+    """
     for name in names or vars(made):
         object.__setattr__(made, name, plain(getattr(made, name)))
 
 
 def _is_array(value: Any) -> bool:
-    """Whether it is an array, a tensor, or an Index: the libraries themselves are not imported."""
-    kind = type(value)  # which is asked, as a Spark Column has whatever attribute it is asked for
+    """Return whether ``value`` is an array, a tensor or an Index, without importing their libraries."""
+    kind = type(value)  # not the value: a Spark Column has every attribute that it is asked for
     return hasattr(kind, "tolist") and hasattr(kind, "dtype")
 
 

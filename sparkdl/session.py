@@ -1,4 +1,4 @@
-"""Spark sessions: one that is set up for training, and checks on any other."""
+"""Spark sessions: creating one that is set up for training, and checking any other."""
 
 from __future__ import annotations
 
@@ -25,24 +25,30 @@ _ANOTHERS_DAEMON = (
     "before it forks: with sparkdl.daemon.preload()."
 )
 _SET_BY_THE_LAUNCHER = ("spark.ui.showConsoleProgress",)
-"""Keys that PySpark sets by itself where it starts the JVM, which nobody asked for."""
+"""Keys that PySpark sets by itself when it starts the JVM, so their values are not the user's
+choice."""
 _MASTER = re.compile(
     r"local(\[([1-9]\d*|\*)(\s*,\s*\d+)?\])?"
     r"|local-cluster\[(\s*\d+\s*,){2}\s*\d+\s*\]|yarn|[a-z][a-z0-9+.-]*://.+"
 )
-"""What Spark knows, and URLs of any cluster manager that may have been plugged into it."""
+"""Matches the masters that Spark knows, and URLs of any cluster manager that may be plugged into it."""
 
 
 def session(master: str | None = None, **settings: Any) -> SparkSession:
-    """A SparkSession with the settings of ``conf/spark-defaults.conf``.
+    """Return a SparkSession with the settings of ``conf/spark-defaults.conf``.
 
-    ``master`` is a Spark master URL; None leaves it to ``spark-submit`` (or ``local[*]``).
-    ``settings`` are Spark settings: ``session("local[2]", **{"spark.ui.enabled": "false"})``; an
-    underscore stands for a dot, so ``spark_driver_memory="4g"`` works too. What ``spark-submit``
-    or its properties file already set is kept unless it is given here. Workers run this Python
-    interpreter unless ``PYSPARK_PYTHON`` or ``spark.pyspark.python`` says otherwise. A session that is
-    already running is kept; a warning names what has no effect on it. Raises
-    :class:`SessionError` for what is no master.
+    A session that is already running is returned as it is, and a warning names the arguments that
+    have no effect on it. Settings that ``spark-submit`` or its properties file made stay unless they
+    are given here. Workers run this Python interpreter unless ``PYSPARK_PYTHON`` or
+    ``spark.pyspark.python`` names another one.
+
+    Args:
+        master: A Spark master URL; None leaves the choice to ``spark-submit``, or is ``local[*]``.
+        settings: Spark settings, as in ``session("local[2]", **{"spark.ui.enabled": "false"})``. An
+            underscore stands for a dot, so ``spark_driver_memory="4g"`` works, too.
+
+    Raises:
+        SessionError: ``master`` is not a Spark master.
     """
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
@@ -85,7 +91,7 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
 
 
 def _tell_what_is_kept(spark: SparkSession, asked: Mapping[str, str]) -> None:
-    """Warn where ``spark``, which was running before, is not what was asked for."""
+    """Warn of the ``asked`` settings that have no effect on ``spark``, which was running before."""
     conf = conf_of(spark.sparkContext)
     without_effect = [
         key
@@ -107,9 +113,9 @@ def _tell_what_is_kept(spark: SparkSession, asked: Mapping[str, str]) -> None:
 
 
 def _launched(given: dict[str, str]) -> SparkConf:
-    """What ``spark-submit`` and Spark's properties file set, which only the JVM knows.
+    """Return what ``spark-submit`` and Spark's properties file set, which only the JVM knows.
 
-    Starts the JVM where none runs, with ``given`` (such as its memory) for it.
+    If no JVM runs, one is started with ``given`` (its memory, for example).
     """
     from pyspark import SparkConf, SparkContext
 
@@ -121,11 +127,11 @@ def _launched(given: dict[str, str]) -> SparkConf:
 
 
 def context_of(data: Any) -> SparkContext:
-    """Return the SparkContext behind a DataFrame or an RDD.
+    """Return the SparkContext of a DataFrame or an RDD.
 
     Raises:
         DataError: ``data`` is neither.
-        SessionError: It belongs to a Spark Connect session, or to one that was stopped.
+        SessionError: It belongs to a Spark Connect session, or to a session that was stopped.
     """
     from pyspark.core.rdd import RDD
     from pyspark.sql import DataFrame
@@ -149,6 +155,7 @@ def context_of(data: Any) -> SparkContext:
 
 
 def _running(context: SparkContext) -> SparkContext:
+    """Return ``context``. Raises SessionError if its session was stopped."""
     if context._jsc is None or context._jsc.sc().isStopped():
         raise SessionError(
             "the session of this data was stopped: make a new one with sparkdl.session(master), and "
@@ -158,21 +165,32 @@ def _running(context: SparkContext) -> SparkContext:
 
 
 def conf_of(context: SparkContext) -> SparkConf:
-    """Its application's settings, to be read: ``getConf()`` copies them all, a call into the JVM for
-    each."""
+    """Return the settings of the context's application, for reading only.
+
+    ``getConf()`` would copy them all, with one call into the JVM for each.
+    """
     return context._conf
 
 
 def settings_of(context: SparkContext, session: SparkSession | None = None) -> Settings:
-    """The ``spark.sparkdl.*`` settings, checked: of the session (``spark.conf.set``), which begins with
-    its application's, or of the application where there is none."""
+    """Return the checked ``spark.sparkdl.*`` settings.
+
+    They are those of ``session`` (``spark.conf.set``), which begin as those of its application, or
+    those of the application if ``session`` is None.
+
+    Raises:
+        ParameterError: A key is unknown, or a value is not allowed.
+    """
     found = conf_of(context).getAll() if session is None else session.conf.getAll.items()
     given = {key: value for key, value in found if key.startswith(PREFIX)}
     return Settings.read(lambda key, default: given.get(key) or default, list(given))
 
 
 def tell_what_costs_speed(context: SparkContext) -> list[str]:
-    """Log, once per application, each Spark setting whose absence slows training; return the keys."""
+    """Log each Spark setting whose absence slows training, once per application.
+
+    Return the keys that are missing.
+    """
     conf = conf_of(context)
     missing = [key for key in NEEDED_FOR_SPEED if conf.get(key, "") != SPARK_SETTINGS[key][0]]
     if missing and context.applicationId not in _told:

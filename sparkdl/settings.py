@@ -1,8 +1,8 @@
-"""Every ``spark.sparkdl.*`` key, and the Spark settings that speed needs.
+"""The ``spark.sparkdl.*`` keys, and the Spark settings that are needed for speed.
 
-This is the one place where keys are named. :data:`SETTINGS` documents sparkdl's own keys;
-:data:`SPARK_SETTINGS` lists Spark's keys that :func:`sparkdl.session` and
-``conf/spark-defaults.conf`` set, each with the reason.
+No other module names a key. :data:`SETTINGS` documents sparkdl's own keys. :data:`SPARK_SETTINGS`
+lists the keys of Spark that :func:`sparkdl.session` and ``conf/spark-defaults.conf`` set, each with
+the reason.
 """
 
 from __future__ import annotations
@@ -20,13 +20,19 @@ PREFIX = "spark.sparkdl."
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One ``spark.sparkdl.*`` key: its default, its allowed values and what it does."""
+    """A ``spark.sparkdl.*`` key.
+
+    Attributes:
+        default: The value if the key is not set.
+        doc: The description for users.
+        choices: The allowed values; empty if they are not a fixed set.
+        zero: True if 0 is an allowed value; only for keys that are a number of seconds.
+    """
 
     default: str
     doc: str
     choices: tuple[str, ...] = ()
     zero: bool = False
-    """Of a number of seconds: whether 0 is one that can be."""
 
 
 SETTINGS: dict[str, Setting] = {
@@ -99,32 +105,44 @@ SPARK_SETTINGS: dict[str, tuple[str, str]] = {
     "spark.ui.showConsoleProgress": ("false", "sparkdl draws its own progress bar"),
     "spark.log.level": ("ERROR", "keeps the console readable; warnings stay in the Spark UI"),
 }
-"""Key -> (value, reason)."""
+"""Maps each key to its value and the reason for it."""
 
 NEEDED_FOR_SPEED = (
     "spark.python.unix.domain.socket.enabled",
     "spark.python.daemon.module",
 )
-"""Those that cost time when they are missing; fit says so once."""
+"""The keys whose absence costs time; ``fit`` warns of it once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The resolved ``spark.sparkdl.*`` values of a session."""
+    """The checked ``spark.sparkdl.*`` values of a session.
+
+    Attributes:
+        slab_dir: The directory of slabs, or "auto".
+        progress: The display of progress: "auto", "true" or "false".
+        stages: The Spark stages of an iteration: "auto", "one", "two" or "shuffle".
+        snapshot_seconds: The seconds between snapshots; None takes no snapshots.
+        timeout: The bound on the time without progress, in seconds; None is no bound.
+    """
 
     slab_dir: str = "auto"
     progress: str = "auto"
     stages: str = "auto"
     snapshot_seconds: float | None = 30.0
-    """None: no snapshots."""
     timeout: float | None = 1800.0
-    """Seconds; None: no bound."""
 
     @staticmethod
     def read(get: Callable[[str, str], str], keys: list[str]) -> Settings:
-        """Resolve from ``get(key, default)``; ``keys`` are the ``spark.sparkdl.*`` keys that are set.
+        """Return the settings that ``get`` gives.
 
-        Raises :class:`sparkdl.ParameterError` for an unknown key or a value outside its choices.
+        Args:
+            get: Returns the value of a key, or the given default if the key is not set: ``get(key,
+                default)``.
+            keys: The ``spark.sparkdl.*`` keys that are set.
+
+        Raises:
+            ParameterError: A key is unknown, or a value is not one of its choices.
         """
         problems = [
             f'unknown setting "{key}".{nearest(key, SETTINGS)} Known: {", ".join(SETTINGS)}.'

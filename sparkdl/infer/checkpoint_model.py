@@ -1,4 +1,4 @@
-"""The model of a checkpoint: what its manifest tells of it, and building it from that."""
+"""The model of a checkpoint: its description in the manifest, and how it is built from that."""
 
 from __future__ import annotations
 
@@ -31,17 +31,21 @@ from sparkdl.model.recipe import frozen_digest
 from sparkdl.slices.spec import slice_specs
 
 MOST = 1 << 16
-"""Characters that the arguments of a recipe may take in a manifest."""
+"""The most characters that a recipe may have in a manifest."""
 
 
 def told_in_manifest(
     untrained: TrainedModel, freeze: Sequence[str] = (), unfreeze: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """What :attr:`Manifest.model` holds. ``untrained``: what the run will return, but for its weights;
-    ``freeze``, ``unfreeze``: the trainer's.
+    """Return the description of the model, for :attr:`Manifest.model`.
 
-    No pickle: what has no name is to be given to ``load``. Nor secrets: arguments that look like one
-    are not told.
+    It holds no pickle: a recipe that cannot be told by name must be passed to ``load``. It holds no
+    secrets: a recipe whose arguments look like one is left out.
+
+    Args:
+        untrained: The model that the run will return, except for its weights.
+        freeze: The trainer's ``freeze``.
+        unfreeze: The trainer's ``unfreeze``.
     """
     try:
         recipe = recipe_by_name(untrained.model)
@@ -59,11 +63,11 @@ def told_in_manifest(
 
 
 def _secret(key: str, value: Any) -> bool:
-    """Whether anything in ``value``, which is JSON, is one."""
+    """Return whether anything in ``value``, which is JSON, looks like a secret."""
     if isinstance(value, dict):
         return any(_secret(str(name), item) for name, item in value.items())
     if isinstance(value, list):
-        pair = len(value) == 2 and isinstance(value[0], str)  # an encoded dict has such
+        pair = len(value) == 2 and isinstance(value[0], str)  # an item of an encoded dict
         return any(_secret(value[0] if pair else key, item) for item in value)
     return is_secret(key, value) or (isinstance(value, str) and without_credentials(value) != value)
 
@@ -74,8 +78,21 @@ def load_checkpoint(
     loss: Callable[..., Any] | None,
     trust: bool,
 ) -> TrainedModel:
-    """The model of the checkpoint at ``path``, or of the newest there that is whole; see
-    :func:`sparkdl.load`. Its ``best`` and ``ema`` come too, where it has them."""
+    """Return the model of the checkpoint at ``path``, or of the newest whole checkpoint in that folder.
+
+    Its ``best`` and ``ema`` are loaded, too, if it has them.
+
+    Args:
+        path: The checkpoint, or a folder of checkpoints.
+        model: The module or its builder, instead of the recipe in the manifest.
+        loss: The loss of the result.
+        trust: Allow the checkpoint to name any function; see :func:`sparkdl.load`.
+
+    Raises:
+        TrustError: The checkpoint names a function that is not trusted.
+        ModelError: The model does not fit, or is not described.
+        CheckpointError: There is no whole checkpoint.
+    """
     store = CheckpointStore.open(path)
     for uri, manifest in store.candidates():
         try:
@@ -94,6 +111,7 @@ def _model_of(
     loss: Callable[..., Any] | None,
     trust: bool,
 ) -> TrainedModel:
+    """Return the model of one checkpoint. Raises DamagedCheckpoint, ModelError and TrustError."""
     where = Folder(uri)
     if "features" not in manifest.model:
         why = manifest.model.get("unknown", "an older sparkdl wrote it")
@@ -159,7 +177,7 @@ def _model_of(
 
 
 def _check(module: nn.Module, manifest: Manifest, where: Folder) -> None:
-    """Raise :class:`ModelError` where the module is not the one of the run."""
+    """Raise :class:`ModelError` if the module is not the one that the run trained."""
     here = ModelIdentity.of(layout_of(module))
     differences = first_few(here.differences(manifest.layout))
     if not differences and manifest.frozen not in ("", frozen_digest(module)):

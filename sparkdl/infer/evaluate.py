@@ -1,4 +1,4 @@
-"""Loss and metrics over a DataFrame or an RDD, computed where the data is."""
+"""Evaluation of the loss and metrics over a DataFrame or an RDD, computed on the executors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from sparkdl.usercode import accompanied
 
 
 def check_metrics(metrics: Iterable[Metric]) -> None:
-    """Raise :class:`ParameterError` for a metric that cannot travel."""
+    """Raise :class:`ParameterError` if a metric cannot be pickled."""
     for metric in metrics:
         try:
             pickle.loads(cloudpickle.dumps(metric))
@@ -52,10 +52,15 @@ def check_metrics(metrics: Iterable[Metric]) -> None:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What to run on each partition: the module, then the scorer on what it returns.
+    """The work on each partition: run the module, then the scorer on its output.
 
-    ``signature``: how the module is called; its part is the scorer's to take. ``keywords``: those of
-    the features.
+    Attributes:
+        module: The module on its way to the workers.
+        scorer: The loss and metrics; it also takes the output from what the module returns.
+        num_features: The number of feature columns, which come before the labels.
+        batch_size: The number of rows of a forward pass.
+        signature: The way to call the module.
+        keywords: The keywords of the features.
     """
 
     module: ShippedModule
@@ -66,7 +71,7 @@ class Evaluation:
     keywords: tuple[str, ...] = ()
 
     def update(self, states: States, arrays: Sequence[Any]) -> States:
-        """``states`` with some rows more. ``arrays``: one a column, features first, then labels."""
+        """Return ``states`` with some more rows, which come as one array per column, features first."""
         module = self.module.load()
         device = device_of(module)
         scorer = self.scorer.on(device)
@@ -80,6 +85,7 @@ class Evaluation:
         return states
 
     def _updated(self, states: States, arrays: Sequence[Any]) -> States:
+        """Return :meth:`update`; any error but a UserError becomes a TrainingError."""
         try:
             return self.update(states, arrays)
         except UserError:
@@ -88,10 +94,10 @@ class Evaluation:
             raise TrainingError(f"{type(error).__name__}: {error}") from error
 
     def packed(self, parts: Iterable[Sequence[Any]]) -> bytes:
-        """The pickled states of a partition, given its rows in parts.
+        """Return the pickled states of a partition, given its rows in parts.
 
-        Or a pickled :class:`UserError`, for the driver to raise: Spark would retry the task. Raises
-        :class:`TrainingError` where anything else fails that is not the data's own.
+        A :class:`UserError` is returned pickled, for the driver to raise; Spark would retry a failed
+        task. Raises :class:`TrainingError` for any other failure of the module or the scorer.
         """
         states = self.scorer.start()
         try:
@@ -99,12 +105,12 @@ class Evaluation:
                 states = self._updated(states, arrays)
         except UserError as error:
             return pickle.dumps(type(error)(str(error)))
-        return bytes(cloudpickle.dumps(states))  # by value what a user's session defines
+        return bytes(cloudpickle.dumps(states))  # classes of a user's session by value
 
 
 @dataclass(frozen=True)
 class EvaluateDataFrame:
-    """Task of ``mapInArrow``: one row a partition, its number and its pickled states."""
+    """The task of ``mapInArrow``: one row per partition, with its number and its pickled states."""
 
     evaluation: Evaluation
     columns: tuple[Column, ...]
@@ -124,7 +130,7 @@ class EvaluateDataFrame:
     def _parts(self, batches: Iterable[pa.RecordBatch], partition: int) -> Iterator[list[Any]]:
         seen = 0
         for batch in batches:
-            # what grows when decoded is taken in smaller parts
+            # columns that grow when they are decoded are taken in smaller parts
             grows = any(column.grows for column in self.columns)
             rows = self.evaluation.batch_size if grows else max(1, batch.num_rows)
             for start in range(0, batch.num_rows, rows):
@@ -135,7 +141,15 @@ class EvaluateDataFrame:
 
 @dataclass(frozen=True)
 class EvaluateRecords:
-    """Task over an RDD: one (partition, pickled states) a partition."""
+    """The task over an RDD: one pair of (partition, pickled states) per partition.
+
+    Attributes:
+        evaluation: The work on each partition.
+        names: The names of the columns that a record may have.
+        float_dtype: The dtype of floating-point values.
+        specs: The conversions of fields, by name.
+        fields: The fields of the training data.
+    """
 
     evaluation: Evaluation
     names: Names
@@ -165,6 +179,7 @@ class EvaluateRecords:
             yield stack_records(names, waiting, self.specs)
 
     def _fields(self, record: Any, row: int) -> list[tuple[str, np.ndarray]]:
+        """Return the names and arrays of a record, features first, then labels."""
         labelled = bool(self.names.label)
         record = self.names.sample(record, row, 0 if labelled else None)
         features, label = split_record(record, labelled, row)
@@ -185,13 +200,22 @@ def evaluate(
     specs: Specs | None = None,
     fields: Sequence[Field] = (),
 ) -> dict[str, float]:
-    """Mean loss and metrics over all of ``data``, merged in the order of its partitions.
+    """Return the mean loss and the metrics over ``data``, merged in the order of its partitions.
 
-    ``fields``: see :func:`sparkdl.data.schema.columns_of`.
+    Args:
+        data: The rows.
+        evaluation: The work on each partition.
+        features: The feature columns.
+        label: The label columns.
+        float_dtype: The dtype of floating-point columns.
+        specs: The conversions of columns, by name.
+        fields: The fields of the training data, see :func:`sparkdl.data.schema.read_schema`.
 
-    Raises :class:`DataError` for data without a row and for a bad row, :class:`ModelError` where the
-    model or the loss fails on rows, :class:`ParameterError` for a metric that does not go with the
-    model's output or the label; and what :func:`sparkdl.spark.failures.reading_explained` does.
+    Raises:
+        DataError: There is no row, or a row is bad.
+        ModelError: The model or the loss fails on rows.
+        ParameterError: A metric does not go with the model's output or the label.
+        SparkdlError: Reading fails, see :func:`sparkdl.spark.failures.reading_explained`.
     """
     with reading_explained("evaluating the model"):
         if isinstance(data, DataFrame):
@@ -221,6 +245,7 @@ def evaluate(
 def _arrays(
     batch: pa.RecordBatch, columns: Sequence[Column], seen: int, partition: int
 ) -> list[Rows]:
+    """Return an array for each column of an Arrow batch. Raises DataError that names the bad row."""
     try:
         return [to_numpy(batch.column(i), column, seen) for i, column in enumerate(columns)]
     except RowError as error:

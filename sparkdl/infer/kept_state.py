@@ -1,4 +1,4 @@
-"""The optimizer state of every slice, handed from one fit to the next."""
+"""The optimizer state of every slice, passed from one fit to the next."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from sparkdl.errors import ParameterError
 
 @dataclass(frozen=True)
 class StoredState:
-    """The state of every slice, packed, and what it belongs to.
+    """The packed state of every slice, and the model and optimizers that it belongs to.
 
-    ``optimizers``: their names. ``weights``: the digest of the result's module.
+    Attributes:
+        slices: The packed slices.
+        model: The identity of the model.
+        optimizers: The names of the optimizers.
+        weights: The digest of the weights of the trained module.
     """
 
     slices: tuple[bytes, ...]
@@ -21,7 +25,7 @@ class StoredState:
     weights: str
 
     def check(self, model: ModelIdentity, optimizers: tuple[str, ...]) -> None:
-        """Raise :class:`sparkdl.ParameterError` where it is no state of this model and optimizer."""
+        """Raise :class:`sparkdl.ParameterError` if the state is not of this model and optimizers."""
         problems = first_few(model.differences(self.model, "start"))
         if self.optimizers != optimizers:
             problems.append(

@@ -1,4 +1,4 @@
-"""What a model puts out for one sample, and how Spark sees it."""
+"""A model's output for one sample, and its conversion to a Spark column."""
 
 from __future__ import annotations
 
@@ -26,30 +26,32 @@ _SQL = {
     "bool": "boolean",
 }
 MAX_VALUES = 2**31 - 1
-"""So many values a column of lists holds at most: their offsets are int32."""
+"""The most values that a column of lists can hold, since its offsets are int32."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """``shape`` of the output for one sample (as seen once; lengths may vary), and its dtype."""
+    """The shape of the output for one sample (as seen once; lengths may vary), and its dtype."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @staticmethod
     def of(output: torch.Tensor) -> Output:
-        """Of a batch's output, first dimension the rows."""
+        """Return the description of a batch's output, whose first dimension is the rows."""
         return Output(tuple(output.shape[1:]), str(output.dtype).removeprefix("torch."))
 
     @property
     def dimensions(self) -> int:
-        """Of a batch's output."""
+        """The number of dimensions of a batch's output."""
         return len(self.shape) + 1
 
     @property
     def sql_type(self) -> str:
-        """The type of the prediction column: ``float``, ``array<float>``, ... Raises
-        :class:`sparkdl.ParameterError` for numbers of which there are no columns."""
+        """The type of the prediction column: ``float``, ``array<float>``, ...
+
+        Raises :class:`sparkdl.ParameterError` for a dtype that no column can hold.
+        """
         kind = _SQL.get(self.dtype)
         if kind is None:
             raise ParameterError(
@@ -62,7 +64,7 @@ class Output:
 
 
 def to_arrow(batch: np.ndarray) -> pa.Array:
-    """Shape (rows, ...) -> a column: numbers, or nested lists of them."""
+    """Return a batch of shape (rows, ...) as an Arrow column of numbers or of nested lists."""
     if batch.dtype == np.uint8:
         batch = batch.astype(np.int16)
     array: pa.Array = pa.array(np.ascontiguousarray(batch).reshape(-1))
@@ -73,19 +75,22 @@ def to_arrow(batch: np.ndarray) -> pa.Array:
 
 
 def offsets(lists: int, length: int) -> pa.Array:
-    """Where so many lists of this length begin and end. Raises ``pa.ArrowInvalid`` beyond int32."""
+    """Return the offsets of ``lists`` lists of this length. Raises ``pa.ArrowInvalid`` beyond int32."""
     return pa.array(np.arange(lists + 1) * length, pa.int32())
 
 
 def pieces(batch: np.ndarray) -> Iterator[np.ndarray]:
-    """The rows of a batch, together as long as offsets count their values."""
+    """Yield the rows of a batch in pieces with no more values than int32 offsets can count."""
     rows = max(1, MAX_VALUES // max(1, math.prod(batch.shape[1:])))
     for start in range(0, len(batch), rows):
         yield batch[start : start + rows]
 
 
 def as_numpy(output: Any) -> np.ndarray:
-    """A model's output as NumPy; half precisions become float32. Raises TypeError for a non-tensor."""
+    """Return a model's output as NumPy, half precisions as float32.
+
+    Raises TypeError if it is not a tensor.
+    """
     if not isinstance(output, torch.Tensor):
         raise TypeError(f"the model returned {kind_of(output)}, not a tensor")
     tensor = output.detach().cpu()

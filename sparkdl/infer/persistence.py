@@ -1,10 +1,11 @@
-"""A trained model on disk: safetensors, JSON, and how to build the module again.
+"""Saving and loading of trained models: safetensors, JSON, and a recipe that builds the module.
 
-A folder with ``model.safetensors`` (the plain state_dict), ``model.json`` (the recipe by name, the
-seed, the columns, the output, how a metric takes it) and ``history.json``; ``buffers.safetensors``
-where the model has buffers that are not in the state_dict. Where the recipe is importable by name, no
-pickle is written; else ``recipe.pkl`` holds it, which :func:`load` opens only with ``trust=True``.
-``model.json`` is written last and has a checksum of each of the others. They find damage, not forgery.
+The folder has ``model.safetensors`` (the plain state_dict), ``model.json`` (the recipe by name, the
+seed, the columns, the output, and how a metric reads it) and ``history.json``. If the model has
+buffers that are not in the state_dict, ``buffers.safetensors`` has them. If the recipe can be
+imported by name, no pickle is written. Otherwise ``recipe.pkl`` holds it, which :func:`load` opens
+only with ``trust=True``. ``model.json`` is written last and has a checksum of each of the other
+files. The checksums find damage, not forgery.
 """
 
 from __future__ import annotations
@@ -50,7 +51,17 @@ logger = logging.getLogger("sparkdl")
 
 
 def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
-    """Write ``trained`` into the folder ``path``. Raises FileExistsError unless ``overwrite``."""
+    """Write ``trained`` into a folder, and return the folder.
+
+    Args:
+        trained: The model.
+        path: The folder, which is created.
+        overwrite: Replace a model that is in the folder.
+
+    Raises:
+        FileExistsError: The folder holds a model, and ``overwrite`` is False.
+        UserError: The model cannot be saved.
+    """
     folder = path_here(path)
     if (folder / "model.json").exists() and not overwrite:
         raise FileExistsError(f"{folder} holds a model already: pass overwrite=True to replace it.")
@@ -60,7 +71,7 @@ def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = 
     except WithoutName as error:
         recipe, why = {"kind": "pickle"}, str(error)
     content = content_of(trained, recipe)
-    json.dumps(content)  # before a file of an older model is replaced
+    json.dumps(content)  # fail before a file of an older model is replaced
     pickled = dumps(trained.model) if why is not None else b""
     buffers = passing_buffers(trained.module)
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +98,7 @@ def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = 
 
 
 def _save_weights(module: nn.Module, draft: Path) -> None:
-    """A safetensors file. Raises :class:`ModelError` for what is no tensor."""
+    """Write the state_dict as a safetensors file. Raises :class:`ModelError` for a non-tensor in it."""
     for name, value in module.state_dict().items():
         if not isinstance(value, torch.Tensor):
             raise ModelError(
@@ -98,14 +109,17 @@ def _save_weights(module: nn.Module, draft: Path) -> None:
 
 
 def _apart(module: nn.Module) -> nn.Module:
-    """``module``, changed: what is a part of another tensor has memory of its own."""
+    """Give each tensor that is a part of another one memory of its own; return ``module``."""
     for tensor in _views(module):
         tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
     return module
 
 
 def _views(module: nn.Module) -> list[torch.Tensor]:
-    """Its tensors that are part of another one, or one element many times; safetensors refuses them."""
+    """Return the tensors that are a part of another one, or one element repeated.
+
+    Safetensors refuses them.
+    """
     tensors = (*module.parameters(), *module.buffers())
     return [t for t in tensors if t.untyped_storage().nbytes() != t.nbytes]
 
@@ -116,16 +130,28 @@ def load(
     loss: Callable[..., Any] | None = None,
     trust: bool = False,
 ) -> TrainedModel:
-    """Read what :func:`save` wrote, or the model of a checkpoint: of that folder, or the newest of a
-    folder of checkpoints.
+    """Load a trained model that :meth:`sparkdl.TrainedModel.save` wrote, or the model of a checkpoint.
 
-    ``model``: the module or the callable that builds it, instead of the saved recipe; it is called with
-    seeded random numbers, as in ``fit``. ``loss``: for ``evaluate``, which a saved model does not hold.
-    ``trust``: allow the folder to run code of its own choice (its pickle, or any function that it
-    names). Without it only ``torch.nn.Module`` classes and functions annotated ``-> torch.nn.Module``
-    are called. Links in the folder are not followed. Raises :class:`sparkdl.TrustError`,
-    :class:`sparkdl.ModelError` for files that are damaged or do not fit,
-    :class:`sparkdl.CheckpointError`, FileNotFoundError.
+    Links in the folder are not followed.
+
+    Args:
+        path: The folder of the model; or a checkpoint, or a folder of checkpoints, of which the
+            newest whole one is loaded. Checkpoints may have a URI.
+        model: A module, or a function that builds it, instead of the saved recipe. The function is
+            called with seeded random numbers, as in ``fit``.
+        loss: The loss for ``evaluate``, which a saved model does not contain.
+        trust: Allow the folder to run code of its own choice: its pickle, or any function that it
+            names. Without it only ``torch.nn.Module`` classes and functions that are annotated
+            ``-> torch.nn.Module`` are called.
+
+    Returns:
+        The trained model, with ``best`` and ``ema`` if the checkpoint has them.
+
+    Raises:
+        TrustError: The folder would run code, and ``trust`` is False.
+        ModelError: A file is damaged, or the weights do not fit the model.
+        CheckpointError: There is no checkpoint that can be read.
+        FileNotFoundError: There is no model in the folder.
     """
     if is_uri(path) or holds_checkpoints(Path(path)):
         from sparkdl.infer.checkpoint_model import load_checkpoint
@@ -177,9 +203,9 @@ def _history(saved: Saved) -> History:
 
 
 def _place(path: Path, write: Callable[[Path], Any]) -> str:
-    """Let ``write`` make a file beside ``path`` and give it that name; its checksum.
+    """Let ``write`` make a file beside ``path``, rename it to ``path``, and return its checksum.
 
-    What has the name already is replaced, a link too, and never written through.
+    A file or link that has the name already is replaced, and never written through.
     """
     draft = path.with_name(f".{path.stem}.{secrets.token_hex(8)}.part{path.suffix}")
     try:

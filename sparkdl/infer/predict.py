@@ -1,4 +1,4 @@
-"""Predictions: a column on a DataFrame, or an RDD beside an RDD."""
+"""Predictions: a column of a DataFrame, or an RDD parallel to an RDD."""
 
 from __future__ import annotations
 
@@ -36,11 +36,21 @@ from sparkdl.spark.worker import finish_task
 from sparkdl.usercode import accompanied
 
 Finish = Callable[[torch.Tensor], torch.Tensor] | None
+"""The user's ``postprocess``, or None."""
 
 
 @dataclass(frozen=True)
 class PredictColumn:
-    """Body of the Arrow UDF: feature columns in, the prediction column out."""
+    """The body of the Arrow UDF: feature columns in, the prediction column out.
+
+    Attributes:
+        module: The module on its way to the workers.
+        columns: The feature columns.
+        batch_size: The number of rows of a forward pass.
+        finish: The function that maps a batch's output to predictions, or None.
+        dimensions: The numbers of dimensions of a batch's output and of its predictions.
+        signature: The way to call the module.
+    """
 
     module: ShippedModule
     columns: tuple[Column, ...]
@@ -59,10 +69,11 @@ class PredictColumn:
         finish_task()
 
     def _predict(self, module: Any, columns: Sequence[pa.Array], seen: int) -> Iterator[pa.Array]:
-        """Predictions for one Arrow batch; what grows when decoded is taken in smaller parts.
+        """Yield the predictions for one Arrow batch.
 
-        Each of the module's batches is given away at once: an output may be much larger than its
-        input, and Spark looks at the rows, not at how they are cut.
+        Columns that grow when they are decoded are taken in smaller parts. Each batch of the module
+        is yielded at once: an output may be much larger than its input, and Spark counts the rows,
+        whatever the batches.
         """
         count = len(columns[0])
         rows = self.batch_size if any(column.grows for column in self.columns) else count
@@ -87,7 +98,20 @@ class PredictColumn:
 
 @dataclass(frozen=True)
 class PredictRecords:
-    """Task over an RDD: one prediction (a number, or an array) a record, in order."""
+    """The task over an RDD: one prediction (a number or an array) per record, in order.
+
+    Attributes:
+        module: The module on its way to the workers.
+        names: The names of the columns that a record may have.
+        num_features: The number of features.
+        float_dtype: The dtype of floating-point values.
+        batch_size: The number of rows of a forward pass.
+        finish: The function that maps a batch's output to predictions, or None.
+        specs: The conversions of fields, by name.
+        fields: The fields of the training data.
+        dimensions: The numbers of dimensions of a batch's output and of its predictions.
+        signature: The way to call the module.
+    """
 
     module: ShippedModule
     names: Names
@@ -115,7 +139,16 @@ class PredictRecords:
     def inputs(
         self, record: Any, row: int, before: Sequence[Sequence[np.ndarray]]
     ) -> list[np.ndarray]:
-        """The features of a record, found alike those of the records ``before``."""
+        """Return the features of a record.
+
+        Args:
+            record: The record.
+            row: Its number, for messages.
+            before: The features of earlier records of the same batch.
+
+        Raises:
+            DataError: The record is bad, or unlike those before.
+        """
         try:
             features = self.names.in_order(self._features(record, row), row)
             parts = [
@@ -128,6 +161,7 @@ class PredictRecords:
             raise DataError(error.problem.message(_place(), "field")) from None
 
     def _features(self, record: Any, row: int) -> Any:
+        """Return the features of a record that may also have labels."""
         record = self.names.sample(record, row, self.num_features)
         if isinstance(record, Sample):
             return record.features
@@ -148,7 +182,7 @@ class PredictRecords:
 
 
 def _place() -> str:
-    """The partition that this process is at, in a message."""
+    """Return the current partition in words, for a message."""
     context = TaskContext.get()
     return "the partition" if context is None else f"partition {context.partitionId()}"
 
@@ -167,8 +201,25 @@ def predict_dataframe(
     dimensions: Dimensions = (None, None),
     signature: Signature = BY_POSITION,
 ) -> DataFrame:
-    """``data`` with the column ``prediction_col``; lazy, and on a streaming DataFrame too. ``fields``:
-    see :func:`sparkdl.data.schema.columns_of`."""
+    """Return ``data`` with the column ``prediction_col``; lazy, and possible for streaming DataFrames.
+
+    Args:
+        data: The rows.
+        module: The module on its way to the workers.
+        features: The feature columns.
+        output: The description of one prediction.
+        float_dtype: The dtype of floating-point columns.
+        prediction_col: The name of the new column.
+        batch_size: The number of rows of a forward pass.
+        finish: The function that maps a batch's output to predictions, or None.
+        specs: The conversions of columns, by name.
+        fields: The fields of the training data, see :func:`sparkdl.data.schema.read_schema`.
+        dimensions: The numbers of dimensions of a batch's output and of its predictions.
+        signature: The way to call the module.
+
+    Raises:
+        DataError: The columns do not fit, or ``prediction_col`` exists.
+    """
     inputs, _ = columns_of(data.schema, features, (), float_dtype, specs, fields)
     check_unambiguous(data, features)
     if taken := columns_named(data, prediction_col):

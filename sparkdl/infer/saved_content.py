@@ -1,4 +1,4 @@
-"""What a saved model or a checkpoint tells of its model, and the model's parts from that."""
+"""The description of a model in ``model.json`` or a checkpoint's manifest, and the reading of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sparkdl.process.determinism import seeded
 
 
 def content_of(trained: TrainedModel, recipe: dict[str, Any]) -> dict[str, Any]:
-    """``model.json``, but for its files."""
+    """Return the content of ``model.json``, except for its files."""
     part = trained.signature.part
     return {
         "format": FORMAT,
@@ -45,7 +45,11 @@ def content_of(trained: TrainedModel, recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def columns_of(saved: Saved, trust: bool) -> Specs:
-    """How columns become tensors; a function that the folder names is imported with trust only."""
+    """Return the conversions of columns to tensors.
+
+    A function that the folder names is imported only with ``trust``. Raises
+    :class:`sparkdl.TrustError` and :class:`sparkdl.ModelError`.
+    """
     found: dict[str, Any] = {}
     folder = saved.folder
     try:
@@ -65,8 +69,11 @@ def columns_of(saved: Saved, trust: bool) -> Specs:
 
 
 def signature_of(saved: Saved, trust: bool) -> Signature:
-    """How the module is called, and what is its output; a function that the folder names is imported
-    with trust only."""
+    """Return the way to call the module, and the part of its result that is the output.
+
+    A function that the folder names is imported only with ``trust``. Raises
+    :class:`sparkdl.TrustError` and :class:`sparkdl.ModelError`.
+    """
     folder, part = saved.folder, saved.content.get("part")
     if isinstance(part, dict) and isinstance(part.get("function"), str):
         if not trust:
@@ -81,7 +88,11 @@ def signature_of(saved: Saved, trust: bool) -> Signature:
 
 
 def built(build: Any, saved: Saved) -> nn.Module:
-    """The module to fill, in whatever way the saved arguments, or the given function, make it."""
+    """Return the module to fill with weights.
+
+    ``build`` is the module itself, or a function that makes it, from the saved recipe or from the
+    caller. Raises :class:`sparkdl.ModelError`.
+    """
     if isinstance(build, nn.Module):
         return plain(build)
     folder = saved.folder

@@ -1,4 +1,4 @@
-"""``model.json`` of a saved model, and whether the files beside it are those that were saved."""
+"""The manifest ``model.json`` of a saved model, and checks that the files beside it are those saved."""
 
 from __future__ import annotations
 
@@ -25,13 +25,25 @@ VERSION = 1
 MODEL, WEIGHTS, HISTORY = "model.json", "model.safetensors", "history.json"
 PICKLE = "recipe.pkl"
 BUFFERS = "buffers.safetensors"
-"""Buffers that are not in the state_dict (``persistent=False``); only where there are such."""
+"""The file of buffers that are not in the state_dict (``persistent=False``), if there are any."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelManifest:
-    """What ``model.json`` tells beside recipe and columns; ``files``: name -> checksum; ``seed``: under
-    which the module is built."""
+    """The content of ``model.json`` except for the recipe and the columns.
+
+    Attributes:
+        features: The feature columns.
+        label: The label columns.
+        fields: The fields of the training data, features first, then labels.
+        num_features: The number of fields that are features.
+        float_dtype: The dtype of floating-point columns.
+        output: The output for one sample, if it is a single tensor.
+        inputs: The names of the module's inputs, if it takes them by keyword.
+        files: The checksum of each file, by name.
+        seed: The seed with which the module is built.
+        judging: How an accuracy reads output and label.
+    """
 
     features: tuple[str, ...]
     label: tuple[str, ...]
@@ -45,7 +57,7 @@ class ModelManifest:
     judging: Judging = field(default_factory=Judging)
 
     def check(self) -> None:
-        """Raise ValueError for what was never saved."""
+        """Raise ValueError for values that were never saved."""
         dtypes = [self.float_dtype, *(field.dtype for field in self.fields)]
         for dtype in [*dtypes, *([self.output.dtype] if self.output else [])]:
             if not isinstance(getattr(torch, dtype, None), torch.dtype):
@@ -63,7 +75,13 @@ class ModelManifest:
 
 @dataclass(frozen=True)
 class Saved:
-    """The folder of a saved model, all of its ``model.json``, and what was found right in that."""
+    """The folder of a saved model.
+
+    Attributes:
+        folder: The folder.
+        content: The whole content of its ``model.json``.
+        told: The checked part of that content.
+    """
 
     folder: Path
     content: dict[str, Any]
@@ -71,7 +89,12 @@ class Saved:
 
     @staticmethod
     def read(folder: Path) -> Saved:
-        """Raises :class:`sparkdl.ModelError`, and FileNotFoundError where there is no model."""
+        """Read the ``model.json`` of a folder.
+
+        Raises:
+            ModelError: The file is damaged, or of another format or version.
+            FileNotFoundError: There is no model.
+        """
         content = _content(folder)
         try:
             told: ModelManifest = from_plain(content, ModelManifest)
@@ -81,7 +104,7 @@ class Saved:
         return Saved(folder, content, told)
 
     def checked(self, name: str) -> bytes:
-        """The bytes of a file. Raises ModelError where it is not the one that was saved."""
+        """Return the bytes of a file. Raises ModelError if it is not the one that was saved."""
         path = self.folder / name
         try:
             data = read_plain(path)
@@ -91,7 +114,7 @@ class Saved:
         return data
 
     def compare(self, path: str, name: str) -> None:
-        """Raise ModelError where the file at ``path`` is not the one that was saved as ``name``."""
+        """Raise ModelError if the file at ``path`` is not the one that was saved as ``name``."""
         self._compare(name, file_checksum(path))
 
     def _compare(self, name: str, checksum: str) -> None:
@@ -102,13 +125,13 @@ class Saved:
 
 
 def file_checksum(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file, read piece by piece, in hexadecimal digits."""
+    """Return the SHA-256 of a file in hexadecimal digits; the file is read piece by piece."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _content(folder: Path) -> dict[str, Any]:
-    """``model.json``, as far as it is one."""
+    """Return the content of ``model.json``. Raises ModelError for another format or version."""
     try:
         content = parse_json(read_plain(folder / MODEL, MAX_JSON_BYTES))
     except (FileNotFoundError, NotADirectoryError):
@@ -132,7 +155,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 def save_buffers(buffers: Mapping[str, torch.Tensor], draft: Path) -> None:
-    """A safetensors file of them, each stored apart."""
+    """Write the buffers to a safetensors file, each with memory of its own."""
     apart = {
         name: buffer.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, buffer in buffers.items()
@@ -141,17 +164,26 @@ def save_buffers(buffers: Mapping[str, torch.Tensor], draft: Path) -> None:
 
 
 def load_buffers(module: nn.Module, file: str, folder: Path) -> None:
-    """Give ``module`` the buffers of ``file``. Raises :class:`ModelError` where it has no such part."""
+    """Load buffers into ``module``.
+
+    Args:
+        module: The module.
+        file: The path of the safetensors file.
+        folder: The folder of the model, for messages.
+
+    Raises:
+        ModelError: The module has no place for a buffer.
+    """
     for name, value in safetensors.torch.load_file(file).items():
         path, _, attribute = name.rpartition(".")
         try:
             owner = module.get_submodule(path)
             own = owner._buffers.get(attribute)
             if own is not None and (own.shape, own.dtype) == (value.shape, value.dtype):
-                own.copy_(value)  # it may be in several places
+                own.copy_(value)  # in place: several modules may share it
             elif attribute in owner._buffers:
                 owner._buffers[attribute] = value
-            else:  # one that comes with the first forward pass
+            else:  # a buffer that the first forward pass would create
                 owner.register_buffer(attribute, value, persistent=False)
         except (AttributeError, KeyError, TypeError) as error:
             raise ModelError(
@@ -160,8 +192,10 @@ def load_buffers(module: nn.Module, file: str, folder: Path) -> None:
 
 
 def take_dtypes(module: nn.Module, file: str) -> None:
-    """Bring floating tensors of ``module`` into the dtypes in which ``file`` has them: they follow
-    torch's default dtype, which may have been another where the model was trained."""
+    """Convert the floating-point tensors of ``module`` to the dtypes that they have in ``file``.
+
+    They follow torch's default dtype, which may have been another one where the model was trained.
+    """
     with safetensors.safe_open(file, "pt") as saved:
         names = saved.keys()
         dtypes = {name: _DTYPES.get(saved.get_slice(name).get_dtype()) for name in names}

@@ -1,4 +1,4 @@
-"""How a saved model says what builds its module: by name, or by a pickle."""
+"""The recipe of a saved model, which says how to build its module: by name, or by a pickle."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ REMEDY = (
 
 
 class WithoutName(ValueError):
-    """What builds the module cannot be told by name; the message says why, to go after a colon."""
+    """The builder of a module cannot be told by name; the message says why, to be put after a colon."""
 
 
 def recipe_by_name(model: Any) -> dict[str, Any]:
-    """The recipe as an import path and arguments, in JSON. Raises :class:`WithoutName`.
+    """Return the recipe as an import path and arguments, in JSON. Raises :class:`WithoutName`.
 
-    Arguments are numbers, text, None, dtypes, classes and functions with a name, and lists, tuples and
-    dicts of these.
+    Arguments can be numbers, text, None, dtypes, classes and functions with a name, and lists,
+    tuples and dicts of these.
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -54,7 +54,7 @@ def recipe_by_name(model: Any) -> dict[str, Any]:
 
 
 def _name_of(thing: Any) -> str:
-    """``module:name`` of a class or a function. Raises :class:`WithoutName`."""
+    """Return ``module:name`` of a class or a function. Raises :class:`WithoutName`."""
     if isinstance(thing, nn.Module):
         raise WithoutName("it is a module, not a function that builds one")
     if not isinstance(thing, (type, types.FunctionType)):
@@ -76,7 +76,7 @@ def _name_of(thing: Any) -> str:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether JSON gives it back as it is."""
+    """Return whether JSON preserves the value exactly."""
     try:
         return bool(json.loads(json.dumps(value)) == value)
     except (TypeError, ValueError, RecursionError):
@@ -84,7 +84,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _leaf(value: Any, where: str) -> dict[str, str]:
-    """An argument that is no plain value, as JSON."""
+    """Return an argument that is not a plain value as JSON. Raises TypeError."""
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, (type, types.FunctionType)):
@@ -96,9 +96,11 @@ def _leaf(value: Any, where: str) -> dict[str, str]:
 
 
 def read_recipe(saved: Saved, trust: bool) -> Any:
-    """The callable that builds the module, or the module itself.
+    """Return the function that builds the module, or the module itself.
 
-    Raises :class:`sparkdl.TrustError` and :class:`sparkdl.ModelError`.
+    Raises:
+        TrustError: The recipe would run code that is not trusted.
+        ModelError: The recipe is missing or damaged, or cannot be imported.
     """
     folder, told = saved.folder, saved.content.get("recipe")
     recipe: dict[str, Any] = told if isinstance(told, dict) else {}
@@ -141,11 +143,11 @@ def read_recipe(saved: Saved, trust: bool) -> Any:
 
 
 def _named(saved: Saved, told: str, trust: bool) -> Any:
-    """The class or function of that name. Raises as :func:`read_recipe` does."""
+    """Return the class or function with this name. Raises the errors of :func:`read_recipe`."""
     module, _, name = told.partition(":")
     try:
         found = _resolve(module, name)
-    except Exception as error:  # whatever the module raises that is imported
+    except Exception as error:  # importing the module may raise anything
         raise ModelError(
             f'{saved.folder} names the model "{told}", which cannot be imported ({error}). Put '
             "it on the Python path, or pass model=make_model."
@@ -160,7 +162,7 @@ def _named(saved: Saved, told: str, trust: bool) -> Any:
 
 
 def _reader(saved: Saved, trust: bool) -> Callable[[Any], Any]:
-    """Of the content that :func:`_leaf` gave."""
+    """Return a function that decodes what :func:`_leaf` encoded."""
 
     def read(content: Mapping[str, str]) -> Any:
         ((kind, text),) = content.items()
@@ -180,10 +182,10 @@ def _is_named(recipe: dict[str, Any]) -> bool:
 
 
 def _vouched_for(found: Any) -> bool:
-    """A module class, or a function that says of itself that it makes one.
+    """Return whether ``found`` is a module class, or a function annotated as returning a module.
 
-    Of torch only the classes of ``torch.nn``: some others (``torch.fx``) make a module from source
-    code in arguments.
+    Of torch only the classes of ``torch.nn`` count: some others (``torch.fx``) make a module from
+    source code in arguments.
     """
     torchs = str(getattr(found, "__module__", "")).split(".")[0] == "torch"
     if isinstance(found, type):

@@ -1,4 +1,4 @@
-"""The module in a worker: shipped once, loaded once a process, run in batches."""
+"""The module in a worker: sent once, loaded once per process, and run in batches."""
 
 from __future__ import annotations
 
@@ -33,21 +33,29 @@ from sparkdl.spark.device import task_device
 from sparkdl.usercode import accompanied
 
 Dimensions = tuple[int | None, int | None]
-"""Of a batch's output, and of what is made of it."""
+"""The numbers of dimensions of a batch's output and of the predictions made from it."""
 INLINE_BYTES = 1 << 20
 MAX_LOADED = 2
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """What Spark Connect has in place of a broadcast: a file that a session sends to its server, from
-    where each executor fetches it. It goes with the session."""
+    """A file that a Spark Connect session sends to its server, in place of a broadcast.
+
+    Each executor fetches it from there. It is deleted with the session.
+    """
 
     name: str
 
     @staticmethod
     def of(data: bytes, name: str, session: Any) -> Artifact:
-        """``name``: of these bytes and no others, since a session replaces no file."""
+        """Send bytes as a file, and return the artifact.
+
+        Args:
+            data: The bytes.
+            name: A name that belongs to these bytes alone, since a session replaces no file.
+            session: The session of Spark Connect.
+        """
         with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
             path = Path(folder, name)
             path.write_bytes(data)
@@ -56,15 +64,18 @@ class Artifact:
 
     @property
     def value(self) -> bytes:
+        """The bytes, in an executor."""
         return Path(SparkFiles.get(self.name)).read_bytes()
 
     def destroy(self) -> None:
-        """Nothing: a session cannot take a file back."""
+        """Do nothing, since a session cannot delete a file."""
 
 
 def sender_to(data: Any) -> Any:
-    """What sends a module to where a DataFrame or an RDD is: its SparkContext, or its session of Spark
-    Connect, which has none."""
+    """Return the object that can send a module to the executors of a DataFrame or an RDD.
+
+    That is its SparkContext, or its session of Spark Connect, which has no context.
+    """
     if isinstance(data, RDD):
         return data.ctx
     return getattr(data.sparkSession, "_sc", data.sparkSession)
@@ -72,8 +83,15 @@ def sender_to(data: Any) -> Any:
 
 @dataclass(frozen=True)
 class ShippedModule:
-    """A pickled module on its way to the workers: in the task, or apart from it where large; and
-    torch's settings of the driver."""
+    """A pickled module on its way to the workers, with torch's settings of the driver.
+
+    Attributes:
+        digest: The digest of the pickled module.
+        inline: The pickled module, if it is small enough to travel in the task.
+        apart: The broadcast or artifact that has it otherwise.
+        sender: The SparkContext or session that sent it; it stays on the driver.
+        numerics: The driver's numeric settings of torch.
+    """
 
     digest: str
     inline: bytes | None
@@ -96,11 +114,19 @@ class ShippedModule:
         model: Any = None,
         seed: int = 0,
     ) -> ShippedModule:
-        """``sender``: see :func:`sender_to`.
+        """Send a module, and return the handle of it.
 
-        ``before``: shipped earlier; taken again where neither module nor settings have changed since.
-        ``model``: what built it, with ``seed``, and is shipped with its tensors where the module itself
-        cannot be pickled. Raises :class:`ModelError` where neither can be.
+        Args:
+            module: The module to send.
+            sender: The result of :func:`sender_to`.
+            before: An earlier result, which is returned if neither module nor settings have changed
+                since.
+            model: The function that built the module. It is sent with the module's tensors if the
+                module itself cannot be pickled.
+            seed: The seed with which ``model`` was called.
+
+        Raises:
+            ModelError: Neither the module nor ``model`` can be pickled.
         """
         data = _pickled(module, model, seed)
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
@@ -115,15 +141,17 @@ class ShippedModule:
         return ShippedModule(digest, None, artifact, sender)
 
     def destroy(self) -> None:
-        """Delete a broadcast, here and on the executors: nothing that uses it may come any more."""
+        """Delete the broadcast, here and on the executors; nothing may use it afterwards."""
         if self.apart is not None:
             self.apart.destroy()
 
     def load(self) -> nn.Module:
-        """The module in evaluation mode on this task's device, from this process's cache where it is
-        there."""
+        """Return the module in evaluation mode on this task's device.
+
+        It comes from the process's cache if it is there.
+        """
         self.numerics.use()
-        known = list(_loaded)  # a thread may let go of some
+        known = list(_loaded)  # a copy: another thread may remove some
         before = next((device for digest, device in known if digest == self.digest), None)
         device = task_device(before)
         key = self.digest, device
@@ -135,7 +163,7 @@ class ShippedModule:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             while len(_loaded) > MAX_LOADED:
                 _loaded.popitem(last=False)
-        _loaded[key] = module  # also where it was let go of meanwhile
+        _loaded[key] = module  # again, in case it was removed meanwhile
         _loaded.move_to_end(key)
         if device.type == "cuda":
             _on_gpus.used()
@@ -143,6 +171,7 @@ class ShippedModule:
 
 
 def _pickled(module: nn.Module, model: Any, seed: int) -> bytes:
+    """Return the pickled module, or its builder and tensors. Raises ModelError."""
     try:
         return dumps(accompanied(module))
     except Exception as error:
@@ -157,7 +186,7 @@ _on_gpus = kept_while_used(_loaded.clear)
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where its parameters and buffers are; the CPU where it has none."""
+    """Return the device of the module's parameters and buffers, or the CPU if it has none."""
     tensors = itertools.chain(module.parameters(), module.buffers())
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
@@ -171,14 +200,23 @@ def run_batches(
     signature: Signature = BY_POSITION,
     own: tuple[Any, Sequence[Rows]] = (None, ()),
 ) -> Iterator[tuple[Any, slice]]:
-    """The module's output, and which rows it is for, batch by batch.
+    """Yield the module's output and the range of rows that it is for, batch by batch.
 
-    ``arrays``: one a feature. Rows of varying length are padded batch by batch, and their lengths
-    follow them where their :class:`sparkdl.data.ragged.Padding` says so. ``finish``: is given what
-    the model puts out on the CPU. ``dimensions``: of the model's output and of what ``finish`` makes of
-    it, see :func:`sparkdl.metrics.scorer.in_rows`. ``signature``: how the model is called, and what is
-    its output. ``own``: the loss, and arrays of labels for a model that computes it itself. Raises
-    :class:`ModelError` where the model fails.
+    Rows of varying length are padded batch by batch. Their lengths follow them as an input if their
+    :class:`sparkdl.data.ragged.Padding` says so.
+
+    Args:
+        module: The module.
+        arrays: One array per feature.
+        batch_size: The number of rows of a batch.
+        finish: A function that gets the model's output on the CPU; its result is yielded instead.
+        dimensions: The numbers of dimensions of the model's output and of the result of ``finish``,
+            see :func:`sparkdl.metrics.scorer.in_rows`.
+        signature: The way to call the model, and the part of its result that is the output.
+        own: The loss and the arrays of labels, for a model that computes its loss itself.
+
+    Raises:
+        ModelError: The model fails.
     """
     device = device_of(module)
     for start in range(0, len(arrays[0]), batch_size):
@@ -204,9 +242,9 @@ def run_batches(
                     "trained on."
                 ) from error
             result = in_rows(finish(_on_cpu(output)), count, dimensions[1]) if finish else output
-        yield result, rows  # out of the block: who goes on from here may want gradients
+        yield result, rows  # outside the block: the caller may want gradients
 
 
 def _on_cpu(output: Any) -> Any:
-    """All tensors of it: a user's function was tried with such."""
+    """Return ``output`` with all tensors on the CPU, where the user's function was tried."""
     return with_tensors(output, torch.Tensor.cpu)

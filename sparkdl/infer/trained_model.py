@@ -1,4 +1,4 @@
-"""What ``fit`` returns: the module, and ways to use it on DataFrames and RDDs."""
+"""The result of ``fit``: a module, and methods to use it on DataFrames and RDDs."""
 
 from __future__ import annotations
 
@@ -37,18 +37,26 @@ from sparkdl.usercode import accompanied
 
 
 class TrainedModel:
-    """A trained module with the columns it was trained on.
+    """A trained module with the columns that it was trained on.
 
-    ``module`` is a plain ``torch.nn.Module`` on the CPU, in evaluation mode; ``history`` the
-    training's :class:`sparkdl.History`. ``best`` has the weights of the best validation
-    (``Validation(best=...)``) and ``ema`` their moving average (``Trainer(ema=...)``), else None.
+    ``fit`` and :func:`sparkdl.load` return it; it is not constructed directly.
+
+    Attributes:
+        module: The module, a plain ``torch.nn.Module`` on the CPU in evaluation mode.
+        history: The :class:`sparkdl.History` of the training.
+        loss: The loss; None if the model was loaded without one.
+        features: The names of the feature columns.
+        label: The names of the label columns.
+        columns: The conversions of columns to tensors, by name.
+        best: The model with the weights of the best validation (``Validation(best=...)``), or None.
+        ema: The model with the moving average of the weights (``Trainer(ema=...)``), or None.
     """
 
     ema: TrainedModel | None = None
     best: TrainedModel | None = None
     optimizer_state: StoredState | None = None
-    """The state of every slice, with ``Trainer(keep_optimizer_state=True)`` and after each
-    ``partial_fit``; it is not saved."""
+    """The state of every slice, after ``Trainer(keep_optimizer_state=True)`` and each
+    ``partial_fit``, or None. It is not saved."""
 
     def __init__(
         self,
@@ -68,8 +76,24 @@ class TrainedModel:
         judging: Judging | None = None,
         signature: Signature = BY_POSITION,
     ) -> None:
-        """``seed``: with which ``model`` is called. ``judging``: how an accuracy takes output and label
-        where there is no ``loss``."""
+        """Create a trained model; only sparkdl does.
+
+        Args:
+            module: The trained module.
+            model: The function that built it, or the module that was passed.
+            loss: The loss, or None.
+            features: The feature columns.
+            label: The label columns.
+            fields: The fields of the training data, features first, then labels.
+            num_features: The number of fields that are features.
+            float_dtype: The dtype of floating-point columns.
+            output: The output for one sample; None if it is not a single tensor.
+            history: The history of the training.
+            columns: The conversions of columns to tensors, by name.
+            seed: The seed with which ``model`` is called.
+            judging: How an accuracy reads output and label if there is no ``loss``.
+            signature: The way to call the module, and the part of its result that is the output.
+        """
         self.module = module
         self.model = model
         self.loss = loss
@@ -88,7 +112,7 @@ class TrainedModel:
 
     @property
     def judging(self) -> Judging:
-        """How an accuracy takes output and label: as the loss does."""
+        """The way in which an accuracy reads output and label: as the loss does."""
         return (self._judging or Judging()) if self.loss is None else Judging.of(self.loss)
 
     def __repr__(self) -> str:
@@ -99,7 +123,7 @@ class TrainedModel:
         return f"<sparkdl.TrainedModel: {kind} of {size}, {self.history.summary()}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, or what a pickle makes, ships for itself."""
+        """Return the attributes for a copy or a pickle, which must ship the module for itself."""
         return {**vars(self), "_shipped": None}
 
     def transform(
@@ -110,14 +134,23 @@ class TrainedModel:
         postprocess: Callable[[Any], torch.Tensor] | None = None,
         output: Part = None,
     ) -> DataFrame:
-        """``data`` with the model's output as a column: a number, or (nested) arrays of numbers.
+        """Return ``data`` with the model's output as a column: numbers, or (nested) arrays of numbers.
 
-        Lazy; only the feature columns travel to Python, as Arrow batches; works on a streaming
-        DataFrame. ``prediction_col``: a new name. ``postprocess`` maps a batch's output (rows, ...) to
-        what the column shall hold, such as ``partial(torch.argmax, dim=1)``; where it does not take the
-        rows that the model was trained on, the first two of ``data`` are looked at, by a job.
-        ``batch_size``: rows a forward pass. ``output``: which part of what the model returns is the
-        output, as ``Trainer.output``; None: that one.
+        The column is lazy, and ``data`` may be a streaming DataFrame. Only the feature columns
+        travel to Python, as Arrow batches.
+
+        Args:
+            data: A DataFrame with the feature columns.
+            prediction_col: The name of the new column, which must not exist.
+            batch_size: The number of rows of a forward pass.
+            postprocess: A function that maps the output of a batch (rows, ...) to the content of the
+                column, such as ``partial(torch.argmax, dim=1)``. If it fails on rows like those of
+                the training, a Spark job gets the first two rows of ``data`` to try it on.
+            output: The part of the model's result that is the output, as ``Trainer.output``; None is
+                the part from the training.
+
+        Raises:
+            UserError: The data, an argument or the model does not fit.
         """
         _check_kind("transform", data, DataFrame, "a DataFrame", "For an RDD use predict.")
         if not isinstance(prediction_col, str):
@@ -152,11 +185,18 @@ class TrainedModel:
         postprocess: Finish = None,
         output: Part = None,
     ) -> RDD:
-        """An RDD with one prediction (a number or an array) for each record, in the same order.
+        """Return an RDD with one prediction (a number or an array) for each record, in the same order.
 
-        Records are features, ``(features, label)`` pairs, :class:`sparkdl.Sample`, or have the names
-        of the feature columns (a Row, say); a tuple of as many values as the model has inputs is
-        features. ``batch_size``, ``postprocess``, ``output``: see :meth:`transform`.
+        Args:
+            records: Features, ``(features, label)`` pairs, :class:`sparkdl.Sample`, or records with
+                the names of the feature columns (such as Row). A tuple with as many values as the
+                model has inputs counts as features.
+            batch_size: The number of rows of a forward pass.
+            postprocess: A function of a batch's output, see :meth:`transform`.
+            output: The part of the model's result that is the output, see :meth:`transform`.
+
+        Raises:
+            UserError: The data, an argument or the model does not fit.
         """
         _check_kind("predict", records, RDD, "an RDD", "For a DataFrame use transform.")
         signature = self._signature(output)
@@ -182,15 +222,24 @@ class TrainedModel:
         batch_size: int = 1024,
         output: Part = None,
     ) -> dict[str, float]:
-        """``loss``, the mean over all samples, and each of ``metrics``, by name.
+        """Return the mean loss over all samples as ``loss``, and each of the metrics, by name.
 
-        Computed on the executors in evaluation mode, ``batch_size`` rows a forward pass. A metric is a
-        name ("accuracy", "top@5", "mae", "mse", "auc", "hit_ratio@10", "ndcg@10"), a
-        :class:`sparkdl.Metric`, a ``torchmetrics.Metric``, or a pair (name, metric); see
-        docs/guide/metrics.md. ``output``: what of the returned value the metrics are of, as
-        ``Trainer.output``; None: that one, of which the loss always is. Raises
-        :class:`ParameterError` for a metric that does not go with the output or the label, and
-        :class:`ModelError` for a loss that adds up.
+        They are computed on the executors, in evaluation mode.
+
+        Args:
+            data: A DataFrame or an RDD with features and labels, as for ``fit``.
+            metrics: Metrics: names ("accuracy", "top@5", "mae", "mse", "auc", "hit_ratio@10",
+                "ndcg@10"), objects of :class:`sparkdl.Metric` or ``torchmetrics.Metric``, or pairs
+                (name, metric); see docs/guide/metrics.md.
+            batch_size: The number of rows of a forward pass.
+            output: The part of the model's result that the metrics use, as ``Trainer.output``; None
+                is the part from the training, which the loss uses in any case.
+
+        Raises:
+            ParameterError: A metric does not go with the output or the label, or nothing is to be
+                computed.
+            ModelError: The loss adds up instead of averaging, or the model fails.
+            DataError: There is no row, or a row is bad.
         """
         _check_kind("evaluate", data, (DataFrame, RDD), "a DataFrame or an RDD")
         resolved = suited(resolve(metrics), self.loss, self._judging)
@@ -239,28 +288,35 @@ class TrainedModel:
                 module.destroy()
 
     def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
-        """Write the model into the folder ``path``: safetensors, JSON, and the recipe.
+        """Write the model into the folder ``path``, and return that; :func:`sparkdl.load` reads it.
 
-        Where the recipe has no name it is written as a pickle, and a warning says why. Raises
-        FileExistsError where it holds a model, unless ``overwrite``.
+        The folder has safetensors, JSON, and the recipe of the module. A recipe without an
+        importable name is written as a pickle, and a warning says why.
+
+        Raises:
+            FileExistsError: The folder holds a model, and ``overwrite`` is False.
+            UserError: The model cannot be saved.
         """
         from sparkdl.infer.persistence import save
 
         return save(self, path, overwrite)
 
     def _ship(self, data: DataFrame | RDD) -> ShippedModule:
-        """The module on its way to the workers, which stays there, since what uses it is lazy; a large
-        one is sent once, not at each call."""
+        """Return the module on its way to the workers.
+
+        It stays with them, since what uses it is lazy. A large module is sent once, not at each
+        call.
+        """
         self._shipped = ShippedModule.of(
             self.module, sender_to(data), self._shipped, self.model, self.seed
         )
         return self._shipped
 
     def _specs_of_records(self, count: int) -> Specs:
-        """:attr:`columns` of the first ``count`` fields, by the names which a record's fields have.
-        The images of records are arrays already.
+        """Return :attr:`columns` of the first ``count`` fields, by the field names of a record.
 
-        Raises :class:`DataError` for a function, of which nobody knows whether it was applied.
+        The images of records are arrays already. Raises :class:`DataError` for a function, since it
+        is unknown whether it was applied to the records.
         """
         labels = (None,) * (len(self.fields) - self.num_features)
         names = feature_names(self.num_features) + [name for name, _ in named("label", labels)]
@@ -278,7 +334,7 @@ class TrainedModel:
 
     @property
     def _keywords(self) -> tuple[str, ...]:
-        """Of the features: those of the model's inputs that are no lengths."""
+        """The keywords of the features: those of the model's inputs that are not lengths."""
         names, found = list(self.signature.inputs), []
         for field in self.fields[: self.num_features] if names else ():
             found.append(names.pop(0))
@@ -287,14 +343,14 @@ class TrainedModel:
         return tuple(found)
 
     def _signature(self, part: Part) -> Signature:
-        """How the module is called, and ``part`` of what it returns, where that is not None."""
+        """Return the way to call the module, with ``part`` as the output unless it is None."""
         raise_all(ParameterError, problems_of_part(part))
         return self.signature if part is None else replace(self.signature, part=part)
 
     def _found(
         self, signature: Signature, postprocess: Finish, first_rows: Callable[[], list[Rows] | None]
     ) -> Found:
-        """What the predictions hold. ``first_rows``: those of the data, which may be looked at."""
+        """Return the description of the predictions; ``first_rows`` gets rows of the data to try."""
         if postprocess is not None and not callable(postprocess):
             raise ParameterError(f"postprocess is {kind_of(postprocess)}: give a function.")
         known = self.output if signature.part == self.signature.part else None

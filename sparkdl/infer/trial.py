@@ -1,4 +1,4 @@
-"""What predictions will hold, found on the driver with a few rows before anything is sent."""
+"""Trials of a model on the driver with a few rows, which show what predictions will hold."""
 
 from __future__ import annotations
 
@@ -31,13 +31,19 @@ from sparkdl.replica.compute import buffers_kept, evaluating, to_tensors
 from sparkdl.spark.failures import reading_explained
 
 Found: TypeAlias = tuple[Output, Dimensions]
-"""What a prediction holds for one row, and the dimensions of a batch: of the output, and of that."""
+"""The description of one prediction, and the dimensions of a batch's output and of its predictions."""
 ROWS = 2
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A module, what is its output, and what becomes of that."""
+    """A trial of a model.
+
+    Attributes:
+        module: The module.
+        signature: The way to call it, and the part of its result that is the output.
+        finish: The function that maps a batch's output to predictions, or None.
+    """
 
     module: nn.Module
     signature: Signature
@@ -49,10 +55,17 @@ class Trial:
         fields: Sequence[Field],
         first_rows: Callable[[], list[Rows] | None],
     ) -> Found:
-        """``known``: the output, if it is known; else the module is run, on zeros that look like
-        ``fields``. Where that fails, on the ``first_rows`` of the data, which may be of other lengths.
+        """Return the description of the predictions.
 
-        Raises :class:`UserError` where they fail too, or there are none.
+        Args:
+            known: The output, if it is known. Otherwise the module is run on zeros that look like
+                ``fields``.
+            fields: The fields of the features.
+            first_rows: Gets the first rows of the data, which may have other lengths. It is called
+                only if the first try fails.
+
+        Raises:
+            UserError: The first rows fail, too, or there are none.
         """
         try:
             if known is not None:
@@ -69,6 +82,7 @@ class Trial:
             raise failed.error from failed.__cause__
 
     def _of(self, arrays: Sequence[Rows]) -> Found:
+        """Return the description of the predictions for these rows."""
         inputs = to_tensors(model_inputs(arrays), device_of(self.module))
         with seeded(0), evaluating(self.module), buffers_kept(self.module):
             try:
@@ -87,6 +101,7 @@ class Trial:
             return self._finished(output, len(arrays[0]))
 
     def _finished(self, output: Any, rows: int) -> Found:
+        """Return the description of the predictions made from this output."""
         dimensions = output.ndim if isinstance(output, torch.Tensor) else None
         if self.finish is None:
             if not isinstance(output, torch.Tensor) or not output.ndim or len(output) != rows:
@@ -114,7 +129,7 @@ class Trial:
 
 
 class _Failed(Exception):
-    """Something that may be of the rows that it was tried on."""
+    """An error that may be due to the rows that the model was tried on."""
 
     def __init__(self, error: UserError) -> None:
         super().__init__(str(error))
@@ -126,7 +141,7 @@ def _told(error: Exception) -> str:
 
 
 def _zeros(fields: Sequence[Field]) -> list[Rows]:
-    """Two rows of zeros; of a field of varying length, of two elements each."""
+    """Return two rows of zeros; a field of varying length has two elements in each."""
     arrays: list[Rows] = []
     for field in fields:
         if field.padding is None:
@@ -144,7 +159,21 @@ def first_rows_of(
     specs: Specs,
     fields: Sequence[Field],
 ) -> list[Rows] | None:
-    """The feature columns of the first two rows, by a Spark job; None of a stream and of no rows."""
+    """Return the feature columns of the first two rows, by a Spark job.
+
+    Args:
+        data: The rows.
+        features: The feature columns.
+        float_dtype: The dtype of floating-point columns.
+        specs: The conversions of columns, by name.
+        fields: The fields of the training data.
+
+    Returns:
+        One array per feature, or None if there are no rows or the data is a stream.
+
+    Raises:
+        DataError: The columns do not fit, or a row is bad.
+    """
     if data.isStreaming:
         return None
     columns, _ = columns_of(data.schema, features, (), float_dtype, specs, fields)
@@ -164,7 +193,7 @@ def _batches(data: bytes) -> Iterator[pa.RecordBatch]:
 
 
 def first_records_of(records: RDD, task: PredictRecords) -> list[Rows] | None:
-    """The features of the first two records, likewise. ``task``: how they are read."""
+    """Return the features of the first two records as ``task`` reads them; None for an empty RDD."""
     with reading_explained("looking at the first records"):
         found = records.take(ROWS)
     waiting: list[list[np.ndarray]] = []

@@ -1,6 +1,6 @@
 """Callbacks that show a training run: in TensorBoard, in MLflow, as files and as curves.
 
-Not imported by ``import sparkdl``; each one's library is an extra.
+``import sparkdl`` does not import them; the library that each needs is an extra.
 
 May import: ``loop`` and ``codec``. Must not know: how an engine works.
 """

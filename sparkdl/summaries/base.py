@@ -1,4 +1,4 @@
-"""What the summaries share: a history of their own, when to act, files that appear whole."""
+"""The common parts of the summaries: a history of their own, a trigger, and files that appear whole."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 
 
 class Recorder(Callback):
-    """Records every iteration, and calls :meth:`write` after those at which ``every`` is true.
+    """A callback that records every iteration, and calls :meth:`write` when ``every`` fires.
 
-    Where such an iteration is validated, ``write`` is called once more, and at the end of the fit
-    in any case.
+    If an iteration at which it fires is followed by a validation, ``write`` is called once more
+    after that. It is also called at the end of the fit in any case.
+
+    Raises:
+        ParameterError: ``every`` is not a trigger.
     """
 
     def __init__(self, every: Trigger) -> None:
@@ -36,11 +39,11 @@ class Recorder(Callback):
         self._last = TrainState()
         self._due = False
         self.history = History()
-        """Of the run, also before this fit: what it recorded itself, else what the checkpoint tells
-        that the fit goes on from."""
+        """The history of the run, including the time before this fit: what this callback recorded
+        itself, else the history of the checkpoint that the fit continues from."""
 
     def write(self, trainer: Trainer, state: TrainState) -> None:
-        """Show what :attr:`history` holds."""
+        """Show the content of :attr:`history`; subclasses define it."""
         raise TypeError(f"{type(self).__name__} does not define write(trainer, state)")
 
     def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
@@ -65,12 +68,12 @@ class Recorder(Callback):
 
 
 def _same(last: TrainState, state: TrainState) -> bool:
-    """Whether a run goes on from where another fit has ended, as with ``partial_fit``."""
+    """Return whether a run continues from the end of the last fit, as with ``partial_fit``."""
     return (last.iteration, last.seconds) == (state.iteration, state.seconds)
 
 
 def _until(state: TrainState) -> History:
-    """What was before a fit that goes on from ``state``, as far as its checkpoint tells."""
+    """Return the history before a fit that continues from ``state``, as far as it is known."""
     if state.iteration and state.checkpoint is not None:
         history = history_in(state.checkpoint)
         if [row["iteration"] for row in history.last(1)] == [state.iteration]:
@@ -80,9 +83,9 @@ def _until(state: TrainState) -> History:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write beside ``path``; it takes that name when the block ends well.
+    """Yield a path beside ``path``; its file is renamed to ``path`` when the block succeeds.
 
-    So a reader never sees half a file, and a failure leaves the one before.
+    So a reader never sees half a file, and a failure leaves the previous file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.stem}.{secrets.token_hex(8)}.part{path.suffix}")
@@ -94,15 +97,23 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def check_replaceable(what: str, path: Path) -> None:
-    """Raise :class:`ParameterError` where :func:`replacing` cannot write ``path``; makes its folder."""
+    """Raise :class:`ParameterError` if :func:`replacing` cannot write ``path``; create its folder."""
     if path.is_dir():
         raise ParameterError(f'{what}("{path}") is a folder: give the name of a file in it.')
     check_writable(what, path, path.parent)
 
 
 def check_writable(what: str, named: str | Path, folder: Path) -> None:
-    """Raise :class:`ParameterError` where no file can be made in ``folder``; makes it. ``named``: what
-    ``what`` was given."""
+    """Raise an error if no file can be written in ``folder``, which is created.
+
+    Args:
+        what: The name of the summary, for the message.
+        named: The path that the user passed to it.
+        folder: The folder to check.
+
+    Raises:
+        ParameterError: The folder cannot be created or written to.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -115,14 +126,22 @@ def check_writable(what: str, named: str | Path, folder: Path) -> None:
 
 
 def extra_needed(what: str, extra: str, library: str) -> ParameterError:
-    """The error where a library is not installed; raised when ``what`` is made, not in training."""
+    """Return the error for a library that is not installed.
+
+    It is raised when the summary is created, not during the training.
+
+    Args:
+        what: The name of the summary.
+        extra: The extra of sparkdl that has the library.
+        library: The name of the library for pip.
+    """
     return ParameterError(
         f'{what} needs a library that is not installed: pip install {library} (the extra "{extra}")'
     )
 
 
 def scalars(before: TrainState, state: TrainState) -> Iterator[tuple[str, float]]:
-    """What to show of an iteration; ``before`` is the state that was shown last."""
+    """Yield the names and values to show for an iteration; ``before`` is the state shown last."""
     yield "loss", state.loss
     several = len(state.learning_rates) > 1
     for i, rate in enumerate(state.learning_rates):

@@ -1,4 +1,4 @@
-"""Pictures of a history: loss, validation metrics and learning rate over the iterations."""
+"""Files of a history: curves of loss, metrics and learning rate, and the history as CSV or JSON."""
 
 from __future__ import annotations
 
@@ -24,11 +24,17 @@ _COLOURS = ("#c8553d", "#588157", "#8e5aa8", "#d99a2b", "#2a9d8f", "#8d6e63")
 
 
 class Curves(Recorder):
-    """Draws :func:`plot_history` to ``path`` at each ``every``; the file is replaced as a whole. Of a
-    resumed run it shows what was before, too.
+    """A callback that draws :func:`plot_history` to a file, which is replaced as a whole.
 
-    Needs the extra ``plots``; raises :class:`sparkdl.ParameterError` without it, for a suffix that
-    matplotlib does not know, and as the fit starts for a path that cannot be written.
+    The curves of a resumed run include the time before. It needs the extra ``plots``.
+
+    Args:
+        path: The file; its suffix (.png, .svg, .pdf, ...) is the format.
+        every: The trigger that draws; None is every epoch.
+
+    Raises:
+        ParameterError: The extra is not installed, or matplotlib does not know the suffix; or, when
+            the fit starts, the file cannot be written.
     """
 
     def __init__(self, path: str | Path, every: Trigger | None = None) -> None:
@@ -52,12 +58,19 @@ class Curves(Recorder):
 
 
 def plot_history(history: History, path: str | Path) -> None:
-    """Draw ``history`` into the file ``path``, of the kind its suffix says (png, svg, pdf).
+    """Draw ``history`` into the file ``path``.
 
-    Over the iterations: the loss of each as a thin line, the mean of each epoch as a thick one, the
-    validations' loss beside them; the other metrics of the validations, those between 0 and 1 in
-    one panel and any other in its own; the learning rate. Needs the extra ``plots``; raises
-    :class:`sparkdl.ParameterError` without it.
+    The horizontal axis is the iterations. The first panel has the loss of each iteration as a thin
+    line, the mean of each epoch as a thick one, and the loss of the validations. Other metrics of
+    the validations follow: those between 0 and 1 share a panel, and any other has its own. The last
+    panel has the learning rate. The function needs the extra ``plots``.
+
+    Args:
+        history: The history of a run.
+        path: The file; its suffix (.png, .svg, .pdf, ...) is the format.
+
+    Raises:
+        ParameterError: The extra is not installed.
     """
     make_figure, whole_numbers = _matplotlib("plot_history")
     rows, epochs = list(history), history.epochs()
@@ -103,7 +116,7 @@ def plot_history(history: History, path: str | Path) -> None:
 
 
 def _metrics(history: History) -> dict[str, tuple[list[int], list[float]]]:
-    """Name -> iterations and values, of all validations."""
+    """Return the iterations and values of each metric, by name, over all validations."""
     found: dict[str, tuple[list[int], list[float]]] = {}
     for record in history.validations:
         for name, value in record["metrics"].items():
@@ -114,13 +127,13 @@ def _metrics(history: History) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def _panels(metrics: dict[str, tuple[list[int], list[float]]]) -> list[list[str]]:
-    """The metrics that share a panel."""
+    """Return the metrics that share a panel, for each panel."""
     shares = [name for name, (_, ys) in metrics.items() if all(0 <= y <= 1 for y in ys)]
     return [*([shares] if shares else []), *([name] for name in metrics if name not in shares)]
 
 
 def _middles(rows: list[dict[str, Any]]) -> list[float]:
-    """The middle iteration of each epoch."""
+    """Return the middle iteration of each epoch."""
     epochs = [[r["iteration"] for r in group] for _, group in itertools.groupby(rows, _epoch)]
     return [(epoch[0] + epoch[-1]) / 2 for epoch in epochs]
 
@@ -129,7 +142,7 @@ _epoch = operator.itemgetter("epoch")
 
 
 def _add_epochs(axes: Any, iterations: int, whole_numbers: Any) -> None:
-    """A second scale above: epochs."""
+    """Add a second scale, of epochs, at the top."""
     above = axes.secondary_xaxis(
         "top", functions=(lambda i: i / iterations, lambda e: e * iterations)
     )
@@ -138,7 +151,7 @@ def _add_epochs(axes: Any, iterations: int, whole_numbers: Any) -> None:
 
 
 def _matplotlib(what: str) -> tuple[Any, Any]:
-    """The figure's class, which draws without a window, and a maker of whole-number scales."""
+    """Return the class of figures, which needs no window, and a maker of whole-number scales."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
@@ -148,13 +161,19 @@ def _matplotlib(what: str) -> tuple[Any, Any]:
 
 
 class HistoryFile(Recorder):
-    """Writes :meth:`sparkdl.History.save` to ``path``, ``.csv`` or ``.json``, at each ``every``, and
-    with each checkpoint.
+    """A callback that writes the history to a file at each ``every`` and with each checkpoint.
 
-    The file is replaced as a whole, so it can be opened at any time. Of a resumed run it has what was
-    before, too: from the checkpoint, or without one from the file that is there. Raises
-    :class:`sparkdl.ParameterError` for another suffix, and as the fit starts for a path that cannot be
-    written.
+    It writes :meth:`sparkdl.History.save`, and replaces the file as a whole, so it can be opened at
+    any time. The history of a resumed run includes the time before: from the checkpoint, or without
+    one from the file that is there.
+
+    Args:
+        path: The file, with the suffix .csv or .json.
+        every: The trigger that writes; None is every epoch.
+
+    Raises:
+        ParameterError: The suffix is another one; or, when the fit starts, the file cannot be
+            written.
     """
 
     def __init__(self, path: str | Path, every: Trigger | None = None) -> None:
@@ -172,7 +191,7 @@ class HistoryFile(Recorder):
             self.history.follow(state)
 
     def on_checkpoint(self, trainer: Trainer, state: TrainState) -> None:
-        """So that a run that goes on from there finds all that was before."""
+        """Write the file, so that a run that resumes from this checkpoint finds the whole history."""
         self.write(trainer, state)
 
     def write(self, trainer: Trainer, state: TrainState) -> None:

@@ -1,4 +1,4 @@
-"""Parameters, metrics and the history of a run in MLflow."""
+"""Logging of a run's parameters, metrics and history to MLflow."""
 
 from __future__ import annotations
 
@@ -20,18 +20,27 @@ if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
 
 _OPEN: set[str] = set()
-"""Runs that a summary started and has not ended."""
+"""The runs that a summary started and has not ended."""
 
 
 class MLflow(Recorder):
-    """Logs to MLflow: into the active run, or into one of its own, which it ends.
+    """A callback that logs to MLflow: to the active run, or to one of its own, which it ends.
 
-    When the fit starts, the trainer's plain values as parameters (see
-    :func:`sparkdl.codec.describe.plain_parameters`); where ``every`` is true, the scalars that
-    :class:`TensorBoard` shows; after each validation, ``validation/METRIC``; in the end the artifact
-    ``history.json``. The step is the number of iterations. A fit that fails leaves its own run
-    ``FAILED`` as soon as the next one starts or the program ends. Needs the extra ``mlflow``; raises
-    :class:`sparkdl.ParameterError` without it, and as the fit starts where MLflow cannot log.
+    - When the fit starts: the trainer's plain values as parameters (see
+      :func:`sparkdl.codec.describe.plain_parameters`).
+    - When ``every`` fires: the scalars that :class:`TensorBoard` shows.
+    - After each validation: ``validation/METRIC``.
+    - At the end: the artifact ``history.json``.
+
+    The step in MLflow is the number of iterations. If a fit fails, its own run becomes ``FAILED`` as
+    soon as the next fit starts or the program ends. The callback needs the extra ``mlflow``.
+
+    Args:
+        run_name: The name of a run that the callback starts.
+        every: The trigger that logs scalars; None is every 10 iterations.
+
+    Raises:
+        ParameterError: The extra is not installed; or, when the fit starts, MLflow cannot log.
     """
 
     def __init__(self, run_name: str | None = None, every: Trigger | None = None) -> None:
@@ -46,7 +55,7 @@ class MLflow(Recorder):
         self._client: Any = None
         self._fail: Any = None
         self.run_id: str = ""
-        """Of the run that it logs to, or has logged to last; empty before the first fit."""
+        """The id of the run that it logs to or logged to last; empty before the first fit."""
 
     def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
         super().on_fit_start(trainer, state)
@@ -61,14 +70,14 @@ class MLflow(Recorder):
                 f"MLflow cannot log to {store}: {said}. Give it a store that it reaches, in "
                 "MLFLOW_TRACKING_URI or by mlflow.set_tracking_uri; a database takes the full mlflow, "
                 "not mlflow-skinny alone."
-            ) from None  # MLflow's own has the address as it is
+            ) from None  # MLflow's own error has the address with its credentials
 
     def _log_parameters(self, trainer: Trainer) -> None:
         run = self._client.get_run(self.run_id)
         parameters = [
             self._mlflow.entities.Param(name, text)
             for name, text in _named(plain_parameters(trainer, (Trigger,))).items()
-            if name not in run.data.params  # they cannot be changed: a resumed run's stand
+            if name not in run.data.params  # MLflow allows no changes: a resumed run keeps its own
         ]
         self._client.log_batch(self.run_id, params=parameters)
 
@@ -92,10 +101,12 @@ class MLflow(Recorder):
             self._shown = state
 
     def log_model(self, trained: TrainedModel, name: str = "model") -> None:
-        """Add the saved model to the run, as the artifact folder ``name``: for after the fit.
+        """Add the saved model to the run, as the artifact folder ``name``; call it after the fit.
 
-        :func:`sparkdl.load` reads what ``mlflow.artifacts.download_artifacts`` brings back. Raises
-        :class:`sparkdl.ParameterError` where there is no run yet.
+        :func:`sparkdl.load` reads the folder that ``mlflow.artifacts.download_artifacts`` downloads.
+
+        Raises:
+            ParameterError: There is no run yet.
         """
         if not self.run_id:
             raise ParameterError("MLflow.log_model: there is no run yet; call it after fit.")
@@ -104,16 +115,16 @@ class MLflow(Recorder):
             self._client.log_artifacts(self.run_id, folder, name)
 
     def _begin(self) -> None:
-        """Find the run, or start one."""
+        """Find the active run, or start one."""
         active = self._mlflow.active_run()
         self._client = self._mlflow.MlflowClient()
-        if active is not None and active.info.run_id in _OPEN:  # of a fit that failed
+        if active is not None and active.info.run_id in _OPEN:  # its fit failed
             _end(self._mlflow, self._client, active.info.run_id, "FAILED")
             active = None
         if active is None:
             active = self._mlflow.start_run(run_name=self._run_name)
             _OPEN.add(active.info.run_id)
-            # Nobody tells a callback that a fit has failed.
+            # A callback is not told that a fit has failed.
             self._fail = weakref.finalize(
                 self, _end, self._mlflow, self._client, active.info.run_id, "FAILED"
             )
@@ -129,7 +140,7 @@ class MLflow(Recorder):
 
 
 def _named(values: Mapping[str, Any]) -> dict[str, Any]:
-    """By names of letters that MLflow allows; what they make alike is numbered."""
+    """Return ``values`` by names that MLflow allows; names that become equal are numbered."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         plain = allowed = re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)

@@ -22,18 +22,26 @@ _FLUSH_SECONDS = 5
 
 
 class TensorBoard(Callback):
-    """Writes event files into ``log_dir``: ``tensorboard --logdir LOG_DIR`` shows them.
+    """A callback that writes event files into a folder; ``tensorboard --logdir LOG_DIR`` shows them.
 
-    Where ``every`` is true: ``loss``, ``learning_rate`` (``learning_rate/0`` and so on with several
-    parameter groups), ``samples_per_second`` since the last time, ``gradient_norm``,
-    ``loss_scale``, ``bytes_sent`` between nodes and ``timings/ACTIVITY`` in seconds. After each
-    validation: ``validation/METRIC``.
-    Histograms as ``Trainer.histograms`` makes them: ``weights/NAME``, ``gradients/NAME``. The step
-    is the number of iterations. What is written is on disk after 5 seconds, at the end of an epoch,
-    and when the fit ends. What earlier fits wrote into ``log_dir`` is hidden past the iteration that
-    this one goes on from; all of it, where it begins anew. Needs the extra ``tensorboard``; raises
-    :class:`sparkdl.ParameterError` without it, and as the fit starts for a folder that cannot be
-    written.
+    - When ``every`` fires: ``loss``, ``learning_rate`` (``learning_rate/0`` and so on with several
+      parameter groups), ``samples_per_second`` since the last time, ``gradient_norm``, ``loss_scale``,
+      ``bytes_sent`` between nodes, and ``timings/ACTIVITY`` in seconds.
+    - After each validation: ``validation/METRIC``.
+    - At each trigger of ``Trainer.histograms``: ``weights/NAME`` and ``gradients/NAME``.
+
+    The step in TensorBoard is the number of iterations. Values are on disk after 5 seconds, at the
+    end of an epoch, and when the fit ends. If earlier fits wrote into the folder, TensorBoard hides
+    what they wrote after the iteration that this fit continues from, or everything if it begins
+    anew. The callback needs the extra ``tensorboard``.
+
+    Args:
+        log_dir: The folder.
+        every: The trigger that writes scalars; None is every iteration.
+
+    Raises:
+        ParameterError: The extra is not installed; or, when the fit starts, the folder cannot be
+            written.
     """
 
     def __init__(self, log_dir: str | Path, every: Trigger | None = None) -> None:
@@ -79,19 +87,19 @@ class TensorBoard(Callback):
     def _open(self, state: TrainState) -> None:
         if self._close is not None:
             self._close()
-        if "://" not in self._log_dir:  # else TensorBoard's own file systems have it
+        if "://" not in self._log_dir:  # otherwise TensorBoard's file systems handle it
             check_writable("TensorBoard", self._log_dir, Path(self._log_dir))
-        # TensorBoard hides what earlier writers have from purge_step on.
+        # TensorBoard hides what earlier writers wrote from purge_step on.
         purge = state.iteration + 1
         self._writer = self._new_writer(self._log_dir, purge_step=purge, flush_secs=_FLUSH_SECONDS)
-        # Nobody tells a callback that a fit has failed; at the latest the interpreter's end closes.
+        # A callback is not told that a fit has failed; the writer closes at the interpreter's end.
         self._close = weakref.finalize(self, self._writer.close)
         self._last = self._written = state
 
     def _add_histogram(self, name: str, histogram: Histogram, step: int) -> None:
         found = np.flatnonzero(histogram.counts)
         if len(found) == 0:
-            return  # not one finite value
+            return  # no finite value
         bins = slice(found[0], found[-1] + 1)
         self._writer.add_histogram_raw(
             name,

@@ -1,9 +1,8 @@
-"""Whether replicas can average a loss: on real rows, all at once beside their parts.
+"""Checks that replicas can average a loss: the loss of some rows must follow from that of two parts.
 
-What such a loss gives for some rows follows from what it gives for two parts of them: it is a mean over
-rows, or ``(sum, count)``. Compared are losses of the same outputs, so that neither batch norm nor
-dropout plays a part; only where the model computes its loss itself, it goes forward with each part, in
-evaluation mode.
+This holds if the loss is a mean over rows, or ``(sum, count)``. The losses are computed from the
+same outputs, so neither batch norm nor dropout affects them. Only if the model computes its loss
+itself does it run forward on each part, in evaluation mode.
 """
 
 from __future__ import annotations
@@ -31,30 +30,37 @@ from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import MiniBatch, evaluating, to_tensors, weigh
 
 ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-4}
-"""By how much the same sum may differ where numbers have this dtype, relative to the largest of what is
-compared."""
+"""The allowed difference of the same sum in each dtype, relative to the largest compared number."""
 ROUNDING_OF_16_BITS = 0.01
 
 
 @dataclass(frozen=True)
 class Sum:
-    """What a loss made of some rows, and of how many (rows, tokens, ...)."""
+    """The sum of a loss over some rows, and the number it is over (rows, tokens, ...)."""
 
     total: float
     count: float
 
     @property
     def mean(self) -> float:
+        """The loss per counted item; 0 if nothing is counted."""
         return self.total / self.count if self.count else 0.0
 
 
 Take = Callable[[np.ndarray, int], Sum]
-"""The loss of the rows with these numbers, its random draws seeded."""
+"""A function that returns the loss of the rows with these numbers, with seeded random draws."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of all rows and of two parts together; which ``kind`` of loss may do so."""
+    """The loss of all rows compared with that of two parts.
+
+    Attributes:
+        whole: The mean loss of all rows.
+        together: The mean loss put together from the two parts.
+        kind: The kind of loss that would differ like this: "no count", "adds up", "another mean" or
+            "depends".
+    """
 
     whole: float
     together: float
@@ -62,14 +68,19 @@ class Difference:
 
 
 def is_averaged(parallel: ParallelPlan, counts: Sequence[int], accumulate: int) -> bool:
-    """Whether the loss of a batch is put together from those of several mini-batches. ``counts``: the
-    rows of each replica."""
+    """Return whether the loss of a batch is put together from several mini-batches.
+
+    Args:
+        parallel: The plan of how ranks share the work.
+        counts: The number of rows of each replica.
+        accumulate: The number of micro-batches.
+    """
     copies = [sum(counts[rank] for rank in group) for group in parallel.mesh.model_groups]
     return sum(map(bool, copies)) > 1 or accumulate > 1 or parallel.pipeline is not None
 
 
 def needs_more_rows(loss: Loss) -> bool:
-    """Whether a loss is looked at on more rows than a model is tried on: it is none of torch's own."""
+    """Return whether to check the loss on more rows than the model: it is not one of torch's own."""
     if is_model_loss(loss) or isinstance(loss, PerReplica):
         return False
     return type(loss).__module__ != "torch.nn.modules.loss"
@@ -78,12 +89,18 @@ def needs_more_rows(loss: Loss) -> bool:
 def gives_sums(
     module: nn.Module, recipe: Recipe, batch: Batch, labels: Sequence[Rows], averaged: bool
 ) -> bool:
-    """Whether the loss returns ``(sum, count)``.
+    """Return whether the loss returns ``(sum, count)``.
 
-    ``batch``: some rows of the data, as in training; ``labels``: theirs, not padded yet. ``averaged``:
-    whether losses of several mini-batches are: then raises :class:`ModelError` where the loss of all
-    rows is not that of their parts. Else it is raised for a pair whose second number is no count.
-    ``module`` is a private copy, which takes the rows.
+    Args:
+        module: A private copy of the model, which accepts the rows.
+        recipe: The model, the loss and their options.
+        batch: Some rows of the data, as in training.
+        labels: The labels of these rows, not padded yet.
+        averaged: True if the run averages the losses of several mini-batches.
+
+    Raises:
+        ModelError: The second number of the pair is not a count, or ``averaged`` is True and the
+            loss of all rows does not follow from the losses of their parts.
     """
     loss, inputs, targets = recipe.loss, _tensors(batch.inputs), _tensors(batch.targets)
     own = None if batch.weights is None else torch.from_numpy(batch.weights)
@@ -120,6 +137,7 @@ def _rounding(tensor: torch.Tensor) -> float:
 
 
 def _sum(loss: Loss, output: Any, batch: MiniBatch) -> Sum:
+    """Return the loss of a mini-batch as a sum and a count."""
     value, count = loss_of(loss, output, batch.targets, batch.weights, batch.masses)
     if count is not None:
         return Sum(float(value), count)
@@ -128,7 +146,7 @@ def _sum(loss: Loss, output: Any, batch: MiniBatch) -> Sum:
 
 
 def _of_model(module: nn.Module, signature: Signature, loss: Loss, known: MiniBatch) -> Take:
-    """The loss that the model itself computes, in evaluation mode."""
+    """Return a function that gives the loss that the model itself computes, in evaluation mode."""
 
     def take(numbers: np.ndarray, seed: int) -> Sum:
         some = _rows(known, numbers)
@@ -142,8 +160,11 @@ def _of_model(module: nn.Module, signature: Signature, loss: Loss, known: MiniBa
 def _of_output(
     loss: Loss, output: Any, known: MiniBatch, labels: Sequence[Rows]
 ) -> tuple[Take | None, float]:
-    """The loss of some rows of ``output``, in float64 where it can be had, and how exact it is. None:
-    nobody knows which part of the output is of which row."""
+    """Return a function that gives the loss of some rows of ``output``, and its relative rounding.
+
+    The loss is computed in float64 if that works. The function is None if the rows of the output
+    cannot be told apart.
+    """
     tensors = list(_leaves(output))
     if not all(isinstance(t, torch.Tensor) for t in tensors):
         return None, 0.0
@@ -164,7 +185,10 @@ def _of_output(
 
 
 def _of_rows(loss: Loss, output: Any, known: MiniBatch, labels: Sequence[Rows]) -> Take:
-    """Labels of varying length are padded as in a mini-batch of its own."""
+    """Return a function that gives the loss of some rows of ``output``.
+
+    Labels of varying length are padded as in a mini-batch of these rows alone.
+    """
     lengths = [rows.padded().shape[1] if isinstance(rows, Ragged) else 0 for rows in labels]
 
     def take(numbers: np.ndarray, seed: int) -> Sum:
@@ -184,7 +208,7 @@ def _of_rows(loss: Loss, output: Any, known: MiniBatch, labels: Sequence[Rows]) 
 
 @dataclass(frozen=True)
 class _Cut:
-    """The one dimension of a tensor that has a length, at another."""
+    """Cuts the one dimension of a tensor that has the length ``longest`` to ``length``."""
 
     longest: int
     length: int
@@ -195,6 +219,7 @@ class _Cut:
 
 
 def _rows(batch: MiniBatch, numbers: np.ndarray) -> MiniBatch:
+    """Return the rows of a mini-batch with these numbers."""
     chosen = torch.from_numpy(numbers)
     return MiniBatch(
         [t[chosen] for t in batch.inputs],
@@ -205,11 +230,12 @@ def _rows(batch: MiniBatch, numbers: np.ndarray) -> MiniBatch:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a floating-point tensor in float64, and any other unchanged."""
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _leaves(output: Any) -> Iterator[Any]:
-    """What is in dicts, tuples and lists, but for numbers and text."""
+    """Yield the values inside nested dicts, tuples and lists, except for numbers and text."""
     if isinstance(output, Mapping):
         output = list(output.values())
     if isinstance(output, (tuple, list)):
@@ -220,7 +246,7 @@ def _leaves(output: Any) -> Iterator[Any]:
 
 
 def _mapped(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``output`` with every tensor in it changed."""
+    """Return ``output`` with ``change`` applied to every tensor in it."""
     if isinstance(output, torch.Tensor):
         return change(output)
     if isinstance(output, Mapping):
@@ -235,7 +261,10 @@ def _mapped(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _difference(take: Take, rows: int, rounding: float, sums: bool) -> Difference | None:
-    """None: there is none, or nobody can say."""
+    """Return how the loss of all rows differs from that of two parts.
+
+    Return None if it does not differ, or if this cannot be found out.
+    """
     everything = np.arange(rows)
     try:
         whole, again = take(everything, 0), take(everything, 1)
@@ -244,12 +273,12 @@ def _difference(take: Take, rows: int, rounding: float, sums: bool) -> Differenc
     if sums and whole.total and not whole.count:
         return Difference(whole.mean, whole.mean, "no count")
     if not math.isfinite(whole.mean) or _differ(whole.mean, again.mean, rounding):
-        return None  # it draws random numbers, say
+        return None  # the loss draws random numbers, for example
     shown, adds_up, between, counts = None, not sums, True, not sums
     for one, other in _splits(everything):
         try:
             parts = take(one, 0), take(other, 0)
-        except Exception:  # it takes no single row
+        except Exception:  # the loss accepts no single row
             continue
         means = [part.mean for part in parts if part.count]
         if not all(map(math.isfinite, means)):
@@ -270,6 +299,7 @@ def _difference(take: Take, rows: int, rounding: float, sums: bool) -> Differenc
 
 
 def _splits(rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return some ways to divide the rows into two parts."""
     half = len(rows) // 2
     found = [(rows[:half], rows[half:])]
     if len(rows) > 2:
@@ -278,6 +308,7 @@ def _splits(rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def _differ(one: float, other: float, rounding: float, parts: Sequence[float] = ()) -> bool:
+    """Return whether two numbers differ by more than rounding."""
     return abs(one - other) > rounding * max(map(abs, (one, other, *parts)))
 
 
@@ -325,13 +356,13 @@ _COUNTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "lambda labels: (labels[:, 1:] != 0).sum()": lambda labels: (labels[:, 1:] != 0).sum(),
     "len": len,
 }
-"""What a model's mean is often over, as it is written."""
+"""Common counts of a model's mean, by the source text that an error message suggests."""
 
 
 def _count_of_model(
     module: nn.Module, signature: Signature, loss: Loss, known: MiniBatch, rounding: float
 ) -> str:
-    """What to do where the model's own loss is a mean over something else than is counted."""
+    """Return the remedy for a model whose own loss is a mean over something else than is counted."""
     if len(known.targets) == 1:
         for written, count in _COUNTS.items():
             tried = dataclasses.replace(inner(loss), count=count)
@@ -339,7 +370,7 @@ def _count_of_model(
                 take = _of_model(module, signature, tried, known)
                 try:
                     take(np.arange(len(known)), 0)
-                except Exception:  # of other dimensions
+                except Exception:  # the labels have other dimensions
                     continue
                 if _difference(take, len(known), rounding, sums=True) is None:
                     return f"its mean is over others. Give loss=sparkdl.ModelLoss(count={written})."

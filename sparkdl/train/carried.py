@@ -1,4 +1,4 @@
-"""Going on where an earlier fit ended: its weights, its optimizer state, its counters."""
+"""Continuing from the end of an earlier fit: its weights, optimizer state and counters."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CarriedRun:
-    """What one ``partial_fit`` hands to the next: its result, where it ended, the slices of the best
-    weights, where they are kept, and the schedule as it stands; None: to be made anew and brought
-    there."""
+    """The end of one ``partial_fit``, from which the next one continues.
+
+    Attributes:
+        trained: The result.
+        state: The state in which the run ended.
+        best: The packed slices of the best weights, if they are kept.
+        schedule: The schedule as it stands; None if it must be made anew and brought to ``state``.
+    """
 
     trained: TrainedModel
     state: TrainState
@@ -30,7 +35,10 @@ class CarriedRun:
 
 
 def chosen_state(start: TrainedModel | None, optimizer_state: bool | None) -> StoredState | None:
-    """The state to begin with, where the optimizer's is wanted and there."""
+    """Return the optimizer state to begin with, or None if it is not wanted or not there.
+
+    Raises ParameterError if ``optimizer_state`` does not go with ``start``.
+    """
     if start is None or optimizer_state is False:
         if start is None and optimizer_state is not None:
             raise ParameterError("optimizer_state= says what to do with start=: give that too.")
@@ -50,7 +58,7 @@ def chosen_state(start: TrainedModel | None, optimizer_state: bool | None) -> St
 
 
 def has_rows(data: Any) -> bool:
-    """Whether there are any. Raises what a fit does where ``data`` cannot be read."""
+    """Return whether the data has rows. Raises what a fit raises if ``data`` cannot be read."""
     context_of(data)
     with reading_explained():
         return not data.isEmpty()
@@ -59,12 +67,12 @@ def has_rows(data: Any) -> bool:
 def begin_batch(
     before: TrainState, iterations_per_epoch: int, each_an_epoch: bool = False
 ) -> TrainState:
-    """Return the state at the start of new data: counters go on, the position is the beginning.
+    """Return the state at the start of new data: counters continue, and the position is the beginning.
 
     Args:
-        before: Where the run stands.
-        iterations_per_epoch: Of the new data.
-        each_an_epoch: Whether a pass that was cut short is an epoch of its own, as every pass is.
+        before: The present state of the run.
+        iterations_per_epoch: The number of iterations of an epoch of the new data.
+        each_an_epoch: True if a pass that was cut short counts as an epoch, as every pass does.
     """
     epoch = before.epoch + (each_an_epoch and before.position != 0)
     return replace(before, epoch=epoch, position=0, iterations_per_epoch=iterations_per_epoch)

@@ -1,4 +1,4 @@
-"""What is wrong with a trainer's parameters: one sentence each, with its remedy."""
+"""Checks of a trainer's fields that need no data. Each problem is one sentence with its remedy."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ VALUES = (
     *("clip_norm", "clip_value", "ema", "l1", "l2", "class_weights", "seed", "mesh"),
     *("strict_weights", "sync_batchnorm", "keep_optimizer_state"),
 )
-"""What may come as numbers of NumPy, pandas or torch."""
+"""Fields that also take numbers of NumPy, pandas or torch."""
 NAMES = ("features", "label", "freeze", "unfreeze", "activation_checkpointing")
-"""Lists of names, which may come as an array or an Index."""
+"""Fields with lists of names, which may also be an array or an Index."""
 _PATTERNS = ("freeze", "unfreeze", "activation_checkpointing")
 _KINDS: tuple[tuple[str, Any, str], ...] = (
     ("model", Callable, "give a function that builds a torch.nn.Module, or a module"),
@@ -94,7 +94,7 @@ _KINDS: tuple[tuple[str, Any, str], ...] = (
 
 
 def problems_of(trainer: Any) -> Iterator[str]:
-    """Everything that can be known without the data."""
+    """Yield every problem of a trainer that can be found without the data."""
     yield from _numbers(trainer)
     for name, choices in _CHOICES.items():
         value = getattr(trainer, name)
@@ -129,7 +129,13 @@ def problems_of(trainer: Any) -> Iterator[str]:
 
 
 def problems_of_start(resume: Any, start: Any = None, optimizer_state: Any = None) -> Iterator[str]:
-    """What is wrong with what a run is to begin with."""
+    """Yield the problems of the arguments that say how a run begins.
+
+    Args:
+        resume: The checkpoint to resume from.
+        start: The earlier result to begin with.
+        optimizer_state: The choice of its optimizer state.
+    """
     if not isinstance(resume, (str, os.PathLike, type(None))):
         yield (
             f'resume is {kind_of(resume)}: give "latest", or the path of a checkpoint or of '

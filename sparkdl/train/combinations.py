@@ -1,4 +1,4 @@
-"""What of a trainer's parameters does not go together: one sentence each, with its remedy."""
+"""Checks that a trainer's fields go together. Each problem is one sentence with its remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from sparkdl.parallel.plan import parts_of
 
 
 def problems_of_combinations(trainer: Any, strategies: bool) -> Iterator[str]:
-    """``strategies``: whether ``strategy`` and ``mesh`` make sense by themselves."""
+    """Yield the problems of fields that do not go together.
+
+    Args:
+        trainer: The trainer.
+        strategies: True if ``strategy`` and ``mesh`` are valid by themselves.
+    """
     if isinstance(trainer.local_steps, int) and trainer.local_steps > 1 and trainer.wire != "fp32":
         yield (
             f'wire="{trainer.wire}" with local_steps={trainer.local_steps}: replicas then send '
@@ -89,7 +94,7 @@ def _of_a_gang(trainer: Any) -> Iterator[str]:
 
 
 def _of_strategies(trainer: Any) -> Iterator[str]:
-    """What does not go with how a gang shares the work."""
+    """Yield the problems of fields that do not go with the strategies of a gang."""
     for dimension, part in parts_of(trainer.strategy, trainer.mesh).items():
         if trainer.compression is not None and dimension != "data":
             yield (
@@ -144,7 +149,7 @@ def _of_min_ranks(trainer: Any) -> Iterator[str]:
 
 
 def problems_of_min_ranks(min_ranks: int | None, replicas: int) -> Iterator[str]:
-    """What can be known when the number of replicas is."""
+    """Yield the problem of a ``min_ranks`` that exceeds the number of replicas."""
     if min_ranks is not None and min_ranks > replicas:
         yield (
             f"min_ranks={min_ranks} with {replicas} replicas: a gang never takes more task slots than "
@@ -169,5 +174,5 @@ def _unknown_metrics(where: str, trigger: Any, trainer: Any, known: set[str]) ->
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """Whether it is a whole number of at least 1."""
+    """Return whether ``value`` is an integer of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,4 +1,4 @@
-"""What an engine is built from, out of a trainer and what a fit has prepared."""
+"""The inputs of an engine, made from a trainer and what a fit has prepared."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def engine_inputs(
     replicas: int,
     resources: FitResources,
 ) -> EngineInputs:
-    """Return what :func:`sparkdl.engines.registry.build_engine` takes.
+    """Return the argument of :func:`sparkdl.engines.registry.build_engine`.
 
     Args:
-        trainer: What the user asked for.
+        trainer: The user's trainer.
         settings: The session's settings.
         model: The recipe and what follows from it.
         samples: The training samples, in place.
         validation: The validation samples, or None.
         replicas: M, the number of replicas or ranks.
-        resources: What the fit holds in Spark.
+        resources: What the fit owns in Spark.
     """
     total = sum(samples.counts)
     compressed = trainer.compression is not None
@@ -74,7 +74,13 @@ def engine_inputs(
 
 
 def assembly(trainer: Trainer, samples: SampleSet, float_dtype: str) -> BatchSpec:
-    """Return how training rows become mini-batches, but for ``augment``, which is in the recipe."""
+    """Return how training rows become mini-batches, except for ``augment``, which is in the recipe.
+
+    Args:
+        trainer: The user's trainer.
+        samples: The samples.
+        float_dtype: The dtype of floating-point values.
+    """
     return BatchSpec(
         num_features=samples.num_features,
         num_labels=samples.num_labels,

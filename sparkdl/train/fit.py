@@ -1,4 +1,4 @@
-"""One fit, from a trainer and data to a trained model: the order in which everything happens."""
+"""The order of a fit, from a trainer and data to a trained model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def fit(
     optimizer_state: bool | None = None,
     any_data: bool = False,
 ) -> TrainedModel:
-    """See :meth:`sparkdl.Trainer.fit`."""
+    """Train a model; see :meth:`sparkdl.Trainer.fit`."""
     if any_data and resume is None:
         raise ParameterError("any_data= says what to do with resume=: give that too.")
     if resume is not None and start is not None:
@@ -90,13 +90,13 @@ def fit(
 def partial_fit(
     trainer: Trainer, data: DataFrame | RDD[Any], resume: str | os.PathLike[str] | None = None
 ) -> TrainedModel:
-    """See :meth:`sparkdl.Trainer.partial_fit`."""
+    """Make one pass over the data; see :meth:`sparkdl.Trainer.partial_fit`."""
     before = trainer._carried[0] if trainer._carried else None
     if before is not None:
         if not has_rows(data):
             return before.trained
         resume = None
-        # its schedule moves with this pass: where that fails, the next one makes a schedule anew
+        # this pass steps its schedule; if the pass fails, the next one makes a new schedule
         trainer._carried[:] = [replace(before, schedule=None)]
     with warming_up(context_of(data)):
         done = run(trainer, data, resume=resume, carried=before, one_pass=True)
@@ -114,10 +114,17 @@ def run(
     one_pass: bool = False,
     any_data: bool = False,
 ) -> CarriedRun:
-    """Train; the result and where the run ended.
+    """Train, and return the result and the state in which the run ended.
 
-    ``kept``: state to begin with. ``one_pass``: over the data, which are a part of what is trained
-    on; ``carried``: the pass before it. ``any_data``: the checkpoint may be of other data.
+    Args:
+        trainer: The user's trainer.
+        data: The training data.
+        resume: The checkpoint to resume from, as in :meth:`sparkdl.Trainer.fit`.
+        start: The earlier result with whose weights to begin.
+        kept: The optimizer state to begin with.
+        carried: The end of the previous pass, for ``partial_fit``.
+        one_pass: True for ``partial_fit``: one pass over ``data``, which is a part of all data.
+        any_data: The checkpoint may come from other data.
     """
     began = time.monotonic()
     context = context_of(data)
@@ -193,7 +200,7 @@ def run(
         stages = stages_of(trainer, engine, validation, identity, told, state, history, one_pass)
         facts = _facts(trainer, model, samples)
         progress = progress_of(settings.progress, facts, began, one_pass)
-        model = replace(model, module=nn.Module())  # which was for trying, and takes memory
+        model = replace(model, module=nn.Module())  # the preflight's module takes memory
         rescue = Rescue(trainer, engine, identity, told, history, one_pass)
         with interruptible() as interrupt, rescue, contextlib.closing(progress):
             callbacks = [rescue, *trainer.callbacks, progress]
@@ -221,17 +228,17 @@ def run(
 
 
 def _replicas(trainer: Trainer, context: SparkContext, timeout: float | None) -> int:
-    """Return M where nobody says it; ``timeout`` bounds the wait for the first executor, in seconds."""
+    """Return M from the cluster; ``timeout`` bounds the wait for an executor, in seconds."""
     seconds = min(SLOT_SECONDS, timeout or SLOT_SECONDS)
-    if trainer.engine == "gang":  # all at once
+    if trainer.engine == "gang":  # all ranks run at once
         return task_slots(context, trainer.resource_profile, seconds)
     return default_replicas(context, seconds)
 
 
 def _packed(engine: Engine, lose_it: bool) -> tuple[bytes, ...] | None:
-    """The state, slice by slice; None where it cannot be brought here and the model may do without.
+    """Return the state of each slice, packed, or None if it cannot be brought to the driver.
 
-    Raises :class:`sparkdl.TrainingError` where it may not.
+    Raises :class:`sparkdl.TrainingError` instead of returning None unless ``lose_it``.
     """
     try:
         return tuple(engine.map_slices(PackSlice()))
@@ -256,9 +263,10 @@ def _begin(
     resources: FitResources,
     anew: bool,
 ) -> tuple[TrainState, History]:
-    """Give the engine its first state; where the run stands and what happened before.
+    """Load the first state into the engine; return where the run stands, and its history.
 
-    ``anew``: at the beginning of the data, also where a checkpoint is of the middle of a pass.
+    With ``anew`` the run stands at the beginning of the data, even if a checkpoint was written in
+    the middle of a pass.
     """
     per_epoch = engine.plan.num_iterations
     restored = None if resuming is None else resuming.restore(engine, identity)
@@ -285,7 +293,7 @@ def _begin(
 
 
 def _facts(trainer: Trainer, model: PreparedModel, samples: SampleSet) -> str:
-    """Return what is trained on what, for a line of the log."""
+    """Return the model, the rows, the replicas and the engine in words, for the log."""
     kind = type(model.module).__name__
     size = counted(sum(parameter.numel() for parameter in model.module.parameters()), "parameter")
     rows, replicas = counted(sum(samples.counts), "row"), counted(len(samples.counts), "replica")
@@ -293,7 +301,7 @@ def _facts(trainer: Trainer, model: PreparedModel, samples: SampleSet) -> str:
 
 
 def _wanted(trainer: Trainer, state: TrainState) -> list[str]:
-    """Which weights the result holds."""
+    """Return the kinds of weights that the result holds."""
     wanted = [CURRENT]
     if trainer.ema is not None:
         wanted.append(AVERAGE)

@@ -1,4 +1,4 @@
-"""Mini-batches of a single row, which some models and losses do not take."""
+"""Checks of a forward pass: mini-batches of a single row, and writes to parameters."""
 
 from __future__ import annotations
 
@@ -34,12 +34,20 @@ def check_single_rows(
     iterations: int | None,
     parallel: ParallelPlan,
 ) -> None:
-    """Raise :class:`ModelError` where a mini-batch would have one row, and the model or the loss needs
-    more.
+    """Raise an error if a mini-batch would have one row, and the model or the loss needs more.
 
-    Batch norm does, and a loss of what ``.squeeze()`` has left. ``batch``: rows to try them on;
-    ``iterations`` is the last one of the run, as far as it is known. ``parallel``: how replicas share
-    the work.
+    Batch norm needs more, and so does a loss whose input went through ``.squeeze()``.
+
+    Args:
+        module: A private copy of the model.
+        recipe: The model, the loss and their options.
+        batch: Rows to try them on.
+        plan: The mini-batches of an epoch.
+        iterations: The number of iterations of the run, if it is known.
+        parallel: The plan of how ranks share the work.
+
+    Raises:
+        ModelError: A mini-batch of the run would have one row, and this fails.
     """
     found = _refused(module, recipe, batch)
     if found is None:
@@ -47,7 +55,7 @@ def check_single_rows(
     what, reason, error = found
     policy, pipeline = recipe.policy, parallel.pipeline
     last, together = plan.num_iterations - 1, parallel.mesh.model_groups
-    of_all = policy.sync_batchnorm and what == "model"  # what counts are the rows of all
+    of_all = policy.sync_batchnorm and what == "model"  # the rows of all ranks count together
     if of_all:
         together = [[rank for group in together for rank in group]]
     for number in (*range(min(last, _SEARCHED_BATCHES)), last):
@@ -76,14 +84,14 @@ def check_single_rows(
 
 
 def _refused(module: nn.Module, recipe: Recipe, batch: Batch) -> tuple[str, str, Exception] | None:
-    """What fails with one row, "model" or "loss", and why; None where neither does."""
+    """Return what fails with one row ("model" or "loss"), why, and the error; None if neither fails."""
     inputs, targets = (
         to_tensors([array[:1] for array in arrays], torch.device("cpu"))
         for arrays in (batch.inputs, batch.targets)
     )
     module.train()
     with seeded(0), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of shapes: what they give is right
+        warnings.simplefilter("ignore")  # those about shapes: the results are right
         try:
             returned = called(recipe.loss, recipe.signature.bound(module), inputs, targets)
             output = recipe.signature.for_loss(recipe.loss, returned)
@@ -101,7 +109,7 @@ def _refused(module: nn.Module, recipe: Recipe, batch: Batch) -> tuple[str, str,
 
 
 def _has_single(rows: int, policy: TrainingOptions) -> bool:
-    """Whether the rows of a replica, cut for local steps and micro-batches, leave one row alone."""
+    """Return whether a replica's rows, cut into local steps and micro-batches, leave one row alone."""
     return any(
         1 in _cut(part, min(policy.accumulate, part))
         for part in _cut(rows, policy.local_steps)
@@ -110,14 +118,23 @@ def _has_single(rows: int, policy: TrainingOptions) -> bool:
 
 
 def _cut(rows: int, count: int) -> list[int]:
+    """Return the sizes of ``count`` nearly equal parts of ``rows``."""
     return [rows * (i + 1) // count - rows * i // count for i in range(count)]
 
 
 def check_writes(module: nn.Module, signature: Signature, inputs: Sequence[np.ndarray]) -> None:
-    """Raise :class:`sparkdl.ModelError` for a forward pass that writes to parameters which do not
-    train, or that norms the rows of a table in place.
+    """Raise an error if a forward pass writes to parameters that should not change.
 
-    ``inputs``: what ``module`` is called with, a private copy, whose weights are others afterwards.
+    It must not write to frozen parameters, nor renormalize the rows of a trained table in place
+    (``max_norm``).
+
+    Args:
+        module: A private copy of the model, whose weights are changed.
+        signature: The way to call it.
+        inputs: The arrays to call it with.
+
+    Raises:
+        ModelError: The forward pass writes to such a parameter.
     """
     for name, table in module.named_modules():
         if not isinstance(table, nn.Embedding | nn.EmbeddingBag) or table.max_norm is None:
@@ -133,13 +150,13 @@ def check_writes(module: nn.Module, signature: Signature, inputs: Sequence[np.nd
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.requires_grad and parameter.is_floating_point():
-                parameter.add_(0.01)  # as after an update: else a copy of them stays what it is
+                parameter.add_(0.01)  # as an update does: else writing a copy of it goes unseen
     before = frozen_digests(module)
     module.train()
     try:
         with seeded(0):
             signature.call(module, to_tensors(inputs, torch.device("cpu")))
-    except Exception:  # it takes these rows, which is known, but not with all weights
+    except Exception:  # the model is known to accept these rows, but not with all weights
         return
     after = frozen_digests(module)
     for name, digest in before.items():

@@ -1,4 +1,4 @@
-"""What a gang of so many ranks needs, of the session and of the model, before the data are read."""
+"""Checks of the session and the model for a gang of a given size, before the data is read."""
 
 from __future__ import annotations
 
@@ -23,8 +23,19 @@ logger = logging.getLogger("sparkdl")
 
 
 def check_gang(trainer: Trainer, model: PreparedModel, context: SparkContext, ranks: int) -> None:
-    """Raise :class:`sparkdl.ParameterError` or :class:`sparkdl.ModelError` where ``ranks`` cannot share
-    the work as the trainer says, :class:`sparkdl.SessionError` where they cannot run at once."""
+    """Raise an error if a gang of this many ranks cannot run.
+
+    Args:
+        trainer: The user's trainer.
+        model: The prepared model.
+        context: The SparkContext.
+        ranks: The number of ranks.
+
+    Raises:
+        ParameterError: The ranks cannot share the work as the trainer says.
+        ModelError: The model cannot be cut for this many ranks.
+        SessionError: The ranks cannot run at once.
+    """
     raise_all(ParameterError, list(problems_of_min_ranks(trainer.min_ranks, ranks)))
     parallel = parallel_of(trainer.parts, trainer.mesh, ranks)
     if parallel.mesh.data == 1 and parallel.ddp.shard_optimizer and len(parallel.parts) > 1:

@@ -1,4 +1,4 @@
-"""What to do about a model or a loss that fails on the first rows, in words."""
+"""Remedies, in words, for a model or a loss that fails on the first rows."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def shape_of(output: Any) -> str:
-    """Shape and dtype of a model's output, or its type."""
+    """Return the shape and dtype of a model's output, or its type if it is no tensor."""
     if isinstance(output, torch.Tensor):
         return f"{list(output.shape)} {short(output)}"
     return type(output).__name__
 
 
 def short(tensor: torch.Tensor) -> str:
-    """The dtype without ``torch.``."""
+    """Return the dtype's name without ``torch.``."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def dtypes_of(tensors: Sequence[torch.Tensor]) -> str:
-    """Their dtypes, separated by commas."""
+    """Return the dtypes of the tensors, separated by commas."""
     return ", ".join(short(tensor) for tensor in tensors)
 
 
 def text_of(error: Exception) -> str:
-    """What an exception says, to stand inside a sentence."""
+    """Return the message of an exception without its full stop, for use inside a sentence."""
     return str(error).rstrip(". ")
 
 
@@ -46,7 +46,7 @@ def _range(tensor: torch.Tensor) -> str:
 
 
 def precision_hint(module: nn.Module, inputs: Sequence[torch.Tensor]) -> str:
-    """What to do where a model with weights of half precision fails on floats of the model's inputs."""
+    """Return the remedy if a model with weights of half precision fails on floating-point inputs."""
     floats = {short(t) for t in inputs if t.is_floating_point()}
     lower = {short(p) for p in module.parameters()} & set(_PRECISIONS)
     if not floats or len(lower) != 1:
@@ -60,7 +60,13 @@ def precision_hint(module: nn.Module, inputs: Sequence[torch.Tensor]) -> str:
 
 
 def input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequence[Field]) -> str:
-    """What to do where the model fails on its inputs."""
+    """Return the remedy if the model fails on its inputs.
+
+    Args:
+        error: The error of the model.
+        inputs: The tensors that it got.
+        fields: The fields of the inputs.
+    """
     hints = []
     integers = [
         (field.name, tensor)
@@ -99,7 +105,13 @@ def input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequenc
 
 
 def keyword_hint(error: Exception, module: nn.Module, keywords: Sequence[str]) -> str:
-    """What to do where the model does not take its inputs by the ``keywords`` of ``features=``."""
+    """Return the remedy if the model does not take its inputs by the keywords of ``features=``.
+
+    Args:
+        error: The error of the model.
+        module: The model.
+        keywords: The keywords.
+    """
     if not keywords or not isinstance(error, TypeError):
         return ""
     taken = inspect.signature(module.forward).parameters.values()
@@ -118,7 +130,7 @@ def keyword_hint(error: Exception, module: nn.Module, keywords: Sequence[str]) -
 
 
 def own_loss_hint(error: Exception, loss: Any) -> str:
-    """What to do where a model fails that is called with its labels."""
+    """Return the remedy if a model that is called with its labels fails."""
     own = inner(loss)
     if not isinstance(own, ModelLoss) or not isinstance(error, TypeError):
         return ""
@@ -132,7 +144,14 @@ def own_loss_hint(error: Exception, loss: Any) -> str:
 def one_number_hint(
     loss: Loss, output: Any, targets: Sequence[torch.Tensor], labels: Sequence[Field]
 ) -> str:
-    """What to do where the label is an array of one number a row, and the loss takes the number."""
+    """Return the remedy if the label is an array of one number per row, and the loss takes numbers.
+
+    Args:
+        loss: The loss.
+        output: The model's output.
+        targets: The labels.
+        labels: The fields of the labels.
+    """
     if len(targets) != 1 or targets[0].ndim != 2 or targets[0].shape[1] != 1:
         return ""
     number, name = targets[0][:, 0], labels[0].name
@@ -149,7 +168,14 @@ def one_number_hint(
 def loss_hint(
     error: Exception, output: Any, targets: Sequence[torch.Tensor], labels: Sequence[Field]
 ) -> str:
-    """What to do where the loss fails on the output and the label."""
+    """Return the remedy if the loss fails on the output and the label.
+
+    Args:
+        error: The error of the loss.
+        output: The model's output.
+        targets: The labels.
+        labels: The fields of the labels.
+    """
     if not isinstance(output, torch.Tensor):
         return (
             f" The loss is given what the model returns, {described(output)}: say which part it is of, "
@@ -175,8 +201,7 @@ def loss_hint(
 
 
 def _classes_hint(output: torch.Tensor, target: torch.Tensor) -> str:
-    """What to do with an output [rows, positions, classes], where torch wants the classes before the
-    positions."""
+    """Return the remedy for an output [rows, positions, classes]; torch wants the classes second."""
     if target.is_floating_point() or output.ndim < 3 or output.shape[:-1] != target.shape:
         return ""
     return (
@@ -187,7 +212,13 @@ def _classes_hint(output: torch.Tensor, target: torch.Tensor) -> str:
 
 
 def label_hint(error: Exception, targets: Sequence[torch.Tensor], labels: Sequence[Field]) -> str:
-    """What to do where the loss cannot take the label's type or range."""
+    """Return the remedy if the loss does not accept the label's type or range.
+
+    Args:
+        error: The error of the loss.
+        targets: The labels.
+        labels: The fields of the labels.
+    """
     if len(targets) != 1:
         return ""
     name, target = labels[0].name, targets[0]

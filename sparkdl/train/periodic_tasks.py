@@ -1,5 +1,4 @@
-"""What a trainer asks the loop to do after an iteration: validation and checkpoints; and what they
-are of."""
+"""The periodic tasks of the training loop, validation and checkpoints, and the identity of a run."""
 
 from __future__ import annotations
 
@@ -31,12 +30,12 @@ logger = logging.getLogger("sparkdl")
 def run_identity(
     trainer: Trainer, model: PreparedModel, handles: Sequence[SampleHandle]
 ) -> RunIdentity:
-    """Describe a run, as its checkpoints do.
+    """Return the identity of a run, as its checkpoints record it.
 
     Args:
-        trainer: What the user asked for.
+        trainer: The user's trainer.
         model: The model, as it is before training.
-        handles: The training partitions.
+        handles: The handles of the training partitions.
     """
     return RunIdentity(
         model=ModelIdentity.of(model.layout),
@@ -66,20 +65,20 @@ def stages_of(
     history: History,
     one_pass: bool,
 ) -> list[PeriodicTask]:
-    """Return what the loop does after an iteration where it is due, in order.
+    """Return the tasks that the loop runs after an iteration when they are due, in order.
 
     Args:
-        trainer: What to validate on, and where and when to write checkpoints.
+        trainer: Says what to validate with, and where and when to write checkpoints.
         engine: The engine that trains.
         validation: The validation samples in place, or None.
-        identity: What model and data a checkpoint is of.
-        told: What a checkpoint's manifest tells of the model.
-        state: Where the run begins.
+        identity: The model and the data that a checkpoint belongs to.
+        told: The description of the model for a checkpoint's manifest.
+        state: The state in which the run begins.
         history: The run's history, which grows.
-        one_pass: Whether this is a ``partial_fit``, after which another may follow.
+        one_pass: True for a ``partial_fit``, after which another may follow.
 
     Raises:
-        CheckpointError: No checkpoint can be written where the trainer says.
+        CheckpointError: No checkpoint can be written at the trainer's path.
     """
     stages: list[PeriodicTask] = []
     if validation is not None and trainer.validation is not None:
@@ -113,7 +112,10 @@ def stages_of(
 
 
 def _noting(run: RunIdentity, engine: RecoveringEngine) -> Callable[[str, Manifest], None]:
-    """For a checkpoint of the state as it stands: the engine may go back to it once it is committed."""
+    """Return a function that tells the engine of a committed checkpoint of the present state.
+
+    The engine may then go back to that checkpoint.
+    """
     return functools.partial(_note_checkpoint, run, engine, engine.done)
 
 

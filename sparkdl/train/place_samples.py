@@ -1,4 +1,4 @@
-"""Samples into place: the training data and the validation's, in the slabs of a run."""
+"""Placement of the training and validation samples in the slabs of a run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,15 @@ def source(
     float_dtype: str,
     slab: SlabConfig,
 ) -> Source:
-    """What to make the training samples of."""
+    """Return the description of the training data from which samples are made.
+
+    Args:
+        trainer: The user's trainer.
+        data: The training data.
+        replicas: M, the number of replicas.
+        float_dtype: The dtype of floating-point values.
+        slab: The place of the slabs.
+    """
     return Source(
         data,
         trainer.feature_columns,
@@ -49,9 +57,16 @@ def source(
 
 
 def place(trainer: Trainer, source: Source, resources: FitResources) -> SampleSet:
-    """Write the samples into slabs, on the executors or here.
+    """Write samples into slabs, on the executors or, for the local engine, in this process.
 
-    Raises :class:`sparkdl.DataError`, and :class:`sparkdl.TrainingError` where Spark fails.
+    Args:
+        trainer: The user's trainer.
+        source: The data.
+        resources: What the fit owns in Spark.
+
+    Raises:
+        DataError: A row cannot become a sample.
+        TrainingError: Spark fails.
     """
     with reading_explained():
         if trainer.engine == "local":
@@ -62,7 +77,20 @@ def place(trainer: Trainer, source: Source, resources: FitResources) -> SampleSe
 def validation_set(
     trainer: Trainer, training: Source, samples: SampleSet, resources: FitResources
 ) -> ValidationSet | None:
-    """The validation's samples, in slabs beside the training's."""
+    """Place the validation samples in slabs beside the training samples.
+
+    Args:
+        trainer: The user's trainer.
+        training: The description of the training data.
+        samples: The training samples.
+        resources: What the fit owns in Spark.
+
+    Returns:
+        The samples with their scorer; None if there is no validation.
+
+    Raises:
+        DataError: A row cannot become a sample, or the samples are unlike those of the training.
+    """
     validation = trainer.validation
     if validation is None:
         return None
@@ -86,7 +114,7 @@ def validation_set(
                 f'validation data: "{one.name}" is {one}, in the training data {other}.'
                 f"{_remedy(one, other)}"
             )
-    loss = copy.deepcopy(trainer.loss)  # it may count its calls
+    loss = copy.deepcopy(trainer.loss)  # the loss may count its calls
     part = trainer.output if validation.output is None else validation.output
     metrics = suited(resolve(validation.metrics), loss)
     loss_part = None if is_model_loss(loss) else trainer.output
@@ -96,7 +124,7 @@ def validation_set(
 
 
 def _remedy(one: Field, other: Field) -> str:
-    """What to do where two kinds of rows differ in their length alone."""
+    """Return the remedy if two kinds of rows differ only in their length."""
     arrays = one.shape and other.shape and not one.ragged and not other.ragged
     if (
         arrays
@@ -111,5 +139,5 @@ def _remedy(one: Field, other: Field) -> str:
 
 
 def _whole(field: Field) -> bool:
-    """Whether it is of integers, which become int64 in a mini-batch."""
+    """Return whether the field holds integers, which become int64 in a mini-batch."""
     return np.dtype(field.dtype).kind == "i"

@@ -1,10 +1,10 @@
-"""State that a model keeps beside its parameters and buffers, which no engine carries.
+"""Checks for state that a model has beside its parameters and buffers, and that no engine carries.
 
-Each Python process would have its own of it, and the trained module none. It is found by comparing
-what the modules hold before and after passes over the same rows: what changes with every pass is
-state (a counter, a running mean, a generator of its own); what every pass leaves behind in the same
-way is not (a cache, a constant made at the first call, the last activations). What a module's
-``sparkdl_no_state`` names, such as a time that forward measures, is left alone.
+Each Python process would have its own copy of such state, and the trained module none. The checks
+compare what the modules hold before and after passes over the same rows. An attribute that changes
+with every pass is state (a counter, a running mean, a generator of its own). One that every pass
+leaves the same is not (a cache, a constant made at the first call, the last activations). Attributes
+that a module names in ``sparkdl_no_state``, such as a time that forward measures, are ignored.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ logger = logging.getLogger("sparkdl")
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters, buffers, children, hooks."""
 NO_STATE = "sparkdl_no_state"
-"""An attribute of a module, or of its class: names of others that no result depends on."""
+"""The attribute, of a module or its class, that names other attributes that no result depends on."""
 _NOT_LOOKED_INTO = (type, types.FunctionType, types.MethodType, types.ModuleType, weakref.ref)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEPTH = 8
 
 
 class PlainState:
-    """What the modules inside ``module``, and ``loss``, hold now beside parameters and buffers."""
+    """The values that ``loss`` and the modules of ``module`` hold now beside parameters and buffers."""
 
     def __init__(self, module: nn.Module, loss: object = None) -> None:
         self._module, self._loss = module, loss
@@ -52,9 +52,16 @@ class PlainState:
         self._before = self._held()
 
     def check(self, run: Callable[[], object]) -> None:
-        """Raise :class:`ModelError` for state that the pass has changed which was made since, and for a
-        buffer of the state_dict that has taken another form. State of the loss is warned of: it may be
-        without effect. ``run()`` makes that pass again."""
+        """Raise an error if passes change state that is neither a parameter nor a buffer.
+
+        State of the loss causes only a warning, since it may have no effect.
+
+        Args:
+            run: Repeats the pass that was made since this object was created.
+
+        Raises:
+            ModelError: The model has such state, or a buffer of the state_dict has changed its form.
+        """
         self._check_forms()
         if self._held() == self._before:
             return
@@ -79,14 +86,17 @@ class PlainState:
     def check_made(
         self, other: Callable[[nn.Module], object], build: Callable[[], nn.Module]
     ) -> None:
-        """Raise :class:`ModelError` for what the first pass has made of its rows, and kept.
+        """Raise an error if the first pass made a value from its rows and kept it.
 
-        Each worker would make its own, of the rows that it sees first. What any rows come to, such as
-        a mask or a table of positions, is none.
+        Each worker would make its own value, from the rows that it sees first. A value that is the
+        same for all rows, such as a mask or a table of positions, is allowed.
 
         Args:
             other: Makes a pass over other rows of the same shapes.
             build: Builds the module anew.
+
+        Raises:
+            ModelError: The model keeps such a value.
         """
         now = self._held()
         made = {place for place, value in now.items() if self._before.get(place) is None and value}
@@ -128,7 +138,7 @@ class PlainState:
                     raise ModelError(changed_form(f"{path}.{name}".lstrip("."), form, found))
 
     def _carried(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
-        """Copies of the buffers that an engine carries: those of the form that they were built in."""
+        """Return copies of the buffers that an engine carries, which still have their first form."""
         return [
             (module, name, buffer.detach().clone())
             for module, forms in self._forms.items()
@@ -139,14 +149,14 @@ class PlainState:
     def _after(
         self, run: Callable[[], object], buffers: Sequence[tuple[nn.Module, str, torch.Tensor]]
     ) -> dict[tuple[str, str], Hashable]:
-        """What is held after a pass that begins with these buffers."""
+        """Return the values that are held after a pass that begins with these buffers."""
         for module, name, content in buffers:
             module._buffers[name] = content.clone()
         run()
         return self._held()
 
     def _held(self) -> dict[tuple[str, str], Hashable]:
-        """A value for each attribute, by whose it is, "model" or "loss", and its path."""
+        """Return a value for each attribute, by its owner ("model" or "loss") and path."""
         known: list[Any] = [*self._module.modules(), *self._module.parameters()]
         found = {}
         for path, module in self._module.named_modules():
@@ -169,8 +179,10 @@ class PlainState:
 
 
 def _value(value: Any, seen: dict[int, Any], depth: int) -> Hashable:
-    """Something equal for equal values; None where that cannot be seen. ``seen``: values by their ids,
-    which are not looked into again."""
+    """Return an object that is equal for equal values, or None if ``value`` cannot be compared.
+
+    ``seen`` has values, by their ids, that are not examined again.
+    """
     if value is None or isinstance(value, bool | int | str | bytes):
         return value
     if isinstance(value, float | complex | itertools.count):

@@ -1,4 +1,4 @@
-"""What the driver tries before any task trains: model, loss, metrics, schedule on a few rows."""
+"""The preflight: trials of model, loss, metrics and schedule on the driver before any task trains."""
 
 from __future__ import annotations
 
@@ -41,10 +41,21 @@ def preflight(
     validation: ValidationSet | None,
     endless: bool,
 ) -> tuple[Output | None, bool]:
-    """Run model, loss and metrics on a few rows, here; what the model puts out, and whether the loss
-    returns ``(sum, count)``.
+    """Try the model, the loss and the metrics on a few rows, in this process.
 
-    ``endless``: ``stop`` plays no part.
+    Args:
+        trainer: The user's trainer.
+        model: The prepared model.
+        samples: The training samples.
+        validation: The validation samples, or None.
+        endless: True if ``stop`` has no effect, as in ``partial_fit``.
+
+    Returns:
+        The model's output for one sample (None if it is not a single tensor), and whether the loss
+        returns ``(sum, count)``.
+
+    Raises:
+        UserError: Something fails on the rows.
     """
     if trainer.bucketing is not None and not any(field.ragged for field in samples.fields):
         raise ParameterError(
@@ -55,7 +66,7 @@ def preflight(
     how = replace(assembly(trainer, samples, model.float_dtype), augment=trainer.augment)
     with seeded(trainer.seed):
         tried = batch = preview_batch(how, samples.preview, augment=True)
-    recipe = replace(model.recipe, loss=copy.deepcopy(trainer.loss))  # it may count its calls
+    recipe = replace(model.recipe, loss=copy.deepcopy(trainer.loss))  # the loss may count its calls
     labels = slice(samples.num_features, samples.num_features + samples.num_labels)
     inputs_are, labels_are = input_fields(how, samples.fields), samples.fields[labels]
     run = functools.partial(try_model, model.module, recipe, batch, inputs_are, labels_are)
@@ -89,12 +100,12 @@ def preflight(
     if validation is not None:
         check_scorer(model.module, recipe.signature, validation)
     check_writes(model.module, recipe.signature, tried.inputs)
-    model.module.zero_grad()  # as much memory as the model has
+    model.module.zero_grad()  # gradients take as much memory as the model
     return output, sums
 
 
 def _first_row_only(recipe: Recipe, inputs: Sequence[np.ndarray], module: nn.Module) -> None:
-    """Go forward with as many rows, each of them the first."""
+    """Run forward on a batch of the same size in which every row is the first one."""
     rows = np.zeros(len(inputs[0]), np.int64)
     tensors = to_tensors([array[rows] for array in inputs], torch.device("cpu"))
     module.train()

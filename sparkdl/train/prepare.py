@@ -1,4 +1,4 @@
-"""What a fit builds before it looks at the data, and what it finds wrong there."""
+"""The part of a fit before the data is read: build the model and its plans, and check them."""
 
 from __future__ import annotations
 
@@ -48,9 +48,19 @@ logger = logging.getLogger("sparkdl")
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """The recipe and what follows from it; ``module`` is for trying. ``built``: how it was before,
-    which executors compare with what they build; of no use where there are none. ``sums``: whether the
-    loss returns ``(sum, count)``, which trying has shown."""
+    """The recipe of a model and what follows from it.
+
+    Attributes:
+        recipe: The parts that the user passed, with their options.
+        payload: The pickled recipe.
+        module: A module for the preflight.
+        layout: The layout of the flat vector.
+        built: A description of the new module, which executors compare with what they build; empty
+            with the local engine.
+        optimizer: The plan of the optimizers.
+        schedule: The schedule of the learning rates.
+        sums: True if the loss returns ``(sum, count)``, which the preflight finds out.
+    """
 
     recipe: Recipe
     payload: bytes
@@ -63,16 +73,20 @@ class PreparedModel:
 
     @property
     def optimizers(self) -> tuple[str, ...]:
-        """Their names."""
+        """The names of the optimizers."""
         return tuple(part.name for part in self.optimizer.parts)
 
     @property
     def float_dtype(self) -> str:
+        """The name of the dtype of the flat vector, such as "float32"."""
         return str(self.layout.dtype).removeprefix("torch.")
 
 
 def prepare(trainer: Trainer, start: TrainedModel | None) -> PreparedModel:
-    """Build everything that needs no data, and find what is wrong with it."""
+    """Build everything that needs no data, and check it.
+
+    Raises :class:`sparkdl.UserError`.
+    """
     if trainer.validation is not None:
         _check_data(trainer.validation.data)
         check_metrics(resolve(trainer.validation.metrics))
@@ -116,7 +130,7 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> PreparedModel:
 
 
 def _tell_of_compilation(trainer: Trainer) -> None:
-    """Warn where ``module.compile()`` was called, which leaves no trace in a pickle."""
+    """Warn if ``module.compile()`` was called, which leaves no trace in a pickle."""
     if isinstance(trainer.model, nn.Module) and not trainer.compile:
         for name, module in trainer.model.named_modules():
             if module._compiled_call_impl is not None:
@@ -130,8 +144,11 @@ def _tell_of_compilation(trainer: Trainer) -> None:
 
 
 def _import_compiler() -> None:
-    """The first optimizer of a process imports torch's compiler. The collector would go through what
-    there is again and again meanwhile, for a third of the time."""
+    """Import torch's compiler, which the first optimizer of a process does anyway.
+
+    The garbage collector is off meanwhile: it would scan all objects again and again, for a third of
+    the time.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -142,7 +159,7 @@ def _import_compiler() -> None:
 
 
 def _check_data(data: object) -> None:
-    """Raise :class:`sparkdl.UserError` for what cannot be validated on."""
+    """Raise :class:`sparkdl.UserError` if ``data`` cannot be validated on."""
     try:
         context_of(data)
     except (DataError, SessionError) as error:
@@ -150,7 +167,7 @@ def _check_data(data: object) -> None:
 
 
 def _weights_file(trainer: Trainer) -> Mapping[str, torch.Tensor] | None:
-    """The state_dict to start from."""
+    """Return the state_dict to start from, or None. Raises :class:`sparkdl.ParameterError`."""
     weights = trainer.weights
     if weights is None:
         return None

@@ -1,4 +1,4 @@
-"""Trying the model, the loss and the metrics on the driver before any task trains."""
+"""Trials of the model, the loss and the metrics on the driver before any task trains."""
 
 from __future__ import annotations
 
@@ -54,12 +54,20 @@ def try_model(
     inputs_are: Sequence[Field],
     labels_are: Sequence[Field],
 ) -> Output | None:
-    """Forward, loss and backward on a few real rows; what the model puts out for a sample.
+    """Run forward, loss and backward on a few real rows, and return the model's output for a sample.
 
-    ``batch``: those rows, as in training, and what its inputs and labels are. ``module`` is a private
-    copy: its running statistics may change. Returns None where the output is not a single tensor (it
-    trains, but cannot be predicted
-    with). Raises :class:`ModelError`.
+    Args:
+        module: A private copy of the model, whose running statistics may change.
+        recipe: The model, the loss and their options.
+        batch: The rows, as in training.
+        inputs_are: The fields of the inputs.
+        labels_are: The fields of the labels.
+
+    Returns:
+        The output, or None if it is not a single tensor (such a model trains, but cannot predict).
+
+    Raises:
+        ModelError: The model or the loss fails, or returns something that cannot be used.
     """
     loss, policy = recipe.loss, recipe.policy
     inputs, targets = (
@@ -126,7 +134,7 @@ def try_model(
                 '(reduction="mean" in torch.nn losses), or (sum, count).'
             )
         counts = bool(count) if count is not None else masses is None or bool(masses.sum())
-        # else the loss ignores every label
+        # False if the loss ignores every label
         if policy.on_nan == "raise" and counts and not torch.isfinite(value):
             raise ModelError(
                 f"{_what_is_not_finite(output, value)} on the first rows ({shown}; "
@@ -148,7 +156,7 @@ def try_model(
 
 
 def _checked(found: Any, rows: int) -> tuple[Any, float | None]:
-    """What a loss returned: a mean and None, or a sum and a count."""
+    """Return the result of a loss as a mean and None, or as a sum and a count."""
     if not is_sum(found):
         return found, None
     check_sum(found, rows)
@@ -156,6 +164,7 @@ def _checked(found: Any, rows: int) -> tuple[Any, float | None]:
 
 
 def _what_is_not_finite(output: Any, value: torch.Tensor) -> str:
+    """Return, in words, whether the output or the loss is NaN or inf."""
     if isinstance(output, torch.Tensor) and not torch.isfinite(output).all():
         wrong = "NaN" if torch.isnan(output).any() else "inf"
         return f"the output of the model holds {wrong}"
@@ -165,7 +174,7 @@ def _what_is_not_finite(output: Any, value: torch.Tensor) -> str:
 def _weights_of(
     batch: Batch, targets: Sequence[torch.Tensor], recipe: Recipe, labels: Sequence[Field]
 ) -> torch.Tensor:
-    """A weight for each row, not all zero; class weights found to fit the label."""
+    """Return a weight for each row, not all zero; check that class weights fit the label."""
     rows = len(batch.inputs[0])
     own = None if batch.weights is None else torch.from_numpy(batch.weights)
     weights_of_classes = recipe.policy.class_weights
@@ -178,6 +187,7 @@ def _weights_of(
 def _check_classes(
     targets: Sequence[torch.Tensor], classes: int, how: ClassLoss | None, labels: Sequence[Field]
 ) -> None:
+    """Raise ModelError if the label does not hold class numbers below ``classes``."""
     if len(targets) != 1 or targets[0].ndim != 1 or targets[0].is_floating_point():
         raise ModelError(
             "class_weights need one label that holds class numbers: a column of whole numbers."
@@ -192,7 +202,7 @@ def _check_classes(
 
 
 def _part_of(returned: Any, signature: Signature) -> Any:
-    """The output in what the model returned."""
+    """Return the output in what the model returned. Raises ModelError."""
     try:
         return signature.output(returned)
     except ModelError:
@@ -207,7 +217,14 @@ def _part_of(returned: Any, signature: Signature) -> Any:
 def check_scorer(module: nn.Module, signature: Signature, validation: ValidationSet) -> None:
     """Try the model, the loss and the metrics on a few rows of the validation data.
 
-    Raises :class:`ModelError`, and :class:`sparkdl.ParameterError` for metrics.
+    Args:
+        module: The model.
+        signature: The way to call it, and the part of its result that is the output.
+        validation: The validation samples, with their scorer.
+
+    Raises:
+        ModelError: The model or the loss fails.
+        ParameterError: A metric does not go with the output or the label.
     """
     batch = preview_batch(validation.assembly, validation.samples.preview)
     targets = to_tensors(batch.targets, torch.device("cpu"))
@@ -224,8 +241,11 @@ def check_scorer(module: nn.Module, signature: Signature, validation: Validation
 
 
 def _brings_together(loss: Loss, output: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether ``loss`` makes one shape of the two by itself: for numbers drawn at random it gives what
-    it gives for the same numbers in one shape, or takes only the two."""
+    """Return whether ``loss`` itself brings the two tensors to one shape.
+
+    It does if random numbers give the same result in these shapes as in one shape, or if it accepts
+    only these shapes.
+    """
     if len(target) < 2 or not (output.is_floating_point() and target.is_floating_point()):
         return False
     one, other = torch.rand_like(output), torch.rand_like(target)
@@ -242,7 +262,7 @@ def _brings_together(loss: Loss, output: torch.Tensor, target: torch.Tensor) -> 
 
 
 def _check_loss(loss: Any) -> None:
-    """What would be trained otherwise than its author thinks."""
+    """Raise ModelError if the loss would be trained otherwise than its author expects."""
     check_averages(loss, "replicas")
     loss = inner(loss)
     if isinstance(loss, nn.Module):
@@ -258,8 +278,11 @@ def _check_loss(loss: Any) -> None:
 def _output_in_use(
     module: nn.Module, inputs: Sequence[torch.Tensor], signature: Signature, own_loss: bool
 ) -> Output | None:
-    """The output in evaluation mode, which may differ from that in training (auxiliary heads).
-    ``own_loss``: in training it had the labels too, and it may not do without."""
+    """Return the output in evaluation mode, which may differ from that in training (auxiliary heads).
+
+    With ``own_loss`` the model got the labels in training and may fail without them; the result is
+    then None.
+    """
     with evaluating(module):
         try:
             output = _part_of(signature.call(module, inputs), signature)
@@ -279,7 +302,10 @@ def _check_shapes(
     rows: int,
     labels: Sequence[Field],
 ) -> None:
-    """Output [B, 1] against label [B] would be broadcast to [B, B]: never what is meant."""
+    """Raise ModelError if torch would broadcast the output and the label against each other.
+
+    An output [B, 1] and a label [B] would give [B, B], which nobody intends.
+    """
     if not isinstance(output, torch.Tensor) or len(targets) != 1:
         return
     shapes = [list(output.shape), list(targets[0].shape)]

@@ -1,4 +1,4 @@
-"""What the user gave, made into what travels: checked, pickled, built, planned."""
+"""Checking, pickling, building and planning of the model, loss, optimizer and functions of the user."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from sparkdl.usercode import accompanied
 
 
 def pickled(recipe: Recipe) -> bytes:
-    """The recipe as bytes. Raises :class:`ModelError` that names the part that cannot travel."""
+    """Return the recipe as bytes.
+
+    Raises :class:`ModelError`, which names the part that cannot be pickled.
+    """
     try:
         data = dumps(accompanied(recipe))
         pickle.loads(data)
@@ -36,7 +39,7 @@ def pickled(recipe: Recipe) -> bytes:
 
 
 def _cannot_travel(recipe: Recipe, error: Exception) -> ModelError:
-    """Which part of the recipe it was."""
+    """Return the error that names the part of the recipe that cannot be pickled."""
     culprit = "model"
     parts = [(name, getattr(recipe, name)) for name in ("model", "loss", "optimizer", "augment")]
     parts += [("compression", recipe.compression), ("output", recipe.signature.part)]
@@ -56,7 +59,7 @@ def _cannot_travel(recipe: Recipe, error: Exception) -> ModelError:
 
 
 def check_columns(specs: Specs) -> None:
-    """Raise :class:`ModelError` for a column's function that cannot travel."""
+    """Raise :class:`ModelError` if the function of a column cannot be pickled."""
     from pyspark import cloudpickle
 
     for name, spec in specs.items():
@@ -69,7 +72,7 @@ def check_columns(specs: Specs) -> None:
 
 
 def build_model(payload: bytes) -> nn.Module:
-    """The module of a pickled recipe. Raises :class:`ModelError` where the user's function fails."""
+    """Return the module of a pickled recipe. Raises :class:`ModelError` if its function fails."""
     try:
         return pickle.loads(payload).build()
     except ModelError:
@@ -81,9 +84,15 @@ def build_model(payload: bytes) -> nn.Module:
 
 
 def plan_optimizer(recipe: Recipe, module: nn.Module, slices: int | None) -> OptimizerSpec:
-    """The recipe's optimizers on ``module``, found fit for ``slices`` (None: as many as it allows).
+    """Return the plan of the recipe's optimizers on ``module``.
 
-    Raises :class:`ModelError`.
+    Args:
+        recipe: The recipe with the optimizers.
+        module: The model that they train.
+        slices: The number of slices, or None for as many as the optimizers allow.
+
+    Raises:
+        ModelError: An optimizer cannot be built, trains nothing, or does not allow so many slices.
     """
     named = dict(module.named_parameters())
     layout = layout_of(module)
@@ -93,7 +102,7 @@ def plan_optimizer(recipe: Recipe, module: nn.Module, slices: int | None) -> Opt
     except ModelError:
         raise
     except Exception as error:
-        one_kind_only = "parameters" in str(error)  # of Muon: "only supports 2D parameters"
+        one_kind_only = "parameters" in str(error)  # Muon says: "only supports 2D parameters"
         raise ModelError(
             f"the optimizer cannot be built ({type(error).__name__}: {text_of(error)}). Give a "
             "torch.optim class, a partial of one such as partial(torch.optim.Adam, lr=1e-3), or a "
@@ -120,7 +129,16 @@ def plan_optimizer(recipe: Recipe, module: nn.Module, slices: int | None) -> Opt
 
 
 def check_policy(policy: TrainingOptions, module: nn.Module, layout: Layout) -> None:
-    """What a run asks for that this module cannot do. Raises :class:`ModelError`."""
+    """Raise an error if the model does not support the options of a run.
+
+    Args:
+        policy: The options.
+        module: The model.
+        layout: The layout of its flat vector.
+
+    Raises:
+        ModelError: An option does not work with this model.
+    """
     check_modules(module, policy.activation_checkpointing)
     tables = [segment.name for segment in layout.segments if segment.sparse]
     if policy.local_steps > 1 and tables:
@@ -146,8 +164,11 @@ def check_policy(policy: TrainingOptions, module: nn.Module, layout: Layout) -> 
 
 
 def check_compression(recipe: Recipe, layout: Layout) -> None:
-    """Try the hook on one parameter of each number of dimensions, the smallest, twice: the second
-    time it has a state. Raises :class:`ModelError`."""
+    """Raise :class:`ModelError` if the compression hook fails on this model.
+
+    The hook is tried on the smallest parameter of each number of dimensions, twice, because it has a
+    state the second time.
+    """
     if recipe.compression is None:
         return
     tried: dict[int, TensorRange] = {}

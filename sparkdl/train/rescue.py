@@ -1,6 +1,6 @@
-"""What is left of a run that fails when its last iteration is done: the model, in a checkpoint.
+"""Rescue of a trained model when the run fails after its last iteration, by writing a checkpoint.
 
-That may be in a callback's last hook, or on the way of the model to the driver.
+The failure may be in a callback's last hook, or in bringing the model to the driver.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ logger = logging.getLogger("sparkdl")
 
 
 class Rescue(Callback):
-    """A context manager around the loop and what follows, and the first of the loop's callbacks, by
-    which it knows where the run stands."""
+    """A context manager around the loop and what follows it.
+
+    It is also the first of the loop's callbacks, which tells it where the run stands.
+    """
 
     def __init__(
         self,
@@ -41,7 +43,16 @@ class Rescue(Callback):
         history: History,
         one_pass: bool = False,
     ) -> None:
-        """``told``: what a manifest tells of the model. ``one_pass``: of a ``partial_fit``."""
+        """Create a rescue for one run.
+
+        Args:
+            trainer: The user's trainer.
+            engine: The engine that trains.
+            identity: The model and the data that a checkpoint belongs to.
+            told: The description of the model for a checkpoint's manifest.
+            history: The run's history.
+            one_pass: True for a ``partial_fit``.
+        """
         self._told, self._one_pass = told, one_pass
         self._trainer, self._engine = trainer, engine
         self._identity, self._history = identity, history
@@ -69,14 +80,14 @@ class Rescue(Callback):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Keep the model where ``error`` came after the last iteration, and let the error say so."""
+        """Keep the model if ``error`` came after the last iteration, and add the place to the error."""
         before, state = self._before, self._state
         if not isinstance(error, Exception) or before is None or state is None:
             return
         try:
             if self._history.stopped is None and not self._trainer.stop(before, state):
                 return
-            if isinstance(error, StalledError):  # so would be this, after as long a wait
+            if isinstance(error, StalledError):  # a checkpoint would stall as long
                 raise CheckpointError("Spark does nothing")
             again = "so does fit(data, resume=...), without training again"
             if self._one_pass:
@@ -98,21 +109,24 @@ class Rescue(Callback):
             error.add_note(told)
 
     def _kept(self, state: TrainState) -> str:
-        """The checkpoint that has this state: the run's last, else a new one, in the run's folder or in
-        one of this machine."""
+        """Return the path of a checkpoint with this state.
+
+        That is the run's last one, or a new one in the run's folder or in a temporary folder of this
+        machine.
+        """
         if state.checkpoint is not None:
             (_, manifest), *_ = CheckpointStore.open(state.checkpoint).candidates()
             if manifest.iteration == state.iteration:
                 return state.checkpoint
         own = self._trainer.checkpoint
         if own is not None:
-            with contextlib.suppress(CheckpointError):  # its disk is full, say
+            with contextlib.suppress(CheckpointError):  # its disk is full, for example
                 return self._written(own, state)
         folder = tempfile.mkdtemp(prefix="kept-by-sparkdl-")
         try:
             try:
                 return self._written(Checkpoint(folder), state)
-            except CheckpointError:  # executors do not share it
+            except CheckpointError:  # the executors do not share this folder
                 return self._written(Checkpoint(folder), state, here=True)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What can be known of memory and room before a fit reads its data: whether its model can come back."""
+"""Checks of memory and disk space before a fit reads its data."""
 
 from __future__ import annotations
 
@@ -19,17 +19,29 @@ if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
 
 SMALL_BYTES = 64 << 20
-"""A model up to this size is taken to fit."""
+"""A model up to this size is assumed to fit."""
 
 
 def check_sizes(
     trainer: Trainer, layout: Layout, replicas: int, context: SparkContext, slab_dir: str
 ) -> None:
-    """Raise :class:`sparkdl.ParameterError` for a model that this process cannot take back, or one node
-    has no room to train. What is reckoned is the least that it takes."""
+    """Raise an error if the model is too large for the driver, or for the slabs of a single node.
+
+    The estimate is the least that the run needs.
+
+    Args:
+        trainer: The user's trainer.
+        layout: The layout of the model's flat vector.
+        replicas: M, the number of replicas.
+        context: The SparkContext.
+        slab_dir: The directory of slabs, or "auto".
+
+    Raises:
+        ParameterError: The driver cannot hold the result, or the node has no room to train.
+    """
     if layout.nbytes <= SMALL_BYTES:
         return
-    # The module, which is here for trying, and is let go of, and the vector of its weights.
+    # The vector of the weights; the module takes the place of that of the preflight, which is freed.
     need, left = layout.nbytes, left_to_process()
     if trainer.keep_optimizer_state:
         need += layout.nbytes
@@ -46,7 +58,10 @@ def check_sizes(
 def _check_room(
     trainer: Trainer, layout: Layout, replicas: int, context: SparkContext, slab_dir: str
 ) -> None:
-    """Two versions of the weights, and the gradients of all replicas, lie in slabs of the one node."""
+    """Raise ParameterError if the one node has no room for the slabs.
+
+    They hold two versions of the weights, and the gradients of all replicas.
+    """
     need = 2 * layout.nbytes
     if trainer.compression is None:
         wire = trainer.policy.wire_dtype or layout.dtype
@@ -71,7 +86,7 @@ def _check_room(
 
 
 def _free(path: Path) -> float:
-    """Bytes that its file system has left; the directory may have to be made."""
+    """Return the free bytes of the file system of ``path``, which need not exist yet."""
     there = next(place for place in (path, *path.parents) if place.exists())
     return shutil.disk_usage(there).free
 

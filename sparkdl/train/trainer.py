@@ -1,4 +1,4 @@
-"""The trainer: what to train, and how."""
+"""The trainer: the model to train, the data columns, and how to train."""
 
 from __future__ import annotations
 
@@ -37,154 +37,192 @@ TEN_EPOCHS = MaxEpoch(10)
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """What to train and how; :meth:`fit` trains. Mistakes raise :class:`sparkdl.ParameterError`.
+    """A description of a training run: the model, the columns, and how to train; :meth:`fit` trains.
 
-    With ``replicas`` and ``slices`` given, the result is a function of these values and of the data:
-    the same on any number of executors, bit for bit on CPUs. None takes them from the cluster.
+    All fields are keyword arguments, and a trainer cannot be changed: ``dataclasses.replace(trainer,
+    batch_size=512)`` makes another one. With ``replicas`` and ``slices`` given, the result is a
+    function of the fields and the data alone: it is the same on any number of executors, bit for bit
+    on CPUs. If they are None, the cluster decides.
+
+    Raises:
+        ParameterError: A field has a value that cannot work, or fields do not go together.
     """
 
     # What is trained.
     model: Callable[[], nn.Module] | nn.Module
-    """A callable that builds the module (called with seeded random numbers), or a module, which is
-    copied and not changed."""
+    """A function or class that builds the module, or a module.
+
+    A function is called without arguments and with seeded random numbers. A module is copied and not
+    changed."""
     loss: Callable[..., Any]
-    """``loss(output, target)`` -> mean over the rows, or ``(sum, count)`` where the mean is over
-    something else; with ``weight`` or ``class_weights`` one that is none of torch's gives these for
-    each row. ``loss(output)`` without a label; with several labels ``target`` is a tuple.
-    :class:`sparkdl.ModelLoss`: the model's own; :class:`sparkdl.PerReplica`: of each replica's rows."""
+    """The loss ``loss(output, target)``, or ``loss(output)`` without a label; several labels arrive
+    as a tuple.
+
+    It returns the mean over the rows, or ``(sum, count)`` if the mean is over something else, such
+    as tokens. With ``weight`` or ``class_weights``, a loss that is not one of torch's returns these
+    for each row. :class:`sparkdl.ModelLoss` stands for the loss that the model itself computes, and
+    :class:`sparkdl.PerReplica` for one that each replica computes over its own rows."""
     optimizer: Callable[..., Any] | Mapping[str, Callable[..., Any]]
-    """A ``torch.optim`` class or a partial of one, given the trainable parameters; any callable of
-    the module that returns an optimizer (for parameter groups) or a list of them; or several, by
-    the name of a submodule: ``{"encoder": partial(SGD, lr=0.1), "": Adam}``."""
+    """A ``torch.optim`` class or a ``partial`` of one, which gets the trainable parameters.
+
+    A function of the module works, too, if it returns an optimizer (for parameter groups) or a list
+    of them. A mapping gives each submodule its own, by name: ``{"encoder": partial(SGD, lr=0.1), "":
+    Adam}``."""
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None
-    """A partial of a ``torch.optim.lr_scheduler`` class."""
+    """A ``partial`` of a ``torch.optim.lr_scheduler`` class, or a function of the optimizer that
+    returns a scheduler."""
     schedule_per: str = "iteration"
-    """How often it is stepped: "iteration" or "epoch". ReduceLROnPlateau: at each validation."""
+    """Step the schedule after each "iteration" or each "epoch". ReduceLROnPlateau steps at each
+    validation."""
     schedule_metric: str | None = None
-    """What ReduceLROnPlateau follows, a metric of the validation; None: the loss, where it is the
-    only one."""
+    """The validation metric that ReduceLROnPlateau follows. None is the loss, if it is the only
+    metric."""
 
     output: str | int | Callable[[Any], Any] | None = None
-    """Which part of what the model returns is its output, for the loss, metrics and predictions: a
-    field of a mapping, a named tuple, a dataclass or a ``ModelOutput`` by name, a member of a tuple by
-    number, a function of the whole (one that can be imported, for the model to be saved). None: the
-    whole, which a loss may take apart."""
+    """The part of the model's result that is its output, for the loss, metrics and predictions.
+
+    A string names a field of a mapping, a named tuple, a dataclass or a ``ModelOutput``. A number
+    selects a member of a tuple. A function gets the whole result; it must be importable for the
+    model to be saved. None is the whole result, which a loss may take apart."""
 
     # The data.
     features: str | Sequence[str] | Mapping[str, str] = "features"
-    """Feature column, or a list of columns: each is an input of its own, ``model(a, b)``. A mapping
-    gives them by keyword: ``{"input_ids": "ids", "attention_mask": "mask"}``."""
+    """The feature column, or a list of columns that are passed by position: ``model(a, b)``. A
+    mapping passes them by keyword: ``{"input_ids": "ids", "attention_mask": "mask"}``."""
     label: str | Sequence[str] | None = "label"
-    """Label column, a list of columns, or None."""
+    """The label column, a list of columns, or None."""
     weight: str | None = None
-    """Column with the weight of each sample, >= 0: the loss is then the weighted mean."""
+    """The column with the weight of each sample, at least 0. The loss is then the weighted mean."""
     columns: Mapping[str, Spec] = field(default_factory=dict)
-    """How a column becomes a tensor, where its type does not say: :class:`sparkdl.Image`,
-    :class:`sparkdl.Sequence`, :class:`sparkdl.Convert`."""
+    """The conversion of columns to tensors, by column name, if the column's type does not determine
+    it: :class:`sparkdl.Image`, :class:`sparkdl.Sequence` or :class:`sparkdl.Convert`."""
     augment: Callable[..., Any] | None = None
-    """``augment(*features, rng)`` -> features: what happens to one sample (NumPy arrays) each time
-    it is trained on; with features by keyword ``augment(**features, rng=rng)``. ``rng`` is a
-    ``numpy.random.Generator`` seeded by sample and epoch, as are the generators of torch, numpy and
-    random where it draws from them."""
+    """A function that changes one sample (NumPy arrays) each time the sample is trained on:
+    ``augment(*features, rng)`` returns the features. With features by keyword it is called as
+    ``augment(**features, rng=rng)``. ``rng`` is a ``numpy.random.Generator`` that is seeded by
+    sample and epoch. The generators of torch, NumPy and ``random`` are seeded likewise."""
     bucketing: int | None = None
-    """Bring samples of like length together: rows of a window that is sorted by length."""
+    """Sort windows of this many rows by length, so that a batch holds samples of similar length."""
     class_weights: Sequence[float] | Mapping[int, float] | None = None
-    """The weight of each class, by number: samples count that much; an array, a tensor and a Series are
-    taken too. In a mapping (a Series is one, by its index) name the last class; one below it that is
-    missing counts 1."""
+    """The weight of each class: a list, array or tensor, or a mapping or Series from class number to
+    weight.
+
+    Each sample counts as much as its class. A mapping must name the last class; a lower class that
+    it does not name counts 1."""
 
     # An iteration.
     batch_size: int = 256
-    """The global batch: samples of all replicas together. The last batch of an epoch may be short."""
+    """The global batch size: samples of all replicas together in one step. The last batch of an
+    epoch may be smaller."""
     replicas: int | None = None
-    """M; None: the checkpoint's; else as many as tasks run at once on the executors that are there, by
-    cores and GPUs, or fewer where ``spark.default.parallelism`` says so (a gang takes no notice)."""
+    """M, the number of replicas. None is the number in the checkpoint, if the run resumes from one;
+    else as many as tasks run at once on the present executors, by cores and GPUs, or fewer if
+    ``spark.default.parallelism`` is less (a gang ignores that setting)."""
     min_ranks: int | None = None
-    """Of a gang: with how few task slots it goes on where executors are lost for good, or too few come.
-    It still has M ranks, and the same bits: several then share a slot, each a process of its own. That
-    takes the memory of as many models on one executor, and longer. None: M slots, or an error."""
+    """For a gang: the fewest task slots to continue with if executors are lost for good, or too few
+    exist.
+
+    The gang still has M ranks and gives the same bits. Several ranks then share a slot, each in a
+    process of its own, so one executor needs the memory of that many models, and an iteration takes
+    longer. None requires M slots; with fewer, the fit raises an error."""
     slices: int | None = None
-    """N: into how many parts parameters and optimizer state are cut, each updated by one task; None: as
-    many as replicas (1 where the optimizer needs all together). Not with a gang."""
+    """N, the number of slices of the parameters and the optimizer state, each updated by one task.
+    None is as many as replicas, or 1 if the optimizer needs all parameters together. Not for a gang."""
     engine: str = "shuffle"
-    """"shuffle" (Spark jobs, which lose nothing), "gang" (all replicas at once, torch.distributed
-    between them: for fast networks and short steps) or "local" (this process, for debugging)."""
+    """The engine: "shuffle" (Spark jobs that can be retried, so nothing is lost), "gang" (all
+    replicas run at once and exchange data by torch.distributed; for fast networks and short steps)
+    or "local" (in this process, for debugging)."""
     strategy: str | Strategy | Sequence[str | Strategy] = "ddp"
-    """How a gang shares the work: "ddp" (every rank updates all weights), "zero1" (each rank updates
-    its part, and keeps the optimizer's state of that part only), "fsdp" (each rank also keeps its part
-    of the weights and gradients only), "tensor" (each rank computes its part of each layer) or
-    "pipeline" (each rank has some of the layers); :class:`sparkdl.DDP`, :class:`sparkdl.FSDP`,
-    :class:`sparkdl.Tensor` and :class:`sparkdl.Pipeline` say more. A list is of several
-    of the last four together. To other engines this, ``mesh`` and ``resource_profile`` are nothing."""
+    """For a gang: how the ranks share the work; other engines ignore it.
+
+    - "ddp": every rank updates all weights.
+    - "zero1": each rank updates its part of the weights, and has the optimizer state of that part only.
+    - "fsdp": each rank also has its part of the weights and gradients only.
+    - "tensor": each rank computes its part of each layer.
+    - "pipeline": each rank computes some of the layers.
+
+    :class:`sparkdl.DDP`, :class:`sparkdl.FSDP`, :class:`sparkdl.Tensor` and
+    :class:`sparkdl.Pipeline` have options. A list combines several of the last four."""
     mesh: Mapping[str, int] | None = None
-    """How many ranks of a gang there are along each way of sharing the work, outermost first: "data"
-    (copies of the model), "pipe" (stages), "shard" (of "fsdp"), "tensor"; the product is ``replicas``.
-    With ``{"data": 2, "pipe": 2}`` ranks 0 and 1 are a pipeline and ranks 2 and 3 another. What is
-    not named is 1, "data" what is left. None: all ranks along the strategy's own."""
+    """For a gang: the number of ranks along each dimension, outermost first; other engines ignore
+    it.
+
+    The dimensions are "data" (copies of the model), "pipe" (pipeline stages), "shard" (for "fsdp")
+    and "tensor"; their product is ``replicas``. With ``{"data": 2, "pipe": 2}``, ranks 0 and 1 are
+    one pipeline and ranks 2 and 3 another. A dimension that is not named is 1, except that "data" is
+    whatever remains. None puts all ranks along the strategy's own dimension."""
     accumulate: int = 1
-    """Micro-batches that a replica's mini-batch goes through in, one after another: less memory."""
+    """The number of micro-batches that each replica's mini-batch is divided into. They are computed
+    one after another, which saves memory."""
     local_steps: int = 1
-    """Optimizer steps that each replica takes by itself before the replicas are averaged (local
-    SGD). An iteration is then ``local_steps`` batches of ``batch_size``."""
+    """The number of optimizer steps that each replica takes by itself before the replicas are
+    averaged (local SGD). An iteration then uses ``local_steps`` batches of ``batch_size``. Not for a
+    gang."""
     clip_value: float | None = None
-    """Bring every element of the gradient into [-clip_value, clip_value]."""
+    """Limit every element of the gradient to [-clip_value, clip_value]."""
     clip_norm: float | None = None
     """Scale the gradient so that its norm over all parameters is at most this."""
     l1: float | Mapping[str, float] = 0.0
-    """Add ``l1 * sum |w|`` to what is minimised; by pattern of parameter names: ``{"*.weight": 1e-5}``.
-    Not for sparse tables; not in the reported loss."""
+    """Add ``l1 * sum |w|`` to the objective. A mapping sets it by pattern of parameter names:
+    ``{"*.weight": 1e-5}``. Sparse tables are not penalized, and the reported loss excludes the
+    penalty."""
     l2: float | Mapping[str, float] = 0.0
-    """Add ``l2 / 2 * sum w**2``, likewise."""
+    """Add ``l2 / 2 * sum w**2`` to the objective, in the same way as ``l1``."""
     resource_profile: ResourceProfile | None = None
-    """Of a gang: what each of its tasks is given, where that is not what others get: cores (torch's
-    threads), GPUs. A ``pyspark.resource.ResourceProfile`` with requests of tasks only; on a cluster."""
+    """For a gang: the cores (torch's threads) and GPUs of each of its tasks, if they differ from
+    those of other tasks. A ``pyspark.resource.ResourceProfile`` with task requests only; it needs a
+    cluster. Other engines ignore it."""
     sync_batchnorm: bool = False
-    """Of a gang: batch norm over the samples of all replicas, instead of each replica's own."""
+    """For a gang: compute batch norm over the samples of all replicas instead of each replica's own."""
     on_nan: str = "raise"
-    """A loss or gradient that is inf or NaN: "raise", naming iteration and replica, or "skip" the
-    update."""
+    """The reaction to a loss or gradient that is inf or NaN: "raise" an error that names iteration
+    and replica, or "skip" the update."""
     precision: str = "fp32"
-    """What forward and backward compute in, by autocast: "fp32", "bf16", or "fp16" (with loss
-    scaling). Weights stay in the model's dtype."""
+    """The type that the forward and backward passes compute in, by autocast: "fp32", "bf16" or
+    "fp16" (with loss scaling). The weights stay in the model's dtype."""
     wire: str = "fp32"
-    """What gradients travel in, rounded to nearest: "fp32" (the model's dtype), "bf16" or "fp16".
-    They are summed in the model's dtype, but where a gang lets torch sum them: there in this."""
+    """The type that gradients are sent in, rounded to nearest: "fp32" (the model's dtype), "bf16" or
+    "fp16". They are summed in the model's dtype, except where torch sums them in a gang: there in
+    this type."""
     compression: Callable[[GradBucket], Mapping[str, torch.Tensor]] | None = None
-    """What makes gradients smaller before they travel: :class:`sparkdl.TopK`,
+    """A function that makes gradients smaller before they are sent: :class:`sparkdl.TopK`,
     :class:`sparkdl.PowerSGD`, or a function of a :class:`sparkdl.GradBucket` that returns tensors by
-    name, see :mod:`sparkdl.slices.compression`. Slices are then cut between tensors."""
+    name; see :mod:`sparkdl.slices.compression`. Slices are then cut between tensors."""
 
     # The model.
     weights: Mapping[str, torch.Tensor] | str | os.PathLike[str] | None = None
-    """Weights to start from: a state_dict, or a safetensors file."""
+    """The weights to start from: a state_dict, or the path of a safetensors file."""
     strict_weights: bool = True
-    """Whether those must have every name of the model and no other."""
+    """True requires ``weights`` to have every name of the model and no other."""
     freeze: Sequence[str] = ()
-    """Parameters that are not trained: names of submodules or parameters, or patterns of them."""
+    """Parameters that are not trained: names of submodules or parameters, or patterns of names."""
     unfreeze: Sequence[str] = ()
     """Exceptions from ``freeze``."""
     activation_checkpointing: Sequence[str] = ()
-    """Submodules whose activations are computed again in backward: names or patterns."""
+    """Submodules whose activations are computed again in the backward pass, which saves memory:
+    names or patterns."""
     compile: bool | Mapping[str, Any] = False
-    """``torch.compile`` the model on the executors; a mapping holds its options."""
+    """Compile the model with ``torch.compile`` on the executors; a mapping holds its options."""
     ema: float | None = None
-    """Keep a moving average of the weights with this decay, such as 0.999: ``trained.ema``."""
+    """The decay of a moving average of the weights, such as 0.999; the result has it as
+    ``trained.ema``."""
 
     # The run.
     stop: Trigger = TEN_EPOCHS
-    """When to stop; triggers combine with ``&``, ``|`` and ``~``."""
+    """The trigger that ends the training; triggers combine with ``&``, ``|`` and ``~``."""
     validation: Validation | None = None
-    """What to validate on while training."""
+    """The data and metrics to validate with during the training."""
     checkpoint: Checkpoint | None = None
-    """Where and when to write checkpoints."""
+    """The place of checkpoints and the trigger that writes them."""
     histograms: Trigger | None = None
-    """When the state shall hold histograms of weights and gradients, for TensorBoard say."""
+    """The trigger that adds histograms of weights and gradients to the state, for TensorBoard for
+    example."""
     callbacks: Sequence[Callback] = ()
-    """Called in order around the loop."""
+    """Callbacks of the training loop, called in this order."""
     keep_optimizer_state: bool = False
-    """Bring the optimizer's state back too, so that ``fit(data, start=trained)`` goes on with it."""
+    """Return the optimizer state, too, so that ``fit(data, start=trained)`` continues with it."""
     seed: int = 0
-    """Of the initial weights, the shuffling and every random draw inside the model."""
+    """The seed of the initial weights, the shuffling, and every random draw inside the model."""
 
     _carried: list[CarriedRun] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -196,18 +234,19 @@ class Trainer:
 
     @property
     def feature_columns(self) -> tuple[str, ...]:
+        """The names of the feature columns, as a tuple."""
         if isinstance(self.features, Mapping):
             return tuple(self.features.values())
         return (self.features,) if isinstance(self.features, str) else tuple(self.features)
 
     @property
     def keywords(self) -> tuple[str, ...]:
-        """Of the features, where the model takes them so."""
+        """The keywords by which the model takes its features; empty if it takes them by position."""
         return tuple(self.features) if isinstance(self.features, Mapping) else ()
 
     @property
     def signature(self) -> Signature:
-        """How the model is called, with the lengths of sequences where they are wanted."""
+        """The way to call the model, including the lengths of sequences that ask for them."""
         inputs = []
         for keyword, column in zip(self.keywords, self.feature_columns, strict=False):
             spec = self.columns.get(column)
@@ -217,18 +256,19 @@ class Trainer:
 
     @property
     def label_columns(self) -> tuple[str, ...]:
+        """The names of the label columns, as a tuple."""
         if self.label is None:
             return ()
         return (self.label,) if isinstance(self.label, str) else tuple(self.label)
 
     @property
     def parts(self) -> dict[str, Any]:
-        """The strategies of a gang, by their dimensions of the mesh."""
+        """The strategies of a gang by their dimension of the mesh; empty for other engines."""
         return parts_of(self.strategy, self.mesh) if self.engine == "gang" else {}
 
     @property
     def policy(self) -> TrainingOptions:
-        """What the tasks of an iteration need to know of this."""
+        """The options that the tasks of an iteration need."""
         return TrainingOptions(
             accumulate=self.accumulate,
             local_steps=self.local_steps,
@@ -255,23 +295,33 @@ class Trainer:
         optimizer_state: bool | None = None,
         any_data: bool = False,
     ) -> TrainedModel:
-        """Train on ``data``: a DataFrame, or an RDD of ``(features, label)``, of ``Sample``, or of
-        records with the names of the columns (``Row``, named tuples, mappings).
+        """Train on ``data``, and return the trained model.
 
-        ``resume``: go on from a checkpoint, "latest" (of ``checkpoint``'s path; from the beginning
-        where there is none) or a path; the bits are those of a run without a break. ``any_data``: the
-        checkpoint may be of other rows, or of another batch size, seed or number of replicas: its state
-        goes on with these. Where they are divided into batches otherwise, the epoch that was under way
-        begins anew. ``start``: begin with an earlier result's weights; with its ``optimizer_state`` too
-        where it was kept (None), always (True: an error where it was not), or never (False).
+        An interrupt in the main thread (Ctrl-C, or a notebook's stop button) ends the training after
+        the current iteration. The model is returned as it stands, and ``history.stopped`` says so. A
+        second interrupt raises KeyboardInterrupt at once.
 
-        The user's interrupt (Ctrl-C, a notebook's stop button; in the main thread) ends the training
-        after the iteration under way, and the model comes as it stands: ``history.stopped`` says so. A
-        second one raises KeyboardInterrupt at once.
+        Args:
+            data: A DataFrame; or an RDD of ``(features, label)`` pairs, of :class:`sparkdl.Sample`,
+                or of records with the names of the columns (``Row``, named tuples, mappings).
+            resume: Continue from a checkpoint: a path, or "latest" in the path of ``checkpoint``
+                (from the beginning if there is none). The bits are those of a run without a break.
+            start: Begin with the weights of an earlier result.
+            optimizer_state: Use the optimizer state of ``start``: if it was kept (None), always
+                (True; an error if it was not kept), or never (False).
+            any_data: The checkpoint may come from other rows, or another batch size, seed or number
+                of replicas; its state continues with the present ones. If the rows are divided into
+                batches differently, the epoch that was under way begins anew.
 
-        Raises :class:`sparkdl.UserError` before anything trains where the data, the model or a
-        parameter cannot work, :class:`sparkdl.TrainingError` where an iteration fails for good, and
-        :class:`sparkdl.CheckpointError` where a checkpoint cannot be written or read.
+        Returns:
+            The trained model, with the history of the run.
+
+        Raises:
+            UserError: The data, the model or a parameter cannot work; raised before the training
+                starts.
+            TrainingError: An iteration failed for good.
+            CheckpointError: A checkpoint cannot be written or read.
+            KeyboardInterrupt: The user interrupted twice.
         """
         from sparkdl.train.fit import fit
 
@@ -281,12 +331,23 @@ class Trainer:
     def partial_fit(
         self, data: DataFrame | RDD[Any], *, resume: str | os.PathLike[str] | None = None
     ) -> TrainedModel:
-        """One pass over ``data``, going on from the last ``partial_fit`` of this trainer.
+        """Make one pass over ``data``, continuing from the last ``partial_fit`` of this trainer.
 
-        Weights, optimizer state, schedule, counters and history go on; ``stop`` plays no part. For
-        ``foreachBatch`` of Structured Streaming. ``resume``: in the first call, a checkpoint of
-        earlier ones ("latest" or a path). An empty batch changes nothing. A call costs the same however
-        many came before it; a checkpoint holds the history of the last 10,000 iterations.
+        Weights, optimizer state, schedule, counters and history continue; ``stop`` has no effect. It
+        suits ``foreachBatch`` of Structured Streaming. An empty batch changes nothing. A call costs
+        the same however many came before it. A checkpoint holds the history of the last 10,000
+        iterations.
+
+        Args:
+            data: The rows of this pass, as in :meth:`fit`.
+            resume: In the first call, a checkpoint of earlier calls to continue from: "latest" or a
+                path.
+
+        Returns:
+            The model after this pass.
+
+        Raises:
+            UserError: As in :meth:`fit`; likewise TrainingError and CheckpointError.
         """
         from sparkdl.train.fit import partial_fit
 
@@ -295,6 +356,7 @@ class Trainer:
 
 
 def _table(weights: Sequence[float] | Mapping[int, float] | None) -> tuple[float, ...] | None:
+    """Return the weight of every class, in the order of the class numbers."""
     if isinstance(weights, Mapping):
         return tuple(float(weights.get(i, 1.0)) for i in range(int(max(weights)) + 1))
     return None if weights is None else tuple(float(w) for w in weights)
