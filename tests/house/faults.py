@@ -42,25 +42,19 @@ FAULTS = {
         "slices/reduce.py",
         "reduced.gradient.clamp_(-limit, limit)",
         "reduced.gradient.clamp_(max=limit)",
-        "unit/test_gradient.py",
+        "parity/test_gradients.py",
     ),
     "tables are left out of the norm": Fault(
         "slices/reduce.py",
         "parts += [values for _, values in reduced.tables.values()]",
         "parts += []",
-        "unit/test_gradient.py",
+        "parity/test_gradients.py",
     ),
     "l2 takes the sign": Fault(
         "slices/reduce.py",
         "place.add_(values, alpha=l2[piece.number])",
         "place.add_(values.sign(), alpha=l2[piece.number])",
-        "unit/test_gradient.py",
-    ),
-    "a parameter without a gradient is regularised": Fault(
-        "slices/reduce.py",
-        "if piece.sparse or piece.number in reduced.absent:",
-        "if piece.sparse:",
-        "unit/test_gradient.py",
+        "parity/test_gradients.py",
     ),
     "the moving average moves by the decay": Fault(
         "slices/update.py",
@@ -90,13 +84,13 @@ FAULTS = {
         "replica/compute.py",
         "return float(weights.sum() if self.masses is None else self.masses @ weights.cpu())",
         "return float(len(self))",
-        "unit/test_compute.py",
+        "parity/test_weights_of_samples.py",
     ),
     "a micro-batch loses its last row": Fault(
         "replica/compute.py",
         "yield self.rows(slice(rows * i // min(count, rows), rows * (i + 1) // min(count, rows)))",
-        "yield self.rows(slice(rows * i // min(count, rows), rows * (i + 1) // min(count, rows) - (i > 0)))",
-        "unit/test_compute.py",
+        "yield self.rows(slice(rows * i // min(count, rows), rows * (i + 1) // min(count, rows) - (i
+        > 0)))", "parity/test_parity.py",
     ),
     "buffers keep what a trial wrote": Fault(
         "replica/compute.py",

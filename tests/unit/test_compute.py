@@ -9,7 +9,7 @@ import torch
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
-from sparkdl.replica.compute import MiniBatch, forward_backward, to_tensors
+from sparkdl.replica.compute import MiniBatch, buffers_kept, forward_backward, to_tensors
 from sparkdl.replica.iteration import Clock
 
 ARRAYS = [
@@ -78,3 +78,15 @@ def test_copies_to_a_gpu_overlap_and_arrive() -> None:
         sums.append(tensors[0].double().mean())
     assert [value.item() for value in sums] == list(range(50))
     assert [tensor.tolist() for tensor in tensors[1:]] == [array.tolist() for array in ARRAYS]
+
+
+def test_buffers_are_as_they_were_after_a_trial() -> None:
+    module = torch.nn.BatchNorm1d(2)
+    module.register_buffer("cache", torch.zeros(3))
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    with buffers_kept(module):
+        module(torch.randn(4, 2))
+        module.cache = torch.ones(5)
+    found = dict(module.named_buffers())
+    assert found.keys() == before.keys()
+    assert all(torch.equal(found[name], before[name]) for name in before)
