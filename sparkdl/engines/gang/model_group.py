@@ -145,7 +145,7 @@ class ModelGroup:
         here: Mapping[int, Sequence[torch.Tensor]],
         to: Sequence[int],
     ) -> list[torch.Tensor]:
-        """Return tensors like ``like`` with all rows, in rank order, on the ranks ``to``."""
+        """Return all rows of tensors such as ``like``, in rank order, on the ranks ``to``."""
         me = self._rank
         far = [r for r in to if r != me and not self._near.reaches(me, r)] if me in here else []
         mine = [tensor.contiguous() for tensor in here[me]] if far else []
