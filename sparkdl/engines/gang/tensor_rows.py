@@ -20,7 +20,7 @@ from sparkdl.slices.state import SliceState
 
 
 class RowLayout:
-    """A conversion between a rank's parts of parameters and rows, by way of one whole parameter at a time.
+    """A conversion between a rank's parts of parameters and rows, one whole parameter at a time.
 
     It implements :class:`sparkdl.engines.gang.rank_state.Turned`.
 
