@@ -24,7 +24,7 @@ OPS: Mapping[str, tuple[Callable[..., torch.Tensor], dist.ReduceOp.RedOpType]] =
     "max": (torch.maximum, dist.ReduceOp.MAX),
     "min": (torch.minimum, dist.ReduceOp.MIN),
 }
-"""The function that combines two tensors, and the library's op. A mean is a sum that is divided last."""
+"""The function that combines two tensors, and the library's op. A mean is a sum, divided at the end."""
 
 
 def algorithm(operation: str, name: str) -> list[str]:
@@ -64,7 +64,7 @@ def collective_tensor(tensor: torch.Tensor, by_rows: bool) -> list[str]:
 
 
 def device(tensor: torch.Tensor, expected: torch.device) -> list[str]:
-    """Return the problem of a tensor that is not dense, or not on the device that the backend expects."""
+    """Return the problem of a tensor that is not dense, or not on the backend's device."""
     if tensor.layout != torch.strided:
         return [f"The tensor is {tensor.layout}: make it dense first."]
     if tensor.device.type != expected.type:

@@ -217,7 +217,7 @@ class Communicator:
         op: str | None = None,
         root: int | None = None,
     ) -> list[int]:
-        """Check the arguments, here and then among the ranks, and return the number of rows of each rank."""
+        """Check the arguments, here and then among the ranks, and return each rank's row count."""
         by_rows = operation in ("reduce_scatter", "all_gather")
         problems = arguments.algorithm(operation, algorithm)
         problems += arguments.collective_tensor(tensor, by_rows) + arguments.device(

@@ -95,7 +95,7 @@ def _of_all(
 
 
 def _add(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
-    """Write the sum of ``parts``, from the first to the last, to ``output``, which may be one of them."""
+    """Write the sum of ``parts``, added in order, to ``output``, which may be one of them."""
     narrow = output.dtype.itemsize < 4
     if len(parts) == 2 and not narrow:
         torch.add(parts[0], parts[1], out=output)

@@ -67,7 +67,7 @@ class SubgroupLink(Link):
 
     @classmethod
     def rooted(cls, link: Link, root: int) -> Link:
-        """Return a link among all ranks, with ``root`` as rank 0 and the others after it around the ring."""
+        """Return a link among all ranks with ``root`` as rank 0, and the others in ring order."""
         return cls(link, [(root + i) % link.size for i in range(link.size)]) if root else link
 
     def exchange(

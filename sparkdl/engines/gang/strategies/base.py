@@ -42,7 +42,10 @@ class GradientVector:
         ]
 
     def filled(self, dense: Sequence[torch.Tensor | None], factor: float = 1.0) -> torch.Tensor:
-        """Fill the vector with gradients times ``factor``, by parameter number; missing ones are zero."""
+        """Fill the vector with gradients, by parameter number, times ``factor``.
+
+        Where there is no gradient, the vector is zero.
+        """
         for place, gradient in zip(self._places, dense, strict=True):
             if gradient is None or not factor:  # ignore the gradients of spare rows
                 place.zero_()
