@@ -80,7 +80,14 @@ def rank(value: int, size: int) -> list[str]:
 
 
 def peer(value: int, size: int, own: int, tag: int) -> list[str]:
-    """Return the problems of a number that is no other rank, or of a tag out of range."""
+    """Return the problems of a number that is no other rank, or of a tag out of range.
+
+    Args:
+        value: The number of the other rank.
+        size: The number of ranks.
+        own: This rank.
+        tag: The tag.
+    """
     problems = rank(value, size)
     if value == own:
         problems.append(f"Rank {own} is this one: push and pull join two ranks.")

@@ -121,7 +121,13 @@ class Communicator:
     def broadcast(
         self, tensor: torch.Tensor, root: int = 0, algorithm: str = LIBRARY
     ) -> torch.Tensor:
-        """Return the root's tensor on all ranks. The others pass one of the same shape and dtype."""
+        """Return the root's tensor on all ranks.
+
+        Args:
+            tensor: The tensor. The other ranks pass one of the same shape and dtype.
+            root: The rank whose tensor is returned.
+            algorithm: See the class.
+        """
         self._agree("broadcast", algorithm, tensor, root=root)
         flat = _flat_copy(tensor)
         if algorithm == LIBRARY:
@@ -133,7 +139,14 @@ class Communicator:
     def reduce(
         self, tensor: torch.Tensor, op: str = "sum", root: int = 0, algorithm: str = LIBRARY
     ) -> torch.Tensor | None:
-        """Return the sum (mean, max, min) of the ranks' tensors on the root, and None on the others."""
+        """Return the sum (mean, max, min) of the ranks' tensors on the root, and None on the others.
+
+        Args:
+            tensor: This rank's tensor.
+            op: See the class.
+            root: The rank that gets the result.
+            algorithm: See the class.
+        """
         self._agree("reduce", algorithm, tensor, op=op, root=root)
         flat = _flat_copy(tensor)
         if algorithm == LIBRARY:
@@ -147,7 +160,13 @@ class Communicator:
     def all_reduce(
         self, tensor: torch.Tensor, op: str = "sum", algorithm: str = LIBRARY
     ) -> torch.Tensor:
-        """Return the sum (mean, max, min) of the ranks' tensors on all ranks."""
+        """Return the sum (mean, max, min) of the ranks' tensors on all ranks.
+
+        Args:
+            tensor: This rank's tensor.
+            op: See the class.
+            algorithm: See the class.
+        """
         self._agree("all_reduce", algorithm, tensor, op=op)
         flat = _flat_copy(tensor)
         if algorithm == LIBRARY:
@@ -163,6 +182,11 @@ class Communicator:
 
         Rows are along the first dimension. If they do not divide evenly, the first ranks get one
         more each.
+
+        Args:
+            tensor: This rank's tensor.
+            op: See the class.
+            algorithm: See the class.
         """
         self._agree("reduce_scatter", algorithm, tensor, op=op)
         shape = tensor.shape[1:]

@@ -62,7 +62,7 @@ def cost(
 
 
 def terms(algorithm: str, operation: str, ranks: int) -> Terms:
-    """Return the factors of alpha, ``n * beta`` and ``n * gamma``."""
+    """Return the factors of alpha, ``n * beta`` and ``n * gamma``. See :func:`cost`."""
     ALGORITHMS[operation][algorithm]
     if ranks == 1:
         return Terms(0, 0.0, 0.0)

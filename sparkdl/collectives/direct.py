@@ -41,9 +41,12 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> 
 def reduce_scatter(
     output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Sum ``tensor`` over the ranks of ``group`` and write this rank's part to ``output``.
+    """Sum a tensor over ranks and scatter the sum, in N equal parts.
 
-    The parts of the N ranks have the same size.
+    Args:
+        output: Gets this rank's part of the sum.
+        tensor: This rank's tensor.
+        group: The N ranks. None means all.
     """
     size = dist.get_world_size(group)
     if suits(tensor, size):

@@ -41,7 +41,7 @@ def power_below(size: int) -> int:
 
 
 def all_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
-    """Halve and double: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [2]"""
+    """All-reduce by halving and doubling: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [2]"""
     fold(link, flat, combine)
     if core := _core(link):
         bounds = even_bounds(flat.numel(), core.size)
@@ -51,7 +51,7 @@ def all_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
 
 
 def reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
-    """Halve, then gather on rank 0: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [2]"""
+    """Reduce by halving and a gather on rank 0: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [2]"""
     fold(link, flat, combine)
     if core := _core(link):
         bounds = even_bounds(flat.numel(), core.size)
@@ -60,7 +60,7 @@ def reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
 
 
 def broadcast(link: Link, flat: torch.Tensor) -> None:
-    """Scatter from rank 0, then double: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [1]"""
+    """Broadcast by a scatter and doubling: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [1]"""
     if core := _core(link):
         bounds = even_bounds(flat.numel(), core.size)
         scatter(core, flat, bounds)
@@ -69,7 +69,7 @@ def broadcast(link: Link, flat: torch.Tensor) -> None:
 
 
 def reduce_scatter(link: Link, flat: torch.Tensor, bounds: Sequence[int], combine: Combine) -> None:
-    """Halve: ``log2 p`` steps, ``n (p - 1) / p`` bytes. [1]"""
+    """Reduce-scatter by halving: ``log2 p`` steps, ``n (p - 1) / p`` bytes. [1]"""
     fold(link, flat, combine)
     if core := _core(link):
         halve(core, flat, _core_bounds(link, bounds), combine)
@@ -82,7 +82,7 @@ def reduce_scatter(link: Link, flat: torch.Tensor, bounds: Sequence[int], combin
 
 
 def all_gather(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
-    """Double: ``log2 p`` steps, ``n (p - 1) / p`` bytes. [1]"""
+    """All-gather by doubling: ``log2 p`` steps, ``n (p - 1) / p`` bytes. [1]"""
     if (pair := _pair(link)) is not None:
         theirs = flat[bounds[pair + 1] : bounds[pair + 2]]
         if link.rank == pair:
@@ -95,7 +95,7 @@ def all_gather(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
 
 
 def halve(link: Link, flat: torch.Tensor, bounds: Sequence[int], combine: Combine) -> None:
-    """Reduce-scatter among a power of two: partners at distance p/2, p/4, ..., 1."""
+    """Reduce-scatter among a power of two ranks, with partners at distance p/2, p/4, ..., 1."""
     low, high = 0, link.size
     while high - low > 1:
         half = (high - low) // 2
@@ -113,7 +113,7 @@ def halve(link: Link, flat: torch.Tensor, bounds: Sequence[int], combine: Combin
 
 
 def double(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
-    """All-gather among a power of two: partners at distance 1, 2, ..., p/2."""
+    """All-gather among a power of two ranks, with partners at distance 1, 2, ..., p/2."""
     width = 1
     while width < link.size:
         partner = link.rank ^ width

@@ -41,7 +41,13 @@ class BarrierJob:
         self._job: Any = None
 
     def submit(self, source: RDD, meeting: Rendezvous, description: str) -> None:
-        """Submit the stage, in place of any earlier one. Each partition's task runs ``meeting``."""
+        """Submit the stage, in place of any earlier one.
+
+        Args:
+            source: The RDD whose partitions the tasks get.
+            meeting: The body of the tasks.
+            description: The description of the job in Spark's UI.
+        """
         self.cancel()
         with own_properties(self._context), stage_name(self._context, "gang"):
             self._context.setJobGroup(self._group, description)

@@ -46,7 +46,14 @@ class ChannelError(SparkdlError, RuntimeError):
 
 
 class Channel:
-    """One end of a connection. Several threads may send frames, but only one may receive."""
+    """One end of a connection. Several threads may send frames, but only one may receive.
+
+    Args:
+        connection: The connected socket.
+        key: The key of the gang.
+        nonce: The connection's nonce, of which each end has drawn a half.
+        driver: Whether this is the driver's end.
+    """
 
     def __init__(self, connection: socket.socket, key: bytes, nonce: bytes, driver: bool) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

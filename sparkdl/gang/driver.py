@@ -133,9 +133,7 @@ class Gang:
         """Return the number of tasks for the stage."""
         least = self._hosting.min_slots if self._hosting is not None else None
         wait = deadline - time.monotonic() if again else SLOT_SECONDS
-        enough = (
-            self.tasks if again else least
-        )  # do not wait again for slots that were missing before
+        enough = self.tasks if again else least  # slots that were missing before may stay missing
         try:
             return check_slots(self._context, self.size, wait, self._profile, least, enough)
         except ParameterError:

@@ -187,6 +187,12 @@ def join(store: Store, seconds: float, backend: str, member: RankContext) -> Non
 
     The group is not bound to the device. With a bound one, torch creates the groups of a mesh by
     splitting it, which crashes a process that was in another group before (seen with torch 2.13).
+
+    Args:
+        store: The store through which the ranks find each other.
+        seconds: The time that a rank waits for the others, here and in each collective.
+        backend: The name of the backend, as ``init_process_group`` takes it.
+        member: The context of the rank.
     """
     missing = [name for name in INTERFACES if name not in os.environ]  # else the user has named one
     if missing:
@@ -242,8 +248,6 @@ def interface_of(address: str) -> str:
                 continue
             if socket.inet_ntoa(answer[20:24]) in wanted:
                 return name
-    if any(
-        found.startswith("127.") for found in wanted
-    ):  # all of 127/8 is on the loopback interface
+    if any(found.startswith("127.") for found in wanted):  # all of 127/8 is on the loopback
         return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     raise ValueError(f"no network interface of this node has the address {address}")

@@ -94,9 +94,7 @@ class ConnectedRanks:
     def _send(self, contents: Sequence[list[bytes]]) -> None:
         """Send some commands to each rank."""
         for channel, content in zip(self._channels, contents, strict=True):
-            with contextlib.suppress(
-                ChannelError
-            ):  # the rank is gone, but may have sent the reason
+            with contextlib.suppress(ChannelError):  # the rank is gone; it may have sent the reason
                 channel.send(content)
 
     def _await(self, doing: str) -> None:

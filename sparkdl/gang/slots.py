@@ -31,7 +31,17 @@ def task_slots(
     profile: ResourceProfile | None = None,
     seconds: float = SLOT_SECONDS,
 ) -> int:
-    """Return :func:`slots_now`, at least 1; wait up to ``seconds`` for the first executor."""
+    """Return the number of tasks that can run at once, at least 1.
+
+    Args:
+        context: The SparkContext.
+        profile: The resources of the tasks. None means the default profile.
+        seconds: The longest time to wait for the first executor.
+
+    Raises:
+        ParameterError: If the profile requests executors. See :func:`check_profile`.
+        SessionError: If there is a profile in local mode.
+    """
     if profile is not None:
         check_profile(context, profile)
     given, began, fixed = in_java(context, profile), time.monotonic(), is_local(context)

@@ -87,6 +87,11 @@ def check_one_length(word: str, fields: Sequence[Field]) -> None:
 def check_called(module: nn.Module, items: Items, policy: TrainingOptions) -> None:
     """Check that the modules for activation checkpointing are called as a whole.
 
+    Args:
+        module: The model.
+        items: Its chain of modules.
+        policy: The options of training, which name the modules.
+
     Raises:
         sparkdl.ModelError: If one is not.
     """
@@ -136,6 +141,11 @@ def _check_count(strategy: Pipeline, items: Items, count: int) -> None:
 
 def check_shared(module: nn.Module, items: Items, bounds: Sequence[int]) -> None:
     """Check that no parameter or buffer is in two pipeline stages.
+
+    Args:
+        module: The model.
+        items: Its chain of modules.
+        bounds: The positions in the chain where stages begin, and the end.
 
     Raises:
         sparkdl.ModelError: If one is.
@@ -334,7 +344,10 @@ def micro_batches(rows: int, accumulate: int, count: int) -> list[tuple[int, int
 def pass_sizes(strategy: Pipeline, rows: Sequence[int], accumulate: int) -> Iterator[set[int]]:
     """Yield the numbers of rows that forward passes will have, for each copy of the pipeline.
 
-    ``rows`` has the number of rows of a mini-batch that each copy gets.
+    Args:
+        strategy: The options of the pipeline.
+        rows: The number of rows of a mini-batch that each copy gets.
+        accumulate: The number of parts of a mini-batch.
     """
     for together in rows:
         yield {each for _, each, _ in micro_batches(together, accumulate, strategy.micro_batches)}

@@ -48,7 +48,15 @@ FEED_FORWARD = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 def plan_of(strategy: Tensor, module: nn.Module, ranks: int) -> dict[str, Any]:
-    """Return how each submodule that is split is split: "column", "row", or a style of torch.
+    """Return how each submodule that is split is split.
+
+    Args:
+        strategy: The options of the split.
+        module: The model.
+        ranks: The number of parts of a layer. The default plan has only layers that it divides.
+
+    Returns:
+        "column", "row", or a style of torch, by the name of the submodule.
 
     Raises:
         sparkdl.ModelError: If a name matches nothing, or there is nothing to split.

@@ -296,8 +296,16 @@ def _cut(
 class TracedStage(nn.Module):
     """Some steps of a recorded forward.
 
-    Its argument and its result are one value, or a tuple of several. ``on_device`` has the
-    constants that are the device of the inputs, which may have changed since the recording.
+    Its argument and its result are one value, or a tuple of several.
+
+    Args:
+        nodes: The nodes of the recording that it runs.
+        takes: The nodes whose values are its argument.
+        gives: The nodes whose values are its result.
+        constants: The values of nodes that are always the same.
+        on_device: Those of ``constants`` that are the device of the inputs, which may have changed
+            since.
+        whole: The model.
     """
 
     def __init__(

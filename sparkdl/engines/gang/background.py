@@ -105,5 +105,11 @@ class Background:
 def on_copies(
     use: Callable[..., Any], plans: Mapping[int, Any], states: Mapping[int, SliceState]
 ) -> dict[int, Callable[[], Any]]:
-    """Return the calls ``use(index, plan, state)``, each with a copy of its state."""
+    """Return calls that use copies of states.
+
+    Args:
+        use: Called as ``use(index, plan, state)`` for each slice.
+        plans: The slices by index.
+        states: The states by slice index, which are copied now.
+    """
     return {n: functools.partial(use, n, plans[n], copied(state)) for n, state in states.items()}

@@ -73,7 +73,13 @@ class ModelGroup:
     def together(
         self, work: ReplicaIteration, weights: Sequence[float], own: MiniBatch | None
     ) -> MiniBatch:
-        """Return, on every rank, all rows of the group that have weight."""
+        """Return, on every rank, all rows of the group that have weight.
+
+        Args:
+            work: The iteration.
+            weights: The weights of all ranks.
+            own: The rows of this rank.
+        """
         counts, to = self.counts(work, weights), self.ranks
         here = self.here(work, counts, own, to)
         return MiniBatch(self.inputs(counts, here, to), *self.targets(counts, here, to))

@@ -35,7 +35,13 @@ class SnapshotFiles:
     folder: Path
 
     def write(self, name: str, number: int, packed: bytes) -> None:
-        """Write part ``number`` of snapshot ``name``, completely or not at all."""
+        """Write one part of a snapshot, completely or not at all.
+
+        Args:
+            name: The name of the snapshot.
+            number: The number of the part.
+            packed: The content of the file.
+        """
         path = self._path(name, number)
         draft = path.with_name(f"{path.name}.new")
         try:
@@ -67,7 +73,13 @@ def pack(plan: SliceSpec, states: Sequence[SliceState]) -> bytes:
 
 
 def unpack(plan: SliceSpec, packed: bytes, dtype: torch.dtype) -> list[SliceState]:
-    """Unpack what :func:`pack` has packed."""
+    """Unpack what :func:`pack` has packed.
+
+    Args:
+        plan: The slice.
+        packed: The packed states.
+        dtype: The dtype of the weights.
+    """
     return [ReadCarried((file,))(plan, dtype) for file in split_files(packed)]
 
 

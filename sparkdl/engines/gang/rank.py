@@ -325,7 +325,16 @@ class Rank:
         return slices
 
     def score(self, scorer: Scorer, assembly: BatchSpec, batch_size: int) -> list[Any] | None:
-        """Return the scorer's states for this rank's partition of the validation samples."""
+        """Return the scorer's states for this rank's partition of the validation samples.
+
+        Args:
+            scorer: Scores batches.
+            assembly: How batches are made from columns.
+            batch_size: The number of samples in a batch.
+
+        Returns:
+            The states, or None if the partition is empty.
+        """
         handle = self._handles[1]
 
         def score() -> list[Any] | None:
@@ -342,9 +351,10 @@ class Rank:
         self._held.best = {n: SliceState(state.weights.clone()) for n, state in states.items()}
 
     def weights(self, which: str, tick: int) -> dict[int, np.ndarray | Left]:
-        """Return the weights of the slices that this rank answers for.
+        """Return the weights of the slices that this rank answers for, as NumPy arrays.
 
-        They are NumPy arrays, which travel with fewer copies than tensors.
+        Arrays travel with fewer copies than tensors. ``which`` may also be the moving average. For
+        the arguments see :meth:`map_slices`.
         """
         held, pool = self._held, open_pool(self._run.slab)
         states = held.best if which == BEST else held.states
@@ -358,7 +368,16 @@ class Rank:
     def map_slices(
         self, use: Callable[[int, SliceSpec, SliceState], Any], which: str, tick: int
     ) -> dict[int, Any]:
-        """Return ``use(index, plan, state)`` for each slice that this rank answers for."""
+        """Use the states of the slices that this rank answers for.
+
+        Args:
+            use: Called as ``use(index, plan, state)``.
+            which: The weights to use: the current ones or the best.
+            tick: A number that increases with every request, for the slabs.
+
+        Returns:
+            The results by slice index. Large ones are left in slabs.
+        """
         plans, states, pool = self._held.slices, self._slices(which), open_pool(self._run.slab)
         return {
             n: left_where_large(pool, use(n, plans[n], state), tick) for n, state in states.items()

@@ -45,7 +45,14 @@ def send(value: Any, to: int, group: dist.ProcessGroup | None, device: torch.dev
 
 
 def receive(source: int, group: dist.ProcessGroup | None, device: torch.device) -> Any:
-    """Return the value that rank ``source`` sends, with its tensors on ``device``."""
+    """Return the value that another rank sends.
+
+    Args:
+        source: The rank that sends it.
+        group: The process group of both ranks.
+        device: The device of the tensors that the group's backend sends, and of those that are
+            returned.
+    """
     size = torch.zeros(1, dtype=torch.int64, device=device)
     dist.recv(size, source, group)
     content = torch.empty(int(size), dtype=torch.uint8, device=device)
@@ -56,9 +63,14 @@ def receive(source: int, group: dist.ProcessGroup | None, device: torch.device) 
 def broadcast(
     value: Any, source: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> Any:
-    """Return the ``value`` of rank ``source`` on every rank of the group.
+    """Return the value of one rank on every rank of a group.
 
-    The argument is ignored on the other ranks.
+    Args:
+        value: The value. It is ignored on other ranks than ``source``.
+        source: The rank whose value is returned.
+        group: The ranks. None means all.
+        device: The device of the tensors that the group's backend sends, and of those that are
+            returned.
     """
     mine = dist.get_rank() == source
     content = _written(value).to(device) if mine else torch.empty(0, dtype=torch.uint8)
@@ -98,7 +110,17 @@ def _read(content: torch.Tensor, device: torch.device) -> Any:
 
 
 def exchange_bytes(parcel: bytearray, to: int, source: int, rank: int) -> memoryview:
-    """Send ``parcel`` to rank ``to`` and return what rank ``source`` sends at the same time."""
+    """Send bytes to one rank, and receive bytes from another at the same time.
+
+    Args:
+        parcel: The bytes to send.
+        to: The rank that receives them.
+        source: The rank that sends to this one.
+        rank: This rank.
+
+    Returns:
+        The bytes that ``source`` has sent.
+    """
     if to == rank:
         return memoryview(parcel)
     length = torch.zeros(1, dtype=torch.int64)

@@ -204,7 +204,13 @@ class ShardedState:
     """
 
     def __init__(self, cut: ShardSpec, run: RunSpec, rank: int) -> None:
-        """Create the state. ``run`` has one slice for each rank."""
+        """Create the state, which is empty until :meth:`begin` or :meth:`place`.
+
+        Args:
+            cut: The part of the model that this rank has.
+            run: The run, with one slice for each rank.
+            rank: This rank.
+        """
         self.live, self._rank, self._turned = cut.live, rank, cut.turned
         self.slices = slice_specs(cut.whole, run.slices, whole=run.whole_tensors)
         self._update_group, self._group = cut.update_group or (rank,), cut.group

@@ -53,7 +53,13 @@ def _plan(start: int, stop: int, trainable: int) -> SliceSpec:
 
 
 def rows_of(rows: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Return the rows [first, last) of a parameter that a rank has, as ``torch.chunk`` splits them."""
+    """Return the rows [first, last) that a rank has, as ``torch.chunk`` splits a parameter.
+
+    Args:
+        rows: The number of rows of the parameter.
+        ranks: The number of ranks.
+        rank: The rank.
+    """
     each = math.ceil(rows / ranks)
     return min(rank * each, rows), min((rank + 1) * each, rows)
 
@@ -81,7 +87,13 @@ def nested_shards(cuts: Sequence[tuple[int, int]]) -> RowsOf:
 
 
 def layout_of_rows(layout: Layout, rows: RowsOf, numbers: Collection[int]) -> Layout:
-    """Return the layout of a rank with these rows of the parameters ``numbers``, and all buffers."""
+    """Return the layout of a rank's rows.
+
+    Args:
+        layout: The layout of the whole model.
+        rows: The rows of each parameter that the rank has.
+        numbers: The parameters of which it has rows. Every rank has all buffers.
+    """
     segments, position, step = [], 0, ALIGNMENT // layout.dtype.itemsize
     for number, segment in enumerate(layout.segments):
         if segment.kind == "parameter":
@@ -194,7 +206,14 @@ def _place(own: Layout, span: ShardRange) -> int:
 
 
 def cut(part: StoredSlice, start: int, stop: int, number: int | None) -> StoredSlice | None:
-    """Return the overlap of ``part`` with [start, stop), with the state of parameter ``number``."""
+    """Return the part of a stored slice that lies in a range, or None.
+
+    Args:
+        part: The stored slice.
+        start: The first element of the range.
+        stop: The end of the range.
+        number: The parameter whose state that belongs to no single element is included, or None.
+    """
     low, high = max(part.start, start), min(part.stop, stop)
     if low >= high:
         return None
@@ -217,7 +236,13 @@ def _kept(
 def for_slice(
     spans: Sequence[ShardRange], parts: Sequence[StoredSlice], plan: SliceSpec
 ) -> bytearray:
-    """Pack the pieces that a rank sends to the owner of a slice. ``parts`` belong to its ``spans``."""
+    """Pack the pieces that a rank sends to the owner of a slice.
+
+    Args:
+        spans: The ranges of the flat vector that the rank has.
+        parts: Its state, one part for each span.
+        plan: The slice.
+    """
     return _packed(
         cut(part, plan.start, plan.stop, span.number)
         for span, part in zip(spans, parts, strict=True)

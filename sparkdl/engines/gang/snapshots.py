@@ -24,8 +24,14 @@ class Snapshots:
 
     Every method but :meth:`begin` is a command that all ranks get at the same time.
 
-    A snapshot has ``slices`` parts and, if gradients are compressed, one more part for each of
-    ``residuals`` ranks: that rank's residuals.
+    A snapshot has one part for each slice and, if gradients are compressed, one more for the
+    residuals of each rank.
+
+    Args:
+        files: The snapshot files of this node.
+        rank: This rank.
+        slices: The number of slices.
+        residuals: The number of ranks that may have residuals; 0 if gradients are not compressed.
     """
 
     def __init__(self, files: SnapshotFiles, rank: int, slices: int, residuals: int) -> None:

@@ -245,7 +245,7 @@ class CopySync(SummedGradients):
     """The process group of the ranks with the same part of the model."""
 
     def _not_finite(self) -> str:
-        """Look at this rank's gradients, before the sum."""
+        """Return the name of a parameter whose gradient on this rank cannot be summed, or ""."""
         if not self._counts:  # ignore the gradients of spare rows
             self._gradients = Gradients([None] * len(self._live.flat.parameters), {})
         dense, wire, ranks = self._gradients.dense, None, 1

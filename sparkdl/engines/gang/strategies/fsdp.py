@@ -59,10 +59,21 @@ def sharded(
     device: torch.device,
     turn: Turn,
 ) -> tuple[LiveReplica, Layout]:
-    """Return the replica with this rank's shards in its flat vector, and the layout of the whole model.
+    """Shard a module over ranks.
 
-    ``module`` has just been built on the CPU. It is sharded unit by unit, after its layers are
-    split, if they are. With ``cpu_offload`` the shards stay on the CPU.
+    It is sharded unit by unit, after its layers are split, if they are.
+
+    Args:
+        recipe: The recipe of the module.
+        module: The module, which has just been built on the CPU.
+        parallel: The strategies. With ``cpu_offload`` the shards stay on the CPU.
+        groups: The process groups of this rank.
+        spare: A few rows, with which split layers are tried.
+        device: The device of this rank.
+        turn: The turn of this rank to build, which ends when layers are split.
+
+    Returns:
+        The replica with this rank's shards in its flat vector, and the layout of the whole model.
     """
     strategy = parallel.fsdp
     assert strategy is not None
@@ -90,7 +101,15 @@ def cut_units(
     mesh: DeviceMesh,
     policy: TrainingOptions,
 ) -> None:
-    """Apply ``fully_shard`` to ``units``, and to ``outermost`` for what is in none of them."""
+    """Apply ``fully_shard`` to units, and to their parent for what is in none of them.
+
+    Args:
+        units: The units.
+        outermost: The module that contains them.
+        parallel: The strategies.
+        mesh: The ranks over which the units are sharded.
+        policy: The options of training.
+    """
     strategy = parallel.fsdp
     assert strategy is not None
     trained = next((p.dtype for p in outermost.parameters() if p.requires_grad), torch.float32)
@@ -179,7 +198,7 @@ class ShardedSync(SummedGradients):
         )
 
     def _not_finite(self) -> str:
-        """Look at this rank's rows of the sum over the ranks."""
+        """Return the parameter whose summed gradient is not finite in this rank's rows, or ""."""
         if can_be_summed(self._vector.filled(self._gradients.dense), 1):
             return ""
         return first_not_finite(self._live, self._gradients)

@@ -63,7 +63,15 @@ class PipelineSync(CopySync):
     ) -> None:
         """Create the schedules.
 
-        ``carrier`` is the process group for messages between pipeline stages.
+        Args:
+            staged: The replica with its pipeline stages.
+            plans: The slices that this rank updates.
+            rank: This rank.
+            spare: A few rows, for passes without effect.
+            strategy: The options of the pipeline.
+            groups: The process groups of this rank.
+            near: The rows of other ranks that this rank can read itself.
+            carrier: The process group for messages between pipeline stages.
         """
         super().__init__(staged.live, plans, rank, spare)
         self._strategy, self._seats = strategy, staged.seats

@@ -108,9 +108,17 @@ def staged(
     device: torch.device,
     turn: Turn,
 ) -> PipelineBuild:
-    """Build the replica from ``module``, which has just been built, and free what other ranks hold.
+    """Split a module into pipeline stages, and free what other ranks hold.
 
-    All cuts in ``parallel`` must be named.
+    Args:
+        recipe: The recipe of the module.
+        module: The module, which has just been built.
+        parallel: The strategies, with every cut of the pipeline named.
+        groups: The process groups of this rank.
+        rank: This rank.
+        spare: A few rows, with which the forward is traced and split layers are tried.
+        device: The device of this rank.
+        turn: The turn of this rank to build, which ends when layers are split.
     """
     strategy, mesh = parallel.pipeline, parallel.mesh
     assert strategy is not None

@@ -97,10 +97,18 @@ def parallelise(
     device: torch.device,
     turn: Turn,
 ) -> None:
-    """Split the layers of ``module`` over ``mesh``, which has one dimension.
+    """Split the layers of a module.
 
-    All ranks have built the same module, so nothing is sent, and each can do this in its ``turn``,
-    which ends here.
+    All ranks have built the same module, so nothing is sent, and each can do this in its turn.
+
+    Args:
+        recipe: The recipe of the module.
+        module: The module, which is moved to ``device`` and changed in place.
+        strategy: The options of the split.
+        mesh: The ranks over which layers are split, in one dimension.
+        spare: A few rows, with which the model is called before and after the split.
+        device: The device of this rank.
+        turn: The turn of this rank to build, which ends here.
 
     Raises:
         sparkdl.ModelError: If the split model fails, or its output for ``spare`` is different.
@@ -170,7 +178,10 @@ def cut_by_layer(
     device: torch.device,
     turn: Turn,
 ) -> tuple[LiveReplica, Layout]:
-    """Return the replica with this rank's parts in its flat vector, and the layout of the whole."""
+    """Return the replica with this rank's parts in its flat vector, and the layout of the whole.
+
+    For the arguments and exceptions see :func:`parallelise`.
+    """
     layout = layout_of(module)
     parallelise(recipe, module, strategy, mesh, spare, device, turn)
     return LiveReplica.around(recipe, FlatModule(module, device)), layout
@@ -211,7 +222,10 @@ def settle(live: LiveReplica) -> None:
 
 
 class TensorSync(CopySync):
-    """Gradients of the parts of layers. See the note above."""
+    """Gradients of the parts of layers. See the note above.
+
+    ``alike`` is the process group of the ranks with the same parts.
+    """
 
     def __init__(
         self,
