@@ -221,7 +221,10 @@ class SummedGradients(GradientSync):
         return contributions
 
     def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
-        """Return the gradients in one vector, and the parameters without one."""
+        """Return the gradients in one vector, and the parameters without one.
+
+        The gradients that are kept separately may be freed by this.
+        """
         return self._vector.filled(self._gradients.dense), self._gradients.absent
 
     def _buffers(self, size: int) -> list[torch.Tensor]:
@@ -319,7 +322,7 @@ def first_not_finite(
 def can_be_summed(sent: torch.Tensor, ranks: int) -> bool:
     """Return whether the values that a rank sends, and their sum over ``ranks``, are finite.
 
-    The sum is taken to be of no larger values from the other ranks. Sums in float16 overflow at 65,504.
+    This assumes that the other ranks send no larger values. Sums in float16 overflow at 65,504.
     """
     return sums_up(_most(sent, ranks)) or bool(all_finite(sent, ranks))
 
