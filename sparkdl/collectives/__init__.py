@@ -1,4 +1,4 @@
-"""Algorithms between ranks: all-reduce, reduce-scatter, broadcast, and what they cost.
+"""Collective algorithms between ranks: all-reduce, reduce-scatter, broadcast, and their costs.
 
-May import: ``errors``. Must not know: Spark, and how the ranks came to be.
+May import: ``errors``. Must not know: Spark, and how the ranks were started.
 """

@@ -1,35 +1,37 @@
-"""Collectives written out in sends and receives: what a library does, to be read and measured.
+"""Collectives written as sends and receives: what a library does, to be read and measured.
 
-Every function runs on all ranks of a link at once, on flat contiguous tensors, in place:
+All ranks of a link call a function at the same time, with flat contiguous tensors, which it changes in
+place:
 
 =================  ================================  ===========================================
 operation          before                            after
 =================  ================================  ===========================================
 broadcast          rank 0 has the vector             all ranks have it
-reduce             each rank has a vector            rank 0 has their sum; the others are spoilt
+reduce             each rank has a vector            rank 0 has the sum; others are overwritten
 all_reduce         each rank has a vector            all ranks have the sum
-reduce_scatter     each rank has a vector            block ``i`` of rank ``i`` is the sum's
+reduce_scatter     each rank has a vector            rank ``i`` has block ``i`` of the sum
 all_gather         rank ``i`` has block ``i``        all ranks have all blocks
 =================  ================================  ===========================================
 
-"Sum" stands for any commutative ``combine(into, received)``, which alters ``into``. The order in which
-it combines is fixed by the algorithm and the number of ranks alone, so the same inputs give the same
-bits; and each element is combined on one rank and copied from there, so all ranks have the same bits.
-``bounds`` are the ends of the blocks: block ``i`` is ``flat[bounds[i]:bounds[i + 1]]``; blocks may
-differ in size and be empty. :class:`~sparkdl.collectives.link.SubgroupLink` makes any rank the root.
+"Sum" stands for any commutative ``combine(into, received)``, which changes ``into``. The order of
+combination depends only on the algorithm and the number of ranks, so the same inputs give the same
+bits. Each element is combined on one rank and copied from there, so all ranks have the same bits.
+``bounds`` are the ends of the blocks: block ``i`` is ``flat[bounds[i]:bounds[i + 1]]``. Blocks may
+differ in size and be empty. The root is rank 0; :class:`~sparkdl.collectives.link.SubgroupLink`
+makes any rank the root.
 
-The algorithms and what they cost (:mod:`sparkdl.collectives.costs` has the formulas):
+The algorithms (:mod:`sparkdl.collectives.costs` has the formulas for their costs):
 
 ``linear``
-    The root talks to one rank after the other.
+    The root communicates with one rank after another.
 ``tree``
-    Binomial tree: for broadcast and reduce of small vectors. [1, 2]
+    A binomial tree, for broadcast and reduce of small vectors. [1, 2]
 ``ring``
-    Blocks go around a ring, every rank sends and receives at every step: all_gather,
-    reduce_scatter, and all_reduce as both; no algorithm sends fewer bytes. [1, 2, 3] broadcast and
+    Blocks go around a ring, and every rank sends and receives in every step: all_gather,
+    reduce_scatter, and all_reduce as both. No algorithm sends fewer bytes. [1, 2, 3] broadcast and
     reduce send the blocks down a chain, as a pipeline. [4]
 ``halving-doubling``
-    :mod:`sparkdl.collectives.halving`: as few bytes as the ring in a logarithm of steps.
+    :mod:`sparkdl.collectives.halving`: as few bytes as the ring, in a logarithmic number of steps.
 
 [1] R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in
 MPICH", Int. J. High Performance Computing Applications 19(1), 2005.
@@ -54,7 +56,7 @@ from sparkdl.collectives.link import Link
 
 
 def linear_broadcast(link: Link, flat: torch.Tensor) -> None:
-    """``p - 1`` steps of ``n`` bytes, all from the root."""
+    """Broadcast in ``p - 1`` steps of ``n`` bytes, all from the root."""
     if link.rank:
         link.receive(flat, 0)
     else:
@@ -63,7 +65,7 @@ def linear_broadcast(link: Link, flat: torch.Tensor) -> None:
 
 
 def linear_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
-    """``p - 1`` steps of ``n`` bytes, all to the root, which combines in the order of ranks."""
+    """Reduce in ``p - 1`` steps of ``n`` bytes, all to the root, which combines in rank order."""
     if link.rank:
         link.send(flat, 0)
     else:
@@ -74,14 +76,16 @@ def linear_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
 
 
 def linear_all_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
-    """A linear reduce, then a linear broadcast."""
+    """Run a linear reduce, then a linear broadcast."""
     linear_reduce(link, flat, combine)
     linear_broadcast(link, flat)
 
 
 def tree_broadcast(link: Link, flat: torch.Tensor) -> None:
-    """Binomial tree: in each step, all that have the vector send it on. ``ceil(log2 p)`` steps of
-    ``n`` bytes; the root sends in each."""
+    """Broadcast along a binomial tree: in each step, all ranks that have the vector send it.
+
+    There are ``ceil(log2 p)`` steps of ``n`` bytes, in each of which the root sends.
+    """
     for width in reversed(_widths(link.size)):
         place = link.rank % (2 * width)
         if place == 0 and link.rank + width < link.size:
@@ -91,7 +95,7 @@ def tree_broadcast(link: Link, flat: torch.Tensor) -> None:
 
 
 def tree_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
-    """The same tree backwards: half of the ranks send in the first step, and are done."""
+    """Reduce along the same tree backwards: half of the ranks send in the first step, and are done."""
     received = torch.empty_like(flat)
     for width in _widths(link.size):
         place = link.rank % (2 * width)
@@ -103,28 +107,34 @@ def tree_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
 
 
 def tree_all_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
-    """Up the tree and down again: the fewest steps but for halving-doubling, most bytes."""
+    """Reduce up the tree and broadcast down again.
+
+    Apart from halving-doubling this has the fewest steps, but it sends the most bytes.
+    """
     tree_reduce(link, flat, combine)
     tree_broadcast(link, flat)
 
 
 def ring_broadcast(link: Link, flat: torch.Tensor) -> None:
-    """Down a chain in ``p`` blocks, each sent on while the next one arrives: ``2 (p - 1)`` steps of
-    ``n / p`` bytes. (More, smaller blocks suit long vectors: this one has no such knob.)"""
+    """Broadcast ``p`` blocks down a chain, each of which is forwarded while the next one arrives.
+
+    There are ``2 (p - 1)`` steps of ``n / p`` bytes. More and smaller blocks would suit long
+    vectors better, but their number cannot be set here.
+    """
     before = link.rank - 1 if link.rank else None
     behind = link.rank + 1 if link.rank + 1 < link.size else None
     _relay(link, flat, before, behind, None)
 
 
 def ring_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
-    """The same chain backwards, combining at every rank."""
+    """Reduce along the same chain backwards, and combine on every rank."""
     before = link.rank + 1 if link.rank + 1 < link.size else None
     behind = link.rank - 1 if link.rank else None
     _relay(link, flat, before, behind, combine)
 
 
 def ring_all_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
-    """A reduce-scatter and an all-gather on the ring: ``2 (p - 1)`` steps of ``n / p`` bytes."""
+    """Reduce-scatter and all-gather on the ring: ``2 (p - 1)`` steps of ``n / p`` bytes."""
     bounds = even_bounds(flat.numel(), link.size)
     ring_reduce_scatter(link, flat, bounds, combine)
     ring_all_gather(link, flat, bounds)
@@ -133,8 +143,11 @@ def ring_all_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
 def ring_reduce_scatter(
     link: Link, flat: torch.Tensor, bounds: Sequence[int], combine: Combine
 ) -> None:
-    """``p - 1`` steps of ``n / p`` bytes: a rank adds its own to the block that comes along and sends
-    it on. A block sets out from the rank behind its owner: a rank sends every block but its own."""
+    """Reduce-scatter on the ring: ``p - 1`` steps of ``n / p`` bytes.
+
+    A rank combines its own values with the block that arrives and forwards it. A block starts at
+    the rank after its owner, so a rank sends every block but its own.
+    """
     blocks, behind, before = _ring(link, flat, bounds)
     for step in range(1, link.size):
         out, into = blocks[link.rank - step], blocks[link.rank - step - 1]
@@ -144,7 +157,10 @@ def ring_reduce_scatter(
 
 
 def ring_all_gather(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
-    """``p - 1`` steps of ``n / p`` bytes: a rank sends on what it received in the step before."""
+    """All-gather on the ring: ``p - 1`` steps of ``n / p`` bytes.
+
+    A rank forwards what it has received in the previous step.
+    """
     blocks, behind, before = _ring(link, flat, bounds)
     for step in range(link.size - 1):
         out, into = blocks[link.rank - step], blocks[link.rank - step - 1]
@@ -179,19 +195,19 @@ ALGORITHMS: Mapping[str, Mapping[str, Callable[..., None]]] = {
         "halving-doubling": halving.all_gather,
     },
 }
-"""What is written out for each operation. Arguments: (link, flat), then the bounds where blocks have
-owners, then ``combine`` where there is something to sum."""
+"""The algorithms for each operation. Their arguments are (link, flat), then the bounds if blocks have
+owners, then ``combine`` if there is something to sum."""
 
 
 def _widths(size: int) -> list[int]:
-    """Distances in a binomial tree: the powers of two below ``size``."""
+    """Return the distances in a binomial tree: the powers of two below ``size``."""
     return [1 << i for i in range((size - 1).bit_length())]
 
 
 def _ring(
     link: Link, flat: torch.Tensor, bounds: Sequence[int]
 ) -> tuple[list[torch.Tensor], int, int]:
-    """The blocks, and the ranks behind and before this one."""
+    """Return the blocks, and the ranks after and before this one."""
     blocks = [flat[begin:end] for begin, end in itertools.pairwise(bounds)]
     return blocks, (link.rank + 1) % link.size, (link.rank - 1) % link.size
 
@@ -203,8 +219,10 @@ def _relay(
     behind: int | None,
     combine: Combine | None,
 ) -> None:
-    """Take the blocks from ``before`` and pass each to ``behind`` while the next one arrives; None
-    at the ends of the chain."""
+    """Receive blocks from ``before`` and forward each to ``behind`` while the next one arrives.
+
+    ``before`` and ``behind`` are None at the ends of the chain.
+    """
     ready: torch.Tensor | None = None
     for begin, end in itertools.pairwise(even_bounds(flat.numel(), link.size)):
         block = flat[begin:end]

@@ -1,4 +1,4 @@
-"""What can be wrong with a collective's arguments: each check gives the problems that it finds."""
+"""Checks of the arguments of collectives. Each check returns the problems that it finds."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
 )
-"""What the collectives of Gloo carry."""
+"""The dtypes that the collectives of Gloo support."""
 OPS: Mapping[str, tuple[Callable[..., torch.Tensor], dist.ReduceOp.RedOpType]] = {
     "sum": (torch.add, dist.ReduceOp.SUM),
     "mean": (torch.add, dist.ReduceOp.SUM),
     "max": (torch.maximum, dist.ReduceOp.MAX),
     "min": (torch.minimum, dist.ReduceOp.MIN),
 }
-"""What combines two tensors, and its name in the library. A mean is a sum until its end."""
+"""The function that combines two tensors, and the library's op. A mean is a sum, divided at the end."""
 
 
 def algorithm(operation: str, name: str) -> list[str]:
-    """An algorithm that does not exist, or not for this operation."""
+    """Return the problem of an algorithm that does not exist, or not for this operation."""
     written = ALGORITHMS["all_reduce" if operation == "barrier" else operation]
     known = [LIBRARY, *written]
     if name in known:
@@ -39,7 +39,7 @@ def algorithm(operation: str, name: str) -> list[str]:
 
 
 def reduction(op: str, dtype: torch.dtype) -> list[str]:
-    """An op that does not exist, or not for this dtype."""
+    """Return the problem of an op that does not exist, or not for this dtype."""
     if op not in OPS:
         return [f"There is no op {op!r}, only {', '.join(OPS)}.{nearest(op, OPS)}"]
     if op == "mean" and not dtype.is_floating_point:
@@ -50,7 +50,10 @@ def reduction(op: str, dtype: torch.dtype) -> list[str]:
 
 
 def collective_tensor(tensor: torch.Tensor, by_rows: bool) -> list[str]:
-    """A dtype that Gloo does not carry; no rows where they are cut or joined."""
+    """Return the problems of a dtype that Gloo does not support, or of missing rows.
+
+    ``by_rows`` tells whether the collective splits or joins rows.
+    """
     problems = []
     if tensor.dtype not in DTYPES:
         known = ", ".join(map(name_of, DTYPES))
@@ -61,7 +64,7 @@ def collective_tensor(tensor: torch.Tensor, by_rows: bool) -> list[str]:
 
 
 def device(tensor: torch.Tensor, expected: torch.device) -> list[str]:
-    """A tensor where the backend does not look for it, or with a layout of its own."""
+    """Return the problem of a tensor that is not dense, or not on the backend's device."""
     if tensor.layout != torch.strided:
         return [f"The tensor is {tensor.layout}: make it dense first."]
     if tensor.device.type != expected.type:
@@ -70,14 +73,21 @@ def device(tensor: torch.Tensor, expected: torch.device) -> list[str]:
 
 
 def rank(value: int, size: int) -> list[str]:
-    """A number that is no rank of the group."""
+    """Return the problem of a number that is no rank of the group."""
     if 0 <= operator.index(value) < size:
         return []
     return [f"There is no rank {value}: this group has ranks 0 to {size - 1}."]
 
 
 def peer(value: int, size: int, own: int, tag: int) -> list[str]:
-    """No other rank, or a tag out of range."""
+    """Return the problems of a number that is no other rank, or of a tag out of range.
+
+    Args:
+        value: The number of the other rank.
+        size: The number of ranks.
+        own: This rank.
+        tag: The tag.
+    """
     problems = rank(value, size)
     if value == own:
         problems.append(f"Rank {own} is this one: push and pull join two ranks.")
@@ -87,16 +97,20 @@ def peer(value: int, size: int, own: int, tag: int) -> list[str]:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """``float32``."""
+    """Return the name of a dtype, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 LENGTH = 512
-"""Bytes of every note. Of fixed size, so that a note always arrives, whatever the ranks disagree on."""
+"""The bytes of every note. The size is fixed so that a note arrives whatever the ranks disagree on."""
 
 
 def write(text: str, device: torch.device) -> torch.Tensor:
-    """A note as bytes. ParameterError: it is too long."""
+    """Return a note as bytes.
+
+    Raises:
+        ParameterError: If it is too long.
+    """
     data = text.encode()
     if len(data) > LENGTH:
         raise ParameterError(f"This has too many dimensions to be described: {text[:80]} ...")
@@ -104,14 +118,21 @@ def write(text: str, device: torch.device) -> torch.Tensor:
 
 
 def read(note: torch.Tensor) -> str:
-    """The text of a note."""
+    """Return the text of a note."""
     return bytes(note.tolist()).decode().rstrip()
 
 
 def compare(group: dist.ProcessGroup, call: str, rows: int, device: torch.device) -> list[int]:
-    """The ``rows`` of all ranks, which all tell the same ``call``.
+    """Compare the calls of all ranks, and return the ``rows`` of each.
 
-    ParameterError, the same one on every rank: they do not; says who calls what.
+    Args:
+        group: The ranks.
+        call: The description of this rank's call, which must be the same on all ranks.
+        rows: The number of rows of this rank.
+        device: The device of the tensors that the group sends.
+
+    Raises:
+        ParameterError: If the calls differ. All ranks raise the same error, which tells who calls what.
     """
     mine = write(f"{rows} {call}", device)
     notes = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]

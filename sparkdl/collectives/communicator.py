@@ -1,7 +1,7 @@
-"""A small face over ``torch.distributed``, for those who teach or prototype.
+"""A small interface to ``torch.distributed``, for teaching and prototypes.
 
-Each collective runs by the library, or by an algorithm that is written out in this package to be read
-and measured (:mod:`sparkdl.collectives.algorithms`). For speed in earnest, call ``torch.distributed``.
+Each collective is run by the library, or by an algorithm that is written out in this package to be read
+and measured (:mod:`sparkdl.collectives.algorithms`). If speed matters, call ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from sparkdl.errors import ParameterError, raise_all
 
 
 class Communicator:
-    """The ranks of an initialized process group, as one of them.
+    """The ranks of an initialized process group, as seen from one of them.
 
-    Every rank makes one and calls the same collectives in the same order. Tensors lie where the
-    group's backend takes them (Gloo: CPU, NCCL: CUDA), of any shape, also empty or not contiguous,
-    of the dtypes in :data:`sparkdl.collectives.arguments.DTYPES`. They are never changed: results
-    are new tensors, without gradients.
+    Every rank creates one and calls the same collectives in the same order. Tensors must be on the
+    device that the group's backend supports (Gloo: CPU, NCCL: CUDA). They may have any shape, may
+    be empty or not contiguous, and have one of the dtypes in
+    :data:`sparkdl.collectives.arguments.DTYPES`. They are never changed: results are new tensors,
+    without gradients.
 
     ``algorithm`` is ``"library"`` or one of the algorithms that exist for the operation:
 
@@ -34,23 +35,23 @@ class Communicator:
     reduce_scatter, all_gather               ring, halving-doubling
     =======================================  ===========================================
 
-    ``op`` is "sum", "mean" (of floating-point numbers), "max" or "min". Sums are made in the
+    ``op`` is "sum", "mean" (of floating-point numbers), "max" or "min". Sums are computed in the
     tensor's dtype. The written-out algorithms give the same bits on all ranks and in every run with
-    the same ranks; another algorithm may round otherwise. Their max and min pass NaN on; what the
-    library makes of NaN is the backend's affair.
+    the same ranks; different algorithms may round differently. Their max and min propagate NaN;
+    with the library this depends on the backend.
 
-    Before a collective the ranks compare notes, by one small all-gather of the library: where they
-    differ in the call, its arguments, dtype or shape, *all* get the same ParameterError and the
-    group remains usable. A rank that calls nothing at all cannot be noticed so: the others then
+    Before a collective the ranks compare notes, in one small all-gather of the library. If they
+    differ in the call, its arguments, dtype or shape, *all* ranks raise the same ParameterError and
+    the group remains usable. This does not detect a rank that calls nothing at all. The others then
     wait until the group's timeout and get the backend's RuntimeError, after which the group is
     broken.
 
     Args:
-        group: Of ``torch.distributed``; default: all ranks.
+        group: A process group of ``torch.distributed``. The default is all ranks.
 
     Raises:
-        ParameterError: A ValueError: an argument cannot work, or the ranks disagree. Nothing was sent
-            but the arguments.
+        ParameterError: A ValueError: an argument is invalid, or the ranks disagree. Nothing was
+            sent but the arguments.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -68,26 +69,33 @@ class Communicator:
 
     @property
     def rank(self) -> int:
-        """Of this process in the group, from 0."""
+        """Return the rank of this process in the group, from 0."""
         return self._link.rank
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self._link.size
 
     @property
     def sent(self) -> Sent:
-        """Messages and bytes that this rank has sent for written-out algorithms, so far. What the
-        library sends, nobody says."""
+        """Return the messages and bytes that this rank has sent so far for written-out algorithms.
+
+        The library does not report what it sends.
+        """
         return self._link.sent
 
     def push(self, tensor: torch.Tensor, to: int, tag: int = 0) -> None:
-        """Send ``tensor``, of any dtype, to the rank ``to``, which must pull it.
+        """Send a tensor to another rank, which must pull it.
 
-        A note with its dtype and shape goes before it. With Gloo this returns when all was pulled,
-        so of two ranks that push to each other, one must pull first. ``tag``: a number from 0 that
-        the puller names too; what has another tag is left waiting (NCCL ignores tags).
+        A note with the dtype and shape is sent before it. With Gloo this returns when all was
+        pulled, so if two ranks push to each other, one of them must pull first.
+
+        Args:
+            tensor: A tensor of any dtype.
+            to: The rank that pulls it.
+            tag: A number from 0, which the other rank must pass to :meth:`pull`. Messages with
+                other tags wait. NCCL ignores tags.
         """
         problems = arguments.peer(to, self.size, self.rank, tag)
         raise_all(ParameterError, problems + arguments.device(tensor, self._device))
@@ -113,7 +121,13 @@ class Communicator:
     def broadcast(
         self, tensor: torch.Tensor, root: int = 0, algorithm: str = LIBRARY
     ) -> torch.Tensor:
-        """The root's tensor, on all ranks; the others give one of the same shape and dtype."""
+        """Return the root's tensor on all ranks.
+
+        Args:
+            tensor: The tensor. The other ranks pass one of the same shape and dtype.
+            root: The rank whose tensor is returned.
+            algorithm: See the class.
+        """
         self._agree("broadcast", algorithm, tensor, root=root)
         flat = _flat_copy(tensor)
         if algorithm == LIBRARY:
@@ -125,7 +139,14 @@ class Communicator:
     def reduce(
         self, tensor: torch.Tensor, op: str = "sum", root: int = 0, algorithm: str = LIBRARY
     ) -> torch.Tensor | None:
-        """The sum (mean, max, min) of the ranks' tensors, on the root; None on the others."""
+        """Return the sum (mean, max, min) of the ranks' tensors on the root, and None on the others.
+
+        Args:
+            tensor: This rank's tensor.
+            op: See the class.
+            root: The rank that gets the result.
+            algorithm: See the class.
+        """
         self._agree("reduce", algorithm, tensor, op=op, root=root)
         flat = _flat_copy(tensor)
         if algorithm == LIBRARY:
@@ -139,7 +160,13 @@ class Communicator:
     def all_reduce(
         self, tensor: torch.Tensor, op: str = "sum", algorithm: str = LIBRARY
     ) -> torch.Tensor:
-        """The sum (mean, max, min) of the ranks' tensors, on all of them."""
+        """Return the sum (mean, max, min) of the ranks' tensors on all ranks.
+
+        Args:
+            tensor: This rank's tensor.
+            op: See the class.
+            algorithm: See the class.
+        """
         self._agree("all_reduce", algorithm, tensor, op=op)
         flat = _flat_copy(tensor)
         if algorithm == LIBRARY:
@@ -151,10 +178,15 @@ class Communicator:
     def reduce_scatter(
         self, tensor: torch.Tensor, op: str = "sum", algorithm: str = LIBRARY
     ) -> torch.Tensor:
-        """This rank's rows of the sum (mean, max, min): those of ``tensor_split(size)[rank]``.
+        """Return this rank's rows of the sum (mean, max, min): those of ``tensor_split(size)[rank]``.
 
-        Rows are along the first dimension; the first ranks get one more where they do not divide
-        evenly.
+        Rows are along the first dimension. If they do not divide evenly, the first ranks get one
+        more each.
+
+        Args:
+            tensor: This rank's tensor.
+            op: See the class.
+            algorithm: See the class.
         """
         self._agree("reduce_scatter", algorithm, tensor, op=op)
         shape = tensor.shape[1:]
@@ -166,14 +198,14 @@ class Communicator:
             dist.reduce_scatter(mine, blocks, op=OPS[op][1], group=self._group)
         else:
             ALGORITHMS["reduce_scatter"][algorithm](self._link, flat, bounds, _combine(op))
-            mine = blocks[self.rank].clone()  # not a view, which would keep all of flat alive
+            mine = blocks[self.rank].clone()  # a view would keep all of flat alive
         rows = len(tensor.tensor_split(self.size)[self.rank])
         return self._finished(mine, op).view(rows, *shape)
 
     def all_gather(self, tensor: torch.Tensor, algorithm: str = LIBRARY) -> torch.Tensor:
-        """The tensors of all ranks, one below the other; their first dimension may differ.
+        """Return the tensors of all ranks, concatenated along the first dimension, which may differ.
 
-        The library gathers equal sizes only: shorter ones travel with padding there.
+        The library gathers equal sizes only, so shorter tensors are padded there.
         """
         rows = self._agree("all_gather", algorithm, tensor)
         shape = tensor.shape[1:]
@@ -193,7 +225,7 @@ class Communicator:
         return whole.view(sum(rows), *shape)
 
     def barrier(self, algorithm: str = LIBRARY) -> None:
-        """Return when all ranks have called it. Written out, it is the all_reduce of one byte."""
+        """Return when all ranks have called this. The written-out algorithms all-reduce one byte."""
         one = torch.ones(1, dtype=torch.uint8, device=self._device)
         self._agree("barrier", algorithm, one)
         if algorithm == LIBRARY:
@@ -209,7 +241,7 @@ class Communicator:
         op: str | None = None,
         root: int | None = None,
     ) -> list[int]:
-        """Check the arguments, here and then among the ranks; the number of rows of each rank."""
+        """Check the arguments, here and then among the ranks, and return each rank's row count."""
         by_rows = operation in ("reduce_scatter", "all_gather")
         problems = arguments.algorithm(operation, algorithm)
         problems += arguments.collective_tensor(tensor, by_rows) + arguments.device(

@@ -1,9 +1,10 @@
-"""What the written-out collectives cost, in the usual model of a network.
+"""The costs of the written-out collectives, in the usual model of a network.
 
-A message of ``n`` bytes takes ``alpha + n * beta`` seconds, whichever ranks it joins; a rank sends one
-and receives one at a time, and both at once; summing ``n`` bytes into ``n`` others takes ``n * gamma``.
-The model of Thakur, Rabenseifner and Gropp (2005) and of Chan et al. (2007), whose formulas these are,
-for any number of ranks: exact where the vector divides evenly among them.
+A message of ``n`` bytes takes ``alpha + n * beta`` seconds between any two ranks. A rank sends one
+message and receives one at a time, and does both at once. Summing ``n`` bytes into ``n`` others
+takes ``n * gamma``. This is the model of Thakur, Rabenseifner and Gropp (2005) and of Chan et al.
+(2007), whose formulas these are, for any number of ranks. They are exact if the vector divides
+evenly among the ranks.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from sparkdl.collectives.halving import power_below
 
 @dataclass(frozen=True)
 class Terms:
-    """Of the path that ends last."""
+    """The costs of the critical path.
+
+    Attributes:
+        steps: The number of messages, one after another.
+        volume: Their bytes, as a multiple of the vector's.
+        summed: The bytes that are summed, as a multiple of the vector's.
+    """
 
     steps: int
-    """Messages, one after another."""
     volume: float
-    """Their bytes, as a multiple of the vector's."""
     summed: float
-    """Bytes summed, likewise."""
 
     def __add__(self, then: Terms) -> Terms:
         return Terms(self.steps + then.steps, self.volume + then.volume, self.summed + then.summed)
@@ -38,18 +42,27 @@ def cost(
     beta: float,
     gamma: float = 0.0,
 ) -> float:
-    """Seconds of ``operation`` on a vector of ``nbytes`` bytes.
+    """Return the seconds that an operation takes.
 
-    The vector is the whole one: what a rank gives to reduce_scatter, what it gets from all_gather.
-    ``alpha`` in seconds a message, ``beta`` and ``gamma`` in seconds a byte sent and summed. KeyError
-    where there is no such algorithm.
+    Args:
+        algorithm: The name of the algorithm.
+        operation: The name of the operation.
+        nbytes: The bytes of the whole vector: the one that a rank passes to reduce_scatter, or gets
+            from all_gather.
+        ranks: The number of ranks.
+        alpha: Seconds for each message.
+        beta: Seconds for each byte that is sent.
+        gamma: Seconds for each byte that is summed.
+
+    Raises:
+        KeyError: If there is no such algorithm.
     """
     found = terms(algorithm, operation, ranks)
     return found.steps * alpha + nbytes * (found.volume * beta + found.summed * gamma)
 
 
 def terms(algorithm: str, operation: str, ranks: int) -> Terms:
-    """The factors of alpha, ``n * beta`` and ``n * gamma``."""
+    """Return the factors of alpha, ``n * beta`` and ``n * gamma``. See :func:`cost`."""
     ALGORITHMS[operation][algorithm]
     if ranks == 1:
         return Terms(0, 0.0, 0.0)
@@ -69,7 +82,7 @@ def terms(algorithm: str, operation: str, ranks: int) -> Terms:
 
 
 def _halving_doubling(operation: str, ranks: int) -> Terms:
-    """The core of a power of two, and what comes before and after it for the other ranks.
+    """Return the costs of the core, a power of two, and of the steps before and after it.
 
     With reduce_scatter and all_gather, the first ranks of the core stand for two blocks each. In
     the step at distance ``width`` the longest message then has those of the first ``width`` ranks.

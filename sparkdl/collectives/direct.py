@@ -1,12 +1,13 @@
-"""Sums over ranks in one round of messages or two, where Gloo carries them.
+"""Sums over ranks in one or two rounds of messages, for groups that use Gloo.
 
-[Note: sums in one round] Gloo sums around a ring, piece by piece, and scatters sums as the parts of one
-that is made everywhere: one message waits for another, and each wakes a thread of a rank that
-computes. Here every rank sends each other one what that needs, all at once, and adds up what comes.
-No more bytes travel than around a ring: for a scattered sum each of N ranks sends P (N - 1) / N, half
-of what Gloo has it send, and for a sum on all twice that. Values are added in the order of ranks, those
-of 16 bits in float32, and rounded once. NCCL does better by itself: what is on GPUs is left to torch.
-So are groups of more ranks than this was measured with.
+[Note: sums in one round] Gloo sums around a ring, piece by piece, and computes a scattered sum as
+parts of a sum on all ranks. One message waits for another, and each wakes a thread of a rank that
+computes. Here every rank sends each other rank what that one needs, all at once, and adds up what
+arrives. No more bytes are sent than around a ring. For a scattered sum of P bytes, each of N ranks
+sends P (N - 1) / N, half of what it sends with Gloo, and for a sum on all ranks twice as much.
+Values are added in rank order; 16-bit values are added in float32 and rounded once. NCCL does
+better by itself, so GPU tensors are left to torch. So are groups of more ranks than this was
+measured with.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import torch.distributed as dist
 
 _torchs = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its newer name
 MOST_RANKS, MOST_BYTES = 4, 3 << 20
-"""Each rank speaks to all others at once: measured up to so many, and for a sum on all up to so large a
-tensor, see docs/internals/engine-notes.md."""
+"""The limits up to which sending to all other ranks at once was measured to be faster: the number of
+ranks and, for a sum on all ranks, the bytes of the tensor. See docs/internals/engine-notes.md."""
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Sum over the ranks of ``group``, in place: a contiguous tensor of floating-point numbers."""
+    """Sum a contiguous floating-point tensor over the ranks of ``group``, in place."""
     size = dist.get_world_size(group)
     if not suits(tensor, size) or tensor.nbytes > MOST_BYTES:
         dist.all_reduce(tensor, group=group)
@@ -40,7 +41,13 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> 
 def reduce_scatter(
     output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Sum ``tensor`` over the ranks of ``group``; ``output`` gets this rank's part of N equal ones."""
+    """Sum a tensor over ranks and scatter the sum, in N equal parts.
+
+    Args:
+        output: Gets this rank's part of the sum.
+        tensor: This rank's tensor.
+        group: The N ranks. None means all.
+    """
     size = dist.get_world_size(group)
     if suits(tensor, size):
         _add(_of_all(tensor.view(-1).chunk(size), group), output.view(-1))
@@ -49,7 +56,7 @@ def reduce_scatter(
 
 
 def suits(tensor: torch.Tensor, size: int) -> bool:
-    """Whether messages of our own are faster than torch's collective."""
+    """Return whether these messages are faster than torch's collective."""
     return tensor.device.type == "cpu" and 1 < size <= MOST_RANKS and tensor.numel() >= size
 
 
@@ -58,8 +65,13 @@ def exchange_all(
     arriving: Sequence[torch.Tensor],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """``parts[r]`` to rank r of ``group``, from all to all; what rank r sends here to ``arriving[r]``.
-    Nothing travels that is empty, or a rank's own."""
+    """Exchange tensors between all ranks. Empty tensors, and a rank's own, are not sent.
+
+    Args:
+        parts: ``parts[r]`` is sent to rank r.
+        arriving: What rank r sends is written to ``arriving[r]``.
+        group: The ranks. None means all.
+    """
     rank, size = dist.get_rank(group), len(parts)
     under_way = []
     for distance in range(1, size):
@@ -76,7 +88,7 @@ def exchange_all(
 def _of_all(
     parts: Sequence[torch.Tensor], group: dist.ProcessGroup | None
 ) -> Sequence[torch.Tensor]:
-    """This rank's part as each rank has it, by rank."""
+    """Return this rank's part as each rank has it, by rank."""
     rank = dist.get_rank(group)
     arriving = [
         part if r == rank else torch.empty_like(parts[rank]) for r, part in enumerate(parts)
@@ -86,7 +98,7 @@ def _of_all(
 
 
 def _add(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
-    """Their sum, from the first to the last, into ``output``, which may be one of them."""
+    """Write the sum of ``parts``, added in order, to ``output``, which may be one of them."""
     narrow = output.dtype.itemsize < 4
     if len(parts) == 2 and not narrow:
         torch.add(parts[0], parts[1], out=output)
@@ -98,9 +110,10 @@ def _add(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
 
 
 class DirectReduceScatter:
-    """For ``FSDPModule.set_custom_reduce_scatter``.
+    """A reduce-scatter for ``FSDPModule.set_custom_reduce_scatter``.
 
-    ``nothing``: says whether what this rank sums now counts for nothing.
+    Args:
+        nothing: Returns whether what this rank sums now has no weight.
     """
 
     def __init__(self, nothing: Callable[[], bool] = lambda: False) -> None:
@@ -109,7 +122,7 @@ class DirectReduceScatter:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Memory of its own for each call."""
+        """Allocate new memory for each call."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -120,9 +133,9 @@ class DirectReduceScatter:
         op: object,
         async_op: bool = False,
     ) -> None:
-        """A sum, which is there when this returns."""
+        """Compute the sum, which is complete when this returns."""
         assert op == dist.ReduceOp.SUM
         assert not async_op
-        if self._nothing():  # zero times what is not finite is not zero
+        if self._nothing():  # multiplying by zero would not do: zero times inf or NaN is NaN
             input_tensor.zero_()
         reduce_scatter(output_tensor, input_tensor, group)

@@ -1,17 +1,17 @@
-"""Recursive halving and doubling: as few bytes as a ring, in a logarithm of steps.
+"""Recursive halving and doubling: as few bytes as a ring, in a logarithmic number of steps.
 
-In every step a rank exchanges with a partner. *Halving* gives away the half of its blocks that the
-partner's side shall own and sums what it gets for the other half, so the blocks get fewer: a
-reduce-scatter. *Doubling* goes the same way back with finished blocks: an all-gather. The two in turn
-are Rabenseifner's all-reduce. From a single root, the halves only travel outwards (scatter) or home
-(gather): a scatter before the doubling is van de Geijn's broadcast, a gather after the halving is
-Rabenseifner's reduce.
+In every step a rank exchanges blocks with a partner. *Halving* sends the half of the rank's blocks
+that the partner's side will own, and sums what arrives for the other half, so the blocks get fewer:
+a reduce-scatter. *Doubling* goes the same way back with finished blocks: an all-gather. One after
+the other they are Rabenseifner's all-reduce. With a single root, the halves only travel away from
+it (scatter) or towards it (gather): a scatter followed by doubling is van de Geijn's broadcast,
+halving followed by a gather is Rabenseifner's reduce.
 
-Partners need a power of two. With other numbers of ranks, each of the first ``p - power`` odd
-ranks leaves its vector to the even rank before it, waits, and is handed the result: up to two more
-steps of up to ``n`` bytes. For reduce_scatter and all_gather the even rank then stands in for the
-blocks of both. This is MPICH's way [1, section 3], with the even ranks in place of the odd ones, so
-that rank 0, the root, always takes part.
+Partners need a power of two. With other numbers of ranks, each of the first ``p - power`` odd ranks
+leaves its vector to the even rank before it, waits, and gets the result: up to two more steps of up
+to ``n`` bytes. In reduce_scatter and all_gather the even rank then handles the blocks of both. This
+is how MPICH does it [1, section 3], with the roles of even and odd ranks swapped, so that rank 0,
+the root, always takes part.
 
 [1] R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in
 MPICH", Int. J. High Performance Computing Applications 19(1), 2005.
@@ -27,21 +27,21 @@ import torch
 from sparkdl.collectives.link import Link, SubgroupLink
 
 Combine = Callable[[torch.Tensor, torch.Tensor], object]
-"""``combine(into, received)`` changes ``into`` to the sum of both, or the maximum, ..."""
+"""A function ``combine(into, received)`` that changes ``into`` to the sum of both, the maximum, ..."""
 
 
 def even_bounds(length: int, blocks: int) -> list[int]:
-    """Ends of ``blocks`` blocks; the first ``length % blocks`` have one element more."""
+    """Return the bounds of ``blocks`` blocks; the first ``length % blocks`` have one more element."""
     return [i * (length // blocks) + min(i, length % blocks) for i in range(blocks + 1)]
 
 
 def power_below(size: int) -> int:
-    """The largest power of two up to ``size``."""
+    """Return the largest power of two up to ``size``."""
     return 1 << (size.bit_length() - 1)
 
 
 def all_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
-    """Halve and double: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [2]"""
+    """All-reduce by halving and doubling: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [2]"""
     fold(link, flat, combine)
     if core := _core(link):
         bounds = even_bounds(flat.numel(), core.size)
@@ -51,7 +51,7 @@ def all_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
 
 
 def reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
-    """Halve, then gather on rank 0: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [2]"""
+    """Reduce by halving and a gather on rank 0: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [2]"""
     fold(link, flat, combine)
     if core := _core(link):
         bounds = even_bounds(flat.numel(), core.size)
@@ -60,7 +60,7 @@ def reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
 
 
 def broadcast(link: Link, flat: torch.Tensor) -> None:
-    """Scatter from rank 0, then double: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [1]"""
+    """Broadcast by a scatter and doubling: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [1]"""
     if core := _core(link):
         bounds = even_bounds(flat.numel(), core.size)
         scatter(core, flat, bounds)
@@ -69,7 +69,7 @@ def broadcast(link: Link, flat: torch.Tensor) -> None:
 
 
 def reduce_scatter(link: Link, flat: torch.Tensor, bounds: Sequence[int], combine: Combine) -> None:
-    """Halve: ``log2 p`` steps, ``n (p - 1) / p`` bytes. [1]"""
+    """Reduce-scatter by halving: ``log2 p`` steps, ``n (p - 1) / p`` bytes. [1]"""
     fold(link, flat, combine)
     if core := _core(link):
         halve(core, flat, _core_bounds(link, bounds), combine)
@@ -82,7 +82,7 @@ def reduce_scatter(link: Link, flat: torch.Tensor, bounds: Sequence[int], combin
 
 
 def all_gather(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
-    """Double: ``log2 p`` steps, ``n (p - 1) / p`` bytes. [1]"""
+    """All-gather by doubling: ``log2 p`` steps, ``n (p - 1) / p`` bytes. [1]"""
     if (pair := _pair(link)) is not None:
         theirs = flat[bounds[pair + 1] : bounds[pair + 2]]
         if link.rank == pair:
@@ -95,7 +95,7 @@ def all_gather(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
 
 
 def halve(link: Link, flat: torch.Tensor, bounds: Sequence[int], combine: Combine) -> None:
-    """Reduce-scatter among a power of two: partners at distance p/2, p/4, ..., 1."""
+    """Reduce-scatter among a power of two ranks, with partners at distance p/2, p/4, ..., 1."""
     low, high = 0, link.size
     while high - low > 1:
         half = (high - low) // 2
@@ -113,7 +113,7 @@ def halve(link: Link, flat: torch.Tensor, bounds: Sequence[int], combine: Combin
 
 
 def double(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
-    """All-gather among a power of two: partners at distance 1, 2, ..., p/2."""
+    """All-gather among a power of two ranks, with partners at distance 1, 2, ..., p/2."""
     width = 1
     while width < link.size:
         partner = link.rank ^ width
@@ -124,7 +124,7 @@ def double(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
 
 
 def scatter(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
-    """From rank 0: whoever holds several blocks sends the upper half of them on."""
+    """Scatter from rank 0: each rank with several blocks sends the upper half of them."""
     width = link.size // 2
     while width:
         place = link.rank % (2 * width)
@@ -138,7 +138,7 @@ def scatter(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
 
 
 def gather(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
-    """To rank 0: :func:`scatter` backwards."""
+    """Gather on rank 0: :func:`scatter` backwards."""
     width = 1
     while width < link.size:
         place = link.rank % (2 * width)
@@ -152,7 +152,7 @@ def gather(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
 
 
 def fold(link: Link, flat: torch.Tensor, combine: Combine) -> None:
-    """The rank that is one too many leaves its vector to its pair's first."""
+    """Send the vector of a pair's second rank to its first rank, which combines both."""
     if (pair := _pair(link)) is None:
         return
     if link.rank == pair:
@@ -164,7 +164,7 @@ def fold(link: Link, flat: torch.Tensor, combine: Combine) -> None:
 
 
 def unfold(link: Link, flat: torch.Tensor) -> None:
-    """It gets the result."""
+    """Send the result from a pair's first rank to its second rank."""
     if (pair := _pair(link)) is None:
         return
     if link.rank == pair:
@@ -174,7 +174,7 @@ def unfold(link: Link, flat: torch.Tensor) -> None:
 
 
 def _pair(link: Link) -> int | None:
-    """The first rank of this one's pair; None: it has none, and takes part by itself."""
+    """Return the first rank of this rank's pair, or None if it takes part by itself."""
     even = link.rank // 2 * 2
     return even if even < 2 * (link.size - power_below(link.size)) else None
 
@@ -185,16 +185,16 @@ def _core_members(size: int) -> list[int]:
 
 
 def _core(link: Link) -> Link | None:
-    """The link among the ranks that make a power of two; None on the others."""
+    """Return the link among the ranks that make up a power of two, or None on the others."""
     members = _core_members(link.size)
     return SubgroupLink(link, members) if link.rank in members else None
 
 
 def _core_bounds(link: Link, bounds: Sequence[int]) -> list[int]:
-    """The blocks of all ranks, as blocks of the core's: where two ranks make a pair, both."""
+    """Return the bounds of the core's blocks. A rank that stands for a pair has the blocks of both."""
     return [bounds[rank] for rank in _core_members(link.size)] + [bounds[-1]]
 
 
 def _span(flat: torch.Tensor, bounds: Sequence[int], low: int, high: int) -> torch.Tensor:
-    """Blocks ``low`` to ``high``, the latter not included."""
+    """Return blocks ``low`` up to but not including ``high``."""
     return flat[bounds[low] : bounds[high]]

@@ -1,4 +1,4 @@
-"""Links: how one rank sends to the others, which is all that the algorithms of a collective need."""
+"""Links, through which a rank sends to others. The algorithms of collectives need nothing else."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 import torch.distributed as dist
 
 TAG = 1 << 30
-"""Of the messages of collectives; those of users have smaller ones."""
+"""The tag of the messages of collectives. Users' messages have smaller tags."""
 
 
 class Sent(NamedTuple):
-    """What one rank has sent."""
+    """The number of messages and bytes that a rank has sent."""
 
     messages: int
     bytes: int
 
 
 class Link(ABC):
-    """The end of ``rank`` among ``size`` ranks. Ranks count from 0."""
+    """The end of ``rank`` among ``size`` ranks, which are numbered from 0."""
 
     rank: int
     size: int
@@ -34,26 +34,31 @@ class Link(ABC):
         into: torch.Tensor | None,
         source: int | None,
     ) -> None:
-        """Send ``out`` to one rank and, at the same time, fill ``into`` with what another sends.
+        """Send to one rank and, at the same time, receive from another. Return when both are done.
 
-        Both are contiguous tensors, and both ends know their sizes: nothing travels for an empty
-        one. None: not in this direction. Returns when both are done.
+        The tensors are contiguous. Both ends know their sizes, so nothing is sent for an empty one.
+
+        Args:
+            out: The tensor to send, or None.
+            to: The rank that receives it, or None.
+            into: The tensor to fill, or None.
+            source: The rank that sends its content, or None.
         """
 
     def send(self, out: torch.Tensor, to: int) -> None:
-        """Send alone."""
+        """Send only."""
         self.exchange(out, to, None, None)
 
     def receive(self, into: torch.Tensor, source: int) -> None:
-        """Receive alone."""
+        """Receive only."""
         self.exchange(None, None, into, source)
 
 
 class SubgroupLink(Link):
-    """The link among a few ranks of ``link``, or among all in another order.
+    """The link among a few ranks of ``link``, or among all of them in another order.
 
-    Rank ``i`` here is ``members[i]`` there. So an algorithm can be written for root 0 and run for
-    any root, or be written for a power of two and run on those ranks that make one.
+    Rank ``i`` here is ``members[i]`` there. So an algorithm that is written for root 0 can run for
+    any root, and one that is written for a power of two can run on ranks that make up one.
     """
 
     def __init__(self, link: Link, members: Sequence[int]) -> None:
@@ -62,7 +67,7 @@ class SubgroupLink(Link):
 
     @classmethod
     def rooted(cls, link: Link, root: int) -> Link:
-        """All ranks, ``root`` as rank 0, the others behind it around the ring."""
+        """Return a link among all ranks with ``root`` as rank 0, and the others in ring order."""
         return cls(link, [(root + i) % link.size for i in range(link.size)]) if root else link
 
     def exchange(
@@ -78,9 +83,10 @@ class SubgroupLink(Link):
 
 
 class GroupLink(Link):
-    """The link of a process group, by ``torch.distributed``'s isend and irecv.
+    """The link of a process group, through ``torch.distributed``'s isend and irecv.
 
-    They are handed over as one batch: NCCL runs an exchange only so, to Gloo it is all the same.
+    Both are passed as one batch. NCCL runs an exchange only in this way, and to Gloo it makes no
+    difference.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

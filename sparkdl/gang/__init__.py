@@ -1,4 +1,4 @@
-"""Ranks in a barrier stage that serve commands: ``torch.distributed`` inside Spark.
+"""Ranks in a barrier stage that run the driver's commands: ``torch.distributed`` inside Spark.
 
 May import: ``slab``, ``spark``, ``codec`` and ``collectives``. Must not know: models, samples,
 training.

@@ -22,10 +22,15 @@ CLOSE_SECONDS = 15.0
 
 
 class BarrierJob:
-    """Submitted again and again, each time in a job of its own whose end nobody waits for.
+    """A barrier stage that can be submitted repeatedly, each time as a job of its own.
 
-    ``group``: the job group. ``retried``: Spark runs it again where a task is lost. ``profile``: what
-    its tasks are given, where that is not what others get.
+    Nobody waits for the end of the job.
+
+    Args:
+        context: The SparkContext.
+        group: The job group.
+        retried: Whether Spark runs the stage again if a task is lost.
+        profile: The resources of its tasks, if they differ from those of other tasks.
     """
 
     def __init__(
@@ -36,7 +41,13 @@ class BarrierJob:
         self._job: Any = None
 
     def submit(self, source: RDD, meeting: Rendezvous, description: str) -> None:
-        """In place of any before: ``meeting`` is the body of its tasks, one a partition."""
+        """Submit the stage, in place of any earlier one.
+
+        Args:
+            source: The RDD whose partitions the tasks get.
+            meeting: The body of the tasks.
+            description: The description of the job in Spark's UI.
+        """
         self.cancel()
         with own_properties(self._context), stage_name(self._context, "gang"):
             self._context.setJobGroup(self._group, description)
@@ -47,13 +58,15 @@ class BarrierJob:
             self._job = ending._jrdd.collectAsync()
 
     def cancel(self) -> None:
-        """Free the slots of the last job: where Spark has begun it anew, its tasks wait for a driver
-        that has other plans."""
+        """Free the slots of the last job.
+
+        If Spark has restarted it, its tasks wait for a driver that no longer needs them.
+        """
         if self._job is not None and not self._job.isDone():
             self._job.cancel(True)
 
     def check(self) -> None:
-        """Raise where the stage has ended, before all its tasks came."""
+        """Raise an error if the stage ended before all its tasks had connected."""
         if not self._job.isDone():
             return
         job, self._job = self._job, None
@@ -64,7 +77,10 @@ class BarrierJob:
         raise StateLostError("the gang did not come together: its ranks ended at once.")
 
     def close(self) -> None:
-        """Wait until its tasks have ended, which are hung up on, and cancel what has not."""
+        """Wait until the tasks have ended, and cancel those that do not.
+
+        Close their connections before.
+        """
         job, self._job = self._job, None
         if job is None:
             return
@@ -77,7 +93,7 @@ class BarrierJob:
 
 
 def not_together(error: Exception) -> TrainingError:
-    """What to raise where a job of Spark's has failed before the gang was there."""
+    """Return the error to raise if a Spark job failed before the gang was complete."""
     text = str(error)
     kind = TrainingError if of_python(text) else StateLostError
     return kind(f"the gang did not come together: {explain(text)}")

@@ -1,10 +1,11 @@
 """Authenticated messages between the driver and the ranks of a gang, over TCP.
 
 [Note: what a channel protects] Commands are code, so nobody else may send one. The key of a gang is
-random, and reaches the ranks in their tasks, as protected as Spark's own messages are. Every frame
-carries a keyed BLAKE2b digest (RFC 7693) over the connection's nonce, of which either end has drawn a
-half, the direction, the number of the frame, and its content: a frame that was made up, changed,
-repeated, also from an earlier connection, or left out ends the connection. Nothing is encrypted.
+random and reaches the ranks inside their tasks, with the protection that Spark's own messages have.
+Every frame carries a keyed BLAKE2b digest (RFC 7693) of the connection's nonce, of which each end
+has drawn one half, the direction, the frame number, and the content. A frame that is forged,
+changed, repeated (also from an earlier connection) or left out ends the connection. Nothing is
+encrypted.
 """
 
 from __future__ import annotations
@@ -24,27 +25,35 @@ from sparkdl.process.system import end_unanswered, keep_alive
 
 _HEAD = struct.Struct("<Q32s")
 _FIRST_BYTES = 1 << 16
-"""The longest first frame: until it has come, nobody knows who is there."""
+"""The largest first frame. Until it has arrived, the other end is not authenticated."""
 _IN_ONE = 1 << 16
-"""Bytes of a content that is copied behind its head, so that the other end is woken once."""
+"""The largest content that is sent together with its header, so that the other end wakes up once."""
 NONCE_BYTES = 16
 HELLO_SECONDS = 5.0
 CONNECT_SECONDS = 60.0
 
 
 _SILENT_SECONDS, _PROBE_SECONDS, _PROBES = 60, 15, 4
-"""A host that has gone dark hangs up on nobody: the connection ends after two minutes of silence."""
+"""TCP keep-alive: the connection ends after two minutes of silence, because a host that is lost does
+not close it."""
 _UNANSWERED_MS = 120_000
-"""So it does where something has been sent to it and is not acknowledged, when nothing else is probed.
-The driver's end only: a rank always reads, and the driver may have other work for longer."""
+"""The same limit for data that is not acknowledged, during which there are no keep-alive probes. It
+applies to what the driver sends only: a rank always reads, but the driver may be busy for longer."""
 
 
 class ChannelError(SparkdlError, RuntimeError):
-    """The other end is gone, or is not who it should be."""
+    """An error because the other end has closed the connection, or is not who it should be."""
 
 
 class Channel:
-    """One end of a connection. Frames may be sent from several threads, and read from one."""
+    """One end of a connection. Several threads may send frames, but only one may receive.
+
+    Args:
+        connection: The connected socket.
+        key: The key of the gang.
+        nonce: The connection's nonce, of which each end has drawn a half.
+        driver: Whether this is the driver's end.
+    """
 
     def __init__(self, connection: socket.socket, key: bytes, nonce: bytes, driver: bool) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -60,12 +69,16 @@ class Channel:
         return self._connection.fileno()
 
     def bound_sends(self, seconds: float) -> None:
-        """From now on :meth:`send` waits so long for the other end to take a part, and no longer."""
+        """Limit the time that :meth:`send` waits for the other end to accept data."""
         bound = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
 
     def send(self, message: Any) -> None:
-        """Pickle and send. Raises :class:`ChannelError` where the other end is gone or stuck."""
+        """Pickle and send a message.
+
+        Raises:
+            ChannelError: If the other end is gone or stuck.
+        """
         content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._lock:
             digest = self._digest(self._out, self._sent, content)
@@ -81,8 +94,11 @@ class Channel:
                 raise ChannelError(f"the connection broke: {error}") from None
 
     def receive(self, seconds: float = math.inf) -> Any:
-        """Wait for the next message, and no longer than this for each of its parts. Raises
-        :class:`ChannelError` at the end of the connection, and after so long."""
+        """Return the next message, waiting at most ``seconds`` for each of its parts.
+
+        Raises:
+            ChannelError: If the connection has ended, or the time is over.
+        """
         if seconds == math.inf:
             return self._receive()
         self._connection.settimeout(max(seconds, 0.001))
@@ -103,13 +119,13 @@ class Channel:
         return pickle.loads(content)
 
     def exhaust(self) -> None:
-        """Read to the end of the connection, and keep nothing."""
+        """Read and discard everything until the connection ends."""
         with contextlib.suppress(OSError):
             while self._connection.recv(1 << 16):
                 pass
 
     def close(self) -> None:
-        """End the connection; whoever reads from it is told."""
+        """Close the connection, which whoever reads from it will notice."""
         _end(self._connection)
         self._connection.close()
 
@@ -133,7 +149,7 @@ class Channel:
 
 
 class Listener:
-    """The driver's end: a socket on ``host``, at a port that the system chooses."""
+    """The driver's end: a socket on ``host``, with a port that the system chooses."""
 
     def __init__(self, host: str) -> None:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
@@ -142,7 +158,7 @@ class Listener:
         self.key = secrets.token_bytes(32)
 
     def accept(self, seconds: float) -> tuple[Channel, Any] | None:
-        """The next connection and its first message; None where none of ours comes in ``seconds``."""
+        """Return the next connection and its first message, or None if none of ours arrives in time."""
         self._socket.settimeout(seconds)
         try:
             connection, _ = self._socket.accept()
@@ -150,7 +166,7 @@ class Listener:
             return None
         connection.settimeout(None)
         ours = secrets.token_bytes(NONCE_BYTES)
-        late = threading.Timer(HELLO_SECONDS, _end, [connection])  # a bound for all of it
+        late = threading.Timer(HELLO_SECONDS, _end, [connection])  # a limit for the whole exchange
         late.start()
         try:
             connection.sendall(ours)
@@ -169,9 +185,19 @@ class Listener:
 
 
 def connect(host: str, port: int, key: bytes, hello: Any) -> Channel:
-    """A rank's end. Raises ConnectionError where nobody listens any more."""
+    """Connect a rank to the driver.
+
+    Args:
+        host: The driver's host.
+        port: The driver's port.
+        key: The key of the gang.
+        hello: The first message.
+
+    Raises:
+        ConnectionError: If nobody listens any more.
+    """
     connection = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
-    connection.settimeout(None)  # the driver may have other work before it turns to us
+    connection.settimeout(None)  # the driver may be busy before it answers
     ours = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(ours)
     channel = Channel(connection, key, _exactly(NONCE_BYTES, connection) + ours, driver=False)
@@ -180,13 +206,13 @@ def connect(host: str, port: int, key: bytes, hello: Any) -> Channel:
 
 
 def _end(connection: socket.socket) -> None:
-    """Both ends are told, and who waits for either."""
+    """Shut the connection down, so that both ends stop waiting."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def _exactly(nbytes: int, connection: socket.socket) -> bytes:
-    """Raises ConnectionError where it ends before."""
+    """Read ``nbytes``. Raise ConnectionError if the connection ends before."""
     found = b""
     while len(found) < nbytes:
         part = connection.recv(nbytes - len(found))

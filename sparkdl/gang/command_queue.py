@@ -1,4 +1,4 @@
-"""A rank's end of its channel: commands of the driver that come, and results that go."""
+"""A rank's end of its channel: the commands that arrive from the driver, and the results sent to it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ import time
 from sparkdl.gang.channel import Channel, ChannelError
 
 RESULT = "result"
-"""The kind of a message that tells results."""
+"""The kind of a message with results."""
 END_SECONDS = 3.0
-"""After the driver has hung up, a rank that still computes has so long to end by itself."""
+"""The time in which a rank that still computes must end after the driver has closed the connection."""
 MOST_HELD, HOLD_SECONDS = 3, 0.05
-"""So many results are told together, and none is held much longer."""
+"""The largest number of results that are sent together, and the time for which one may be held."""
 
 
 class ResultSender:
-    """What the driver is told. Where it has sent other commands already, results of short ones are told
-    together: that wakes it less often while ranks compute. None is held for long, also where the next
-    command waits for another rank."""
+    """The results that a rank sends to the driver.
+
+    If the driver has already sent more commands, the results of short ones are sent together, which
+    wakes it less often while ranks compute. No result is held for long, even if the next command
+    waits for another rank.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._held = channel, list[tuple[bytes, float]]()
@@ -30,27 +33,30 @@ class ResultSender:
         threading.Thread(target=self._look_after, name="sparkdl-results", daemon=True).start()
 
     def add(self, content: bytes, more: bool) -> None:
-        """The result of the command that has just ended; ``more``: another has come."""
+        """Add the result of the command that has just ended.
+
+        ``more`` tells whether another has arrived.
+        """
         with self._lock:
             self._held.append((content, time.monotonic()))
         if not more or len(self._held) >= MOST_HELD:
             self._send()
 
     def close(self) -> None:
-        """Tell what is held, and hold no more."""
+        """Send the results that are held, and hold no more."""
         self._ended.set()
         with contextlib.suppress(ChannelError):
             self._send()
 
     def _send(self) -> None:
-        """Each with its age in seconds."""
+        """Send each held result with its age in seconds."""
         with self._lock:
             now, held, self._held = time.monotonic(), self._held, []
             if held:
                 self._channel.send((RESULT, [(content, now - then) for content, then in held]))
 
     def _look_after(self) -> None:
-        with contextlib.suppress(ChannelError):  # the driver has hung up, see Commands
+        with contextlib.suppress(ChannelError):  # the driver has hung up, see CommandReceiver
             while not self._ended.wait(HOLD_SECONDS):
                 held = self._held
                 if held and time.monotonic() - held[0][1] > HOLD_SECONDS:
@@ -58,11 +64,11 @@ class ResultSender:
 
 
 class CommandReceiver:
-    """What the driver sends, read by a thread of its own.
+    """The commands from the driver, which a thread reads.
 
-    Where the driver hangs up, what it has sent is not begun any more. A command that is under way is
-    interrupted as by the keyboard. What does not heed that, as it waits inside a collective, ends with
-    this process.
+    When the driver closes the connection, commands that have arrived are not started any more. A
+    running command is interrupted as by the keyboard. If that has no effect, because the command
+    waits inside a collective, the process exits.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -73,18 +79,21 @@ class CommandReceiver:
         threading.Thread(target=self._read, name="sparkdl-commands", daemon=True).start()
 
     def done(self) -> None:
-        """The command has ended; from here on nothing is interrupted."""
+        """Note that the command has ended, so that nothing is interrupted from now on."""
         with self._lock:
             self._busy = False
         self._idle.set()
 
     @property
     def waiting(self) -> bool:
-        """Whether another has come."""
+        """Return whether another command has arrived."""
         return not self._arrived.empty()
 
     def next(self) -> bytes | None:
-        """Wait for the next; None at the end. Raises what kept it from being read."""
+        """Wait for the next command and return it, or None at the end.
+
+        Raises whatever prevented the command from being read.
+        """
         self.done()
         content = self._arrived.get()
         if isinstance(content, Exception):
@@ -102,7 +111,7 @@ class CommandReceiver:
                     self._arrived.put(command)
         except (ChannelError, OSError):
             self._arrived.put(None)
-        except Exception as error:  # it does not fit into the memory, say
+        except Exception as error:  # such as a command that does not fit into memory
             self._arrived.put(error)
             self._channel.exhaust()
         with self._lock:

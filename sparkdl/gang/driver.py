@@ -1,4 +1,4 @@
-"""The driver's side of a gang: a barrier stage of ranks that do what it says."""
+"""The driver's side of a gang: a barrier stage of ranks that run its commands."""
 
 from __future__ import annotations
 
@@ -46,13 +46,14 @@ YEAR_SECONDS = 365 * 86400.0
 
 
 class Gang:
-    """Ranks 0 .. M-1, one a partition of ``source``, from :meth:`start` to :meth:`close`.
+    """Ranks 0 to M-1, one for each partition of ``source``, from :meth:`start` to :meth:`close`.
 
-    [Note: whom a gang consists of] Each :meth:`start` submits a job of its own; ranks of an earlier
-    one that come late are hung up on, and a task ends with its connection. Where ``retried``, the
-    barrier stage ends in a shuffle, as Spark runs such a stage again where a rank is lost before it has
-    come, and gives up one with the job's result. It may run too few of it: where a rank ends well just
-    after another has failed, only the failed one (seen with Spark 4.3). That job is begun anew.
+    [Note: whom a gang consists of] Each :meth:`start` submits a job of its own. If ranks of an
+    earlier job connect late, the driver closes their connections, and a task ends with its
+    connection. If ``retried``, the barrier stage ends in a shuffle, because Spark runs such a stage
+    again if a rank is lost before it has connected, whereas it fails a result stage. Spark may then
+    run too few tasks: if a rank ends successfully just after another has failed, it runs only the
+    failed one again (seen with Spark 4.3). The driver then submits the job again.
     """
 
     def __init__(
@@ -68,10 +69,20 @@ class Gang:
         profile: ResourceProfile | None = None,
         hosting: Oversubscription | None = None,
     ) -> None:
-        """``group``: the job group of the stage. ``timeout``: seconds within which a command, and
-        the start, must end; None: no bound. ``output``: print what ranks print. ``profile``: what the
-        stage's tasks are given, where that is not what others get. ``hosting``: a task may host
-        several ranks, where there are too few slots; whoever starts such a gang has seen how many."""
+        """Create the gang without starting it.
+
+        Args:
+            context: The SparkContext.
+            source: The RDD whose partitions the ranks get.
+            group: The job group of the stage.
+            device: The kind of device of the ranks: "auto", "cpu" or "cuda".
+            timeout: The seconds in which a command, and the start, must end. None means no limit.
+            output: Whether to print what ranks print.
+            retried: Whether Spark runs the stage again if a rank is lost before the gang is complete.
+            profile: The resources of the stage's tasks, if they differ from those of other tasks.
+            hosting: Allows a task to host several ranks if there are too few slots. The caller has
+                checked the number of slots.
+        """
         self.size = self.tasks = source.getNumPartitions()
         self._context, self._source, self._profile = context, source, profile
         self._device, self._timeout, self._output = device, timeout, output
@@ -86,13 +97,15 @@ class Gang:
         return self._ranks is not None
 
     def start(self) -> None:
-        """Bring the ranks together, anew where some were lost.
+        """Start the ranks, or start them again if some were lost.
 
-        Raises :class:`sparkdl.SessionError` where this session can have no such gang,
-        :class:`sparkdl.ParameterError` where it has too few slots, :class:`sparkdl.StalledError` where
-        it has them no more, :class:`sparkdl.TrainingError` where the gang does not come together.
+        Raises:
+            sparkdl.SessionError: If this session cannot have such a gang.
+            sparkdl.ParameterError: If it has too few slots.
+            sparkdl.StalledError: If it no longer has enough slots, or the ranks do not connect in time.
+            sparkdl.TrainingError: If the gang does not become complete.
         """
-        again = self._listener is not None  # executors that were lost may come back
+        again = self._listener is not None  # then lost executors may come back
         self.leave()
         if self._listener is None:
             conf = conf_of(self._context)
@@ -117,16 +130,16 @@ class Gang:
         self.where = form_group(joining, self._timeout or YEAR_SECONDS)
 
     def _slots(self, again: bool, deadline: float) -> int:
-        """How many tasks the stage shall have."""
+        """Return the number of tasks for the stage."""
         least = self._hosting.min_slots if self._hosting is not None else None
         wait = deadline - time.monotonic() if again else SLOT_SECONDS
-        enough = self.tasks if again else least  # what was missing before is not waited for again
+        enough = self.tasks if again else least  # slots that were missing before may stay missing
         try:
             return check_slots(self._context, self.size, wait, self._profile, least, enough)
         except ParameterError:
             if not again:
                 raise
-            self._stage.cancel()  # Spark has begun it anew, and it waits for the same slots
+            self._stage.cancel()  # Spark has restarted it, and it waits for the same slots
             have = slots_now(self._context, self._profile)
             raise StalledError(
                 f"executors were lost, and none came in their place within {wait:.0f} s: the gang "
@@ -136,12 +149,17 @@ class Gang:
             ) from None
 
     def _gather(self, deadline: float) -> ConnectedRanks | None:
-        """Every rank, as a task; None where they must be asked for anew."""
+        """Start each rank as a task. Return None if the stage must be submitted again."""
         come = self._come(self._source, self.size, self._meeting, deadline)
         return None if come is None else ConnectedRanks(come, self._timeout)
 
     def _gather_hosted(self, deadline: float) -> ConnectedRanks | None:
-        """Likewise, as processes of fewer tasks: see the note in :mod:`sparkdl.gang.oversubscribe`."""
+        """Start the ranks as processes of fewer tasks.
+
+        Return None if the stage must be submitted again.
+
+        See the note in :mod:`sparkdl.gang.oversubscribe`.
+        """
         assert self._hosting is not None
         doing, node_of = "starting the ranks", self._hosting.node_of
         self._stage.cancel()
@@ -167,7 +185,7 @@ class Gang:
         return ConnectedRanks(arrivals, self._timeout)
 
     def _records(self) -> list[list[Any]]:
-        """Of each partition, computed again where they are lost."""
+        """Return the records of each partition. Spark computes them again if they are lost."""
         try:
             with stage_name(self._context, "find the samples"):
                 return [
@@ -180,8 +198,10 @@ class Gang:
     def _come(
         self, source: RDD, size: int, meeting: Rendezvous, deadline: float
     ) -> ArrivedRanks | None:
-        """Submit the stage and wait until its tasks have come; None where Spark runs too few of them,
-        or too few can run."""
+        """Submit the stage and wait until its tasks have connected.
+
+        Return None if Spark runs too few of them, or too few can run.
+        """
         assert self._listener is not None
         self._meeting = replace(self._meeting, job=self._meeting.job + 1)
         numbered = replace(meeting, job=self._meeting.job)
@@ -194,7 +214,7 @@ class Gang:
         return arrivals
 
     def _await(self, arrivals: ArrivedRanks, deadline: float, check: Callable[[], bool]) -> None:
-        """Until all have come, or ``check`` says that they will not."""
+        """Wait until all ranks have connected, or ``check`` says that they will not."""
         assert self._listener is not None
         try:
             while arrivals.missing and not arrivals.too_few:
@@ -211,14 +231,14 @@ class Gang:
             raise
 
     def _check_job(self) -> bool:
-        """Whether the stage's tasks may still come."""
+        """Return whether the stage's tasks may still connect."""
         self._stage.check()
         if self._hosting is None:
             return True
         return slots_now(self._context, self._profile) >= self.tasks
 
     def _check_processes(self) -> bool:
-        """Whether the processes of ranks may still come. Raises where one has ended."""
+        """Return whether the processes of ranks may still connect. Raise an error if one has ended."""
         assert self._hosts is not None
         for gone in self._hosts.call(ended, "starting the ranks"):
             for rank, status in gone.items():
@@ -242,29 +262,42 @@ class Gang:
         )
 
     def call(self, command: Command, doing: str = "a command") -> list[Any]:
-        """``command(member)`` on every rank, at once; the results in rank order.
+        """Call ``command(member)`` on every rank at once, and return the results in rank order.
 
-        Raises :class:`sparkdl.TrainingError` with the first failing rank's traceback, and
-        :class:`sparkdl.StateLostError` where a rank is lost; the gang has ended then.
+        After an error the gang has ended.
+
+        Raises:
+            sparkdl.TrainingError: If the command fails, with the traceback of the first rank that
+                fails.
+            sparkdl.StateLostError: If a rank is lost.
+            sparkdl.StalledError: If a rank takes too long.
         """
         self.send([command])
         return self.answers(doing)[0]
 
     def call_each(self, commands: Sequence[Command], doing: str) -> list[Any]:
-        """Likewise, a command for each rank, in rank order."""
+        """Run one command for each rank, in rank order, and return the results. See :meth:`call`."""
         assert self._ranks is not None
         self._ranks.send_each(commands)
         return self.answers(doing)[0]
 
     def send(self, commands: Sequence[Command]) -> None:
-        """Every rank does these, one after another, after those before: :meth:`answers` gives the
-        results of one."""
+        """Send commands, which every rank runs in order, after earlier ones.
+
+        Each call of :meth:`answers` returns the results of one command.
+        """
         assert self._ranks is not None
         self._ranks.send(commands)
 
     def answers(self, doing: str) -> tuple[list[Any], float]:
-        """The results of the oldest command of which nobody has had them, see :meth:`call`; and when
-        the last of them was there (``time.monotonic``)."""
+        """Wait for the results of the oldest command whose results have not been returned yet.
+
+        For the exceptions see :meth:`call`.
+
+        Returns:
+            The results in rank order, and the time at which the last one was ready
+            (``time.monotonic``).
+        """
         assert self._ranks is not None
         try:
             return self._ranks.answers(doing)
@@ -276,7 +309,10 @@ class Gang:
             raise
 
     def leave(self) -> None:
-        """Hang up on the ranks, which then end: the next :meth:`start` brings others together."""
+        """Close the connections, which ends the ranks.
+
+        The next :meth:`start` brings new ones together.
+        """
         for team in (self._ranks, self._hosts):
             if team is not None:
                 team.close()

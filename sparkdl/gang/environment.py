@@ -1,8 +1,8 @@
-"""What torchrun says in a process's environment, said to the ranks of a gang: libraries look there.
+"""The environment variables that torchrun sets, for the ranks of a gang, because libraries read them.
 
-Accelerate, Lightning and DeepSpeed ask ``LOCAL_RANK`` which GPU is theirs, and take a process where it
-is missing for one that trains alone. So the ranks of a node are numbered in the order of their GPUs,
-as torch counts them: where they have all of the node's, each finds its own.
+Accelerate, Lightning and DeepSpeed read ``LOCAL_RANK`` to find the GPU of a process. If it is
+missing, they assume a process that trains alone. So the ranks of a node are numbered in the order
+of their GPUs, as torch counts them: if they have all GPUs of the node, each finds its own.
 """
 
 from __future__ import annotations
@@ -23,8 +23,14 @@ logger = logging.getLogger("sparkdl")
 
 @dataclass(frozen=True)
 class Where:
-    """Where a rank is: its node's address, the GPU that it has there, by torch's number and by the slot
-    that it is in, if any; and on rank 0 the port that is kept for it."""
+    """The location of a rank.
+
+    Attributes:
+        node: The address of its node.
+        gpu: Torch's number of its GPU, if it has one.
+        slot: The hardware slot of its GPU, if it has one.
+        port: On rank 0, the port that is reserved for it.
+    """
 
     node: str
     gpu: int | None = None
@@ -33,12 +39,16 @@ class Where:
 
 
 def gpus_of_ranks(ranks: Sequence[Where]) -> set[tuple[str, str]]:
-    """The GPUs that they have."""
+    """Return the GPUs of the ranks."""
     return {(where.node, where.slot) for where in ranks if where.slot is not None}
 
 
 def check_unshared(ranks: Sequence[Where]) -> None:
-    """Raise :class:`SessionError` where ranks share a GPU, though nobody has said how many there be."""
+    """Check that ranks do not share a GPU if the user has not set their number.
+
+    Raises:
+        SessionError: If ranks share a GPU.
+    """
     on_gpus = sum(where.slot is not None for where in ranks)
     gpus = len(gpus_of_ranks(ranks))
     if gpus < on_gpus:
@@ -51,7 +61,7 @@ def check_unshared(ranks: Sequence[Where]) -> None:
 
 
 def variables(ranks: Sequence[Where], gang: str) -> list[dict[str, str]]:
-    """For each rank, what torchrun would say to it."""
+    """Return, for each rank, the variables that torchrun would set."""
     nodes = list(dict.fromkeys(where.node for where in ranks))
     size, found = str(len(ranks)), []
     for rank, where in enumerate(ranks):
@@ -80,12 +90,15 @@ def variables(ranks: Sequence[Where], gang: str) -> list[dict[str, str]]:
 
 
 LEFT_AS_THEY_ARE = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-"""What torchrun says where nobody has said otherwise."""
+"""The values that torchrun sets unless the variables are set already."""
 
 
 @dataclass(frozen=True)
 class Announce:
-    """Command: say it, until the rank ends; ``told``: for each rank."""
+    """The command that sets the variables until the rank ends.
+
+    ``told`` has the variables of each rank.
+    """
 
     told: Sequence[Mapping[str, str]]
 
@@ -104,7 +117,10 @@ class Announce:
 
 
 def say(at_end: contextlib.ExitStack, said: Mapping[str, str]) -> None:
-    """Set these variables; ``at_end`` they are what they were, since a worker has other tasks then."""
+    """Set these variables.
+
+    ``at_end`` restores them, since a worker runs other tasks afterwards.
+    """
     before = {key: os.environ.get(key) for key in said}
     at_end.callback(_restore, before)
     os.environ.update(said)
@@ -119,13 +135,15 @@ def _restore(before: Mapping[str, str | None]) -> None:
 
 
 def keep_port(member: RankContext) -> int:
-    """A port of the node that the system gives to nobody, until the rank ends. It is bound, and not
-    listened at: who is told of it can."""
+    """Reserve a port of the node until the rank ends, so that the system assigns it to nobody else.
+
+    The port is bound but nothing listens on it, so whoever is told the number can listen.
+    """
     family = socket.getaddrinfo(member.address, 0, type=socket.SOCK_STREAM)[0][0]
     kept = member.at_end.enter_context(socket.socket(family, socket.SOCK_STREAM))
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     kept.bind((member.address, 0))
     port = int(kept.getsockname()[1])
-    if sys.platform != "linux":  # elsewhere a port that is bound is taken
+    if sys.platform != "linux":  # on other systems nobody else can use a bound port
         kept.close()
     return port

@@ -1,16 +1,17 @@
-"""Several ranks in one task, each a process of its own: commands for such a task.
+"""Several ranks in one task, each as a process of its own, and the commands for such a task.
 
-[Note: fewer task slots than ranks] A gang always has as many ranks, since what it computes depends
-on them. Where executors are gone and ``min_slots`` allows it, its barrier stage has as many tasks as
-there are slots, and each *hosts* some ranks. First an ordinary job collects what lies in each
-partition: a small record, which says on which node the samples are. Then the tasks come, wherever
-Spark puts them, and say on which nodes they are; only then does the driver share the ranks out, each
-to a task on the node of its samples. The tasks take all slots, so that every node has one. A rank
-that finds its samples gone all the same says so as in any gang, and they are computed again.
+[Note: fewer task slots than ranks] A gang always has the same number of ranks, because its results
+depend on it. If executors are lost and ``min_slots`` allows it, the barrier stage has as many tasks
+as there are slots, and each task *hosts* some ranks. First an ordinary job collects the content of
+each partition: a small record, which tells on which node the samples are. Then the tasks connect
+from wherever Spark has started them and report their nodes. Only then does the driver assign the
+ranks, each to a task on the node of its samples. The tasks take all slots, so there is one on every
+node. If a rank finds that its samples are gone nevertheless, it reports that as in any gang, and
+they are computed again.
 
-The processes connect to the driver by themselves; for it, and for each other, they are ranks like any.
-They are no forks: torch has threads. Each one reads from its task until that is gone, and is then gone
-itself, in the middle of anything. A task ends when its ranks have ended.
+The processes connect to the driver themselves. To the driver and to each other they are ranks like
+any others. They are not forks, because torch has threads. Each reads from a pipe to its task until
+the task is gone, and then exits at once, whatever it does. A task ends when its ranks have ended.
 """
 
 from __future__ import annotations
@@ -36,13 +37,18 @@ from sparkdl.spark.device import Gpu, use_gpu
 
 MODULE = "sparkdl.gang.process"
 STOP_SECONDS = END_SECONDS + 1.0
-"""After its channel has ended, a rank has so long to end by itself."""
+"""The time in which a rank must end after its channel has ended."""
 
 
 @dataclass(frozen=True)
 class Oversubscription:
-    """That several ranks may share a task, see the note above. ``min_slots``: the fewest tasks.
-    ``node_of``: the node of a partition, from its records; ``node_here``: the one of a task."""
+    """The permission for several ranks to share a task. See the note above.
+
+    Attributes:
+        min_slots: The smallest number of tasks.
+        node_of: Returns the node of a partition from its records.
+        node_here: Returns the node of the task that calls it.
+    """
 
     min_slots: int
     node_of: Callable[[list[Any]], str]
@@ -51,7 +57,7 @@ class Oversubscription:
 
 @dataclass(frozen=True)
 class PackRecords:
-    """Task of an ordinary job: a partition's records as one frame."""
+    """The body of an ordinary job's tasks, which returns the records of a partition as one frame."""
 
     def __call__(self, partition: int, records: Iterable[Any]) -> Iterator[bytes]:
         yield pickle.dumps(list(records))
@@ -59,7 +65,7 @@ class PackRecords:
 
 @dataclass(frozen=True)
 class HostedRank:
-    """A rank's: which one, its GPU (None: the CPU), the frames of its partition."""
+    """One rank of a task, with its GPU (None means the CPU) and the frames of its partition."""
 
     rank: int
     gpu: Gpu | None
@@ -68,7 +74,10 @@ class HostedRank:
 
 @dataclass(frozen=True)
 class DescribeTask:
-    """Command: where a task is. ``device``: of its ranks, as :class:`Rendezvous` says it."""
+    """The command that returns the location of a task.
+
+    ``device`` is the kind of device of its ranks, as in :class:`Rendezvous`.
+    """
 
     node_here: Callable[[], str]
     device: str
@@ -81,8 +90,15 @@ class DescribeTask:
 
 @dataclass(frozen=True)
 class StartRankProcesses:
-    """Command: start the processes of these ranks, of ``size`` in all, until the task ends; ``job`` is
-    the number that they name. The key that they need is the task's, and none travels with this."""
+    """The command that starts the processes of these ranks, which run until the task ends.
+
+    The command does not carry the key that they need; it is that of the task.
+
+    Attributes:
+        job: The job number with which they introduce themselves.
+        size: The number of all ranks.
+        seats: The ranks of this task.
+    """
 
     job: int
     size: int
@@ -105,14 +121,14 @@ class StartRankProcesses:
             part = RunHostedRank(meeting, hello, member.address, seat)
             stream = processes[seat.rank].stdin
             assert stream is not None
-            with contextlib.suppress(BrokenPipeError):  # it is dead already, see ended
+            with contextlib.suppress(BrokenPipeError):  # it has ended already, see ended
                 stream.write(cloudpickle.dumps(part))
                 stream.flush()
 
 
 @dataclass(frozen=True)
 class RunHostedRank:
-    """What the process of a rank is told by its task, and does."""
+    """The instructions that a rank's process gets from its task."""
 
     meeting: Rendezvous
     hello: Introduction
@@ -131,13 +147,17 @@ class RunHostedRank:
 
 
 def ended(member: RankContext) -> dict[int, int]:
-    """Command: the ranks whose processes have ended, and how: exit status, or minus a signal."""
+    """Run as a command: return the ranks whose processes have ended.
+
+    Returns:
+        By rank, the exit status, or minus the number of the signal.
+    """
     found = {rank: process.poll() for rank, process in member.kept["processes"].items()}
     return {rank: status for rank, status in found.items() if status is not None}
 
 
 def _end(processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
-    """Wait until they have ended, and kill what has not."""
+    """Wait until the processes have ended, and kill those that do not."""
     until = time.monotonic() + STOP_SECONDS
     for process in processes.values():
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -152,8 +172,14 @@ def _end(processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
 
 @dataclass(frozen=True)
 class TaskLocation:
-    """Where a task is: its ``node``, by a name that each process there knows; the node's address; the
-    GPUs that it may use, its own ones where Spark has ``assigned`` them, else all of the node."""
+    """The location of a task.
+
+    Attributes:
+        node: A name of the node that is the same for all processes there.
+        address: The address of the node.
+        gpus: The GPUs that the task may use: its own if Spark has assigned some, else all of the node.
+        assigned: Whether Spark has assigned them.
+    """
 
     node: str
     address: str
@@ -162,11 +188,17 @@ class TaskLocation:
 
 
 def assign_ranks(ranks: Sequence[str], tasks: Sequence[str]) -> list[list[int]]:
-    """The ranks of each task. ``ranks``: for each rank the node of its samples; ``tasks``: for each
-    task the node that it is on.
+    """Assign ranks to tasks.
 
-    The tasks of a node share its ranks evenly, neighbours side by side. Who belongs to none of the
-    nodes goes where fewest are.
+    The tasks of a node share its ranks evenly, with neighbouring ranks in the same task. A rank
+    whose samples are on none of the nodes goes to the task with the fewest ranks.
+
+    Args:
+        ranks: For each rank, the node of its samples.
+        tasks: For each task, its node.
+
+    Returns:
+        The ranks of each task.
     """
     shares: list[list[int]] = [[] for _ in tasks]
     for node in dict.fromkeys(tasks):
@@ -183,8 +215,11 @@ def assign_ranks(ranks: Sequence[str], tasks: Sequence[str]) -> list[list[int]]:
 def gpus_shared_out(
     places: Sequence[TaskLocation], shares: Sequence[Sequence[int]]
 ) -> dict[int, Gpu | None]:
-    """The GPU of each rank, None: the CPU. Raises :class:`SessionError` where two would share one,
-    which NCCL refuses."""
+    """Return the GPU of each rank, or None for the CPU.
+
+    Raises:
+        SessionError: If two ranks would share a GPU, which NCCL does not allow.
+    """
     found: dict[int, Gpu | None] = {}
     on_node: dict[str, int] = {}
     for place, share in zip(places, shares, strict=True):

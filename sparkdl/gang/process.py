@@ -1,8 +1,7 @@
-"""A rank as a process of its own: ``python -m sparkdl.gang.process``, see
-:mod:`sparkdl.gang.oversubscribe`.
+"""The program of a rank that is a process of its own: ``python -m sparkdl.gang.process``.
 
-What it has to do comes from its task, through the standard input, which stays open for as long as the
-task lives.
+Its task sends the instructions through standard input, which stays open as long as the task lives. See
+:mod:`sparkdl.gang.oversubscribe`.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from sparkdl.gang.process_group import let_go_of_folders
 
 
 def main() -> None:
-    """Be a rank, until it or its task ends."""
+    """Run as a rank until the rank or its task ends."""
     part: RunHostedRank = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_task, name="sparkdl-task", daemon=True).start()
     part()
 
 
 def _end_with_task() -> None:
-    """Nothing more is said: reading ends when the task is gone, and so does this process."""
+    """Exit when the task is gone, which ends the read: the task sends nothing more."""
     os.read(0, 1)
-    let_go_of_folders(seconds=0)  # at once: it would go on training
+    let_go_of_folders(seconds=0)  # without waiting, because the rank still trains
     os._exit(1)
 
 

@@ -1,11 +1,11 @@
-"""Joining the ranks of a gang into a ``torch.distributed`` process group: commands for them.
+"""Commands that join the ranks of a gang into a ``torch.distributed`` process group.
 
-The ranks meet through their channels to the driver. Where all of them see one private file, that file
-is torch's store and nobody listens for it; else rank 0 listens on the address that Spark knows of its
-node, at a port that the system chose, and hands the listening socket itself to torch's store: no port
-is picked, let go of and taken again. Gloo and NCCL are told to use the network interface of that
-address, unless the environment names one. They connect the ranks by TCP, which neither Spark's
-authentication nor its encryption covers.
+The ranks find each other through their channels to the driver. If all of them see one private file,
+that file is torch's store, and no port is needed. Otherwise rank 0 listens on the address under
+which Spark knows its node, on a port that the system chooses, and passes the listening socket
+itself to torch's store, so that no port is picked, released and taken again. Gloo and NCCL use the
+network interface of that address unless the environment names one. They connect the ranks by TCP,
+which neither Spark's authentication nor its encryption covers.
 """
 
 from __future__ import annotations
@@ -38,17 +38,24 @@ from sparkdl.slab.root import marked_directory
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """The variables that name the network interface of a group."""
 _SLOT = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-"""By these NCCL knows a GPU: those of its parts are the same. Not every torch tells them."""
+"""The properties by which NCCL identifies a GPU. They are the same for all parts of one GPU. Some
+versions of torch do not provide them."""
 Call = Callable[[Command], list[Any]]
-"""Runs a command on every rank; the results in rank order."""
+"""A function that runs a command on every rank and returns the results in rank order."""
 
 
 def form_group(call: Call, seconds: float) -> list[Where]:
-    """Give every rank the default process group: Gloo, and NCCL for what is on GPUs. Where they are.
+    """Initialize the default process group on every rank: Gloo, with NCCL for GPU tensors.
 
-    NCCL wants a GPU for each rank; where several share one, or have parts of it, Gloo carries
+    NCCL needs a GPU for each rank. If several ranks share one, or have parts of it, Gloo carries
     everything.
-    ``seconds``: how long a rank waits for the others, here and in each collective.
+
+    Args:
+        call: Runs a command on every rank.
+        seconds: The time that a rank waits for the others, here and in each collective.
+
+    Returns:
+        The locations of the ranks.
     """
     folder = call(offer_folder)[0]
     if all(call(functools.partial(sees, folder))):
@@ -64,7 +71,7 @@ def form_group(call: Call, seconds: float) -> list[Where]:
 
 @dataclass(frozen=True)
 class FileStore:
-    """Torch's store as a file."""
+    """A torch store in a file."""
 
     path: str
 
@@ -74,7 +81,7 @@ class FileStore:
 
 @dataclass(frozen=True)
 class NetworkStore:
-    """Torch's store as rank 0 serves it."""
+    """A torch store that rank 0 serves."""
 
     host: str
     port: int
@@ -88,26 +95,29 @@ Store = FileStore | NetworkStore
 
 
 LET_GO_SECONDS = 1.0
-"""How long a rank that ends waits for others."""
+"""The time that a rank that ends waits for others."""
 _held: list[tuple[int, str]] = []
-"""The folders that ranks of this process hold, each with its descriptor."""
+"""The folders that ranks of this process hold, each after its file descriptor."""
 
 
 def offer_folder(member: RankContext) -> str:
-    """On rank 0: a private folder of this node. If it is left because a rank was killed, it goes with
-    the node's next one."""
+    """Create, on rank 0, a private folder on its node.
+
+    If a killed rank leaves it behind, it is removed when the next one is created on the node.
+    """
     return str(marked_directory(Path(tempfile.gettempdir()))) if member.rank == 0 else ""
 
 
 def sees(folder: str, member: RankContext) -> bool:
-    """Whether the folder is there, seen from this rank, which then holds it until it ends.
+    """Return whether this rank sees the folder. If it does, it holds the folder until it ends.
 
-    The last to let go of it removes it: torch's store writes its file once more when it is closed.
+    The last rank to release the folder removes it, because torch's store writes its file again when
+    it is closed.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
-    except OSError:  # none, or one that knows no locks
+    except OSError:  # there is no such folder, or its file system has no locks
         return False
     _held.append((descriptor, folder))
     member.at_end.callback(let_go_of_folders)
@@ -115,9 +125,12 @@ def sees(folder: str, member: RankContext) -> bool:
 
 
 def let_go_of_folders(seconds: float = LET_GO_SECONDS) -> None:
-    """Of all that this process holds. Others that end, too, are waited for: one that was killed lets
-    go a little after that is known."""
-    with contextlib.suppress(IndexError):  # none is left, or another thread has just taken it
+    """Release all folders that this process holds.
+
+    Wait for other ranks that end at the same time. A killed rank's hold ends a little after the
+    rank is known to be lost.
+    """
+    with contextlib.suppress(IndexError):  # none is left, or another thread has just taken the last
         while True:
             descriptor, folder = _held.pop()
             until = time.monotonic() + seconds
@@ -129,7 +142,10 @@ def let_go_of_folders(seconds: float = LET_GO_SECONDS) -> None:
 
 
 def _is_last(descriptor: int) -> bool:
-    """Whether no other rank holds the folder. This one holds it no more, or alone."""
+    """Return whether no other rank holds the folder.
+
+    Afterwards this one has no lock, or the only one.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -138,7 +154,7 @@ def _is_last(descriptor: int) -> bool:
 
 
 def listen(seconds: float, member: RankContext) -> tuple[str, int] | None:
-    """On rank 0: serve torch's store; at which host and port."""
+    """Serve torch's store on rank 0, and return its host and port."""
     if member.rank > 0:
         return None
     family = socket.getaddrinfo(member.address, 0, type=socket.SOCK_STREAM)[0][0]
@@ -157,7 +173,7 @@ def listen(seconds: float, member: RankContext) -> tuple[str, int] | None:
 
 
 def where(member: RankContext) -> Where:
-    """Where the rank is."""
+    """Return the location of the rank."""
     port = keep_port(member) if member.rank == 0 else 0
     if member.device.type != "cuda":
         return Where(member.address, port=port)
@@ -167,10 +183,16 @@ def where(member: RankContext) -> Where:
 
 
 def join(store: Store, seconds: float, backend: str, member: RankContext) -> None:
-    """Initialise the default process group, until the rank ends.
+    """Initialize the default process group, until the rank ends.
 
-    Not bound to the device: torch then makes the groups of a mesh by splitting this one, which ends a
-    process that has been in another before (seen with torch 2.13).
+    The group is not bound to the device. With a bound one, torch creates the groups of a mesh by
+    splitting it, which crashes a process that was in another group before (seen with torch 2.13).
+
+    Args:
+        store: The store through which the ranks find each other.
+        seconds: The time that a rank waits for the others, here and in each collective.
+        backend: The name of the backend, as ``init_process_group`` takes it.
+        member: The context of the rank.
     """
     missing = [name for name in INTERFACES if name not in os.environ]  # else the user has named one
     if missing:
@@ -187,28 +209,35 @@ def join(store: Store, seconds: float, backend: str, member: RankContext) -> Non
 
 
 def leave(failed: bool = False) -> None:
-    """Destroy the process group, and before it what else would hold it. ``failed``: others of it may be
-    lost, and what NCCL has begun with them is not waited for.
+    """Destroy the process group, and first whatever would keep it alive.
 
-    A DistributedDataParallel may outlive the function that made it, in a cycle or a traceback. Were its
-    reducer the last to hold the group, the collector would wait for Gloo's threads in some later
-    task of this worker, with Python's lock in its hand; and a thread that lets go of a tensor wants
-    that lock.
+    A DistributedDataParallel may outlive the function that made it, in a cycle or a traceback. If
+    its reducer were the last to hold the group, the garbage collector would wait for Gloo's threads
+    during some later task of this worker while it holds the GIL. A thread that frees a tensor needs
+    the GIL, so that would be a deadlock.
+
+    Args:
+        failed: Whether other ranks may be lost. Then pending NCCL operations are aborted, not
+            waited for.
     """
     for thing in gc.get_objects():
         if issubclass(type(thing), DistributedDataParallel):
             thing.reducer = thing.logger = None
-    if not dist.is_initialized():  # a user's function may have done it
+    if not dist.is_initialized():  # a user's function may have destroyed the group
         return
     if failed and "nccl" in dist.get_backend_config():
-        with contextlib.suppress(RuntimeError):  # torch's guard may have been quicker
+        with contextlib.suppress(RuntimeError):  # torch's watchdog may have aborted it already
             dist.distributed_c10d._abort_process_group()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def interface_of(address: str) -> str:
-    """The network interface with this IPv4 address. Raises ValueError where there is none."""
+    """Return the network interface with this IPv4 address.
+
+    Raises:
+        ValueError: If there is none.
+    """
     wanted = {str(info[4][0]) for info in socket.getaddrinfo(address, None, socket.AF_INET)}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
@@ -219,6 +248,6 @@ def interface_of(address: str) -> str:
                 continue
             if socket.inet_ntoa(answer[20:24]) in wanted:
                 return name
-    if any(found.startswith("127.") for found in wanted):  # 127.0.1.1, say: all of them are there
+    if any(found.startswith("127.") for found in wanted):  # all of 127/8 is on the loopback
         return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     raise ValueError(f"no network interface of this node has the address {address}")

@@ -1,4 +1,4 @@
-"""Ranks that have come, and commands for all of them at once."""
+"""Ranks that have connected, and commands for all of them at once."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ from sparkdl.gang.command_queue import RESULT
 from sparkdl.gang.rank_task import ERROR, OUTPUT, Command, Failure, Introduction
 
 LOST = "lost"
-"""In place of a message: the rank is gone."""
+"""The kind that stands for a message if the rank is gone."""
 DAY_SECONDS = 86400.0
-"""What is waited for longer is waited for again: a system call takes 24 days at most."""
+"""The longest single wait. Longer waits are repeated, because a system call accepts at most 24 days."""
 GRACE_SECONDS = 2.0
-"""After the first failure of a rank, the others have so long to say what they know of it."""
+"""The time that the other ranks have to report their failures after the first one."""
 
 
 class ConnectedRanks:
-    """All that ``arrivals`` wait for, which have come; after an error they are hung up on.
+    """All ranks of a gang, once they have connected. After an error their connections are closed.
 
-    ``noun``: what messages call one of them.
+    Args:
+        arrivals: The complete set of ranks.
+        timeout: The seconds in which a command must end. None means no limit.
+        noun: The word for one of them in error messages.
     """
 
     def __init__(self, arrivals: ArrivedRanks, timeout: float | None, noun: str = "rank") -> None:
@@ -43,48 +46,59 @@ class ConnectedRanks:
                 channel.bound_sends(timeout)
 
     def call(self, command: Command, doing: str) -> list[Any]:
-        """``command(member)`` on each, at once; the results in order.
+        """Call ``command(member)`` on each rank at once, and return the results in order.
 
-        Raises :class:`sparkdl.TrainingError` with the first failing one's traceback,
-        :class:`sparkdl.StateLostError` where one is lost, and :class:`sparkdl.StalledError`.
+        Raises:
+            sparkdl.TrainingError: If the command fails, with the traceback of the first rank that
+                fails.
+            sparkdl.StateLostError: If a rank is lost.
+            sparkdl.StalledError: If a rank takes too long.
         """
         self.send([command])
         return self.answers(doing)[0]
 
     def call_each(self, commands: Iterable[Command], doing: str) -> list[Any]:
-        """Likewise, a command for each."""
+        """Run one command for each rank and return the results. See :meth:`call`."""
         self.send_each(commands)
         return self.answers(doing)[0]
 
     def send_each(self, commands: Iterable[Command]) -> None:
-        """A command for each: :meth:`answers` gives the results."""
+        """Send one command to each rank. :meth:`answers` returns the results."""
         self._send([[cloudpickle.dumps(command)] for command in commands])
 
     def send(self, commands: Sequence[Command]) -> None:
-        """Each does these, one after another, after those before: :meth:`answers` gives the results of
-        one."""
+        """Send commands, which every rank runs in order, after earlier ones.
+
+        Each call of :meth:`answers` returns the results of one command.
+        """
         self._send([[cloudpickle.dumps(command) for command in commands]] * self.size)
 
     def answers(self, doing: str) -> tuple[list[Any], float]:
-        """The results of the oldest command of which nobody has had them, see :meth:`call`; and when
-        the last of them was there (``time.monotonic``)."""
+        """Wait for the results of the oldest command whose results have not been returned yet.
+
+        For the exceptions see :meth:`call`.
+
+        Returns:
+            The results in rank order, and the time at which the last one was ready
+            (``time.monotonic``).
+        """
         self._await(doing)
         contents, ended = zip(*(told.popleft() for told in self._told), strict=True)
         return [cloudpickle.loads(content) for content in contents], max(ended)
 
     def close(self) -> None:
-        """Hang up; they then end."""
+        """Close the connections, which ends the ranks."""
         for channel in self._channels:
             channel.close()
 
     def _send(self, contents: Sequence[list[bytes]]) -> None:
-        """To each, some commands."""
+        """Send some commands to each rank."""
         for channel, content in zip(self._channels, contents, strict=True):
-            with contextlib.suppress(ChannelError):  # it is gone; it may have said why
+            with contextlib.suppress(ChannelError):  # the rank is gone; it may have sent the reason
                 channel.send(content)
 
     def _await(self, doing: str) -> None:
-        """The next result of every rank."""
+        """Wait for the next result of every rank."""
         failures: dict[int, Failure] = {}
         lost: list[int] = []
         deadline = time.monotonic() + (self._timeout or math.inf)
@@ -126,7 +140,10 @@ class ConnectedRanks:
         lost: Sequence[int],
         answered: Sequence[int] = (),
     ) -> None:
-        """Hang up and say why: a rank's own mistake, else a lost rank, else a late one."""
+        """Close the connections and raise the reason.
+
+        It is a rank's own error or, if there is none, a lost rank, or else a late one.
+        """
         hosts, noun = self._hosts, self._noun
         self.close()
         own = [(rank, failure) for rank, failure in failures.items() if not failure.by_group]
@@ -163,7 +180,7 @@ class ConnectedRanks:
 
 
 class ArrivedRanks:
-    """The ranks of job number ``job`` that have come."""
+    """The ranks of job number ``job`` that have connected so far."""
 
     def __init__(self, job: int, size: int) -> None:
         self._job, self._size = job, size
@@ -175,11 +192,11 @@ class ArrivedRanks:
 
     @property
     def too_few(self) -> bool:
-        """Whether the stage runs fewer ranks than a gang has."""
+        """Return whether the stage runs fewer ranks than the gang has."""
         return any(hello.ranks != self._size for _, hello in self.come.values())
 
     def admit(self, channel: Channel, hello: Introduction) -> None:
-        """Of a rank that comes again, the later one counts."""
+        """Add a rank. If it has connected before, the later attempt counts."""
         known = self.come.get(hello.rank)
         if hello.job != self._job or (known and known[1].task > hello.task):
             channel.close()

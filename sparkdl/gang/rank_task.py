@@ -1,4 +1,4 @@
-"""A rank of a gang: a task that does what the driver says."""
+"""A rank of a gang: a task that runs the driver's commands."""
 
 from __future__ import annotations
 
@@ -24,17 +24,24 @@ from sparkdl.spark.device import Gpu, Sight, gpus_of, use_gpu
 from sparkdl.spark.worker import finish_task
 
 ERROR, OUTPUT = "error", "output"
-"""What a rank says beside results, see :mod:`sparkdl.gang.command_queue`; its messages are (kind,
-content)."""
+"""The kinds of a rank's messages, beside results (see :mod:`sparkdl.gang.command_queue`). A message is
+a pair (kind, content)."""
 _HERE = os.path.dirname(__file__) + os.sep
 _OF_GROUPS = ("gloo/", "NCCL error", "NCCL communicator")
-"""What errors of a process group speak of that are plain RuntimeErrors."""
+"""Words in plain RuntimeErrors that come from a process group."""
 
 
 @dataclass(frozen=True)
 class Introduction:
-    """The first message of a rank. ``job``: of :class:`Rendezvous`; ``task``: a number that grows with
-    every task of Spark's; ``ranks``: how many tasks its stage runs."""
+    """The first message of a rank.
+
+    Attributes:
+        rank: The rank.
+        job: The job number of its :class:`Rendezvous`.
+        task: Spark's task number, which increases with every task.
+        ranks: The number of tasks that its stage runs.
+        host: The name of its host.
+    """
 
     rank: int
     job: int
@@ -45,8 +52,15 @@ class Introduction:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception of a rank: its kind and text, and its traceback. ``by_group``: it is of the process
-    group, which breaks at all ranks when one of them fails."""
+    """An exception of a rank.
+
+    Attributes:
+        kind: The name of its class.
+        text: Its message.
+        trace: Its traceback.
+        by_group: Whether the process group raised it. If one rank fails, the group breaks on all of
+            them.
+    """
 
     kind: str
     text: str
@@ -56,10 +70,19 @@ class Failure:
 
 @dataclass
 class RankContext:
-    """What commands are given: who this is, its node's address as Spark knows it, its device, the
-    frames of its partition; what shall happen ``at_end``; how a task came to the driver; what
-    commands have ``kept``; and what a command leaves to be done ``afterwards``, when its result is on
-    its way."""
+    """The argument of every command: the context of a rank.
+
+    Attributes:
+        rank: The rank.
+        size: The number of ranks.
+        address: The address of its node, as Spark knows it.
+        device: Its device.
+        frames: The frames of its partition.
+        at_end: The callbacks to run when the rank ends.
+        meeting: How the task has connected to the driver, if this rank is a task.
+        kept: Objects that commands keep for later ones.
+        afterwards: Work that a command leaves to be done after its result has been sent.
+    """
 
     rank: int
     size: int
@@ -77,8 +100,16 @@ Command = Callable[[RankContext], Any]
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How a rank comes to its gang: the driver's address and key, the kind of device ("auto", "cpu",
-    "cuda"), whether its output goes to the driver, and which job of the gang this is."""
+    """The instructions with which a rank connects to its gang. They are the body of the stage's tasks.
+
+    Attributes:
+        host: The driver's host.
+        port: The driver's port.
+        key: The key of the gang.
+        device: The kind of device: "auto", "cpu" or "cuda".
+        output: Whether the rank's output goes to the driver.
+        job: The number of the gang's job.
+    """
 
     host: str
     port: int
@@ -88,7 +119,7 @@ class Rendezvous:
     job: int = 0
 
     def __call__(self, partition: int, frames: Iterable[Any]) -> Iterator[bytes]:
-        """Body of a barrier stage's tasks."""
+        """Run as the body of a barrier stage's task."""
         context = BarrierTaskContext.get()
         ranks = len(context.getTaskInfos())
         hello = Introduction(
@@ -103,17 +134,17 @@ class Rendezvous:
     def serve(
         self, hello: Introduction, member: Callable[[contextlib.ExitStack], RankContext]
     ) -> None:
-        """Say ``hello`` to the driver, and do what it says as the member that this makes."""
+        """Send ``hello`` to the driver, and run its commands in the context that ``member`` creates."""
         try:
             channel = connect(self.host, self.port, self.key, hello)
-        except ConnectionError:  # nobody waits for this gang any more
+        except ConnectionError:  # the driver no longer waits for this gang
             return
         with (
             contextlib.closing(channel),
             _output(channel if self.output else None) as rest,
             _failures_told(channel),
             contextlib.ExitStack() as at_end,
-            _failures_told(channel),  # before the process group goes, which may take long
+            _failures_told(channel),  # before the process group is destroyed, which may take long
         ):
             _serve(channel, member(at_end), rest)
 
@@ -130,7 +161,7 @@ class Rendezvous:
 
 @contextlib.contextmanager
 def _failures_told(channel: Channel) -> Iterator[None]:
-    """The driver is told what fails in the block, and where it has hung up nothing is told."""
+    """Report exceptions in the block to the driver, unless it has closed the connection."""
     try:
         yield
     except ChannelError:
@@ -141,8 +172,10 @@ def _failures_told(channel: Channel) -> Iterator[None]:
 
 
 def _serve(channel: Channel, member: RankContext, rest: Callable[[], None]) -> None:
-    """Do what comes, until the driver hangs up, or something fails. ``rest``: tells what has been
-    printed of a line."""
+    """Run commands until the driver closes the connection, or something fails.
+
+    ``rest`` sends the last, unfinished line of output.
+    """
     commands, results = CommandReceiver(channel), ResultSender(channel)
     try:
         while (content := commands.next()) is not None:
@@ -155,18 +188,18 @@ def _serve(channel: Channel, member: RankContext, rest: Callable[[], None]) -> N
                 work()
     finally:
         ended = False
-        while not ended:  # no call here: Python sees to signals where a function begins
+        while not ended:  # no call here, because Python handles signals when a function begins
             try:
                 commands.done()
                 results.close()
                 ended = True
-            except KeyboardInterrupt:  # by Commands, and noticed only now
+            except KeyboardInterrupt:  # from CommandReceiver, handled only now
                 continue
         rest()
 
 
 def _packed(result: Any) -> bytes:
-    """What can be imported goes by name, which is quicker; else by value."""
+    """Pickle a result: importable objects by name, which is faster, and others by value."""
     try:
         return pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
     except Exception:
@@ -174,9 +207,11 @@ def _packed(result: Any) -> bytes:
 
 
 def device_of(kind: str, context: BarrierTaskContext) -> torch.device:
-    """The GPU that Spark assigned to this task, the first where there are several; without an
-    assignment the ranks of a node take its GPUs in turn; the CPU where there is none, or it is asked
-    for."""
+    """Return the device of this task.
+
+    It is the first GPU that Spark has assigned to the task. Without an assignment, the ranks of a
+    node take its GPUs in turn. It is the CPU if there is no GPU, or ``kind`` is "cpu".
+    """
     gpus, assigned = gpus_here(kind, context)
     if not gpus:
         return torch.device("cpu")
@@ -188,8 +223,13 @@ def device_of(kind: str, context: BarrierTaskContext) -> torch.device:
 
 
 def gpus_here(kind: str, context: BarrierTaskContext) -> tuple[list[Gpu], bool]:
-    """The GPUs that ranks of this kind of device may use here, and whether Spark assigned them to the
-    task; else they are those of the node. Raises :class:`SessionError` where there must be one."""
+    """Return the GPUs that ranks may use here, and whether Spark has assigned them to the task.
+
+    Without an assignment they are all GPUs of the node.
+
+    Raises:
+        SessionError: If ``kind`` is "cuda" and there is no GPU.
+    """
     if kind == "cpu":
         return [], False
     gpu = context.resources().get("gpu")
@@ -204,14 +244,16 @@ def gpus_here(kind: str, context: BarrierTaskContext) -> tuple[list[Gpu], bool]:
 
 
 def _failure(error: BaseException) -> Failure:
-    """Where a text begins with an empty line, as that of torch does around what a stage of a pipeline
-    raised, the cause says more."""
+    """Describe an exception, or its cause if its text begins with an empty line.
+
+    Torch adds such a text to what a pipeline stage has raised.
+    """
     told: BaseException = error
     while told.__cause__ is not None and not _first_line(told):
         told = told.__cause__
     place = error.__traceback__
     while place is not None and place.tb_frame.f_code.co_filename.startswith(_HERE):
-        place = place.tb_next  # the user's own frames say more
+        place = place.tb_next  # begin with the user's own frames
     trace = "".join(traceback.format_exception(error.with_traceback(place))).rstrip()
     return Failure(type(told).__name__, _text(told), trace, _by_group(error))
 
@@ -230,8 +272,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def _by_group(error: BaseException | None) -> bool:
-    """Whether it, or what it came of, is of the process group: torch raises plain RuntimeErrors where
-    Gloo breaks, and others of these in a pipeline."""
+    """Return whether the error, or a cause of it, comes from the process group.
+
+    Torch raises plain RuntimeErrors if Gloo breaks, and other errors caused by these in a pipeline.
+    """
     while error is not None:
         text, kind = _text(error), type(error).__name__
         if kind.startswith("Dist") or any(word in text for word in _OF_GROUPS):
@@ -241,8 +285,11 @@ def _by_group(error: BaseException | None) -> bool:
 
 
 class _Output(io.TextIOBase):
-    """A text stream into the channel, line by line. Of processes that are forked from this one, such as
-    those of a DataLoader, it is ``before``, as the channel has two ends and no more."""
+    """A text stream that sends lines into the channel.
+
+    Processes that are forked from this one, such as those of a DataLoader, write to ``before``
+    instead: a channel has only two ends.
+    """
 
     def __init__(self, channel: Channel, before: TextIO) -> None:
         self._channel, self._before, self._line = channel, before, ""
@@ -260,12 +307,12 @@ class _Output(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Lines go by themselves."""
+        """Do nothing, because lines are sent when they are complete. In a fork, flush ``before``."""
         if os.getpid() != self._process:
             self._before.flush()
 
     def rest(self) -> None:
-        """Tell the line that has begun."""
+        """Send the unfinished line."""
         line, self._line = self._line, ""
         if line:
             self._send(line)
@@ -277,8 +324,10 @@ class _Output(io.TextIOBase):
 
 @contextlib.contextmanager
 def _output(channel: Channel | None) -> Iterator[Callable[[], None]]:
-    """What is printed inside the block goes to the driver, where there is a channel; the function tells
-    what has begun."""
+    """Send what is printed in the block to the driver, if there is a channel.
+
+    The function that is yielded sends the unfinished line.
+    """
     if channel is None:
         yield lambda: None
         return

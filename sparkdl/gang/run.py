@@ -1,4 +1,4 @@
-"""Any function as the ranks of a ``torch.distributed`` group inside Spark."""
+"""A function that runs any function on the ranks of a ``torch.distributed`` group inside Spark."""
 
 from __future__ import annotations
 
@@ -38,26 +38,40 @@ def run(
     resource_profile: ResourceProfile | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """``fn(*args, **kwargs)`` on every rank of a gang; what the ranks return, in rank order.
+    """Call ``fn(*args, **kwargs)`` on every rank of a gang.
 
-    All ranks run at once, in a Spark barrier stage, each in its own Python process; the default
-    process group of ``torch.distributed`` is initialised (Gloo; on GPUs with NCCL), so that
-    ``dist.get_rank()`` and every collective work. ``fn`` may be any function that cloudpickle takes:
-    a lambda, a nested one, one that executors can import.
+    All ranks run at once in a Spark barrier stage, each in its own Python process. The default
+    process group of ``torch.distributed`` is initialized (Gloo, with NCCL on GPUs), so that
+    ``dist.get_rank()`` and every collective work.
 
-    ``ranks``: how many; None: as many as there are task slots, in ``local[...]`` no more than GPUs,
-    where there are some. ``device``: "cuda", "cpu" or "auto" (a
-    GPU where there is one; each rank's current device is the one that Spark assigned to it).
-    ``timeout``: seconds that the ranks may take to come together, that they wait for each other, and
-    that the function may take; None: no bound.
-    ``output``: print here, line by line, what ranks print. ``spark``: None: the active session.
-    ``resource_profile``: what each rank's task is given, where that is not what others get: cores,
-    GPUs, fractions of them (``pyspark.resource``); of tasks only, and on a cluster.
+    Args:
+        fn: Any function that cloudpickle can pickle, such as a lambda, a nested function, or one
+            that executors can import.
+        *args: Positional arguments of ``fn``.
+        ranks: The number of ranks. None means as many as there are task slots, but in
+            ``local[...]`` no more than there are GPUs, if there are any.
+        device: "cuda", "cpu", or "auto" for a GPU if there is one. The current device of each rank
+            is the GPU that Spark has assigned to it.
+        timeout: The seconds that the ranks may take to connect, that they wait for each other, and
+            that the function may take. None means no limit.
+        output: Whether to print here, line by line, what ranks print.
+        spark: The session. None means the active one.
+        resource_profile: The resources of each rank's task, if they differ from those of other
+            tasks: cores, GPUs, fractions of GPUs (``pyspark.resource``). It may contain task
+            resources only, and needs a cluster.
+        **kwargs: Keyword arguments of ``fn``.
 
-    Raises :class:`sparkdl.TrainingError` with rank, host and traceback of the first rank that
-    fails, :class:`sparkdl.StateLostError` where one is lost (its process was killed, say); the other
-    ranks have then been ended, within seconds. :class:`sparkdl.ParameterError` and
-    :class:`sparkdl.SessionError` where there can be no such gang.
+    Returns:
+        The results of the ranks, in rank order.
+
+    Raises:
+        sparkdl.TrainingError: If a rank fails, with the rank, host and traceback of the first one
+            that fails. The other ranks then end within seconds.
+        sparkdl.StateLostError: If a rank is lost, for example because its process was killed. The
+            other ranks then end within seconds.
+        sparkdl.StalledError: If the ranks take longer than ``timeout``.
+        sparkdl.ParameterError: If a parameter is wrong, or there are too few task slots.
+        sparkdl.SessionError: If this session cannot have such a gang.
     """
     if not callable(fn):
         raise ParameterError(f"fn is {kind_of(fn)}: give a function.")
@@ -92,7 +106,7 @@ def run(
 
 
 def _context_of(spark: SparkSession | None) -> SparkContext:
-    """The SparkContext of the session, or the active one."""
+    """Return the SparkContext of the session, or the active one."""
     context = SparkContext._active_spark_context if spark is None else getattr(spark, "_sc", None)
     if context is None and spark is not None:
         raise SessionError(
@@ -106,4 +120,4 @@ def _context_of(spark: SparkSession | None) -> SparkContext:
 
 def _call(fn: Callable[..., Any], args: Any, kwargs: Any, member: RankContext) -> Any:
     result = fn(*args, **kwargs)
-    return mapped(result, torch.Tensor, torch.Tensor.cpu)  # the driver may be without a GPU
+    return mapped(result, torch.Tensor, torch.Tensor.cpu)  # the driver may have no GPU

@@ -1,4 +1,4 @@
-"""How many tasks, or ranks of a gang, can run at once."""
+"""The number of tasks, or ranks of a gang, that can run at once."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sparkdl.spark.frames import is_local
 
 logger = logging.getLogger("sparkdl")
 SLOT_SECONDS = 30.0
-"""How long executors may take to come before too few task slots are an error, or are made do with."""
+"""The time that executors have to register before too few task slots are an error, or are accepted."""
 
 
 def slots_now(context: SparkContext, profile: ResourceProfile | None = None) -> int:
-    """How many tasks, of ``profile``, the executors that are there run at once."""
+    """Return the number of tasks of ``profile`` that the present executors can run at once."""
     return _count(context, in_java(context, profile))
 
 
@@ -31,7 +31,17 @@ def task_slots(
     profile: ResourceProfile | None = None,
     seconds: float = SLOT_SECONDS,
 ) -> int:
-    """Return :func:`slots_now`, at least 1; wait up to ``seconds`` for the first executor."""
+    """Return the number of tasks that can run at once, at least 1.
+
+    Args:
+        context: The SparkContext.
+        profile: The resources of the tasks. None means the default profile.
+        seconds: The longest time to wait for the first executor.
+
+    Raises:
+        ParameterError: If the profile requests executors. See :func:`check_profile`.
+        SessionError: If there is a profile in local mode.
+    """
     if profile is not None:
         check_profile(context, profile)
     given, began, fixed = in_java(context, profile), time.monotonic(), is_local(context)
@@ -43,11 +53,11 @@ def task_slots(
 
 
 def default_replicas(context: SparkContext, seconds: float = SLOT_SECONDS) -> int:
-    """Return how many replicas there are where nobody says it: as many as tasks can run at once.
+    """Return the default number of replicas: the number of tasks that can run at once.
 
-    ``spark.default.parallelism`` makes them fewer, never more: clusters set it for queries, to several
-    times their cores, and a replica that waits for a slot only makes an iteration longer. What a user
-    may not expect is logged.
+    ``spark.default.parallelism`` makes it smaller but never larger. Clusters set it for queries, to
+    several times their cores, and a replica that waits for a slot only makes an iteration longer.
+    If the number may surprise the user, a warning is logged.
     """
     slots, conf = task_slots(context, seconds=seconds), conf_of(context)
     wanted = int(conf.get("spark.default.parallelism", "") or slots)
@@ -76,12 +86,22 @@ def check_slots(
     min_slots: int | None = None,
     enough: int | None = None,
 ) -> int:
-    """Wait so long until ``ranks`` tasks, of ``profile``, can run at once; how many then can, at most
-    ``ranks``.
+    """Wait until ``ranks`` tasks can run at once.
 
-    ``min_slots``: make do with so many where there are no more after :data:`SLOT_SECONDS`; with
-    ``enough`` at once.
-    Raises :class:`SessionError` where they never can, :class:`ParameterError` where they still cannot.
+    Args:
+        context: The SparkContext.
+        ranks: The number of tasks.
+        seconds: The longest time to wait.
+        profile: The resources of the tasks.
+        min_slots: The number of slots that is accepted if there are no more after :data:`SLOT_SECONDS`.
+        enough: The number of slots that is accepted at once, if it is at least ``min_slots``.
+
+    Returns:
+        The number of tasks that can run at once, at most ``ranks``.
+
+    Raises:
+        SessionError: If this session can never run them at once.
+        ParameterError: If it still has too few slots.
     """
     if conf_of(context).get("spark.dynamicAllocation.enabled", "false") == "true":
         raise SessionError(
@@ -119,8 +139,13 @@ def _too_few(ranks: int, slots: int, min_slots: int | None) -> str:
 
 
 def check_profile(context: SparkContext, profile: ResourceProfile) -> None:
-    """Raise :class:`ParameterError` for a profile that asks for executors of its own, which Spark
-    starts with dynamic allocation only; :class:`SessionError` in local mode, which has no profiles."""
+    """Check a resource profile.
+
+    Raises:
+        ParameterError: If it requests executors of its own, which Spark starts only with dynamic
+            allocation.
+        SessionError: In local mode, which has no profiles.
+    """
     if profile.executorResources:
         names = ", ".join(sorted(profile.executorResources))
         raise ParameterError(
@@ -135,7 +160,7 @@ def check_profile(context: SparkContext, profile: ResourceProfile) -> None:
 
 
 def in_java(context: SparkContext, profile: ResourceProfile | None) -> Any:
-    """The JVM's own, None: the default one's."""
+    """Return the JVM's object for a profile. None stands for the default profile."""
     manager = context._jsc.sc().resourceProfileManager()
     if profile is None:
         return manager.defaultResourceProfile()
@@ -143,7 +168,11 @@ def in_java(context: SparkContext, profile: ResourceProfile | None) -> Any:
 
 
 def with_profile(rdd: RDD, profile: ResourceProfile) -> RDD:
-    """``rdd``, computed with it. Raises :class:`SessionError` where this cluster has no profiles."""
+    """Return ``rdd``, to be computed with ``profile``.
+
+    Raises:
+        SessionError: If this cluster has no profiles.
+    """
     try:
         return rdd.withResources(profile)
     except (Py4JError, PySparkException) as error:
@@ -152,7 +181,7 @@ def with_profile(rdd: RDD, profile: ResourceProfile) -> RDD:
 
 
 def cpus_of(context: SparkContext, profile: ResourceProfile | None) -> int:
-    """Cores of a task, and so torch's threads in it."""
+    """Return the number of cores of a task, which is also torch's number of threads in it."""
     request = profile.taskResources.get("cpus") if profile is not None else None
     if request is not None:
         return max(1, int(request.amount))

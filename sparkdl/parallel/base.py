@@ -1,4 +1,4 @@
-"""How a gang shares the work, where that takes more than a word."""
+"""The strategies of a gang, with their options."""
 
 from __future__ import annotations
 
@@ -22,19 +22,25 @@ WAYS = ("column", "row")
 
 @dataclass(frozen=True, kw_only=True)
 class DDP:
-    """Every rank has the whole model; torch's ``DistributedDataParallel`` sums the gradients, bucket by
-    bucket while backward goes on (Li et al., 2020).
+    """Data parallelism: every rank has the whole model.
 
-    ``bucket_cap_mb``: the size of a bucket, in MiB; smaller ones leave earlier, larger ones travel
-    better. Of a model with up to 4 MiB of gradients, or ``bucket_cap_mb`` where that is less, all are
-    summed at once after backward, without ``DistributedDataParallel``; not with ``static_graph``.
-    ``static_graph``: every pass uses the same parameters in the same way, so that torch looks
-    once; not with ``accumulate``. ``find_unused_parameters``: passes differ in which parameters they
-    use, as with layers that are dropped at random; by itself that is so where one trial pass leaves
-    some unused. It costs a walk through the graph each time. ``shard_optimizer``: each rank updates
-    its part of the weights and keeps the optimizer's state of that part only (ZeRO, stage 1:
-    Rajbhandari et al., 2020), which is the strategy "zero1". Beside another strategy copies of what
-    that cuts share the update so.
+    Torch's ``DistributedDataParallel`` sums the gradients, bucket by bucket while backward still
+    runs (Li et al., 2020).
+
+    Attributes:
+        bucket_cap_mb: The size of a bucket, in MiB. Smaller buckets are sent earlier, larger ones
+            more efficiently. If a model has up to 4 MiB of gradients, or ``bucket_cap_mb`` if that
+            is less, they are summed at once after backward, without ``DistributedDataParallel``,
+            unless ``static_graph`` is set.
+        static_graph: Promises that every pass uses the same parameters in the same way, so that
+            torch looks for unused ones only once. It cannot be combined with ``accumulate``.
+        find_unused_parameters: Allows passes to use different parameters, as with layers that are
+            dropped at random. It is set automatically if a trial pass leaves some unused. It costs
+            a walk through the graph in each pass.
+        shard_optimizer: Makes each rank update its part of the weights and hold the optimizer state
+            of that part only (ZeRO, stage 1: Rajbhandari et al., 2020). This is the strategy
+            "zero1". With a strategy that splits the model, the copies of the model share the update
+            in this way.
     """
 
     word: ClassVar[str] = "ddp"
@@ -50,22 +56,28 @@ class DDP:
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP:
-    """Shard weights, gradients and optimizer state over the ranks of a gang, as torch's
-    ``fully_shard`` does (ZeRO, stages 2 and 3: Rajbhandari et al., 2020; Zhao et al., 2023).
+    """Fully sharded data parallelism: ranks have shards of weights, gradients and optimizer state.
 
-    ``units``: submodules, by name or pattern, each of which is gathered whole before it computes and
-    let go of afterwards; by default the blocks of the model's ``Sequential`` and ``ModuleList`` with
-    100,000 parameters and more that share none of them with other parts. What is in no unit is
-    gathered for the whole pass.
-    ``reshard_after_forward``: gather each unit again in backward (stage 3), or keep it from forward to
-    backward (False, stage 2: faster, more memory; so it always is in a pipeline). ``param_dtype``: what
-    weights are gathered and computed with in, "fp32" (the model's dtype), "bf16" or "fp16"; the shards
-    stay as they are. ``cpu_offload``: weights, gradients and optimizer state are in the memory of the
-    executor, which updates them too; a GPU has the unit that it computes with, and activations (ZeRO-
-    Offload: Ren et al., 2021). For models whose shards do not fit the GPUs; slower.
-    With ``Trainer(mesh={"data": 2, "shard": 4})`` ranks 0 to 3 have one cut model and ranks 4 to 7
-    another: weights are gathered among four, on one node say, and sums of gradients alone go further
-    (hybrid sharding).
+    Torch's ``fully_shard`` does it (ZeRO, stages 2 and 3: Rajbhandari et al., 2020; Zhao et al., 2023).
+
+    With ``Trainer(mesh={"data": 2, "shard": 4})`` ranks 0 to 3 have one sharded model and ranks 4
+    to 7 another. Weights are gathered among four ranks, for example on one node, and only sums of
+    gradients go further (hybrid sharding).
+
+    Attributes:
+        units: Submodules, by name or pattern, each of which is gathered before it computes and
+            freed afterwards. The default is the blocks of the model's ``Sequential`` and
+            ``ModuleList`` that have 100,000 parameters or more and share none of them with other
+            parts. What is in no unit is gathered for the whole pass.
+        reshard_after_forward: Whether to gather each unit again in backward (stage 3), or to keep
+            it from forward to backward (stage 2), which is faster and needs more memory. In a
+            pipeline units are always kept.
+        param_dtype: The dtype in which weights are gathered and used: "fp32" (the model's dtype),
+            "bf16" or "fp16". The shards keep their dtype.
+        cpu_offload: Keeps weights, gradients and optimizer state in the memory of the executor,
+            which also updates them. A GPU has only the unit that it computes with, and activations
+            (ZeRO-Offload: Ren et al., 2021). This is slower, and meant for models whose shards do
+            not fit the GPUs.
     """
 
     word: ClassVar[str] = "fsdp"
@@ -81,17 +93,20 @@ class FSDP:
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """Cut layers over the ranks, so that each computes its part of every one, with torch's
-    ``parallelize_module`` (Shoeybi et al., 2019). All ranks see all samples of a mini-batch; each has
-    the weights, gradients and optimizer state of its parts of the layers that are cut, and the whole
-    of the others.
+    """Tensor parallelism: layers are split, and each rank computes its part of every one of them.
 
-    ``plan``: how submodules, by name or pattern, are cut: "column" (an ``nn.Linear``'s outputs, or an
-    ``nn.Embedding``'s), "row" (an ``nn.Linear``'s inputs, or an ``nn.Embedding``'s rows; what comes out
-    is summed), or a style of :mod:`torch.distributed.tensor.parallel`. A layer cut by column is
-    followed by one cut by row, with nothing between them but what treats every element by itself. By
-    default the pairs of ``nn.Linear`` of which that can be seen: in a ``Sequential``, with an
-    activation between them, and in torch's transformer layers.
+    Torch's ``parallelize_module`` does it (Shoeybi et al., 2019). All ranks see all samples of a
+    mini-batch. Each rank has the weights, gradients and optimizer state of its parts of the layers
+    that are split, and of all other layers.
+
+    Attributes:
+        plan: How submodules, by name or pattern, are split: "column" (the outputs of an
+            ``nn.Linear`` or an ``nn.Embedding``), "row" (the inputs of an ``nn.Linear``, or the
+            rows of an ``nn.Embedding``; the outputs are summed), or a style of
+            :mod:`torch.distributed.tensor.parallel`. A layer that is split by column is followed by
+            one that is split by row, with only element-wise operations between them. The default is
+            the pairs of ``nn.Linear`` for which this is known: in a ``Sequential``, with an
+            activation between them, and in torch's transformer layers.
     """
 
     word: ClassVar[str] = "tensor"
@@ -101,20 +116,27 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Cut the model into stages, and let micro-batches flow through them, with torch's pipelining
-    (GPipe: Huang et al., 2019; 1F1B: Narayanan et al., 2019). A rank has the weights, gradients and
-    optimizer state of its stages alone, and works while others do. An ``nn.Sequential`` is cut
-    between its members, another model between the modules that its forward calls, which is followed
-    with torch.fx.
+    """Pipeline parallelism: the model is split into stages, and micro-batches flow through them.
 
-    ``split``: the modules, by name, with which the second and later stages begin; by default the stages
-    have equal work. ``micro_batches``: how many a mini-batch is cut into; with S stages a rank idles
-    (S - 1) of (micro_batches + S - 1) of the time. ``schedule``: "1f1b", in which a stage goes backward
-    as soon as it can and keeps the activations of S micro-batches at most, or "gpipe", first all
-    forward, then all backward. ``stages_per_rank``: with 2, ranks 0 and 1 have stages 0 and 2, and 1
-    and 3: less idling, more messages (interleaved: Narayanan et al., 2021). With
-    ``Trainer(mesh={"data": 2, "pipe": 2})`` ranks 0 and 1 are one pipeline and ranks 2 and 3 another,
-    each of which takes half of every mini-batch: hybrid parallelism.
+    Torch's pipelining does it (GPipe: Huang et al., 2019; 1F1B: Narayanan et al., 2019). A rank has
+    only the weights, gradients and optimizer state of its stages, and the ranks work at the same
+    time. An ``nn.Sequential`` is split between its members. Another model is split between the
+    modules that its forward calls, which is traced with torch.fx.
+
+    With ``Trainer(mesh={"data": 2, "pipe": 2})`` ranks 0 and 1 are one pipeline and ranks 2 and 3
+    another, each of which takes half of every mini-batch (hybrid parallelism).
+
+    Attributes:
+        split: The names of the modules with which the second and later stages begin. By default the
+            stages have equal work.
+        micro_batches: The number of micro-batches in a mini-batch. With S stages a rank is idle for
+            (S - 1) / (micro_batches + S - 1) of the time.
+        schedule: "1f1b", in which a stage runs backward as soon as it can and holds the activations
+            of at most S micro-batches, or "gpipe", which first runs all forward and then all
+            backward passes.
+        stages_per_rank: The number of stages on each rank. With 2, two ranks have stages 0 and 2,
+            and 1 and 3, respectively: ranks are idle for less time, but there are more messages
+            (interleaved: Narayanan et al., 2021).
     """
 
     word: ClassVar[str] = "pipeline"
@@ -132,13 +154,13 @@ Strategy: TypeAlias = DDP | FSDP | Tensor | Pipeline
 
 
 def strategy_of(word: str) -> Strategy:
-    """What a word stands for."""
+    """Return the strategy that a word stands for."""
     known: dict[str, Strategy] = {"fsdp": FSDP(), "tensor": Tensor(), "pipeline": Pipeline()}
     return known.get(word, DDP(shard_optimizer=word == "zero1"))
 
 
 def problems_of_strategy(strategy: Any) -> Iterator[str]:
-    """What is wrong with one, or with the word for one."""
+    """Yield the problems of a strategy, or of the word for one."""
     if isinstance(strategy, type) and issubclass(strategy, Strategy):
         name = strategy.__name__
         yield f"strategy is the class {name}: give an instance, sparkdl.{name}()."
@@ -213,8 +235,13 @@ def _counts(strategy: Pipeline, *names: str) -> Iterator[str]:
 
 
 def check_elementwise(word: str, optimizer: OptimizerSpec) -> None:
-    """Raise :class:`sparkdl.ModelError` for an optimizer that looks at whole tensors. ``word``: the
-    strategy's; so for what follows."""
+    """Check that an optimizer treats every element by itself.
+
+    ``word`` is the word for the strategy, also in the checks below.
+
+    Raises:
+        sparkdl.ModelError: If the optimizer needs whole tensors.
+    """
     if not (optimizer.elementwise and optimizer.separate):
         raise ModelError(
             f'strategy="{word}" cuts tensors, and optimizer {optimizer.name} needs whole ones: use '
@@ -223,7 +250,16 @@ def check_elementwise(word: str, optimizer: OptimizerSpec) -> None:
 
 
 def check_dense(word: str, layout: Layout, instead: str = "zero1") -> None:
-    """Raise :class:`sparkdl.ModelError` for a sparse table. ``instead``: a strategy for such models."""
+    """Check that no embedding is sparse.
+
+    Args:
+        word: The word for the strategy.
+        layout: The layout of the model.
+        instead: The strategy that the error message suggests.
+
+    Raises:
+        sparkdl.ModelError: If one is.
+    """
     for segment in layout.segments:
         if segment.sparse:
             raise ModelError(
@@ -234,7 +270,11 @@ def check_dense(word: str, layout: Layout, instead: str = "zero1") -> None:
 
 
 def check_rows(word: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise :class:`sparkdl.ModelError` for a parameter without rows."""
+    """Check that every parameter has rows.
+
+    Raises:
+        sparkdl.ModelError: If one is a scalar.
+    """
     for name, parameter in parameters:
         if not parameter.ndim:
             raise ModelError(

@@ -1,4 +1,4 @@
-"""A model as a chain of modules, each of which takes what the one before puts out. Plain torch."""
+"""Models as chains of modules, each of which takes the output of the one before. Plain torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ from sparkdl.parallel.trace import Items, trace_stages
 def chain_of(
     module: nn.Module, split: Sequence[str] = (), inputs: Sequence[torch.Tensor] = ()
 ) -> Items:
-    """The modules that a model calls one after another, with their names.
+    """Return the modules that a model calls one after another, with their names.
 
-    Those of an ``nn.Sequential`` are its members. Of another model they are found by following its
-    forward, see :func:`sparkdl.parallel.trace.trace_stages`; ``split``: names that are to be among
-    them; ``inputs``: a few rows of each. Raises :class:`sparkdl.ModelError` where that cannot be
-    followed.
+    For an ``nn.Sequential`` they are its members. For another model they are found by tracing its
+    forward, see :func:`sparkdl.parallel.trace.trace_stages`.
+
+    Args:
+        module: The model.
+        split: Names that must be among the modules.
+        inputs: A few rows of each input.
+
+    Raises:
+        sparkdl.ModelError: If the forward cannot be traced.
     """
     if not is_chain(module):
         return trace_stages(module, split, inputs)
@@ -33,14 +39,18 @@ def chain_of(
 
 
 def is_chain(module: nn.Module) -> bool:
-    """Whether calling it is nothing but calling its members in turn."""
+    """Return whether calling the module means no more than calling its members in turn."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
     plain = type(module).forward is nn.Sequential.forward and not any(hooks)
     return isinstance(module, nn.Sequential) and plain
 
 
 def first_of(items: Items, name: str) -> int:
-    """The place of the item of this name, or of the first one inside it."""
+    """Return the position of the item with this name, or of the first one inside it.
+
+    Raises:
+        sparkdl.ModelError: If there is none.
+    """
     for place, (known, _) in enumerate(items):
         if known == name or known.startswith(f"{name}."):
             return place

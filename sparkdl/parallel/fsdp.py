@@ -1,4 +1,4 @@
-"""The units of a model that is cut over ranks, and what cannot be cut."""
+"""The units of a sharded model, and checks of whether a model can be sharded."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from sparkdl.parallel.base import FSDP, check_dense, check_elementwise, check_ro
 from sparkdl.slices.optimizer import OptimizerSpec
 
 UNIT_PARAMETERS = 100_000
-"""A block of fewer parameters is no unit of its own: it would not be worth a message."""
+"""The smallest number of parameters in a unit. Smaller blocks would not be worth a message."""
 
 
 def check_sharding(
     strategy: FSDP, module: nn.Module, layout: Layout, optimizer: OptimizerSpec
 ) -> None:
-    """Raise :class:`sparkdl.ModelError` where the model or its optimizer cannot be sharded so."""
+    """Check that a model and its optimizer can be sharded.
+
+    Raises:
+        sparkdl.ModelError: If they cannot.
+    """
     _check_torch()
     check_elementwise(strategy.word, optimizer)
     check_dense(strategy.word, layout)
@@ -47,8 +51,13 @@ def _check_torch() -> None:
 
 
 def check_all_used(word: str, module: nn.Module) -> None:
-    """Raise :class:`sparkdl.ModelError` for a parameter that a pass of the model left without
-    gradient: with the strategy ``word`` ranks would wait for it."""
+    """Check that every trainable parameter got a gradient in a pass of the model.
+
+    With the strategy ``word``, ranks would wait for a missing one.
+
+    Raises:
+        sparkdl.ModelError: If one got none.
+    """
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.grad is None:
             raise ModelError(
@@ -58,8 +67,11 @@ def check_all_used(word: str, module: nn.Module) -> None:
 
 
 def units_of(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
-    """The submodules that are units, inner ones first. Raises :class:`sparkdl.ModelError` for a
-    pattern that matches nothing, or a list of modules, which is never called."""
+    """Return the submodules that are units, inner ones first.
+
+    Raises:
+        sparkdl.ModelError: If a pattern matches nothing, or a list of modules, which is never called.
+    """
     if not patterns:
         uses = _uses(module)
         return [block for block in _blocks(module) if _uses(block).items() <= uses.items()]
@@ -85,12 +97,12 @@ def units_of(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
 
 
 def _uses(module: nn.Module) -> Counter[int]:
-    """In how many places each parameter is."""
+    """Count the places in which each parameter is used."""
     return Counter(id(p) for child in module.modules() for p in child.parameters(recurse=False))
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The largest blocks of the model's lists."""
+    """Yield the largest blocks in the model's lists."""
     for child in module.children():
         if isinstance(module, (nn.Sequential, nn.ModuleList)) and _is_large(child):
             yield child
@@ -104,7 +116,7 @@ def _is_large(module: nn.Module) -> bool:
 
 
 def _check_shared(module: nn.Module, units: Sequence[nn.Module]) -> None:
-    """A parameter in two units would be gathered by one and used by both."""
+    """Check that no two units share a parameter, which one would gather and both would use."""
     holders: dict[int, set[int]] = {}
     for number, unit in enumerate([*units, module]):
         inside = {id(m) for other in units[:number] for m in other.modules()}

@@ -1,4 +1,4 @@
-"""The mesh of a gang's ranks: how many there are along each way of sharing the work. Plain Python."""
+"""The mesh of a gang's ranks: their number along each dimension of parallelism. Plain Python."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from sparkdl.errors import ParameterError, nearest
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes, outermost first: ranks that follow each other differ in the last dimension above 1.
+    """The sizes of a mesh, the outermost dimension first.
 
-    ``data``: copies of the model, which differ in their samples; ``pipe``: stages of a pipeline;
-    ``shard``: parts of each unit, with samples of their own; ``tensor``: parts of each layer.
+    Consecutive ranks differ in the last dimension with a size above 1.
+
+    Attributes:
+        data: Copies of the model, which differ in their samples.
+        pipe: Stages of a pipeline.
+        shard: Shards of each unit. The ranks have samples of their own.
+        tensor: Parts of each layer.
     """
 
     data: int = 1
@@ -31,30 +36,30 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Return the number of ranks."""
         return math.prod(self.sizes.values())
 
     def along(self, rank: int, *names: str) -> list[int]:
-        """The ranks that differ from ``rank`` in these dimensions only, and it, ascending."""
+        """Return ``rank`` and the ranks that differ from it only in these dimensions, ascending."""
         place = self._place(rank)
         choices = [range(n) if d in names else [place[d]] for d, n in self.sizes.items()]
         return [self._rank(coordinates) for coordinates in itertools.product(*choices)]
 
     def place(self, rank: int, name: str) -> int:
-        """Where a rank is in one dimension."""
+        """Return the position of a rank in one dimension."""
         return self._place(rank)[name]
 
     def model_group(self, rank: int) -> list[int]:
-        """The ranks whose samples go through one model together, which is cut over them."""
+        """Return the ranks whose samples go through one split model together."""
         return self.along(rank, "pipe", "tensor")
 
     def most(self, counts: Sequence[int]) -> int:
-        """Of something of which the ranks have ``counts``, what a model-parallel group has at most."""
+        """Return the largest sum of the ranks' ``counts`` over a model-parallel group."""
         return max(sum(counts[rank] for rank in group) for group in self.model_groups)
 
     @functools.cached_property
     def model_groups(self) -> list[list[int]]:
-        """All of them, in the order of their first ranks."""
+        """Return all model-parallel groups, in the order of their first ranks."""
         found = [self.model_group(rank) for rank in range(self.size)]
         return [group for rank, group in enumerate(found) if group[0] == rank]
 
@@ -75,10 +80,16 @@ DIMENSIONS = tuple(field.name for field in fields(Mesh))
 
 
 def mesh_of(asked: Mapping[str, int] | None, needed: tuple[str, ...], ranks: int) -> Mesh:
-    """The mesh of so many ranks. ``needed``: the dimensions that the strategies are of; without
-    ``asked`` there is one at most, and all ranks are along it; the rest is "data".
+    """Return the mesh of the ranks.
 
-    Raises :class:`sparkdl.ParameterError` where sizes and ranks do not fit.
+    Args:
+        asked: The sizes that the user has set. None means that all ranks are along the dimension of
+            the only strategy.
+        needed: The dimensions of the strategies, at most one if ``asked`` is None.
+        ranks: The number of ranks. What remains of it is the size of "data".
+
+    Raises:
+        sparkdl.ParameterError: If the sizes do not fit the number of ranks.
     """
     sizes = dict(asked) if asked is not None else dict.fromkeys(needed[:1], ranks)
     rest, left = divmod(ranks, math.prod(n for d, n in sizes.items() if d != "data"))
@@ -91,7 +102,7 @@ def mesh_of(asked: Mapping[str, int] | None, needed: tuple[str, ...], ranks: int
 
 
 def problems_of_mesh(mesh: Any) -> Iterator[str]:
-    """What is wrong with ``Trainer.mesh`` by itself."""
+    """Yield the problems of ``Trainer.mesh`` by itself."""
     if mesh is None:
         return
     if not isinstance(mesh, Mapping) or not mesh:

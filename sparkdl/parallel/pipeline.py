@@ -1,4 +1,4 @@
-"""The stages of a model that is cut into a pipeline, and what cannot be cut so. Plain torch."""
+"""The division of a model into pipeline stages, and checks of whether it is possible. Plain torch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from sparkdl.parallel.trace import Items
 from sparkdl.slices.optimizer import OptimizerSpec
 
 OPERATION = 1.0
-"""What a module costs beside its multiplications, in floating-point operations: hardly anything, so
-that those without any are dealt out evenly."""
+"""The cost of a module besides its multiplications, in floating-point operations. It is very small, and
+only makes modules without multiplications spread evenly."""
 
 
 def check_stages(
@@ -36,7 +36,11 @@ def check_stages(
     optimizer: OptimizerSpec,
     policy: TrainingOptions,
 ) -> None:
-    """Raise :class:`sparkdl.ModelError` where the model or its optimizer cannot be cut so."""
+    """Check that a model and its optimizer can be split into pipeline stages.
+
+    Raises:
+        sparkdl.ModelError: If they cannot.
+    """
     _check_torch()
     if not optimizer.separate:
         raise ModelError(
@@ -63,8 +67,14 @@ def _check_torch() -> None:
 
 
 def check_one_length(word: str, fields: Sequence[Field]) -> None:
-    """Raise :class:`sparkdl.ParameterError` for a column whose rows are padded to those beside them:
-    micro-batches, and the rows that ranks bring together, need one shape. ``word``: the strategy."""
+    """Check that no column is padded to the longest row of each mini-batch.
+
+    Micro-batches, and the rows that ranks bring together, must have one shape. ``word`` is the word
+    for the strategy.
+
+    Raises:
+        sparkdl.ParameterError: If a column is.
+    """
     for field in fields:
         if field.padding is not None and field.padding.length is None:
             raise ParameterError(
@@ -75,8 +85,16 @@ def check_one_length(word: str, fields: Sequence[Field]) -> None:
 
 
 def check_called(module: nn.Module, items: Items, policy: TrainingOptions) -> None:
-    """Raise :class:`sparkdl.ModelError` for activations that are to be those of a module which is not
-    called as a whole."""
+    """Check that the modules for activation checkpointing are called as a whole.
+
+    Args:
+        module: The model.
+        items: Its chain of modules.
+        policy: The options of training, which name the modules.
+
+    Raises:
+        sparkdl.ModelError: If one is not.
+    """
     whole = {id(child) for _, item in items for child in item.modules()}
     for pattern in policy.activation_checkpointing:
         for name, child in module.named_modules():
@@ -88,8 +106,14 @@ def check_called(module: nn.Module, items: Items, policy: TrainingOptions) -> No
 
 
 def check_split(strategy: Pipeline, module: nn.Module, ranks: int) -> None:
-    """Raise where an ``nn.Sequential`` does not have as many stages as there must be for so many
-    ranks. What another model has is known when there are data to call it with."""
+    """Check that an ``nn.Sequential`` can have the number of pipeline stages that this many ranks need.
+
+    For another model this is known only when there is data to call it with.
+
+    Raises:
+        sparkdl.ParameterError: If it cannot.
+        sparkdl.ModelError: If ``strategy.split`` names an unknown module.
+    """
     if is_chain(module):
         _check_count(strategy, chain_of(module), ranks * strategy.stages_per_rank)
 
@@ -116,7 +140,16 @@ def _check_count(strategy: Pipeline, items: Items, count: int) -> None:
 
 
 def check_shared(module: nn.Module, items: Items, bounds: Sequence[int]) -> None:
-    """Raise :class:`sparkdl.ModelError` for a parameter or buffer that two stages would have."""
+    """Check that no parameter or buffer is in two pipeline stages.
+
+    Args:
+        module: The model.
+        items: Its chain of modules.
+        bounds: The positions in the chain where stages begin, and the end.
+
+    Raises:
+        sparkdl.ModelError: If one is.
+    """
     seen: dict[int, int] = {}
     for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
         for _, item in items[start:stop]:
@@ -130,7 +163,10 @@ def check_shared(module: nn.Module, items: Items, bounds: Sequence[int]) -> None
 
 
 def _names_of(tensor: torch.Tensor, module: nn.Module) -> str:
-    """What the model calls it, for a message: parts of a forward call it something else."""
+    """Return the model's names of a tensor, for a message.
+
+    The parts of a traced forward have others.
+    """
     of_module = itertools.chain(
         module.named_parameters(remove_duplicate=False),
         module.named_buffers(remove_duplicate=False),
@@ -146,10 +182,20 @@ def with_split(
     ranks: int,
     policy: TrainingOptions,
 ) -> Pipeline:
-    """``strategy`` with every cut named: the user's, or such that the stages have equal work.
+    """Return ``strategy`` with every cut named: the user's cuts, or those for equal work.
 
-    Work is counted in floating-point operations of the multiplications in a forward pass. Raises
-    :class:`sparkdl.ModelError` or :class:`sparkdl.ParameterError` for what cannot be cut so.
+    Work is counted in floating-point operations of the multiplications in a forward pass.
+
+    Args:
+        strategy: The user's options.
+        module: The model.
+        inputs: A few rows of each input.
+        ranks: The number of ranks of a pipeline.
+        policy: The options of training.
+
+    Raises:
+        sparkdl.ModelError: If the model cannot be split so.
+        sparkdl.ParameterError: If the number of stages, or the names of the cuts, do not fit the model.
     """
     items, count = chain_of(module, strategy.split, inputs), ranks * strategy.stages_per_rank
     starts = [first_of(items, name) for name in strategy.split]
@@ -170,12 +216,12 @@ def with_split(
 
 
 def bounds_of(strategy: Pipeline, items: Items) -> list[int]:
-    """Where the stages of a strategy :func:`with_split` begin, and the end."""
+    """Return the beginnings of the stages, and the end, for the result of :func:`with_split`."""
     return [0, *(first_of(items, name) for name in strategy.split), len(items)]
 
 
 def _chosen(costs: Sequence[float], outputs: Sequence[object], count: int) -> list[int]:
-    """Where the second and later stages begin, among the places where only tensors go on."""
+    """Return the beginnings of the second and later stages, where only tensors pass."""
     places = [0, *(p for p in range(1, len(costs)) if not _not_sent(outputs[p - 1]))]
     if len(places) < count:
         raise ParameterError(
@@ -188,13 +234,13 @@ def _chosen(costs: Sequence[float], outputs: Sequence[object], count: int) -> li
 
 
 def _not_sent(output: object) -> list[str]:
-    """The types of what cannot go from one stage to the next."""
-    values = output if type(output) is tuple else (output,)  # names would be lost on the way
+    """Return the types of values that cannot be sent from one pipeline stage to the next."""
+    values = output if type(output) is tuple else (output,)  # a named tuple would lose its names
     return [type(value).__name__ for value in values if not isinstance(value, torch.Tensor)]
 
 
 def _check_output(name: str, output: object) -> None:
-    """Raise :class:`sparkdl.ModelError` for what cannot go from one stage to the next."""
+    """Raise :class:`sparkdl.ModelError` if an output cannot be sent to the next pipeline stage."""
     for kind in _not_sent(output):
         raise ModelError(
             f'strategy="pipeline" sends tensors from stage to stage, and "{name}" puts out a '
@@ -206,7 +252,7 @@ def _check_output(name: str, output: object) -> None:
 def _tried(
     module: nn.Module, items: Items, inputs: Sequence[torch.Tensor]
 ) -> tuple[list[float], list[object]]:
-    """The operations of each module of the chain for these inputs, and its output."""
+    """Return the floating-point operations and the output of each module of the chain."""
     costs, outputs = [], []
     training = module.training
     value: object = inputs[0] if len(inputs) == 1 else tuple(inputs)
@@ -225,8 +271,11 @@ def _tried(
 
 @contextlib.contextmanager
 def _plain_operations() -> Iterator[None]:
-    """Inside the block attention and recurrent layers are plain multiplications, which can be counted:
-    torch's counter takes the fused ones (a transformer's layer in evaluation, an LSTM) for nothing."""
+    """Replace attention and recurrent layers in the block by plain multiplications.
+
+    These can be counted: torch's counter counts fused ones (a transformer layer in evaluation, an
+    LSTM) as nothing.
+    """
     before = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     try:
@@ -237,8 +286,17 @@ def _plain_operations() -> Iterator[None]:
 
 
 def balanced(costs: Sequence[float], parts: int) -> list[int]:
-    """Where each of ``parts`` contiguous, non-empty parts begins, so that the most costly one costs
-    least; of several such cuts, one whose earlier parts are the shorter."""
+    """Divide a sequence into contiguous parts so that the most costly part is as cheap as possible.
+
+    Of several such divisions, return one whose earlier parts are shorter.
+
+    Args:
+        costs: The cost of each item.
+        parts: The number of parts, none of which is empty.
+
+    Returns:
+        The beginning of each part.
+    """
     count, sums = len(costs), [0.0, *itertools.accumulate(costs)]
     best = [[sums[stop] if stop else float("inf") for stop in range(count + 1)]]
     cuts: list[list[int]] = [[0] * (count + 1)]
@@ -259,11 +317,18 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
 
 
 def micro_batches(rows: int, accumulate: int, count: int) -> list[tuple[int, int, int]]:
-    """How ``rows`` go through the pipeline: runs of equal micro-batches, (first row, rows of each, how
-    many).
+    """Divide the rows of a mini-batch into runs of equal micro-batches.
 
-    Each of the ``accumulate`` parts of a mini-batch is ``count`` micro-batches (fewer where it has
-    fewer rows), in two runs where they do not come out even.
+    Each of the ``accumulate`` parts of a mini-batch becomes ``count`` micro-batches, or fewer if it
+    has fewer rows. They are two runs if the rows do not divide evenly.
+
+    Args:
+        rows: The number of rows.
+        accumulate: The number of parts of a mini-batch.
+        count: The number of micro-batches of each part.
+
+    Returns:
+        The runs: (first row, rows of each micro-batch, number of micro-batches).
     """
     parts, found = min(accumulate, rows), list[tuple[int, int, int]]()
     for i in range(parts):
@@ -277,7 +342,12 @@ def micro_batches(rows: int, accumulate: int, count: int) -> list[tuple[int, int
 
 
 def pass_sizes(strategy: Pipeline, rows: Sequence[int], accumulate: int) -> Iterator[set[int]]:
-    """The rows of a forward pass that there will be, for each copy of the pipeline. ``rows``: those of
-    a mini-batch that are each copy's."""
+    """Yield the numbers of rows that forward passes will have, for each copy of the pipeline.
+
+    Args:
+        strategy: The options of the pipeline.
+        rows: The number of rows of a mini-batch that each copy gets.
+        accumulate: The number of parts of a mini-batch.
+    """
     for together in rows:
         yield {each for _, each, _ in micro_batches(together, accumulate, strategy.micro_batches)}

@@ -1,4 +1,4 @@
-"""Strategies together, over one mesh of ranks."""
+"""Combinations of strategies over one mesh of ranks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from sparkdl.parallel.mesh import Mesh, mesh_of, problems_of_mesh
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Strategies, by their dimensions, and the mesh of the ranks that they share the work of."""
+    """The strategies of a run, by dimension, and the mesh of its ranks."""
 
     parts: Mapping[str, Any]
     mesh: Mesh
 
     @property
     def cuts(self) -> bool:
-        """Whether there is a strategy that gives a rank a part of the model."""
+        """Return whether a strategy gives a rank only a part of the model."""
         return not self.parts.keys() <= {"data"}
 
     @property
@@ -51,7 +51,10 @@ class ParallelPlan:
 def parts_of(
     strategy: str | Strategy | Sequence[str | Strategy], mesh: Mapping[str, int] | None
 ) -> dict[str, Any]:
-    """The strategies, by their dimensions. Those of ``mesh`` that are not named are as they come."""
+    """Return the strategies by dimension.
+
+    Dimensions of ``mesh`` for which no strategy is named get the one with default options.
+    """
     named = [strategy] if isinstance(strategy, str | Strategy) else strategy
     found: dict[str, Any] = {}
     for one in named:
@@ -68,12 +71,21 @@ def parts_of(
 def parallel_of(
     parts: Mapping[str, Any], mesh: Mapping[str, int] | None, ranks: int
 ) -> ParallelPlan:
-    """With so many ranks. Raises :class:`sparkdl.ParameterError` where they do not fit ``mesh``."""
+    """Return the plan for this number of ranks.
+
+    Args:
+        parts: The strategies by dimension.
+        mesh: The sizes that the user has set.
+        ranks: The number of ranks.
+
+    Raises:
+        sparkdl.ParameterError: If it does not fit ``mesh``.
+    """
     return ParallelPlan(parts, mesh_of(mesh, tuple(parts), ranks))
 
 
 def problems_of(strategy: Any, mesh: Any) -> Iterator[str]:
-    """What is wrong with ``Trainer.strategy`` and ``Trainer.mesh``."""
+    """Yield the problems of ``Trainer.strategy`` and ``Trainer.mesh``."""
     named = list(strategy) if isinstance(strategy, (list, tuple)) else [strategy]
     problems = [problem for one in named for problem in problems_of_strategy(one)]
     problems += problems_of_mesh(mesh)
@@ -83,7 +95,7 @@ def problems_of(strategy: Any, mesh: Any) -> Iterator[str]:
 
 
 def _together(named: Sequence[Any], mesh: Mapping[str, int] | None) -> Iterator[str]:
-    """What is wrong with several, and their sizes."""
+    """Yield the problems of a combination of strategies, and of their sizes."""
     if not named:
         yield "strategy is an empty list: name one, or leave it out."
         return

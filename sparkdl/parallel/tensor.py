@@ -1,7 +1,8 @@
-"""How layers are cut over ranks by a plan, the plan that a model suggests, and what cannot be cut so.
+"""The division of layers over ranks: plans, the default plan for a model, and checks.
 
-A linear layer cut *by column* computes some of its outputs on each rank, one cut *by row* takes these
-as its inputs, and the ranks add up what comes out (Megatron-LM: Shoeybi et al., 2019). Plain torch.
+A linear layer that is split *by column* computes some of its outputs on each rank. One that is
+split *by row* takes these as its inputs, and the ranks sum its outputs (Megatron-LM: Shoeybi et
+al., 2019). Plain torch.
 """
 
 from __future__ import annotations
@@ -42,14 +43,23 @@ ELEMENTWISE = (
     nn.Tanhshrink,
     nn.Threshold,
 )
-"""What treats every element of its input by itself, so that a rank can do so with its part."""
+"""The modules that treat every input element by itself, so that a rank can do so for its part."""
 FEED_FORWARD = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 def plan_of(strategy: Tensor, module: nn.Module, ranks: int) -> dict[str, Any]:
-    """How each submodule that is cut is: "column", "row", or a style of torch's.
+    """Return how each submodule that is split is split.
 
-    Raises :class:`sparkdl.ModelError` for a name that matches nothing, and where nothing can be cut.
+    Args:
+        strategy: The options of the split.
+        module: The model.
+        ranks: The number of parts of a layer. The default plan has only layers that it divides.
+
+    Returns:
+        "column", "row", or a style of torch, by the name of the submodule.
+
+    Raises:
+        sparkdl.ModelError: If a name matches nothing, or there is nothing to split.
     """
     names = [name for name, _ in module.named_modules() if name]
     found: dict[str, Any] = {}
@@ -76,7 +86,7 @@ def plan_of(strategy: Tensor, module: nn.Module, ranks: int) -> dict[str, Any]:
 
 
 def _pairs(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, str, int]]:
-    """The names of linear layers that follow each other, and the width between them."""
+    """Yield the names of consecutive linear layers, and the width between them."""
     if isinstance(module, FEED_FORWARD):
         yield f"{prefix}linear1", f"{prefix}linear2", module.linear1.out_features
     last: tuple[str, int] | None = None
@@ -98,7 +108,11 @@ def _pairs(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, str, int]
 def check_cutting(
     strategy: Tensor, module: nn.Module, layout: Layout, optimizer: OptimizerSpec
 ) -> None:
-    """Raise :class:`sparkdl.ModelError` where the model or its optimizer cannot be cut so."""
+    """Check that a model and its optimizer can be split.
+
+    Raises:
+        sparkdl.ModelError: If they cannot.
+    """
     check_elementwise(strategy.word, optimizer)
     check_dense(strategy.word, layout)
     check_rows(strategy.word, ((n, p) for n, p in module.named_parameters() if p.requires_grad))
@@ -137,7 +151,11 @@ def _inside(name: str, outer: str) -> bool:
 
 
 def check_even(strategy: Tensor, module: nn.Module, ranks: int) -> None:
-    """Raise :class:`sparkdl.ParameterError` where so many ranks cannot have equal parts of a layer."""
+    """Check that the ranks can have equal parts of each layer.
+
+    Raises:
+        sparkdl.ParameterError: If they cannot.
+    """
     for name, way in plan_of(strategy, module, ranks).items():
         if not isinstance(way, str):
             continue
@@ -157,8 +175,11 @@ def check_even(strategy: Tensor, module: nn.Module, ranks: int) -> None:
 
 @contextlib.contextmanager
 def without_fused_layers() -> Iterator[None]:
-    """Inside the block torch's transformer layers call their linear layers, also in evaluation: the
-    fused operation that they have for it knows nothing of parts, and nobody can count in it."""
+    """Make torch's transformer layers call their linear layers in the block, also in evaluation.
+
+    The fused operation that they use in evaluation does not support split layers, and its
+    floating-point operations cannot be counted.
+    """
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

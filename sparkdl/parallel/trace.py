@@ -1,13 +1,13 @@
-"""The chain of modules that a model is whose forward calls them in its own way. Plain torch.
+"""Models with a forward of their own as chains of the modules that it calls. Plain torch.
 
-[Note: a forward that is followed] torch.fx records what forward does with stand-ins for its inputs,
-down to the modules it calls, which stay whole: their own forward may do anything. The record is cut
-before these calls. Each piece takes all values that it or a later one needs, such as a residual or a
-mask, and puts out those that later ones need.
+[Note: a forward that is followed] torch.fx records what forward does with proxies for its inputs,
+down to the modules that it calls. These stay whole, so their own forward may do anything. The
+recording is cut before these calls. Each piece takes all values that it or a later one needs, such
+as a residual or a mask, and returns those that later ones need.
 
-A stand-in knows its value for a few rows, so that forward may look at sizes. What is recorded for as
-many rows twice over, and in evaluation, must be the same: else forward does something that a record
-cannot have, and that is told.
+A proxy knows its value for a few rows, so forward may look at sizes. The recording must be the same for
+twice as many rows, and in evaluation as in training. Otherwise forward does something that cannot be
+recorded, and an error is raised.
 """
 
 from __future__ import annotations
@@ -33,15 +33,22 @@ Items = list[tuple[str, nn.Module]]
 MODEL = "model"
 _CONSTANTS = (int, float, str, torch.device, torch.dtype, type(None))
 _MAKERS = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
-"""Of torch's functions those that are given no tensor, but sizes."""
+"""Functions of torch that take sizes, and no tensor."""
 
 
 def trace_stages(module: nn.Module, split: Sequence[str], inputs: Sequence[torch.Tensor]) -> Items:
-    """The pieces of ``module``, named after the modules with which they begin. ``inputs``: a few rows
-    of each. What calls a list of modules one after another is taken apart, and what has a module of
-    ``split`` inside.
+    """Return the pieces of a model, each named after the module with which it begins.
 
-    Raises :class:`sparkdl.ModelError` where its forward cannot be followed.
+    Submodules that call a list of modules one after another, or that contain a module of ``split``,
+    are taken apart.
+
+    Args:
+        module: The model.
+        split: Names of modules that must be called by a piece of their own.
+        inputs: A few rows of each input.
+
+    Raises:
+        sparkdl.ModelError: If the forward cannot be traced.
     """
     needed = {""} | {name[:end] for name in split for end in _dots(name)}
     lists = _with_lists(module)
@@ -56,7 +63,7 @@ def _dots(name: str) -> Iterator[int]:
 
 
 def _with_lists(module: nn.Module, path: str = "") -> set[str]:
-    """The names of the submodules, blocks in lists left aside, that call others one after another."""
+    """Return the names of submodules that call others in turn, apart from blocks in lists."""
     found = set()
     for name, child in module.named_children():
         lists = any(isinstance(each, nn.ModuleList) for each in child.children())
@@ -98,7 +105,7 @@ def _pieces(module: nn.Module, opened: set[str], inputs: Sequence[torch.Tensor])
 
 
 def _place(error: Exception) -> str:
-    """The line of the user's that it came from."""
+    """Return the line of user code in which an error was raised."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename != __file__ and "/torch/" not in frame.filename:
             return f"{Path(frame.filename).name}, line {frame.lineno}: "
@@ -128,7 +135,10 @@ def _check_same(module: nn.Module, items: Items, inputs: Sequence[torch.Tensor])
 
 
 class _Whole(nn.Module):
-    """Calls the model with as many inputs as it will get: it may take more, with defaults."""
+    """A module that calls the model with exactly the inputs that it will get.
+
+    It may have more, with defaults.
+    """
 
     def __init__(self, model: nn.Module, inputs: int) -> None:
         super().__init__()
@@ -139,6 +149,8 @@ class _Whole(nn.Module):
 
 
 class _StandIn(fx.Proxy):
+    """A proxy that knows its value for a few rows."""
+
     tracer: _Tracer
 
     def __len__(self) -> int:
@@ -149,7 +161,7 @@ class _StandIn(fx.Proxy):
 
 
 class _Tracer(fx.Tracer):
-    """Records, and finds the value of every step for ``inputs``."""
+    """A tracer that also computes the value of every node for ``inputs``."""
 
     proxy_buffer_attributes = True
 
@@ -225,7 +237,7 @@ def _recording_sizes() -> Iterator[None]:
 
 
 def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which may be given sizes to be recorded."""
+    """Return ``function``, which is recorded if its arguments contain proxies, such as sizes."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         found: list[fx.Proxy] = []
@@ -242,7 +254,7 @@ def _text(graph: fx.Graph) -> str:
 
 
 def _constants(one: _Tracer, other: _Tracer) -> dict[fx.Node, Any]:
-    """Values that are no tensors and do not go with the number of rows: other sizes, a device."""
+    """Return values that are no tensors and do not depend on the row count: other sizes, a device."""
     twins = dict(zip(one.graph.nodes, other.graph.nodes, strict=True))
     return {
         node: value
@@ -254,8 +266,10 @@ def _constants(one: _Tracer, other: _Tracer) -> dict[fx.Node, Any]:
 def _cut(
     graph: fx.Graph, constants: dict[fx.Node, Any], whole: nn.Module, device: torch.device
 ) -> Items:
-    """Before each module that is called for the first time, where anything goes on from before.
-    ``device``: where it was recorded."""
+    """Cut before the first call of each module, where values from before are still needed.
+
+    ``device`` is that of the recording.
+    """
     on_device = [node for node, value in constants.items() if value == device]
     nodes = [node for node in graph.nodes if node not in constants]
     place_of = {node: place for place, node in enumerate(nodes)}
@@ -280,9 +294,19 @@ def _cut(
 
 
 class TracedStage(nn.Module):
-    """Some steps of a forward that was recorded. It takes one value, or the tuple of several, and so it
-    puts out. ``on_device``: the constants that are the device of the inputs, which may be another by
-    now."""
+    """Some steps of a recorded forward.
+
+    Its argument and its result are one value, or a tuple of several.
+
+    Args:
+        nodes: The nodes of the recording that it runs.
+        takes: The nodes whose values are its argument.
+        gives: The nodes whose values are its result.
+        constants: The values of nodes that are always the same.
+        on_device: Those of ``constants`` that are the device of the inputs, which may have changed
+            since.
+        whole: The model.
+    """
 
     def __init__(
         self,
@@ -315,7 +339,7 @@ class TracedStage(nn.Module):
                 self.register_buffer(self._names[target], tensor, persistent=False)
 
     def forward(self, value: Any) -> Any:
-        """The values that go on, or what the model puts out."""
+        """Return the values that later stages need, or the output of the model."""
         known = dict(self._constants)
         tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
         if (first := next(tensors, None)) is not None:
@@ -336,7 +360,7 @@ class TracedStage(nn.Module):
         return values if len(values) > 1 else values[0]
 
     def hand_back(self) -> None:
-        """Parameters that have become others here become them where they are from."""
+        """Put parameters that were replaced in this module back into the modules that own them."""
         for target, (owner, name) in self._owners.items():
             own = self._parameters.get(self._names[target])
             if own is not None:
@@ -348,5 +372,5 @@ class TracedStage(nn.Module):
         if node.op == "get_attr":
             owner, name = self._owners[str(node.target)]
             own = self._parameters.get(self._names[str(node.target)])
-            return getattr(owner, name) if own is None else own  # a buffer may be another by now
+            return getattr(owner, name) if own is None else own  # a buffer may have been replaced
         return _called(node, args, kwargs)

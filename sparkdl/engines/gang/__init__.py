@@ -1,1 +1,1 @@
-"""Iterations over the ranks of a barrier stage, by ``torch.distributed``."""
+"""The gang engine, which runs iterations on the ranks of a barrier stage with ``torch.distributed``."""

@@ -1,4 +1,4 @@
-"""What a rank does with a copy of its state while it trains on."""
+"""Work that a rank does in the background, on a copy of its state, while it continues to train."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from sparkdl.slices.state import SliceState
 
 
 def copied(state: SliceState) -> SliceState:
-    """A state that training leaves alone."""
+    """Return a copy of a state, which later training does not change."""
     arrays = {name: _aside(array) for name, array in state.arrays.items()}
     others = copy.deepcopy(state.others)
     return SliceState(_aside(state.weights), arrays, dict(state.held), others)
 
 
 def _aside(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy. Of what is on a GPU it is in pinned memory, and made while the GPU and this thread go on:
-    a GPU has no room for two."""
+    """Return a copy of a tensor.
+
+    The copy of a GPU tensor is in pinned CPU memory, because a GPU has no room for a second one. It
+    is made asynchronously: synchronize before reading it.
+    """
     if tensor.device.type != "cuda":
         return tensor.clone()
     there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -32,13 +35,19 @@ def _aside(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copied_residuals(kept: ByParameter) -> ByParameter:
-    """Likewise of what a rank keeps of its gradients."""
+    """Return a copy of the compression residuals of a rank."""
     return copy.deepcopy(dict(kept))
 
 
 @dataclass
 class BackgroundResult:
-    """Of a rank: by slice, for each use; of its residuals; or what a use raised."""
+    """The results of one rank's background work.
+
+    Attributes:
+        states: For each use of the state, its results by slice index.
+        residuals: The results for the rank's compression residuals.
+        error: The exception that a use raised, if any.
+    """
 
     states: list[dict[int, Any]] = field(default_factory=list)
     residuals: list[Any] = field(default_factory=list)
@@ -46,7 +55,13 @@ class BackgroundResult:
 
 
 class Background:
-    """Calls in a thread of their own, one after another. ``name``: who asked for them."""
+    """A thread that makes a series of calls, one after another.
+
+    Args:
+        name: The name under which the driver started this work.
+        states: For each use of the state, the call to make for each slice.
+        residuals: The calls to make with the rank's residuals.
+    """
 
     def __init__(
         self,
@@ -68,7 +83,7 @@ class Background:
         return self._thread.is_alive()
 
     def results(self) -> BackgroundResult:
-        """Wait for them."""
+        """Wait for the calls to finish and return their results."""
         self._thread.join()
         return self._results
 
@@ -77,7 +92,7 @@ class Background:
         if self._copied is not None:
             self._copied.synchronize()
         try:
-            while self._states:  # copies are let go of as they are used
+            while self._states:  # this frees each copy as soon as it has been used
                 calls = self._states.pop(0)
                 results.states.append({n: call() for n, call in calls.items()})
             results.residuals = [call() for call in self._residuals]
@@ -90,5 +105,11 @@ class Background:
 def on_copies(
     use: Callable[..., Any], plans: Mapping[int, Any], states: Mapping[int, SliceState]
 ) -> dict[int, Callable[[], Any]]:
-    """``use(index, plan, state)`` of a copy of each state."""
+    """Return calls that use copies of states.
+
+    Args:
+        use: Called as ``use(index, plan, state)`` for each slice.
+        plans: The slices by index.
+        states: The states by slice index, which are copied now.
+    """
     return {n: functools.partial(use, n, plans[n], copied(state)) for n, state in states.items()}

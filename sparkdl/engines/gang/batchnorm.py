@@ -1,8 +1,8 @@
 """Batch norm over the samples of all ranks of a gang.
 
-torch's SyncBatchNorm is for GPUs, counts every rank of a mean alike, and knows no rank without samples.
-This one sums by sample: its output and its gradients are those of one process with the global batch,
-whatever the ranks have (Ioffe & Szegedy, 2015).
+torch's SyncBatchNorm works on GPUs only, gives every rank the same weight in a mean, and does not
+allow a rank without samples. This one sums over samples: its output and gradients are those of a
+single process with the global batch, however the samples are distributed (Ioffe & Szegedy, 2015).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sparkdl.replica.padding_pass import idle
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks; its gradient is the sum of theirs."""
+    """The sum of a tensor over the ranks. Its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor) -> torch.Tensor:
@@ -34,21 +34,21 @@ class _Sum(torch.autograd.Function):
 
 
 class GlobalBatchNorm(_BatchNorm):
-    """For inputs of shape (samples, features, ...), in the place of a batch norm of torch's."""
+    """A replacement for torch's batch norms, for inputs of shape (samples, features, ...)."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.ndim < 2:
             raise ValueError(f"expected at least 2 dimensions, got {input.ndim}")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As of torch; in training with the mean and the variance over all ranks."""
+        """Normalize as torch does, in training with the mean and variance over all ranks."""
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
         axes = [axis for axis in range(input.ndim) if axis != 1]
         shape = [-1 if axis == 1 else 1 for axis in range(input.ndim)]
         own, each = 0.0 if idle() else 1.0, input.numel() // input.shape[1]
-        # as torch does: in half precision counts and sums of a few images are too large already
+        # as torch does: the counts and sums of even a few images overflow half precision
         values = input if input.dtype == torch.float64 else input.float()
         count = values.new_full((1,), own * each)
         sums = _Sum.apply(torch.cat([own * values.sum(axes), count]))
@@ -64,8 +64,10 @@ class GlobalBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _follow(self, mean: torch.Tensor, variance: torch.Tensor, total: torch.Tensor) -> None:
-        """Bring the running statistics up to date, with the unbiased variance, as torch does; not where
-        no rank has a sample (``total``: of all)."""
+        """Update the running statistics with the unbiased variance, as torch does.
+
+        Leave them alone if no rank has a sample. ``total`` is the count over all ranks.
+        """
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
@@ -84,7 +86,10 @@ _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def synchronise(module: nn.Module) -> None:
-    """Let every batch norm of torch's in ``module`` go over all ranks; names and values stay."""
+    """Make every torch batch norm in ``module`` normalize over all ranks.
+
+    Names and values stay the same.
+    """
     for child in module.modules():
         if type(child) in _KINDS:
             child.__class__ = GlobalBatchNorm

@@ -1,14 +1,15 @@
-"""The ranks of a node build a model that is cut one after another.
+"""Turns in which the ranks of a node build a model that is to be split.
 
-Each of them reads the recipe, with a module or weights that it may hold, builds the whole model, and
-lets go of what others have of it. All at once they would need the memory of as many models as there are
-ranks; in turn, of one and of what they keep.
+Each rank reads the recipe, which may contain a module or weights, builds the whole model, and frees
+the parts that other ranks hold. If all ranks did this at once, a node would need memory for as many
+models as it has ranks. In turn, it needs memory for one model and for the parts that the ranks
+keep.
 
-The bits are those of a model that is built whole. A model built on the device "meta", of which each
-rank then makes only its shards, would not have them: a seeded build draws the values of all tensors
-from one sequence of random numbers, in the order in which constructors and initialisers
-(``torch.nn.init``, ``reset_parameters``, what the user wrote) happen to draw, and draws again over
-some. On "meta" nothing is drawn, and what would have been is not recorded.
+The result is bit for bit that of a model that is built whole. Building the model on the device
+"meta" and materializing only each rank's shards would not give these bits. A seeded build draws the
+values of all tensors from one sequence of random numbers, in the order in which constructors and
+initialisers (``torch.nn.init``, ``reset_parameters``, user code) happen to draw, and some tensors
+are drawn more than once. On "meta" nothing is drawn, and nothing records what would have been.
 """
 
 from __future__ import annotations
@@ -20,8 +21,14 @@ from types import TracebackType
 
 
 class Turn:
-    """This rank's, from when the block is entered until it :meth:`ends`, at the block's end at the
-    latest. Ranks must not wait for each other meanwhile. ``folder``: one that all of the node see."""
+    """A context manager that holds this rank's turn to build.
+
+    The turn begins when the block is entered and lasts until :meth:`ends` is called, or until the
+    end of the block. Ranks must not wait for each other during a turn.
+
+    Args:
+        folder: A directory that all ranks of the node share.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path, self._file = folder / "building", -1
@@ -31,13 +38,13 @@ class Turn:
         self._file = os.open(self._path, flags, 0o600)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX)
-        except BaseException:  # it was interrupted
+        except BaseException:  # such as an interrupt
             self.ends()
             raise
         return self
 
     def ends(self) -> None:
-        """What others have is let go of."""
+        """End the turn, after this rank has freed the parts of the model that other ranks hold."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -1,8 +1,8 @@
-"""The gang engine: all ranks at once, ``torch.distributed`` between them, the driver in the lead.
+"""The gang engine: all ranks run at once, joined by ``torch.distributed`` and directed by the driver.
 
-The ranks hold the model and its state in their memory for the whole fit; an iteration is one message
-to each and one answer, and no Spark job. What the loop does between iterations is the same as
-with the other engines.
+The ranks hold the model and its state in memory during the whole fit. An iteration is one message
+to each rank and one report from it, without a Spark job. Between iterations the loop does the same
+as with the other engines.
 """
 
 from __future__ import annotations
@@ -60,7 +60,12 @@ from sparkdl.spark.frames import zip_frames
 
 @dataclass(frozen=True)
 class NodeFiles:
-    """A snapshot: files of this name on nodes, written by the first rank of each."""
+    """A snapshot: files that the first rank of each node has written there.
+
+    Attributes:
+        name: The name of the snapshot, which is part of the file names.
+        holders: The first rank of each node.
+    """
 
     name: str
     holders: tuple[int, ...]
@@ -68,7 +73,10 @@ class NodeFiles:
 
 @dataclass(frozen=True)
 class InBackground:
-    """See :class:`sparkdl.loop.engine.PendingStateWork`: on the ranks of ``engine``."""
+    """Work that the ranks of ``engine`` do in the background.
+
+    Implements :class:`sparkdl.loop.engine.PendingStateWork`.
+    """
 
     engine: GangEngine
     name: str
@@ -83,7 +91,7 @@ class InBackground:
 
 
 class GangEngine:
-    """See the note in :mod:`sparkdl.engines.gang.rank`."""
+    """The engine that trains on a gang of ranks. See the note in :mod:`sparkdl.engines.gang.rank`."""
 
     begins_ahead = True
 
@@ -105,9 +113,14 @@ class GangEngine:
         profile: ResourceProfile | None = None,
         min_ranks: int | None = None,
     ) -> None:
-        """``spare``, ``weighted_batches`` and ``sums``: see
-        :class:`sparkdl.engines.gang.rank_messages.RankConfig`. ``min_ranks``: how few task slots
-        will do; None: one for each rank."""
+        """Create the engine without starting the ranks.
+
+        Args:
+            spare: See :class:`sparkdl.engines.gang.rank_messages.RankConfig`.
+            weighted_batches: See :class:`sparkdl.engines.gang.rank_messages.RankConfig`.
+            sums: See :class:`sparkdl.engines.gang.rank_messages.RankConfig`.
+            min_ranks: The smallest number of task slots that is enough. None means one for each rank.
+        """
         self.plan = EpochPlan(samples.counts, batch_size)
         self._layout, self._run, self._validation = layout, run, validation
         assert samples.rdd is not None
@@ -122,7 +135,7 @@ class GangEngine:
         )
         self._tokens: tuple[str, ...] = ()
         self._writing = False
-        self._times_left = 0  # how often something was left in slabs
+        self._times_left = 0  # the number of requests whose results may have been left in slabs
         frames = self._samples[0]
         if validation is not None:
             frames = zip_frames(frames, self._samples[1])
@@ -144,14 +157,14 @@ class GangEngine:
     ) -> None:
         """See :class:`sparkdl.loop.engine.Engine`."""
         if read is None and which == CURRENT:
-            self._gang.leave()  # ranks that have trained do not have the recipe's weights any more
+            self._gang.leave()  # ranks that have trained no longer have the recipe's weights
         self._ready()
         results = self._call("setting up the ranks", "read", read, reported, which)
         _raise_first(results)
         self._call("setting up the ranks", "place")
 
     def _ready(self) -> None:
-        """Bring the gang together where its samples are."""
+        """Start the gang, if it is not running, on the nodes that have its samples."""
         if self._gang.running:
             return
         self._asked.forget()
@@ -178,7 +191,8 @@ class GangEngine:
                 raise samples_changed("setting up the ranks", rank)
         samples = tuple(standing.samples for standing in found)
         self._tokens = tuple(each.token for each in samples)
-        theirs = samples if self._setup.parallel.cuts else ()  # nobody else reads others' rows
+        # only the ranks of a split model read the rows of other ranks
+        theirs = samples if self._setup.parallel.cuts else ()
         _raise_first(self._call("setting up the ranks", "begin", theirs))
         self._setup.recipe.remove(self._gang)
 
@@ -193,8 +207,11 @@ class GangEngine:
         return self._gang.call(CallMethod(method, arguments), doing)
 
     def run(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
-        """A message to every rank, and its answer. What is in ``then`` is sent with it: the ranks go on
-        without waiting for the driver."""
+        """Run an iteration with one message to every rank and one report from it.
+
+        The iterations in ``then`` are sent with it, so that the ranks go on without waiting for the
+        driver.
+        """
         self._asked.ask([iteration, *then])
         answer = self._asked.answer(iteration)
         done = answer.results
@@ -213,7 +230,7 @@ class GangEngine:
         return iteration.with_rows(self.plan.rows(iteration.batch))
 
     def score(self) -> list[Any]:
-        """Every rank its own partition."""
+        """Score the validation samples, every rank its own partition."""
         validation = self._validation
         assert validation is not None
         how = (validation.scorer, validation.assembly, validation.batch_size)
@@ -221,11 +238,11 @@ class GangEngine:
         return validation.scorer.merge([states for states in found if states is not None])
 
     def keep_best(self) -> None:
-        """On the ranks."""
+        """Keep a copy of the current weights on the ranks."""
         self._call("keeping the best weights", "keep_best")
 
     def weights(self, which: str = CURRENT) -> torch.Tensor:
-        """Of the ranks that answer for them."""
+        """Return the weights, read from the ranks that answer for the slices."""
         doing = "reading the weights"
         found = self._ask_for_large(doing, "weights", which)
         sizes = [one.reference.nbytes if isinstance(one, Left) else one.nbytes for one in found]
@@ -242,7 +259,7 @@ class GangEngine:
     def map_slices(
         self, use: Callable[[int, SliceSpec, SliceState], Any], which: str = CURRENT
     ) -> list[Any]:
-        """On the ranks that answer for the slices."""
+        """Call ``use`` for every slice, on the rank that answers for it, and return the results."""
         doing = "reading the state"
         results = self._ask_for_large(doing, "map_slices", use, which)
         for n, result in enumerate(results):
@@ -257,12 +274,15 @@ class GangEngine:
         return [found[n] for n in range(self._run.slices)]
 
     def _ask_for_large(self, doing: str, method: str, *arguments: Any) -> list[Any]:
-        """Results by slice, the large ones left in slabs."""
+        """Return a method's results in the order of the slices.
+
+        The ranks leave large results in slabs.
+        """
         self._times_left += 1
         return self._of_slices(self._call(doing, method, *arguments, self._times_left))
 
     def _bring(self, doing: str, wanted: Sequence[Wanted]) -> None:
-        """What ranks have left in slabs."""
+        """Fetch the results that ranks have left in slabs."""
 
         def read(parts: Mapping[int, Reference]) -> list[bytes]:
             told = self._call(doing, "read_parts", parts)
@@ -273,18 +293,18 @@ class GangEngine:
     def load_residuals(
         self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
     ) -> None:
-        """Every rank reads what it keeps."""
+        """Load the compression residuals, every rank its own."""
         self._ready()
         results = self._call("setting up the ranks", "load_residuals", read, reported)
         _raise_first(results)
 
     def map_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
-        """On the ranks."""
+        """Call ``use`` for the residuals of every rank, on that rank, and return the results."""
         found = self._call("reading what the ranks keep", "map_residuals", use)
         return [result for results in found for result in results]
 
     def in_background(self, uses: StateWork) -> InBackground:
-        """Begin them on the ranks, with copies of the state as it stands."""
+        """Start ``uses`` on the ranks, with copies of the current state."""
         name = secrets.token_hex(8)
         self._call("copying the state", "begin_background", name, uses)
         self._writing = True
@@ -292,11 +312,18 @@ class GangEngine:
 
     @property
     def writing(self) -> bool:
-        """Whether a rank was busy in the background when it was last asked."""
+        """Return whether a rank was busy in the background at its last report."""
         return self._writing and self._gang.running
 
     def collect(self, name: str, count: int) -> StateWorkResult | None:
-        """See :class:`sparkdl.loop.engine.PendingStateWork`."""
+        """Wait for background work and return its results.
+
+        See :meth:`sparkdl.loop.engine.PendingStateWork.used`.
+
+        Args:
+            name: The name of the work.
+            count: The number of its uses of the state.
+        """
         self._ready()
         found: list[BackgroundResult | None] = self._call("writing the state", "background", name)
         self._writing = False
@@ -308,15 +335,17 @@ class GangEngine:
         return StateWorkResult(states, [kept for results in known for kept in results.residuals])
 
     def take_snapshot(self) -> NodeFiles:
-        """See :class:`sparkdl.engines.recovery.RestorableEngine`; files on every node, which outlive
-        ranks and executors."""
+        """Write files on every node, which outlive ranks and executors.
+
+        See :class:`sparkdl.engines.recovery.RestorableEngine`.
+        """
         holders = tuple(self._tokens.index(token) for token in dict.fromkeys(self._tokens))
         files = NodeFiles(f"snapshot-{secrets.token_hex(8)}", holders)
         try:
             found = self._call("taking a snapshot", "snapshots.save", files.name, files.holders)
         except (StateLostError, StalledError):
             raise
-        except TrainingError as error:  # the ranks have ended with it, and their state
+        except TrainingError as error:  # it ended the ranks, so their state is lost
             raise StateLostError(str(error)) from error
         problem = next(filter(None, found), None)
         if problem is not None:
@@ -347,15 +376,17 @@ class GangEngine:
 
 
 def node_of(records: list[Any]) -> str:
-    """The token of the node where a partition's samples are, the training's before the validation's;
-    empty where there are none."""
+    """Return the token of the node that has a partition's samples, or "" if the partition is empty.
+
+    Training samples take precedence over validation samples.
+    """
     handles: list[SampleHandle] = [pickle.loads(frame) for frame in frames_of(records)]
     return next((handle.token for handle in handles if handle.num_rows), "")
 
 
 @dataclass(frozen=True)
 class NodeHere:
-    """The token of the node of whoever calls this."""
+    """A callable that returns the token of the node on which it is called."""
 
     slab: SlabConfig
 
@@ -366,12 +397,12 @@ class NodeHere:
 
 
 def too_few(slots: int, ranks: int) -> str:
-    """What is to be said where there are fewer task slots than ranks."""
+    """Return the message that there are fewer task slots than ranks."""
     return f"{slots} task slot{'s' * (slots > 1)} now do{'es' * (slots == 1)} the work of {ranks} ranks"
 
 
 def _told(one: RankReport, done: Sequence[RankReport]) -> ReplicaReport:
-    """The report of ``one``, with the loss that another of the ranks may have told instead."""
+    """Return the report of ``one``, with the loss as the rank that knows it reports it."""
     report, loss_rank = one.report, one.loss_rank
     if loss_rank == report.replica or not report.count:
         return report

@@ -1,4 +1,4 @@
-"""Iterations that the ranks of a gang have been asked for, some of them ahead of time."""
+"""Iterations that the ranks of a gang have been asked to run, some of them ahead of time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ from sparkdl.replica.iteration import Iteration, IterationRows
 
 @dataclass(frozen=True)
 class FinishedIteration:
-    """What the ranks did in an iteration; how many seconds it took, those before left out, and when it
-    had ended (``time.monotonic``)."""
+    """The reports of an iteration.
+
+    Attributes:
+        results: The reports of the ranks.
+        seconds: The duration of the iteration, without that of earlier ones that were in flight.
+        ended: The time at which it had ended (``time.monotonic``).
+    """
 
     results: list[RankReport]
     seconds: float
@@ -32,7 +37,12 @@ class _Asked:
 
 
 class InFlight:
-    """Those of which nobody has had the answer, the oldest first. ``step``: what the ranks are told."""
+    """A queue of iterations whose reports have not been fetched, the oldest first.
+
+    Args:
+        gang: The gang that runs the iterations.
+        step: Makes the message to the ranks from an iteration.
+    """
 
     def __init__(self, gang: Gang, step: Callable[[Iteration], IterationRows]) -> None:
         self._gang, self._step = gang, step
@@ -40,7 +50,7 @@ class InFlight:
         self._ended = 0.0
 
     def ask(self, iterations: Sequence[Iteration]) -> None:
-        """For those that the ranks have not been asked for."""
+        """Send the ranks those of ``iterations`` that they have not been sent yet."""
         last = self._waiting[-1].iteration.index if self._waiting else -1
         new = [each for each in iterations if each.index > last]
         if new:
@@ -49,7 +59,7 @@ class InFlight:
             self._waiting.extend(_Asked(each, begun) for each in new)
 
     def answer(self, iteration: Iteration) -> FinishedIteration:
-        """Wait for that of ``iteration``, which is the oldest."""
+        """Wait for the reports of ``iteration``, which must be the oldest in the queue."""
         now = self._waiting.popleft()
         assert now.iteration.index == iteration.index
         results = self._done(now)
@@ -57,16 +67,16 @@ class InFlight:
         return FinishedIteration(results, self._ended - max(now.begun, before), self._ended)
 
     def settle(self) -> None:
-        """Wait until the ranks have done all of it. The answers are kept."""
+        """Wait until the ranks have finished all iterations in the queue, and keep their reports."""
         for asked in self._waiting:
             self._done(asked)
 
     def forget(self) -> None:
-        """The ranks that were asked are no more."""
+        """Clear the queue, because the ranks that were asked no longer exist."""
         self._waiting.clear()
 
     def _done(self, asked: _Asked) -> list[RankReport]:
-        """What the ranks answer; that of all before must have been waited for."""
+        """Wait for the ranks' reports. All earlier iterations must have been waited for."""
         if asked.results is None:
             number, epoch = asked.iteration.index + 1, asked.iteration.epoch + 1
             doing = f"iteration {number}, epoch {epoch}"

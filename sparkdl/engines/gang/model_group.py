@@ -1,10 +1,10 @@
-"""A model-parallel group: ranks whose samples go through one model together, which is cut over them.
+"""Model-parallel groups: ranks that hold the parts of one model and run their samples through it.
 
-Every rank has samples of its own, as in every engine. The ranks of such a group bring theirs to where
-they are computed with, so that the group is one replica with all of its rows. Between nodes they send
-them; on one, a rank reads the others' rows from their files.
+Every rank has samples of its own, as in every engine. The ranks of a group bring their rows to the
+ranks that need them, so that the group acts as one replica with all of its rows. Between nodes they
+send the rows; on one node, a rank reads the other ranks' rows from their files.
 
-The process groups of a rank: torch's ``DeviceMesh``, a group for each dimension.
+A rank's process groups come from torch's ``DeviceMesh``, with one group for each dimension.
 """
 
 from __future__ import annotations
@@ -33,8 +33,16 @@ from sparkdl.replica.step import ReplicaIteration, to_mini_batch
 
 
 class ModelGroup:
-    """That of ``rank``; ``group``: of its ranks, where there are others. ``like``: some rows of the
-    data; ``near``: what can be read of the others."""
+    """The model-parallel group of a rank.
+
+    Args:
+        mesh: The arrangement of all ranks.
+        rank: This rank.
+        group: The process group of its ranks, if there are others.
+        live: The replica of this rank.
+        like: Some rows of the data, which show the shapes and dtypes.
+        near: The rows of other ranks that this rank can read itself.
+    """
 
     def __init__(
         self,
@@ -51,11 +59,11 @@ class ModelGroup:
         self._live, self._like = live, like
 
     def weight(self, weights: Sequence[float]) -> float:
-        """What the group's samples count for. ``weights``: what each rank's do."""
+        """Return the weight of the group's samples, given the ``weights`` of all ranks."""
         return sum(weights[r] for r in self.ranks)
 
     def as_one(self, work: ReplicaIteration) -> ReplicaIteration:
-        """``work``, as if all rows of each group were its first rank's."""
+        """Return ``work`` as if the first rank of each group had all of the group's rows."""
         rows = [(0, 0)] * len(work.step.rows)
         for group in self._all:
             theirs = [work.step.rows[r] for r in group]
@@ -65,13 +73,19 @@ class ModelGroup:
     def together(
         self, work: ReplicaIteration, weights: Sequence[float], own: MiniBatch | None
     ) -> MiniBatch:
-        """All of the group's rows that count, on every rank."""
+        """Return, on every rank, all rows of the group that have weight.
+
+        Args:
+            work: The iteration.
+            weights: The weights of all ranks.
+            own: The rows of this rank.
+        """
         counts, to = self.counts(work, weights), self.ranks
         here = self.here(work, counts, own, to)
         return MiniBatch(self.inputs(counts, here, to), *self.targets(counts, here, to))
 
     def counts(self, work: ReplicaIteration, weights: Sequence[float]) -> dict[int, int]:
-        """How many rows each rank of the group brings: those whose rows count for something."""
+        """Return the number of rows from each rank of the group, without ranks of weight 0."""
         rows = work.step.rows
         return {r: rows[r][1] - rows[r][0] for r in self.ranks if weights[r]}
 
@@ -82,8 +96,17 @@ class ModelGroup:
         own: MiniBatch | None,
         to: Sequence[int],
     ) -> dict[int, MiniBatch]:
-        """By rank, the rows that this one has or can read, of those that are wanted on the ranks
-        ``to``."""
+        """Return the rows that this rank has or can read.
+
+        Args:
+            work: The iteration.
+            counts: The result of :meth:`counts`.
+            own: The rows of this rank.
+            to: The ranks that need the rows.
+
+        Returns:
+            Rows by the rank that has them.
+        """
         found = {r: own for r in counts if r == self._rank and own is not None}
         for r in counts if self._rank in to else ():
             if self._near.reaches(r, self._rank):
@@ -93,14 +116,23 @@ class ModelGroup:
     def inputs(
         self, counts: Mapping[int, int], here: Mapping[int, MiniBatch], to: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Of all rows, on the ranks ``to``; nothing elsewhere. ``here``: of :meth:`here`."""
+        """Return the inputs of all rows on the ranks ``to``, and nothing on other ranks.
+
+        Args:
+            counts: The result of :meth:`counts`.
+            here: The result of :meth:`here`.
+            to: The ranks that need the rows.
+        """
         known = {r: batch.inputs for r, batch in here.items()}
         return self._brought(counts, self._like.inputs, known, to)
 
     def targets(
         self, counts: Mapping[int, int], here: Mapping[int, MiniBatch], to: Sequence[int]
     ) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor | None]:
-        """Likewise the targets and weights, and what the loss takes of each row."""
+        """Return the targets, the weights and the masses of all rows on the ranks ``to``.
+
+        The masses are how much each row counts in the loss. For the arguments see :meth:`inputs`.
+        """
         weighted, many = self._live.recipe.policy.weighted, len(self._like.targets)
         like = [*self._like.targets, *([torch.empty(0).double()] if weighted else [])]
         known = {
@@ -119,11 +151,11 @@ class ModelGroup:
         here: Mapping[int, Sequence[torch.Tensor]],
         to: Sequence[int],
     ) -> list[torch.Tensor]:
-        """Tensors ``like`` these, of all rows, at the ranks ``to``, in the order of their ranks."""
+        """Return all rows of tensors such as ``like``, in rank order, on the ranks ``to``."""
         me = self._rank
         far = [r for r in to if r != me and not self._near.reaches(me, r)] if me in here else []
         mine = [tensor.contiguous() for tensor in here[me]] if far else []
-        # together: NCCL does one after another, so that two ranks that both send first would wait
+        # in one batch: NCCL runs operations in order, so two ranks that both send first would deadlock
         moves = [dist.P2POp(dist.isend, tensor, r, self._group) for tensor in mine for r in far]
         found: list[torch.Tensor] = []
         if me in to and here.keys() >= counts.keys():
@@ -145,9 +177,17 @@ class ModelGroup:
         return found
 
     def scored(self, counts: Sequence[int], score: Callable[[], Any], most: int) -> Any:
-        """What ``score`` makes of this rank's batches: those of each rank in turn go through the model
-        on all of them. ``counts``: of every rank's batches. A group with fewer than ``most`` goes on
-        with rows that count for nothing."""
+        """Score on each rank in turn, while the whole group runs the model on that rank's batches.
+
+        Args:
+            counts: The number of batches of every rank.
+            score: Scores this rank's batches.
+            most: The largest number of batches in any group. A group with fewer continues with rows
+                that do not count.
+
+        Returns:
+            The result of this rank's ``score``.
+        """
         module, result = self._live.flat.module, None
         for member in self.ranks:
             if member == self._rank:
@@ -171,7 +211,7 @@ class ModelGroup:
     def _tell(
         self, module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
     ) -> None:
-        """The others, what this rank calls the model with."""
+        """Broadcast the arguments of this rank's model call to the other ranks of the group."""
         if len(self.ranks) > 1:
             broadcast((inputs, named), self._rank, self._group, self._live.device)
 
@@ -181,7 +221,10 @@ class ModelGroup:
 
 
 class NodeLocalRows:
-    """What augments rows costs more than a message: rows that are augmented are sent."""
+    """The rows of other ranks on this node, which this rank reads from their files.
+
+    Augmented rows are sent instead: augmenting them again would cost more than a message.
+    """
 
     def __init__(
         self,
@@ -191,7 +234,12 @@ class NodeLocalRows:
         run: RunSpec,
         live: LiveReplica,
     ) -> None:
-        """``samples``: of all ranks. ``ranks``: those whose rows may be wanted."""
+        """Open the partitions that can be read.
+
+        Args:
+            samples: The sample locations of all ranks.
+            ranks: The ranks whose rows may be needed.
+        """
         self._run, self._live = run, live
         self._tokens = [each.token for each in samples]
         self._sent = live.recipe.augment is not None
@@ -203,12 +251,14 @@ class NodeLocalRows:
         AHEAD.serve(1 + len(self._partitions))
 
     def reaches(self, source: int, reader: int) -> bool:
-        """Whether rank ``reader`` reads rows of rank ``source`` by itself."""
+        """Return whether rank ``reader`` reads the rows of rank ``source`` itself."""
         return source != reader and not self._sent and self._tokens[source] == self._tokens[reader]
 
     def read(self, work: ReplicaIteration, source: int) -> MiniBatch:
-        """The rows that rank ``source`` has in this iteration; what the loss takes of them is reckoned
-        for all rows together."""
+        """Return the rows of rank ``source`` in this iteration, without masses.
+
+        The masses are computed for all rows of the group together.
+        """
         theirs = replace(work, replica=source, share=self._run.shares[source])
         (arrays,) = theirs.mini_batches(self._live, self._partitions[source])
         return to_mini_batch(arrays, self._live, masses=False)
@@ -218,8 +268,12 @@ _gangs = itertools.count()
 
 
 def check_carried(parallel: ParallelPlan, device: torch.device) -> None:
-    """Raise :class:`sparkdl.SessionError` where ranks share a GPU, so that Gloo joins them, and would
-    send each other what is on it, which Gloo does not."""
+    """Check that the backend can send tensors between the ranks of a split model.
+
+    Raises:
+        sparkdl.SessionError: If ranks share a GPU. Gloo then connects them, and it does not send GPU
+            tensors.
+    """
     cut = [part.word for name, part in parallel.parts.items() if name in ("pipe", "tensor")]
     if cut and device.type == "cuda" and "cuda:nccl" not in dist.get_backend_config():
         raise SessionError(
@@ -229,15 +283,17 @@ def check_carried(parallel: ParallelPlan, device: torch.device) -> None:
 
 
 class Groups:
-    """Made on all ranks at once, for each dimension that has several ranks or a strategy.
+    """A rank's process groups, one for each mesh dimension that has several ranks or a strategy.
 
-    A process may be a rank of one gang after another, and torch remembers how tensors on a mesh are
-    computed with, by the mesh's shape and names, and with it the groups, which end with their gang. So
-    every mesh has names of its own.
+    All ranks create them at the same time.
+
+    Every mesh has dimension names of its own. A process may belong to one gang after another, and
+    torch caches how to compute with tensors on a mesh by the mesh's shape and names. The cache
+    includes the process groups, which end with their gang.
     """
 
     def __init__(self, parallel: ParallelPlan, device: torch.device) -> None:
-        """Raises what :func:`check_carried` does."""
+        """Create the mesh. Raises what :func:`check_carried` raises."""
         check_carried(parallel, device)
         sizes = parallel.mesh.sizes
         names = tuple(name for name, size in sizes.items() if size > 1 or name in parallel.parts)
@@ -249,8 +305,11 @@ class Groups:
             self.meet(device)
 
     def meet(self, device: torch.device) -> None:
-        """The first sum of every group. NCCL connects the ranks of a group with what they first do
-        together, which all of them must do: a message from one to another is too few."""
+        """Run a first all-reduce in every group.
+
+        NCCL connects the ranks of a group in their first operation, in which all of them must take
+        part; a message from one rank to another is not enough.
+        """
         for own in self._mesh.mesh_dim_names or ():
             dist.all_reduce(torch.zeros(1, device=device), group=self._mesh.get_group(own))
 
@@ -258,10 +317,10 @@ class Groups:
         return tuple(name + self._suffix for name in names)
 
     def mesh(self, *names: str) -> DeviceMesh:
-        """Of these dimensions, in this order."""
+        """Return the mesh of these dimensions, in this order."""
         return self._mesh[self._own(*names)]
 
     def along(self, name: str) -> dist.ProcessGroup | None:
-        """The ranks that differ from this one in this dimension alone; None where it is not there."""
+        """Return the ranks that differ from this one in this dimension only, or None."""
         (own,) = self._own(name)
         return self._mesh.get_group(own) if own in (self._mesh.mesh_dim_names or ()) else None

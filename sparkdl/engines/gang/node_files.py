@@ -1,4 +1,4 @@
-"""Snapshots of a gang: a slice's state as a file on the nodes, which outlive ranks and executors."""
+"""Snapshot files of a gang: the state of slices on the nodes, which outlives ranks and executors."""
 
 from __future__ import annotations
 
@@ -30,19 +30,25 @@ from sparkdl.slices.state import SliceState
 
 @dataclass(frozen=True)
 class SnapshotFiles:
-    """Those of this node, in its slab root."""
+    """The snapshot files of this node, in its slab root."""
 
     folder: Path
 
     def write(self, name: str, number: int, packed: bytes) -> None:
-        """Slice ``number`` of snapshot ``name``; there as a whole, or not at all."""
+        """Write one part of a snapshot, completely or not at all.
+
+        Args:
+            name: The name of the snapshot.
+            number: The number of the part.
+            packed: The content of the file.
+        """
         path = self._path(name, number)
         draft = path.with_name(f"{path.name}.new")
         try:
             with open(draft, "xb", opener=open_private) as file:
                 file.write(packed)
             os.replace(draft, path)
-        except BaseException:  # a full disk, say: half a slice is of no use
+        except BaseException:  # such as a full disk: half a slice is useless
             draft.unlink(missing_ok=True)
             raise
 
@@ -50,7 +56,7 @@ class SnapshotFiles:
         return read_private(self._path(name, number))
 
     def there(self, name: str, slices: int) -> list[bool]:
-        """Of which slices there is a file."""
+        """Return, for each of the ``slices`` parts, whether there is a file."""
         return [self._path(name, n).exists() for n in range(slices)]
 
     def delete(self, name: str, slices: int) -> None:
@@ -62,17 +68,23 @@ class SnapshotFiles:
 
 
 def pack(plan: SliceSpec, states: Sequence[SliceState]) -> bytes:
-    """States of one slice, on the CPU: each as a safetensors file behind its length."""
+    """Pack CPU states of one slice, each as a safetensors file preceded by its length."""
     return bytes(join_files(to_bytes(plan, state) for state in states))
 
 
 def unpack(plan: SliceSpec, packed: bytes, dtype: torch.dtype) -> list[SliceState]:
-    """What was packed."""
+    """Unpack what :func:`pack` has packed.
+
+    Args:
+        plan: The slice.
+        packed: The packed states.
+        dtype: The dtype of the weights.
+    """
     return [ReadCarried((file,))(plan, dtype) for file in split_files(packed)]
 
 
 def pack_kept(kept: ByParameter | None) -> bytes:
-    """What a rank keeps of its gradients; empty where that is nothing yet."""
+    """Pack the compression residuals of a rank. The result is empty if there are none yet."""
     if kept is None:
         return b""
     specs = specs_of(kept)
@@ -82,7 +94,7 @@ def pack_kept(kept: ByParameter | None) -> bytes:
 
 
 def unpack_kept(packed: bytes) -> ByParameter | None:
-    """What was packed."""
+    """Unpack what :func:`pack_kept` has packed."""
     if not packed:
         return None
     data = np.frombuffer(bytearray(packed), np.uint8)
@@ -91,7 +103,7 @@ def unpack_kept(packed: bytes) -> ByParameter | None:
 
 
 def broadcast_bytes(content: bytes | None, source: int) -> bytes:
-    """What rank ``source`` has, on every rank."""
+    """Return the bytes of rank ``source`` on every rank."""
     size = torch.tensor([len(content or b"")])
     dist.broadcast(size, source)
     data = torch.empty(int(size), dtype=torch.uint8)

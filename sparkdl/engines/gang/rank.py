@@ -1,17 +1,21 @@
-"""What a rank of the gang engine holds and does; every method is a command of the driver.
+"""The state and the work of one rank of the gang engine.
 
-[Note: the gang's iteration] Each rank goes forward and backward over its rows, and torch's
-DistributedDataParallel (Li et al., 2020) sums the gradients, bucket by bucket while backward goes on,
-each rank's times its share of the global batch; or the ranks exchange them, where they are compressed
-or rows of tables (:mod:`sparkdl.engines.gang.strategies.sections`). What follows is as in the other
-engines: the owner of a slice regularises, clips and updates it. With the strategy "ddp" there is
-one slice, and every rank updates all of it; with "zero1" rank n owns slice n alone, keeps the
-optimizer's state of it (ZeRO, stage 1: Rajbhandari et al., 2020), and sends its new weights to the
-others. With "fsdp" a rank has its shards of all parameters, and updates these
-(:mod:`sparkdl.engines.gang.strategies.fsdp`); with "tensor" it has its part of the layers that are
-cut (:mod:`sparkdl.engines.gang.strategies.tensor`); with "pipeline" it has some layers
-(:mod:`sparkdl.engines.gang.strategies.pipeline`). Copies of a model that is cut update all of their
-part each, or, with "zero1" beside these, some of it.
+Every public method is a command of the driver.
+
+[Note: the gang's iteration] Each rank runs forward and backward on its rows, and torch's
+DistributedDataParallel (Li et al., 2020) sums the gradients, bucket by bucket while backward still
+runs. Each rank's gradients are multiplied by its share of the global batch. If gradients are
+compressed, or are rows of tables, the ranks exchange them instead
+(:mod:`sparkdl.engines.gang.strategies.sections`). The rest is as in the other engines: the owner of
+a slice regularizes, clips and updates it.
+
+With the strategy "ddp" there is one slice, and every rank updates all of it. With "zero1", rank n
+owns only slice n, holds the optimizer state of that slice (ZeRO, stage 1: Rajbhandari et al.,
+2020), and sends its new weights to the others. With "fsdp" a rank holds and updates its shards of
+all parameters (:mod:`sparkdl.engines.gang.strategies.fsdp`); with "tensor" it holds its part of the
+layers that are split (:mod:`sparkdl.engines.gang.strategies.tensor`); with "pipeline" it holds some
+of the layers (:mod:`sparkdl.engines.gang.strategies.pipeline`). If there are several copies of a
+split model, each rank updates all of its part, or, with "zero1" as well, some of it.
 """
 
 from __future__ import annotations
@@ -70,7 +74,7 @@ from sparkdl.usercode.travel import model_needs
 
 @dataclass(frozen=True)
 class CallMethod:
-    """The command that calls a method of the rank, or of what it has: "snapshots.save"."""
+    """The command that calls a method of the rank, or of one of its attributes: "snapshots.save"."""
 
     method: str
     arguments: tuple[Any, ...] = ()
@@ -81,8 +85,10 @@ class CallMethod:
 
 @dataclass(frozen=True)
 class InitRank:
-    """The first command: build the replica; a :class:`RankStatus`, or the mistake of the user's
-    that was found meanwhile."""
+    """The first command, which builds the replica.
+
+    Its result is a :class:`RankStatus`, or the user error that was found.
+    """
 
     setup: RankConfig
 
@@ -102,7 +108,10 @@ class InitRank:
 
 
 class Rank:
-    """See the note above. ``_read``: which state the driver had it read, to be placed."""
+    """One rank of the gang. See the note above.
+
+    ``_read`` is the state that :meth:`read` has read and :meth:`place` has still to place.
+    """
 
     def __init__(self, setup: RankConfig, member: RankContext) -> None:
         self._setup, self._run, self._member = setup, setup.run, member
@@ -120,7 +129,7 @@ class Rank:
         self._background: Background | None = None
 
     def standing(self) -> RankStatus:
-        """What the driver checks before it goes on."""
+        """Return the status that the driver checks before it continues."""
         train = self._handles[0]
         return RankStatus(
             SampleLocation(self._token, train),
@@ -130,8 +139,10 @@ class Rank:
         )
 
     def _compared(self) -> Compared:
-        """What is built here beside what the driver has built. A model that is cut is read and built in
-        turn, and let go of."""
+        """Return how the model that is built here compares with the driver's.
+
+        Ranks read and build a model that is to be split in turn, and free it afterwards.
+        """
         if self._setup.parallel.cuts:
             with memory_given_back(), Turn(self._folder):
                 return compared(self._load().build(), self._setup.built)
@@ -140,15 +151,21 @@ class Rank:
         return compared(recipe.build(), self._setup.built)
 
     def begin(self, samples: Sequence[SampleLocation]) -> ModelError | SessionError | None:
-        """All ranks are where their ``samples`` are: make them one. What is wrong with how the model is
-        cut, or where, is the result."""
+        """Build what this rank holds, once all ranks are on the nodes of their samples.
+
+        Args:
+            samples: The sample locations of all ranks, or nothing if the model is not split.
+
+        Returns:
+            The error in how the model is split or in where it runs, or None.
+        """
         if self._handles[0].num_rows:
             self._partition = open_partition(self._handles[0])
         try:
             self._held, self._way = hold(self._load, self._setup, samples, self._member)
         except (ModelError, SessionError) as error:
             return error
-        self._load = self._setup.recipe.load  # what was read is let go of
+        self._load = self._setup.recipe.load  # this frees the recipe that was read
         self.snapshots.begin(self._held, self._way)
         policy, owners = self._held.live.recipe.policy, self._held.owners.values()
         kinds = [type(o) for owner in owners for o in owner.optimizer.schedule_targets()]
@@ -159,13 +176,22 @@ class Rank:
         return None
 
     def answers_for(self, number: int) -> bool:
-        """Whether this rank, of those that own slice ``number``, speaks for it."""
+        """Return whether this rank reports on slice ``number``, which several ranks may own."""
         return number in self._held.owners and (self._run.slices > 1 or self._member.rank == 0)
 
     def read(
         self, read: ReadState | None, reported: tuple[type[Exception], ...], which: str
     ) -> Any:
-        """Read the slices to begin with; an exception of ``reported`` is the result."""
+        """Read the initial slices, without placing them.
+
+        Args:
+            read: Reads one slice. None means that the recipe's weights are used.
+            reported: The exceptions that are returned instead of raised.
+            which: The weights that the slices replace.
+
+        Returns:
+            An exception of ``reported``, or None.
+        """
         self._read = None
         if read is None:
             return None
@@ -179,7 +205,7 @@ class Rank:
         return None
 
     def place(self) -> None:
-        """Begin with what was read, or with the recipe's weights."""
+        """Place the state that was read or, if none was, the recipe's weights."""
         if self._read is None:
             self._held.begin()
             return
@@ -191,7 +217,7 @@ class Rank:
             self._held.place(found)
 
     def run(self, step: IterationRows) -> RankReport:
-        """One iteration; the state of this rank's slices is then the next version."""
+        """Run one iteration, after which this rank's slices have the next version."""
         clock, rank, live = Clock(), self._member.rank, self._held.live
         start, stop = step.rows[rank]
         work, batch = ReplicaIteration(step, rank, self._run.assembly, self._run.shares[rank]), None
@@ -208,7 +234,7 @@ class Rank:
         slices: list[SliceReport] = []
         if live.recipe.policy.clips_norm or step.histograms:
             slices = finish(clock)
-        else:  # nothing of it is reported: it is done while the driver prepares what comes next
+        else:  # there is nothing to report: update while the driver prepares the next iteration
             self._member.afterwards = functools.partial(self._finish_later, finish)
         count, seconds = stop - start, {**self._before, **clock.seconds}
         self._before = {}
@@ -217,7 +243,10 @@ class Rank:
         return RankReport(report, slices, writing, self._way.loss_rank)
 
     def _finish_later(self, finish: Callable[[Clock], Any]) -> None:
-        """When the result has been sent; the time it takes is told with the next."""
+        """Finish an iteration after its report was sent.
+
+        The next report includes the time that it takes.
+        """
         clock = Clock()
         finish(clock)
         self._before = clock.seconds
@@ -225,8 +254,11 @@ class Rank:
     def _finish(
         self, step: IterationRows, weights: Sequence[float], loss: float, failed: bool, clock: Clock
     ) -> list[SliceReport]:
-        """Update, unless the loss or a gradient of some rank is not finite and that is to be left out;
-        where the driver ends the run for it, the state does not matter any more."""
+        """Update the slices.
+
+        Skip the update if the loss or a gradient of any rank is not finite and such iterations are
+        skipped. If the driver ends the run because of it, the state no longer matters.
+        """
         found = [[0.0, 0.0] for _ in weights]
         if self._setup.sums:
             found = gathered([loss, float(failed), self._way.count])
@@ -244,7 +276,7 @@ class Rank:
         return self._update(step, contributions, mean / total if total else 0.0, clock)
 
     def _weights(self, step: IterationRows, weight: float) -> list[float]:
-        """What each rank's mini-batch counts for."""
+        """Return the weight of each rank's mini-batch."""
         if not self._setup.weighted_batches:
             return [float(stop - start) for start, stop in step.rows]
         return [found for (found,) in gathered([weight])]
@@ -256,7 +288,7 @@ class Rank:
         loss: float,
         clock: Clock,
     ) -> list[SliceReport]:
-        """Regularise, clip and update this rank's slices; send their weights to the others."""
+        """Regularize, clip and update this rank's slices, and send their weights to the other ranks."""
         known: dict[int, ReducedGradient] = {}
         squares = [0.0] * self._run.slices
         for n, owner in self._held.owners.items():
@@ -293,7 +325,16 @@ class Rank:
         return slices
 
     def score(self, scorer: Scorer, assembly: BatchSpec, batch_size: int) -> list[Any] | None:
-        """The scorer's states over this rank's partition of the validation's samples."""
+        """Return the scorer's states for this rank's partition of the validation samples.
+
+        Args:
+            scorer: Scores batches.
+            assembly: How batches are made from columns.
+            batch_size: The number of samples in a batch.
+
+        Returns:
+            The states, or None if the partition is empty.
+        """
         handle = self._handles[1]
 
         def score() -> list[Any] | None:
@@ -305,12 +346,16 @@ class Rank:
         return self._way.scored(math.ceil(handle.num_rows / batch_size), score)
 
     def keep_best(self) -> None:
-        """Keep a copy of the weights as they stand."""
+        """Keep a copy of the current weights."""
         states = self._held.states
         self._held.best = {n: SliceState(state.weights.clone()) for n, state in states.items()}
 
     def weights(self, which: str, tick: int) -> dict[int, np.ndarray | Left]:
-        """Of the slices that this rank answers for; as arrays, which travel with fewer copies."""
+        """Return the weights of the slices that this rank answers for, as NumPy arrays.
+
+        Arrays travel with fewer copies than tensors. ``which`` may also be the moving average. For
+        the arguments see :meth:`map_slices`.
+        """
         held, pool = self._held, open_pool(self._run.slab)
         states = held.best if which == BEST else held.states
         slices = held.as_slices({n: SliceState(weights_of(s, which)) for n, s in states.items()})
@@ -323,25 +368,34 @@ class Rank:
     def map_slices(
         self, use: Callable[[int, SliceSpec, SliceState], Any], which: str, tick: int
     ) -> dict[int, Any]:
-        """``use(index, plan, state)`` of the slices that this rank answers for."""
+        """Use the states of the slices that this rank answers for.
+
+        Args:
+            use: Called as ``use(index, plan, state)``.
+            which: The weights to use: the current ones or the best.
+            tick: A number that increases with every request, for the slabs.
+
+        Returns:
+            The results by slice index. Large ones are left in slabs.
+        """
         plans, states, pool = self._held.slices, self._slices(which), open_pool(self._run.slab)
         return {
             n: left_where_large(pool, use(n, plans[n], state), tick) for n, state in states.items()
         }
 
     def read_parts(self, parts: Mapping[int, Reference]) -> dict[int, bytes]:
-        """Of what this rank has left in slabs."""
+        """Read parts of what this rank has left in slabs."""
         pool = open_pool(self._run.slab)
         return {n: read_part(pool, part) for n, part in parts.items() if self.answers_for(n)}
 
     def _slices(self, which: str) -> States:
-        """Those that this rank answers for."""
+        """Return the states of the slices that this rank answers for."""
         held = self._held
         states = held.as_slices(held.best if which == BEST else held.states)
         return {n: state for n, state in states.items() if self.answers_for(n)}
 
     def begin_background(self, name: str, uses: StateWork) -> None:
-        """Use copies of the state in the background, one such work at a time."""
+        """Start to use copies of the state in the background. Only one such work runs at a time."""
         plans = dict(enumerate(self._held.slices))
         states = [on_copies(use, plans, self._slices(which)) for use, which in uses.states]
         residuals = []
@@ -351,12 +405,15 @@ class Rank:
         self._background = Background(name, states, residuals)
 
     def background(self, name: str) -> BackgroundResult | None:
-        """What came of it; None where this rank knows nothing of it, being new."""
+        """Return the results of background work, or None if this rank is new and does not know it."""
         found, self._background = self._background, None
         return found.results() if found is not None and found.name == name else None
 
     def load_residuals(self, read: ReadResiduals, reported: tuple[type[Exception], ...]) -> Any:
-        """See :class:`sparkdl.loop.engine.Engine`; an exception of ``reported`` is the result."""
+        """Load this rank's residuals. See :class:`sparkdl.loop.engine.Engine`.
+
+        An exception of ``reported`` is returned instead of raised.
+        """
         try:
             self._way.kept = read(self._member.rank)
         except reported as error:
@@ -364,18 +421,18 @@ class Rank:
         return None
 
     def map_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
-        """``use(rank, kept)``, in a list; empty where this rank keeps nothing."""
+        """Return ``[use(rank, kept)]``, or an empty list if this rank has no residuals."""
         kept = self._way.kept
         return [] if kept is None else [use(self._member.rank, kept)]
 
 
 def _dense(owner: SliceUpdater, state: SliceState) -> torch.Tensor:
-    """Memory for the dense gradient of what ``owner`` updates."""
+    """Allocate memory for the dense gradient of the slice that ``owner`` updates."""
     length, device = owner.plan.dense_length, state.weights.device
     return torch.empty(length, dtype=owner.dtype, device=device)
 
 
 def frames_of(records: Sequence[Any]) -> list[bytes]:
-    """The frames of a partition's one record: samples, or (training, validation) samples."""
+    """Return the frames in a partition's single record: samples, or (training, validation) samples."""
     (record,) = records
     return list(record) if isinstance(record, tuple) else [record]

@@ -1,7 +1,8 @@
-"""What ranks tell each other beside tensors of known shapes: nested values, without pickle.
+"""Messages between ranks, and between ranks and the driver.
 
-The connections between ranks are torch's, without authentication: what comes there as safetensors and
-JSON can be wrong, but runs no code. torch's own ``*_object_list`` would unpickle it.
+Ranks send each other nested values without pickle. The connections between ranks are torch's, which are
+not authenticated: values that arrive as safetensors and JSON may be wrong, but cannot run code. torch's
+own ``*_object_list`` functions would unpickle them.
 """
 
 from __future__ import annotations
@@ -27,15 +28,31 @@ from sparkdl.replica.run import RunSpec
 
 
 def send(value: Any, to: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Send ``value``, of tensors, numbers, text and None in tuples, lists and dicts, to rank ``to``.
-    ``device``: what the group's connections take. Raises TypeError for anything else."""
+    """Send a value to rank ``to``.
+
+    Args:
+        value: Tensors, numbers, text and None in tuples, lists and dicts.
+        to: The rank that receives it.
+        group: The process group of both ranks.
+        device: The device of the tensors that the group's backend sends.
+
+    Raises:
+        TypeError: If the value contains anything else.
+    """
     content = _written(value).to(device)
     dist.send(torch.tensor([len(content)], device=device), to, group)
     dist.send(content, to, group)
 
 
 def receive(source: int, group: dist.ProcessGroup | None, device: torch.device) -> Any:
-    """What rank ``source`` sends; tensors are on ``device``."""
+    """Return the value that another rank sends.
+
+    Args:
+        source: The rank that sends it.
+        group: The process group of both ranks.
+        device: The device of the tensors that the group's backend sends, and of those that are
+            returned.
+    """
     size = torch.zeros(1, dtype=torch.int64, device=device)
     dist.recv(size, source, group)
     content = torch.empty(int(size), dtype=torch.uint8, device=device)
@@ -46,7 +63,15 @@ def receive(source: int, group: dist.ProcessGroup | None, device: torch.device) 
 def broadcast(
     value: Any, source: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> Any:
-    """The ``value`` of rank ``source``, on every rank of the group; elsewhere it is not looked at."""
+    """Return the value of one rank on every rank of a group.
+
+    Args:
+        value: The value. It is ignored on other ranks than ``source``.
+        source: The rank whose value is returned.
+        group: The ranks. None means all.
+        device: The device of the tensors that the group's backend sends, and of those that are
+            returned.
+    """
     mine = dist.get_rank() == source
     content = _written(value).to(device) if mine else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([len(content)], device=device)
@@ -58,18 +83,19 @@ def broadcast(
 
 
 def gathered_values(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
-    """The values of all ranks of the group, in their order."""
+    """Return the values of all ranks of the group, in rank order."""
     ranks = dist.get_process_group_ranks(group)
     return [broadcast(value, rank, group, device) for rank in ranks]
 
 
 def _written(value: Any) -> torch.Tensor:
-    """As bytes (uint8, on the CPU)."""
+    """Return a value as bytes (uint8, on the CPU)."""
     tensors: dict[str, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor, where: str) -> str:
         name = str(len(tensors))
-        tensors[name] = tensor.detach().cpu().contiguous().clone()  # they may share memory
+        # cloned, because tensors may share memory
+        tensors[name] = tensor.detach().cpu().contiguous().clone()
         return name
 
     tree = json.dumps(encode(value, "what a rank sends", keep))
@@ -84,7 +110,17 @@ def _read(content: torch.Tensor, device: torch.device) -> Any:
 
 
 def exchange_bytes(parcel: bytearray, to: int, source: int, rank: int) -> memoryview:
-    """Send ``parcel`` to rank ``to``; what rank ``source`` sends here at the same time."""
+    """Send bytes to one rank, and receive bytes from another at the same time.
+
+    Args:
+        parcel: The bytes to send.
+        to: The rank that receives them.
+        source: The rank that sends to this one.
+        rank: This rank.
+
+    Returns:
+        The bytes that ``source`` has sent.
+    """
     if to == rank:
         return memoryview(parcel)
     length = torch.zeros(1, dtype=torch.int64)
@@ -95,7 +131,7 @@ def exchange_bytes(parcel: bytearray, to: int, source: int, rank: int) -> memory
 
 
 def _both(sent: torch.Tensor, to: int, arrived: torch.Tensor, source: int) -> None:
-    """Send and receive; nothing travels that is empty."""
+    """Send and receive at the same time, without sending anything empty."""
     under_way = []
     if len(sent):
         under_way.append(dist.isend(sent, to))
@@ -108,11 +144,19 @@ def _both(sent: torch.Tensor, to: int, arrived: torch.Tensor, source: int) -> No
 
 @dataclass(frozen=True)
 class RankConfig:
-    """What a rank begins with. ``recipe``: where it is. ``built``: what the driver has made of it.
-    ``spare``: a few rows of the data, for a rank that has none in an iteration. ``checksums``: of the
-    partitions of training samples. ``weighted_batches``: whether a mini-batch may count for
-    something else than its rows, so that ranks have to tell. ``sums``: whether the loss returns
-    ``(sum, count)``."""
+    """The configuration with which a rank begins.
+
+    Attributes:
+        run: The run.
+        recipe: Tells where the recipe is.
+        built: The description of the model as the driver has built it.
+        spare: A few rows of data, for a rank that has none in an iteration.
+        checksums: The checksums of the partitions of training samples.
+        parallel: The strategies and the mesh.
+        weighted_batches: Whether the weight of a mini-batch may differ from its number of rows, so
+            that ranks have to exchange weights.
+        sums: Whether the loss returns ``(sum, count)``.
+    """
 
     run: RunSpec
     recipe: RecipeSource
@@ -126,7 +170,7 @@ class RankConfig:
 
 @dataclass(frozen=True)
 class SampleLocation:
-    """Where a rank's training samples are: the token of its node, and what is known of them."""
+    """The location of a rank's training samples: the token of its node, and their handle."""
 
     token: str
     handle: SampleHandle
@@ -134,8 +178,14 @@ class SampleLocation:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank finds where it is: its samples, how its model compares with the driver's, which
-    of its partitions are on the node, and whether the training rows are those of before."""
+    """The status of a rank after it has built its model.
+
+    Attributes:
+        samples: The location of its training samples.
+        compared: How its model compares with the driver's.
+        here: For each of its partitions, whether it is on this node.
+        unchanged: Whether the training rows are the same as before.
+    """
 
     samples: SampleLocation
     compared: Compared
@@ -145,9 +195,15 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank did in an iteration; ``slices``: of those it answers for, where they have more to
-    tell than that they were updated. ``writing``: whether something is still done in the background.
-    ``loss_rank``: the rank whose report has the loss."""
+    """The report of a rank about an iteration.
+
+    Attributes:
+        report: The report on its rows.
+        slices: Reports on the slices that it answers for, if there is more to say than that they
+            were updated.
+        writing: Whether background work is still running.
+        loss_rank: The rank whose report has the loss.
+    """
 
     report: ReplicaReport
     slices: list[SliceReport]

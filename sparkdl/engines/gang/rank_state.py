@@ -1,7 +1,7 @@
-"""The state that a rank of a gang holds: whole slices of it, or its part of a model that is cut.
+"""The state that a rank of a gang holds: whole slices, or its part of a split model.
 
-What is outside the gang, checkpoints, snapshots and results, knows slices only. A rank *owns* what it
-updates; *places* the state before an iteration and *shares* what it updated after one.
+Outside the gang, in checkpoints, snapshots and results, there are only slices. A rank *owns* the slices
+that it updates; it *places* their state before an iteration and *shares* the updated weights after one.
 """
 
 from __future__ import annotations
@@ -35,14 +35,21 @@ from sparkdl.slices.state import SliceState
 from sparkdl.slices.update import SliceUpdater
 
 States = dict[int, SliceState]
-"""By number of the slice."""
+"""States by slice number."""
 
 
 class RankState(Protocol):
-    """``live``: the replica. ``slices``: the cut of the state as others know it. ``owners``: of what
-    this rank updates; ``states`` and ``best`` have the same keys. ``first``: whether no rank before
-    this one updates the same, ``counted``: what of it none before this one does, where that is less.
-    Methods are called on all ranks at once."""
+    """The state that a rank holds. All ranks call its methods at the same time.
+
+    Attributes:
+        live: The replica.
+        slices: The slices of the whole state, as code outside the gang knows them.
+        owners: The updaters of what this rank updates. ``states`` and ``best`` have the same keys.
+        counted: The updaters of those parameters in ``owners`` that no earlier rank updates.
+        first: Whether no earlier rank updates the same slices.
+        states: The current state.
+        best: The weights that are kept as the best.
+    """
 
     live: LiveReplica
     slices: list[SliceSpec]
@@ -53,26 +60,26 @@ class RankState(Protocol):
     best: States
 
     def begin(self) -> None:
-        """With the recipe's weights."""
+        """Begin with the recipe's weights."""
 
     def place(self, slices: States) -> None:
-        """Go on with these states: of slices that this rank owns."""
+        """Continue from these states of the slices that this rank owns."""
 
     def place_best(self, slices: States) -> None:
-        """Likewise the weights that are kept as the best."""
+        """Place the weights that are kept as the best."""
 
     def share(self) -> None:
-        """The weights have been updated: take them to where they are computed with."""
+        """Copy the updated weights to the ranks and devices that compute with them."""
 
     def as_slices(self, states: States) -> States:
-        """``states`` or ``best`` as slices that this rank owns, on the CPU."""
+        """Return ``states`` or ``best`` as the slices that this rank owns, on the CPU."""
 
 
 class ReplicatedState:
-    """The model is whole on each rank. There is one slice, which all own, or one for each rank.
+    """The state of a model that each rank holds whole.
 
-    The weights of ``states`` are views of the live replica's flat vector, where that is on the device
-    they are updated on.
+    There is either one slice, which all ranks own, or one for each rank. If the live replica's flat
+    vector is on the device that updates it, the weights in ``states`` are views of it.
     """
 
     def __init__(self, live: LiveReplica, run: RunSpec, rank: int) -> None:
@@ -85,7 +92,7 @@ class ReplicatedState:
         self.best: States = {}
 
     def begin(self) -> None:
-        """See :class:`RankState`; so for what follows."""
+        """See :class:`RankState`, also for the methods below."""
         flat = self.live.flat.flat
         self.place({n: SliceState(flat[_part(self.slices[n])].clone()) for n in self.owners})
 
@@ -127,7 +134,14 @@ def broadcast_parts(
     ranks: Sequence[int],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Each slice from the rank that updated it, of these ``ranks``, to all of ``group``."""
+    """Broadcast each slice from the rank that updated it.
+
+    Args:
+        flat: The flat vector, which contains the slices.
+        plans: The slices.
+        ranks: For each slice, the rank that updated it.
+        group: The ranks that receive the slices. None means all.
+    """
     sent = [
         dist.broadcast(flat[_part(plan)], rank, group=group, async_op=True)
         for plan, rank in zip(plans, ranks, strict=True)
@@ -138,25 +152,38 @@ def broadcast_parts(
 
 
 class Turned(Protocol):
-    """Between a rank's part as torch cuts it, and rows of every parameter, as others are told of it.
+    """A conversion between a rank's part as torch splits it and rows of every parameter.
 
-    ``layout``: of the rows. Methods are called on all ranks at once."""
+    Code outside the strategy knows rows only. All ranks call the methods at the same time.
+
+    Attributes:
+        layout: The layout of the rows.
+    """
 
     layout: Layout
 
     def by_rows(self, state: SliceState) -> SliceState:
-        """This rank's rows, out of the parts of all."""
+        """Return this rank's rows, from the parts of all ranks."""
 
     def as_cut(self, state: SliceState) -> SliceState:
-        """This rank's part, out of the rows of all."""
+        """Return this rank's part, from the rows of all ranks."""
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """A replica of which a rank has a part. ``whole``: the layout of all parts together. ``spans``:
-    what a rank has of it; ``turned``: where it first has to be made that. ``repeated``: parameters,
-    by number, that are also on a rank before this one. ``update_group``: the ranks with the same
-    part, of ``group``, each of which updates some of it ("zero1"); none: each updates all."""
+    """A replica of which a rank has a part.
+
+    Attributes:
+        live: The replica with this rank's part.
+        whole: The layout of all parts together.
+        mesh: The arrangement of the ranks.
+        spans: Gives the ranges of the flat vector that a rank has.
+        turned: The conversion to these ranges, if the part is not rows already.
+        repeated: The numbers of the parameters that an earlier rank has too.
+        update_group: The ranks with the same part, each of which updates some of it ("zero1"). If
+            it is empty, each rank updates all of its part.
+        group: The process group that contains ``update_group``.
+    """
 
     live: LiveReplica
     whole: Layout
@@ -169,12 +196,21 @@ class ShardSpec:
 
 
 class ShardedState:
-    """The model is cut, as a :class:`ShardSpec` says; a rank owns its part, or what it updates of
-    it, under its own number. Rank n reads and writes slice n for the others. Of several copies of
-    the cut model the first is what others see."""
+    """The state of a model that is split as a :class:`ShardSpec` says.
+
+    A rank owns its part, or the range of it that it updates, under its own rank number. For code
+    outside the gang, rank n reads and writes slice n. If there are several copies of the split
+    model, the first one provides the slices.
+    """
 
     def __init__(self, cut: ShardSpec, run: RunSpec, rank: int) -> None:
-        """``run``: with one slice for each rank."""
+        """Create the state, which is empty until :meth:`begin` or :meth:`place`.
+
+        Args:
+            cut: The part of the model that this rank has.
+            run: The run, with one slice for each rank.
+            rank: This rank.
+        """
         self.live, self._rank, self._turned = cut.live, rank, cut.turned
         self.slices = slice_specs(cut.whole, run.slices, whole=run.whole_tensors)
         self._update_group, self._group = cut.update_group or (rank,), cut.group
@@ -194,7 +230,7 @@ class ShardedState:
         self.best: States = {}
 
     def begin(self) -> None:
-        """See :class:`RankState`; so for what follows."""
+        """See :class:`RankState`, also for the methods below."""
         self.states = {self._rank: SliceState(self.live.flat.flat[_part(self._mine)])}
 
     def place(self, slices: States) -> None:
@@ -229,14 +265,16 @@ class ShardedState:
         return {self._rank: reslice(arriving, self.slices[self._rank], self._own.dtype)}
 
     def _my(self, whole: SliceState) -> SliceState:
-        """What this rank updates, of the state of its part."""
+        """Return the range that this rank updates, from the state of its part."""
         if len(self._update_group) == 1:
             return whole
         return reslice([_as_part(self._whole, whole)], self._mine, self._own.dtype)
 
     def _all_of(self, state: SliceState) -> SliceState:
-        """The state of this rank's part, out of what all update of it; ``state``, where only the first
-        copy needs it."""
+        """Return the state of this rank's part, collected from the ranks that update it.
+
+        If only the first copy of the model needs it, return ``state`` on the ranks of the others.
+        """
         parcel, wanted = join_files([to_bytes(self._mine, on_cpu(state))]), self._update_group
         if self._turned is None:
             wanted = wanted[:1]
@@ -244,7 +282,7 @@ class ShardedState:
         return reslice(arriving, self._whole, self._own.dtype) if arriving else state
 
     def _shards(self, slices: States) -> SliceState:
-        """This rank's out of every rank's slice."""
+        """Return this rank's shards, collected from the slices of all ranks."""
         plan, spans = self.slices[self._rank], self._spans
         part = _as_part(plan, slices[self._rank])
         arriving = self._sent(lambda to: for_shards(part, spans[to]))
@@ -252,7 +290,7 @@ class ShardedState:
         return state if self._turned is None else self._turned.as_cut(state)
 
     def _sent(self, parcel: Callable[[int], bytearray]) -> Iterator[StoredSlice]:
-        """Send ``parcel(r)`` to each rank r, one after another; what comes, parcel by parcel."""
+        """Send ``parcel(r)`` to each rank r in turn, and yield the parts that arrive."""
         size = len(self._spans)
         for distance in range(size):
             to, source = (self._rank + distance) % size, (self._rank - distance) % size
@@ -264,7 +302,7 @@ def _as_part(plan: SliceSpec, state: SliceState) -> StoredSlice:
 
 
 def on_cpu(state: SliceState) -> SliceState:
-    """The state with all its tensors on the CPU."""
+    """Return the state with all its tensors on the CPU."""
     if state.weights.device.type == "cpu":
         return state
     arrays = {name: array.cpu() for name, array in state.arrays.items()}

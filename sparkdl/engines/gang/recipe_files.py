@@ -1,9 +1,9 @@
-"""The pickled recipe on its way to the ranks: in their set-up where it is small, else as a file of
-each node.
+"""The transfer of the pickled recipe to the ranks: in their configuration, or as a file on each node.
 
-A recipe that holds a module or weights is as large as these. In the set-up each rank would be sent all
-of it, and would have it in memory, before any of them has its turn to build
-(:mod:`sparkdl.engines.gang.build_turn`); so one rank of each node writes it to a disk, in pieces.
+A recipe that contains a module or weights is as large as these. In the configuration, every rank would
+receive all of it and hold it in memory before it has its turn to build
+(:mod:`sparkdl.engines.gang.build_turn`). So one rank of each node writes a large recipe to a disk, in
+pieces.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from sparkdl.replica.run import RECIPE
 from sparkdl.slab.root import SlabConfig, open_private, open_root
 
 INLINE_BYTES = 1 << 20
-"""A recipe up to this size is in the set-up."""
+"""The size up to which a recipe is sent inside the configuration of the ranks."""
 PIECE_BYTES = 32 << 20
 DOING = "sending the model to the ranks"
 
 
 @dataclass(frozen=True)
 class RecipeSource:
-    """Where a rank finds the recipe: ``inline``, or, where that is None, in the file of its node."""
+    """A place where a rank finds the recipe: ``inline`` or, if that is None, the file on its node."""
 
     slab: SlabConfig
     inline: bytes | None = field(repr=False)
@@ -40,7 +40,7 @@ class RecipeSource:
         return RecipeSource(slab, recipe if len(recipe) <= INLINE_BYTES else None)
 
     def bring(self, gang: Gang, recipe: bytes) -> None:
-        """Leave ``recipe`` where its ranks will look for it; nothing where it is inline."""
+        """Write ``recipe`` to a file on each node of the ranks, unless it is inline."""
         if self.inline is not None:
             return
         tokens = gang.call(_NodeOf(self.slab), DOING)
@@ -50,12 +50,12 @@ class RecipeSource:
             gang.call_each([write if writes else _Nothing() for writes in first], DOING)
 
     def remove(self, gang: Gang) -> None:
-        """Every rank has built its replica: nobody reads the file any more."""
+        """Delete the files. Call this after every rank has built its replica."""
         if self.inline is None:
             gang.call(_Remove(self.slab), DOING)
 
     def load(self) -> Recipe:
-        """Unpickle the recipe, with all that it holds."""
+        """Unpickle the recipe, with everything that it contains."""
         if self.inline is not None:
             return _checked(pickle.loads(self.inline))
         with open(_path(self.slab), "rb", opener=open_private) as file:
@@ -64,7 +64,7 @@ class RecipeSource:
 
 @dataclass(frozen=True)
 class _NodeOf:
-    """The command whose result is the token of a rank's node, where the slab root is made."""
+    """The command that creates the slab root and returns the token of the rank's node."""
 
     slab: SlabConfig
 
@@ -76,7 +76,7 @@ class _NodeOf:
 
 @dataclass(frozen=True)
 class _WritePiece:
-    """The command that adds a piece to the file, which the ``first`` one begins anew."""
+    """The command that appends a piece to the file. The ``first`` piece starts a new file."""
 
     slab: SlabConfig
     piece: bytes = field(repr=False)
@@ -100,7 +100,7 @@ class _WritePiece:
 
 @dataclass(frozen=True)
 class _Remove:
-    """The command after which the file is not there."""
+    """The command that deletes the file."""
 
     slab: SlabConfig
 
@@ -111,14 +111,17 @@ class _Remove:
 
 @dataclass(frozen=True)
 class _Nothing:
-    """The command for a rank that has nothing to do."""
+    """The command that does nothing."""
 
     def __call__(self, member: RankContext) -> None:
         pass
 
 
 def _path(slab: SlabConfig) -> Path:
-    """On a disk, where there is one: it is read by one rank at a time, and soon not needed any more."""
+    """Return the file's path, on a disk if there is one.
+
+    One rank at a time reads it, and it is soon deleted, so it should not take up memory.
+    """
     root = open_root(slab)
     assert root is not None
     return root.directories[-1] / RECIPE

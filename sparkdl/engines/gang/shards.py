@@ -1,9 +1,9 @@
-"""Between shards and slices: a state that is cut by rows of every parameter, and one cut end to end.
+"""Conversion between shards and slices.
 
-Under ``fully_shard`` rank r holds the r-th part of the rows of *each* parameter. Checkpoints,
-snapshots and results are of *slices*: contiguous parts of the flat vector, which any other number of
-ranks, strategy or engine can read. Both are intervals of the flat vector, so that one becomes the
-other by cutting and sending. Pure torch.
+Under ``fully_shard``, rank r holds the r-th part of the rows of *each* parameter. Checkpoints,
+snapshots and results consist of *slices*: contiguous ranges of the flat vector, which any other
+number of ranks, strategy or engine can read. Both are sets of intervals of the flat vector, so
+converting between them means cutting intervals and sending the pieces. This module is pure torch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,14 @@ from sparkdl.slices.state import SliceState
 
 @dataclass(frozen=True)
 class ShardRange:
-    """Elements [start, stop) of the flat vector: ``length`` of parameter ``number``, then padding; or
-    all buffers (None, and ``length`` is 0)."""
+    """Elements [start, stop) of the flat vector: part of a parameter with its padding, or all buffers.
+
+    Attributes:
+        number: The number of the parameter, or None for the buffers.
+        start: The first element.
+        stop: The end of the range.
+        length: The number of elements of the parameter, in front of the padding; 0 for the buffers.
+    """
 
     number: int | None
     start: int
@@ -36,29 +42,39 @@ class ShardRange:
 
     @property
     def known(self) -> int:
-        """Elements that are no padding."""
+        """Return the number of elements that are not padding."""
         return self.stop - self.start if self.number is None else self.length
 
 
 def _plan(start: int, stop: int, trainable: int) -> SliceSpec:
-    """An interval as a slice of its own."""
+    """Return an interval as a slice of its own."""
     pieces = (Fragment(0, "parameter", 0, trainable),) if trainable else ()
     return SliceSpec(0, start, stop, pieces)
 
 
 def rows_of(rows: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Which rows of a parameter a rank has, as ``torch.chunk`` cuts: [first, last)."""
+    """Return the rows [first, last) that a rank has, as ``torch.chunk`` splits a parameter.
+
+    Args:
+        rows: The number of rows of the parameter.
+        ranks: The number of ranks.
+        rank: The rank.
+    """
     each = math.ceil(rows / ranks)
     return min(rank * each, rows), min((rank + 1) * each, rows)
 
 
 RowsOf: TypeAlias = Callable[[int], tuple[int, int]]
-"""Which rows a rank has of a parameter with so many."""
+"""A function from the number of rows of a parameter to the rows [first, last) that a rank has."""
 
 
 def nested_shards(cuts: Sequence[tuple[int, int]]) -> RowsOf:
-    """The rows of a rank that is the r-th of n along each dimension of a mesh, outermost first:
-    ``cuts``: (n, r)."""
+    """Return the rows of a rank that is part of nested splits.
+
+    Args:
+        cuts: For each dimension of the mesh, the outermost first, the pair (n, r): the rank is the
+            r-th of n.
+    """
 
     def rows(count: int) -> tuple[int, int]:
         first, last = 0, count
@@ -71,7 +87,13 @@ def nested_shards(cuts: Sequence[tuple[int, int]]) -> RowsOf:
 
 
 def layout_of_rows(layout: Layout, rows: RowsOf, numbers: Collection[int]) -> Layout:
-    """Of a rank that has these rows of the parameters ``numbers``, and all buffers."""
+    """Return the layout of a rank's rows.
+
+    Args:
+        layout: The layout of the whole model.
+        rows: The rows of each parameter that the rank has.
+        numbers: The parameters of which it has rows. Every rank has all buffers.
+    """
     segments, position, step = [], 0, ALIGNMENT // layout.dtype.itemsize
     for number, segment in enumerate(layout.segments):
         if segment.kind == "parameter":
@@ -86,8 +108,13 @@ def layout_of_rows(layout: Layout, rows: RowsOf, numbers: Collection[int]) -> La
 
 
 def spans_of(layout: Layout, rows: RowsOf, numbers: Collection[int]) -> list[ShardRange]:
-    """What a rank with these rows of the parameters ``numbers`` has of the flat vector, in ascending
-    order. The buffers all have."""
+    """Return the ranges of the flat vector that a rank has, in ascending order.
+
+    Args:
+        layout: The layout of the whole model.
+        rows: The rows of each parameter that the rank has.
+        numbers: The parameters of which it has rows. Every rank has all buffers.
+    """
     found = []
     for number, (segment, end) in enumerate(zip(layout.segments, layout.ends, strict=True)):
         if segment.kind != "parameter" or not segment.length or number not in numbers:
@@ -100,7 +127,7 @@ def spans_of(layout: Layout, rows: RowsOf, numbers: Collection[int]) -> list[Sha
 
 
 def _rows_in(segment: TensorRange) -> int:
-    """Of a parameter; a single number is one."""
+    """Return the number of rows of a parameter. A scalar is one row."""
     return segment.shape[0] if segment.shape else 1
 
 
@@ -111,7 +138,13 @@ def _buffers_of(layout: Layout) -> list[ShardRange]:
 
 
 def parts_of(own: Layout, spans: Sequence[ShardRange], state: SliceState) -> Iterator[StoredSlice]:
-    """A rank's state, span by span. ``own``: the layout of the rank's shards, and of ``state``."""
+    """Yield a rank's state, one span after another.
+
+    Args:
+        own: The layout of the rank's shards, and of ``state``.
+        spans: The ranges of the flat vector that the rank has.
+        state: The rank's state.
+    """
     for span in spans:
         start = _place(own, span)
         weights = state.weights[start : start + span.known]
@@ -129,10 +162,18 @@ def parts_of(own: Layout, spans: Sequence[ShardRange], state: SliceState) -> Ite
 def state_from(
     own: Layout, spans: Sequence[ShardRange], parts: Iterable[StoredSlice], dtype: torch.dtype
 ) -> SliceState:
-    """A rank's state out of parts, each of one of its spans; each is let go before the next is taken.
+    """Assemble a rank's state from parts, each of which lies in one of its spans.
 
-    Zero where there is no span. Raises :class:`sparkdl.DamagedCheckpoint` where the parts do not cover
-    the spans exactly.
+    Each part is freed before the next is taken. Elements outside of all spans are zero.
+
+    Args:
+        own: The layout of the rank's shards.
+        spans: The ranges of the flat vector that the rank has.
+        parts: The parts, in any order.
+        dtype: The dtype of the weights.
+
+    Raises:
+        sparkdl.DamagedCheckpoint: If the parts do not cover the spans exactly.
     """
     state = SliceState(torch.zeros(own.size, dtype=dtype))
     trainable = own.parameters_stop
@@ -148,7 +189,7 @@ def state_from(
                 state.arrays[name] = torch.zeros(trainable, dtype=array.dtype)
             state.arrays[name][place : place + known] = array[:known]
         covered[k] += part.stop - part.start
-        if part.start < first[k]:  # what belongs to the whole parameter, from where it starts
+        if part.start < first[k]:  # values for the whole parameter come from its earliest part
             first[k] = part.start
             state.held |= part.state.held
             state.others |= part.state.others
@@ -165,7 +206,14 @@ def _place(own: Layout, span: ShardRange) -> int:
 
 
 def cut(part: StoredSlice, start: int, stop: int, number: int | None) -> StoredSlice | None:
-    """What of ``part`` lies in [start, stop), with what is kept of parameter ``number``."""
+    """Return the part of a stored slice that lies in a range, or None.
+
+    Args:
+        part: The stored slice.
+        start: The first element of the range.
+        stop: The end of the range.
+        number: The parameter whose state that belongs to no single element is included, or None.
+    """
     low, high = max(part.start, start), min(part.stop, stop)
     if low >= high:
         return None
@@ -178,7 +226,7 @@ def cut(part: StoredSlice, start: int, stop: int, number: int | None) -> StoredS
 def _kept(
     number: int | None, weights: torch.Tensor, arrays: dict[str, torch.Tensor], state: SliceState
 ) -> SliceState:
-    """With what ``state`` keeps of one parameter."""
+    """Return a state with the other values that ``state`` has for one parameter."""
     if number is None or number not in state.others:
         return SliceState(weights, arrays)
     held, others = {number: state.held[number]}, {number: state.others[number]}
@@ -188,7 +236,13 @@ def _kept(
 def for_slice(
     spans: Sequence[ShardRange], parts: Sequence[StoredSlice], plan: SliceSpec
 ) -> bytearray:
-    """What a rank sends to the owner of a slice. ``parts``: of its ``spans``."""
+    """Pack the pieces that a rank sends to the owner of a slice.
+
+    Args:
+        spans: The ranges of the flat vector that the rank has.
+        parts: Its state, one part for each span.
+        plan: The slice.
+    """
     return _packed(
         cut(part, plan.start, plan.stop, span.number)
         for span, part in zip(spans, parts, strict=True)
@@ -196,12 +250,12 @@ def for_slice(
 
 
 def for_shards(part: StoredSlice, spans: Sequence[ShardRange]) -> bytearray:
-    """What the owner of a slice sends to a rank with these spans."""
+    """Pack the pieces that the owner of a slice sends to a rank with these spans."""
     return _packed(cut(part, span.start, span.stop, span.number) for span in spans)
 
 
 def _packed(parts: Iterable[StoredSlice | None]) -> bytearray:
-    """Safetensors files, each behind its length."""
+    """Pack parts as safetensors files, each preceded by its length."""
     return join_files(
         to_bytes(_plan(part.start, part.stop, part.trainable_length), part.state)
         for part in parts
@@ -210,5 +264,5 @@ def _packed(parts: Iterable[StoredSlice | None]) -> bytearray:
 
 
 def unpacked(data: memoryview) -> Iterator[StoredSlice]:
-    """What a rank was sent."""
+    """Yield the parts that a rank was sent."""
     return map(unpack, split_files(data))

@@ -1,4 +1,4 @@
-"""A rank's part in snapshots of the gang: all of its state, on some nodes, for ranks that are new."""
+"""A rank's work on snapshots of the gang: its whole state on some nodes, from which new ranks start."""
 
 from __future__ import annotations
 
@@ -20,10 +20,18 @@ from sparkdl.engines.gang.strategies.sections import SectionExchange
 
 
 class Snapshots:
-    """Every method is a command that all ranks get at once.
+    """The snapshots of a rank.
 
-    A snapshot has ``slices`` parts, and one for each of ``residuals`` ranks: what it keeps of its
-    gradients, where they are compressed.
+    Every method but :meth:`begin` is a command that all ranks get at the same time.
+
+    A snapshot has one part for each slice and, if gradients are compressed, one more for the
+    residuals of each rank.
+
+    Args:
+        files: The snapshot files of this node.
+        rank: This rank.
+        slices: The number of slices.
+        residuals: The number of ranks that may have residuals; 0 if gradients are not compressed.
     """
 
     def __init__(self, files: SnapshotFiles, rank: int, slices: int, residuals: int) -> None:
@@ -31,13 +39,14 @@ class Snapshots:
         self._slices, self._residuals = slices, residuals
 
     def begin(self, held: RankState, way: SummedGradients | SectionExchange) -> None:
-        """What to take snapshots of."""
+        """Set the state and the gradients of which to take snapshots."""
         self._held, self._way = held, way
 
     def save(self, name: str, holders: Sequence[int]) -> str | None:
-        """Leave this state in files on the nodes of ``holders``: the first rank of each node.
+        """Write this state to files on the nodes of ``holders``, the first rank of each node.
 
-        What went wrong here, a full disk say, is the result; other ranks wait for none of it.
+        Returns:
+            A problem on this rank, such as a full disk, or None. No other rank waits because of it.
         """
         holds, held = self._rank in holders, self._held
         current, best = held.as_slices(held.states), held.as_slices(held.best)
@@ -63,16 +72,16 @@ class Snapshots:
         return problems[0] if problems else None
 
     def drop(self, name: str, holders: Sequence[int]) -> None:
-        """It is not needed any more."""
+        """Delete a snapshot that is no longer needed."""
         if self._rank in holders:
             self._files.delete(name, self._slices + self._residuals)
 
     def there(self, name: str) -> list[bool]:
-        """Of which parts this node has it: of the slices, then of what ranks keep."""
+        """Return which parts are on this node: first the slices, then the residuals of each rank."""
         return self._files.there(name, self._slices + self._residuals)
 
     def load(self, name: str, sources: Sequence[int]) -> None:
-        """Go on from it; ``sources``: for each part, a rank whose node has it."""
+        """Continue from a snapshot. ``sources`` has, for each part, a rank whose node has it."""
         current: States = {}
         best: States = {}
         for n, source in enumerate(sources):
@@ -91,7 +100,7 @@ class Snapshots:
 
 
 def _tried(action: Callable[[], Any], problems: list[str]) -> Any:
-    """Its result; None, and what went wrong among ``problems``, where it fails."""
+    """Return the result of ``action``. If it fails, add the problem to ``problems`` and return None."""
     try:
         return action()
     except Exception as error:

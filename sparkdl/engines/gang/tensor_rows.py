@@ -1,4 +1,4 @@
-"""Between parameters as torch cuts them, by rows or columns or both, and rows, which others know."""
+"""Conversion between parameters as torch splits them, by rows or columns or both, and rows."""
 
 from __future__ import annotations
 
@@ -20,10 +20,16 @@ from sparkdl.slices.state import SliceState
 
 
 class RowLayout:
-    """Between the parts of parameters that a rank has and rows, by way of one whole parameter after
-    another (:class:`sparkdl.engines.gang.rank_state.Turned`).
+    """A conversion between a rank's parts of parameters and rows, one whole parameter at a time.
 
-    ``mesh``: of the ranks that have one model together; ``rows``: which are this rank's.
+    It implements :class:`sparkdl.engines.gang.rank_state.Turned`.
+
+    Args:
+        live: The replica with this rank's parts.
+        whole: The layout of the whole model.
+        mesh: The ranks that hold one model together.
+        rows: The rows that this rank has of a parameter.
+        numbers: The parameters of which these ranks have parts.
     """
 
     def __init__(
@@ -34,7 +40,6 @@ class RowLayout:
         rows: RowsOf,
         numbers: Collection[int],
     ) -> None:
-        """``numbers``: of the parameters of which these ranks have parts."""
         self.layout = layout_of_rows(whole, rows, numbers)
         self._numbers = sorted(n for n in numbers if n < len(live.flat.parameters))
         self._whole, self._own, self._mesh, self._rows = whole, live.flat.layout, mesh, rows
@@ -68,7 +73,7 @@ class RowLayout:
         return self._turned(state, self.layout, self._own, part)
 
     def _all_of(self, number: int, part: torch.Tensor, cut: Any) -> torch.Tensor:
-        """The whole parameter out of every rank's part."""
+        """Return the whole parameter, from the parts of all ranks."""
         if cut is None:
             return part
         mesh, placements = cut
@@ -80,7 +85,7 @@ class RowLayout:
         return known.full_tensor()
 
     def _turned(self, state: SliceState, source: Layout, target: Layout, turn: Any) -> SliceState:
-        """``state`` of layout ``source`` as that of ``target``."""
+        """Convert ``state`` from layout ``source`` to layout ``target``."""
         known = self._agreed(state, source)
         stop = target.parameters_stop
         weights = torch.zeros(target.size, dtype=state.weights.dtype)
@@ -97,7 +102,10 @@ class RowLayout:
         return made
 
     def _agreed(self, state: SliceState, layout: Layout) -> SliceState:
-        """With what any rank keeps: one without rows of a parameter knows nothing of it."""
+        """Return the state with the arrays and other values that any of the ranks has.
+
+        A rank without rows of a parameter has no optimizer state for it.
+        """
         dtypes = {n: str(a.dtype).removeprefix("torch.") for n, a in state.arrays.items()}
         found: list[Any] = [(dtypes, state.held, state.others)]
         for dimension in range(self._mesh.ndim):
@@ -116,7 +124,7 @@ class RowLayout:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without torch's advice on how often it sends what was cut twice."""
+    """Suppress torch's hints about redundant communication for tensors that are split twice."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     before = logger.level
     logger.setLevel(logging.ERROR)

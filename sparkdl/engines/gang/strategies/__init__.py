@@ -1,1 +1,1 @@
-"""What a rank does for each strategy: ``ddp``, ``fsdp``, ``tensor`` and ``pipeline``."""
+"""The strategies of a rank: ``ddp``, ``fsdp``, ``tensor`` and ``pipeline``."""

@@ -1,4 +1,4 @@
-"""Gradients of all ranks, summed: what every strategy of a gang that lets torch do so has in common."""
+"""The common part of all strategies in which torch sums the gradients of the ranks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ from sparkdl.slices.spec import SliceSpec
 
 
 class GradientVector:
-    """The dense gradients in one vector, each where its parameter is in the flat vector, in memory that
-    stays: the gaps between them are zero. Behind them, for each parameter, how many ranks had one,
-    where they are counted."""
+    """A vector of the dense gradients, each at the position of its parameter in the flat vector.
+
+    Its memory is allocated once, and the gaps between gradients are zero. Behind the gradients
+    there is a count for each parameter: the number of ranks that had a gradient for it, if
+    :meth:`count` is used.
+    """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         count, size = sum(s.kind == "parameter" for s in layout.segments), layout.buffers_start
@@ -39,9 +42,12 @@ class GradientVector:
         ]
 
     def filled(self, dense: Sequence[torch.Tensor | None], factor: float = 1.0) -> torch.Tensor:
-        """With these times ``factor``, by parameter number; zero where there is none."""
+        """Fill the vector with gradients, by parameter number, times ``factor``.
+
+        Where there is no gradient, the vector is zero.
+        """
         for place, gradient in zip(self._places, dense, strict=True):
-            if gradient is None or not factor:  # whatever a rank without samples made up
+            if gradient is None or not factor:  # ignore the gradients of spare rows
                 place.zero_()
             elif factor == 1.0:
                 place.copy_(gradient)
@@ -50,11 +56,11 @@ class GradientVector:
         return self.vector
 
     def count(self, dense: Sequence[torch.Tensor | None]) -> None:
-        """Note which of these are there, for the sum."""
+        """Record which gradients exist, for the next sum."""
         self._counts.copy_(torch.tensor([float(gradient is not None) for gradient in dense]))
 
     def sum(self, wire: torch.dtype | None, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-        """Over the ranks of ``group``, in ``wire``."""
+        """Sum over the ranks of ``group``, in the dtype ``wire``."""
         memory = self._memory
         sent = memory if wire in (None, memory.dtype) else memory.to(wire)
         one_round.all_reduce(sent, group)
@@ -64,17 +70,20 @@ class GradientVector:
 
     @property
     def absent(self) -> frozenset[int]:
-        """The parameters of which no rank had a gradient."""
+        """Return the parameters for which no rank had a gradient."""
         return frozenset(n for n, count in enumerate(self._counts.tolist()) if not count)
 
 
 class GradientSync:
-    """What rank ``rank`` does for the gradients of an iteration.
+    """The work of rank ``rank`` on the gradients of an iteration.
 
-    ``needs_all_losses``: whether an update needs to know every rank's loss, or that it is finite:
-    then a rank must know that of its own samples. ``kept``: what a hook left out of the gradients
-    so far, by parameter number; None where nothing is. ``count``: what the rank's rows of the last
-    pass count for, which of a loss that returns ``(sum, count)`` is known only then.
+    Attributes:
+        needs_all_losses: Whether an update needs the losses of all ranks, or whether they are
+            finite. Then every rank must know the loss of its own samples.
+        kept: The residuals, which compression has left out of the gradients so far, by parameter
+            number. None if there are none.
+        count: The weight of the rank's rows in the last pass. For a loss that returns ``(sum,
+            count)`` it is known only after the pass.
     """
 
     def __init__(self, rank: int) -> None:
@@ -83,26 +92,35 @@ class GradientSync:
 
     @property
     def loss_rank(self) -> int:
-        """The rank that knows the loss of this one's samples."""
+        """Return the rank that knows the loss of this rank's samples."""
         return self._rank
 
     def scored(self, batches: int, score: Callable[[], Any]) -> Any:
-        """What ``score`` makes of this rank's ``batches`` of the validation's samples."""
+        """Return the result of ``score`` for this rank's ``batches`` of the validation samples."""
         return score()
 
 
 class SummedGradients(GradientSync):
-    """What a rank does for the gradients of an iteration, where torch sums them. ``_counts``: whether
-    the last rows that went through here count for something."""
+    """The work of a rank on the gradients of an iteration, if torch sums them.
+
+    ``_counts`` tells whether the rows of the last pass had any weight.
+    """
 
     _model_group: ModelGroup | None = None
-    """The ranks with which this one brings its rows together, if there are any."""
+    """The model-parallel group of this rank, if it has one."""
 
     def __init__(
         self, live: LiveReplica, plans: Sequence[SliceSpec], rank: int, spare: Batch
     ) -> None:
-        """``plans``: of what this rank updates. ``spare``: a few rows, for iterations in which it has
-        none: it takes part in the sums all the same, with nothing."""
+        """Create the gradient vector and prepare the spare rows.
+
+        Args:
+            live: The replica of this rank.
+            plans: The slices that this rank updates.
+            rank: This rank.
+            spare: A few rows, for iterations in which the rank has none. It takes part in the sums
+                all the same, with a weight of 0.
+        """
         super().__init__(rank)
         self._live, self._plans = live, plans
         rows = to_mini_batch(spare, live, training=False)
@@ -117,8 +135,17 @@ class SummedGradients(GradientSync):
         weights: Sequence[float],
         clock: Clock,
     ) -> tuple[float, str]:
-        """The loss, and what is not finite, if anything. ``weights``: what each rank's mini-batch
-        counts for."""
+        """Run forward and backward.
+
+        Args:
+            work: The iteration.
+            batch: This rank's rows, or None if it has none.
+            weights: The weight of each rank's mini-batch.
+            clock: Measures the time of each activity.
+
+        Returns:
+            The loss, and a description of what is not finite, or "".
+        """
         own, total, tells = weights[self._rank], sum(weights), bool(weights[self._rank])
         if self._model_group is not None and len(self._model_group.ranks) > 1:
             batch = self._model_group.together(work, weights, batch)
@@ -136,25 +163,33 @@ class SummedGradients(GradientSync):
         return loss if tells else 0.0, f'the gradient of "{name}"' if name else ""
 
     def _counted(self, count: float, weights: Sequence[float], own: float) -> None:
-        """Note what ``own``, of rows that this rank has together with others, turned out to count for:
-        each rank its part."""
+        """Set the count of this rank from ``count``, which the pass found for all rows of its group.
+
+        ``own`` is the weight of these rows, of which each rank gets its share.
+        """
         self._total = sum(weights)
         self.count = count * (weights[self._rank] / own) if own else 0.0
 
     def _pass(self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock) -> Passed:
-        """Forward and backward; the gradients are summed, each rank's times its share."""
+        """Run forward and backward, with each rank's gradients multiplied by its share and summed."""
         raise NotImplementedError
 
     def _not_finite(self) -> str:
-        """The parameter whose gradient had an inf or a NaN, or empty."""
+        """Return the name of a parameter whose gradient has an inf or a NaN, or ""."""
         raise NotImplementedError
 
     def contributions(
         self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
     ) -> dict[int, list[Section]]:
-        """For each of this rank's plans, by its index, what its update is made of: the sum of all
-        gradients as the first replica's, and the buffers of each. ``weights``: what each rank's rows
-        count for, as they turned out."""
+        """Return the sections from which each of this rank's slices is updated, by slice index.
+
+        The first replica's section has the sum of all gradients. Each section has the buffers of
+        its replica.
+
+        Args:
+            rows: The rows of each rank.
+            weights: The final weight of each rank's rows.
+        """
         layout = self._live.flat.layout
         flat, absent = self._summed()
         found, known = sum(weights), self._total
@@ -162,7 +197,7 @@ class SummedGradients(GradientSync):
             flat.mul_(known / found)
         if any(weights):
             buffers = self._buffers(len(weights))
-        else:  # nothing counts: what spare rows did to the buffers does not either
+        else:  # no rows have weight, so the effect of spare rows on the buffers is dropped
             buffers = [self._live.flat.flat[layout.buffers_start :]] * len(weights)
             absent = frozenset(range(len(self._live.flat.parameters)))
         self._gradients = Gradients([], {})
@@ -186,11 +221,14 @@ class SummedGradients(GradientSync):
         return contributions
 
     def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
-        """The gradients, end to end, and which there are none of; what is kept of them may go."""
+        """Return the gradients in one vector, and the parameters without one.
+
+        The gradients that are kept separately may be freed by this.
+        """
         return self._vector.filled(self._gradients.dense), self._gradients.absent
 
     def _buffers(self, size: int) -> list[torch.Tensor]:
-        """Every rank's buffers, as the end of a flat vector."""
+        """Return the buffers of every rank, as they lie at the end of a flat vector."""
         layout = self._live.flat.layout
         if layout.buffers_start == layout.size:
             return [self._vector.vector[:0]] * size
@@ -200,18 +238,18 @@ class SummedGradients(GradientSync):
         return found
 
     def committed(self) -> None:
-        """The iteration counts. Nothing is kept for the next."""
+        """Note that the iteration was committed. Nothing is kept for the next one."""
 
 
 class CopySync(SummedGradients):
-    """Of a model that is cut over ranks: over the copies of it."""
+    """The sum of gradients over the copies of a split model."""
 
     _alike: dist.ProcessGroup | None = None
-    """The ranks with the same part."""
+    """The process group of the ranks with the same part of the model."""
 
     def _not_finite(self) -> str:
-        """On this rank, before the sum."""
-        if not self._counts:  # whatever the spare rows made up
+        """Return the name of a parameter whose gradient on this rank cannot be summed, or ""."""
+        if not self._counts:  # ignore the gradients of spare rows
             self._gradients = Gradients([None] * len(self._live.flat.parameters), {})
         dense, wire, ranks = self._gradients.dense, None, 1
         flat = self._vector.filled(dense)
@@ -230,15 +268,18 @@ class CopySync(SummedGradients):
 
 
 def factors(live: LiveReplica, share: float) -> tuple[float, float]:
-    """What the loss is multiplied by before backward, and the gradients after it, so that they have a
-    rank's ``share``. Where they cross in the pass, as in batch norm over the ranks, losses have it."""
+    """Return the factors for the loss before backward and for the gradients after it.
+
+    Together they give the gradients a rank's ``share``. The loss gets it if gradients are exchanged
+    within the pass, as in batch norm over the ranks.
+    """
     if live.recipe.policy.sync_batchnorm:
         return share, 1.0 if share else 0.0
     return 1.0, share
 
 
 def gathered(numbers: Sequence[float]) -> list[list[float]]:
-    """Some numbers of every rank."""
+    """Return some numbers of every rank."""
     mine = torch.tensor(numbers, dtype=torch.float64)
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(found, mine)
@@ -246,7 +287,7 @@ def gathered(numbers: Sequence[float]) -> list[list[float]]:
 
 
 def gathered_counts(count: int) -> list[int]:
-    """How many of something every rank has."""
+    """Return the count of every rank."""
     return [int(found) for (found,) in gathered([count])]
 
 
@@ -257,8 +298,17 @@ def first_not_finite(
     wire: torch.dtype | None = None,
     ranks: int = 1,
 ) -> str:
-    """The first parameter here whose gradient, times ``factor`` and in the dtype ``wire``, cannot be
-    summed over ``ranks``, see :func:`can_be_summed`, or empty."""
+    """Return the first parameter on this rank whose gradient cannot be summed, or "".
+
+    See :func:`can_be_summed`.
+
+    Args:
+        live: The replica of this rank.
+        gradients: Its gradients.
+        factor: The factor that gradients are multiplied by before they are sent.
+        wire: The dtype in which they are sent. None means that of the flat vector.
+        ranks: The number of ranks over which they are summed.
+    """
     for (segment, _), gradient in zip(live.flat.parameters, gradients.dense, strict=True):
         if gradient is None:
             continue
@@ -270,13 +320,15 @@ def first_not_finite(
 
 
 def can_be_summed(sent: torch.Tensor, ranks: int) -> bool:
-    """Whether what a rank sends is finite, and so is the sum over ``ranks`` where others send no larger
-    values: sums that are made in float16 end at 65,504."""
+    """Return whether the values that a rank sends, and their sum over ``ranks``, are finite.
+
+    This assumes that the other ranks send no larger values. Sums in float16 overflow at 65,504.
+    """
     return sums_up(_most(sent, ranks)) or bool(all_finite(sent, ranks))
 
 
 def all_finite(sent: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Likewise, where it lies: a tensor of one boolean."""
+    """Return the same as :func:`can_be_summed`, as a boolean tensor on the device of ``sent``."""
     return torch.isfinite(_most(sent, ranks)).all()
 
 

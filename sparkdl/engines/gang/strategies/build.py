@@ -1,4 +1,4 @@
-"""What a rank of a gang builds: by its strategies, what it holds, and how gradients come together."""
+"""The construction of a rank's state and of its gradient exchange, from the strategies of the run."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from sparkdl.slab.root import open_root
 
 Built = tuple[RankState, SummedGradients | SectionExchange]
 HEAP_SHARE = 8
-"""A rank under "fsdp" may come to hold so many times the model's bytes where it keeps its heap (see
-:mod:`sparkdl.process.memory`): measured with Adam."""
+"""The memory that a rank under "fsdp" may come to hold if it keeps its heap, in multiples of the
+model's bytes. Measured with Adam; see :mod:`sparkdl.process.memory`."""
 
 
 def hold(
@@ -40,11 +40,17 @@ def hold(
     samples: Sequence[SampleLocation],
     member: RankContext,
 ) -> Built:
-    """Build the replica: what this rank holds of it, and how gradients come together. ``load``: reads
-    the recipe. ``samples``: of all ranks.
+    """Build the replica, and return the state that this rank holds and the exchange of its gradients.
 
-    Raises :class:`sparkdl.ModelError` where its layers cannot be cut as the plan says, and
-    :class:`sparkdl.SessionError` where what is cut cannot be on these devices.
+    Args:
+        load: Reads the recipe.
+        setup: The configuration of the rank.
+        samples: The sample locations of all ranks.
+        member: The context of the rank.
+
+    Raises:
+        sparkdl.ModelError: If the layers cannot be split as the plan says.
+        sparkdl.SessionError: If a model that is split so cannot run on these devices.
     """
     keep_heap()
     run, parallel, spare = setup.run, setup.parallel, setup.spare
@@ -69,7 +75,7 @@ def _cut(
     samples: Sequence[SampleLocation],
     member: RankContext,
 ) -> Built:
-    """Into stages, or units, or layers, or several of these."""
+    """Split the model into stages, units or layers, or several of these."""
     from sparkdl.engines.gang.strategies.fsdp import ShardedSync, sharded
     from sparkdl.engines.gang.strategies.pipeline import PipelineSync
     from sparkdl.engines.gang.strategies.pipeline_stages import staged
@@ -87,7 +93,7 @@ def _cut(
     with memory_given_back(), Turn(root.directories[-1]) as turn:
         recipe = load()
         module = recipe.build()
-        recipe = recipe.without_weights()  # which are in the module
+        recipe = recipe.without_weights()  # the module has them
         if parallel.pipeline is not None:
             made = staged(recipe, module, parallel, groups, rank, spare, device, turn)
             live, whole, seats = made.live, made.whole, made.seats
@@ -139,11 +145,11 @@ def _carrier(
     run: RunSpec,
     device: torch.device,
 ) -> dist.ProcessGroup | None:
-    """What carries the messages between the stages of a pipeline of these ranks."""
+    """Return the process group that carries messages between the stages of a pipeline."""
     from sparkdl.engines.gang.strategies.pipeline_messages import near_group
 
     together = len({samples[r].token for r in members}) == 1
-    on_cpu = device.type == "cpu" and hasattr(os, "memfd_create")  # which only Linux has
+    on_cpu = device.type == "cpu" and hasattr(os, "memfd_create")  # only Linux has it
     if pipe is None or len(members) == 1 or not (together and on_cpu):
         return pipe
     root = open_root(run.slab)

@@ -1,4 +1,4 @@
-"""Gradients that torch sums: a live replica under DistributedDataParallel, weighted by share."""
+"""Data parallelism: torch sums the gradients, each rank's weighted by its share of the global batch."""
 
 from __future__ import annotations
 
@@ -31,15 +31,20 @@ BUFFERS: str = (
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     else "broadcast_buffers"  # up to torch 2.12
 )
-"""DDP's option to take buffers from rank 0 before each forward: here they are averaged after it."""
+"""DDP's option to copy buffers from rank 0 before each forward. Here they are averaged afterwards."""
 
 
 class WeightedSum:
-    """What becomes of a bucket of gradients: times this rank's share, then summed over the ranks.
+    """A communication hook for DDP, which sums buckets over the ranks, weighted by each rank's share.
 
-    DDP's own mean counts every rank alike, which is the mean over the global batch only where all have
-    as many samples. ``dtype``: what shares are taken in, and ``wire`` what sums are, if it is another:
-    gradients of lower precision are not rounded before they are summed.
+    DDP's own mean gives every rank the same weight. That is the mean over the global batch only if
+    all ranks have the same number of samples.
+
+    Args:
+        names: The names of the parameters, by ``id``.
+        dtype: The dtype in which gradients are multiplied by the share. Gradients of lower
+            precision are not rounded before the sum.
+        wire: The dtype of the sum, if it is another one.
     """
 
     def __init__(self, names: dict[int, str], dtype: torch.dtype, wire: torch.dtype | None) -> None:
@@ -48,24 +53,24 @@ class WeightedSum:
         self._flags: list[tuple[str, torch.Tensor]] = []
 
     def begin(self, share: float) -> None:
-        """An iteration begins; this rank's part of the global batch."""
+        """Begin an iteration. ``share`` is this rank's part of the global batch."""
         self._share, self._found, self._flags = share, "", []
 
     @property
     def not_finite(self) -> str:
-        """The parameter whose gradient had an inf or a NaN on this rank, or empty."""
-        if self._flags:  # on a GPU: it is waited for once, not at each bucket
+        """Return the parameter whose gradient had an inf or a NaN on this rank, or ""."""
+        if self._flags:  # on a GPU: wait once, not for each bucket
             fine = torch.stack([flag for _, flag in self._flags]).tolist()
             names = (name for (name, _), right in zip(self._flags, fine, strict=True) if not right)
             self._found, self._flags = next(names, ""), []
         return self._found
 
     def sum(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """What DDP's communication hook does."""
+        """Start the sum of a bucket, as DDP's communication hook."""
         buffer = bucket.buffer()
         own = buffer.to(self._dtype)
         if not self._share:
-            own.zero_()  # whatever a rank without samples made up
+            own.zero_()  # ignore the gradients of spare rows
         elif self._share != 1.0:
             own.mul_(self._share)
         sent = own.to(self._wire)
@@ -80,7 +85,7 @@ class WeightedSum:
         return summed.then(done)
 
     def _look(self, bucket: dist.GradBucket, sent: torch.Tensor) -> None:
-        """``sent``: what travels of it, which may be too large for its dtype."""
+        """Look for values of ``sent`` that are not finite, or too large for its dtype."""
         ranks, here = dist.get_world_size(), sent.device.type == "cpu"
         if here and (self._found or can_be_summed(sent, ranks)):
             return
@@ -95,19 +100,22 @@ class WeightedSum:
 
 
 AT_ONCE = 4 << 20
-"""Bytes of gradients up to which one sum after backward is faster than buckets: measured, see
-docs/internals/engine-notes.md."""
+"""The bytes of gradients up to which one sum after backward is faster than buckets. This was measured,
+see docs/internals/engine-notes.md."""
 
 
 class FlatAllReduce(SummedGradients):
-    """Summed after backward, in one piece: a model that would hardly fill a bucket."""
+    """A single sum after backward, for a model that would hardly fill a bucket."""
 
     _factor = 0.0
 
     @staticmethod
     def suits(live: LiveReplica, strategy: DDP) -> bool:
-        """Whether it is a small model, and the user has not asked for smaller buckets, or for what only
-        DistributedDataParallel does."""
+        """Return whether the model is small enough.
+
+        Return False if the user has asked for smaller buckets, or for a feature of
+        DistributedDataParallel.
+        """
         layout = live.flat.layout
         nbytes = layout.buffers_start * layout.dtype.itemsize
         return not strategy.static_graph and nbytes <= min(AT_ONCE, strategy.bucket_cap_mb * 2**20)
@@ -127,13 +135,13 @@ class FlatAllReduce(SummedGradients):
         return first_not_finite(self._live, self._gradients, self._factor, wire, ranks)
 
     def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
-        """Over the ranks."""
+        """Sum the gradients over the ranks."""
         flat = self._vector.sum(self._live.recipe.policy.wire_dtype)
         return flat, self._vector.absent
 
 
 class BucketedDDP(SummedGradients):
-    """Summed by DistributedDataParallel."""
+    """A sum by DistributedDataParallel, bucket by bucket."""
 
     def __init__(
         self,
@@ -157,9 +165,15 @@ class BucketedDDP(SummedGradients):
 
 
 def distributed(live: LiveReplica, spare: MiniBatch, strategy: DDP) -> WeightedSum:
-    """Put ``live`` under DDP.
+    """Wrap ``live`` in DDP.
 
-    ``spare``: a few rows, to see whether there are parameters that get no gradient: DDP must know.
+    Args:
+        live: The replica.
+        spare: A few rows, which show whether there are parameters without a gradient. DDP must know.
+        strategy: The options of DDP.
+
+    Returns:
+        The communication hook.
     """
     before = live.flat.flat.clone()
     forward_backward(live, spare, 0, 1.0, Clock())
@@ -176,8 +190,8 @@ def distributed(live: LiveReplica, spare: MiniBatch, strategy: DDP) -> WeightedS
         static_graph=strategy.static_graph,
         **{BUFFERS: False},  # type: ignore[arg-type]
     )
-    # The reducer has its buckets; from here on only torch.compile reads it, to cut its graph where
-    # buckets end, and refuses smaller ones than DDP's first is by default.
+    # The reducer has its buckets already. From here on only torch.compile reads this value, to split
+    # its graph where buckets end, and it refuses buckets smaller than DDP's default first one.
     wrapped.bucket_bytes_cap = max(wrapped.bucket_bytes_cap, 2**20)
     names = {id(parameter): segment.name for segment, parameter in live.flat.parameters}
     weighted = WeightedSum(names, live.flat.layout.dtype, live.recipe.policy.wire_dtype)

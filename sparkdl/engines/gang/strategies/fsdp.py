@@ -1,9 +1,9 @@
-"""A replica that is cut over the ranks: torch's ``fully_shard`` around a recipe's module.
+"""Fully sharded replicas: torch's ``fully_shard`` around the module of a recipe.
 
-[Note: a pass that all ranks go through together] Each unit is gathered when it is called, so ranks
-must call the same units equally often. A rank without rows takes a few others; one with fewer
-micro-batches than the rest goes through its last one again; one with fewer batches to validate goes
-through one of training. All with a share of zero.
+[Note: a pass that all ranks go through together] A unit is gathered each time it is called, so all
+ranks must call the same units equally often. A rank without rows uses a few spare ones. A rank with
+fewer micro-batches than the others runs its last one again. A rank with fewer validation batches
+runs a batch of training rows. All of these have a share of zero.
 """
 
 from __future__ import annotations
@@ -59,10 +59,21 @@ def sharded(
     device: torch.device,
     turn: Turn,
 ) -> tuple[LiveReplica, Layout]:
-    """The replica with this rank's shards in its flat vector, and the layout of the whole.
+    """Shard a module over ranks.
 
-    ``module``, which has just been built on the CPU, is cut unit by unit, after its layers where they
-    are cut too. With ``cpu_offload`` that is where the shards stay.
+    It is sharded unit by unit, after its layers are split, if they are.
+
+    Args:
+        recipe: The recipe of the module.
+        module: The module, which has just been built on the CPU.
+        parallel: The strategies. With ``cpu_offload`` the shards stay on the CPU.
+        groups: The process groups of this rank.
+        spare: A few rows, with which split layers are tried.
+        device: The device of this rank.
+        turn: The turn of this rank to build, which ends when layers are split.
+
+    Returns:
+        The replica with this rank's shards in its flat vector, and the layout of the whole model.
     """
     strategy = parallel.fsdp
     assert strategy is not None
@@ -76,7 +87,7 @@ def sharded(
     names = ("data", "shard") if parallel.mesh.data > 1 else ("shard",)
     cut_units(units, module, parallel, groups.mesh(*names), policy)
     flat = FlatModule(module, "cpu" if strategy.cpu_offload else device)
-    if strategy.cpu_offload:  # of the parameters; buffers are where the module computes
+    if strategy.cpu_offload:  # only parameters are offloaded; buffers are on the module's device
         for owner in module.modules():
             for name, buffer in owner._buffers.items():
                 owner._buffers[name] = None if buffer is None else buffer.to(device)
@@ -90,12 +101,20 @@ def cut_units(
     mesh: DeviceMesh,
     policy: TrainingOptions,
 ) -> None:
-    """Put ``units``, and what is in none of them, under ``fully_shard``."""
+    """Apply ``fully_shard`` to units, and to their parent for what is in none of them.
+
+    Args:
+        units: The units.
+        outermost: The module that contains them.
+        parallel: The strategies.
+        mesh: The ranks over which the units are sharded.
+        policy: The options of training.
+    """
     strategy = parallel.fsdp
     assert strategy is not None
     trained = next((p.dtype for p in outermost.parameters() if p.requires_grad), torch.float32)
     computed = PRECISIONS[strategy.param_dtype]
-    # In a pipeline copies have different numbers of micro-batches: each step gathers once
+    # Copies of a pipeline have different numbers of micro-batches, so each step gathers once
     again = strategy.reshard_after_forward and parallel.pipeline is None
     dtypes = MixedPrecisionPolicy(
         param_dtype=computed, reduce_dtype=policy.wire_dtype or (computed and trained)
@@ -124,25 +143,28 @@ def cut_units(
 
 
 def let_go(module: nn.Module) -> None:
-    """Of what is gathered: after an evaluation it is kept otherwise, also when weights change."""
+    """Free gathered parameters, which torch keeps after an evaluation, even if the weights change."""
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
 
 
 def _no_view(unit: nn.Module, inputs: object, output: object) -> object:
-    """An operation in place on an output that is a view, of ``squeeze`` say, would drop what torch
-    hangs on the output to gather the unit for backward; torch warns of it."""
+    """Copy outputs that are views.
+
+    An in-place operation on a view, such as the output of ``squeeze``, would drop the hook that
+    torch attaches to the output to gather the unit for backward. Torch warns about it.
+    """
     return with_tensors(output, lambda tensor: tensor.clone() if tensor._is_view() else tensor)
 
 
 def _copied(unit: nn.Module, inputs: object, output: object) -> object:
-    """What the ranks of a tensor-parallel model summed are views that do not say so."""
+    """Copy all outputs, as sums over tensor-parallel ranks are views that are not marked as such."""
     return with_tensors(output, torch.Tensor.clone)
 
 
 class ShardedSync(SummedGradients):
-    """Gradients that ``fully_shard`` sums and scatters; see the note above."""
+    """Gradients that ``fully_shard`` sums and scatters. See the note above."""
 
     def __init__(
         self,
@@ -155,7 +177,7 @@ class ShardedSync(SummedGradients):
     ) -> None:
         super().__init__(live, plans, rank, spare)
         self._mesh, self._model_group = mesh, group
-        # Torch sets a unit up when it is first called; in evaluation it would set up what cannot train
+        # Torch sets a unit up at its first call; if that is an evaluation, the unit cannot train
         forward_backward(live, self._spare, 0, 1.0, Clock(), share=0.0, by_rows=True)
         live.clear_gradients()
         live.flat.refresh()
@@ -176,7 +198,7 @@ class ShardedSync(SummedGradients):
         )
 
     def _not_finite(self) -> str:
-        """Of the sum over the ranks, in this rank's rows."""
+        """Return the parameter whose summed gradient is not finite in this rank's rows, or ""."""
         if can_be_summed(self._vector.filled(self._gradients.dense), 1):
             return ""
         return first_not_finite(self._live, self._gradients)

@@ -1,15 +1,16 @@
-"""Passes through the stages of a pipeline of ranks, with torch's pipelining.
+"""Pipeline parallelism: passes through the stages of a pipeline of ranks, with torch's pipelining.
 
-[Note: a pipeline's mini-batch] Ranks have samples as in every engine, each its part of a mini-batch.
-The ranks of one pipeline bring theirs together: inputs to the rank with the first stage, labels to the
-one with the last. There the loss of each micro-batch counts as much as its samples do in the global
-batch, so that gradients of all micro-batches, and of all copies of the pipeline, only need to be
-summed. In validation each rank has its own batches pass through the stages and come back.
+[Note: a pipeline's mini-batch] As in every engine, each rank has samples, its part of a mini-batch.
+The ranks of a pipeline bring theirs together: the inputs on the rank with the first pipeline stage,
+the labels on the rank with the last one. There the loss of each micro-batch is weighted by the
+samples' part of the global batch, so that the gradients of all micro-batches, and of all copies of
+the pipeline, only need to be summed. In validation each rank sends its own batches through the
+stages and gets the outputs back.
 
-Where layers are cut too, the first and the last stage are on several ranks. Where units are, they are
-gathered for each run of equal micro-batches: pipelines that share them need as many runs, and try
-micro-batches of a new size at the same time. One with fewer rows goes on with some that count for
-nothing.
+If layers are split too, the first and the last pipeline stage are on several ranks each. If units
+are sharded, they are gathered for each run of equal micro-batches. Pipelines that share shards need
+the same number of runs, and try micro-batches of a new size at the same time. A pipeline with fewer
+rows continues with rows that have no weight.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from sparkdl.slices.spec import SliceSpec
 
 
 class PipelineSync(CopySync):
-    """See the note above."""
+    """Gradients of the stages of a pipeline. See the note above."""
 
     def __init__(
         self,
@@ -60,7 +61,18 @@ class PipelineSync(CopySync):
         near: NodeLocalRows,
         carrier: dist.ProcessGroup | None,
     ) -> None:
-        """``carrier``: the group of the pipeline's ranks that carries messages between stages."""
+        """Create the schedules.
+
+        Args:
+            staged: The replica with its pipeline stages.
+            plans: The slices that this rank updates.
+            rank: This rank.
+            spare: A few rows, for passes without effect.
+            strategy: The options of the pipeline.
+            groups: The process groups of this rank.
+            near: The rows of other ranks that this rank can read itself.
+            carrier: The process group for messages between pipeline stages.
+        """
         super().__init__(staged.live, plans, rank, spare)
         self._strategy, self._seats = strategy, staged.seats
         self._stages = dict(zip(staged.seats.stages(rank), staged.stages, strict=True))
@@ -90,7 +102,7 @@ class PipelineSync(CopySync):
             self._spare.inputs,
             self._loss,
         )
-        if self._gathers:  # torch sets a unit up when it is first called, see fully_sharded
+        if self._gathers:  # torch sets a unit up at its first call, see ShardedSync
             self._schedules.prepare({len(self._spare)})
             self._keep_pace(1)
             self._live.clear_gradients()
@@ -104,7 +116,7 @@ class PipelineSync(CopySync):
     ) -> tuple[float, str]:
         """See :class:`sparkdl.engines.gang.strategies.base.SummedGradients`."""
         counts = self._bring.counts(work, weights)
-        # the shards of units are summed over pipelines, others of which have rows
+        # shards are summed over all pipelines, of which others may have rows
         own, self._counts = self._rank in counts, bool(counts) or self._gathers
         self._counted(0.0, weights, 0.0)
         live, scale = self._live, work.step.loss_scale
@@ -147,7 +159,7 @@ class PipelineSync(CopySync):
         return micro_batches(rows, accumulate, self._strategy.micro_batches)
 
     def _keep_pace(self, times: int) -> None:
-        """Go through without effect: gradients of zero, buffers as they were."""
+        """Run passes without effect: gradients are zero, and buffers stay as they are."""
         if not times:
             return
         rows = len(self._spare)
@@ -156,7 +168,7 @@ class PipelineSync(CopySync):
             self._flow(nothing, [(0, rows, 1)] * times)
 
     def _flow(self, whole: MiniBatch, runs: Sequence[tuple[int, int, int]]) -> None:
-        """Forward and backward through the stages."""
+        """Run forward and backward through the pipeline stages."""
         for start, each, many in runs:
             stop = start + each * many
             schedule, arguments = self._schedules.of(each, many), {}
@@ -171,7 +183,10 @@ class PipelineSync(CopySync):
 
     @contextlib.contextmanager
     def _adding_up(self) -> Iterator[None]:
-        """Of shards, torch's first step of a schedule lets go of the gradients that there are."""
+        """Add up the gradients of several schedules.
+
+        With shards, the first step of a torch schedule drops the gradients that already exist.
+        """
         before = [p.grad for _, p in self._live.flat.parameters] if self._gathers else []
         if self._gathers:
             self._live.clear_gradients()
@@ -182,7 +197,7 @@ class PipelineSync(CopySync):
                 parameter.grad = gradient if more is None else gradient + more
 
     def _loss(self, output: Any, number: torch.Tensor) -> torch.Tensor:
-        """Of micro-batch ``number``: its mean times what it counts for in the global batch."""
+        """Return the loss of micro-batch ``number``: its mean times its weight in the global batch."""
         part, weight = self._parts[int(number)]
         if not weight:
             return _nothing(output)
@@ -196,17 +211,20 @@ class PipelineSync(CopySync):
 
     @property
     def loss_rank(self) -> int:
-        """Where ranks need not agree, none waits for the last stage's only to be told."""
+        """Return the rank that reports the loss.
+
+        If the ranks need not agree, no rank waits for the last pipeline stage only to learn the loss.
+        """
         return self._rank if self.needs_all_losses else self._tail
 
     def _told(self, loss: float, count: float) -> tuple[float, float]:
-        """The loss and what it is over, as the rank with the last stage knows them."""
+        """Return the loss and its count from the rank with the last pipeline stage."""
         values = torch.tensor([loss, count], dtype=torch.float64)
         dist.broadcast(values, self._tail, self._pipe)
         return float(values[0]), float(values[1])
 
     def _taken(self, scale: float) -> Gradients:
-        """The gradients of this rank's stages."""
+        """Return the gradients of this rank's pipeline stages."""
         settle(self._live)
         found = take_gradients(self._live).dense
         if scale != 1.0:
@@ -216,7 +234,7 @@ class PipelineSync(CopySync):
         return Gradients(found, {})
 
     def _buffers(self, size: int) -> list[torch.Tensor]:
-        """Each rank's: those of every stage as the rank of its pipeline with that stage has them."""
+        """Return the buffers of each rank, those of every pipeline stage from the rank that has it."""
         found, layout = super()._buffers(size), self._live.flat.layout
         if not len(found[0]):
             return found
@@ -232,7 +250,7 @@ class PipelineSync(CopySync):
         return found
 
     def scored(self, batches: int, score: Callable[[], Any]) -> Any:
-        """Each rank of the pipeline in turn has its batches pass through."""
+        """Score on each rank in turn, while that rank's batches pass through the pipeline stages."""
         counts = gathered_counts(batches)
         most = self._seats.mesh.most(counts) if self._gathers else 0
         result = self._in_turn.scored(counts, score, most, tuple(self._spare.inputs))
@@ -242,8 +260,10 @@ class PipelineSync(CopySync):
 
 
 def _parts(whole: MiniBatch, start: int, each: int, many: int) -> list[tuple[MiniBatch, float]]:
-    """Of what the last stage's rank has of a mini-batch, ``many`` times ``each`` rows, without inputs;
-    and what each of these counts for."""
+    """Split what the last pipeline stage has of a mini-batch into ``many`` parts of ``each`` rows.
+
+    Return the parts, without inputs, and the weight of each.
+    """
     stop = start + each * many
     counts = None if whole.masses is None else whole.masses[start:stop]
     if whole.weights is not None:
@@ -264,5 +284,5 @@ def _parts(whole: MiniBatch, start: int, each: int, many: int) -> list[tuple[Min
 
 
 def _nothing(output: Any) -> torch.Tensor:
-    """Zero, with a gradient of zero."""
+    """Return zero, with a gradient of zero."""
     return sum(tensor.float().sum() for tensor in as_tuple(output)) * 0.0

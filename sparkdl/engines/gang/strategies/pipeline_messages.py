@@ -1,14 +1,15 @@
-"""Messages between neighbours of a pipeline on one node, through memory that both map.
+"""Messages between neighbours of a pipeline on one node, through shared memory.
 
-[Note: near messages] Gloo carries a message through a thread at either end, which wakes up while a rank
-computes on that core, and then wakes the rank; on two cores a small pipeline waits for this more than
-for the bytes. Here the sender copies a tensor into memory that both ranks map, and says so by one byte
-on a socket, from which the other reads when it wants the tensor: nobody else wakes up. Torch's
-schedules do not notice: to them it is a process group, by torch's interface for other backends.
+[Note: near messages] Gloo carries a message through a thread at either end. The thread wakes up
+while a rank computes on its core, and then wakes the rank. On two cores a small pipeline waits
+longer for this than for the bytes. Here the sender copies a tensor into memory that both ranks map,
+and writes one byte to a socket. The receiver reads from the socket when it needs the tensor, so no
+other thread wakes up. To torch's schedules this is an ordinary process group, which uses torch's
+interface for third-party backends.
 
-Memory and sockets have no names once the ranks are connected, so that nothing is left of ranks that are
-killed, and a rank whose neighbour is gone is told at once. What is larger than a slot, or goes to
-another than a neighbour, goes by Gloo, and so does everything where ranks are on several nodes or on
+Once the ranks are connected, the memory and the sockets have no names. So ranks that are killed leave
+nothing behind, and a rank notices at once when its neighbour has ended. Messages that are larger than a
+slot, or not between neighbours, go through Gloo. So does everything if ranks are on several nodes or on
 GPUs.
 """
 
@@ -28,15 +29,20 @@ import torch
 import torch.distributed as dist
 
 SLOTS, SLOT_BYTES = 8, 1 << 20
-"""Of each direction. What was never written to takes no memory."""
+"""The slots for each direction and their size. Pages that were never written to take no memory."""
 MESSAGE, FREE = b"m", b"f"
-"""What the bytes on a socket say: there is a message; half of the slots may be written again."""
+"""The bytes on a socket: there is a new message; half of the slots are free again."""
 BACKEND = "sparkdl-near"
 
 
 def near_group(ranks: Sequence[int], carried: dist.ProcessGroup, folder: Path) -> dist.ProcessGroup:
-    """A group of ``ranks``, in ascending order, which are on this node and all call this. ``carried``:
-    their Gloo group; ``folder``: private, and seen by all."""
+    """Create a process group of ranks on this node, all of which call this function.
+
+    Args:
+        ranks: The ranks, in ascending order.
+        carried: Their Gloo group.
+        folder: A private directory that all of them see.
+    """
     dist.Backend.register_backend(BACKEND, NearGroup, devices=["cpu"])
     group = dist.new_group(list(ranks), backend=BACKEND, use_local_synchronization=True)
     assert isinstance(group, NearGroup)
@@ -45,7 +51,7 @@ def near_group(ranks: Sequence[int], carried: dist.ProcessGroup, folder: Path) -
 
 
 class Line:
-    """This end of a line to rank ``other``: what is sent comes in this order."""
+    """One end of a connection to rank ``other``, which delivers messages in order."""
 
     def __init__(self, channel: socket.socket, other: int) -> None:
         self._channel, self._other = channel, other
@@ -67,7 +73,7 @@ class Line:
         self._asked: deque[Receiving] = deque()
 
     def send(self, tensor: torch.Tensor) -> Sending:
-        """It is copied at once, if there is room."""
+        """Send a tensor. It is copied at once if there is room."""
         self._unsent.append(tensor.detach())
         self._flush()
         return Sending(self, self._sent + len(self._unsent))
@@ -77,13 +83,13 @@ class Line:
         return self._asked[-1]
 
     def has_sent(self, number: int) -> None:
-        """Wait until so many messages are sent."""
+        """Wait until ``number`` messages have been sent."""
         while self._sent < number:
             self._read()
             self._flush()
 
     def take_until(self, wanted: Receiving) -> None:
-        """Wait until all that was asked for is here, this one the last."""
+        """Wait for all receives that were requested up to and including ``wanted``."""
         while not wanted.done:
             while not self._here:
                 self._read()
@@ -94,7 +100,7 @@ class Line:
         self._channel.close()
 
     def _flush(self) -> None:
-        """Send what there is room for."""
+        """Send as many messages as there are free slots."""
         while self._unsent and self._free:
             tensor = self._unsent.popleft()
             _as(self._out[self._sent % SLOTS], tensor).copy_(tensor)
@@ -110,11 +116,11 @@ class Line:
         receiving.done = True
         self._taken, self._here = self._taken + 1, self._here - 1
         if self._taken % (SLOTS // 2) == 0:
-            with contextlib.suppress(OSError):  # who has ended sends no more
+            with contextlib.suppress(OSError):  # a neighbour that has ended sends nothing more
                 self._channel.sendall(FREE)
 
     def _read(self) -> None:
-        """Wait for what the other end says."""
+        """Wait for a byte from the other end."""
         try:
             said = self._channel.recv(4096)
         except OSError as error:
@@ -131,7 +137,7 @@ class Line:
 
 
 class Sending(dist.Work):
-    """A message, until it is copied."""
+    """A message that is being sent. It is sent once it has been copied."""
 
     def __init__(self, line: Line, number: int) -> None:
         super().__init__()
@@ -143,7 +149,10 @@ class Sending(dist.Work):
 
 
 class Receiving(dist.Work):
-    """A message that is wanted. ``done``: it is in ``tensor``."""
+    """A message that is expected.
+
+    ``done`` is True once it is in ``tensor``.
+    """
 
     def __init__(self, line: Line, tensor: torch.Tensor) -> None:
         super().__init__()
@@ -155,18 +164,18 @@ class Receiving(dist.Work):
 
 
 class NearGroup(dist.ProcessGroup):
-    """A process group that knows messages from one rank to another, and nothing else."""
+    """A process group that supports only messages from one rank to another."""
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta
     ) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # as of a class in Python
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the signature for Python subclasses
         self._seconds = timeout.total_seconds()
         self._carried: dist.ProcessGroup | None = None
         self._lines: dict[int, Line] = {}
 
     def connect(self, carried: dist.ProcessGroup, folder: Path) -> None:
-        """See :func:`near_group`."""
+        """Connect to the neighbours. See :func:`near_group`."""
         self._carried = carried
         try:
             self._lines = connected(carried, folder, self._seconds)
@@ -174,7 +183,7 @@ class NearGroup(dist.ProcessGroup):
             raise dist.DistNetworkError(f"the ranks of a pipeline do not meet: {error}") from error
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
-        """To rank ``dst`` of the group, one tensor."""
+        """Send a list of one tensor to rank ``dst`` of the group."""
         line = self._line(dst, tensors[0])
         if line is not None:
             return line.send(tensors[0])
@@ -182,7 +191,7 @@ class NearGroup(dist.ProcessGroup):
         return self._carried.send(tensors, dst, tag)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
-        """Into one tensor, what rank ``src`` of the group sends."""
+        """Receive a list of one tensor from rank ``src`` of the group."""
         line = self._line(src, tensors[0])
         if line is not None:
             return line.receive(tensors[0])
@@ -190,21 +199,33 @@ class NearGroup(dist.ProcessGroup):
         return self._carried.recv(tensors, src, tag)
 
     def _line(self, other: int, tensor: torch.Tensor) -> Line | None:
-        """Both ends come to the same answer: the tensors of a message have one size."""
+        """Return the line for a message, or None if Gloo carries it.
+
+        Both ends decide the same, because they see tensors of the same size.
+        """
         return self._lines.get(other) if tensor.nbytes <= SLOT_BYTES else None
 
     def shutdown(self) -> None:
-        """Neighbours that wait for something are told."""
+        """Close the lines, which neighbours that wait will notice."""
         for line in self._lines.values():
             line.close()
         self._lines, self._carried = {}, None
 
-    def getBackendName(self) -> str:  # torch's name
+    def getBackendName(self) -> str:  # torch requires this name
         return BACKEND
 
 
 def connected(carried: dist.ProcessGroup, folder: Path, seconds: float) -> dict[int, Line]:
-    """To the rank before this one and to that after it, by rank. All ranks of ``carried`` call this."""
+    """Connect this rank to the ranks before and after it. All ranks of ``carried`` call this function.
+
+    Args:
+        carried: The Gloo group of the ranks.
+        folder: A private directory that all of them see.
+        seconds: The time limit for each wait.
+
+    Returns:
+        The lines by rank.
+    """
     rank, size = dist.get_rank(carried), dist.get_world_size(carried)
     around = sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
     sockets: dict[int, socket.socket] = {}
@@ -213,7 +234,7 @@ def connected(carried: dist.ProcessGroup, folder: Path, seconds: float) -> dict[
         at_end.callback(os.close, place)
 
         def address(name: torch.Tensor) -> str:
-            """A socket's path may have 107 letters, and a folder's more."""
+            """Return a path for a socket, at most 107 characters, which ``folder`` may exceed."""
             return f"/proc/self/fd/{place}/near-{int(name):x}"
 
         server = at_end.enter_context(socket.socket(socket.AF_UNIX))
@@ -241,12 +262,12 @@ def connected(carried: dist.ProcessGroup, folder: Path, seconds: float) -> dict[
 
 
 def _mapped(descriptor: int) -> list[torch.Tensor]:
-    """The slots in this memory, bytes."""
+    """Map this memory and return its slots as uint8 tensors."""
     memory = mmap.mmap(descriptor, SLOTS * SLOT_BYTES)
     os.close(descriptor)
     return list(torch.frombuffer(memory, dtype=torch.uint8).view(SLOTS, SLOT_BYTES))
 
 
 def _as(slot: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The beginning of a slot as a tensor of this shape and dtype."""
+    """Return the beginning of a slot as a tensor with the shape and dtype of ``like``."""
     return slot[: like.nbytes].view(like.dtype).view(like.shape)

@@ -1,4 +1,4 @@
-"""Torch's schedules of a pipeline's stages on a rank, for micro-batches of any size."""
+"""Torch's schedules for the pipeline stages of a rank, for micro-batches of any size."""
 
 from __future__ import annotations
 
@@ -24,16 +24,27 @@ from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import buffers_kept
 
 MAX_SCHEDULES = 8
-"""How many numbers of rows, and of micro-batches, a rank keeps torch's schedules of."""
+"""The number of schedules, each for a number of rows and of micro-batches, that a rank caches."""
 MAX_SHAPES = 64
 Shapes: TypeAlias = list[tuple[int, tuple[Any, ...], tuple[Any, ...]]]
-"""Of each stage of a rank its number, and what goes in and out."""
+"""The number, the inputs and the outputs of each pipeline stage of a rank."""
 
 
 class Schedules:
-    """Of the ``stages`` that this rank has, by number. ``members``: the ranks of its pipeline, in
-    order, whose group ``pipe`` carries the messages; ``like``: inputs of some rows; ``loss``: of an
-    output and the number of its micro-batch."""
+    """The schedules for the pipeline stages of this rank.
+
+    Args:
+        stages: The stages of this rank, by number.
+        seats: The placement of the stages.
+        strategy: The options of the pipeline.
+        members: The ranks of its pipeline, in order.
+        rank: This rank.
+        pipe: The process group of ``members`` that carries the messages.
+        in_turn: Moves values between ranks.
+        live: The replica of this rank.
+        like: The inputs of some rows.
+        loss: Computes the loss from an output and the number of its micro-batch.
+    """
 
     def __init__(
         self,
@@ -55,7 +66,7 @@ class Schedules:
         self._known: OrderedDict[int, Shapes] = OrderedDict()
 
     def of(self, each: int, many: int) -> Any:
-        """Torch's schedule for ``many`` micro-batches of ``each`` rows."""
+        """Return torch's schedule for ``many`` micro-batches of ``each`` rows."""
         key = each, many
         if key in self._made:
             self._made.move_to_end(key)
@@ -88,12 +99,12 @@ class Schedules:
         return made
 
     def prepare(self, sizes: set[int]) -> None:
-        """Try micro-batches of these sizes, where that has not been done."""
+        """Try micro-batches of these sizes, unless that was done before."""
         for size in sorted(sizes):
             self._shapes_of(size)
 
     def _shapes_of(self, rows: int) -> Shapes:
-        """:meth:`_shapes`, remembered."""
+        """Return the cached result of :meth:`_shapes`."""
         if rows not in self._known:
             self._known[rows] = self._shapes(rows)
             while len(self._known) > MAX_SHAPES:
@@ -101,8 +112,11 @@ class Schedules:
         return self._known[rows]
 
     def _shapes(self, rows: int) -> Shapes:
-        """For each stage of this rank its number, and what goes in and out for so many rows: tensors
-        without values, found by trying it. Nothing is left of that."""
+        """Return the number, the inputs and the outputs of each stage of this rank, for this many rows.
+
+        Inputs and outputs are tensors without values. They are found by running the stage, which
+        leaves no traces.
+        """
         found = []
         value: Any = tuple(t[:1].expand(rows, *t.shape[1:]) for t in self._like)
         with buffers_kept(self._live.flat.module), seeded(0), torch.enable_grad():
@@ -128,7 +142,7 @@ class Schedules:
 
 
 def _tried(stage: StageModule, inputs: Sequence[torch.Tensor]) -> Any:
-    """What it puts out; from here on it copies its inputs, where it fails without."""
+    """Return the output of a stage. If it fails, make it copy its inputs from now on and try again."""
     try:
         return stage(*inputs)
     except RuntimeError:
@@ -139,12 +153,12 @@ def _tried(stage: StageModule, inputs: Sequence[torch.Tensor]) -> Any:
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
-    """What a stage puts out: one value, or a tuple of several."""
+    """Return the output of a stage, one value or a tuple, as a tuple."""
     return value if isinstance(value, tuple) else (value,)
 
 
 def _bare(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Their shapes and dtypes alone."""
+    """Return tensors with the same shapes and dtypes, but without values."""
     return tuple(
         torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta").requires_grad_(
             t.requires_grad

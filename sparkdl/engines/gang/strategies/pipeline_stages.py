@@ -1,4 +1,4 @@
-"""A replica of which a rank has some stages: the modules between two cuts, and no more."""
+"""Replicas of which a rank has only some pipeline stages: the modules between two cuts."""
 
 from __future__ import annotations
 
@@ -30,9 +30,14 @@ from sparkdl.replica.compute import autocasting, evaluating, to_tensors
 
 
 class StageModule(nn.Module):
-    """Some modules of the chain, one after another. ``live``: set before it is called. ``copies``: what
-    comes in from another stage, where the first of them writes to it, as ``nn.ReLU(inplace=True)``
-    does: to torch it is a leaf, which may not be written to."""
+    """A sequence of modules of the chain: one pipeline stage.
+
+    Attributes:
+        live: The replica, which is set before the stage is called.
+        copies: Whether the stage copies its inputs. That is necessary if its first module writes to
+            them, as ``nn.ReLU(inplace=True)`` does: an input from another stage is a leaf to torch,
+            and leaves must not be written to.
+    """
 
     def __init__(self, items: Items) -> None:
         super().__init__()
@@ -41,7 +46,7 @@ class StageModule(nn.Module):
         self.copies = False
 
     def forward(self, *values: Any) -> Any:
-        """What comes out; several values are the tuple that the module before put out."""
+        """Return the output. Several arguments are the tuple that the previous stage has returned."""
         assert self.live is not None
         if self.copies:
             values = tuple(tensor.clone() for tensor in values)
@@ -54,8 +59,13 @@ class StageModule(nn.Module):
 
 @dataclass(frozen=True)
 class StagePlacement:
-    """Who has what: ``count`` stages, stage s at the ranks of place s % ``mesh.pipe``. ``places``: for
-    each segment of the model's layout, the place of its stage."""
+    """The placement of pipeline stages and parameters on ranks.
+
+    Attributes:
+        count: The number of stages. Stage s is on the ranks with place s % ``mesh.pipe``.
+        mesh: The arrangement of the ranks.
+        places: For each segment of the model's layout, the place of its stage.
+    """
 
     count: int
     mesh: Mesh
@@ -65,15 +75,22 @@ class StagePlacement:
         return range(self.mesh.place(rank, "pipe"), self.count, self.mesh.pipe)
 
     def numbers(self, rank: int) -> frozenset[int]:
-        """Of the segments of its stages."""
+        """Return the numbers of the segments in the stages of a rank."""
         place = self.mesh.place(rank, "pipe")
         return frozenset(n for n, p in enumerate(self.places) if p == place)
 
 
 @dataclass(frozen=True)
 class PipelineBuild:
-    """The replica with this rank's stages in its flat vector, where other stages' parameters are empty;
-    its stages; the layout of the whole."""
+    """The result of splitting a model into pipeline stages.
+
+    Attributes:
+        live: The replica with this rank's stages in its flat vector. The parameters of other stages
+            are empty.
+        stages: The stages of this rank.
+        whole: The layout of the whole model.
+        seats: The placement of all stages.
+    """
 
     live: LiveReplica
     stages: list[StageModule]
@@ -91,8 +108,18 @@ def staged(
     device: torch.device,
     turn: Turn,
 ) -> PipelineBuild:
-    """Make the replica of ``module``, which has just been built, and let go of what other ranks have.
-    ``parallel``: with every cut named."""
+    """Split a module into pipeline stages, and free what other ranks hold.
+
+    Args:
+        recipe: The recipe of the module.
+        module: The module, which has just been built.
+        parallel: The strategies, with every cut of the pipeline named.
+        groups: The process groups of this rank.
+        rank: This rank.
+        spare: A few rows, with which the forward is traced and split layers are tried.
+        device: The device of this rank.
+        turn: The turn of this rank to build, which ends when layers are split.
+    """
     strategy, mesh = parallel.pipeline, parallel.mesh
     assert strategy is not None
     whole = layout_of(module)
@@ -113,7 +140,7 @@ def staged(
     seats = StagePlacement(len(cuts), mesh, places)
     mine = seats.stages(rank)
     for owner, name, parameter in _parameters(module):
-        if stage_of.get(id(parameter), 0) not in mine:  # what is never called is of the first
+        if stage_of.get(id(parameter), 0) not in mine:  # the first stage has what is never called
             _empty(owner, name, parameter)
     stages = [StageModule(items[slice(*cuts[s])]) for s in mine]
     if parallel.fsdp is not None:
@@ -131,25 +158,34 @@ def staged(
 
 
 def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """In every place."""
+    """Yield every parameter with each module and name that it has."""
     for child in module.modules():
         for name, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
             yield child, name, parameter
 
 
 def _empty(owner: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Leave nothing of a parameter but its name and kind."""
+    """Remove the values of a parameter, but keep its name and kind."""
     nothing = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype)
-    if hasattr(parameter, "to_local"):  # it is in one place, and cannot be made another kind
+    if hasattr(parameter, "to_local"):  # a DTensor, whose data cannot become a plain tensor
         setattr(owner, name, nn.Parameter(nothing, parameter.requires_grad))
     else:
         parameter.data = nothing
 
 
 class StageRelay:
-    """What rank ``rank`` does of it. ``stages``: its own, by number; ``group``: of the ranks whose
-    samples go through the same weights. Where layers are cut too, every stage is on several ranks, and
-    a value goes on between those with the same parts."""
+    """The transfer of values through the pipeline stages in turn, for validation and to find shapes.
+
+    If layers are split too, every stage is on several ranks, and values move between ranks with the
+    same parts.
+
+    Args:
+        seats: The placement of the stages.
+        stages: The stages of this rank, by number.
+        rank: This rank.
+        group: The process group of the ranks whose samples go through the same weights.
+        live: The replica of this rank.
+    """
 
     def __init__(
         self,
@@ -187,11 +223,11 @@ class StageRelay:
         return result
 
     def _there_and_back(self, *inputs: Any) -> Any:
-        """The model's output for this rank's inputs."""
+        """Return the model's output for this rank's inputs."""
         return self._passed(self._rank, inputs)
 
     def _passed(self, source: int, value: Any) -> Any:
-        """Through all stages, from rank ``source`` and back to it."""
+        """Send a value of rank ``source`` through all stages, and return the output on that rank."""
         mesh, column = self._seats.mesh, self._column
         for head in mesh.along(self._ranks[0], "tensor"):
             value = self.moved(value, source, head)
@@ -206,7 +242,7 @@ class StageRelay:
         return value[0] if self._rank == source else None
 
     def moved(self, value: Any, source: int, to: int) -> Any:
-        """``value`` of rank ``source`` at rank ``to``; elsewhere as it was."""
+        """Return the ``value`` of rank ``source`` on rank ``to``; other ranks return their argument."""
         if source == to or self._rank not in (source, to):
             return value
         device = self._live.device

@@ -1,9 +1,10 @@
-"""Gradients that ranks exchange as replicas of the shuffle engine send them: compressed, or as rows.
+"""Gradients that ranks exchange in sections, as the shuffle engine does: compressed, or rows of tables.
 
-DistributedDataParallel sums dense gradients. What a hook makes of them cannot be summed, and the rows
-of a sparse table differ from rank to rank. So each rank writes the same *sections* as in the other
-engines (:mod:`sparkdl.slices.section`) and sends each to the ranks that update its slice. All
-brackets of the sums are then those of the other engines, and so are the bits, with any number of ranks.
+DistributedDataParallel sums dense gradients. Compressed gradients cannot be summed, and the rows of
+a sparse table differ from rank to rank. So each rank writes the same *sections* as in the other
+engines (:mod:`sparkdl.slices.section`) and sends each one to the ranks that update its slice. All
+sums then have the brackets of the other engines and therefore the same bits, with any number of
+ranks.
 """
 
 from __future__ import annotations
@@ -35,12 +36,19 @@ from sparkdl.slices.spec import SliceSpec
 
 
 class SectionExchange(GradientSync):
-    """What a rank does for the gradients of an iteration, where they travel in sections."""
+    """The work of a rank on the gradients of an iteration, if they are sent in sections."""
 
     def __init__(
         self, live: LiveReplica, slices: Sequence[SliceSpec], mine: Collection[int], rank: int
     ) -> None:
-        """``mine``: the slices that this rank updates."""
+        """Create the exchange.
+
+        Args:
+            live: The replica of this rank.
+            slices: All slices.
+            mine: The numbers of the slices that this rank updates.
+            rank: This rank.
+        """
         super().__init__(rank)
         self._live, self._slices, self._mine = live, slices, mine
         self._outcome: ReplicaResult | None = None
@@ -82,9 +90,9 @@ class SectionExchange(GradientSync):
     def contributions(
         self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
     ) -> dict[int, list[Section]]:
-        """For each of this rank's slices, what every replica that took part gives to it."""
+        """Return the sections of every replica that took part, for each of this rank's slices."""
         size = len(rows)
-        alone = len(self._parcels) == 1  # the one slice is everybody's
+        alone = len(self._parcels) == 1  # all ranks update the only slice
         arrived = exchange([self._parcels[0 if alone else to] for to in range(size)], self._rank)
         dtype = self._live.flat.layout.dtype
         found: dict[int, list[Section]] = {}
@@ -97,13 +105,13 @@ class SectionExchange(GradientSync):
         return found
 
     def committed(self) -> None:
-        """The iteration counts: what was left out of it is kept for the next."""
+        """Note that the iteration was committed, and keep its residuals for the next one."""
         if self._outcome is not None and self._outcome.compressed is not None:
             self.kept = self._outcome.kept
 
 
 def head_of(section: SectionLayout, absent: frozenset[int]) -> bytes:
-    """How to read a section."""
+    """Return the header that tells how to read a section."""
     return head_to_bytes(
         section.compressed or (),
         wire=str(section.wire).removeprefix("torch."),
@@ -114,7 +122,13 @@ def head_of(section: SectionLayout, absent: frozenset[int]) -> bytes:
 
 
 def open_parcel(plan: SliceSpec, dtype: torch.dtype, parcel: torch.Tensor) -> Section:
-    """A head and its section; the tensors share the memory of ``parcel`` (uint8)."""
+    """Read a header and its section.
+
+    Args:
+        plan: The slice.
+        dtype: The dtype of the flat vector.
+        parcel: The header and the section (uint8). The tensors of the result share its memory.
+    """
     data = parcel.numpy()
     specs, head, start = head_from_bytes(data)
     section = SectionLayout(
@@ -126,7 +140,7 @@ def open_parcel(plan: SliceSpec, dtype: torch.dtype, parcel: torch.Tensor) -> Se
 
 
 def exchange(parcels: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
-    """Send ``parcels[r]`` (uint8) to rank r; what came from each rank, by rank."""
+    """Send ``parcels[r]`` (uint8) to each rank r, and return the parcels from all ranks, by rank."""
     lengths = torch.tensor([len(parcel) for parcel in parcels])
     table = [torch.empty_like(lengths) for _ in parcels]
     dist.all_gather(table, lengths)

@@ -1,8 +1,9 @@
-"""A replica whose layers are cut over ranks: torch's ``parallelize_module`` around a recipe's module.
+"""Tensor parallelism: torch's ``parallelize_module`` around the module of a recipe.
 
-All ranks of a model-parallel group compute the same rows, each its part of the layers that are cut and
-all of the others, whose gradients come out the same on each. So sums over copies of the model are all
-there is to do; a parameter that every rank of the group has is updated on each, and counts once.
+All ranks of a model-parallel group compute the same rows. Each has its part of the layers that are
+split, and all of the other layers, whose gradients are the same on each rank. So gradients only
+have to be summed over the copies of the model. A parameter that every rank of the group has is
+updated on each, and counts once.
 """
 
 from __future__ import annotations
@@ -50,8 +51,10 @@ from sparkdl.slices.spec import SliceSpec
 
 
 class Row(RowwiseParallel):
-    """Torch's, but what the parts of a linear layer put out is summed in one round, see
-    :mod:`sparkdl.collectives.direct`."""
+    """Torch's row-wise style, which sums the outputs of a linear layer in one round.
+
+    See :mod:`sparkdl.collectives.direct`.
+    """
 
     @staticmethod
     def _prepare_output_fn(
@@ -61,7 +64,7 @@ class Row(RowwiseParallel):
         outputs: Any,
         device_mesh: DeviceMesh,
     ) -> Any:
-        if outputs.placements != (Partial(),):  # a table's rows are masked
+        if outputs.placements != (Partial(),):  # an embedding, whose partial outputs are masked
             return RowwiseParallel._prepare_output_fn(
                 output_layouts, use_local_output, mod, outputs, device_mesh
             )
@@ -69,7 +72,7 @@ class Row(RowwiseParallel):
 
 
 class _Sum(torch.autograd.Function):
-    """Over the ranks, each of which then has the gradient of the sum, which is that of its part."""
+    """A sum over the ranks. The gradient of the sum is that of each rank's part."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -94,10 +97,21 @@ def parallelise(
     device: torch.device,
     turn: Turn,
 ) -> None:
-    """Cut the layers of ``module`` over ``mesh``, which has one dimension. All ranks have built the
-    same, so nothing is sent, and each may do so in its ``turn``, which then ends.
+    """Split the layers of a module.
 
-    Raises :class:`sparkdl.ModelError` where the model then puts out something else for ``spare``.
+    All ranks have built the same module, so nothing is sent, and each can do this in its turn.
+
+    Args:
+        recipe: The recipe of the module.
+        module: The module, which is moved to ``device`` and changed in place.
+        strategy: The options of the split.
+        mesh: The ranks over which layers are split, in one dimension.
+        spare: A few rows, with which the model is called before and after the split.
+        device: The device of this rank.
+        turn: The turn of this rank to build, which ends here.
+
+    Raises:
+        sparkdl.ModelError: If the split model fails, or its output for ``spare`` is different.
     """
     plan = plan_of(strategy, module, mesh.size())
     styles = {n: STYLES[way]() if isinstance(way, str) else way for n, way in plan.items()}
@@ -126,7 +140,7 @@ def parallelise(
 
 
 def _let_go_of_others(module: nn.Module) -> None:
-    """Torch leaves a part that is some rows where the whole parameter is: it would stay in memory."""
+    """Copy parts that torch leaves as rows of the whole parameter, so that the whole can be freed."""
     for parameter in module.parameters():
         part = getattr(parameter, "_local_tensor", parameter)
         if part.untyped_storage().nbytes() > part.nbytes and part is not parameter:
@@ -134,7 +148,10 @@ def _let_go_of_others(module: nn.Module) -> None:
 
 
 def _without_inference_mode(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
-    """In inference mode torch does not take operations apart, and sends weights instead of sums."""
+    """Call ``forward`` outside of inference mode.
+
+    In inference mode torch does not decompose operations, and sends weights instead of sums.
+    """
     if not torch.is_inference_mode_enabled():
         return forward(*inputs, **named)
     with torch.inference_mode(False), torch.no_grad():
@@ -142,8 +159,11 @@ def _without_inference_mode(forward: Callable[..., Any], *inputs: Any, **named: 
 
 
 def _arrived(module: nn.Module, inputs: object, output: object) -> object:
-    """Without gradients a sum over the ranks is awaited by the next operation only, which would not be
-    one where the output is sent to another rank."""
+    """Wait for a sum over the ranks, if there are no gradients.
+
+    Otherwise the next operation would wait for it, and if the output is sent to another rank there
+    is none.
+    """
     if isinstance(output, torch.Tensor) and not torch.is_grad_enabled():
         return output.clone()
     return output
@@ -158,7 +178,10 @@ def cut_by_layer(
     device: torch.device,
     turn: Turn,
 ) -> tuple[LiveReplica, Layout]:
-    """The replica with this rank's parts in its flat vector, and the layout of the whole."""
+    """Return the replica with this rank's parts in its flat vector, and the layout of the whole.
+
+    For the arguments and exceptions see :func:`parallelise`.
+    """
     layout = layout_of(module)
     parallelise(recipe, module, strategy, mesh, spare, device, turn)
     return LiveReplica.around(recipe, FlatModule(module, device)), layout
@@ -170,7 +193,7 @@ def _output(
     inputs: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
 ) -> Any:
-    """In evaluation."""
+    """Return the model's output in evaluation mode."""
     with evaluating(module), seeded(0):
         return called(recipe.loss, recipe.signature.bound(module), inputs, targets)
 
@@ -191,7 +214,7 @@ def _alike(right: Any, found: Any) -> bool:
 
 
 def settle(live: LiveReplica) -> None:
-    """Cut gradients as their parameters are, where they came out otherwise."""
+    """Redistribute gradients whose placements differ from those of their parameters."""
     for _, parameter in live.flat.parameters:
         gradient: Any = parameter.grad
         if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
@@ -199,7 +222,10 @@ def settle(live: LiveReplica) -> None:
 
 
 class TensorSync(CopySync):
-    """Gradients of parts of layers; see the note above."""
+    """Gradients of the parts of layers. See the note above.
+
+    ``alike`` is the process group of the ranks with the same parts.
+    """
 
     def __init__(
         self,
@@ -226,8 +252,13 @@ class TensorSync(CopySync):
 
 
 def repeated(live: LiveReplica, mesh: DeviceMesh, place: int) -> frozenset[int]:
-    """The parameters, by number, that a rank before this one of ``mesh`` has too, in which this one is
-    at ``place``."""
+    """Return the numbers of the parameters that an earlier rank of ``mesh`` has too.
+
+    Args:
+        live: The replica of this rank.
+        mesh: The ranks over which layers are split.
+        place: The position of this rank in ``mesh``.
+    """
     if place == 0:
         return frozenset()
     return frozenset(
@@ -238,7 +269,7 @@ def repeated(live: LiveReplica, mesh: DeviceMesh, place: int) -> frozenset[int]:
 
 
 def _is_cut(parameter: torch.Tensor, mesh: DeviceMesh) -> bool:
-    """Along the one dimension of ``mesh``."""
+    """Return whether a parameter is split along the single dimension of ``mesh``."""
     (dimension,) = mesh.mesh_dim_names or ()
     if not isinstance(parameter, DTensor):
         return False
