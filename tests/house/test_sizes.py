@@ -11,12 +11,12 @@ from launch import ROOT
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
     "modules": 231,
-    "lines": 38_400,
-    "modules of more than 300 lines": 11,
-    "lines of the longest module": 387,
-    "percent of lines in the largest room": 25,
+    "lines": 42_680,
+    "modules of more than 300 lines": 29,
+    "lines of the longest module": 438,
+    "percent of lines in the largest room": 24,
     "modules with a single importer": 48,
-    "docstrings that begin with Of, What, Whether or Where": 437,
+    "docstrings that begin with Of, What, Whether or Where": 0,
 }
 
 
