@@ -164,8 +164,10 @@ def run(
         if validation is not None and output is not None and not validation.scorer.apart:
             scorer = replace(validation.scorer, dimensions=output.dimensions)
             validation = replace(validation, scorer=scorer)
-        inputs = engine_inputs(trainer, settings, model, samples, validation, replicas, resources)
-        engine = build_engine(trainer.engine, inputs)
+        engine = build_engine(
+            trainer.engine,
+            engine_inputs(trainer, settings, model, samples, validation, replicas, resources),
+        )
         identity = run_identity(trainer, model, samples.handles)
         result = functools.partial(
             TrainedModel,
