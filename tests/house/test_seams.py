@@ -21,21 +21,21 @@ COLUMN_TYPES = {
 
 
 def is_column_type(module: str, name: str) -> bool:
-    """Whether this module has a column type of this name, its own or as the package exports it."""
+    """Return whether this module defines or exports a column type of this name."""
     return COLUMN_TYPES.get(module) == name or (
         module == "sparkdl" and name in COLUMN_TYPES.values()
     )
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """What a module imports from others: their names, and the names in them."""
+    """Yield what a module imports from others: their names, and the names in them."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield from ((node.module, alias.name) for alias in node.names)
 
 
 def asked_types(tree: ast.AST) -> Iterator[str]:
-    """The names of column types in the second argument of ``isinstance`` and ``issubclass``."""
+    """Yield the names of column types in the second argument of ``isinstance`` and ``issubclass``."""
     own = {
         alias.asname or alias.name: alias.name
         for node in ast.walk(tree)
