@@ -3,7 +3,9 @@
 from sparkdl import gang, optim
 from sparkdl.checkpoint import Checkpoint
 from sparkdl.data import Sample
-from sparkdl.data.columns.base import Convert, Image, Sequence
+from sparkdl.data.columns.convert import Convert
+from sparkdl.data.columns.image import Image
+from sparkdl.data.columns.sequence import Sequence
 from sparkdl.errors import (
     CheckpointError,
     DamagedCheckpoint,

@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 from pyspark.sql import types as sql
 
-from sparkdl.data.columns.base import Convert, Image, Sequence
+from sparkdl import Convert, Image, Sequence
 
 EXAMPLES = int(os.environ.get("SPARKDL_EXAMPLES", "0"))
 

@@ -3,7 +3,6 @@
 This package may import ``slab``, ``spark`` and ``codec``. It must not know about models or training.
 """
 
-from sparkdl.data.columns.base import Convert, Image, Sequence
 from sparkdl.data.record_tasks import Sample
 
-__all__ = ["Convert", "Image", "Sample", "Sequence"]
+__all__ = ["Sample"]

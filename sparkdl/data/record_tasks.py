@@ -10,20 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from sparkdl.data.columns.base import Sequence as Varying
-from sparkdl.data.columns.base import Specs
+from sparkdl.data.columns.base import Specs, padding_of
 from sparkdl.data.columns.convert import as_array
 from sparkdl.data.columns.numeric import check_weights
 from sparkdl.data.fields import Field, dtype_as, with_fields
 from sparkdl.data.partition_writer import PART_BYTES, PartitionWriter
 from sparkdl.data.ragged import Ragged, Rows
-from sparkdl.data.row_errors import SAME_SHAPE, SAME_TYPE, RowError
+from sparkdl.data.row_errors import MEND_RECORDS, SAME_SHAPE, SAME_TYPE, RowError
 from sparkdl.errors import kind_of
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.worker import finish_task
 
 _RDD_BATCH = 1024
-_MEND = "Filter such records out, or mend them with rdd.map."
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Names:
         missing = [name for name in self.inputs if name not in features]
         if missing:
             text = f"is {kind_of(features)} of {', '.join(map(str, features)) or 'nothing'}"
-            raise RowError("features", row, f"{text}, and lacks {', '.join(missing)}", _MEND)
+            raise RowError("features", row, f"{text}, and lacks {', '.join(missing)}", MEND_RECORDS)
         found = tuple(features[name] for name in self.inputs)
         return found[0] if len(found) == 1 else found
 
@@ -203,7 +201,7 @@ def check_alike(
         raise RowError(wanted[0], row, text, SAME_SHAPE)
     first_row = row - len(before)
     for (name, value), first in zip(parts, before[0] if before else (), strict=False):
-        varying = int(is_sequence(name, specs))  # the first length may differ
+        varying = int(padding_of(specs, name) is not None)  # the first length may differ
         same_shape = value.shape[varying:] == first.shape[varying:]
         if not same_shape or value.dtype != first.dtype:
             raise RowError(
@@ -268,7 +266,7 @@ def record_array(value: Any, name: str, row: int, float_dtype: str) -> np.ndarra
     Raises:
         RowError: The value cannot become an array of finite numbers.
     """
-    return as_array(value, name, row, float_dtype, _MEND)
+    return as_array(value, name, row, float_dtype, MEND_RECORDS)
 
 
 def record_field(
@@ -286,20 +284,18 @@ def record_field(
         name: The name of the field.
         row: The number of the record, for messages.
         float_dtype: The dtype of floats.
-        specs: Specifications by name; a :class:`sparkdl.Sequence` cuts the value to its length.
+        specs: Specifications by name, all ``for_records``.
         field: The field that the model was trained with; integers become floats if it has floats.
 
     Raises:
         RowError: The value cannot become the field.
     """
-    array = record_array(value, name, row, float_dtype)
-    array = array.astype(dtype_as(array.dtype.name, field), copy=False)
     spec = (specs or {}).get(name)
-    if isinstance(spec, Varying):
-        if array.ndim == 0:
-            raise RowError(name, row, "is a number, not a sequence of numbers", _MEND)
-        return array[: spec.max_length]
-    return array
+    if spec is None:
+        array = record_array(value, name, row, float_dtype)
+    else:
+        array = spec.from_record(value, name, row, float_dtype)
+    return array.astype(dtype_as(array.dtype.name, field), copy=False)
 
 
 def record_weight(record: Any, row: int, float_dtype: str) -> np.ndarray:
@@ -321,15 +317,10 @@ def record_weight(record: Any, row: int, float_dtype: str) -> np.ndarray:
         )
     array = record_array(weight, "weight", row, float_dtype)
     if array.ndim or array.dtype.kind == "b":
-        raise RowError("weight", row, f"is {weight!r}, not one number", _MEND)
+        raise RowError("weight", row, f"is {weight!r}, not one number", MEND_RECORDS)
     array = array.astype(float_dtype)
     check_weights(array.reshape(1), "weight", row)
     return array
-
-
-def is_sequence(name: str, specs: Specs | None) -> bool:
-    """Return whether the field of this name varies in length."""
-    return isinstance((specs or {}).get(name), Varying)
 
 
 def stack_records(
@@ -340,13 +331,10 @@ def stack_records(
     Args:
         names: The names of the fields.
         records: The values of each record, in the order of ``names``.
-        specs: Specifications by name; a :class:`sparkdl.Sequence` becomes :class:`Ragged`.
+        specs: Specifications by name; rows of varying length become :class:`Ragged`.
     """
     stacked: list[Rows] = []
     for name, values in zip(names, zip(*records, strict=True), strict=True):
-        spec = (specs or {}).get(name)
-        if isinstance(spec, Varying):
-            stacked.append(Ragged.of(values, spec.rule))
-        else:
-            stacked.append(np.stack(values))
+        padding = padding_of(specs, name)
+        stacked.append(np.stack(values) if padding is None else Ragged.of(values, padding))
     return stacked

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 SAME_SHAPE = "Every row must have the same shape: filter, pad or cut such rows."
 NO_VALUES = "Filter such rows, or leave the column out."
+MEND_RECORDS = "Filter such records out, or mend them with rdd.map."
 INSIDE_ARRAYS = (
     "dropna does not look into arrays: filter such rows with functions.exists, or fill them with "
     "functions.transform."

@@ -22,7 +22,7 @@ from sparkdl.data.arrow_tasks import (
     select_columns,
     ship_batches,
 )
-from sparkdl.data.columns.base import Column, Sequence, Specs
+from sparkdl.data.columns.base import Column, Specs
 from sparkdl.data.fields import Field, SampleHandle, check_handles, check_total_weight
 from sparkdl.data.partition_join import WrittenRows, join_partition
 from sparkdl.data.preview import Preview
@@ -97,8 +97,8 @@ class Source:
         replicas: The number of partitions to make.
         float_dtype: The model's floating dtype.
         slab: The slab root.
-        columns: Specifications by name. For a field of an RDD ("features", "label[1]") only a
-            :class:`sparkdl.Sequence` is allowed.
+        columns: Specifications by name. For a field of an RDD ("features", "label[1]") they must be
+            ``for_records``, as a :class:`sparkdl.Sequence` is.
         weight: The column of weights; for an RDD of :class:`Sample`, any name stands for its weight.
         fields: The fields that the samples must have, if the model was trained before; integers become
             floats where it had floats.
@@ -215,7 +215,7 @@ def _sample_set(
 def _check_specs(source: Source) -> None:
     """Raise :class:`DataError` for specifications that only a DataFrame's columns may have."""
     for name, spec in source.columns.items():
-        if not isinstance(spec, Sequence):
+        if not spec.for_records:
             raise DataError(
                 f'columns["{name}"] is a sparkdl.{type(spec).__name__}, which is for DataFrames: '
                 "records of an RDD hold numbers and arrays already. Convert them with rdd.map "

@@ -8,23 +8,19 @@ and other types need a specification, see :mod:`sparkdl.data.columns.base`.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Names
-from dataclasses import replace
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from sparkdl.data.columns.base import Column, Convert, Image, Sequence, Spec, Specs
-from sparkdl.data.columns.image import STRUCT
-from sparkdl.data.fields import Field, dtype_as
-from sparkdl.errors import DataError, nearest, raise_all
+from sparkdl.data.columns.base import KINDS, Column, ColumnSpec, Specs, default_spec
+from sparkdl.data.columns.numeric import numeric_column, weight_column
+from sparkdl.data.fields import Field
+from sparkdl.errors import DataError, kind_of, nearest, raise_all
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
-
-_INTEGERS = {"byte": "int8", "short": "int16", "integer": "int32", "long": "int64"}
-_FLOATS = {"float", "double", "decimal"}
 
 
 def quoted(name: str) -> str:
@@ -84,7 +80,7 @@ def read_schema(
                 )
                 continue
             spec = (specs or {}).get(name) if role != "weight" else None
-            column = _specified(name, schema[name].dataType, float_dtype, spec, role, field)
+            column = _resolved(name, schema[name].dataType, float_dtype, spec, role, field)
             if isinstance(column, str):
                 problems.append(f'{role} column "{name}" {column}')
             else:
@@ -109,113 +105,71 @@ _WITHOUT = {
 }
 
 
-def _specified(
+def _resolved(
     name: str,
     data_type: DataType,
     float_dtype: str,
-    spec: Spec | None,
+    spec: ColumnSpec | None,
     role: str,
-    field: Field | None,
+    trained: Field | None,
 ) -> Column | str:
     """Return the column that follows from specification, role and type, or what is wrong with it."""
-    shown = data_type.simpleString()
-    image_struct = getattr(data_type, "names", None) == list(STRUCT)
-    if spec is None and image_struct and role == "feature":
-        spec = Image()
-    if isinstance(spec, Image):
-        if not image_struct and data_type.typeName() != "binary":
-            return (
-                f"is of type {shown}, which is no image: give encoded bytes (binary), or what "
-                'spark.read.format("image") reads.'
-            )
-        return Column(name, float_dtype if spec.scale is not None else "uint8", 3, spec=spec)
-    if isinstance(spec, Convert):
-        return Column(name, float_dtype, spec=spec, trained=field)
-    if spec is None and data_type.typeName() == "binary":
+    if spec is None and role == "feature":
+        spec = default_spec(data_type)
+    if spec is not None:
+        return spec.resolve(name, data_type, float_dtype, trained)
+    if data_type.typeName() == "binary":
         return (
             "is of type binary, which cannot become a tensor by itself: specify it, as "
             f'columns={{"{name}": sparkdl.Image()}} for encoded images, or with '
             "sparkdl.Convert(function)."
         )
-    column = _column(name, data_type, float_dtype)
-    if isinstance(column, str):
-        return column + (_way_out(name, data_type) if role != "weight" else "")
-    column = replace(column, dtype=dtype_as(column.dtype, field))
-    if role == "weight":
-        if column.depth or column.dtype == "bool":
-            return f"is of type {shown}: a weight is one number."
-        return Column(name, float_dtype, weight=True)
-    if isinstance(spec, Sequence):
-        if not column.depth or column.vector:
-            return f"is of type {shown}: a sparkdl.Sequence is an array of numbers."
-        if not _holds(column.dtype, spec.padding):
-            return f"is of type {shown}, of which padding={spec.padding} is no value."
-        return Column(name, column.dtype, column.depth, spec=spec)
-    return column
+    read = weight_column if role == "weight" else numeric_column
+    return read(name, data_type, float_dtype, trained)
 
 
-_CONVERTIBLE = ("timestamp", "date", "time", "struct", "map", "daytime", "yearmonth", "matrixudt")
-"""Prefixes of the names of types whose values a function can turn into numbers."""
+_INDEX = re.compile(r"\[\d+\]$")
+"""Matches the index in a field of an RDD's records, such as "features[0]"."""
 
 
-def _way_out(name: str, data_type: DataType) -> str:
-    """Return advice for a column whose type has numbers in it but is not numeric."""
-    inner = data_type
-    while inner.typeName() == "array":
-        inner = inner.elementType  # type: ignore[attr-defined]
-    kind = inner.typeName()
-    convert = f'columns={{"{name}": sparkdl.Convert(function)}}, a function of its Python value.'
-    if not kind.startswith(_CONVERTIBLE):
-        return ""
-    if inner is not data_type:
-        return f" Or give {convert}"
-    if kind.startswith(("timestamp", "date")):
-        return (
-            f' Make a number of it, such as functions.datediff("{name}", start), or '
-            f'functions.unix_timestamp("{name}") less a start (float32 has 7 digits), or give {convert}'
+def check_specs(
+    specs: object, features: Names[str], label: Names[str], weight: str | None = None
+) -> Iterator[str]:
+    """Yield the problems of ``Trainer.columns``, given the other parameters, one sentence each.
+
+    Args:
+        specs: The value of ``columns``.
+        features: The names of the features.
+        label: The names of the labels.
+        weight: The name of the weight, or None.
+    """
+    if not isinstance(specs, Mapping):
+        yield (
+            f"columns is {kind_of(specs)}: give a dict of column names, such as "
+            '{"photo": sparkdl.Image()}.'
         )
-    if kind == "struct":
-        field = data_type.names[0] if data_type.names else "a"  # type: ignore[attr-defined]
-        make = f'df.withColumn("{field}", df["{name}"]["{field}"])'
-        return f" Make its fields columns, as {make}, or give {convert}"
-    if kind == "map":
-        return f' Make values of it columns, as df["{name}"]["a key"], or give {convert}'
-    return f" Or give {convert}"
+        return
+    for name, spec in specs.items():
+        named = {str(name), _INDEX.sub("", str(name))}  # a field of an RDD, such as "features[0]"
+        if isinstance(spec, type) and issubclass(spec, ColumnSpec):
+            yield f'columns["{name}"] is the class {spec.__name__}: give an instance of it.'
+        elif not isinstance(spec, ColumnSpec):
+            yield f'columns["{name}"] is {kind_of(spec)}: give a {_own_types()}.'
+        elif name == weight:
+            yield f'columns["{name}"] is the weight, which is a number: leave it out of columns.'
+        elif not named & {*features, *label}:
+            yield (
+                f'columns["{name}"] is neither a feature nor a label.'
+                f"{nearest(str(name), [*features, *label])} Known: "
+                f"{', '.join([*features, *label])}."
+            )
+        else:
+            for problem in spec.problems("feature" if named & {*features} else "label"):
+                yield f'columns["{name}"] {problem}'
 
 
-def _holds(dtype: str, value: float) -> bool:
-    """Return whether ``value`` can be represented in this dtype."""
-    if dtype == "bool":
-        return value in (0, 1)
-    if not dtype.startswith("int"):
-        return True
-    limits = np.iinfo(dtype)
-    return value == int(value) and limits.min <= value <= limits.max
-
-
-def _column(name: str, data_type: DataType, float_dtype: str) -> Column | str:
-    """Return the column, or what is wrong with its type and what to do."""
-    kind, depth = data_type, 0
-    while kind.typeName() == "array":
-        kind, depth = kind.elementType, depth + 1  # type: ignore[attr-defined]
-    type_name = kind.typeName()
-    if type_name == "vectorudt" or type(kind).__name__ == "VectorUDT":
-        if depth:
-            return "is an array of vectors: use nested arrays, or one vector a row."
-        return Column(name, float_dtype, depth=1, vector=True)
-    if type_name in _INTEGERS:
-        return Column(name, _INTEGERS[type_name], depth)
-    if type_name in _FLOATS or type_name.startswith("decimal"):
-        return Column(name, float_dtype, depth)
-    if type_name == "boolean":
-        return Column(name, "bool", depth)
-    shown = data_type.simpleString()
-    if type_name in ("string", "varchar", "char"):
-        return (
-            f"is of type {shown}: turn text into numbers first, for example with "
-            "pyspark.ml.feature.StringIndexer, or cast it where it holds numbers."
-        )
-    return (
-        f"is of type {shown}, which cannot become a tensor: use numbers, arrays of numbers or "
-        "pyspark.ml.linalg vectors."
-    )
+def _own_types() -> str:
+    """Return the column types of this package as a message lists them."""
+    own = [kind.__name__ for kind in KINDS.values() if kind.__module__.startswith("sparkdl.")]
+    *most, last = [f"sparkdl.{name}" for name in sorted(own)]
+    return f"{', '.join(most)} or {last}"

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from sparkdl.data.columns.base import (
-    Convert,
     NamedFunction,
     Specs,
     name_of,
@@ -63,7 +62,7 @@ def columns_of(saved: Saved, trust: bool) -> Specs:
                     f'{folder} names the function "{spec.name}" for the column "{name}". Pass '
                     "trust=True if you trust the folder to run it."
                 )
-            spec = Convert(spec.load())
+            spec = spec.load()
         found[name] = spec
     return found
 

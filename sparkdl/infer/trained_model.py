@@ -14,7 +14,7 @@ from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.data.columns.base import Convert, Sequence, Specs
+from sparkdl.data.columns.base import Specs
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Rows
 from sparkdl.data.record_tasks import Names, feature_names, named
@@ -315,21 +315,23 @@ class TrainedModel:
     def _specs_of_records(self, count: int) -> Specs:
         """Return :attr:`columns` of the first ``count`` fields, by the field names of a record.
 
-        The images of records are arrays already. Raises :class:`DataError` for a function, since it
-        is unknown whether it was applied to the records.
+        Raises :class:`DataError` for a column type that is not known to be converted in records, such
+        as a function.
         """
         labels = (None,) * (len(self.fields) - self.num_features)
         names = feature_names(self.num_features) + [name for name, _ in named("label", labels)]
         specs = {}
         for field, name in zip(self.fields[:count], names, strict=False):
             spec = self.columns.get(field.name)
-            if isinstance(spec, Convert):
+            if spec is None or spec.records_hold_tensors:
+                continue
+            if not spec.for_records:
                 raise DataError(
-                    f'columns["{field.name}"] is a sparkdl.Convert, which is for DataFrames, not for '
-                    "the records of an RDD: give transform or evaluate a DataFrame with this column."
+                    f'columns["{field.name}"] is a sparkdl.{type(spec).__name__}, which is for '
+                    "DataFrames, not for the records of an RDD: give transform or evaluate a "
+                    "DataFrame with this column."
                 )
-            if isinstance(spec, Sequence):
-                specs[name] = spec
+            specs[name] = spec
         return specs
 
     @property

@@ -13,7 +13,7 @@ from pyspark.resource import ResourceProfile
 from torch import nn
 
 from sparkdl.checkpoint import Checkpoint
-from sparkdl.data.columns.base import check_specs
+from sparkdl.data.schema import check_specs
 from sparkdl.errors import kind_of, nearest
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.callbacks import Callback

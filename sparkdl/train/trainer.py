@@ -14,8 +14,7 @@ from pyspark.sql import DataFrame
 from torch import nn
 
 from sparkdl.checkpoint import Checkpoint
-from sparkdl.data.columns.base import Sequence as VaryingLength
-from sparkdl.data.columns.base import Spec
+from sparkdl.data.columns.base import ColumnSpec, padding_of
 from sparkdl.errors import ParameterError, raise_all
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.callbacks import Callback
@@ -93,7 +92,7 @@ class Trainer:
     """The label column, a list of columns, or None."""
     weight: str | None = None
     """The column with the weight of each sample, at least 0. The loss is then the weighted mean."""
-    columns: Mapping[str, Spec] = field(default_factory=dict)
+    columns: Mapping[str, ColumnSpec] = field(default_factory=dict)
     """The conversion of columns to tensors, by column name, if the column's type does not determine
     it: :class:`sparkdl.Image`, :class:`sparkdl.Sequence` or :class:`sparkdl.Convert`."""
     augment: Callable[..., Any] | None = None
@@ -249,8 +248,8 @@ class Trainer:
         """The way to call the model, including the lengths of sequences that ask for them."""
         inputs = []
         for keyword, column in zip(self.keywords, self.feature_columns, strict=False):
-            spec = self.columns.get(column)
-            lengths = isinstance(spec, VaryingLength) and spec.lengths
+            padding = padding_of(self.columns, column)
+            lengths = padding is not None and padding.lengths
             inputs += [keyword, f"{keyword}_lengths"] if lengths else [keyword]
         return Signature(tuple(inputs), self.output)
 

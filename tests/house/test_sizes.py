@@ -10,8 +10,8 @@ from launch import ROOT
 
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
-    "modules": 231,
-    "lines": 42_680,
+    "modules": 232,
+    "lines": 42_900,
     "modules of more than 300 lines": 29,
     "lines of the longest module": 438,
     "percent of lines in the largest room": 24,

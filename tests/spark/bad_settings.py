@@ -580,6 +580,6 @@ DAMAGED = [
         "its manifest is no JSON (Expecting property name enclosed in double quotes: line 1 column 2 "
         "(char 1))",
     ),
-    ("*/history.json", flip, "{folder}: {file}: its bytes were changed (checksum)"),
+    ("*/history.safetensors", flip, "{folder}: {file}: its bytes were changed (checksum)"),
 ]
 """Which file of a checkpoint, what happens to it, and what is said of that."""

@@ -92,7 +92,11 @@ def test_slices_are_written_by_tasks_in_parallel(spark, df, tmp_path, num_jobs, 
     for uri, manifest in CheckpointStore(tmp_path).candidates():
         assert len(manifest.files) == 3
         names = {path.name for path in Path(uri).iterdir()}
-        assert names == {"manifest.json", "history.json", *(file.name for file in manifest.files)}
+        assert names == {
+            "manifest.json",
+            "history.safetensors",
+            *(file.name for file in manifest.files),
+        }
 
 
 class Peak(sparkdl.Callback):

@@ -11,11 +11,12 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from hex_column import Hex
 from pyspark import StorageLevel, cloudpickle
 from pyspark.core.rdd import RDD
 from torch import nn
 
-from sparkdl.data.columns.base import Convert, Image, Sequence
+from sparkdl import Convert, Image, Sequence
 from sparkdl.data.fields import Field
 from sparkdl.data.partition_reader import close_partitions, open_partition
 from sparkdl.data.ragged import Padding, Ragged, concatenate
@@ -25,11 +26,14 @@ from sparkdl.errors import DataError
 from sparkdl.infer.output import Output
 from sparkdl.infer.predict import PredictRecords, predict_dataframe
 from sparkdl.infer.shipped_module import ShippedModule
+from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.loop.history import History
 from sparkdl.slab.pool import close_pool
 from sparkdl.slab.root import SlabConfig, remove_root
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+cloudpickle.register_pickle_by_value(sys.modules[Hex.__module__])
 
 
 class Reader:
@@ -407,3 +411,34 @@ def test_a_damaged_image_in_predictions(reader: Reader) -> None:
     )
     with pytest.raises(Exception, match=r'column "photo", row 0 of partition \d: is no image'):
         found.collect()
+
+
+# A column type that nothing but its own class knows
+
+
+def test_a_type_of_a_user_on_executors(reader: Reader) -> None:
+    """Executors rebuild its class from the pickle, as that of a notebook."""
+    data = reader.spark.range(256).selectExpr("lower(lpad(hex(id), 4, '0')) AS code")
+    specs = {"code": Hex()}
+    samples = reader.samples(data, ["code"], columns=specs, here=False)
+    assert samples.fields == (Field("code", "uint8", (2,)),)
+    (found,) = reader.rows(samples)
+    assert sorted(found.tolist()) == [[0, i] for i in range(256)]
+    assert same(samples, reader.samples(data.repartition(3), ["code"], columns=specs))
+    trained = TrainedModel(
+        module=nn.Identity(),
+        model=nn.Identity(),
+        loss=None,
+        features=("code",),
+        label=(),
+        fields=samples.fields,
+        num_features=1,
+        float_dtype="float32",
+        output=Output((2,), "uint8"),
+        history=History(),
+        columns=specs,
+    )
+    codes = data.where("code = '0007'")
+    assert [row.prediction for row in trained.transform(codes).collect()] == [[0, 7]]
+    predicted = trained.predict(records(reader, ["0007", "ff08"]))
+    assert [value.tolist() for value in predicted.collect()] == [[0, 7], [255, 8]]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pyspark.sql import types as sql
 from pyspark.sql.pandas.types import to_arrow_type
 
-from sparkdl.data.columns.base import Sequence
+from sparkdl import Sequence
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.data.record_tasks import Sample, WriteRecords, check_alike, record_array, stack_records

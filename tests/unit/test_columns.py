@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
+import torch
+from hex_column import Hex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyspark.sql import types as sql
 
+import sparkdl
+from sparkdl import Convert, Image, Sequence
 from sparkdl.data.columns.base import (
     Column,
-    Convert,
-    Image,
+    ColumnSpec,
     NamedFunction,
-    Sequence,
-    Spec,
-    check_specs,
     specs_from_json,
     specs_to_json,
 )
 from sparkdl.data.columns.image import STRUCT
+from sparkdl.data.columns.numeric import to_numpy
+from sparkdl.data.fields import Field
+from sparkdl.data.partition_reader import close_partitions, open_partition
 from sparkdl.data.ragged import Padding
-from sparkdl.data.schema import columns_of, read_schema
+from sparkdl.data.record_tasks import WriteRecords
+from sparkdl.data.row_errors import RowError
+from sparkdl.data.schema import check_specs, columns_of, read_schema
 from sparkdl.errors import DataError, ParameterError
+from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.loop.history import History
+from sparkdl.slab.root import SlabConfig, remove_root
 
 
 def count_letters(text: str) -> int:
@@ -62,7 +74,7 @@ def count_letters(text: str) -> int:
         ),
     ],
 )
-def test_a_wrong_value_is_told(make: Callable[[], Spec], text: str) -> None:
+def test_a_wrong_value_is_told(make: Callable[[], ColumnSpec], text: str) -> None:
     with pytest.raises(ParameterError) as caught:
         make()
     assert str(caught.value) == text
@@ -97,7 +109,7 @@ def test_specifications_beside_the_other_parameters() -> None:
         'columns["photo"] is the class Image: give an instance of it.'
     ]
     assert problems({"photo": (32, 32)}) == [
-        'columns["photo"] is a tuple: give a sparkdl.Image, sparkdl.Sequence or sparkdl.Convert.'
+        'columns["photo"] is a tuple: give a sparkdl.Convert, sparkdl.Image or sparkdl.Sequence.'
     ]
     assert problems({"phto": Image()}) == [
         'columns["phto"] is neither a feature nor a label. Did you mean "photo"? Known: photo, '
@@ -129,16 +141,43 @@ def test_specifications_beside_the_other_parameters() -> None:
         ),
     )
 )
-def test_json_keeps_a_specification(spec: Spec) -> None:
+def test_json_keeps_a_specification(spec: ColumnSpec) -> None:
     assert specs_from_json(json.loads(json.dumps(specs_to_json({"x": spec})))) == {"x": spec}
+
+
+def test_the_json_of_saved_models() -> None:
+    written = {
+        "photo": {"kind": "image", "size": [4, 3], "mode": "L", "scale": None},
+        "words": {
+            "kind": "sequence",
+            "max_length": 7,
+            "padding": -1,
+            "lengths": True,
+            "pad_to_max": False,
+        },
+        "text": {"kind": "convert", "function": f"{__name__}:count_letters"},
+    }
+    specs = {
+        "photo": Image(size=(4, 3), mode="L", scale=None),
+        "words": Sequence(max_length=7, padding=-1, lengths=True),
+        "text": Convert(count_letters),
+    }
+    assert json.loads(json.dumps(specs_to_json(specs))) == written
+    assert specs_from_json(written) == {
+        **specs,
+        "text": NamedFunction(name=f"{__name__}:count_letters", make=Convert),
+    }
 
 
 def test_json_names_a_function_and_imports_nothing() -> None:
     content = json.loads(json.dumps(specs_to_json({"x": Convert(count_letters)})))
     found = specs_from_json(content)["x"]
-    assert found == NamedFunction(name=f"{__name__}:count_letters")
+    assert found == NamedFunction(name=f"{__name__}:count_letters", make=Convert)
     assert isinstance(found, NamedFunction)
-    assert found.load() is count_letters
+    assert found.load() == Convert(count_letters)
+    assert NamedFunction(name=found.name).load() is count_letters
+    with pytest.raises(ParameterError, match=r"\(it is a str, not a function\)"):
+        NamedFunction(name="string:digits").load()
     with pytest.raises(ParameterError, match="cannot be imported"):
         NamedFunction(name="no_such_module:f").load()
 
@@ -185,7 +224,7 @@ def test_the_struct_is_sparks() -> None:
 
 def test_columns_with_specifications() -> None:
     image, words, text = Image(scale=None), Sequence(), Convert(count_letters)
-    specs: dict[str, Spec] = {"bytes": image, "words": words, "track": words, "text": text}
+    specs: dict[str, ColumnSpec] = {"bytes": image, "words": words, "track": words, "text": text}
     features = ["photo", "bytes", "words", "track", "text"]
     inputs, labels = columns_of(SCHEMA, features, ["number"], "float64", specs)
     assert inputs == (
@@ -225,7 +264,7 @@ def test_a_weight_is_a_float() -> None:
         ),
     ],
 )
-def test_a_specification_that_does_not_fit(name: str, spec: Spec, text: str) -> None:
+def test_a_specification_that_does_not_fit(name: str, spec: ColumnSpec, text: str) -> None:
     with pytest.raises(DataError) as caught:
         columns_of(SCHEMA, [name], (), "float32", {name: spec})
     assert str(caught.value) == f'feature column "{name}" {text}'
@@ -247,3 +286,68 @@ def test_what_is_no_weight(name: str, text: str) -> None:
 def test_a_missing_weight() -> None:
     with pytest.raises(DataError, match='Did you mean "number"'):
         read_schema(SCHEMA, ["number"], (), "numbr", "float32")
+
+
+# A column type that nothing but its own class knows
+
+
+def test_a_new_type_in_a_schema() -> None:
+    assert problems({"words": Hex(), "tags": Hex()}) == []
+    assert problems({"words": Hex}) == [
+        'columns["words"] is the class Hex: give an instance of it.'
+    ]
+    trainer = sparkdl.Trainer(
+        model=torch.nn.Identity(), loss=torch.nn.MSELoss(), optimizer=torch.optim.SGD, batch_size=2,
+        features={"x": "text"}, columns={"text": Hex()}, stop=sparkdl.max_epoch(1),
+    )  # fmt: skip
+    assert trainer.signature.inputs == ("x",)
+    columns, _ = columns_of(SCHEMA, ["text"], (), "float32", {"text": Hex()})
+    assert columns == (Column("text", "uint8", 1, spec=Hex()),)
+    assert not columns[0].grows
+    with pytest.raises(DataError, match='"number" is of type int: a Hex is text'):
+        columns_of(SCHEMA, ["number"], (), "float32", {"number": Hex()})
+    found = to_numpy(pa.array(["00ff", "0102"]), columns[0], 10)
+    assert isinstance(found, np.ndarray)
+    assert found.tolist() == [[0, 255], [1, 2]]
+    with pytest.raises(RowError) as caught:
+        to_numpy(pa.array(["00ff", "00fg"]), columns[0], 10)
+    assert (caught.value.problem.row, str(caught.value)) == (11, "is '00fg', not 4 digits")
+
+
+def test_a_new_type_in_records(tmp_path: Path) -> None:
+    slab = SlabConfig.new(str(tmp_path), "test")
+    task = WriteRecords(slab, True, "float32", {"features": Hex()})
+    try:
+        handle = pickle.loads(next(task(0, [("00ff", 1.0), ("0102", 2.0)])))
+        assert handle.fields == (Field("features", "uint8", (2,)), Field("label", "float32", ()))
+        bytes_, labels = open_partition(handle).gather(np.arange(2))
+        assert sorted(zip(labels.tolist(), bytes_.tolist(), strict=True)) == [  # type: ignore[union-attr]
+            (1.0, [0, 255]),
+            (2.0, [1, 2]),
+        ]
+        wrong = pickle.loads(next(task(0, [("00ff", 1.0), ("0", 2.0)])))
+        assert (wrong.problem.row, wrong.problem.text) == (1, "is '0', not 4 digits")
+    finally:
+        close_partitions()
+        remove_root(slab)
+
+
+def test_a_new_type_in_a_saved_model(tmp_path: Path) -> None:
+    columns = {"text": Hex(digits=6)}
+    trained = TrainedModel(
+        module=torch.nn.Linear(3, 1),
+        model=torch.nn.Linear(3, 1),
+        loss=None,
+        features=("text",),
+        label=(),
+        fields=(Field("text", "uint8", (3,)),),
+        num_features=1,
+        float_dtype="float32",
+        output=None,
+        history=History(),
+        columns=columns,
+    )
+    folder = trained.save(tmp_path / "model")
+    saved = json.loads((folder / "model.json").read_text())["columns"]
+    assert saved == {"text": {"kind": "hex", "digits": 6}}
+    assert sparkdl.load(folder, model=torch.nn.Linear(3, 1)).columns == columns

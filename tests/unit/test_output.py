@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.data.columns.base import Column, Convert
+from sparkdl import Convert
+from sparkdl.data.columns.base import Column
 from sparkdl.infer import output as output_module
 from sparkdl.infer.output import Output, as_numpy, offsets, pieces, to_arrow
 from sparkdl.infer.predict import PredictColumn

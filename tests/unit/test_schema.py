@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import types as sql
 
-from sparkdl.data.columns.base import Column, Convert
-from sparkdl.data.columns.base import Sequence as Sequence_
+from sparkdl import Convert
+from sparkdl import Sequence as Sequence_
+from sparkdl.data.columns.base import Column
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field
 from sparkdl.data.row_errors import BadRow, RowError

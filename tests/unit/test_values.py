@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkdl.data.columns.base import Column, Convert, Image, Sequence
+from sparkdl import Convert, Image, Sequence
+from sparkdl.data.columns.base import Column
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.ragged import Ragged
 from sparkdl.data.row_errors import INSIDE_ARRAYS, SAME_SHAPE, BadRow, RowError

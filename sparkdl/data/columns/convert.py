@@ -1,13 +1,83 @@
-"""Python values to arrays: numbers, array-likes and tensors; and how messages show them."""
+"""The column type of any column that a function converts; Python values as arrays."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
+from sparkdl.data.columns.base import Column, ColumnSpec, DataType, NamedFunction, name_of
+from sparkdl.data.fields import Field, dtype_as
 from sparkdl.data.row_errors import SAME_SHAPE, RowError, finite
-from sparkdl.errors import kind_of
+from sparkdl.errors import ParameterError, kind_of
+
+_MEND = "Mend the function of this column, or filter such rows."
+
+
+@dataclass(frozen=True)
+class Convert(ColumnSpec):
+    """A specification that applies ``function(value) -> number or array`` to each row on the executors.
+
+    It fits any column. ``value`` is the Python value (a string, a dict for a struct, None for a
+    null). All results must have one shape. Floats become the model's floats, unsigned integers
+    int64.
+    """
+
+    kind = "convert"
+    grows = True
+
+    function: Callable[[Any], Any]
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ParameterError(
+                f"Convert: function is {kind_of(self.function)}: give a function of one "
+                "value that returns a number or an array."
+            )
+
+    def resolve(
+        self, name: str, data_type: DataType, float_dtype: str, trained: Field | None
+    ) -> Column | str:
+        """Return the column: any type will do."""
+        return Column(name, float_dtype, spec=self, trained=trained)
+
+    def convert(self, array: pa.Array, column: Column, first_row: int) -> np.ndarray:
+        """Apply the function to the Python value of each row."""
+        results: list[np.ndarray] = []
+        for row, value in enumerate(array.to_pylist(), start=first_row):
+            try:
+                result = self.function(value)
+            except Exception as error:
+                raise RowError(
+                    column.name,
+                    row,
+                    f"the function of this column raised {type(error).__name__}: {error}",
+                    f"It was given {shorten(value)}. Mend the function, or filter such rows.",
+                ) from None
+            results.append(as_array(result, column.name, row, column.dtype, _MEND))
+            first = results[0]
+            if (results[-1].shape, results[-1].dtype) != (first.shape, first.dtype):
+                raise RowError(
+                    column.name,
+                    row,
+                    f"became {described(results[-1])} where row {first_row} became {described(first)}",
+                    SAME_SHAPE,
+                )
+        if not results:
+            return np.zeros(0, column.dtype)
+        return np.stack(results).astype(dtype_as(results[0].dtype.name, column.trained), copy=False)
+
+    def to_json(self, name: str) -> dict[str, Any]:
+        """Return the name of the function."""
+        return {"function": name_of(self.function, f'of column "{name}"')}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> NamedFunction:
+        """Return the named function, of which a ``Convert`` is made once it is imported."""
+        return NamedFunction(name=values["function"], make=cls)
 
 
 def as_array(value: Any, name: str, row: int, float_dtype: str, remedy: str) -> np.ndarray:

@@ -1,20 +1,26 @@
-"""Images to arrays: encoded bytes through Pillow, and the struct of Spark's ``image`` source."""
+"""The column type of images: encoded bytes, through Pillow, and structs of Spark's image source."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.columns.base import MODES, Image
+from sparkdl.data.columns.base import Column, ColumnSpec, DataType, is_number, is_whole
+from sparkdl.data.fields import Field
 from sparkdl.data.row_errors import RowError, drop
+from sparkdl.errors import ParameterError, raise_all
+from sparkdl.plain import make_plain
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
+MODES = {"L": 1, "RGB": 3, "RGBA": 4}
+"""Number of channels of each colour mode, by Pillow's name."""
 STRUCT = ("origin", "height", "width", "nChannels", "mode", "data")
 """The fields of Spark's image schema (``pyspark.ml.image.ImageSchema``)."""
 CHANNELS = {0: 1, 16: 3, 24: 4}
@@ -31,44 +37,93 @@ class _BadImage(Exception):
         self.remedy = remedy
 
 
-def decode_images(
-    array: pa.Array, name: str, image: Image, float_dtype: str, first_row: int = 0
-) -> np.ndarray:
-    """Return a column of images as (rows, C, H, W): ``float_dtype`` times ``image.scale``, or uint8.
+@dataclass(frozen=True, kw_only=True)
+class Image(ColumnSpec):
+    """A specification of images: encoded bytes (PNG, JPEG, ...), or structs of Spark's image source.
 
-    Args:
-        array: The column.
-        name: Its name, for messages.
-        image: The specification.
-        float_dtype: The dtype of the result if the specification has a scale.
-        first_row: The number of the array's row 0 in its partition, for messages.
-
-    Raises:
-        RowError: An image is null, damaged, or of another size than row 0's.
+    Executors decode them to (C, H, W), with channels in the order of ``mode``. Encoded bytes and
+    any change of size or mode need Pillow, the extra ``images``.
     """
-    pixels: list[np.ndarray] = []
-    for i, scalar in enumerate(array):
-        row = first_row + i
-        if not scalar.is_valid:
-            raise RowError(name, row, "is null", drop(name))
-        try:
-            found = _pixels(scalar, image)
-        except _BadImage as error:
-            raise RowError(name, row, str(error), error.remedy) from None
-        if pixels and found.shape != pixels[0].shape:
-            raise RowError(
-                name,
-                row,
-                f"is an image of {_size(found)} where row {first_row} is of {_size(pixels[0])}",
-                f'Have them resized: columns={{"{name}": sparkdl.Image(size=(height, width))}}.',
+
+    kind = "image"
+    grows = True
+    records_hold_tensors = True
+
+    size: tuple[int, int] | None = None
+    """(height, width) to which every image is resized, bilinearly; None: all must have one size."""
+    mode: str = "RGB"
+    """"RGB", "L" (grey) or "RGBA"; other images are converted to it."""
+    scale: float | None = 1 / 255
+    """Factor for the bytes 0 to 255, which become the model's floats; None: they stay uint8.
+
+    uint8 takes a quarter of the memory; ``augment`` or the model then gets uint8.
+    """
+
+    def __post_init__(self) -> None:
+        problems = []
+        make_plain(self)
+        if isinstance(self.size, list):
+            object.__setattr__(self, "size", tuple(self.size))
+        if self.size is not None:
+            good = isinstance(self.size, tuple) and len(self.size) == 2
+            if not good or not all(is_whole(side, 1) for side in self.size):
+                problems.append(f"size={self.size!r}: give (height, width) in pixels, or None.")
+        if self.mode not in MODES:
+            problems.append(f"mode={self.mode!r}: use one of {', '.join(MODES)}.")
+        if self.scale is not None and not (is_number(self.scale) and self.scale != 0):
+            problems.append(f"scale={self.scale!r}: give a number other than 0, or None for bytes.")
+        raise_all(ParameterError, [f"Image: {problem}" for problem in problems])
+
+    @classmethod
+    def default(cls, data_type: DataType) -> Image | None:
+        """Return the specification of a struct of Spark's image source, None for other types."""
+        return cls() if _is_struct(data_type) else None
+
+    def resolve(
+        self, name: str, data_type: DataType, float_dtype: str, trained: Field | None
+    ) -> Column | str:
+        """Return the column, or an error text if it is neither binary nor a struct of an image."""
+        if not _is_struct(data_type) and data_type.typeName() != "binary":
+            return (
+                f"is of type {data_type.simpleString()}, which is no image: give encoded bytes "
+                '(binary), or what spark.read.format("image") reads.'
             )
-        pixels.append(found)
-    if not pixels:
-        pixels.append(np.zeros((MODES[image.mode], *(image.size or (0, 0))), np.uint8))
-    stacked = np.stack(pixels)[: len(array)]
-    if image.scale is None:
-        return stacked
-    return np.multiply(stacked, np.dtype(float_dtype).type(image.scale), dtype=float_dtype)
+        return Column(name, float_dtype if self.scale is not None else "uint8", 3, spec=self)
+
+    def convert(self, array: pa.Array, column: Column, first_row: int) -> np.ndarray:
+        """Return images as (rows, C, H, W): ``column.dtype`` times ``scale``, or uint8.
+
+        Raises:
+            RowError: An image is null, damaged, or of another size than row 0's.
+        """
+        pixels: list[np.ndarray] = []
+        for i, scalar in enumerate(array):
+            row, name = first_row + i, column.name
+            if not scalar.is_valid:
+                raise RowError(name, row, "is null", drop(name))
+            try:
+                found = _pixels(scalar, self)
+            except _BadImage as error:
+                raise RowError(name, row, str(error), error.remedy) from None
+            if pixels and found.shape != pixels[0].shape:
+                raise RowError(
+                    name,
+                    row,
+                    f"is an image of {_size(found)} where row {first_row} is of {_size(pixels[0])}",
+                    f'Have them resized: columns={{"{name}": sparkdl.Image(size=(height, width))}}.',
+                )
+            pixels.append(found)
+        if not pixels:
+            pixels.append(np.zeros((MODES[self.mode], *(self.size or (0, 0))), np.uint8))
+        stacked = np.stack(pixels)[: len(array)]
+        if self.scale is None:
+            return stacked
+        return np.multiply(stacked, np.dtype(column.dtype).type(self.scale), dtype=column.dtype)
+
+
+def _is_struct(data_type: DataType) -> bool:
+    """Return whether this is the struct of Spark's image source."""
+    return getattr(data_type, "names", None) == list(STRUCT)
 
 
 def _pixels(scalar: Any, image: Image) -> np.ndarray:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.columns.base import Convert, Image, Sequence
-from sparkdl.data.columns.convert import as_array, described, shorten
-from sparkdl.data.columns.image import decode_images
-from sparkdl.data.fields import dtype_as
-from sparkdl.data.ragged import Ragged, Rows
+from sparkdl.data.columns.base import Column, DataType
+from sparkdl.data.fields import Field, dtype_as
+from sparkdl.data.ragged import Rows
 from sparkdl.data.row_errors import (
     INSIDE_ARRAYS,
     INSIDE_VECTORS,
@@ -25,8 +21,94 @@ from sparkdl.data.row_errors import (
     varying,
 )
 
-if TYPE_CHECKING:
-    from sparkdl.data.columns.base import Column
+_INTEGERS = {"byte": "int8", "short": "int16", "integer": "int32", "long": "int64"}
+_FLOATS = {"float", "double", "decimal"}
+
+
+def numeric_column(
+    name: str, data_type: DataType, float_dtype: str, trained: Field | None
+) -> Column | str:
+    """Return the column of numbers, arrays or vectors, or what is wrong with its type and what to do.
+
+    Args:
+        name: The name of the column.
+        data_type: Its Spark type.
+        float_dtype: The model's floating dtype.
+        trained: The field that the model was trained with; integers become floats if it has floats.
+    """
+    column = _numeric(name, data_type, float_dtype)
+    if isinstance(column, str):
+        return column + _way_out(name, data_type)
+    return replace(column, dtype=dtype_as(column.dtype, trained))
+
+
+def weight_column(
+    name: str, data_type: DataType, float_dtype: str, trained: Field | None
+) -> Column | str:
+    """Return the column of the samples' weights, or what is wrong; see :func:`numeric_column`."""
+    column = _numeric(name, data_type, float_dtype)
+    if isinstance(column, str):
+        return column
+    if column.depth or dtype_as(column.dtype, trained) == "bool":
+        return f"is of type {data_type.simpleString()}: a weight is one number."
+    return Column(name, float_dtype, weight=True)
+
+
+_CONVERTIBLE = ("timestamp", "date", "time", "struct", "map", "daytime", "yearmonth", "matrixudt")
+"""Prefixes of the names of types whose values a function can turn into numbers."""
+
+
+def _way_out(name: str, data_type: DataType) -> str:
+    """Return advice for a column whose type has numbers in it but is not numeric."""
+    inner = data_type
+    while inner.typeName() == "array":
+        inner = inner.elementType
+    kind = inner.typeName()
+    convert = f'columns={{"{name}": sparkdl.Convert(function)}}, a function of its Python value.'
+    if not kind.startswith(_CONVERTIBLE):
+        return ""
+    if inner is not data_type:
+        return f" Or give {convert}"
+    if kind.startswith(("timestamp", "date")):
+        return (
+            f' Make a number of it, such as functions.datediff("{name}", start), or '
+            f'functions.unix_timestamp("{name}") less a start (float32 has 7 digits), or give {convert}'
+        )
+    if kind == "struct":
+        field = data_type.names[0] if data_type.names else "a"
+        make = f'df.withColumn("{field}", df["{name}"]["{field}"])'
+        return f" Make its fields columns, as {make}, or give {convert}"
+    if kind == "map":
+        return f' Make values of it columns, as df["{name}"]["a key"], or give {convert}'
+    return f" Or give {convert}"
+
+
+def _numeric(name: str, data_type: DataType, float_dtype: str) -> Column | str:
+    """Return the column, or what is wrong with its type and what to do."""
+    kind, depth = data_type, 0
+    while kind.typeName() == "array":
+        kind, depth = kind.elementType, depth + 1
+    type_name = kind.typeName()
+    if type_name == "vectorudt" or type(kind).__name__ == "VectorUDT":
+        if depth:
+            return "is an array of vectors: use nested arrays, or one vector a row."
+        return Column(name, float_dtype, depth=1, vector=True)
+    if type_name in _INTEGERS:
+        return Column(name, _INTEGERS[type_name], depth)
+    if type_name in _FLOATS or type_name.startswith("decimal"):
+        return Column(name, float_dtype, depth)
+    if type_name == "boolean":
+        return Column(name, "bool", depth)
+    shown = data_type.simpleString()
+    if type_name in ("string", "varchar", "char"):
+        return (
+            f"is of type {shown}: turn text into numbers first, for example with "
+            "pyspark.ml.feature.StringIndexer, or cast it where it holds numbers."
+        )
+    return (
+        f"is of type {shown}, which cannot become a tensor: use numbers, arrays of numbers or "
+        "pyspark.ml.linalg vectors."
+    )
 
 
 def to_numpy(array: pa.Array, column: Column, first_row: int = 0) -> Rows:
@@ -43,12 +125,8 @@ def to_numpy(array: pa.Array, column: Column, first_row: int = 0) -> Rows:
         RowError: A row is null, holds NaN or a number that is infinite in ``column.dtype``, differs in
             shape from row 0, is a damaged image or an invalid weight, or its function fails.
     """
-    if isinstance(column.spec, Image):
-        return decode_images(array, column.name, column.spec, column.dtype, first_row)
-    if isinstance(column.spec, Sequence):
-        return _sequences(array, column, column.spec, first_row)
-    if isinstance(column.spec, Convert):
-        return _converted(array, column, column.spec.function, first_row)
+    if column.spec is not None:
+        return column.spec.convert(array, column, first_row)
     if not len(array):
         return np.zeros((0,) * (1 + column.depth), column.dtype)
     with np.errstate(over="ignore"):  # what is too large becomes inf, which is reported below
@@ -97,74 +175,6 @@ def check_weights(values: np.ndarray, name: str, first_row: int) -> None:
             f"is {values[row]}, and a weight is a finite number of at least 0",
             "Filter such rows, or mend their weights.",
         )
-
-
-_INSIDE = {
-    "is null": "holds a null",
-    "is NaN": "holds NaN",
-    "is inf": "holds inf",
-    "is an empty array": "holds an empty one",
-}
-"""Problem of an item -> problem of the row that contains the item."""
-
-
-def _sequences(array: pa.Array, column: Column, spec: Sequence, first_row: int) -> Ragged:
-    """Convert rows of varying length; below the outermost level, all rows must have one shape."""
-    if array.null_count:
-        row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
-        raise RowError(column.name, first_row + row, "is null", drop(column.name))
-    lengths = array.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    if not lengths.all():
-        row = int(np.argmin(lengths))
-        raise RowError(column.name, first_row + row, "is an empty array", NO_VALUES)
-    inner = replace(column, depth=column.depth - 1, spec=None)
-    try:
-        values = to_numpy(array.flatten(), inner)
-    except RowError as error:
-        item = error.problem.row
-        row = int(np.searchsorted(offsets, item, side="right")) - 1
-        text = _INSIDE.get(error.problem.text, error.problem.text)
-        if text.startswith("has "):
-            text = text.replace("has ", "has an item of ", 1).replace("row 0", "the first item")
-            raise RowError(column.name, first_row + row, text, SAME_SHAPE) from None
-        remedy = error.problem.remedy if text == "holds inf" else INSIDE_ARRAYS
-        raise RowError(column.name, first_row + row, text, remedy) from None
-    assert isinstance(values, np.ndarray)
-    rows = Ragged(values, offsets, spec.rule)
-    return rows if spec.max_length is None else rows.cut(spec.max_length)
-
-
-def _converted(
-    array: pa.Array, column: Column, function: Callable[[Any], Any], first_row: int
-) -> np.ndarray:
-    """Apply ``function`` to the Python value of each row."""
-    results: list[np.ndarray] = []
-    for row, value in enumerate(array.to_pylist(), start=first_row):
-        try:
-            result = function(value)
-        except Exception as error:
-            raise RowError(
-                column.name,
-                row,
-                f"the function of this column raised {type(error).__name__}: {error}",
-                f"It was given {shorten(value)}. Mend the function, or filter such rows.",
-            ) from None
-        results.append(as_array(result, column.name, row, column.dtype, _MEND))
-        first = results[0]
-        if (results[-1].shape, results[-1].dtype) != (first.shape, first.dtype):
-            raise RowError(
-                column.name,
-                row,
-                f"became {described(results[-1])} where row {first_row} became {described(first)}",
-                SAME_SHAPE,
-            )
-    if not results:
-        return np.zeros(0, column.dtype)
-    return np.stack(results).astype(dtype_as(results[0].dtype.name, column.trained), copy=False)
-
-
-_MEND = "Mend the function of this column, or filter such rows."
 
 
 def _nested(array: pa.Array, column: Column, first_row: int) -> np.ndarray:

@@ -1,0 +1,140 @@
+"""The column type of rows of varying length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from sparkdl.data.columns.base import Column, ColumnSpec, DataType, is_number, is_whole
+from sparkdl.data.columns.convert import as_array
+from sparkdl.data.columns.numeric import numeric_column, to_numpy
+from sparkdl.data.fields import Field
+from sparkdl.data.ragged import Padding, Ragged
+from sparkdl.data.row_errors import (
+    INSIDE_ARRAYS,
+    MEND_RECORDS,
+    NO_VALUES,
+    SAME_SHAPE,
+    RowError,
+    drop,
+)
+from sparkdl.errors import ParameterError, raise_all
+from sparkdl.plain import make_plain
+
+_INSIDE = {
+    "is null": "holds a null",
+    "is NaN": "holds NaN",
+    "is inf": "holds inf",
+    "is an empty array": "holds an empty one",
+}
+"""Problem of an item -> problem of the row that contains the item."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequence(ColumnSpec):
+    """A specification of rows of varying length.
+
+    The column is ``array<number>``, or ``array<array<number>>`` for (T, D). Rows are stored
+    unpadded; each mini-batch pads them at the end, to its longest row.
+    """
+
+    kind = "sequence"
+    for_records = True
+
+    max_length: int | None = None
+    """Longer rows are cut at the end."""
+    padding: float = 0
+    """The value that fills up shorter rows."""
+    lengths: bool = False
+    """Give the model the lengths as one more input directly after this one: int64, shape (B,)."""
+    pad_to_max: bool = False
+    """Always pad to ``max_length``, so that every mini-batch has the same shape."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        make_plain(self)
+        if self.max_length is not None and not is_whole(self.max_length, 1):
+            problems.append(f"max_length={self.max_length!r}: give a whole number of at least 1.")
+        if not is_number(self.padding):
+            problems.append(f"padding={self.padding!r}: give a number.")
+        for name in ("lengths", "pad_to_max"):
+            if not isinstance(getattr(self, name), bool):
+                problems.append(f"{name}={getattr(self, name)!r}: give True or False.")
+        if self.pad_to_max is True and self.max_length is None:
+            problems.append("pad_to_max=True: give max_length, which it pads to.")
+        raise_all(ParameterError, [f"Sequence: {problem}" for problem in problems])
+
+    @property
+    def rule(self) -> Padding:
+        """Return the padding of its mini-batches."""
+        return Padding(
+            value=self.padding,
+            length=self.max_length if self.pad_to_max else None,
+            lengths=self.lengths,
+        )
+
+    def problems(self, role: str) -> Iterator[str]:
+        """Yield a problem if a label is to give its lengths, which only a model takes."""
+        if self.lengths and role == "label":
+            yield "has lengths=True, which is for features: the loss gets none."
+
+    def resolve(
+        self, name: str, data_type: DataType, float_dtype: str, trained: Field | None
+    ) -> Column | str:
+        """Return the column, or an error text if it is no array that can hold the padding."""
+        column = numeric_column(name, data_type, float_dtype, trained)
+        if isinstance(column, str):
+            return column
+        shown = data_type.simpleString()
+        if not column.depth or column.vector:
+            return f"is of type {shown}: a sparkdl.Sequence is an array of numbers."
+        if not _holds(column.dtype, self.padding):
+            return f"is of type {shown}, of which padding={self.padding} is no value."
+        return replace(column, spec=self)
+
+    def convert(self, array: pa.Array, column: Column, first_row: int) -> Ragged:
+        """Return the rows; below the outermost level, all rows must have one shape."""
+        if array.null_count:
+            row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
+            raise RowError(column.name, first_row + row, "is null", drop(column.name))
+        lengths = array.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        if not lengths.all():
+            row = int(np.argmin(lengths))
+            raise RowError(column.name, first_row + row, "is an empty array", NO_VALUES)
+        inner = replace(column, depth=column.depth - 1, spec=None)
+        try:
+            values = to_numpy(array.flatten(), inner)
+        except RowError as error:
+            item = error.problem.row
+            row = int(np.searchsorted(offsets, item, side="right")) - 1
+            text = _INSIDE.get(error.problem.text, error.problem.text)
+            if text.startswith("has "):
+                text = text.replace("has ", "has an item of ", 1).replace("row 0", "the first item")
+                raise RowError(column.name, first_row + row, text, SAME_SHAPE) from None
+            remedy = error.problem.remedy if text == "holds inf" else INSIDE_ARRAYS
+            raise RowError(column.name, first_row + row, text, remedy) from None
+        assert isinstance(values, np.ndarray)
+        rows = Ragged(values, offsets, self.rule)
+        return rows if self.max_length is None else rows.cut(self.max_length)
+
+    def from_record(self, value: Any, name: str, row: int, float_dtype: str) -> np.ndarray:
+        """Return the values of a record, cut to ``max_length``."""
+        array = as_array(value, name, row, float_dtype, MEND_RECORDS)
+        if array.ndim == 0:
+            raise RowError(name, row, "is a number, not a sequence of numbers", MEND_RECORDS)
+        return array[: self.max_length]
+
+
+def _holds(dtype: str, value: float) -> bool:
+    """Return whether ``value`` can be represented in this dtype."""
+    if dtype == "bool":
+        return value in (0, 1)
+    if not dtype.startswith("int"):
+        return True
+    limits = np.iinfo(dtype)
+    return value == int(value) and limits.min <= value <= limits.max
