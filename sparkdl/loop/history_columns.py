@@ -11,7 +11,8 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
-import safetensors.torch
+import numpy as np
+import safetensors.numpy
 import torch
 
 from sparkdl.codec.files import parse_json, parse_tensors
@@ -28,13 +29,14 @@ def pack(columns: Mapping[str, array[Any]], length: int, rest: Mapping[str, Any]
         length: How many numbers of each column are written, from the first.
         rest: Everything else, as plain values.
     """
-    tensors = {
-        name: torch.frombuffer(column, dtype=DTYPES[column.typecode], count=length)
+    # by way of torch, each new length would leave a ctypes class behind
+    arrays = {
+        name: np.frombuffer(column, dtype=column.typecode, count=length)
         if length
-        else torch.empty(0, dtype=DTYPES[column.typecode])
+        else np.empty(0, dtype=column.typecode)
         for name, column in columns.items()
     }
-    return safetensors.torch.save(tensors, {_REST: json.dumps(rest)})
+    return safetensors.numpy.save(arrays, {_REST: json.dumps(rest)})
 
 
 def unpack(data: bytes, codes: Mapping[str, str]) -> tuple[dict[str, array[Any]], dict[str, Any]]:
