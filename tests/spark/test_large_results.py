@@ -199,7 +199,7 @@ def _raise(reason: str) -> None:
     ("where", "message"),
     [
         (
-            "left_to_machine",
+            "left_to_process",
             r"to take it back after the training the driver's Python needs 0\.0 GB",
         ),
         ("_free", r"gradients of 2 replicas take 0\.0 GB of slabs: there is room for 0\.0 GB in"),
