@@ -144,6 +144,8 @@ class EpochLines(Callback):
         self._every = max(1, -(-epochs // 10))
         self._epochs = epochs
         self._shown = progress == "auto" and not sys.stderr.isatty()
+        if self._shown:  # these lines take the place of those that fit logs without a terminal
+            logging.getLogger("sparkdl").setLevel(logging.WARNING)
         self._epoch = History()
         self._line = ""
         self.state = TrainState()
