@@ -54,8 +54,8 @@ class Trigger:
 
 
 @dataclass(frozen=True)
-class And(Trigger):
-    """True if both are."""
+class _Pair(Trigger):
+    """Two triggers together."""
 
     left: Trigger
     right: Trigger
@@ -63,42 +63,38 @@ class And(Trigger):
     @property
     def predictable(self) -> bool:
         return self.left.predictable and self.right.predictable
+
+    def metrics(self) -> frozenset[str]:
+        return self.left.metrics() | self.right.metrics()
+
+    def limits(self, iterations_per_epoch: int) -> list[int]:
+        """Return those limits of the two that are known."""
+        limits = [t.limit(iterations_per_epoch) for t in (self.left, self.right)]
+        return [limit for limit in limits if limit is not None]
+
+
+class And(_Pair):
+    """True if both are."""
 
     def __call__(self, previous: TrainState, current: TrainState) -> bool:
         return self.left(previous, current) and self.right(previous, current)
 
     def limit(self, iterations_per_epoch: int) -> int | None:
-        limits = [t.limit(iterations_per_epoch) for t in (self.left, self.right)]
-        known = [limit for limit in limits if limit is not None]
+        known = self.limits(iterations_per_epoch)
         return max(known) if len(known) == 2 else None
-
-    def metrics(self) -> frozenset[str]:
-        return self.left.metrics() | self.right.metrics()
 
     def __invert__(self) -> Trigger:
         return Or(~self.left, ~self.right)  # so that limits survive a negation
 
 
-@dataclass(frozen=True)
-class Or(Trigger):
+class Or(_Pair):
     """True if at least one is."""
-
-    left: Trigger
-    right: Trigger
-
-    @property
-    def predictable(self) -> bool:
-        return self.left.predictable and self.right.predictable
 
     def __call__(self, previous: TrainState, current: TrainState) -> bool:
         return self.left(previous, current) or self.right(previous, current)
 
     def limit(self, iterations_per_epoch: int) -> int | None:
-        limits = [t.limit(iterations_per_epoch) for t in (self.left, self.right)]
-        return min((limit for limit in limits if limit is not None), default=None)
-
-    def metrics(self) -> frozenset[str]:
-        return self.left.metrics() | self.right.metrics()
+        return min(self.limits(iterations_per_epoch), default=None)
 
     def __invert__(self) -> Trigger:
         return And(~self.left, ~self.right)
