@@ -13,6 +13,59 @@ from sparkdl.codec.files import check_size, read_plain
 from sparkdl.errors import CheckpointError
 
 
+class Local:
+    """The local file system: atomic, durable writes; plain files only."""
+
+    def make(self, path: str) -> None:
+        """Create a folder and its parents."""
+        os.makedirs(path, exist_ok=True)
+        _sync_folder(os.path.dirname(path))
+
+    def write(self, path: str, temporary: str, data: bytes) -> None:
+        """Write and fsync ``temporary``, rename it to ``path``, and fsync the folder."""
+        try:
+            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            with open(handle, "wb", buffering=0) as file:
+                view = memoryview(data)
+                while view:  # one call writes at most 2 GiB
+                    view = view[file.write(view) :]
+                os.fsync(handle)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        _sync_folder(os.path.dirname(path))
+
+    def read(self, path: str, limit: int | None = None) -> bytes:
+        """Return the bytes of a plain file.
+
+        Raises:
+            OSError: It is a link, a folder or a pipe, or larger than ``limit``.
+        """
+        return read_plain(path, limit)
+
+    def entries(self, path: str) -> list[tuple[str, str, int]]:
+        """Return name, kind and size of each entry; links are "other"."""
+        listed = []
+        with contextlib.suppress(FileNotFoundError), os.scandir(path) as found:
+            for entry in found:
+                with contextlib.suppress(FileNotFoundError):  # it was deleted in the meantime
+                    listed.append(_entry(entry))
+        return listed
+
+    def delete(self, path: str) -> None:
+        """Delete a file; it may be deleted already."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def delete_empty(self, path: str) -> None:
+        """Delete a folder if it is empty."""
+        if not self.entries(path):
+            with contextlib.suppress(FileNotFoundError):
+                os.rmdir(path)
+
+
 class Remote:
     """One ``pyarrow.fs.FileSystem``. Its exceptions are not converted here."""
 
@@ -102,61 +155,6 @@ def open_uri(uri: str) -> tuple[Remote, str]:
         ) from None
     known, path = fsspec.core.url_to_fs(uri)
     return Remote(fs.PyFileSystem(fs.FSSpecHandler(known)), known.invalidate_cache), path
-
-
-def make(path: str) -> None:
-    """Create a folder and its parents."""
-    os.makedirs(path, exist_ok=True)
-    _sync_folder(os.path.dirname(path))
-
-
-def write(path: str, temporary: str, data: bytes) -> None:
-    """Write and fsync ``temporary``, rename it to ``path``, and fsync the folder."""
-    try:
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        with open(handle, "wb", buffering=0) as file:
-            view = memoryview(data)
-            while view:  # one call writes at most 2 GiB
-                view = view[file.write(view) :]
-            os.fsync(handle)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    _sync_folder(os.path.dirname(path))
-
-
-def read(path: str, limit: int | None = None) -> bytes:
-    """Return the bytes of a plain file.
-
-    Raises:
-        OSError: It is a link, a folder or a pipe, or larger than ``limit``.
-    """
-    return read_plain(path, limit)
-
-
-def entries(path: str) -> list[tuple[str, str, int]]:
-    """Return name, kind and size of each entry; links are "other"."""
-    listed = []
-    with contextlib.suppress(FileNotFoundError), os.scandir(path) as found:
-        for entry in found:
-            with contextlib.suppress(FileNotFoundError):  # it was deleted in the meantime
-                listed.append(_entry(entry))
-    return listed
-
-
-def delete(path: str) -> None:
-    """Delete a file; it may be deleted already."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-
-
-def delete_empty(path: str) -> None:
-    """Delete a folder if it is empty."""
-    if not entries(path):
-        with contextlib.suppress(FileNotFoundError):
-            os.rmdir(path)
 
 
 def _entry(entry: os.DirEntry[str]) -> tuple[str, str, int]:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import unquote
 
-from sparkdl.checkpoint import file_systems
-from sparkdl.codec.describe import without_credentials
+from sparkdl.checkpoint.file_systems import Local, open_uri
+from sparkdl.codec.redaction import without_credentials
 from sparkdl.errors import CheckpointError
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/+)(.*)", re.DOTALL)
@@ -172,8 +172,8 @@ def unfinished(name: str) -> str | None:
 @functools.lru_cache(maxsize=256)
 def _open(uri: str) -> tuple[Backend, str]:
     if "://" not in uri:
-        return file_systems, uri
-    system, path = file_systems.open_uri(uri)
+        return Local(), uri
+    system, path = open_uri(uri)
     return system, path.rstrip("/")
 
 

@@ -1,28 +1,25 @@
-"""Text descriptions of a trainer and of other settings, with secrets hidden.
-
-Secrets are hidden in everything that is written down: configurations, parameters, messages. They are
-recognised by names, as a key or before an ``=``, and by the form of URIs. A secret under a harmless
-name, or given by position, is not recognised.
-"""
+"""Text descriptions of a trainer and of other settings, with secrets hidden."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import nn
 
+from sparkdl.codec.redaction import REDACTED, is_secret, without_credentials
+
 LONGEST = 2_000
 """Most characters of a field's description."""
+LONGEST_PARAMETER = 250
+"""Most characters of a parameter's value; the rest is cut (MLflow's stores take 250 to 8,000)."""
 
 
 def redact(mapping: Mapping[str, Any]) -> dict[str, str]:
-    """Return ``mapping`` as text with secrets hidden, see :mod:`sparkdl.codec.describe`.
+    """Return ``mapping`` as text with secrets hidden, see :mod:`sparkdl.codec.redaction`.
 
     All values of a key whose name suggests a secret are hidden, numbers too.
     """
@@ -82,17 +79,13 @@ def _name(thing: Any) -> str:
     return f"{getattr(thing, '__module__', None) or 'builtins'}:{thing.__qualname__}"
 
 
-LONGEST_PARAMETER = 250
-"""Most characters of a parameter's value; the rest is cut (MLflow's stores take 250 to 8,000)."""
-
-
 def plain_parameters(trainer: Any, written_as: tuple[type, ...] = ()) -> dict[str, str]:
     """Return the plain init fields of a dataclass as text: numbers, strings, and lists of them.
 
     A function, class or module is given as its name. A partial also gives its plain keywords, as
     ``optimizer.lr``; mappings and nested dataclasses do so as well. Anything else (data, callbacks)
     is left out, and so are values whose names suggest a secret. Secrets inside texts are hidden,
-    see :mod:`sparkdl.codec.describe`.
+    see :mod:`sparkdl.codec.redaction`.
 
     Args:
         trainer: The dataclass.
@@ -104,7 +97,7 @@ def plain_parameters(trainer: Any, written_as: tuple[type, ...] = ()) -> dict[st
 
 def _given(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the init fields of a dataclass."""
-    return ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init)
+    return ((f.name, getattr(value, f.name)) for f in fields(value) if f.init)
 
 
 def _texts(name: str, value: Any, written_as: tuple[type, ...]) -> Iterator[tuple[str, str]]:
@@ -127,7 +120,7 @@ def _texts(name: str, value: Any, written_as: tuple[type, ...]) -> Iterator[tupl
             yield name, _cut(", ".join(texts))
     elif isinstance(value, nn.Module):
         yield name, type(value).__qualname__
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+    elif is_dataclass(value) and not isinstance(value, type):
         for field, entry in _given(value):
             yield from _texts(f"{name}.{field}", entry, written_as)
     elif callable(value):
@@ -136,67 +129,3 @@ def _texts(name: str, value: Any, written_as: tuple[type, ...]) -> Iterator[tupl
 
 def _cut(text: str) -> str:
     return text if len(text) <= LONGEST_PARAMETER else f"{text[: LONGEST_PARAMETER - 1]}…"
-
-
-REDACTED = "(redacted)"
-
-
-_WORDS = r"secret|token|passw|passphrase|pwd|credential|key|authorization|signature|private"
-
-
-_SECRET = re.compile(rf"{_WORDS}|(^|[._-])(auth|pass|sig)$", re.IGNORECASE)
-
-
-_SECRET_NUMBER = re.compile(
-    r"secret|passw|passphrase|pwd|credential|(access|account|api|encryption|private|shared)[._-]?key|"
-    r"(^|[._-])(key|token)$",
-    re.IGNORECASE,
-)
-
-
-_ASSIGNED = re.compile(  # looks at each word once, however long it is
-    r"(?<![\w.-])(?P<name>"
-    rf"(?=[\w.-]*?(?:{_WORDS})|(?:[\w.-]*[._-])?(?:pass|sig)=)[\w.-]++)="
-    r"(?P<value>'[^']*'|\"[^\"]*\"|(?!\(redacted\))[^&;,\s'\")]+)",
-    re.IGNORECASE,
-)
-
-
-_USER = re.compile(r"(?<![\w+.-])(?P<scheme>[\w+.-]*+)://(?P<user>[^/?#\s'\"]*)@")
-
-
-_CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")
-"""Schemes whose URIs have a container in the place of the user."""
-
-
-def is_secret(key: str, value: object) -> bool:
-    """Return whether the name ``key`` suggests that ``value`` is a secret.
-
-    Fewer names hide a number, because it is more often a size, as in ``max_tokens``. None, True and
-    False are never hidden.
-    """
-    if value is None or isinstance(value, bool):
-        return False
-    return bool((_SECRET_NUMBER if isinstance(value, (int, float)) else _SECRET).search(key))
-
-
-def without_credentials(text: str) -> str:
-    """Return ``text`` with credentials hidden.
-
-    These are the users and passwords in URIs, and the values of assignments such as ``secret=...``,
-    as in the query of a signed URI.
-    """
-    return _ASSIGNED.sub(_without_value, _USER.sub(_without_user, text))
-
-
-def _without_user(found: re.Match[str]) -> str:
-    scheme, user = found.group("scheme"), found.group("user")
-    if scheme.lower() in _CONTAINERS and ":" not in user:
-        return found.group()
-    return f"{scheme}://{REDACTED}@"
-
-
-def _without_value(found: re.Match[str]) -> str:
-    quote = found.group("value")[0]
-    quote = quote if quote in "'\"" else ""
-    return f"{found.group('name')}={quote}{REDACTED}{quote}"

@@ -1,23 +1,20 @@
-"""Named tensors of parameters packed into bytes, each at a multiple of 64 bytes. Pure torch.
-
-This module also has the frames between jobs. A frame is 4 bytes of header length (big-endian), the
-header (a pickled record of metadata), and the payload as it lies in memory, such as the raw bytes of a
-tensor that goes from node to node. The payload never passes through pickle.
-"""
+"""Named tensors of parameters packed into bytes, each at a multiple of 64 bytes. Pure torch."""
 
 from __future__ import annotations
 
 import json
 import math
-import pickle
 import struct
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from sparkdl.codec.frames import as_tensor
+
+ALIGNMENT = 64
+"""Segments start at multiples of this many bytes, as separately allocated tensors do."""
 _LENGTH = struct.Struct("<q")
 Tensors = Mapping[str, torch.Tensor]
 """Tensors by name."""
@@ -120,41 +117,3 @@ def split_files(data: bytes | memoryview) -> Iterator[bytes]:
         place += _LENGTH.size
         yield bytes(data[place : place + length])
         place += length
-
-
-ALIGNMENT = 64
-"""Segments start at multiples of this many bytes, as separately allocated tensors do."""
-
-
-_LENGTH_FRAMES = struct.Struct(">I")
-
-
-def encode(header: Any, *payload: torch.Tensor | None) -> bytes:
-    """Return a frame; ``payload`` has contiguous CPU tensors, which follow one after another."""
-    head = pickle.dumps(header, protocol=pickle.HIGHEST_PROTOCOL)
-    parts: list[Any] = [_LENGTH_FRAMES.pack(len(head)), head]
-    for tensor in payload:
-        if tensor is not None:
-            parts.append(tensor.detach().numpy().view(np.uint8).data)
-    return b"".join(parts)
-
-
-def decode(frame: bytes) -> tuple[Any, memoryview]:
-    """Return the header and the payload (a view of the frame, empty if there is none)."""
-    (length,) = _LENGTH_FRAMES.unpack_from(frame)
-    body = memoryview(frame)[_LENGTH_FRAMES.size :]
-    return pickle.loads(body[:length]), body[length:]
-
-
-def as_tensor(data: memoryview | np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """Return raw bytes as a one-dimensional tensor that shares their memory.
-
-    Do not write to the tensor if the bytes are read-only.
-    """
-    if len(data) == 0:
-        return torch.empty(0, dtype=dtype)
-    if not (data if isinstance(data, memoryview) else data.data).readonly:
-        return torch.frombuffer(data, dtype=dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(data, dtype=dtype)

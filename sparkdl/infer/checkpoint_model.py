@@ -16,8 +16,8 @@ from sparkdl.checkpoint.identity import ModelIdentity, first_few
 from sparkdl.checkpoint.manifest import Manifest, SliceFile
 from sparkdl.checkpoint.slice_io import read_slice_files
 from sparkdl.checkpoint.store import CheckpointStore
-from sparkdl.codec.describe import is_secret, without_credentials
 from sparkdl.codec.records import from_plain
+from sparkdl.codec.redaction import is_secret, without_credentials
 from sparkdl.errors import DamagedCheckpoint, ModelError, ParameterError
 from sparkdl.infer.saved_content import built, columns_of, content_of, signature_of
 from sparkdl.infer.saved_model import ModelManifest, Saved

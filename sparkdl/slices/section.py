@@ -23,14 +23,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from sparkdl.codec.packed import (
-    ALIGNMENT,
-    ByParameter,
-    TensorSpec,
-    as_tensor,
-    open_packed,
-    packed_nbytes,
-)
+from sparkdl.codec.frames import as_tensor
+from sparkdl.codec.packed import ALIGNMENT, ByParameter, TensorSpec, open_packed, packed_nbytes
 from sparkdl.model.flat import Layout
 from sparkdl.slices.compression import decompress
 from sparkdl.slices.spec import Fragment, SliceSpec

@@ -9,7 +9,8 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.codec.describe import plain_parameters, without_credentials
+from sparkdl.codec.describe import plain_parameters
+from sparkdl.codec.redaction import without_credentials
 from sparkdl.errors import ParameterError
 from sparkdl.loop.state import TrainState
 from sparkdl.loop.triggers import Every, Trigger

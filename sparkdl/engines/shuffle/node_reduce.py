@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from sparkdl.codec.packed import as_tensor, decode, encode
+from sparkdl.codec.frames import as_tensor, decode, encode
 from sparkdl.engines.shuffle.messages import (
     MOVED,
     STATE_FOREIGN,

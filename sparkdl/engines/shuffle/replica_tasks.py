@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from pyspark import cloudpickle
 
-from sparkdl.codec.packed import encode
+from sparkdl.codec.frames import encode
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.partition_reader import open_partition
 from sparkdl.engines.shuffle.compression_tasks import compress_here, residual_fault

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from pyspark.accumulators import Accumulator, AccumulatorParam
 
-from sparkdl.codec.packed import encode
+from sparkdl.codec.frames import encode
 from sparkdl.engines.shuffle.node_reduce import weight_frames
 from sparkdl.engines.shuffle.traffic import Nodes
 from sparkdl.engines.shuffle.weights import version_frame

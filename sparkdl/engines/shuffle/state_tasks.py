@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sparkdl.codec.packed import encode
+from sparkdl.codec.frames import encode
 from sparkdl.engines.shuffle.store import copy_weights, first_version, read_version
 from sparkdl.engines.shuffle.weights import version_frame
 from sparkdl.errors import ModelError

@@ -20,10 +20,10 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from sparkdl.codec.frames import as_tensor
 from sparkdl.codec.packed import (
     ByParameter,
     aligned,
-    as_tensor,
     copy_packed,
     open_packed,
     packed_nbytes,

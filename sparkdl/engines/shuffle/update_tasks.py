@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sparkdl.codec.packed import decode, encode
+from sparkdl.codec.frames import decode, encode
 from sparkdl.engines.shuffle.messages import (
     STATE_FOREIGN,
     GradientHeader,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparkdl.codec.packed import as_tensor, decode, encode
+from sparkdl.codec.frames import as_tensor, decode, encode
 from sparkdl.engines.shuffle.store import read_version
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.iteration import SliceHandle
