@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkdl.errors import ParameterError
-from sparkdl.loop import history_columns, history_tables
-from sparkdl.loop import history_formats as history_files
+from sparkdl.loop import history_columns, history_formats, history_tables
 from sparkdl.loop.history_formats import KINDS
 from sparkdl.loop.state import TrainState, Validated
 
@@ -263,7 +262,7 @@ class History:
         Raises:
             ParameterError: The file has another suffix.
         """
-        history_files.write(Path(path), self._content())
+        history_formats.write(Path(path), self._content())
 
     @staticmethod
     def load(path: str | Path) -> History:
@@ -275,7 +274,7 @@ class History:
         Raises:
             ParameterError: The file has another suffix or contains no history.
         """
-        return History._of(history_files.read(Path(path)), str(path))
+        return History._of(history_formats.read(Path(path)), str(path))
 
     def to_bytes(self) -> bytes:
         """Return the whole history as a safetensors file, for a checkpoint."""
@@ -312,7 +311,7 @@ class History:
 
     def to_json_bytes(self) -> bytes:
         """Return the JSON of :meth:`save` without spaces, as UTF-8."""
-        return history_files.to_json(self._content()).encode()
+        return history_formats.to_json(self._content()).encode()
 
     @staticmethod
     def from_json_bytes(content: bytes) -> History:
@@ -321,7 +320,7 @@ class History:
         Raises:
             ParameterError: They contain no history.
         """
-        return History._of(history_files.from_json(content))
+        return History._of(history_formats.from_json(content))
 
     def _content(self) -> dict[str, Any]:
         """Return the whole history as plain values."""

@@ -26,7 +26,7 @@ class Metric(ABC):
     name: str
     """The name of the value in the result."""
     higher_is_better: bool = True
-    """Whether more is better; early stopping and "keep the best" use it."""
+    """True if more is better; early stopping and "keep the best" use it."""
 
     @abstractmethod
     def start(self) -> Any:

@@ -4,7 +4,7 @@
 large tensor anew, page by page, and trims its heap at the end of every step. If the heap is kept, the
 memory is already there. But tensors are aligned, and an aligned block does not fit exactly where an
 equal one was. If many blocks of one size come and go, as the units of a sharded replica do, the heap
-grows to several times what is in use. Figures are in docs/performance.md.
+grows to several times what is in use. Figures are in docs/internals/engine-notes.md.
 
 [Note: memory that is left] The machine and each control group (container) around this process have a
 total and a use; the scarcest of them counts. Memory that caches files of a disk counts as left, because

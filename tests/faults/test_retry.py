@@ -17,7 +17,7 @@ from launch import digest, launch
 from pyspark import cloudpickle
 
 import sparkdl
-from sparkdl.codec.packed import decode
+from sparkdl.codec.frames import decode
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_writer import PartitionWriter

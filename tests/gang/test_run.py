@@ -22,7 +22,7 @@ from pyspark import cloudpickle
 
 import sparkdl
 from sparkdl import ParameterError, StalledError, StateLostError, TrainingError
-from sparkdl.gang import process_group as group
+from sparkdl.gang import process_group
 from sparkdl.gang.process_group import FileStore
 
 pytestmark = [pytest.mark.gang, pytest.mark.spark]
@@ -46,7 +46,7 @@ def nothing_runs_on(spark: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         folders.append(Path(path).parent)
         return FileStore(path)
 
-    monkeypatch.setattr(group, "FileStore", store)
+    monkeypatch.setattr(process_group, "FileStore", store)
     yield
     tracker = spark.sparkContext.statusTracker()
 
@@ -97,12 +97,12 @@ def test_where_ranks_see_no_common_file_rank_0_serves_the_store(spark, monkeypat
         return False
 
     def opened(store: Any, seconds: float, backend: str, member: Any) -> None:
-        assert isinstance(store, group.NetworkStore)
+        assert isinstance(store, process_group.NetworkStore)
         join(store, seconds, backend, member)
 
-    join = group.join
-    monkeypatch.setattr(group, "sees", no)
-    monkeypatch.setattr(group, "join", opened)
+    join = process_group.join
+    monkeypatch.setattr(process_group, "sees", no)
+    monkeypatch.setattr(process_group, "join", opened)
     assert [value for _, value, _ in sparkdl.gang.run(total, 1.0, ranks=RANKS)] == [3.0, 3.0]
 
 
@@ -211,4 +211,4 @@ def test_gloo_listens_on_the_address_that_spark_knows(spark):
 
     assert sparkdl.gang.run(interface, ranks=RANKS) == ["lo", "lo"]
     with pytest.raises(ValueError, match=r"no network interface of this node has the address"):
-        group.interface_of("192.0.2.1")
+        process_group.interface_of("192.0.2.1")

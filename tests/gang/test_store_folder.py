@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sparkdl.gang import process_group as group
+from sparkdl.gang import process_group
 
 pytestmark = pytest.mark.gang
 RANKS, GANGS = 4, 20
@@ -32,12 +32,12 @@ def lives(rank: int, pipe: Any, gangs: int) -> None:
                 device=torch.device("cpu"),
                 at_end=at_end,
             )
-            pipe.send(group.offer_folder(member))
+            pipe.send(process_group.offer_folder(member))
             folder = pipe.recv()
-            pipe.send(group.sees(folder, member))
+            pipe.send(process_group.sees(folder, member))
             if pipe.recv() == "end":
                 continue
-            group.join(group.FileStore(f"{folder}/store"), 60.0, "gloo", member)
+            process_group.join(process_group.FileStore(f"{folder}/store"), 60.0, "gloo", member)
             dist.barrier()
             pipe.send(os.path.exists(f"{folder}/store"))
             pipe.recv()
@@ -114,5 +114,5 @@ def test_the_last_to_let_go_removes_it_one_that_was_killed_holds_nothing(gang, l
 def test_a_folder_that_is_not_there_is_not_seen(tmp_path):
     with contextlib.ExitStack() as at_end:
         member: Any = SimpleNamespace(at_end=at_end)
-        assert not group.sees(str(tmp_path / "none"), member)
-        assert not group.sees("", member)
+        assert not process_group.sees(str(tmp_path / "none"), member)
+        assert not process_group.sees("", member)

@@ -10,7 +10,7 @@ from launch import ROOT
 
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
-    "modules": 232,
+    "modules": 234,
     "lines": 42_900,
     "modules of more than 300 lines": 29,
     "lines of the longest module": 438,

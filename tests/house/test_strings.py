@@ -28,7 +28,7 @@ def texts() -> list[tuple[Path, str]]:
 
 @cache
 def resolves(name: str) -> bool:
-    """Whether ``name`` is a module, or an attribute of one."""
+    """Return whether ``name`` is a module, or an attribute of one."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         try:

@@ -20,7 +20,7 @@ from torch import nn
 
 import sparkdl
 from sparkdl.engines import resources
-from sparkdl.engines.shuffle import engine as shuffle
+from sparkdl.engines.shuffle import engine as shuffle_engine
 from sparkdl.engines.shuffle.form import Form
 
 pytestmark = pytest.mark.spark
@@ -105,7 +105,7 @@ class Census(sparkdl.Callback):
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", ["shuffle", "two", "one"])
 def test_three_hundred_iterations_leave_everything_flat(spark, df, monkeypatch, stages):
-    monkeypatch.setattr(shuffle, "Form", lambda _, *sizes: Form(stages, *sizes))
+    monkeypatch.setattr(shuffle_engine, "Form", lambda _, *sizes: Form(stages, *sizes))
     context = spark.sparkContext
     innards.collect_garbage(context)
     broadcasts = set(innards.blocks(context, "broadcast"))

@@ -21,9 +21,8 @@ from torch.nn.utils import parametrizations
 
 import sparkdl
 from sparkdl.engines.local import LocalEngine
-from sparkdl.engines.shuffle import engine as shuffle
-from sparkdl.engines.shuffle import form
-from sparkdl.engines.shuffle import forms as jobs
+from sparkdl.engines.shuffle import engine as shuffle_engine
+from sparkdl.engines.shuffle import form, forms
 from sparkdl.engines.shuffle.engine import ShuffleEngine
 from sparkdl.engines.shuffle.forms import IterationJobs
 
@@ -358,7 +357,7 @@ def run(trainer, df, engine):
 def test_same_bits_in_any_number_of_stages(frames, alone, monkeypatch, case, stages):
     """``auto``: the first three updates are measured, so that a run has both."""
     monkeypatch.setattr(form, "STAGE_SECONDS", 1e9)
-    monkeypatch.setattr(shuffle, "Form", lambda _, *sizes: form.Form(stages, *sizes))
+    monkeypatch.setattr(shuffle_engine, "Form", lambda _, *sizes: form.Form(stages, *sizes))
     at_once = mock.Mock(wraps=IterationJobs.at_once)
     monkeypatch.setattr(IterationJobs, "at_once", lambda *args: at_once(*args))
     trainer, here = alone(case, **({"clip_norm": None} if "clip_norm" in CASES[case] else {}))
@@ -376,7 +375,7 @@ def test_same_bits_in_any_number_of_stages(frames, alone, monkeypatch, case, sta
 @pytest.mark.parametrize("case", CASES)
 def test_same_bits(frames, alone, monkeypatch, case, stages):
     """With references that travel through a shuffle, as between nodes, or through the driver."""
-    monkeypatch.setattr(shuffle, "Form", lambda _, *sizes: form.Form(stages, *sizes))
+    monkeypatch.setattr(shuffle_engine, "Form", lambda _, *sizes: form.Form(stages, *sizes))
     trainer, here = alone(case)
     _compare(case, trainer, here, run(trainer, frames[0], "shuffle"))
 
@@ -385,14 +384,14 @@ def test_same_bits(frames, alone, monkeypatch, case, stages):
 @pytest.mark.parametrize("case", ["plain", "clip_norm, N != M"])
 def test_what_is_too_much_to_be_told_goes_through_a_shuffle(frames, alone, monkeypatch, case, fits):
     """An iteration whose second half cannot be told is computed again; later ones are not tried."""
-    asked, post = [], jobs.post
+    asked, post = [], forms.post
 
     def limited(context, fit, value):
         asked.append(getattr(value, "pending", None) is not None)
         return fits and not asked[-1] and post(context, fit, value)
 
-    monkeypatch.setattr(jobs, "post", limited)
-    monkeypatch.setattr(shuffle, "Form", lambda _, *sizes: form.Form("two", *sizes))
+    monkeypatch.setattr(forms, "post", limited)
+    monkeypatch.setattr(shuffle_engine, "Form", lambda _, *sizes: form.Form("two", *sizes))
     trainer, here = alone(case)
     _compare(case, trainer, here, run(trainer, frames[0], "shuffle"))
     assert sum(asked) == fits

@@ -19,7 +19,7 @@ from pyspark.errors import PythonException
 
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.engines.resources import FitResources
-from sparkdl.engines.shuffle import versions as committed
+from sparkdl.engines.shuffle import versions
 from sparkdl.errors import TrainingError
 from sparkdl.slab.root import SlabConfig, open_root, remove_root
 from sparkdl.spark.frames import map_frames
@@ -85,11 +85,11 @@ def test_nothing_is_left_of_a_snapshot_whose_other_half_fails(spark: Any, monkey
     context = spark.sparkContext
     owners = context.parallelize([b"state"], 1)
     places = SimpleNamespace(owners=owners, seats_of=lambda task: map_frames(owners, lost))
-    monkeypatch.setattr(committed, "TakeSnapshot", lambda *state: kept)
-    monkeypatch.setattr(committed, "TakeResidual", lambda *state: SimpleNamespace(count=1))
+    monkeypatch.setattr(versions, "TakeSnapshot", lambda *state: kept)
+    monkeypatch.setattr(versions, "TakeResidual", lambda *state: SimpleNamespace(count=1))
     before = context._jsc.getPersistentRDDs().size()
     with FitResources(context, SlabConfig.new("auto", context.applicationId)) as resources:
-        state = committed.SliceVersions(places, resources, 1, 1)  # type: ignore[arg-type]
+        state = versions.SliceVersions(places, resources, 1, 1)  # type: ignore[arg-type]
         state.residuals = (object(),)  # type: ignore[assignment]
         with pytest.raises(TrainingError, match="no space left"):
             state.take_snapshot()

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 import sparkdl
-from sparkdl.engines.shuffle import node_sums
-from sparkdl.engines.shuffle import weight_blocks as blocks
+from sparkdl.engines.shuffle import node_sums, weight_blocks
 from sparkdl.engines.shuffle.engine import ShuffleEngine
 from sparkdl.engines.shuffle.weight_blocks import MOST_NAMES
 from sparkdl.spark import broadcasts
@@ -142,12 +141,12 @@ def main() -> None:
             rdd._jrdd.count()
             engines[0]._jobs._blocks._reports.value = []
             super().__init__(rdd)
-            blocks.StoringJob = StoringJob
+            weight_blocks.StoringJob = StoringJob
 
     def noted(self, iteration, then=()):
         engines[:] = [self]
         if case == "no report" and iteration.index == UNTOLD_IN:
-            blocks.StoringJob = Untold
+            weight_blocks.StoringJob = Untold
         result = step(self, iteration)
         stages.append(stages_of_last_job(self._context))
         submissions.append(self._state.tick)
@@ -174,7 +173,7 @@ def main() -> None:
             for case in given["cases"] + ([] if sums else given["plain"]):
                 for noted_so_far in (notes, stages, submissions, persisted):
                     noted_so_far.clear()
-                blocks.MOST_NAMES = 3 if case == "too many names" else MOST_NAMES
+                weight_blocks.MOST_NAMES = 3 if case == "too many names" else MOST_NAMES
                 validation = sparkdl.Validation(df, every=sparkdl.every(3))
                 trained = trainer(case, validation=validation).fit(df)
                 results[f"{case}, {'summed' if sums else 'plain'}"] = {

@@ -17,7 +17,7 @@ from pyspark import TaskContext
 
 from sparkdl.errors import SessionError
 from sparkdl.gang.rank_task import gpus_here
-from sparkdl.spark import device as devices
+from sparkdl.spark import device
 from sparkdl.spark.device import Sight, choose_gpus, task_device
 
 A, B = "GPU-1f2e3d4c-0000-1111-2222-333344445555", "GPU-9a8b7c6d-0000-1111-2222-333344445555"
@@ -77,7 +77,7 @@ def torch_sees(monkeypatch):
         monkeypatch.setattr(torch.cuda, "set_device", current.append)
         return current
 
-    for key in (devices.VISIBLE, devices.ORDER):
+    for key in (device.VISIBLE, device.ORDER):
         monkeypatch.setenv(key, "")  # so that it is as it was, afterwards
         monkeypatch.delenv(key)
     return of
@@ -101,21 +101,21 @@ def test_torch_counts_as_sparks_script_does(torch_sees, assigned):
     torch_sees(4)
     assigned("3")
     assert task_device() == torch.device("cuda", 3)
-    assert os.environ[devices.ORDER] == "PCI_BUS_ID"
+    assert os.environ[device.ORDER] == "PCI_BUS_ID"
 
 
 def test_a_process_is_given_its_part_of_a_gpu(torch_sees, assigned):
     current = torch_sees(1)
     assigned(PART)
     assert task_device() == torch.device("cuda", 0)
-    assert os.environ[devices.VISIBLE] == PART
+    assert os.environ[device.VISIBLE] == PART
     assert current == [torch.device("cuda", 0)]
     torch_sees(1, started=True)
     assert task_device() == torch.device("cuda", 0)
     assigned("MIG-other")
     with pytest.raises(SessionError, match=r"computes on MIG-41.*worker\.reuse=false"):
         task_device()
-    assert os.environ[devices.VISIBLE] == PART
+    assert os.environ[device.VISIBLE] == PART
 
 
 def test_a_gpu_that_torch_does_not_see_is_no_reason_for_the_cpu(torch_sees, assigned):
@@ -134,7 +134,7 @@ def test_a_gpu_that_torch_does_not_see_is_no_reason_for_the_cpu(torch_sees, assi
 @pytest.mark.parametrize("visible", ["", "-1", " -1,0"])
 def test_gpus_that_are_hidden_are_left_alone(torch_sees, assigned, monkeypatch, visible):
     torch_sees(0)
-    monkeypatch.setenv(devices.VISIBLE, visible)
+    monkeypatch.setenv(device.VISIBLE, visible)
     context = assigned("0")
     assert task_device() == torch.device("cpu")
     assert gpus_here("auto", context) == ([], True)

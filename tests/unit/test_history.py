@@ -279,7 +279,7 @@ FLOATS = st.floats(allow_nan=True, allow_infinity=True)
     )
 )
 def test_any_history_comes_back_from_any_format(rows: list[Any]) -> None:
-    from sparkdl.loop import history_formats as history_files
+    from sparkdl.loop import history_formats
 
     history, skipped = History(), 0
     for i, (loss, norm, skip, timings, metrics) in enumerate(rows, start=1):
@@ -296,8 +296,8 @@ def test_any_history_comes_back_from_any_format(rows: list[Any]) -> None:
         History.from_bytes(history.branch().to_bytes()),
     ):
         assert back.to_json_bytes() == history.to_json_bytes()
-    table = history_files.to_csv(history._content())
-    loaded = History._of(history_files.from_csv(table))
+    table = history_formats.to_csv(history._content())
+    loaded = History._of(history_formats.from_csv(table))
     assert same(list(loaded), list(history))
     assert same(loaded.epochs(), history.epochs())
     for mine, its in zip(loaded.validations, history.validations, strict=True):
@@ -463,7 +463,7 @@ def test_the_end_of_a_history() -> None:
 
 
 def test_a_checkpoint_holds_8_bytes_a_number() -> None:
-    """Of those iterations alone that are this history's."""
+    """Only the iterations of this history count."""
     history = long_history(5_000)
     other = history.branch()
     other.append(TrainState(iteration=5_001, timings={"data": 1.0}), 1)

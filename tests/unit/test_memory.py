@@ -22,7 +22,7 @@ from sparkdl.slab.root import SlabConfig, open_root, remove_root
 
 GIB = 1 << 30
 Group = tuple[str, object, float, float]
-"""Of a control group: its path, limit, use, and how much of that caches files of a disk; in GiB."""
+"""A control group: its path, limit, use, and how much of that caches files of a disk; in GiB."""
 
 
 @pytest.fixture

@@ -17,9 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sparkdl.data import partition_files as files
-from sparkdl.data import partition_join as parts
-from sparkdl.data import partition_writer as partition
+from sparkdl.data import partition_files, partition_join, partition_writer
 from sparkdl.data.arrow_tasks import WriteDataFrame
 from sparkdl.data.columns.base import Column
 from sparkdl.data.partition_files import segment_files
@@ -284,7 +282,7 @@ def two_directories(slab: SlabConfig, tmp_path: Path, monkeypatch: pytest.Monkey
     second = tmp_path / "disk"
     second.mkdir()
     root = Root((first.directories[0], second), first.token)
-    for module in (partition, parts):
+    for module in (partition_writer, partition_join):
         monkeypatch.setattr(module, "open_root", lambda config, create=False: root)
     return root
 
@@ -327,7 +325,7 @@ class Limited:
 def limit(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Full]:
     def limit(*args: Any) -> Full:
         full = Full(*args)
-        for module in (files, parts):
+        for module in (partition_files, partition_join):
             monkeypatch.setattr(module, "open", full, raising=False)
         return full
 
@@ -575,7 +573,7 @@ def test_large_records_that_differ(
 
 def test_equal_rows_without_end(slab: SlabConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows tie: their contents are compared piece by piece."""
-    monkeypatch.setattr(parts, "COMPARE_BYTES", 1 << 14)
+    monkeypatch.setattr(partition_join, "COMPARE_BYTES", 1 << 14)
     writer = PartitionWriter(slab)
     for _ in range(20):
         writer.add(["x"], [np.ones((500, 16))])

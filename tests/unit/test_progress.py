@@ -173,7 +173,7 @@ class Bar:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the bars of a test have shown."""
+    """Collect what the bars of a test have shown."""
     import tqdm.auto
 
     monkeypatch.setattr(Bar, "said", [], raising=False)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sparkdl.data import partition_files as files
+from sparkdl.data import partition_files
 from sparkdl.data.fields import Field, RowFile
 from sparkdl.data.partition_files import MappedColumn, SegmentWriter, map_file
 from sparkdl.data.partition_writer import PartitionWriter
@@ -623,4 +623,4 @@ def test_partitions_share_what_is_mapped(config: SlabConfig) -> None:
     assert one.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert other.shape == (3, 2)
     del one, other
-    assert str(path) not in files._mapped
+    assert str(path) not in partition_files._mapped

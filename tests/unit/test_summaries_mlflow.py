@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 import sparkdl
-from sparkdl.codec.describe import LONGEST_PARAMETER, REDACTED, plain_parameters
+from sparkdl.codec.describe import LONGEST_PARAMETER, plain_parameters
+from sparkdl.codec.redaction import REDACTED
 from sparkdl.data.partition_writer import Field
 from sparkdl.infer.output import Output
 from sparkdl.loop.history import History

@@ -177,7 +177,7 @@ class NamedFunction:
 
     name: str
     make: Callable[[Callable[[Any], Any]], Any] | None = None
-    """What :meth:`load` returns the result of; None: it returns the function itself."""
+    """Called with the function by :meth:`load`; None: ``load`` returns the function itself."""
 
     def load(self) -> Any:
         """Import the function, and return what :attr:`make` makes of it.

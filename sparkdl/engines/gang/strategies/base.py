@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sparkdl.codec.packed import ByParameter
-from sparkdl.collectives import direct as one_round
+from sparkdl.collectives import direct
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.model_group import ModelGroup
 from sparkdl.model.flat import Layout
@@ -63,7 +63,7 @@ class GradientVector:
         """Sum over the ranks of ``group``, in the dtype ``wire``."""
         memory = self._memory
         sent = memory if wire in (None, memory.dtype) else memory.to(wire)
-        one_round.all_reduce(sent, group)
+        direct.all_reduce(sent, group)
         if sent is not memory:
             memory.copy_(sent)
         return self.vector
