@@ -113,9 +113,9 @@ def observe(
     """Fit on ``engine``; the local one is handed the partitions that were read already."""
     kind = LocalEngine if engine == "local" else ShuffleEngine
     flats: list[torch.Tensor] = []
-    original = kind.step
+    original = kind.run
 
-    def step(self, *args, **kwargs):
+    def run(self, *args, **kwargs):
         result = original(self, *args, **kwargs)
         flats.append(self.weights().clone())
         return result
@@ -123,7 +123,7 @@ def observe(
     stop = sparkdl.max_iteration(iterations)
     trainer = replace(trainer, engine=engine, stop=stop, replicas=len(data.counts))
     with (
-        mock.patch.object(kind, "step", step),
+        mock.patch.object(kind, "run", run),
         mock.patch.object(placing_module, "materialize_here", return_value=data.samples),
     ):
         trained = trainer.fit(data.df)

@@ -35,6 +35,7 @@ from sparkdl.data.samples import (
 from sparkdl.slab.pool import close_pool
 from sparkdl.slab.root import SlabConfig, remove_root
 from sparkdl.spark.frames import map_frames
+from sparkdl.spark.properties import own_properties
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -487,11 +488,9 @@ def test_a_shuffle_of_the_user_stays(
     assert sum(samples.counts) == 40
     assert innards.eventually(lambda: before.issuperset(innards.files(context, "shuffle")))
     jobs = context.statusTracker()
-    context.setJobGroup(f"again, {kind}", "")
-    try:
+    with own_properties(context):
+        context.setJobGroup(f"again, {kind}", "")
         assert values.count() == 40
-    finally:
-        context.setLocalProperty("spark.jobGroup.id", None)
     (job,) = jobs.getJobIdsForGroup(f"again, {kind}")
     stages = [jobs.getStageInfo(stage) for stage in jobs.getJobInfo(job).stageIds]
     assert sorted(stage.numCompletedTasks if stage else 0 for stage in stages) == [0, 3]

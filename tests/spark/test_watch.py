@@ -13,6 +13,7 @@ from pyspark import cloudpickle
 from sparkdl.errors import TrainingError
 from sparkdl.spark.failures import faults_explained
 from sparkdl.spark.frames import collect_frames, map_frames
+from sparkdl.spark.properties import own_properties
 from sparkdl.spark.watchdog import Watchdog
 
 pytestmark = pytest.mark.spark
@@ -38,16 +39,16 @@ def watched(spark):
     context.parallelize(range(2), 2).map(str).count()  # workers are there
 
     def run(task, partitions: int, seconds: float) -> list[bytes]:
-        context.setJobGroup("watched", "a test")
-        watch = Watchdog(context, "watched", seconds)
-        try:
-            with faults_explained("iteration 3, epoch 1"):
-                return collect_frames(
-                    map_frames(context.parallelize(range(partitions), partitions), task)
-                )
-        finally:
-            watch.stop()
-            context.setLocalProperty("spark.jobGroup.id", None)
+        with own_properties(context):
+            context.setJobGroup("watched", "a test")
+            watch = Watchdog(context, "watched", seconds)
+            try:
+                with faults_explained("iteration 3, epoch 1"):
+                    return collect_frames(
+                        map_frames(context.parallelize(range(partitions), partitions), task)
+                    )
+            finally:
+                watch.stop()
 
     return run
 
