@@ -12,11 +12,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyspark
+import pytest
 import torch
 
 import sparkdl
@@ -100,6 +101,34 @@ def launch(
     assert process.returncode == 0, output[-4000:]
     assert answers, output[-4000:]
     return json.loads(answers[-1].removeprefix(RESULT))
+
+
+def asked_for(request: Any, *arguments: str) -> list[Any]:
+    """Return what the tests of this file that were selected are parametrized with: a script need not
+    run a row that nobody looks at.
+
+    Args:
+        request: The request of a fixture.
+        arguments: Names of parameters; of several, a row is a tuple.
+    """
+    found: dict[Any, None] = {}
+    for item in request.session.items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if item.path == request.path and all(name in params for name in arguments):
+            values = tuple(params[name] for name in arguments)
+            found[values if len(values) > 1 else values[0]] = None
+    return list(found)
+
+
+def soak_but(quick: Sequence[Any], rows: Iterable[Any]) -> list[Any]:
+    """Return ``rows`` as parameters; those that are not in ``quick`` soak."""
+    given = [row if isinstance(row, tuple) else (row,) for row in rows]
+    return [
+        pytest.param(
+            *row, marks=() if (row if len(row) > 1 else row[0]) in quick else pytest.mark.soak
+        )
+        for row in given
+    ]
 
 
 def _spark_home(folder: Path) -> Path:

@@ -18,6 +18,7 @@ TENSOR = {"strategy": "tensor", "model": pair}
 FSDP = {"strategy": sparkdl.FSDP(units=["layers.0"])}
 WRITING = sparkdl.Checkpoint("checkpoints", every=sparkdl.every(2), keep=None, asynchronous=True)
 COMPRESSED = {"compression": sparkdl.TopK(0.3)}
+WRITES = "executor killed, writing"
 
 
 def rows() -> dict[str, tuple[dict, list[Fault]]]:
@@ -53,7 +54,7 @@ def rows() -> dict[str, tuple[dict, list[Fault]]]:
             PIPELINE,
             [at(job="sync", iteration=7, partition=0).kill_executor()],
         ),
-        "executor killed, writing": (
+        WRITES: (
             {**ZERO1, "checkpoint": WRITING},
             [at(job="fb", iteration=7, partition=1).kill_executor()],
         ),
@@ -72,12 +73,13 @@ def main() -> None:
     results = {}
     settings = {"spark.sparkdl.slab.dir": cluster.slabs, **given["settings"]}
     with session(given["master"], **settings) as spark:
-        for name, (how, faults) in rows().items():
+        for name in given["rows"]:
+            how, faults = rows()[name]
             notes = Path(given["notes"]) / name
             results[name] = tried(spark, cluster, faults, notes, engine="gang", **how)
             print(name, results[name], flush=True)
         found = [m.iteration for _, m in CheckpointStore.open(WRITING.path).candidates()]
-        results["executor killed, writing"]["checkpoints"] = found
+        results[WRITES]["checkpoints"] = found
     answer(results)
 
 

@@ -10,7 +10,13 @@ import pytest
 from harness.faulty import frame, outcome, trainer
 from launch import launch
 
-pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.spark,
+    pytest.mark.slow,
+    pytest.mark.soak,
+    pytest.mark.timeout(300),
+]
 MOUNT = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=8m tmpfs "$0" && exec "$@"']
 """In front of a command: it sees a small file system in the folder that is named next."""
 

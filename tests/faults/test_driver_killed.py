@@ -111,6 +111,7 @@ def test_killed_at_some_moment_between_two_checkpoints(spark, undisturbed, tmp_p
     assert second >= 4
 
 
+@pytest.mark.soak
 def test_killed_while_slices_are_there_and_the_manifest_is_not(spark, undisturbed, tmp_path):
     folder = tmp_path / "run"
     run_and_kill(folder, "shuffle", "held", hold=12)
@@ -129,6 +130,7 @@ def test_killed_while_slices_are_there_and_the_manifest_is_not(spark, undisturbe
     ]  # that of the end is the last
 
 
+@pytest.mark.soak
 def test_killed_in_the_first_checkpoint(spark, undisturbed, tmp_path):
     """There is none to go on from: it begins anew."""
     folder = tmp_path / "run"
@@ -137,6 +139,7 @@ def test_killed_in_the_first_checkpoint(spark, undisturbed, tmp_path):
     assert starts(folder) == [0, 0]
 
 
+@pytest.mark.soak
 def test_on_another_number_of_executors(undisturbed, tmp_path):
     """One executor until the driver is killed, two from then on."""
     folder = tmp_path / "run"

@@ -9,7 +9,7 @@ import gang_lost
 import pytest
 from harness.cluster import PATIENT, Standalone
 from harness.faulty import frame, outcome, trainer
-from launch import launch
+from launch import asked_for, launch, soak_but
 
 import sparkdl
 
@@ -22,9 +22,17 @@ pytestmark = [
 ]
 
 
+ROWS = gang_lost.rows()
+QUICK = ["none", "rank killed in its update", "executor killed, fsdp", gang_lost.WRITES]
+"""What is always tried; the others soak."""
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict:
-    folder = tmp_path_factory.mktemp("gang")
+def results(request, tmp_path_factory) -> dict:
+    folder, asked = (
+        tmp_path_factory.mktemp("gang"),
+        ["none", gang_lost.WRITES, *asked_for(request, "row")],
+    )
     with Standalone(2, 1, folder / "cluster") as cluster:
         return launch(
             Path(gang_lost.__file__),
@@ -32,6 +40,7 @@ def results(tmp_path_factory) -> dict:
             master=cluster.url,
             local=str(folder / "cluster"),
             notes=str(folder / "notes"),
+            rows=[row for row in ROWS if row in asked or row in map(unharmed, asked)],
             settings={
                 **PATIENT,
                 "spark.sparkdl.snapshot.seconds": "0",
@@ -53,9 +62,10 @@ def undisturbed(spark, results) -> dict[str, dict]:
         return outcome(trainer(gang_lost.REPLICAS, engine="local", slices=slices, **same).fit(df))
 
     found = {}
-    for row, (how, _) in gang_lost.rows().items():
-        if f"none, {how['strategy']}" in results:
-            alone = results[f"none, {how['strategy']}"]
+    for row in results:
+        how, _ = ROWS[row]
+        if unharmed(row) in results:
+            alone = results[unharmed(row)]
             found[row] = {name: alone[name] for name in found["none"]}
             continue
         slices = 2 if how["strategy"] == "zero1" else 1
@@ -63,9 +73,14 @@ def undisturbed(spark, results) -> dict[str, dict]:
     return found
 
 
-@pytest.mark.parametrize("row", gang_lost.rows())
+def unharmed(row: str) -> str:
+    """The row of the same strategy without a fault, where it is not that of one process."""
+    return f"none, {ROWS[row][0]['strategy']}"
+
+
+@pytest.mark.parametrize("row", soak_but(QUICK, ROWS))
 def test_same_bits_after(results, undisturbed, row):
-    result, (_, faults) = results[row], gang_lost.rows()[row]
+    result, (_, faults) = results[row], ROWS[row]
     assert "error" not in result, result
     assert result["struck"] == result["expected"] == [fault.times for fault in faults]
     assert {key: result[key] for key in undisturbed[row]} == undisturbed[row]
@@ -73,7 +88,7 @@ def test_same_bits_after(results, undisturbed, row):
 
 def test_checkpoints_are_written_all_the_same(results):
     """One that was lost with its rank is written again, of the state then."""
-    found = results["executor killed, writing"]["checkpoints"]
+    found = results[gang_lost.WRITES]["checkpoints"]
     assert found[0] == 10
     assert {2, 4} <= set(found)
     assert len(found) >= 4

@@ -9,7 +9,13 @@ import leave_slabs as script
 import pytest
 from launch import launch
 
-pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.spark,
+    pytest.mark.slow,
+    pytest.mark.soak,
+    pytest.mark.timeout(300),
+]
 
 
 def test_slabs_go_from_every_executor_that_had_some(tmp_path):

@@ -7,21 +7,24 @@ from pathlib import Path
 
 import lose_executors as script
 import pytest
-from launch import launch
+from launch import asked_for, launch, soak_but
 
 pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(600)]
 RESUMED = r".+\. Went on from {} and repeated \d+ iterations?: \d+\.\d s\."
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict:
-    """All cases, on two executors with slab roots of their own."""
+def results(request, tmp_path_factory) -> dict:
+    """The cases, on two executors with slab roots of their own."""
     folder = tmp_path_factory.mktemp("lost")
     master, notes = "local-cluster[2,1,1024]", str(folder / "notes")
-    return launch(Path(script.__file__), folder, master=master, notes=notes)
+    names = asked_for(request, "name")
+    return launch(Path(script.__file__), folder, master=master, notes=notes, names=names)
 
 
-@pytest.mark.parametrize("name", script.CASES)
+@pytest.mark.parametrize(
+    "name", soak_but(["slabs and an executor, with all that a state can hold"], script.CASES)
+)
 def test_the_run_goes_on_with_the_same_bits_and_says_from_where(results, spark, name):
     case, result = script.CASES[name], results[name]
     assert result["struck"] == [fault.times for fault in case.faults]

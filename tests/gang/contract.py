@@ -140,10 +140,15 @@ def frame(spark):
 def main() -> None:
     from launch import answer, session, spec
 
-    with session(spec()["master"]) as spark:
+    given = spec()
+    wanted = {(model, engine) for model, engine in given["runs"]}
+    wanted |= {(model, "local") for model, _ in wanted}
+    with session(given["master"]) as spark:
         df = frame(spark).cache()
         results = {}
         for (model, engine), how in runs().items():
+            if (model, engine) not in wanted:
+                continue
             values = {
                 "features": "image",
                 "loss": nn.CrossEntropyLoss(),

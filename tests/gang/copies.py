@@ -178,7 +178,8 @@ def main() -> None:
             for cuts in ((0, 15, 30, 45, 60), (0, 25, 28, 48, 60))
         )
         found = {}
-        for name, (made, beginning, ends) in BEGINNINGS.items():
+        for name, wanted in given["runs"].items():
+            made, beginning, ends = BEGINNINGS[name]
             path = f"{given['path']}/{name}"
             df = even if made is model else uneven
             common = partial(
@@ -191,8 +192,8 @@ def main() -> None:
             )
             whole = common(engine="local", stop=STOP, **seen(df))
             some = {"whole": told(whole.fit(df)), "begun": told(begun.fit(df))}
-            for end, how in ends.items():
-                some[end] = told(common(stop=STOP, **how).fit(df, resume=path))
+            for end in wanted:
+                some[end] = told(common(stop=STOP, **ends[end]).fit(df, resume=path))
             if name in SHARED:
                 notes = Path(given["path"], "notes", name)
                 some["updated"] = updated(common, beginning, df, notes)

@@ -10,18 +10,24 @@ from pathlib import Path
 
 import contract
 import pytest
-from launch import launch
+from launch import asked_for, launch, soak_but
 
 pytestmark = [pytest.mark.gang, pytest.mark.spark, pytest.mark.slow]
 
 
+RUNS = [run for run in contract.runs() if run[1] != "local"]
+QUICK = [run for run in RUNS if run[0] in ("conv", "chain") or run == ("compressed", "gang, zero1")]
+"""What is always tried; the others soak."""
+
+
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory) -> dict[str, list[float]]:
+def losses(request, tmp_path_factory) -> dict[str, list[float]]:
     folder = tmp_path_factory.mktemp("contract")
-    return launch(Path(contract.__file__), folder, master=f"local[{contract.REPLICAS}]")
+    master, runs = f"local[{contract.REPLICAS}]", asked_for(request, "model", "engine")
+    return launch(Path(contract.__file__), folder, master=master, runs=runs)
 
 
-@pytest.mark.parametrize(("model", "engine"), [run for run in contract.runs() if run[1] != "local"])
+@pytest.mark.parametrize(("model", "engine"), soak_but(QUICK, RUNS))
 def test_the_loss_curve_is_that_of_one_process(losses, model, engine):
     expected = losses[f"{model}: local"]
     assert len(expected) == 2 * contract.ROWS / 18

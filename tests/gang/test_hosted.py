@@ -18,6 +18,7 @@ import pytest
 import torch
 from gang_training import CLASSES, WIDTH, same, trainer_of
 from hosted import hosted_ranks
+from launch import soak_but
 from pyspark import cloudpickle
 from torch import nn
 
@@ -76,7 +77,7 @@ class Strikes(nn.Module):
         return self.layer(x)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "ddp"])
+@pytest.mark.parametrize("strategy", soak_but(["zero1"], ["zero1", "ddp"]))
 def test_the_bits_are_those_of_as_many_ranks(frames, strategy, caplog):
     df, counts = frames(9, 12, 0, 11), Counts()
     run = trainer_of(
@@ -94,7 +95,7 @@ def test_the_bits_are_those_of_as_many_ranks(frames, strategy, caplog):
     assert [r.getMessage() for r in caplog.records] == ["2 task slots now do the work of 4 ranks."]
 
 
-@pytest.mark.parametrize("how", ["kill", "kill the task", "delete the slabs"])
+@pytest.mark.parametrize("how", soak_but(["kill"], ["kill", "kill the task", "delete the slabs"]))
 def test_a_lost_rank_costs_a_new_beginning(spark, frames, tmp_path, caplog, how):
     df, task = frames(8, 8, 8, 8), how == "kill the task"
     if how == "delete the slabs":
@@ -119,6 +120,7 @@ def test_a_lost_rank_costs_a_new_beginning(spark, frames, tmp_path, caplog, how)
     )
 
 
+@pytest.mark.soak
 def test_a_mistake_of_the_model_is_one_error_with_the_rank(frames, tmp_path):
     run = trainer_of(**FOUR_ON_TWO, model=partial(Strikes, "raise", str(tmp_path)))
     with pytest.raises(TrainingError) as caught:

@@ -159,6 +159,7 @@ def test_a_rank_that_dies_is_named(spark, rank):
     assert sparkdl.gang.run(dist.get_rank, ranks=RANKS) == [0, 1]
 
 
+@pytest.mark.soak
 def test_a_rank_that_takes_too_long_is_named(spark):
     def sleepy() -> None:
         if dist.get_rank() == 0:

@@ -77,6 +77,7 @@ def answers(gang: list[Any]) -> list[Any]:
     return [pipe.recv() for _, pipe in gang]
 
 
+@pytest.mark.soak
 def test_nothing_is_left_however_ranks_end_beside_each_other(gang, tmp_path):
     ranks = gang(GANGS)
     for _ in range(GANGS):
@@ -94,6 +95,7 @@ def test_nothing_is_left_however_ranks_end_beside_each_other(gang, tmp_path):
 
 
 @pytest.mark.parametrize("last", [0, RANKS - 1])
+@pytest.mark.soak
 def test_the_last_to_let_go_removes_it_one_that_was_killed_holds_nothing(gang, last):
     ranks = gang(1)
     folder = answers(ranks)[0]

@@ -77,6 +77,7 @@ def test_example_learns(
 
 
 @pytest.mark.parametrize("name", FOUR_SLOTS)
+@pytest.mark.soak
 def test_example_learns_as_a_script(name: str) -> None:
     metric, least = FOUR_SLOTS[name]
     done = subprocess.run(
@@ -100,6 +101,7 @@ def test_every_example_is_tested_and_short() -> None:
         assert len(file.read_text().splitlines()) < 90, file
 
 
+@pytest.mark.soak
 def test_as_a_script(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "examples/two_inputs.py"],

@@ -96,6 +96,7 @@ def test_nothing_is_left_of_a_snapshot_whose_other_half_fails(spark: Any, monkey
         assert context._jsc.getPersistentRDDs().size() == before
 
 
+@pytest.mark.soak
 def test_a_fit_that_failed_awaits_tasks_that_the_tracker_does_not_know(tmp_path: Path) -> None:
     found = launch(Path(fail_early.__file__), tmp_path)
     assert "ValueError: the mistake of a user" in found["error"]

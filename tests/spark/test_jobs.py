@@ -162,6 +162,7 @@ def test_the_run_folder(trained: Path, work: Path) -> None:
     assert len(list((trained / "tensorboard").iterdir())) == 1
 
 
+@pytest.mark.soak
 def test_a_broken_run_goes_on(trained: Path, work: Path) -> None:
     """It ends with the bits of the run that was never broken, in another engine too."""
     broken = work / "runs/short-20200101-000000"
@@ -339,6 +340,7 @@ def test_predictions_never_replace_what_they_are_made_of(
         datasets.check_apart(part, output, run)
 
 
+@pytest.mark.soak
 def test_other_formats_and_models_of_a_file(work: Path) -> None:
     (work / "mine").mkdir()
     (work / "mine/line.py").write_text(
@@ -407,6 +409,7 @@ def test_mistakes(tmp_path: Path, changes: list[str], message: str | None) -> No
     assert (done.status, done.out, done.err) == (2, "", f"error: {message}")
 
 
+@pytest.mark.soak
 def test_an_interrupted_job_goes_on_where_it_was(tmp_path: Path) -> None:
     """It says no more than that, and leaves its model as it stands and its checkpoints."""
     changes = [
@@ -492,6 +495,7 @@ def test_what_spark_cannot_write_is_a_mistake_and_a_fault_is_none(
 
 
 @pytest.mark.parametrize("name", ["evaluate", "predict"])
+@pytest.mark.soak
 def test_a_mistake_in_a_row_is_told_without_a_stack_trace(
     trained: Path, work: Path, name: str
 ) -> None:

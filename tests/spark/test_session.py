@@ -422,6 +422,7 @@ def test_the_first_fit_of_a_session_starts_the_daemon(
     assert jobs[0].status == "SUCCEEDED"
 
 
+@pytest.mark.soak
 def test_a_mistake_found_while_the_daemon_starts_is_all_that_is_said(tmp_path: Path) -> None:
     """Spark would report what has not started when the session stops as crashed, and what still runs
     as without its broadcast, where the program goes on. Here the daemon has all the time that it takes
@@ -450,6 +451,7 @@ time.sleep(4)
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_session_that_stops_right_after_a_python_task_is_quiet(tmp_path: Path) -> None:
     """PySpark's daemon prints a BrokenPipeError for a worker that comes too late to say goodbye: one
     in four."""

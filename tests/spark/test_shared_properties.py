@@ -105,6 +105,7 @@ def test_a_task_takes_no_message_of_another_fit(spark: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_without_pinned_threads_the_bits_are_the_same(tmp_path: Path) -> None:
     said, _ = run(
         """

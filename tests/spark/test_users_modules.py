@@ -78,6 +78,7 @@ print("SAID", json.dumps(said))
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_modules_beside_a_script(tmp_path: Path) -> None:
     folder = tmp_path / "project"
     folder.mkdir()
