@@ -19,7 +19,7 @@ from sparkdl.checkpoint.slice_io import ReadResiduals, read_slice_files
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.errors import DamagedCheckpoint, ParameterError
 from sparkdl.loop.advance import first_state
-from sparkdl.loop.engine import BEST, Engine
+from sparkdl.loop.engine import BEST, StateAccess
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
 from sparkdl.model.options import TrainingOptions
@@ -114,24 +114,24 @@ class RestoredRun:
         validations = reversed(self.manifest.validations)
         return next((v for v in validations if v.iteration == best.iteration), None)
 
-    def load(self, engine: Engine) -> None:
-        """Load the state into the engine.
+    def load(self, access: StateAccess) -> None:
+        """Load the checkpoint into the state.
 
         Raises:
             DamagedCheckpoint: A file is damaged.
         """
-        engine.load(self._reader(self.manifest.files), (DamagedCheckpoint,))
+        access.load(self._reader(self.manifest.files), (DamagedCheckpoint,))
         if self.best is not None and self.manifest.best is not None:
-            engine.load(self._reader(self.manifest.best.files), (DamagedCheckpoint,), BEST)
+            access.load(self._reader(self.manifest.best.files), (DamagedCheckpoint,), BEST)
         if self.compression is not None:
-            self._load_residuals(engine)
+            self._load_residuals(access)
 
-    def _load_residuals(self, engine: Engine) -> None:
+    def _load_residuals(self, access: StateAccess) -> None:
         """Load the residuals of the replicas, which are of use only to the same hook."""
         before = self.manifest.extra.get("compression", "None")
         if before == self.compression:
             read = ReadResiduals(self.uri, self.manifest.residuals)
-            engine.load_residuals(read, (DamagedCheckpoint,))
+            access.load_residuals(read, (DamagedCheckpoint,))
         else:
             logger.warning(
                 "compression is %s and was %s in the checkpoint %s: what its replicas had left out of "
@@ -191,11 +191,11 @@ class ResumeCandidates:
         """Return M of the newest checkpoint, or None if there is none."""
         return self._found[0][1].replicas if self._found else None
 
-    def restore(self, engine: Engine, identity: RunIdentity) -> RestoredRun | None:
-        """Load the newest undamaged checkpoint into ``engine``.
+    def restore(self, access: StateAccess, identity: RunIdentity) -> RestoredRun | None:
+        """Load the newest undamaged checkpoint into ``access``.
 
         Args:
-            engine: The engine.
+            access: The state to load into.
             identity: The run that continues.
 
         Returns:
@@ -209,7 +209,7 @@ class ResumeCandidates:
             self._check(uri, manifest, identity)
             try:
                 restored = self._restored(uri, manifest, identity)
-                restored.load(engine)
+                restored.load(access)
             except DamagedCheckpoint as error:
                 self._store.skip(uri, str(error))
                 continue

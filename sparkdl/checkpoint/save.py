@@ -14,7 +14,7 @@ from sparkdl.checkpoint.manifest import Best, Manifest, SliceFile
 from sparkdl.checkpoint.slice_io import WriteResiduals, try_probe, write_packed, write_slice
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.errors import CheckpointError, TrainingError
-from sparkdl.loop.engine import BEST, CURRENT, Engine, PendingStateWork, StateWork, StateWorkResult
+from sparkdl.loop.engine import BEST, CURRENT, PendingStateWork, StateAccess, StateWork, StateWorkResult
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState
 from sparkdl.model.options import TrainingOptions
@@ -89,7 +89,7 @@ class Checkpointer:
     def __init__(
         self,
         settings: Checkpoint,
-        engine: Engine,
+        access: StateAccess,
         identity: RunIdentity,
         history: History,
         noting: Callable[[], Callable[[str, Manifest], None]] | None = None,
@@ -103,7 +103,7 @@ class Checkpointer:
 
         Args:
             settings: The user's settings.
-            engine: The engine.
+            access: The state.
             identity: The run.
             history: The history of the run.
             noting: Called when a checkpoint begins; the function that it returns is called with the
@@ -114,7 +114,7 @@ class Checkpointer:
             endless: Another pass will follow, so that the end of this pass is not the end of the
                 run, and the length of the history has no known bound.
         """
-        self._engine, self._identity = engine, identity
+        self._access, self._identity = access, identity
         self.every, self._keep = settings.every, settings.keep
         self._history = history
         self._store = CheckpointStore(settings.path)
@@ -137,7 +137,7 @@ class Checkpointer:
         """
         directory = self._store.begin(0)
         try:
-            probes = self._engine.map_slices(TryFolder(directory))
+            probes = self._access.map_slices(TryFolder(directory))
             self._store.check_probes(directory, probes)
         finally:
             self._store.discard(directory)
@@ -182,13 +182,13 @@ class Checkpointer:
                     tuple(self._written_here(use, which) for use, which in uses), []
                 )
             else:
-                states = tuple(self._engine.map_slices(use, which) for use, which in uses)
-                used = StateWorkResult(states, self._engine.map_residuals(residuals))
+                states = tuple(self._access.map_slices(use, which) for use, which in uses)
+                used = StateWorkResult(states, self._access.map_residuals(residuals))
             return self._complete(begun, used)
 
     def _written_here(self, use: WriteSlice, which: str) -> list[SliceFile]:
-        bounds = self._engine.map_slices(_bounds, which)
-        packed = self._engine.map_slices(PackSlice(), which)
+        bounds = self._access.map_slices(_bounds, which)
+        packed = self._access.map_slices(PackSlice(), which)
         return [
             write_packed(use.directory, n, own, data, use.kind)
             for n, (own, data) in enumerate(zip(bounds, packed, strict=True))

@@ -35,6 +35,7 @@ from sparkdl.loop.engine import (
     PendingStateWork,
     ReadResiduals,
     ReadState,
+    StateAccess,
     StateWorkResult,
 )
 from sparkdl.replica.iteration import Iteration
@@ -119,7 +120,7 @@ class RecoveringEngine:
         reported: tuple[type[Exception], ...] = (),
         which: str = CURRENT,
     ) -> None:
-        """Load the state; see :class:`sparkdl.loop.engine.Engine`, also for the methods below."""
+        """Load the state; see :class:`sparkdl.loop.engine.StateAccess`, also for the methods below."""
         if which == CURRENT:
             self._starts.clear()
         self._begin(lambda: self._engine.load(read, reported, which))
@@ -181,13 +182,13 @@ class RecoveringEngine:
         """Return the number of requests in the log so far."""
         return len(self._log)
 
-    def checkpointed(self, done: int, iteration: int, load: Callable[[Engine], None]) -> None:
+    def checkpointed(self, done: int, iteration: int, load: Callable[[StateAccess], None]) -> None:
         """Note a checkpoint that recovery may go back to.
 
         Args:
             done: The value of :attr:`done` for the state in the checkpoint.
             iteration: The number of the checkpoint's iteration, for messages.
-            load: Loads the checkpoint into an engine.
+            load: Loads the checkpoint into the state of an engine.
         """
         name = f"the checkpoint after iteration {iteration}"
         self._checkpoint = RestorePoint(name, done, lambda: load(self._engine))

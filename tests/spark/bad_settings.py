@@ -399,7 +399,7 @@ PARAMETERS = [
         lambda fit: fit(fit.good(), validation=sparkdl.Validation(fit.good(), metrics=["acuracy"])),
         ParameterError,
         'unknown metric "acuracy". Did you mean "accuracy"? Known: loss, accuracy, top1, '
-        "top5, top@k, mae, mse, auc, hit_ratio@k, ndcg@k, or a sparkdl.Metric or "
+        "top5, top@k, mae, mse, auc, hit_ratio, hit_ratio@k, ndcg, ndcg@k, or a sparkdl.Metric or "
         "torchmetrics.Metric.",
     ),
     Mistake(

@@ -67,8 +67,8 @@ USES = [
         lambda t: t.model.evaluate(t.good(), metrics=["acuracy"]),
         ParameterError,
         'unknown metric "acuracy". Did you mean "accuracy"? '
-        "Known: loss, accuracy, top1, top5, top@k, mae, mse, auc, hit_ratio@k, ndcg@k, or a "
-        "sparkdl.Metric or torchmetrics.Metric.",
+        "Known: loss, accuracy, top1, top5, top@k, mae, mse, auc, hit_ratio, hit_ratio@k, "
+        "ndcg, ndcg@k, or a sparkdl.Metric or torchmetrics.Metric.",
     ),
     Mistake(
         "evaluate without the label",

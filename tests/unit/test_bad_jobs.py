@@ -27,8 +27,8 @@ DATA = (
 )
 WHOLE = "give a whole number of at least 1."
 METRICS = (
-    "Known: loss, accuracy, top1, top5, top@k, mae, mse, auc, hit_ratio@k, ndcg@k, or a "
-    "sparkdl.Metric or torchmetrics.Metric."
+    "Known: loss, accuracy, top1, top5, top@k, mae, mse, auc, hit_ratio, hit_ratio@k, ndcg, ndcg@k, "
+    "or a sparkdl.Metric or torchmetrics.Metric."
 )
 
 
