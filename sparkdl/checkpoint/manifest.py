@@ -138,8 +138,8 @@ class Manifest:
         data = (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
         if len(data) > MAX_JSON_BYTES:
             raise CheckpointError(
-                f"the manifest has {len(data):,} bytes, and {MAX_JSON_BYTES:,} at the most are read: "
-                "validate less often."
+                f"the manifest has {len(data):,} bytes, and {MAX_JSON_BYTES:,} at most can be "
+                "read: validate less often."
             )
         return data
 
@@ -153,10 +153,10 @@ class Manifest:
         try:
             content = parse_json(data, finite=True)
         except ValueError as error:
-            raise DamagedCheckpoint(f"its manifest is no JSON ({error})") from None
+            raise DamagedCheckpoint(f"its manifest is not JSON ({error})") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             found = content.get("format") if isinstance(content, dict) else None
-            raise DamagedCheckpoint(f"its manifest is no {FORMAT} (format {found!r})")
+            raise DamagedCheckpoint(f"its manifest is not a {FORMAT} (format {found!r})")
         if content.get("version") != VERSION:
             raise DamagedCheckpoint(
                 f"it has version {content.get('version')!r} of the format, and this sparkdl reads "
@@ -164,7 +164,7 @@ class Manifest:
             )
         try:
             if content.pop("checksum", None) != checksum(_canonical(content)):
-                raise DamagedCheckpoint("its manifest was changed (checksum)")
+                raise DamagedCheckpoint("its manifest was changed (its checksum differs)")
             manifest: Manifest = from_plain(content, Manifest)
             manifest._check()
         except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -183,7 +183,7 @@ class Manifest:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}")
         if not len(self.data.rows) == len(self.data.checksums) == self.replicas:
-            raise ValueError("it does not tell the rows and checksum of each partition")
+            raise ValueError("it lacks the rows and the checksum of some partition")
         for file in self.all_files:
             try:
                 check_name(file.name)

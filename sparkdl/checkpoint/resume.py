@@ -28,7 +28,7 @@ from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 
 LATEST = "latest"
-_ANY_DATA = " To go on with what is given here, pass any_data=True."
+_ANY_DATA = " To continue with this data anyway, pass any_data=True."
 logger = logging.getLogger("sparkdl")
 
 
@@ -134,8 +134,8 @@ class RestoredRun:
             access.load_residuals(read, (DamagedCheckpoint,))
         else:
             logger.warning(
-                "compression is %s and was %s in the checkpoint %s: what its replicas had left out of "
-                "their gradients stays out, and replicas begin with nothing left out",
+                "compression is %s and was %s in the checkpoint %s: the parts of gradients that "
+                "its replicas had not sent yet are lost",
                 self.compression,
                 before,
                 Folder(self.uri),
@@ -178,8 +178,9 @@ class ResumeCandidates:
         self._latest = resume == LATEST
         if self._latest and settings is None:
             raise ParameterError(
-                'resume="latest" means the latest of checkpoint=sparkdl.Checkpoint(path), which the '
-                "trainer does not have. Give it, or the path of a checkpoint."
+                'resume="latest" means the latest checkpoint in '
+                "Trainer(checkpoint=sparkdl.Checkpoint(path)), which this trainer does not have. "
+                "Set checkpoint=, or pass the path of a checkpoint."
             )
         path = settings.path if self._latest and settings else resume
         self._store = CheckpointStore(path) if self._latest else CheckpointStore.open(path)
@@ -230,7 +231,7 @@ class ResumeCandidates:
             found = RestoredRun.of(identity, uri, manifest, history, self._any_data, midway)
             _ = found.state
         except (ValueError, TypeError, OverflowError) as error:
-            raise DamagedCheckpoint(f"it tells no state of a run: {error}") from error
+            raise DamagedCheckpoint(f"it does not describe the state of a run: {error}") from error
         return found
 
     def _check(self, uri: str, manifest: Manifest, identity: RunIdentity) -> None:
@@ -242,14 +243,14 @@ class ResumeCandidates:
         differences += _other_optimizers(identity.optimizers, manifest.optimizers)
         if manifest.frozen and not differences and identity.frozen != manifest.frozen:
             differences.append(
-                "the parameters that are frozen hold other values here, and a checkpoint has only what "
-                "is trained: begin with the same, as with weights=start.module.state_dict() where the "
-                "run began with fit(start=start)"
+                "the parameters that are frozen hold other values here, and a checkpoint contains "
+                "only trained parameters: start with the same values, for example "
+                "weights=start.module.state_dict() if the run began with fit(start=start)"
             )
         if differences:
             raise ParameterError(
-                f"the checkpoint {Folder(uri)} is of another run: {'; '.join(differences)}. Give "
-                "what it was made with, or fit without resume= (in another folder)."
+                f"the checkpoint {Folder(uri)} belongs to another run: {'; '.join(differences)}. "
+                "Use what it was made with, or fit without resume= (in another folder)."
                 + (_ANY_DATA if self._trains(manifest, identity) else "")
             )
 

@@ -14,7 +14,14 @@ from sparkdl.checkpoint.manifest import Best, Manifest, SliceFile
 from sparkdl.checkpoint.slice_io import WriteResiduals, try_probe, write_packed, write_slice
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.errors import CheckpointError, TrainingError
-from sparkdl.loop.engine import BEST, CURRENT, PendingStateWork, StateAccess, StateWork, StateWorkResult
+from sparkdl.loop.engine import (
+    BEST,
+    CURRENT,
+    PendingStateWork,
+    StateAccess,
+    StateWork,
+    StateWorkResult,
+)
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState
 from sparkdl.model.options import TrainingOptions
@@ -247,7 +254,7 @@ class Checkpointer:
         except CheckpointError as error:
             if not self._told:
                 logger.warning(
-                    "older checkpoints in %s cannot be deleted, and stay: %s", self._store, error
+                    "older checkpoints in %s cannot be deleted and are kept: %s", self._store, error
                 )
             self._told = True
 

@@ -113,7 +113,7 @@ def _read_part(folder: Folder, file: SliceFile) -> StoredSlice:
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(f"{file.name}: {error}") from error
     if (part.start, part.stop) != (file.start, file.stop):
-        raise DamagedCheckpoint(f"{file.name}: it is another slice than the manifest says")
+        raise DamagedCheckpoint(f"{file.name}: it holds another slice than the manifest says")
     return part
 
 
@@ -130,7 +130,7 @@ def read_checked(folder: Folder, file: StoredFile) -> bytes:
     if len(data) != file.nbytes:
         raise DamagedCheckpoint(f"it has {len(data)} bytes instead of {file.nbytes}")
     if checksum(data) != file.checksum:
-        raise DamagedCheckpoint("its bytes were changed (checksum)")
+        raise DamagedCheckpoint("its bytes were changed (its checksum differs)")
     return data
 
 

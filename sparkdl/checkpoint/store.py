@@ -34,10 +34,11 @@ _WRITABLE = (
     "executors share."
 )
 _OPEN = (
-    "The path must be on a file system that the driver and all executors share, and the folders that "
-    "the driver makes there open to the user of the executors (its umask)."
+    "The path must be on a file system that the driver and all executors share, and the executors' "
+    "user must be able to write to the folders that the driver creates there (see the driver's "
+    "umask)."
 )
-INCOMPLETE = "it has no manifest: it was not completed"
+INCOMPLETE = "it has no manifest, so it was never completed"
 NOT_SHARED = "The path must be on a file system that the driver and all executors share."
 
 _FOLDER = re.compile(r"iteration-(\d{10,})-([0-9a-f]{12})[0-9a-f]{8}")
@@ -124,9 +125,9 @@ class CheckpointStore:
         newest = None if keep is None else next(self.candidates(), None)
         if newest is not None:
             logger.warning(
-                "%s holds checkpoints of another run, the newest of iteration %s, and this run deletes "
-                "them as it writes its own (keep=%s). Give it a folder of its own, or go on from them "
-                'with resume="latest".',
+                "%s holds checkpoints of another run, the newest of iteration %s, and this run "
+                "deletes them when it writes its own (keep=%s). Use another folder, or continue "
+                'that run with resume="latest".',
                 self,
                 f"{newest[1].iteration:,}",
                 keep,
@@ -146,7 +147,7 @@ class CheckpointStore:
                 raise CheckpointError(f"an executor {probe} {_OPEN}")
             if probe not in entries:
                 raise CheckpointError(
-                    f"what an executor wrote into {self} is not to be seen from the driver. "
+                    f"what an executor wrote into {self} is not visible from the driver. "
                     f"{NOT_SHARED}"
                 )
 
@@ -232,7 +233,7 @@ class CheckpointStore:
         """
         folder = Folder(uri)
         if manifest.history is None:
-            raise DamagedCheckpoint(f"{folder}: its manifest names no history")
+            raise DamagedCheckpoint(f"{folder}: its manifest lists no history")
         try:
             return read_checked(folder, manifest.history)
         except DamagedCheckpoint as error:
@@ -311,7 +312,7 @@ def _problem(file: StoredFile, entries: dict[str, Entry]) -> str | None:
     if entry is None:
         return f'the file "{file.name}" is missing'
     if entry.kind != "file":
-        return f'"{file.name}" is no plain file'
+        return f'"{file.name}" is not a regular file'
     if entry.nbytes != file.nbytes:
         return f'the file "{file.name}" has {entry.nbytes} bytes instead of {file.nbytes}'
     return None

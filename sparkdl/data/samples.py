@@ -204,8 +204,8 @@ def _sample_set(
         unknown = [name for name in source.columns if name not in [f.name for f in fields]]
         if unknown:
             raise DataError(
-                f'columns names "{unknown[0]}", which is no field of the records. '
-                f"They have: {', '.join(f.name for f in fields)}."
+                f'columns names "{unknown[0]}", which is not a field of the records. They have: '
+                f"{', '.join(f.name for f in fields)}."
             )
     num_labels = len(fields) - num_features - weighted
     preview, more = rows
@@ -218,8 +218,8 @@ def _check_specs(source: Source) -> None:
         if not spec.for_records:
             raise DataError(
                 f'columns["{name}"] is a sparkdl.{type(spec).__name__}, which is for DataFrames: '
-                "records of an RDD hold numbers and arrays already. Convert them with rdd.map "
-                "(a sparkdl.Sequence does work)."
+                "records of an RDD must hold numbers and arrays already. Convert them with rdd.map "
+                "(only sparkdl.Sequence works for an RDD)."
             )
 
 
@@ -277,8 +277,8 @@ def _chosen(source: Source) -> tuple[DataFrame, tuple[Column, ...]]:
     unknown = [name for name in source.columns if name not in (*source.features, *source.label)]
     if unknown:
         raise DataError(
-            f'columns names "{unknown[0]}", a field of an RDD\'s records, and the data is a DataFrame: '
-            f"name one of its columns, {', '.join((*source.features, *source.label))}."
+            f'columns names "{unknown[0]}", a field of an RDD\'s records, but the data is a '
+            f"DataFrame: name one of its columns, {', '.join((*source.features, *source.label))}."
         )
     inputs, labels, weights = read_schema(
         data.schema,

@@ -50,7 +50,7 @@ def told_in_manifest(
     try:
         recipe = recipe_by_name(untrained.model)
         if _secret("", [recipe["args"], recipe["kwargs"]]):
-            raise WithoutName("its arguments look like a secret, which a checkpoint does not hold")
+            raise WithoutName("its arguments look like secrets, which a checkpoint never contains")
         if len(json.dumps(recipe)) > MOST:
             raise WithoutName("its arguments are large")
     except WithoutName as error:
@@ -116,8 +116,8 @@ def _model_of(
     if "features" not in manifest.model:
         why = manifest.model.get("unknown", "an older sparkdl wrote it")
         raise ModelError(
-            f"the checkpoint {where} does not tell its columns: {why} Go on from it with "
-            "fit(resume=...), whose result is a model."
+            f"the checkpoint {where} does not contain its columns: {why} Continue it with "
+            "fit(resume=...), which returns a model."
         )
     try:
         told: ModelManifest = from_plain({**manifest.model, "files": {}}, ModelManifest)
@@ -127,7 +127,7 @@ def _model_of(
             for name in ("freeze", "unfreeze")
         )
     except (ValueError, TypeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"it tells no model: {error}") from error
+        raise DamagedCheckpoint(f"it does not describe a model: {error}") from error
     saved = Saved(Path(str(where)), dict(manifest.model), told)
     columns, signature = columns_of(saved, trust), signature_of(saved, trust)
     build = model if model is not None else read_recipe(saved, trust)
@@ -182,11 +182,12 @@ def _check(module: nn.Module, manifest: Manifest, where: Folder) -> None:
     differences = first_few(here.differences(manifest.layout))
     if not differences and manifest.frozen not in ("", frozen_digest(module)):
         differences = [
-            "the parameters that are frozen hold other values, and a checkpoint has only what is "
-            "trained"
+            "the parameters that are frozen hold other values, and a checkpoint contains only "
+            "trained parameters"
         ]
     if differences:
         raise ModelError(
             f"the model is not that of the checkpoint {where}: {'; '.join(differences)}. Pass "
-            "model=make_model that builds what was trained, or a module with its values."
+            "model=make_model, a function that builds the trained model, or a module with its "
+            "frozen values."
         )

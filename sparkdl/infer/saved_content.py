@@ -77,8 +77,8 @@ def signature_of(saved: Saved, trust: bool) -> Signature:
     if isinstance(part, dict) and isinstance(part.get("function"), str):
         if not trust:
             raise TrustError(
-                f'{folder} names the function "{part["function"]}" for what the output is. Pass '
-                "trust=True if you trust the folder to run it."
+                f'{folder} names the function "{part["function"]}" for output=. Pass trust=True if '
+                "you trust the folder to run it."
             )
         part = NamedFunction(name=part["function"]).load()
     elif problems_of_part(part):

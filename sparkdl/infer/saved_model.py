@@ -66,7 +66,7 @@ class ModelManifest:
             [self.output.shape] if self.output else []
         )
         if any(not 0 <= length < 2**63 for shape in shapes for length in shape):
-            raise ValueError("a shape has a length that none has")
+            raise ValueError("a shape has an impossible length")
         if self.seed < 0:
             raise ValueError(f"the seed is {self.seed}")
         if not 0 <= self.num_features <= len(self.fields):
@@ -120,7 +120,7 @@ class Saved:
     def _compare(self, name: str, checksum: str) -> None:
         if checksum != self.told.files.get(name):
             raise ModelError(
-                f"{self.folder / name} is not the file that was saved (checksum differs)."
+                f"{self.folder / name} is not the file that was saved: its checksum differs."
             )
 
 
@@ -135,7 +135,9 @@ def _content(folder: Path) -> dict[str, Any]:
     try:
         content = parse_json(read_plain(folder / MODEL, MAX_JSON_BYTES))
     except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(f"{folder} holds no sparkdl model (no {MODEL} in it).") from None
+        raise FileNotFoundError(
+            f"{folder} is not a saved model of sparkdl (there is no {MODEL} in it)."
+        ) from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder}/{MODEL} cannot be read: {_reason(error)}.") from error
     found = content if isinstance(content, dict) else {}

@@ -71,7 +71,7 @@ def _name_of(thing: Any) -> str:
     except (ImportError, AttributeError) as error:
         raise WithoutName(f'"{module}:{name}" cannot be imported ({error})') from None
     if found is not thing:
-        raise WithoutName(f'"{module}:{name}" means something else by now')
+        raise WithoutName(f'"{module}:{name}" now means something else')
     return f"{module}:{name}"
 
 
@@ -120,7 +120,7 @@ def read_recipe(saved: Saved, trust: bool) -> Any:
             ) from error
     if recipe.get("kind") == "none":
         raise ModelError(
-            f"{folder} does not say how its model is built: {recipe.get('why')}. Pass "
+            f"{folder} does not record how its model is built: {recipe.get('why')}. Pass "
             "model=make_model to build the module yourself."
         )
     if recipe.get("kind") != "name" or not _is_named(recipe):
@@ -154,8 +154,8 @@ def _named(saved: Saved, told: str, trust: bool) -> Any:
         ) from None
     if not trust and not _vouched_for(found):
         raise TrustError(
-            f'{saved.folder} names "{told}", which is no module class, nor a function of your '
-            'own that is annotated "-> torch.nn.Module". Annotate it, pass model=make_model, or '
+            f'{saved.folder} names "{told}", which is neither a module class nor a function of '
+            'yours that is annotated "-> torch.nn.Module". Annotate it, pass model=make_model, or '
             "pass trust=True."
         )
     return found

@@ -106,23 +106,24 @@ class Trial:
         if self.finish is None:
             if not isinstance(output, torch.Tensor) or not output.ndim or len(output) != rows:
                 raise ModelError(
-                    f"the model returns {described(output)}, and a prediction is one tensor with a "
-                    f"row for each sample. Say which part of it: {for_example(output)}; or give "
-                    "postprocess, a function of it that returns such a tensor."
+                    f"the model returns {described(output)}, but a prediction must be one tensor "
+                    "with a row for each sample. Say which part of it to use: "
+                    f"{for_example(output)}; or give postprocess, a function of it that returns "
+                    "such a tensor."
                 )
             return Output.of(output), (dimensions, dimensions)
         try:
             finished = self.finish(output)
         except Exception as error:
             text = (
-                f"postprocess fails on {described(output)}: {_told(error)}. It is given the model's "
+                f"postprocess fails on {described(output)}: {_told(error)}. It gets the model's "
                 "output for a batch."
             )
             raise _Failed(ParameterError(text)) from error
         if not isinstance(finished, torch.Tensor) or not finished.ndim or len(finished) != rows:
             raise ParameterError(
                 f"postprocess returned {described(finished)} for a batch of {rows} rows: it must "
-                f"return a tensor with a value for each row, of shape [{rows}, ...], as "
+                f"return a tensor with one value for each row, of shape [{rows}, ...], as "
                 "partial(torch.argmax, dim=1) does."
             )
         return Output.of(finished), (dimensions, finished.ndim)

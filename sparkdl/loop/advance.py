@@ -133,7 +133,8 @@ def _not_finite(state: TrainState, result: IterationResult, policy: TrainingOpti
     found = "; ".join(f"{what} in replica {m}" for m, what in result.not_finite.items())
     remedy = 'Lower the learning rate, clip with clip_norm=1.0, or pass on_nan="skip".'
     if policy.wire == "fp16":
-        remedy = 'fp16 ends at 65,504: use wire="bf16". Else: ' + remedy[0].lower() + remedy[1:]
+        other = remedy[0].lower() + remedy[1:]
+        remedy = f'fp16 overflows above 65,504: use wire="bf16". Otherwise: {other}'
     return (
         f"iteration {state.iteration + 1}, epoch {state.epoch + 1}: not finite: {found} "
         f"(mean loss {result.loss:.4g}). {remedy}"

@@ -304,7 +304,7 @@ class History:
         history._columns = {name: columns.pop(name) for name in codes}
         history._timings = {name: columns.pop(_TIMINGS + name) for name in rest["timings"]}
         if columns:
-            raise ValueError(f"nothing is known of its {', '.join(columns)}")
+            raise ValueError(f"it has no {', '.join(columns)}")
         history._length = len(history._columns["loss"])
         history._read_rest(rest)
         return history
@@ -396,5 +396,5 @@ def _explained(read: Callable[[Any], History], content: Any, where: str) -> Hist
         ValueError,
     ) as error:
         raise ParameterError(
-            f"{where} holds no history ({type(error).__name__}: {error})."
+            f"{where} is not a history ({type(error).__name__}: {error})."
         ) from error

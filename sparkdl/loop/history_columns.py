@@ -63,8 +63,8 @@ def unpack(data: bytes, codes: Mapping[str, str]) -> tuple[dict[str, array[Any]]
         column = columns[name] = array(code)
         column.frombytes(tensor.numpy().tobytes())
     if len({len(column) for column in columns.values()}) > 1:
-        raise ValueError("its columns are not of one length")
+        raise ValueError("its columns differ in length")
     rest = parse_json(metadata[_REST].encode())
     if not isinstance(rest, dict):
-        raise ValueError("its metadata is no object")
+        raise ValueError("its metadata is not an object")
     return columns, rest

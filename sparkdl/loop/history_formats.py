@@ -45,7 +45,7 @@ def read(path: Path) -> dict[str, Any]:
         with path.open(encoding="utf-8", newline="") as file:
             return from_csv(file.read())
     except (KeyError, TypeError, ValueError, csv.Error) as error:
-        raise ParameterError(f"{path} holds no history ({error}).") from error
+        raise ParameterError(f"{path} is not a history ({error}).") from error
 
 
 def to_json(content: dict[str, Any], indent: int | None = None) -> str:
@@ -70,7 +70,7 @@ def from_json(data: bytes, where: str = "it") -> dict[str, Any]:
     try:
         content = parse_json(data)
     except ValueError as error:
-        raise ParameterError(f"{where} holds no history ({error}).") from error
+        raise ParameterError(f"{where} is not a history ({error}).") from error
     if not isinstance(content, dict):
         raise ParameterError(f"{where} holds no history.")
     return content

@@ -122,19 +122,19 @@ class OptimizerSpec:
             name = type(optimizer).__name__
             if any(group.get("capturable") for group in optimizer.param_groups):
                 raise ModelError(
-                    f"optimizer {name} has capturable=True, which is for steps in a CUDA graph, and "
-                    "here they are in none: leave it out."
+                    f"optimizer {name} has capturable=True, which is for steps in a CUDA graph, "
+                    "which sparkdl does not use: leave it out."
                 )
             for p in (p for group in optimizer.param_groups for p in group["params"]):
                 if id(p) not in names:
                     raise ModelError(
-                        f"the optimizer holds a parameter of shape {list(p.shape)} that is not "
-                        "one of the module's: build it from the module it is given."
+                        f"the optimizer has a parameter of shape {list(p.shape)} that is not one "
+                        "of the module's: build it from the module it is given."
                     )
                 if id(p) in holder:
                     raise ModelError(
-                        f'two optimizers, {holder[id(p)]} and {name}, hold parameter "'
-                        f'{names[id(p)]}": give it to one.'
+                        f"two optimizers, {holder[id(p)]} and {name}, have the parameter "
+                        f'"{names[id(p)]}": give it to one.'
                     )
                 holder[id(p)] = name
             groups = optimizer.param_groups

@@ -250,8 +250,8 @@ def _check_memory(plan: OptimizerSpec, shape: tuple[int, ...]) -> None:
     }
     found = f" ({', '.join(sorted(names))} in its param_groups)" if names else ""
     raise ModelError(
-        f"optimizer {plan.name} remembers from step to step what is not in its state{found}, and here "
-        "a step may be taken on another executor, where only the state goes. Keep it in "
+        f"optimizer {plan.name} keeps values from step to step outside its state{found}, but the "
+        "next step may run on another executor, which gets only the state. Keep them in "
         "self.state[parameter], as torch.optim does."
     )
 

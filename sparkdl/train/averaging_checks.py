@@ -314,37 +314,36 @@ def _differ(one: float, other: float, rounding: float, parts: Sequence[float] = 
 
 _PAIR = "return both, (sum, count), such as ((losses * mask).sum(), mask.sum())"
 _ALONE = (
-    "train with replicas=1 and accumulate=1, or take what each replica makes of its own rows, as "
-    "torch's DDP does: loss=sparkdl.PerReplica(loss)."
+    "train with replicas=1 and accumulate=1, or let each replica compute the loss of its own rows, "
+    "as torch's DDP does: loss=sparkdl.PerReplica(loss)."
 )
 
 
 def _message(found: Difference, rows: int, sums: bool, hint: str) -> str:
     told = (
-        f"the loss of the first {rows} rows is {found.whole:.5g}, and {found.together:.5g} where it is "
-        "put together from two parts of them as replicas and accumulate do, each part weighted by its "
+        f"the loss of the first {rows} rows is {found.whole:.5g}, and {found.together:.5g} when "
+        "two parts of them are combined as replicas and accumulate do, each part weighted by its "
         f"{'count' if sums else 'rows'}: "
     )
     if hint:
         return told + hint
     if found.kind == "no count":
         return (
-            "the loss returned two values, which are taken as (sum, count), and the second one is no "
-            "count: it does not grow with the rows. Return the loss alone (metrics belong into "
+            "the loss returned two values, which stand for (sum, count), but the second one is not "
+            "a count: it does not grow with the rows. Return the loss alone (metrics belong in "
             f"Validation), or {_PAIR}."
         )
     if found.kind == "adds up":
-        return f"{told}it adds up. Return its mean over the rows, or {_PAIR}."
+        return f"{told}it is a sum. Return its mean over the rows, or {_PAIR}."
     if found.kind == "another mean" and not sums:
         return (
-            f"{told}it is no mean over the rows. If it is one over tokens, pairs or labels that are "
-            f"not padding, {_PAIR}. If rows depend on each other in it, {_ALONE}"
+            f"{told}it is not a mean over the rows. If it is a mean over tokens, pairs or labels "
+            f"that are not padding, {_PAIR}. If it makes rows depend on each other, {_ALONE}"
         )
-    return (
-        f"{told}rows depend on each other in it, as with negatives from the batch, or it is no mean. "
-        f"{'' if sums else f'If it is one over something else than rows, {_PAIR}. Else '}"
-        f"{_ALONE if not sums else _ALONE[0].upper() + _ALONE[1:]}"
-    )
+    told += "it makes rows depend on each other, as with negatives from the batch, or it is not a mean. "
+    if sums:
+        return told + _ALONE[0].upper() + _ALONE[1:]
+    return f"{told}If it is a mean over something other than rows, {_PAIR}. Otherwise {_ALONE}"
 
 
 _COUNTS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -373,8 +372,11 @@ def _count_of_model(
                 except Exception:  # the labels have other dimensions
                     continue
                 if _difference(take, len(known), rounding, sums=True) is None:
-                    return f"its mean is over others. Give loss=sparkdl.ModelLoss(count={written})."
+                    return (
+                        "its mean is over something else. Give "
+                        f"loss=sparkdl.ModelLoss(count={written})."
+                    )
     return (
-        "say how many numbers the mean is over with sparkdl.ModelLoss(count=function of the label). If "
-        f"rows depend on each other in it, {_ALONE}"
+        "say how many values the mean is over with sparkdl.ModelLoss(count=function of the label). "
+        f"If it makes rows depend on each other, {_ALONE}"
     )

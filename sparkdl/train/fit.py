@@ -77,10 +77,13 @@ def fit(
 ) -> TrainedModel:
     """Train a model; see :meth:`sparkdl.Trainer.fit`."""
     if any_data and resume is None:
-        raise ParameterError("any_data= says what to do with resume=: give that too.")
+        raise ParameterError(
+            "any_data= has no effect without resume=: pass resume= too, or leave it out."
+        )
     if resume is not None and start is not None:
         raise ParameterError(
-            "resume= and start= exclude each other: a resumed run has its weights."
+            "resume= and start= cannot be combined: a resumed run has its own weights. Pass one of "
+            "them."
         )
     kept = chosen_state(start, optimizer_state)
     with warming_up(context_of(data)):
@@ -248,8 +251,8 @@ def _packed(engine: Engine, lose_it: bool) -> tuple[bytes, ...] | None:
         if not lose_it:
             raise
         logger.warning(
-            "the model comes without the optimizer's state, which could not be brought to the driver: "
-            "%s",
+            "the trained model has no optimizer state, because it could not be collected on the "
+            "driver: %s",
             str(error).partition("\n")[0],
         )
         return None

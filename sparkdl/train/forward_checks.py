@@ -141,9 +141,9 @@ def check_writes(module: nn.Module, signature: Signature, inputs: Sequence[np.nd
             continue
         if table.weight.requires_grad:
             raise ModelError(
-                f'"{name}" has max_norm={table.max_norm:g}: with it torch writes to the weights of '
-                "rows that are looked up, which each replica does for its own. Leave it out, and scale "
-                "what is looked up in forward."
+                f'"{name}" has max_norm={table.max_norm:g}: torch then changes the weights of the '
+                "rows that are looked up, and each replica would change its own copy. Leave it "
+                "out, and scale the embeddings in forward."
             )
     if all(parameter.requires_grad for parameter in module.parameters()):
         return
@@ -162,7 +162,8 @@ def check_writes(module: nn.Module, signature: Signature, inputs: Sequence[np.nd
     for name, digest in before.items():
         if after.get(name, digest) != digest:
             raise ModelError(
-                f'forward writes to "{name}", a parameter with requires_grad=False: these are taken '
-                "for constants, and each worker would have its own. Make it a buffer "
-                "(register_buffer), which is kept, averaged over the replicas, and part of the result."
+                f'forward writes to "{name}", a parameter with requires_grad=False: such '
+                "parameters are treated as constants, and each worker would change its own copy. "
+                "Make it a buffer (register_buffer): buffers are averaged over the replicas and "
+                "saved with the model."
             )

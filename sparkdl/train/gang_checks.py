@@ -40,8 +40,9 @@ def check_gang(trainer: Trainer, model: PreparedModel, context: SparkContext, ra
     parallel = parallel_of(trainer.parts, trainer.mesh, ranks)
     if parallel.mesh.data == 1 and parallel.ddp.shard_optimizer and len(parallel.parts) > 1:
         raise ParameterError(
-            f'strategy="zero1" shares the update among copies of the model, and mesh={trainer.mesh} of '
-            f'{ranks} ranks has one: give "data" a size of at least 2, or leave "zero1" out.'
+            'strategy="zero1" divides the update among copies of the model, but '
+            f'mesh={trainer.mesh} of {ranks} ranks has only one copy: give "data" a size of at '
+            'least 2, or leave "zero1" out.'
         )
     if parallel.pipeline is not None:
         check_split(parallel.pipeline, model.module, parallel.mesh.pipe)

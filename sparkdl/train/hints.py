@@ -74,14 +74,15 @@ def input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequenc
         if not tensor.is_floating_point()
     ]
     if integers and isinstance(error, IndexError):
-        ranges = ", ".join(f'"{name}" {_range(tensor)}' for name, tensor in integers)
+        ranges = ", ".join(f'"{name}" goes {_range(tensor)}' for name, tensor in integers)
         hints.append(
-            f" The data goes in {ranges}: an embedding needs one row for each number from 0 on."
+            f" In the data, {ranges}: an embedding needs a row for each number from 0 to the "
+            "largest."
         )
     elif any(tensor.dtype == torch.uint8 for _, tensor in integers):
         hints.append(
-            " Images with scale=None are bytes (uint8): leave scale out, or let augment or the model "
-            "make floats of them."
+            " Images with scale=None are bytes (uint8): leave scale out, or convert them to floats "
+            "in augment or in the model."
         )
     elif integers and not isinstance(error, TypeError):
         hints.append(
@@ -136,8 +137,8 @@ def own_loss_hint(error: Exception, loss: Any) -> str:
         return ""
     how = "after its inputs" if own.names is None else f"as {', '.join(own.names)}="
     return (
-        f" With ModelLoss it is called with its label {how}: say with ModelLoss(labels=name) how it "
-        "takes them (None: after its inputs)."
+        f" With ModelLoss, the model is called with the label {how}: name the parameter that takes "
+        "it, ModelLoss(labels=name), or give labels=None to pass it after the inputs."
     )
 
 
@@ -178,9 +179,9 @@ def loss_hint(
     """
     if not isinstance(output, torch.Tensor):
         return (
-            f" The loss is given what the model returns, {described(output)}: say which part it is of, "
-            f"{for_example(output)}, write a loss that takes it, or, where the model computes its own "
-            "loss from the label, use loss=sparkdl.ModelLoss()."
+            f" The loss gets what the model returns, {described(output)}: say which part of it the "
+            f"loss needs, {for_example(output)}, write a loss that takes all of it, or, if the "
+            "model computes its own loss from the label, use loss=sparkdl.ModelLoss()."
         )
     if len(targets) > 1:
         names = ", ".join(f'"{label.name}"' for label in labels)
@@ -227,7 +228,7 @@ def label_hint(error: Exception, targets: Sequence[torch.Tensor], labels: Sequen
     elif isinstance(error, IndexError):
         return (
             f' "{name}" goes {_range(target)}: give the model an output for each class from 0 on, '
-            "or number the classes anew (pyspark.ml.feature.StringIndexer)."
+            "or renumber the classes (pyspark.ml.feature.StringIndexer)."
         )
     else:
         what, kind = "measurements", "float"

@@ -86,8 +86,8 @@ def stages_of(
     if trainer.checkpoint is not None:
         if "unknown" in told and state.iteration == 0:
             logger.warning(
-                "the checkpoints of this run can be resumed from, but sparkdl.load cannot read them, "
-                "and save() of its result will fail: %s",
+                "the checkpoints of this run can be resumed, but sparkdl.load cannot read them, "
+                "and save() of the trained model will fail: %s",
                 told["unknown"],
             )
         noting, background = None, None

@@ -59,9 +59,9 @@ def preflight(
     """
     if trainer.bucketing is not None and not any(field.ragged for field in samples.fields):
         raise ParameterError(
-            f"bucketing={trainer.bucketing} brings samples of like length together, and all samples of "
-            'this data have one length: declare the column that varies, columns={"...": '
-            "sparkdl.Sequence()}, or leave bucketing out."
+            f"bucketing={trainer.bucketing} groups samples of similar length, but all samples of "
+            "this data have the same length: declare the column that varies in length, "
+            'columns={"...": sparkdl.Sequence()}, or leave bucketing out.'
         )
     how = replace(assembly(trainer, samples, model.float_dtype), augment=trainer.augment)
     with seeded(trainer.seed):

@@ -109,9 +109,9 @@ def try_model(
                 value, count = _checked(call_loss(loss, output, targets), len(inputs[0]))
         except NoValuePerSample as error:
             raise ModelError(
-                f"weights of samples or classes need a value for each sample, and {error}: use a "
-                'torch loss, a function with reduction="none", or one that returns shape [rows], or '
-                "(sum, count) of that shape each."
+                f"weights of samples or classes need a loss value for each sample, but {error}: "
+                'use a torch loss, a function with reduction="none", or one that returns shape '
+                "[rows], or (sum, count) of that shape each."
             ) from None
         except ModelError:
             raise
@@ -138,8 +138,8 @@ def try_model(
         if policy.on_nan == "raise" and counts and not torch.isfinite(value):
             raise ModelError(
                 f"{_what_is_not_finite(output, value)} on the first rows ({shown}; "
-                f"{dtypes_of(inputs)}), before anything was trained. Look for a division by 0, the "
-                'log or root of 0, or inputs that are too large; on_nan="skip" leaves updates out.'
+                f"{dtypes_of(inputs)}), before any training. Look for a division by 0, the log or "
+                'root of 0, or inputs that are too large; on_nan="skip" skips such updates.'
             )
         try:
             value.backward()
@@ -197,7 +197,7 @@ def _check_classes(
     if low < 0 or high >= classes:
         raise ModelError(
             f'class_weights has {classes} classes, 0 to {classes - 1}, and "{labels[0].name}" goes '
-            f"from {low} to {high}: give a weight for each class, in a list."
+            f"from {low} to {high}: give a list with a weight for each class."
         )
 
 
@@ -269,9 +269,8 @@ def _check_loss(loss: Any) -> None:
         trains = [name for name, p in loss.named_parameters() if p.requires_grad]
         if trains:
             raise ModelError(
-                f"the loss has parameters ({', '.join(trains[:3])}), and only those of the model are "
-                "trained: let the model hold them and return what they make, or set "
-                "requires_grad=False."
+                f"the loss has parameters ({', '.join(trains[:3])}), but only the parameters of "
+                "the model are trained: move them into the model, or set requires_grad=False."
             )
 
 

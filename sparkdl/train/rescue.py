@@ -89,19 +89,20 @@ class Rescue(Callback):
                 return
             if isinstance(error, StalledError):  # a checkpoint would stall as long
                 raise CheckpointError("Spark does nothing")
-            again = "so does fit(data, resume=...), without training again"
+            again = "fit(data, resume=path) returns it without training again"
             if self._one_pass:
-                again = "partial_fit(data, resume=...) of a new trainer goes on with it"
+                again = "partial_fit(data, resume=path) of a new trainer continues it"
             told = (
-                f"Training was over, after {state.iteration} iterations. The model is kept in the "
-                f"checkpoint {self._kept(state)}: sparkdl.load(...) with this path gives it, and "
-                f"{again}."
+                f"Training had finished, after {state.iteration} iterations. The model is kept in "
+                f"the checkpoint {self._kept(state)}: sparkdl.load(path) loads it, and {again}."
             )
         except Exception as failure:
             reason = str(failure).partition("\n")[0].rstrip(".") or type(failure).__name__
             told = f"The trained model could not be kept in a checkpoint ({reason})."
             if state.checkpoint is not None:
-                told += f' The last one is {state.checkpoint}: go on with fit(data, resume="...").'
+                told += (
+                    f' The last one is {state.checkpoint}: continue with fit(data, resume="...").'
+                )
         logger.error("%s", told)
         if isinstance(error, SparkdlError) and error.args:
             error.args = (f"{error.args[0]}\n{told}", *error.args[1:])

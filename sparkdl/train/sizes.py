@@ -47,9 +47,10 @@ def check_sizes(
         need += layout.nbytes
     if need > left:
         raise ParameterError(
-            f"the model has {_gb(layout.nbytes)} of weights, and to take it back after the training "
-            f"the driver's Python needs {_gb(need)} beside what it has now: it can have {_gb(left)}. "
-            "Give the driver's machine or container more memory, or freeze a part of the model."
+            f"the model has {_gb(layout.nbytes)} of weights, and to collect it after training, the "
+            f"driver's Python needs {_gb(need)} on top of what it uses now, but can get only "
+            f"{_gb(left)}. Give the driver's machine or container more memory, or freeze a part of "
+            "the model."
         )
     if trainer.engine == "shuffle" and is_local(context):
         _check_room(trainer, layout, replicas, context, slab_dir)
@@ -79,9 +80,10 @@ def _check_room(
     if need > sum(rooms.values()):
         told = " and ".join(f"{_gb(room)} in {place}" for place, room in rooms.items())
         raise ParameterError(
-            f"the model has {_gb(layout.nbytes)} of weights; two versions of them and the gradients of "
-            f"{replicas} replicas take {_gb(need)} of slabs: there is room for {told}. Free some, "
-            "point spark.sparkdl.slab.dir at a larger directory, or train with fewer replicas."
+            f"the model has {_gb(layout.nbytes)} of weights; two versions of them and the "
+            f"gradients of {replicas} replicas take {_gb(need)} of slabs, but there is only room "
+            f"for {told}. Free some, point spark.sparkdl.slab.dir at a larger directory, or train "
+            "with fewer replicas."
         )
 
 

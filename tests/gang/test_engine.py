@@ -359,19 +359,21 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"accumulate": 2, "strategy": sparkdl.DDP(static_graph=True)},
         ParameterError,
-        "strategy=DDP(static_graph=True) with accumulate=2: torch looks at the graph in a pass that "
-        "sums, and the first parts do not. Leave one of the two out.",
+        "strategy=DDP(static_graph=True) with accumulate=2: torch records the graph in a backward "
+        "pass that sums gradients, and only the last part of an accumulated batch does. Leave one "
+        "of the two out.",
     ),
     (
         {"local_steps": 2},
         ParameterError,
-        'local_steps=2 with engine="gang": its ranks meet in every step. Use engine="shuffle", or '
-        "local_steps=1.",
+        'local_steps=2 with engine="gang": its ranks synchronize at every step. Use '
+        'engine="shuffle", or local_steps=1.',
     ),
     (
         {"slices": 2},
         ParameterError,
-        'slices=2 with engine="gang": the strategy says how the state is cut. Leave it out.',
+        'slices=2 with engine="gang": the strategy decides how the state is divided. Leave slices '
+        "out.",
     ),
     (
         {"replicas": 3},

@@ -244,6 +244,6 @@ def test_a_model_whose_own_loss_is_of_all_rows_at_once() -> None:
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             return contrastive(super().forward(x), labels)
 
-    with pytest.raises(ModelError, match=r"If rows depend on each other in it, .*PerReplica"):
+    with pytest.raises(ModelError, match=r"If it makes rows depend on each other, .*PerReplica"):
         check(sparkdl.ModelLoss(), CLASS, Own())
     assert check(sparkdl.PerReplica(sparkdl.ModelLoss()), CLASS, Own())

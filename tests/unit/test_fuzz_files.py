@@ -507,7 +507,7 @@ def test_json_too_large_is_not_read(name: str, place: Place) -> None:
         file.truncate(1 << 40)
     forget_peak()
     before = peak_bytes()
-    with pytest.raises((CheckpointError, ModelError), match="33,554,432 at the most are expected"):
+    with pytest.raises((CheckpointError, ModelError), match="33,554,432 at most are expected"):
         read()
     assert peak_bytes() - before < 32 << 20
 

@@ -14,8 +14,8 @@ from sparkdl.train.hints import input_hint, loss_hint, own_loss_hint
 
 COLUMN = ' "x" is one number a row: df.withColumn("x", functions.array("x")) makes it [rows, 1].'
 BYTES = (
-    " Images with scale=None are bytes (uint8): leave scale out, or let augment or the model make "
-    "floats of them."
+    " Images with scale=None are bytes (uint8): leave scale out, or convert them to floats in "
+    "augment or in the model."
 )
 JOIN = (
     " Each of the 2 feature columns is an input of its own, model(a, b, ...); for one input join them "

@@ -85,9 +85,7 @@ def written(tmp_path: Path) -> tuple[Store, sparkdl.Checkpoint]:
     store.load(noise, which=BEST)
     store.residuals = {n: {0: {"left out": torch.randn(5)}} for n in range(2)}
     best = Validated(iteration=2, epoch=1, metrics={"loss": 0.5})
-    state = TrainState(
-        iteration=3, epoch=0, position=3, samples=12, validations=(best,), best=best
-    )
+    state = TrainState(iteration=3, epoch=0, position=3, samples=12, validations=(best,), best=best)
     history = History()
     history.append(state, 1)
     checkpointer = Checkpointer(settings, store, RUN, history, told={}, begun=TrainState())
