@@ -340,7 +340,7 @@ def _message(found: Difference, rows: int, sums: bool, hint: str) -> str:
             f"{told}it is not a mean over the rows. If it is a mean over tokens, pairs or labels "
             f"that are not padding, {_PAIR}. If it makes rows depend on each other, {_ALONE}"
         )
-    told += "it makes rows depend on each other, as with negatives from the batch, or it is not a mean. "
+    told += "it makes rows depend on each other, as with negatives from the batch, or is no mean. "
     if sums:
         return told + _ALONE[0].upper() + _ALONE[1:]
     return f"{told}If it is a mean over something other than rows, {_PAIR}. Otherwise {_ALONE}"
