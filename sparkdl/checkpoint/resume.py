@@ -13,8 +13,7 @@ from typing import Any
 from sparkdl.checkpoint.config import Checkpoint
 from sparkdl.checkpoint.files import Folder
 from sparkdl.checkpoint.identity import first_few
-from sparkdl.checkpoint.manifest import Manifest, SliceFile
-from sparkdl.checkpoint.save import RunIdentity
+from sparkdl.checkpoint.manifest import Manifest, RunIdentity, SliceFile
 from sparkdl.checkpoint.slice_io import ReadResiduals, read_slice_files
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.errors import DamagedCheckpoint, ParameterError

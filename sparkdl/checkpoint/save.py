@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sparkdl.checkpoint.config import Checkpoint
-from sparkdl.checkpoint.identity import DataIdentity, ModelIdentity
-from sparkdl.checkpoint.manifest import Best, Manifest, SliceFile
-from sparkdl.checkpoint.slice_io import WriteResiduals, try_probe, write_packed, write_slice
+from sparkdl.checkpoint.manifest import Best, Manifest, RunIdentity, SliceFile
+from sparkdl.checkpoint.slice_io import (
+    TryFolder,
+    WriteResiduals,
+    WriteSlice,
+    _bounds,
+    write_packed,
+)
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.errors import CheckpointError, TrainingError
 from sparkdl.loop.engine import (
@@ -24,47 +29,11 @@ from sparkdl.loop.engine import (
 )
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState
-from sparkdl.model.options import TrainingOptions
 from sparkdl.slices.slice_file import PackSlice
-from sparkdl.slices.spec import SliceSpec
-from sparkdl.slices.state import SliceState
 
 logger = logging.getLogger("sparkdl")
 TAIL = 10_000
 """The number of iterations of the history that a checkpoint of an endless run contains."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunIdentity:
-    """The description of a run in its checkpoints.
-
-    Attributes:
-        model: Names, shapes and dtypes of the model's tensors.
-        data: Rows and checksums of the training partitions.
-        constants: The values that determine how rows are divided into batches: replicas,
-            batch_size, local_steps, seed.
-        optimizers: Class names of the optimizers.
-        options: How gradients are computed and applied.
-        frozen: Digest of the parameters that are not trained.
-        metric: Name of the metric by which the best weights are kept; None if they are not.
-        compression: The hook that compresses gradients, as text.
-        config: The trainer's fields as text, for people who read a manifest.
-    """
-
-    model: ModelIdentity
-    data: DataIdentity
-    constants: Mapping[str, Any]
-    optimizers: tuple[str, ...]
-    options: TrainingOptions
-    frozen: str = ""
-    metric: str | None = None
-    compression: str = "None"
-    config: Mapping[str, str] = field(default_factory=dict)
-
-    def batches_as_in(self, manifest: Manifest) -> bool:
-        """Return whether the batches of an epoch have the same numbers of rows as in a checkpoint."""
-        constants = all(getattr(manifest, name) == own for name, own in self.constants.items())
-        return constants and self.data.rows == manifest.data.rows
 
 
 @dataclass(frozen=True)
@@ -314,30 +283,3 @@ def _explained(state: TrainState) -> Iterator[None]:
         raise CheckpointError(
             f"after iteration {state.iteration} no checkpoint could be written: {error}"
         ) from None
-
-
-@dataclass(frozen=True)
-class TryFolder:
-    """Callable that runs on a slice's owner: test whether it can write into the folder of a
-    checkpoint."""
-
-    directory: str
-
-    def __call__(self, index: int, plan: SliceSpec, state: SliceState) -> str | CheckpointError:
-        return try_probe(self.directory)
-
-
-def _bounds(index: int, plan: SliceSpec, state: SliceState) -> tuple[int, int]:
-    """Return the elements of the flat vector that are in a slice. Runs on the owner."""
-    return plan.start, plan.stop
-
-
-@dataclass(frozen=True)
-class WriteSlice:
-    """Callable that runs on a slice's owner: write the slice into the checkpoint."""
-
-    directory: str
-    kind: str
-
-    def __call__(self, index: int, plan: SliceSpec, state: SliceState) -> SliceFile:
-        return write_slice(self.directory, index, plan, state, self.kind)

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,11 +30,11 @@ from sparkdl.errors import (
 )
 from sparkdl.loop.engine import (
     CURRENT,
-    Engine,
     IterationResult,
     PendingStateWork,
     ReadResiduals,
     ReadState,
+    RestorableEngine,
     StateAccess,
     StateWorkResult,
 )
@@ -51,30 +51,6 @@ SHARE = 0.05
 
 logger = logging.getLogger("sparkdl")
 Result = TypeVar("Result")
-
-
-class RestorableEngine(Engine, Protocol):
-    """An engine whose state can be lost and restored."""
-
-    def take_snapshot(self) -> Any:
-        """Return a copy of the state that survives the loss of any single executor."""
-
-    def drop(self, snapshot: Any) -> None:
-        """Release a snapshot that is no longer needed."""
-
-    def forget(self) -> None:
-        """Give up what remains of the state; a ``load`` or ``restore`` must follow."""
-
-    @property
-    def capacity_note(self) -> str:
-        """Return a remark about the capacity with which the engine continues, or an empty string."""
-
-    def restore(self, snapshot: Any) -> None:
-        """Reset the state to ``snapshot``.
-
-        Raises:
-            sparkdl.TrainingError: The snapshot is lost too.
-        """
 
 
 @dataclass(frozen=True, eq=False)

@@ -273,3 +273,27 @@ def busiest(traffic: Mapping[str, Traffic]) -> int:
 ReadResiduals = Callable[[int], ByParameter | None]
 """The type of a function that returns the residual of a replica from elsewhere, such as a
 checkpoint. It runs in tasks."""
+
+
+class RestorableEngine(Engine, Protocol):
+    """An engine whose state can be lost and restored."""
+
+    def take_snapshot(self) -> Any:
+        """Return a copy of the state that survives the loss of any single executor."""
+
+    def drop(self, snapshot: Any) -> None:
+        """Release a snapshot that is no longer needed."""
+
+    def forget(self) -> None:
+        """Give up what remains of the state; a ``load`` or ``restore`` must follow."""
+
+    @property
+    def capacity_note(self) -> str:
+        """Return a remark about the capacity with which the engine continues, or an empty string."""
+
+    def restore(self, snapshot: Any) -> None:
+        """Reset the state to ``snapshot``.
+
+        Raises:
+            sparkdl.TrainingError: The snapshot is lost too.
+        """

@@ -221,3 +221,40 @@ class _Rebuild:
     def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         accepted = inspect.signature(self.kind).parameters
         return self.kind(groups, **{k: v for k, v in self.defaults.items() if k in accepted})
+
+
+DECLARED = "update_depends_on"
+"""The class attribute in which an optimizer declares its kind: "element", "tensor" or "all"."""
+
+
+@dataclass(frozen=True)
+class CutRule:
+    """The permitted cuts for an optimizer.
+
+    Attributes:
+        elementwise: A cut through a tensor changes nothing.
+        separate: The update of one tensor does not depend on the others.
+    """
+
+    elementwise: bool
+    separate: bool
+
+
+def declared(kind: type[torch.optim.Optimizer]) -> CutRule | None:
+    """Return the rule that an optimizer class declares itself, or None.
+
+    Raises:
+        ModelError: The declaration has an unknown value.
+    """
+    answer = getattr(kind, DECLARED, None)
+    if answer is None:
+        return None
+    if answer not in _DECLARED:
+        raise ModelError(
+            f"{kind.__name__}.{DECLARED} is {answer!r}: an element's update depends on that "
+            '"element", on its "tensor", or on "all" of them.'
+        )
+    return CutRule(*_DECLARED[answer])
+
+
+_DECLARED = {"element": (True, True), "tensor": (False, True), "all": (False, False)}

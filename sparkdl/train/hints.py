@@ -1,4 +1,4 @@
-"""Remedies, in words, for a model or a loss that fails on the first rows."""
+"""Remedies, in words, for a model or a loss that fails on the first rows or has the wrong shape."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from sparkdl.data.fields import Field
+from sparkdl.errors import ModelError
 from sparkdl.model.loss import Loss, call_loss
 from sparkdl.model.model_loss import ModelLoss, inner
 from sparkdl.model.signature import described, for_example
@@ -236,3 +237,51 @@ def label_hint(error: Exception, targets: Sequence[torch.Tensor], labels: Sequen
     return (
         f' If "{name}" holds {what}, cast it: df.withColumn("{name}", df["{name}"].cast("{kind}")).'
     )
+
+
+def _brings_together(loss: Loss, output: torch.Tensor, target: torch.Tensor) -> bool:
+    """Return whether ``loss`` itself brings the two tensors to one shape.
+
+    It does if random numbers give the same result in these shapes as in one shape, or if it accepts
+    only these shapes.
+    """
+    if len(target) < 2 or not (output.is_floating_point() and target.is_floating_point()):
+        return False
+    one, other = torch.rand_like(output), torch.rand_like(target)
+    try:
+        found = call_loss(loss, one, (other,))
+    except Exception:
+        return False
+    try:
+        expected = call_loss(loss, one.reshape(other.shape), (other,))
+    except Exception:
+        return True
+    alike = all(isinstance(one, torch.Tensor) for one in (found, expected))
+    return alike and found.shape == expected.shape and torch.allclose(found, expected)
+
+
+def check_shapes(
+    loss: Loss,
+    output: Any,
+    targets: Sequence[torch.Tensor],
+    rows: int,
+    labels: Sequence[Field],
+) -> None:
+    """Raise ModelError if torch would broadcast the output and the label against each other.
+
+    An output [B, 1] and a label [B] would give [B, B], which nobody intends.
+    """
+    if not isinstance(output, torch.Tensor) or len(targets) != 1:
+        return
+    shapes = [list(output.shape), list(targets[0].shape)]
+    fits = [*shapes[1], 1] != shapes[0] and [*shapes[0], 1] != shapes[1]
+    if not fits and not _brings_together(loss, output, targets[0]):
+        remedy = (
+            "end the model with torch.nn.Flatten(0) or .squeeze(-1)"
+            if len(shapes[0]) > len(shapes[1])
+            else "give the model an output of that shape, for example .unsqueeze(-1)"
+        )
+        raise ModelError(
+            f'the output has shape {shapes[0]} and the label "{labels[0].name}" {shapes[1]} '
+            f"({rows} rows): torch would broadcast them against each other; {remedy}."
+        )

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sparkdl.checkpoint.identity import DataIdentity, ModelIdentity
-from sparkdl.checkpoint.manifest import Manifest
+from sparkdl.checkpoint.manifest import Manifest, RunIdentity
 from sparkdl.checkpoint.resume import RestoredRun
-from sparkdl.checkpoint.save import Checkpointer, RunIdentity
+from sparkdl.checkpoint.save import Checkpointer
 from sparkdl.codec.describe import describe, describe_trainer
 from sparkdl.data.fields import SampleHandle
 from sparkdl.engines.recovery import RecoveringEngine

@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.checkpoint.config import Checkpoint
-from sparkdl.checkpoint.save import Checkpointer, RunIdentity
+from sparkdl.checkpoint.manifest import RunIdentity
+from sparkdl.checkpoint.save import Checkpointer
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.errors import CheckpointError, SparkdlError, StalledError
 from sparkdl.loop.callbacks import Callback

@@ -18,7 +18,7 @@ import sparkdl
 from sparkdl import CheckpointError, ParameterError
 from sparkdl.checkpoint import save as checkpointing
 from sparkdl.checkpoint.files import Folder
-from sparkdl.checkpoint.save import WriteSlice
+from sparkdl.checkpoint.slice_io import WriteSlice
 from sparkdl.checkpoint.store import CheckpointStore
 
 pytestmark = [pytest.mark.gang, pytest.mark.spark, pytest.mark.usefixtures("nothing_left")]

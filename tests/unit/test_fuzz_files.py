@@ -25,9 +25,8 @@ from torch import nn
 
 import sparkdl
 from sparkdl.checkpoint.identity import DataIdentity, FieldIdentity, ModelIdentity
-from sparkdl.checkpoint.manifest import Best, Manifest, checksum
+from sparkdl.checkpoint.manifest import Best, Manifest, RunIdentity, checksum
 from sparkdl.checkpoint.resume import RestoredRun, ResumeCandidates
-from sparkdl.checkpoint.save import RunIdentity
 from sparkdl.checkpoint.slice_io import WriteResiduals, write_slice
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.codec.files import MAX_HEADER_BYTES

@@ -12,8 +12,9 @@ from torch import nn
 
 import sparkdl
 from sparkdl.checkpoint.identity import DataIdentity, ModelIdentity
+from sparkdl.checkpoint.manifest import RunIdentity
 from sparkdl.checkpoint.resume import ResumeCandidates
-from sparkdl.checkpoint.save import Checkpointer, RunIdentity
+from sparkdl.checkpoint.save import Checkpointer
 from sparkdl.loop.engine import BEST, CURRENT, ReadState
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
