@@ -224,7 +224,7 @@ MODELS = [
         lambda fit: fit(fit.good(), model=frozen),
         ModelError,
         "the model has no trainable parameter: none of its 2 parameters has requires_grad=True. "
-        "Leave some out of freeze=, name some in unfreeze=, or build layers that have some.",
+        "Leave some out of freeze=, name some in unfreeze=, or add layers that have some.",
     ),
     Mistake(
         "wrong input size",
@@ -386,14 +386,14 @@ MODELS = [
         lambda fit: fit(fit.good(), model=lambda: nn.Flatten(0)),
         ModelError,
         "the model has no trainable parameter: none of its 0 parameters has requires_grad=True. "
-        "Leave some out of freeze=, name some in unfreeze=, or build layers that have some.",
+        "Leave some out of freeze=, name some in unfreeze=, or add layers that have some.",
     ),
     Mistake(
         "everything frozen",
         lambda fit: fit(fit.good(), freeze=["0"]),
         ModelError,
         "the model has no trainable parameter: none of its 2 parameters has requires_grad=True. "
-        "Leave some out of freeze=, name some in unfreeze=, or build layers that have some.",
+        "Leave some out of freeze=, name some in unfreeze=, or add layers that have some.",
     ),
     Mistake(
         "freezing what is not there",

@@ -348,7 +348,7 @@ def test_a_run_goes_on_with_data_that_changed(spark, df, tmp_path, row):
     first = First()
     run = trainer(tmp_path, 7, **{"engine": "local", "callbacks": [first], **changes})
     data = frame_of(spark, rows, noise)
-    with pytest.raises(sparkdl.ParameterError, match="is of another run") as caught:
+    with pytest.raises(sparkdl.ParameterError, match="belongs to another run") as caught:
         run.fit(data, resume="latest")
     assert str(caught.value).endswith("To continue with this data anyway, pass any_data=True.")
     trained = run.fit(data, resume="latest", any_data=True)

@@ -128,7 +128,7 @@ def test_state_that_cannot_be_brought_to_the_driver_does_not_cost_the_model(
         narrow.conf.set("spark.driver.maxResultSize", before)
     assert bits(trained) == bits(expected)
     assert trained.optimizer_state is None
-    (said,) = [r.getMessage() for r in caplog.records if "comes without" in r.getMessage()]
+    (said,) = [r.getMessage() for r in caplog.records if "has no optimizer state" in r.getMessage()]
     assert "spark.driver.maxResultSize" in said
     nothing_left()
 

@@ -114,10 +114,10 @@ PATH = {**json.loads(MANIFEST.to_json())["files"][0], "name": "../../etc/passwd"
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (b"", "no JSON"),
-        (b"\xff\xfe", "no JSON"),
-        (MANIFEST.to_json()[:-40], "no JSON"),
-        (b"[" * 100_000, "no JSON"),
+        (b"", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (MANIFEST.to_json()[:-40], "not JSON"),
+        (b"[" * 100_000, "not JSON"),
         (b"[]", "format None"),
         (b'{"format": "sparkdl-model"}', "format 'sparkdl-model'"),
         (altered(version=2), "version 2 of the format, and this sparkdl reads version 1"),
@@ -126,9 +126,9 @@ PATH = {**json.loads(MANIFEST.to_json())["files"][0], "name": "../../etc/passwd"
         (altered(iteration="120"), "iteration is a str"),
         (altered(iteration=True), "iteration is a bool"),
         (altered(files={}), "files is a dict"),
-        (altered(files=[PATH]), "no plain file name"),
+        (altered(files=[PATH]), "not a plain file name"),
         (altered(best={**json.loads(MANIFEST.to_json())["best"], "files": [PATH]}), "plain file"),
-        (altered(history={"name": "/tmp/x", "nbytes": 1, "checksum": ""}), "no plain file name"),
+        (altered(history={"name": "/tmp/x", "nbytes": 1, "checksum": ""}), "not a plain file name"),
         (altered(extra={"a": {"code": 1}}), "unknown mark"),
         (altered(iteration=-1), "iteration is -1"),
         (altered(iteration=2**63), "iteration is 9223372036854775808"),
@@ -138,10 +138,13 @@ PATH = {**json.loads(MANIFEST.to_json())["files"][0], "name": "../../etc/passwd"
         (altered(files=[{**PATH, "name": "a", "nbytes": -1}]), "a has -1 bytes"),
         (altered(files=[{**PATH, "name": "a", "start": 65}]), "a holds elements 65 to 64"),
         (MANIFEST.to_json().replace(b"{", b'{"format": 1,', 1), "'format' is given twice"),
-        (MANIFEST.to_json().replace(b'"iteration": 120', b'"iteration": NaN'), "NaN is no number"),
+        (
+            MANIFEST.to_json().replace(b'"iteration": 120', b'"iteration": NaN'),
+            "NaN is not an allowed",
+        ),
         (
             MANIFEST.to_json().replace(b'"iteration": 120', b'"iteration": 1e999'),
-            "1e999 is no number",
+            "1e999 is not an allowed",
         ),
     ],
 )

@@ -135,7 +135,7 @@ def test_one_checkpoint_can_be_opened_by_its_own_path(store: CheckpointStore) ->
     incomplete = renamed.rename(first)
     alone = CheckpointStore.open(incomplete)
     assert iterations(alone) == []
-    assert "not completed" in str(alone.none_usable())
+    assert "never completed" in str(alone.none_usable())
 
 
 def test_a_path_without_checkpoints_is_named(tmp_path: Path) -> None:
@@ -387,8 +387,8 @@ def link(path: Path) -> None:
 
 SEEN_FIRST: list[tuple[str, Callable[[Path], object], str]] = [
     ("no manifest", lambda f: (f / MANIFEST).unlink(), "has no manifest"),
-    ("manifest cut", lambda f: cut(f / MANIFEST) or cut(f / MANIFEST), "no JSON"),
-    ("manifest empty", lambda f: (f / MANIFEST).write_text(""), "no JSON"),
+    ("manifest cut", lambda f: cut(f / MANIFEST) or cut(f / MANIFEST), "not JSON"),
+    ("manifest empty", lambda f: (f / MANIFEST).write_text(""), "not JSON"),
     ("bit in the manifest", lambda f: flip(f / MANIFEST, 60), "manifest"),
     ("other format", lambda f: rewrite(f, format="tensorbundle"), "format 'tensorbundle'"),
     ("other version", lambda f: rewrite(f, version=9), "version 9"),
@@ -396,11 +396,15 @@ SEEN_FIRST: list[tuple[str, Callable[[Path], object], str]] = [
     ("slice gone", lambda f: first_slice(f).unlink(), "is missing"),
     ("history cut", lambda f: cut(f / HISTORY), "bytes instead of"),
     ("history gone", lambda f: (f / HISTORY).unlink(), "is missing"),
-    ("path up", lambda f: point_to(f, f"../{f.name}/x"), "no plain file name"),
-    ("path absolute", lambda f: point_to(f, str(first_slice(f))), "no plain file name"),
+    ("path up", lambda f: point_to(f, f"../{f.name}/x"), "not a plain file name"),
+    ("path absolute", lambda f: point_to(f, str(first_slice(f))), "not a plain file name"),
     ("slice is a link", lambda f: link(first_slice(f)), "is not a regular file"),
     ("manifest is a link", lambda f: link(f / MANIFEST), "cannot read"),
-    ("slice is a folder", lambda f: first_slice(f).unlink() or first_slice(f).mkdir(), "no plain"),
+    (
+        "slice is a folder",
+        lambda f: first_slice(f).unlink() or first_slice(f).mkdir(),
+        "not a regular",
+    ),
 ]
 
 

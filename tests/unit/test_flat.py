@@ -122,11 +122,11 @@ def test_frozen_parameters_are_no_part_of_it() -> None:
 def test_no_trainable_parameter() -> None:
     assert mistake(nn.Linear(3, 2).requires_grad_(False)) == (
         "the model has no trainable parameter: none of its 2 parameters has requires_grad=True. "
-        "Leave some out of freeze=, name some in unfreeze=, or build layers that have some."
+        "Leave some out of freeze=, name some in unfreeze=, or add layers that have some."
     )
     assert mistake(nn.ReLU()) == (
         "the model has no trainable parameter: none of its 0 parameters has requires_grad=True. "
-        "Leave some out of freeze=, name some in unfreeze=, or build layers that have some."
+        "Leave some out of freeze=, name some in unfreeze=, or add layers that have some."
     )
 
 

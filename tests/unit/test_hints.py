@@ -86,7 +86,7 @@ def test_classes_that_are_the_last_dimension() -> None:
 def test_a_model_that_is_called_with_its_label() -> None:
     error = error_of(nn.Linear(1, 1), 1, 2)
     assert own_loss_hint(error, nn.MSELoss()) == ""
-    assert "called with its label as labels=:" in own_loss_hint(error, sparkdl.ModelLoss())
+    assert "called with the label as labels=:" in own_loss_hint(error, sparkdl.ModelLoss())
     assert "label after its inputs:" in own_loss_hint(error, sparkdl.ModelLoss(None))
 
 

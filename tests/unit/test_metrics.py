@@ -80,7 +80,7 @@ def test_accuracy_of_sequences_of_length_one() -> None:
 
 def test_a_function_that_averages_is_refused() -> None:
     metric = MeanMetric("l1", nn.functional.l1_loss, False)
-    with pytest.raises(ValueError, match=r'one for each sample, as .* reduction="none"'):
+    with pytest.raises(ValueError, match=r'one value for each sample, as .* reduction="none"'):
         metric.sums(torch.ones(3), torch.zeros(3))
     each = MeanMetric("l1", partial(nn.functional.l1_loss, reduction="none"), False)
     assert each.sums(torch.ones(3), torch.zeros(3)) == (3.0, 3.0)

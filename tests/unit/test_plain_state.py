@@ -254,6 +254,6 @@ def test_what_is_made_of_the_first_rows_is_told(
     module = build()
     state = PlainState(module)
     module(inputs)
-    outcome = pytest.raises(ModelError, match=f'makes "{where}" of the rows of its first call')
+    outcome = pytest.raises(ModelError, match=f'makes "{where}" from the rows of its first call')
     with outcome if told else contextlib.nullcontext():
         state.check_made(lambda each: each(others), build)

@@ -111,7 +111,7 @@ def test_auc_that_is_not_defined(output: list[float], target: list[int]) -> None
 @pytest.mark.parametrize(
     ("shape", "target", "message"),
     [
-        ((2, 3), [0, 1], "one score a sample"),
+        ((2, 3), [0, 1], "one score for each sample"),
         ((2,), [0, 1, 1], "one label for each sample"),
         ((2,), [-1, 1], "labels that are 0 or 1, but found -1"),
     ],

@@ -384,7 +384,7 @@ def test_a_plateau_wants_to_know_its_metric(metric: str | None, end: str) -> Non
 
 def test_epochs_are_nothing_to_a_plateau() -> None:
     with pytest.raises(
-        ModelError, match=r'^schedule_per="epoch" does nothing to ReduceLROnPlateau'
+        ModelError, match=r'^schedule_per="epoch" has no effect on ReduceLROnPlateau'
     ):
         Schedule(plan_of(), PLATEAU, "epoch").check(10, metrics=["loss"])
 

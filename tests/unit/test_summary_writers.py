@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -161,15 +161,12 @@ MODULES = {"tensorboard": "tensorboard", "mlflow": "mlflow"}
 
 
 @pytest.fixture(params=WRITERS)
-def row(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Row]:
+def row(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Row:
     if request.param in MODULES:
         pytest.importorskip(MODULES[request.param])
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
-    yield WRITERS[request.param](tmp_path)
-    gc.collect()
+    return WRITERS[request.param](tmp_path)
 
 
 def same(found: Shown, expected: Shown) -> None:
